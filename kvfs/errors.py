@@ -1,0 +1,265 @@
+"""The one exception tree, with what each error becomes at every door.
+
+Responsibility: every failure that kvfs reports on purpose is a `KvfsError`, and carries beside each other
+the errno that the mount answers, the S3 error code and status that the gateway answers, and the level at
+which it is logged. Nothing else maps errors.
+
+Invariants: a message names the offending thing and, where there is one, its limit. Native code reports
+`-errno`; `from_errno` is the only place that turns one into an exception.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from typing import ClassVar
+
+
+class KvfsError(Exception):
+    """Base of every error that kvfs raises on purpose."""
+
+    errno: ClassVar[int] = errno.EIO
+    s3_code: ClassVar[str] = "InternalError"
+    s3_status: ClassVar[int] = 500
+    log_level: ClassVar[int] = logging.ERROR
+
+
+class NotFound(KvfsError):
+    """No sealed object, bucket or directory has this name or key."""
+
+    errno = errno.ENOENT
+    s3_code, s3_status = "NoSuchKey", 404
+    log_level = logging.DEBUG
+
+
+class BucketNotFound(NotFound):
+    """No bucket has this name."""
+
+    s3_code = "NoSuchBucket"
+
+
+class NoAttribute(NotFound):
+    """The extended attribute does not exist on this object."""
+
+    errno = errno.ENODATA
+
+
+class Exists(KvfsError):
+    """The name is taken and the caller asked not to replace it."""
+
+    errno = errno.EEXIST
+    s3_code, s3_status = "PreconditionFailed", 412
+    log_level = logging.DEBUG
+
+
+class NotEmpty(KvfsError):
+    """A directory or bucket still holds names."""
+
+    errno = errno.ENOTEMPTY
+    s3_code, s3_status = "BucketNotEmpty", 409
+    log_level = logging.DEBUG
+
+
+class IsDirectory(KvfsError):
+    """The name is a directory and the call is for files."""
+
+    errno = errno.EISDIR
+    s3_code, s3_status = "InvalidRequest", 400
+    log_level = logging.DEBUG
+
+
+class NotDirectory(KvfsError):
+    """A component of the path is a file."""
+
+    errno = errno.ENOTDIR
+    s3_code, s3_status = "InvalidRequest", 400
+    log_level = logging.DEBUG
+
+
+class InvalidRequest(KvfsError):
+    """An argument is malformed; the message says which and why."""
+
+    errno = errno.EINVAL
+    s3_code, s3_status = "InvalidArgument", 400
+    log_level = logging.INFO
+
+
+class InvalidNamespace(InvalidRequest):
+    """A namespace description is incomplete, unknown or not canonical."""
+
+
+class NameTooLong(InvalidRequest):
+    """A bucket name, key or path component is over its limit."""
+
+    errno = errno.ENAMETOOLONG
+    s3_code = "KeyTooLongError"
+
+
+class LimitExceeded(InvalidRequest):
+    """A count or size in a request is over a limit named in `kvfs.limits`."""
+
+    errno = errno.E2BIG
+
+
+class ObjectTooLarge(KvfsError):
+    """The object is over the largest size that its tier accepts."""
+
+    errno = errno.EFBIG
+    s3_code, s3_status = "EntityTooLarge", 400
+    log_level = logging.WARNING
+
+
+class NoSpace(KvfsError):
+    """The tier is full and nothing more can be evicted now."""
+
+    errno = errno.ENOSPC
+    s3_code, s3_status = "InsufficientStorage", 507
+    log_level = logging.WARNING
+
+
+class QuotaExceeded(KvfsError):
+    """A uid holds more bytes or drafts than it may."""
+
+    errno = errno.EDQUOT
+    s3_code, s3_status = "QuotaExceeded", 403
+    log_level = logging.WARNING
+
+
+class AccessDenied(KvfsError):
+    """The caller's uid has no right to this object or bucket."""
+
+    errno = errno.EACCES
+    s3_code, s3_status = "AccessDenied", 403
+    log_level = logging.INFO
+
+
+class NotPermitted(KvfsError):
+    """The operation is one that a cache does not offer, or only to the service's own user."""
+
+    errno = errno.EPERM
+    s3_code, s3_status = "AccessDenied", 403
+    log_level = logging.INFO
+
+
+class Unsupported(KvfsError):
+    """The operation is not offered here; the message says what is."""
+
+    errno = errno.EOPNOTSUPP
+    s3_code, s3_status = "NotImplemented", 501
+    log_level = logging.INFO
+
+
+class WriterActive(KvfsError):
+    """A draft still has a writable descriptor or mapping somewhere, so it cannot be sealed yet."""
+
+    errno = errno.EBUSY
+    s3_code, s3_status = "OperationAborted", 409
+    log_level = logging.DEBUG
+
+
+class Superseded(KvfsError):
+    """The slot, draft or node meant has been replaced since it was looked up: look it up again."""
+
+    errno = errno.ESTALE
+    s3_code, s3_status = "OperationAborted", 409
+    log_level = logging.DEBUG
+
+
+class CrossDevice(KvfsError):
+    """A rename that cannot be one transaction; the caller copies instead."""
+
+    errno = errno.EXDEV
+    s3_code, s3_status = "InvalidRequest", 400
+    log_level = logging.DEBUG
+
+
+class Corrupt(KvfsError):
+    """Bytes do not match their checksum or format; they were not served."""
+
+    errno = errno.EIO
+    s3_code, s3_status = "InternalError", 500
+    log_level = logging.ERROR
+
+
+class DeadlinePassed(KvfsError):
+    """A bounded wait ended without its event."""
+
+    errno = errno.ETIMEDOUT
+    s3_code, s3_status = "RequestTimeout", 400
+    log_level = logging.WARNING
+
+
+class SessionClosed(KvfsError):
+    """The service ended the session, or is not running."""
+
+    errno = errno.ENOTCONN
+    s3_code, s3_status = "ServiceUnavailable", 503
+    log_level = logging.WARNING
+
+
+class ProtocolError(KvfsError):
+    """A peer broke the session protocol; the connection is closed."""
+
+    errno = errno.EPROTO
+    s3_code, s3_status = "InvalidRequest", 400
+    log_level = logging.WARNING
+
+
+class ConfigError(KvfsError):
+    """A configuration file or flag is wrong; the message names the key and its limit."""
+
+    errno = errno.EINVAL
+
+
+class StoreLocked(KvfsError):
+    """Another service already runs on this data directory."""
+
+    errno = errno.EBUSY
+
+
+class FormatMismatch(KvfsError):
+    """Data on disk or in DRAM was written by another format version or another store."""
+
+    errno = errno.EPROTONOSUPPORT
+
+
+class DeviceMissing(KvfsError):
+    """A device, driver or right that this tier or transport needs is not on this machine."""
+
+    errno = errno.ENODEV
+    s3_code, s3_status = "ServiceUnavailable", 503
+
+
+_FROM_ERRNO: dict[int, type[KvfsError]] = {
+    errno.ENOENT: NotFound,
+    errno.EEXIST: Exists,
+    errno.ENOSPC: NoSpace,
+    errno.EDQUOT: QuotaExceeded,
+    errno.EACCES: AccessDenied,
+    errno.EPERM: NotPermitted,
+    errno.EBUSY: WriterActive,
+    errno.ESTALE: Superseded,
+    errno.EFBIG: ObjectTooLarge,
+    errno.EINVAL: InvalidRequest,
+    errno.E2BIG: LimitExceeded,
+    errno.ENAMETOOLONG: NameTooLong,
+    errno.EOPNOTSUPP: Unsupported,
+    errno.ETIMEDOUT: DeadlinePassed,
+    errno.EPROTO: ProtocolError,
+    errno.EPROTONOSUPPORT: FormatMismatch,
+    errno.ENODEV: DeviceMissing,
+    errno.EIO: Corrupt,
+}
+
+
+def from_errno(code: int, what: str) -> KvfsError | OSError:
+    """The exception for a native result: `code` is an errno (either sign), `what` names the thing it is about.
+
+    A code that stands for no kvfs error comes back as a plain `OSError`.
+    """
+    number = abs(code)
+    kind = _FROM_ERRNO.get(number)
+    if kind is None:
+        return OSError(number, os.strerror(number), what)
+    return kind(f"{what}: {os.strerror(number)}")

@@ -1,0 +1,73 @@
+"""Every named limit of kvfs, each with its reason.
+
+Responsibility: the only place where a bound is written down. Configuration may lower the ones that it
+names, never raise them past what is said here.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+KIB: Final = 1 << 10
+MIB: Final = 1 << 20
+GIB: Final = 1 << 30
+
+# --- names -----------------------------------------------------------------------------------------------
+MAX_BUCKET_NAME_BYTES: Final = 63
+"""S3's limit for bucket names; a bucket is a top-level directory of the mount."""
+MAX_KEY_BYTES: Final = 1024
+"""S3's limit for keys, in UTF-8 bytes."""
+MAX_COMPONENT_BYTES: Final = 255
+"""NAME_MAX of Linux; keys with longer components exist for S3 only."""
+MAX_BUCKETS: Final = 10_000
+"""A listing of the mount's root is held in memory."""
+MAX_RENAME_KEYS: Final = 10_000
+"""A directory rename is one transaction on the service's event loop; above this it is EXDEV."""
+MAX_NAMESPACE_BYTES: Final = 64 * KIB
+"""A namespace description is hashed and kept whole."""
+MAX_LIST_ENTRIES: Final = 1_000
+"""One page of a listing, as in S3's ListObjectsV2: bounds the time that one call holds the event loop."""
+
+# --- DRAM tier -------------------------------------------------------------------------------------------
+MAX_SLOTS: Final = 1 << 20
+"""Slot headers are 128 bytes each in the shared table: 128 MiB at this count."""
+DEFAULT_SLOTS: Final = 1 << 17
+"""Enough for 100,000 slots; 16 MiB of headers, sparse until used."""
+MIN_DRAM_BYTES: Final = 16 * MIB
+"""Below this the table and the headroom leave no room for objects."""
+OBJECT_SHARE_OF_DRAM: Final = 4
+"""The largest object is the capacity divided by this, so that one object never empties the tier."""
+MAX_HELD_SLOTS: Final = 4_096
+"""Unlinked slots whose bytes somebody still holds; each keeps one descriptor of the service open."""
+
+# --- sessions --------------------------------------------------------------------------------------------
+MAX_SESSIONS: Final = 1_024
+"""Each session holds a descriptor and a bounded receive buffer."""
+MAX_FRAME_BYTES: Final = 1 * MIB
+"""One message of a session, either way; a longer length prefix closes the connection."""
+MAX_BATCH: Final = 1_024
+"""Entries in one batch message: 1,000 blocks are a 512k-token prompt."""
+MAX_FDS_PER_MESSAGE: Final = 128
+"""Below the kernel's SCM_MAX_FD (253)."""
+MAX_DRAFTS_PER_SESSION: Final = 1_024
+"""Drafts granted and neither sealed nor aborted."""
+SESSION_IDLE_WRITE_TIMEOUT_S: Final = 10.0
+"""A peer that does not drain its socket for this long is cut off."""
+
+# --- waits -----------------------------------------------------------------------------------------------
+PUBLISH_WAIT_S: Final = 0.5
+"""How long another door waits for a flushed draft whose RELEASE is still on its way (it follows close())."""
+SPACE_WAIT_S: Final = 2.0
+"""How long a reservation waits for eviction before it answers ENOSPC."""
+STOP_WAIT_S: Final = 10.0
+"""How long a clean stop waits for the requests in flight."""
+
+# --- mount -----------------------------------------------------------------------------------------------
+MAX_WRITE_BYTES: Final = 1 * MIB
+"""FUSE max_write: 256 pages, the default of fs.fuse.max_pages_limit."""
+MAX_FUSE_REQUESTS: Final = 64
+"""Requests that Python handles at once; the kernel's own background limit is 12 by default."""
+MAX_NODES: Final = 1 << 24
+"""Nodeids carry a 24-bit index."""
+MAX_XATTR_VALUE_BYTES: Final = 64 * KIB
+"""XATTR_SIZE_MAX of Linux; also what a bucket's namespace xattr may hold."""
