@@ -71,5 +71,9 @@ MAX_FUSE_REQUESTS: Final = 64
 """Requests that Python handles at once; the kernel's own background limit is 12 by default."""
 MAX_NODES: Final = 1 << 24
 """Nodeids carry a 24-bit index."""
+KERNEL_CACHE_S: Final = 60
+"""How long the kernel may keep names and attributes; what changes is invalidated long before."""
+MAX_OPEN_LISTINGS: Final = 4_096
+"""Directory handles, each with its place in a listing."""
 MAX_XATTR_VALUE_BYTES: Final = 64 * KIB
 """XATTR_SIZE_MAX of Linux; also what a bucket's namespace xattr may hold."""

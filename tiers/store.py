@@ -213,7 +213,8 @@ class TieredStore:
         try:
             extent = self.dram.reserve(size_bytes)
         except NoSpace:
-            self._make_room(size_bytes)
+            self.make_room(size_bytes)
+            self._evict_by_policy(1)
             extent = self.dram.reserve(size_bytes)
         self.space.opened(uid, size_bytes)
         return Draft(extent, uid, size_bytes)
@@ -626,11 +627,13 @@ class TieredStore:
             freed += self._evict_one(info.key.digest)
         return freed
 
-    def _make_room(self, size_bytes: int) -> None:
+    def make_room(self, size_bytes: int) -> None:
+        """Evict until `size_bytes` and the headroom fit, as far as anything can be evicted."""
         usage = self.dram.usage()
         self.dram.sweep()
         wanted = max(size_bytes, self.space.headroom_bytes()) - (usage.capacity_bytes - usage.used_bytes)
-        self._evict_by_policy(max(wanted, 1))
+        if wanted > 0:
+            self._evict_by_policy(wanted)
 
     def _evict_by_policy(self, bytes_wanted: int) -> int:
         freed = skipped = 0
