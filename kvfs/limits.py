@@ -27,8 +27,16 @@ MAX_NAMESPACE_BYTES: Final = 64 * KIB
 """A namespace description is hashed and kept whole."""
 MAX_LIST_ENTRIES: Final = 1_000
 """One page of a listing, as in S3's ListObjectsV2: bounds the time that one call holds the event loop."""
-NAME_MAP_BYTES: Final = 64 * MIB
-"""First size of the LMDB map; it grows as names come."""
+MAX_USER_METADATA_BYTES: Final = 64 * KIB
+"""User metadata in a name's row, as for one extended attribute (S3 itself ends at 2 KiB)."""
+DEFAULT_NAME_MAP_BYTES: Final = 256 * MIB
+"""First size of the name index's map (a sparse file): about a million names; it doubles when full."""
+MAX_NAME_MAP_BYTES: Final = 64 * GIB
+"""The map of the name index never grows past this; a full index answers ENOSPC."""
+MAX_META_KEY_BYTES: Final = 64
+"""Keys of the service's own values beside the names; they are constants in the code."""
+OBJECT_ID_RANGE: Final = 1 << 16
+"""Object ids are reserved from the index in ranges of this many, so that an id costs no transaction."""
 
 # --- DRAM tier -------------------------------------------------------------------------------------------
 MAX_SLOTS: Final = 1 << 20

@@ -19,7 +19,8 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
@@ -27,6 +28,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import pyfuse3
 
 from kvfs import limits, paths
+from kvfs._native.fuse_loop import died_by_signal
 from kvfs.errors import (
     CrossDevice,
     Exists,
@@ -107,6 +109,7 @@ class Operations(pyfuse3.Operations):
         self._handles: dict[int, Handle] = {}
         self._listings: dict[int, Listing] = {}
         self._next_handle = 1
+        self._own_changes = 0
         backings.node_other(self.nodes.root.nodeid, self.nodes.root.ino)
 
     # --- attributes ---------------------------------------------------------------------------------------
@@ -232,7 +235,8 @@ class Operations(pyfuse3.Operations):
             name = self.nodes.name(node)
             if node.directory and name.key:
                 self._keep_directory(name)
-            found = self.store.set_attributes(name, mode=mode, uid=uid, gid=gid, mtime_ns=mtime_ns)
+            with self._own_change():
+                found = self.store.set_attributes(name, mode=mode, uid=uid, gid=gid, mtime_ns=mtime_ns)
             if isinstance(found, ObjectInfo):
                 self.nodes.set_object(node, found)
                 self.drafts.show_sealed(node, found)
@@ -319,10 +323,8 @@ class Operations(pyfuse3.Operations):
 
     def _remove_sealed(self, name: Name) -> None:
         """Remove what other doors see under this name, if anything."""
-        try:
+        with self._own_change(), suppress(NotFound):
             self.store.remove(name)
-        except NotFound:
-            return
 
     def _gone(self, node: Node) -> None:
         """The node's name no longer leads to it; a draft that nobody has open goes with it."""
@@ -357,12 +359,13 @@ class Operations(pyfuse3.Operations):
         if known is not None:
             self._check_replaceable(node, known, replace=not flags & pyfuse3.RENAME_NOREPLACE)
         source = self.nodes.name(node)
-        if node.draft is not None:
-            self._remove_sealed(source)
-        elif node.directory:
-            self.store.rename(source, Name(target.bucket, target.key + b"/"))
-        else:
-            self.store.rename(source, target)
+        with self._own_change():
+            if node.draft is not None:
+                self._remove_sealed(source)
+            elif node.directory:
+                self.store.rename(source, Name(target.bucket, target.key + b"/"))
+            else:
+                self.store.rename(source, target)
         if known is not None:
             self._gone(known)
         self.nodes.move(node, below, name_new)
@@ -524,7 +527,7 @@ class Operations(pyfuse3.Operations):
         if handle.opened is None or not handle.writable:
             return
         if isinstance(self.backings, PlainBackings):
-            self.backings.note_flush(handle.node.nodeid, handle.pid)
+            self.backings.note_killed(handle.node.nodeid, died_by_signal(handle.pid))
         size_bytes = self.drafts.status(handle.opened).st_size
         if size_bytes > self.drafts.largest_bytes:
             raise OSError(errno.EFBIG, "over the largest object")
@@ -633,8 +636,19 @@ class Operations(pyfuse3.Operations):
                 self.store.note_reader(node.info.extent.slot, uid)
                 self.store.touch(node.info.key)
 
+    @contextmanager
+    def _own_change(self) -> Iterator[None]:
+        """The kernel knows what it has asked for itself: no invalidation for that."""
+        self._own_changes += 1
+        try:
+            yield
+        finally:
+            self._own_changes -= 1
+
     def on_change(self, change: Change) -> None:
         """A name or object changed, by this door or another: what the kernel caches of it goes."""
+        if self._own_changes and not change.evicted:
+            return
         if change.key is not None and change.kind is ChangeKind.REMOVED:
             node = self.nodes.of_object(change.key.digest)
         elif change.name is not None:
