@@ -194,7 +194,7 @@ class Settings(_Section):
 
     @property
     def socket_path(self) -> Path:
-        """`[session] socket`, else `kvfs.sock` in the data directory, or in /run or /tmp if that is too long."""
+        """`[session] socket`, else `kvfs.sock` in the data directory (in /run or /tmp if it is too deep)."""
         if self.session.socket is not None:
             return self.session.socket
         path = self.store.data / "kvfs.sock"

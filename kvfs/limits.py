@@ -40,7 +40,7 @@ MIN_DRAM_BYTES: Final = 16 * MIB
 MIN_SLOTS: Final = 64
 """A table of fewer slots saves nothing: 64 headers are 8 KiB."""
 DRAM_SHARE_OF_AVAILABLE: Final = 4
-"""Without a configured capacity the tier takes the available memory divided by this: engines need the rest."""
+"""The default capacity is the available memory divided by this: engines need the rest."""
 OBJECT_SHARE_OF_DRAM: Final = 4
 """The largest object is the capacity divided by this, so that one object never empties the tier."""
 MAX_HELD_SLOTS: Final = 4_096

@@ -6,8 +6,8 @@ Responsibility: assemble what settings ask for, tell the service manager, and st
 Invariants:
 - The data directory is locked before anything stale is cleared or mounted.
 - READY=1 is sent once every door answers.
-- A stop ends within limits.STOP_WAIT_S; past that, or at a second signal, the mount is detached and the process
-  exits as after a crash, which the next start recovers from.
+- A stop ends within limits.STOP_WAIT_S; past that, or at a second signal, the mount is detached and the
+  process exits as after a crash, which the next start recovers from.
 
 Concurrency: everything runs on one trio thread, the watchdog of a stop alone on a thread of its own, so that
 it works when the loop does not.
@@ -125,7 +125,7 @@ async def run(settings: Settings, started: Callable[[Running], None]) -> None:
                     await _serve_mount(
                         mount, lambda: _tell_started(_describe(settings, store, mount), started)
                     )
-                if not stop.cancelled_caught:
+                if not stop.cancel_called:
                     log.warning("%s was unmounted from outside: stopping", settings.mount.path)
                     notify("STOPPING=1")
                 nursery.cancel_scope.cancel()
