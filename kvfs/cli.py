@@ -147,7 +147,7 @@ def _started(running: Running) -> None:
 
     lines = {
         "data": f"{running.data} (store {running.store_id.hex()[:8]})",
-        "DRAM": f"{format_size(running.capacity_bytes)} on {running.backing}, {running.max_slots} objects at most",
+        "DRAM": f"{format_size(running.capacity_bytes)} on {running.backing}, {running.max_slots} slots",
         "mount": f"{running.mountpoint}, {running.mode}",
         "session": str(running.socket),
     }
@@ -195,7 +195,7 @@ def bench(context: typer.Context) -> None:
     checkout = Path(__file__).resolve().parent.parent
     if not (checkout / "bench" / "__init__.py").exists():
         fail(
-            "bench: the measurements are in the source checkout (its bench/ folder), not in an installed kvfs",
+            "bench: the measurements are in the source checkout (folder bench/), not in an installed kvfs",
             FAILED,
         )
     sys.path.insert(0, str(checkout))
