@@ -104,7 +104,7 @@ def open_store(settings: Settings) -> TieredStore:
 
 
 async def run(settings: Settings, started: Callable[[Running], None]) -> None:
-    """Serve until SIGTERM, SIGINT, or until the mount is unmounted from outside.
+    """Serve until SIGTERM, SIGINT, a session's SHUTDOWN, or until the mount is unmounted from outside.
 
     `started` is called once, when every door answers. Raises ConfigError, StoreLocked, FormatMismatch,
     DeviceMissing.
@@ -116,20 +116,21 @@ async def run(settings: Settings, started: Callable[[Running], None]) -> None:
             store, prepare_mountpoint(settings), mode=settings.mount.mode, socket_path=settings.socket_path
         )
         sessions = SessionServer(store, settings.socket_path)
-        async with trio.open_nursery() as signals:
-            await signals.start(_stop_on_signal, stop, watchdog)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(_maintain, store)
-                await nursery.start(sessions.serve)
+        async with trio.open_nursery() as upkeep:
+            upkeep.start_soon(_maintain, store)
+            await upkeep.start(_stop_on_signal, stop, watchdog)
+            async with trio.open_nursery() as doors:
+                await doors.start(sessions.serve)
+                upkeep.start_soon(_stop_when_asked, sessions, stop, watchdog)
                 with stop:
                     await _serve_mount(
                         mount, lambda: _tell_started(_describe(settings, store, mount), started)
                     )
                 if not stop.cancel_called:
-                    log.warning("%s was unmounted from outside: stopping", settings.mount.path)
-                    notify("STOPPING=1")
-                nursery.cancel_scope.cancel()
-            signals.cancel_scope.cancel()
+                    _begin_stop(stop, watchdog, f"{settings.mount.path} was unmounted")
+                sessions.stop()
+                doors.cancel_scope.deadline = trio.current_time() + limits.STOP_WAIT_S / 2
+            upkeep.cancel_scope.cancel()
 
 
 async def _serve_mount(mount: Mount, mounted: Callable[[], None]) -> None:
@@ -182,10 +183,20 @@ async def _stop_on_signal(
         async for number in signals:
             if stop.cancel_called:
                 watchdog.stop_hard("second signal")
-            log.info("%s: stopping", signal.Signals(number).name)
-            notify("STOPPING=1")
-            watchdog.start()
-            stop.cancel()
+            _begin_stop(stop, watchdog, signal.Signals(number).name)
+
+
+async def _stop_when_asked(sessions: SessionServer, stop: trio.CancelScope, watchdog: _Watchdog) -> None:
+    await sessions.stop_asked.wait()
+    if not stop.cancel_called:
+        _begin_stop(stop, watchdog, "a session asked for it")
+
+
+def _begin_stop(stop: trio.CancelScope, watchdog: _Watchdog, why: str) -> None:
+    log.info("stopping: %s", why)
+    notify("STOPPING=1")
+    watchdog.start()
+    stop.cancel()
 
 
 async def _maintain(store: TieredStore) -> None:
