@@ -45,6 +45,10 @@ DEFAULT_SLOTS: Final = 1 << 17
 """Enough for 100,000 slots; 16 MiB of headers, sparse until used."""
 MIN_DRAM_BYTES: Final = 16 * MIB
 """Below this the table and the headroom leave no room for objects."""
+MIN_SLOTS: Final = 64
+"""A table of fewer slots saves nothing: 64 headers are 8 KiB."""
+DRAM_SHARE_OF_AVAILABLE: Final = 4
+"""The default capacity is the available memory divided by this: engines need the rest."""
 OBJECT_SHARE_OF_DRAM: Final = 4
 """The largest object is the capacity divided by this, so that one object never empties the tier."""
 MAX_HELD_SLOTS: Final = 4_096
@@ -71,6 +75,8 @@ MAX_DRAFTS_PER_SESSION: Final = 1_024
 """Drafts granted and neither sealed nor aborted."""
 SESSION_IDLE_WRITE_TIMEOUT_S: Final = 10.0
 """A peer that does not drain its socket for this long is cut off."""
+MAX_SOCKET_PATH_BYTES: Final = 107
+"""sun_path of Linux's sockaddr_un, less the closing NUL."""
 
 # --- waits -----------------------------------------------------------------------------------------------
 PUBLISH_WAIT_S: Final = 0.5
@@ -79,6 +85,10 @@ SPACE_WAIT_S: Final = 2.0
 """How long a reservation waits for eviction before it answers ENOSPC."""
 STOP_WAIT_S: Final = 10.0
 """How long a clean stop waits for the requests in flight."""
+MAINTAIN_INTERVAL_S: Final = 1.0
+"""Upkeep of the store runs at least this often; a seal brings it forward."""
+MAINTAIN_PAUSE_S: Final = 0.02
+"""Least time between two runs of upkeep, so that a burst of seals is one run."""
 
 # --- mount -----------------------------------------------------------------------------------------------
 MAX_WRITE_BYTES: Final = 1 * MIB
