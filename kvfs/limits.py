@@ -53,6 +53,24 @@ MAX_DRAFTS_PER_SESSION: Final = 1_024
 """Drafts granted and neither sealed nor aborted."""
 SESSION_IDLE_WRITE_TIMEOUT_S: Final = 10.0
 """A peer that does not drain its socket for this long is cut off."""
+MAX_SESSIONS_PER_UID: Final = 256
+"""So that one user cannot take every session; the service's own user and root are not counted."""
+MAX_CONTROL_BYTES: Final = 128 * KIB
+"""A JSON request: a namespace description of MAX_NAMESPACE_BYTES, escaped; parsed on the event loop."""
+MAX_CLIENT_NAME_BYTES: Final = 128
+"""What a client calls itself, for logs and status."""
+MAX_ERROR_MESSAGE_BYTES: Final = 4 * KIB
+"""An error's message in an answer: two escaped names and a sentence."""
+MAX_NAMESPACE_HANDLES: Final = 256
+"""Namespaces open in one session: an engine uses one per model, shard geometry and adapter."""
+SESSION_BATCH_SLICE: Final = 64
+"""Entries of a batch served between two turns of the event loop (reserving one costs about 30 us)."""
+SESSION_HELLO_TIMEOUT_S: Final = 5.0
+"""A connection that has not said HELLO by then is closed."""
+SESSION_FRAME_TIMEOUT_S: Final = 10.0
+"""A frame that has begun must be complete by then: its buffer is the service's memory."""
+CLIENT_TIMEOUT_S: Final = 30.0
+"""How long the synchronous client waits for one answer, unless told otherwise."""
 
 # --- waits -----------------------------------------------------------------------------------------------
 PUBLISH_WAIT_S: Final = 0.5
