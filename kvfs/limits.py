@@ -27,6 +27,8 @@ MAX_NAMESPACE_BYTES: Final = 64 * KIB
 """A namespace description is hashed and kept whole."""
 MAX_LIST_ENTRIES: Final = 1_000
 """One page of a listing, as in S3's ListObjectsV2: bounds the time that one call holds the event loop."""
+NAME_MAP_BYTES: Final = 64 * MIB
+"""First size of the LMDB map; it grows as names come."""
 
 # --- DRAM tier -------------------------------------------------------------------------------------------
 MAX_SLOTS: Final = 1 << 20
