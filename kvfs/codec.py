@@ -169,19 +169,6 @@ def encode_object(value: dict[str, Any]) -> bytes:
         raise errors.InvalidRequest(f"not a JSON object: {error}") from None
 
 
-def text(value: bytes) -> str:
-    """Bytes of a name as a JSON string: UTF-8, other bytes as lone surrogates U+DC80..U+DCFF."""
-    return value.decode("utf-8", "surrogateescape")
-
-
-def untext(value: str) -> bytes:
-    """The bytes that `text` came from. Raises InvalidRequest for a string that comes from no bytes."""
-    try:
-        return value.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError as error:
-        raise errors.InvalidRequest(f"a name has no byte form: {error.reason}") from None
-
-
 def _padded(record: bytes) -> bytes:
     return record + bytes(-len(record) % _ALIGNMENT)
 

@@ -65,8 +65,12 @@ MAX_ERROR_MESSAGE_BYTES: Final = 4 * KIB
 """An error's message in an answer: two escaped names and a sentence."""
 MAX_NAMESPACE_HANDLES: Final = 256
 """Namespaces open in one session: an engine uses one per model, shard geometry and adapter."""
-SESSION_BATCH_SLICE: Final = 64
-"""Entries of a batch served between two turns of the event loop (reserving one costs about 30 us)."""
+SESSION_TURN_S: Final = 0.002
+"""A batch gives the event loop a turn after this long, so that one session does not hold up the others."""
+SESSION_CHUNK_BYTES: Final = 64 * KIB
+"""Most that one receive call brings; a session's buffer grows to a whole frame only as bytes come."""
+SESSION_BACKLOG: Final = 128
+"""Connections that the kernel queues before they are accepted."""
 SESSION_HELLO_TIMEOUT_S: Final = 5.0
 """A connection that has not said HELLO by then is closed."""
 SESSION_FRAME_TIMEOUT_S: Final = 10.0

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Final, NamedTuple
 
-from kvfs.errors import KvfsError
+from kvfs.errors import InvalidRequest, KvfsError
 
 PROTOCOL_VERSION: Final = 1
 MAGIC: Final = b"kvfs-ses"
@@ -244,3 +244,16 @@ def entry_count(request: Request) -> int:
             return len(digests) // DIGEST_BYTES
         case _:
             return 0
+
+
+def text(value: bytes) -> str:
+    """Bytes of a name as a JSON string: UTF-8, other bytes as lone surrogates U+DC80..U+DCFF."""
+    return value.decode("utf-8", "surrogateescape")
+
+
+def untext(value: str) -> bytes:
+    """The bytes that `text` came from. Raises InvalidRequest for a string that comes from no bytes."""
+    try:
+        return value.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"a name has no byte form: {error.reason}") from None

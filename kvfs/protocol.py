@@ -134,14 +134,6 @@ class Connection:
         """Whether a frame has begun and is not complete."""
         return bool(self._buffer)
 
-    @property
-    def wanted_bytes(self) -> int:
-        """How many bytes are missing to complete the header, or the frame once its header is there."""
-        if len(self._buffer) < HEADER.size:
-            return HEADER.size - len(self._buffer)
-        (length,) = struct.unpack_from("<I", self._buffer)
-        return max(0, HEADER.size + int(length) - len(self._buffer))
-
     def unclaimed(self) -> list[int]:
         """Descriptors that no message took; the caller closes them."""
         left = list(self._descriptors)
