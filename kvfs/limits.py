@@ -77,6 +77,28 @@ SESSION_IDLE_WRITE_TIMEOUT_S: Final = 10.0
 """A peer that does not drain its socket for this long is cut off."""
 MAX_SOCKET_PATH_BYTES: Final = 107
 """sun_path of Linux's sockaddr_un, less the closing NUL."""
+MAX_SESSIONS_PER_UID: Final = 256
+"""So that one user cannot take every session; the service's own user and root are not counted."""
+MAX_CONTROL_BYTES: Final = 128 * KIB
+"""A JSON request: a namespace description of MAX_NAMESPACE_BYTES, escaped; parsed on the event loop."""
+MAX_CLIENT_NAME_BYTES: Final = 128
+"""What a client calls itself, for logs and status."""
+MAX_ERROR_MESSAGE_BYTES: Final = 4 * KIB
+"""An error's message in an answer: two escaped names and a sentence."""
+MAX_NAMESPACE_HANDLES: Final = 256
+"""Namespaces open in one session: an engine uses one per model, shard geometry and adapter."""
+SESSION_TURN_S: Final = 0.002
+"""A batch gives the event loop a turn after this long, so that one session does not hold up the others."""
+SESSION_CHUNK_BYTES: Final = 64 * KIB
+"""Most that one receive call brings; a session's buffer grows to a whole frame only as bytes come."""
+SESSION_BACKLOG: Final = 128
+"""Connections that the kernel queues before they are accepted."""
+SESSION_HELLO_TIMEOUT_S: Final = 5.0
+"""A connection that has not said HELLO by then is closed."""
+SESSION_FRAME_TIMEOUT_S: Final = 10.0
+"""A frame that has begun must be complete by then: its buffer is the service's memory."""
+CLIENT_TIMEOUT_S: Final = 30.0
+"""How long the synchronous client waits for one answer, unless told otherwise."""
 
 # --- waits -----------------------------------------------------------------------------------------------
 PUBLISH_WAIT_S: Final = 0.5

@@ -370,6 +370,11 @@ class TieredStore:
             hits=entry.hits,
         )
 
+    def block_bucket(self, digest: bytes) -> bytes | None:
+        """The bucket that a block was sealed into, whose rights are the block's; None for no such block."""
+        block = self._blocks.get(digest)
+        return None if block is None else block.bucket
+
     def match(self, digests: bytes | memoryview) -> int:
         """How many prefix hashes (16 bytes each) are present without a gap from the first on."""
         return self.table.match(digests)
