@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import pickle
 import traceback
@@ -34,6 +35,11 @@ _libc.seekdir.argtypes = [ctypes.c_void_p, ctypes.c_long]
 _libc.rewinddir.argtypes = [ctypes.c_void_p]
 _libc.closedir.argtypes = [ctypes.c_void_p]
 _libc.fallocate64.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+_libc.mmap64.restype = ctypes.c_void_p
+_libc.mmap64.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class _Dirent(ctypes.Structure):
@@ -68,6 +74,17 @@ def rename_noreplace(source: Path, target: Path) -> None:
 def syncfs(fd: int) -> None:
     """syncfs(2)."""
     _check(_libc.syncfs(fd))
+
+
+@contextmanager
+def mapped_pages(fd: int, length: int) -> Iterator[int]:
+    """The address of a shared read-only mapping that may pass the file's end, which Python's mmap refuses."""
+    address = _libc.mmap64(None, length, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+    _check(-1 if address == ctypes.c_void_p(-1).value else 0)
+    try:
+        yield address
+    finally:
+        _libc.munmap(address, length)
 
 
 class Directory:
@@ -162,9 +179,12 @@ def in_child(function: Callable[[], object]) -> int:
     return wait_child(start_child(function))
 
 
-def expect_errno(number: int) -> pytest.RaisesExc[OSError]:
+@contextmanager
+def expect_errno(number: int) -> Iterator[None]:
     """A context in which exactly this errno must be raised."""
-    return pytest.RaisesExc(OSError, check=lambda error: error.errno == number)
+    with pytest.raises(OSError) as caught:  # noqa: PT011 - the number is checked, not the message
+        yield
+    assert caught.value.errno == number, caught.value
 
 
 @contextmanager
