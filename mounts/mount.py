@@ -211,11 +211,13 @@ class Mount:
         """While attached, the store tells the mount of changes and asks it for what was opened natively."""
         self._store.listeners.append(operations.on_change)
         self._store.before_eviction.append(operations.drain_opens)
+        self._store.publishers.append(operations.drafts.publish_now)
         try:
             yield
         finally:
             self._store.listeners.remove(operations.on_change)
             self._store.before_eviction.remove(operations.drain_opens)
+            self._store.publishers.remove(operations.drafts.publish_now)
 
     async def _keep_headroom(self, operations: Operations) -> None:
         """Evict ahead of writers, whose bytes come without a request."""

@@ -1708,7 +1708,7 @@ static const char* const __pyx_f[] = {
 struct __pyx_obj_4kvfs_7_native_5table_Table;
 struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop;
 
-/* "kvfs/_native/fuse_loop.pyx":81
+/* "kvfs/_native/fuse_loop.pyx":85
  *     int fl_invalidate_attr(fuse_loop *loop, uint64_t nodeid)
  * 
  * cdef enum:             # <<<<<<<<<<<<<<
@@ -1735,7 +1735,7 @@ struct __pyx_obj_4kvfs_7_native_5table_Table {
 };
 
 
-/* "kvfs/_native/fuse_loop.pyx":92
+/* "kvfs/_native/fuse_loop.pyx":96
  * 
  * 
  * cdef class FuseLoop:             # <<<<<<<<<<<<<<
@@ -1768,7 +1768,7 @@ struct __pyx_vtabstruct_4kvfs_7_native_5table_Table {
 static struct __pyx_vtabstruct_4kvfs_7_native_5table_Table *__pyx_vtabptr_4kvfs_7_native_5table_Table;
 
 
-/* "kvfs/_native/fuse_loop.pyx":92
+/* "kvfs/_native/fuse_loop.pyx":96
  * 
  * 
  * cdef class FuseLoop:             # <<<<<<<<<<<<<<
@@ -2777,22 +2777,25 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_10library_fd___get
 static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_8ended_fd___get__(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self); /* proto */
 static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_11passthrough___get__(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self); /* proto */
 static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_8stats(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self); /* proto */
-static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_10node_other(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid, uint64_t __pyx_v_ino); /* proto */
-static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_12node_draft(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid, uint64_t __pyx_v_ino, uint32_t __pyx_v_slot, uint32_t __pyx_v_generation); /* proto */
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_10node_directory(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid, uint64_t __pyx_v_ino, uint32_t __pyx_v_mode, uint32_t __pyx_v_uid, uint32_t __pyx_v_gid, uint64_t __pyx_v_mtime_ns); /* proto */
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_12node_draft(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid, uint64_t __pyx_v_ino, uint32_t __pyx_v_slot, uint32_t __pyx_v_generation, uint32_t __pyx_v_mode, uint32_t __pyx_v_uid, uint32_t __pyx_v_gid); /* proto */
 static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_14node_sealed(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid, uint64_t __pyx_v_ino, uint32_t __pyx_v_slot, uint32_t __pyx_v_generation, uint64_t __pyx_v_size_bytes, uint32_t __pyx_v_mode, uint32_t __pyx_v_uid, uint32_t __pyx_v_gid, uint64_t __pyx_v_mtime_ns, uint64_t __pyx_v_ctime_ns); /* proto */
 static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_16node_dead(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid); /* proto */
 static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_18node_drop(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid); /* proto */
-static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_20acquire(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid, int __pyx_v_fd); /* proto */
-static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_22release(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid); /* proto */
-static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_24opens(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid); /* proto */
-static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_26killed(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid); /* proto */
-static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_28relay_opens(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, int __pyx_v_relay); /* proto */
-static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_30drain_opens(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self); /* proto */
-static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_32probe(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, int __pyx_v_fd); /* proto */
-static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_34invalidate_entry(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_parent, PyObject *__pyx_v_name); /* proto */
-static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_36invalidate_attr(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid); /* proto */
-static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_38__reduce_cython__(CYTHON_UNUSED struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self); /* proto */
-static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_40__setstate_cython__(CYTHON_UNUSED struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, CYTHON_UNUSED PyObject *__pyx_v___pyx_state); /* proto */
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_20link(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_parent, PyObject *__pyx_v_name, uint64_t __pyx_v_nodeid); /* proto */
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_22unlink(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_parent, PyObject *__pyx_v_name); /* proto */
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_24acquire(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid, int __pyx_v_fd); /* proto */
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_26release(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid); /* proto */
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_28opens(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid); /* proto */
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_30killed(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid); /* proto */
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_32flushed(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid); /* proto */
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_34relay_opens(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, int __pyx_v_relay); /* proto */
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_36drain_opens(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self); /* proto */
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_38probe(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, int __pyx_v_fd); /* proto */
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_40invalidate_entry(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_parent, PyObject *__pyx_v_name); /* proto */
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_42invalidate_attr(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid); /* proto */
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_44__reduce_cython__(CYTHON_UNUSED struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self); /* proto */
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_46__setstate_cython__(CYTHON_UNUSED struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, CYTHON_UNUSED PyObject *__pyx_v___pyx_state); /* proto */
 static PyObject *__pyx_tp_new__initialisation_4kvfs_7_native_9fuse_loop_FuseLoop(PyObject *o, 
 #if CYTHON_VECTORCALL_TPNEW
     PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames
@@ -2845,8 +2848,8 @@ namespace {
     __Pyx_CachedCFunction __pyx_umethod_PyDict_Type_items;
     __Pyx_CachedCFunction __pyx_umethod_PyDict_Type_pop;
     __Pyx_CachedCFunction __pyx_umethod_PyDict_Type_values;
-    PyObject *__pyx_codeobj_tab[20];
-    PyObject *__pyx_string_tab[136];
+    PyObject *__pyx_codeobj_tab[23];
+    PyObject *__pyx_string_tab[146];
 /* #### Code section: module_state_contents ### */
 /* CommonTypesMetaclass.module_state_decls */
 PyTypeObject *__pyx_CommonTypesMetaclassType;
@@ -2910,122 +2913,132 @@ static __pyx_mstatetype * const __pyx_mstate_global = &__pyx_mstate_global_stati
 #define __pyx_n_u_FuseLoop___setstate_cython __pyx_string_tab[17]
 #define __pyx_n_u_FuseLoop_acquire __pyx_string_tab[18]
 #define __pyx_n_u_FuseLoop_drain_opens __pyx_string_tab[19]
-#define __pyx_n_u_FuseLoop_invalidate_attr __pyx_string_tab[20]
-#define __pyx_n_u_FuseLoop_invalidate_entry __pyx_string_tab[21]
-#define __pyx_n_u_FuseLoop_killed __pyx_string_tab[22]
-#define __pyx_n_u_FuseLoop_node_dead __pyx_string_tab[23]
-#define __pyx_n_u_FuseLoop_node_draft __pyx_string_tab[24]
-#define __pyx_n_u_FuseLoop_node_drop __pyx_string_tab[25]
-#define __pyx_n_u_FuseLoop_node_other __pyx_string_tab[26]
-#define __pyx_n_u_FuseLoop_node_sealed __pyx_string_tab[27]
-#define __pyx_n_u_FuseLoop_opens __pyx_string_tab[28]
-#define __pyx_n_u_FuseLoop_probe __pyx_string_tab[29]
-#define __pyx_n_u_FuseLoop_relay_opens __pyx_string_tab[30]
-#define __pyx_n_u_FuseLoop_release __pyx_string_tab[31]
-#define __pyx_n_u_FuseLoop_start __pyx_string_tab[32]
-#define __pyx_n_u_FuseLoop_stats __pyx_string_tab[33]
-#define __pyx_n_u_FuseLoop_stop __pyx_string_tab[34]
-#define __pyx_n_u_Pyx_PyDict_NextRef __pyx_string_tab[35]
-#define __pyx_n_u_annotate __pyx_string_tab[36]
-#define __pyx_n_u_func __pyx_string_tab[37]
-#define __pyx_n_u_getstate __pyx_string_tab[38]
-#define __pyx_n_u_main __pyx_string_tab[39]
-#define __pyx_n_u_module __pyx_string_tab[40]
-#define __pyx_n_u_name_2 __pyx_string_tab[41]
-#define __pyx_n_u_pyx_state __pyx_string_tab[42]
-#define __pyx_n_u_pyx_vtable __pyx_string_tab[43]
-#define __pyx_n_u_qualname __pyx_string_tab[44]
-#define __pyx_n_u_reduce __pyx_string_tab[45]
-#define __pyx_n_u_reduce_cython __pyx_string_tab[46]
-#define __pyx_n_u_reduce_ex __pyx_string_tab[47]
-#define __pyx_n_u_set_name __pyx_string_tab[48]
-#define __pyx_n_u_setstate __pyx_string_tab[49]
-#define __pyx_n_u_setstate_cython __pyx_string_tab[50]
-#define __pyx_n_u_test __pyx_string_tab[51]
-#define __pyx_n_u_is_coroutine __pyx_string_tab[52]
-#define __pyx_n_u_acquire __pyx_string_tab[53]
-#define __pyx_n_u_asyncio_coroutines __pyx_string_tab[54]
-#define __pyx_n_u_attr __pyx_string_tab[55]
-#define __pyx_n_u_attr_valid_s __pyx_string_tab[56]
-#define __pyx_n_u_buffer_size __pyx_string_tab[57]
-#define __pyx_n_u_cline_in_traceback __pyx_string_tab[58]
-#define __pyx_n_u_count __pyx_string_tab[59]
-#define __pyx_n_u_ctime_ns __pyx_string_tab[60]
-#define __pyx_n_u_dev_fd __pyx_string_tab[61]
-#define __pyx_n_u_died_by_signal __pyx_string_tab[62]
-#define __pyx_n_u_drain_opens __pyx_string_tab[63]
-#define __pyx_n_u_dropped_records __pyx_string_tab[64]
-#define __pyx_n_u_fd __pyx_string_tab[65]
-#define __pyx_n_u_found __pyx_string_tab[66]
-#define __pyx_n_u_from_errno __pyx_string_tab[67]
-#define __pyx_n_u_generation __pyx_string_tab[68]
-#define __pyx_n_u_gid __pyx_string_tab[69]
-#define __pyx_n_u_i __pyx_string_tab[70]
-#define __pyx_n_u_ino __pyx_string_tab[71]
-#define __pyx_n_u_invalidate_attr __pyx_string_tab[72]
-#define __pyx_n_u_invalidate_entry __pyx_string_tab[73]
-#define __pyx_n_u_invalidations __pyx_string_tab[74]
-#define __pyx_n_u_items __pyx_string_tab[75]
-#define __pyx_n_u_killed __pyx_string_tab[76]
-#define __pyx_n_u_kvfs__native_fuse_loop __pyx_string_tab[77]
-#define __pyx_n_u_kvfs_errors __pyx_string_tab[78]
-#define __pyx_n_u_largest_object __pyx_string_tab[79]
-#define __pyx_n_u_mode __pyx_string_tab[80]
-#define __pyx_n_u_mtime_ns __pyx_string_tab[81]
-#define __pyx_n_u_name __pyx_string_tab[82]
-#define __pyx_n_u_native_getattrs __pyx_string_tab[83]
-#define __pyx_n_u_native_opens __pyx_string_tab[84]
-#define __pyx_n_u_native_reads __pyx_string_tab[85]
-#define __pyx_n_u_native_writes __pyx_string_tab[86]
-#define __pyx_n_u_node_dead __pyx_string_tab[87]
-#define __pyx_n_u_node_draft __pyx_string_tab[88]
-#define __pyx_n_u_node_drop __pyx_string_tab[89]
-#define __pyx_n_u_node_other __pyx_string_tab[90]
-#define __pyx_n_u_node_sealed __pyx_string_tab[91]
-#define __pyx_n_u_nodeid __pyx_string_tab[92]
-#define __pyx_n_u_opens __pyx_string_tab[93]
-#define __pyx_n_u_parent __pyx_string_tab[94]
-#define __pyx_n_u_passthrough __pyx_string_tab[95]
-#define __pyx_n_u_pid __pyx_string_tab[96]
-#define __pyx_n_u_pop __pyx_string_tab[97]
-#define __pyx_n_u_probe __pyx_string_tab[98]
-#define __pyx_n_u_records __pyx_string_tab[99]
-#define __pyx_n_u_relay __pyx_string_tab[100]
-#define __pyx_n_u_relay_opens __pyx_string_tab[101]
-#define __pyx_n_u_relayed __pyx_string_tab[102]
-#define __pyx_n_u_release __pyx_string_tab[103]
-#define __pyx_n_u_self __pyx_string_tab[104]
-#define __pyx_n_u_setdefault __pyx_string_tab[105]
-#define __pyx_n_u_size_bytes __pyx_string_tab[106]
-#define __pyx_n_u_slot __pyx_string_tab[107]
-#define __pyx_n_u_slots_dir_fd __pyx_string_tab[108]
-#define __pyx_n_u_start __pyx_string_tab[109]
-#define __pyx_n_u_stats __pyx_string_tab[110]
-#define __pyx_n_u_status __pyx_string_tab[111]
-#define __pyx_n_u_stop __pyx_string_tab[112]
-#define __pyx_n_u_table __pyx_string_tab[113]
-#define __pyx_n_u_threads __pyx_string_tab[114]
-#define __pyx_n_u_uid __pyx_string_tab[115]
-#define __pyx_n_u_values __pyx_string_tab[116]
-#define __pyx_kp_b_iso88591_Q __pyx_string_tab[117]
-#define __pyx_kp_b_iso88591_4q __pyx_string_tab[118]
-#define __pyx_kp_b_iso88591_A_G1HAT __pyx_string_tab[119]
-#define __pyx_kp_b_iso88591_A_xq_HA __pyx_string_tab[120]
-#define __pyx_kp_b_iso88591_A_1D __pyx_string_tab[121]
-#define __pyx_kp_b_iso88591_A_G1Kq_HHIS_7_QRRS __pyx_string_tab[122]
-#define __pyx_kp_b_iso88591_A_aq_c_G1_G1Kq_HHJfLPQQXX___a __pyx_string_tab[123]
-#define __pyx_kp_b_iso88591_A_t1IQd __pyx_string_tab[124]
-#define __pyx_kp_b_iso88591_A_AT __pyx_string_tab[125]
-#define __pyx_kp_b_iso88591_A_AT_uA_E_E_U_uA_U_uA __pyx_string_tab[126]
-#define __pyx_kp_b_iso88591_A_at81 __pyx_string_tab[127]
-#define __pyx_kp_b_iso88591_A_4xq __pyx_string_tab[128]
-#define __pyx_kp_b_iso88591_A_1D_k_AQ __pyx_string_tab[129]
-#define __pyx_kp_b_iso88591_A_aq_c_G1_G1Kq_HHJc_AWGSTTU __pyx_string_tab[130]
-#define __pyx_kp_b_iso88591_A_a_fCq_N_4xy_U_1_WBgQb_6_1_q __pyx_string_tab[131]
-#define __pyx_kp_b_iso88591_A_XQd_t7_8_Q __pyx_string_tab[132]
-#define __pyx_kp_b_iso88591_A_Zq_HA_t7_8_9 __pyx_string_tab[133]
-#define __pyx_kp_b_iso88591_A_Zq_HHA_t7_8_9 __pyx_string_tab[134]
-#define __pyx_kp_b_iso88591_A_aq_c_G1_HA_K_E_A_IT_3a_M_ir_IY __pyx_string_tab[135]
+#define __pyx_n_u_FuseLoop_flushed __pyx_string_tab[20]
+#define __pyx_n_u_FuseLoop_invalidate_attr __pyx_string_tab[21]
+#define __pyx_n_u_FuseLoop_invalidate_entry __pyx_string_tab[22]
+#define __pyx_n_u_FuseLoop_killed __pyx_string_tab[23]
+#define __pyx_n_u_FuseLoop_link __pyx_string_tab[24]
+#define __pyx_n_u_FuseLoop_node_dead __pyx_string_tab[25]
+#define __pyx_n_u_FuseLoop_node_directory __pyx_string_tab[26]
+#define __pyx_n_u_FuseLoop_node_draft __pyx_string_tab[27]
+#define __pyx_n_u_FuseLoop_node_drop __pyx_string_tab[28]
+#define __pyx_n_u_FuseLoop_node_sealed __pyx_string_tab[29]
+#define __pyx_n_u_FuseLoop_opens __pyx_string_tab[30]
+#define __pyx_n_u_FuseLoop_probe __pyx_string_tab[31]
+#define __pyx_n_u_FuseLoop_relay_opens __pyx_string_tab[32]
+#define __pyx_n_u_FuseLoop_release __pyx_string_tab[33]
+#define __pyx_n_u_FuseLoop_start __pyx_string_tab[34]
+#define __pyx_n_u_FuseLoop_stats __pyx_string_tab[35]
+#define __pyx_n_u_FuseLoop_stop __pyx_string_tab[36]
+#define __pyx_n_u_FuseLoop_unlink __pyx_string_tab[37]
+#define __pyx_n_u_Pyx_PyDict_NextRef __pyx_string_tab[38]
+#define __pyx_n_u_annotate __pyx_string_tab[39]
+#define __pyx_n_u_func __pyx_string_tab[40]
+#define __pyx_n_u_getstate __pyx_string_tab[41]
+#define __pyx_n_u_main __pyx_string_tab[42]
+#define __pyx_n_u_module __pyx_string_tab[43]
+#define __pyx_n_u_name_2 __pyx_string_tab[44]
+#define __pyx_n_u_pyx_state __pyx_string_tab[45]
+#define __pyx_n_u_pyx_vtable __pyx_string_tab[46]
+#define __pyx_n_u_qualname __pyx_string_tab[47]
+#define __pyx_n_u_reduce __pyx_string_tab[48]
+#define __pyx_n_u_reduce_cython __pyx_string_tab[49]
+#define __pyx_n_u_reduce_ex __pyx_string_tab[50]
+#define __pyx_n_u_set_name __pyx_string_tab[51]
+#define __pyx_n_u_setstate __pyx_string_tab[52]
+#define __pyx_n_u_setstate_cython __pyx_string_tab[53]
+#define __pyx_n_u_test __pyx_string_tab[54]
+#define __pyx_n_u_is_coroutine __pyx_string_tab[55]
+#define __pyx_n_u_acquire __pyx_string_tab[56]
+#define __pyx_n_u_asyncio_coroutines __pyx_string_tab[57]
+#define __pyx_n_u_attr __pyx_string_tab[58]
+#define __pyx_n_u_attr_valid_s __pyx_string_tab[59]
+#define __pyx_n_u_buffer_size __pyx_string_tab[60]
+#define __pyx_n_u_cline_in_traceback __pyx_string_tab[61]
+#define __pyx_n_u_count __pyx_string_tab[62]
+#define __pyx_n_u_ctime_ns __pyx_string_tab[63]
+#define __pyx_n_u_dev_fd __pyx_string_tab[64]
+#define __pyx_n_u_died_by_signal __pyx_string_tab[65]
+#define __pyx_n_u_drain_opens __pyx_string_tab[66]
+#define __pyx_n_u_dropped_records __pyx_string_tab[67]
+#define __pyx_n_u_fd __pyx_string_tab[68]
+#define __pyx_n_u_flushed __pyx_string_tab[69]
+#define __pyx_n_u_found __pyx_string_tab[70]
+#define __pyx_n_u_from_errno __pyx_string_tab[71]
+#define __pyx_n_u_generation __pyx_string_tab[72]
+#define __pyx_n_u_gid __pyx_string_tab[73]
+#define __pyx_n_u_i __pyx_string_tab[74]
+#define __pyx_n_u_ino __pyx_string_tab[75]
+#define __pyx_n_u_invalidate_attr __pyx_string_tab[76]
+#define __pyx_n_u_invalidate_entry __pyx_string_tab[77]
+#define __pyx_n_u_invalidations __pyx_string_tab[78]
+#define __pyx_n_u_items __pyx_string_tab[79]
+#define __pyx_n_u_killed __pyx_string_tab[80]
+#define __pyx_n_u_kvfs__native_fuse_loop __pyx_string_tab[81]
+#define __pyx_n_u_kvfs_errors __pyx_string_tab[82]
+#define __pyx_n_u_largest_object __pyx_string_tab[83]
+#define __pyx_n_u_link __pyx_string_tab[84]
+#define __pyx_n_u_mode __pyx_string_tab[85]
+#define __pyx_n_u_mtime_ns __pyx_string_tab[86]
+#define __pyx_n_u_name __pyx_string_tab[87]
+#define __pyx_n_u_native_getattrs __pyx_string_tab[88]
+#define __pyx_n_u_native_lookups __pyx_string_tab[89]
+#define __pyx_n_u_native_opens __pyx_string_tab[90]
+#define __pyx_n_u_native_reads __pyx_string_tab[91]
+#define __pyx_n_u_native_writes __pyx_string_tab[92]
+#define __pyx_n_u_node_dead __pyx_string_tab[93]
+#define __pyx_n_u_node_directory __pyx_string_tab[94]
+#define __pyx_n_u_node_draft __pyx_string_tab[95]
+#define __pyx_n_u_node_drop __pyx_string_tab[96]
+#define __pyx_n_u_node_sealed __pyx_string_tab[97]
+#define __pyx_n_u_nodeid __pyx_string_tab[98]
+#define __pyx_n_u_opens __pyx_string_tab[99]
+#define __pyx_n_u_parent __pyx_string_tab[100]
+#define __pyx_n_u_passthrough __pyx_string_tab[101]
+#define __pyx_n_u_pid __pyx_string_tab[102]
+#define __pyx_n_u_pop __pyx_string_tab[103]
+#define __pyx_n_u_probe __pyx_string_tab[104]
+#define __pyx_n_u_records __pyx_string_tab[105]
+#define __pyx_n_u_relay __pyx_string_tab[106]
+#define __pyx_n_u_relay_opens __pyx_string_tab[107]
+#define __pyx_n_u_relayed __pyx_string_tab[108]
+#define __pyx_n_u_release __pyx_string_tab[109]
+#define __pyx_n_u_self __pyx_string_tab[110]
+#define __pyx_n_u_setdefault __pyx_string_tab[111]
+#define __pyx_n_u_size_bytes __pyx_string_tab[112]
+#define __pyx_n_u_slot __pyx_string_tab[113]
+#define __pyx_n_u_slots_dir_fd __pyx_string_tab[114]
+#define __pyx_n_u_start __pyx_string_tab[115]
+#define __pyx_n_u_stats __pyx_string_tab[116]
+#define __pyx_n_u_status __pyx_string_tab[117]
+#define __pyx_n_u_stop __pyx_string_tab[118]
+#define __pyx_n_u_table __pyx_string_tab[119]
+#define __pyx_n_u_threads __pyx_string_tab[120]
+#define __pyx_n_u_uid __pyx_string_tab[121]
+#define __pyx_n_u_unlink __pyx_string_tab[122]
+#define __pyx_n_u_values __pyx_string_tab[123]
+#define __pyx_kp_b_iso88591_Q __pyx_string_tab[124]
+#define __pyx_kp_b_iso88591_4q __pyx_string_tab[125]
+#define __pyx_kp_b_iso88591_A_G1HAT __pyx_string_tab[126]
+#define __pyx_kp_b_iso88591_A_xq_HA __pyx_string_tab[127]
+#define __pyx_kp_b_iso88591_A_1D __pyx_string_tab[128]
+#define __pyx_kp_b_iso88591_A_G1G1D_k_AWIU __pyx_string_tab[129]
+#define __pyx_kp_b_iso88591_A_G1Kq_HHIS_7_QRRS __pyx_string_tab[130]
+#define __pyx_kp_b_iso88591_A_t1IQd __pyx_string_tab[131]
+#define __pyx_kp_b_iso88591_A_t1Jat81 __pyx_string_tab[132]
+#define __pyx_kp_b_iso88591_A_1D_2 __pyx_string_tab[133]
+#define __pyx_kp_b_iso88591_A_hhfKs_1 __pyx_string_tab[134]
+#define __pyx_kp_b_iso88591_A_AT_uA_E_E_U_uA_e1_U_uA __pyx_string_tab[135]
+#define __pyx_kp_b_iso88591_A_at81 __pyx_string_tab[136]
+#define __pyx_kp_b_iso88591_A_4xq __pyx_string_tab[137]
+#define __pyx_kp_b_iso88591_A_1D_k_AQ __pyx_string_tab[138]
+#define __pyx_kp_b_iso88591_A_a_fCq_N_4xy_U_1_WBgQb_6_1_q __pyx_string_tab[139]
+#define __pyx_kp_b_iso88591_A_XQd_t7_8_Q __pyx_string_tab[140]
+#define __pyx_kp_b_iso88591_A_Zq_HA_t7_8_9 __pyx_string_tab[141]
+#define __pyx_kp_b_iso88591_A_Zq_HHA_t7_8_9 __pyx_string_tab[142]
+#define __pyx_kp_b_iso88591_A_aq_c_G1_IT_iy_1_M_m_yPRRS_HA_I __pyx_string_tab[143]
+#define __pyx_kp_b_iso88591_A_aq_c_G1_HA_IQ_G1_G1_Kq_G1Kq_HH __pyx_string_tab[144]
+#define __pyx_kp_b_iso88591_A_aq_c_G1_HA_K_E_A_IT_3a_M_ir_IY __pyx_string_tab[145]
 /* #### Code section: module_state_clear ### */
 #if CYTHON_USE_MODULE_STATE
 static CYTHON_SMALL_CODE int __pyx_m_clear(PyObject *m) {
@@ -3046,8 +3059,8 @@ static CYTHON_SMALL_CODE int __pyx_m_clear(PyObject *m) {
   Py_CLEAR(clear_module_state->__pyx_umethod_PyDict_Type_items.method);
   Py_CLEAR(clear_module_state->__pyx_umethod_PyDict_Type_pop.method);
   Py_CLEAR(clear_module_state->__pyx_umethod_PyDict_Type_values.method);
-  for (int i=0; i<20; ++i) { Py_CLEAR(clear_module_state->__pyx_codeobj_tab[i]); }
-  for (int i=0; i<136; ++i) { Py_CLEAR(clear_module_state->__pyx_string_tab[i]); }
+  for (int i=0; i<23; ++i) { Py_CLEAR(clear_module_state->__pyx_codeobj_tab[i]); }
+  for (int i=0; i<146; ++i) { Py_CLEAR(clear_module_state->__pyx_string_tab[i]); }
 /* #### Code section: module_state_clear_contents ### */
 /* CommonTypesMetaclass.module_state_clear */
 Py_CLEAR(clear_module_state->__pyx_CommonTypesMetaclassType);
@@ -3076,8 +3089,8 @@ static CYTHON_SMALL_CODE int __pyx_m_traverse(PyObject *m, visitproc visit, void
   Py_VISIT(traverse_module_state->__pyx_umethod_PyDict_Type_items.method);
   Py_VISIT(traverse_module_state->__pyx_umethod_PyDict_Type_pop.method);
   Py_VISIT(traverse_module_state->__pyx_umethod_PyDict_Type_values.method);
-  for (int i=0; i<20; ++i) { __Pyx_VISIT_CONST(traverse_module_state->__pyx_codeobj_tab[i]); }
-  for (int i=0; i<136; ++i) { __Pyx_VISIT_CONST(traverse_module_state->__pyx_string_tab[i]); }
+  for (int i=0; i<23; ++i) { __Pyx_VISIT_CONST(traverse_module_state->__pyx_codeobj_tab[i]); }
+  for (int i=0; i<146; ++i) { __Pyx_VISIT_CONST(traverse_module_state->__pyx_string_tab[i]); }
 /* #### Code section: module_state_traverse_contents ### */
 /* CommonTypesMetaclass.module_state_traverse */
 Py_VISIT(traverse_module_state->__pyx_CommonTypesMetaclassType);
@@ -3091,7 +3104,7 @@ return 0;
 #endif
 /* #### Code section: module_code ### */
 
-/* "kvfs/_native/fuse_loop.pyx":87
+/* "kvfs/_native/fuse_loop.pyx":91
  * 
  * 
  * def died_by_signal(uint32_t pid):             # <<<<<<<<<<<<<<
@@ -3139,32 +3152,32 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   {
     PyObject ** const __pyx_pyargnames[] = {&__pyx_mstate_global->__pyx_n_u_pid,0};
     const Py_ssize_t __pyx_kwds_len = (__pyx_kwds) ? __Pyx_NumKwargs_FASTCALL(__pyx_kwds) : 0;
-    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 87, __pyx_L3_error)
+    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 91, __pyx_L3_error)
     if (__pyx_kwds_len > 0) {
       switch (__pyx_nargs) {
         case  1:
         values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
-        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 87, __pyx_L3_error)
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 91, __pyx_L3_error)
         CYTHON_FALLTHROUGH;
         case  0: break;
         default: goto __pyx_L5_argtuple_error;
       }
       const Py_ssize_t kwd_pos_args = __pyx_nargs;
-      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "died_by_signal", 0) < (0)) __PYX_ERR(0, 87, __pyx_L3_error)
+      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "died_by_signal", 0) < (0)) __PYX_ERR(0, 91, __pyx_L3_error)
       for (Py_ssize_t i = __pyx_nargs; i < 1; i++) {
-        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("died_by_signal", 1, 1, 1, i); __PYX_ERR(0, 87, __pyx_L3_error) }
+        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("died_by_signal", 1, 1, 1, i); __PYX_ERR(0, 91, __pyx_L3_error) }
       }
     } else if (unlikely(__pyx_nargs != 1)) {
       goto __pyx_L5_argtuple_error;
     } else {
       values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
-      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 87, __pyx_L3_error)
+      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 91, __pyx_L3_error)
     }
-    __pyx_v_pid = __Pyx_PyLong_As_uint32_t(values[0]); if (unlikely((__pyx_v_pid == ((uint32_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 87, __pyx_L3_error)
+    __pyx_v_pid = __Pyx_PyLong_As_uint32_t(values[0]); if (unlikely((__pyx_v_pid == ((uint32_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 91, __pyx_L3_error)
   }
   goto __pyx_L6_skip;
   __pyx_L5_argtuple_error:;
-  __Pyx_RaiseArgtupleInvalid("died_by_signal", 1, 1, 1, __pyx_nargs); __PYX_ERR(0, 87, __pyx_L3_error)
+  __Pyx_RaiseArgtupleInvalid("died_by_signal", 1, 1, 1, __pyx_nargs); __PYX_ERR(0, 91, __pyx_L3_error)
   __pyx_L6_skip:;
   goto __pyx_L4_argument_unpacking_done;
   __pyx_L3_error:;
@@ -3195,14 +3208,14 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_died_by_signal(CYTHON_UNUSED
   int __pyx_clineno = 0;
   __Pyx_RefNannySetupContext("died_by_signal", 0);
 
-  /* "kvfs/_native/fuse_loop.pyx":89
+  /* "kvfs/_native/fuse_loop.pyx":93
  * def died_by_signal(uint32_t pid):
  *     """Whether a process or thread is exiting because of a signal (proc_pid_stat(5))."""
  *     return bool(fl_died_by_signal(pid))             # <<<<<<<<<<<<<<
  * 
  * 
 */
-  __pyx_t_1 = __Pyx_PyBool_FromLong((!(!(fl_died_by_signal(__pyx_v_pid) != 0)))); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 89, __pyx_L1_error)
+  __pyx_t_1 = __Pyx_PyBool_FromLong((!(!(fl_died_by_signal(__pyx_v_pid) != 0)))); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 93, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_1);
   {
     PyObject *__pyx_temp;
@@ -3215,7 +3228,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_died_by_signal(CYTHON_UNUSED
   __pyx_t_1 = 0;
   goto __pyx_L0;
 
-  /* "kvfs/_native/fuse_loop.pyx":87
+  /* "kvfs/_native/fuse_loop.pyx":91
  * 
  * 
  * def died_by_signal(uint32_t pid):             # <<<<<<<<<<<<<<
@@ -3234,7 +3247,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_died_by_signal(CYTHON_UNUSED
   return __pyx_r;
 }
 
-/* "kvfs/_native/fuse_loop.pyx":98
+/* "kvfs/_native/fuse_loop.pyx":102
  *     cdef Table _table
  * 
  *     def __cinit__(             # <<<<<<<<<<<<<<
@@ -3287,49 +3300,49 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   {
     PyObject ** const __pyx_pyargnames[] = {&__pyx_mstate_global->__pyx_n_u_dev_fd,&__pyx_mstate_global->__pyx_n_u_slots_dir_fd,&__pyx_mstate_global->__pyx_n_u_table,&__pyx_mstate_global->__pyx_n_u_passthrough,&__pyx_mstate_global->__pyx_n_u_threads,&__pyx_mstate_global->__pyx_n_u_buffer_size,&__pyx_mstate_global->__pyx_n_u_largest_object,&__pyx_mstate_global->__pyx_n_u_attr_valid_s,0};
     const Py_ssize_t __pyx_kwds_len = (__pyx_kwds) ? __Pyx_NumKwargs_FASTCALL_TPNEW(__pyx_kwds) : 0;
-    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 98, __pyx_L3_error)
+    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 102, __pyx_L3_error)
     if (likely(__pyx_kwds_len > 0)) {
       switch (__pyx_nargs) {
         case  3:
         values[2] = __Pyx_ArgRef_FASTCALL_TPNEW(__pyx_args, 2);
-        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[2])) __PYX_ERR(0, 98, __pyx_L3_error)
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[2])) __PYX_ERR(0, 102, __pyx_L3_error)
         CYTHON_FALLTHROUGH;
         case  2:
         values[1] = __Pyx_ArgRef_FASTCALL_TPNEW(__pyx_args, 1);
-        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[1])) __PYX_ERR(0, 98, __pyx_L3_error)
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[1])) __PYX_ERR(0, 102, __pyx_L3_error)
         CYTHON_FALLTHROUGH;
         case  1:
         values[0] = __Pyx_ArgRef_FASTCALL_TPNEW(__pyx_args, 0);
-        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 98, __pyx_L3_error)
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 102, __pyx_L3_error)
         CYTHON_FALLTHROUGH;
         case  0: break;
         default: goto __pyx_L5_argtuple_error;
       }
       const Py_ssize_t kwd_pos_args = __pyx_nargs;
-      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "__cinit__", 0) < (0)) __PYX_ERR(0, 98, __pyx_L3_error)
+      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "__cinit__", 0) < (0)) __PYX_ERR(0, 102, __pyx_L3_error)
       for (Py_ssize_t i = __pyx_nargs; i < 3; i++) {
-        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("__cinit__", 1, 3, 3, i); __PYX_ERR(0, 98, __pyx_L3_error) }
+        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("__cinit__", 1, 3, 3, i); __PYX_ERR(0, 102, __pyx_L3_error) }
       }
       for (Py_ssize_t i = 3; i < 8; i++) {
-        if (unlikely(!values[i])) { __Pyx_RaiseKeywordRequired("__cinit__", *(__pyx_pyargnames[i - 0])); __PYX_ERR(0, 98, __pyx_L3_error) }
+        if (unlikely(!values[i])) { __Pyx_RaiseKeywordRequired("__cinit__", *(__pyx_pyargnames[i - 0])); __PYX_ERR(0, 102, __pyx_L3_error) }
       }
     } else if (unlikely(__pyx_nargs != 3)) {
       goto __pyx_L5_argtuple_error;
     } else {
-      __Pyx_RaiseKeywordRequired("__cinit__", __pyx_mstate_global->__pyx_n_u_passthrough); __PYX_ERR(0, 98, __pyx_L3_error)
+      __Pyx_RaiseKeywordRequired("__cinit__", __pyx_mstate_global->__pyx_n_u_passthrough); __PYX_ERR(0, 102, __pyx_L3_error)
     }
-    __pyx_v_dev_fd = __Pyx_PyLong_As_int(values[0]); if (unlikely((__pyx_v_dev_fd == (int)-1) && PyErr_Occurred())) __PYX_ERR(0, 99, __pyx_L3_error)
-    __pyx_v_slots_dir_fd = __Pyx_PyLong_As_int(values[1]); if (unlikely((__pyx_v_slots_dir_fd == (int)-1) && PyErr_Occurred())) __PYX_ERR(0, 99, __pyx_L3_error)
+    __pyx_v_dev_fd = __Pyx_PyLong_As_int(values[0]); if (unlikely((__pyx_v_dev_fd == (int)-1) && PyErr_Occurred())) __PYX_ERR(0, 103, __pyx_L3_error)
+    __pyx_v_slots_dir_fd = __Pyx_PyLong_As_int(values[1]); if (unlikely((__pyx_v_slots_dir_fd == (int)-1) && PyErr_Occurred())) __PYX_ERR(0, 103, __pyx_L3_error)
     __pyx_v_table = ((struct __pyx_obj_4kvfs_7_native_5table_Table *)values[2]);
-    __pyx_v_passthrough = __Pyx_PyObject_IsTrue(values[3]); if (unlikely((__pyx_v_passthrough == (int)-1) && PyErr_Occurred())) __PYX_ERR(0, 99, __pyx_L3_error)
-    __pyx_v_threads = __Pyx_PyLong_As_int(values[4]); if (unlikely((__pyx_v_threads == (int)-1) && PyErr_Occurred())) __PYX_ERR(0, 99, __pyx_L3_error)
-    __pyx_v_buffer_size = __Pyx_PyLong_As_uint32_t(values[5]); if (unlikely((__pyx_v_buffer_size == ((uint32_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 100, __pyx_L3_error)
-    __pyx_v_largest_object = __Pyx_PyLong_As_uint64_t(values[6]); if (unlikely((__pyx_v_largest_object == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 100, __pyx_L3_error)
-    __pyx_v_attr_valid_s = __Pyx_PyLong_As_uint64_t(values[7]); if (unlikely((__pyx_v_attr_valid_s == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 100, __pyx_L3_error)
+    __pyx_v_passthrough = __Pyx_PyObject_IsTrue(values[3]); if (unlikely((__pyx_v_passthrough == (int)-1) && PyErr_Occurred())) __PYX_ERR(0, 103, __pyx_L3_error)
+    __pyx_v_threads = __Pyx_PyLong_As_int(values[4]); if (unlikely((__pyx_v_threads == (int)-1) && PyErr_Occurred())) __PYX_ERR(0, 103, __pyx_L3_error)
+    __pyx_v_buffer_size = __Pyx_PyLong_As_uint32_t(values[5]); if (unlikely((__pyx_v_buffer_size == ((uint32_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 104, __pyx_L3_error)
+    __pyx_v_largest_object = __Pyx_PyLong_As_uint64_t(values[6]); if (unlikely((__pyx_v_largest_object == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 104, __pyx_L3_error)
+    __pyx_v_attr_valid_s = __Pyx_PyLong_As_uint64_t(values[7]); if (unlikely((__pyx_v_attr_valid_s == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 104, __pyx_L3_error)
   }
   goto __pyx_L6_skip;
   __pyx_L5_argtuple_error:;
-  __Pyx_RaiseArgtupleInvalid("__cinit__", 1, 3, 3, __pyx_nargs); __PYX_ERR(0, 98, __pyx_L3_error)
+  __Pyx_RaiseArgtupleInvalid("__cinit__", 1, 3, 3, __pyx_nargs); __PYX_ERR(0, 102, __pyx_L3_error)
   __pyx_L6_skip:;
   goto __pyx_L4_argument_unpacking_done;
   __pyx_L3_error:;
@@ -3340,7 +3353,7 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   __Pyx_RefNannyFinishContext();
   return -1;
   __pyx_L4_argument_unpacking_done:;
-  if (unlikely(!__Pyx_ArgTypeTest(((PyObject *)__pyx_v_table), __pyx_mstate_global->__pyx_ptype_4kvfs_7_native_5table_Table, 0, "table", 0))) __PYX_ERR(0, 99, __pyx_L1_error)
+  if (unlikely(!__Pyx_ArgTypeTest(((PyObject *)__pyx_v_table), __pyx_mstate_global->__pyx_ptype_4kvfs_7_native_5table_Table, 0, "table", 0))) __PYX_ERR(0, 103, __pyx_L1_error)
   __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop___cinit__(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self), __pyx_v_dev_fd, __pyx_v_slots_dir_fd, __pyx_v_table, __pyx_v_passthrough, __pyx_v_threads, __pyx_v_buffer_size, __pyx_v_largest_object, __pyx_v_attr_valid_s);
 
   /* function exit code */
@@ -3380,17 +3393,17 @@ static int __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop___cinit__(struct __pyx_o
   int __pyx_clineno = 0;
   __Pyx_RefNannySetupContext("__cinit__", 0);
 
-  /* "kvfs/_native/fuse_loop.pyx":103
+  /* "kvfs/_native/fuse_loop.pyx":107
  *     ):
  *         cdef fl_config config
  *         cdef kvfs_table *pointer = table.pointer()             # <<<<<<<<<<<<<<
  *         config.dev_fd = dev_fd
  *         config.slots_dir_fd = slots_dir_fd
 */
-  __pyx_t_1 = ((struct __pyx_vtabstruct_4kvfs_7_native_5table_Table *)__pyx_v_table->__pyx_vtab)->pointer(__pyx_v_table); if (unlikely(__pyx_t_1 == ((void *)NULL))) __PYX_ERR(0, 103, __pyx_L1_error)
+  __pyx_t_1 = ((struct __pyx_vtabstruct_4kvfs_7_native_5table_Table *)__pyx_v_table->__pyx_vtab)->pointer(__pyx_v_table); if (unlikely(__pyx_t_1 == ((void *)NULL))) __PYX_ERR(0, 107, __pyx_L1_error)
   __pyx_v_pointer = __pyx_t_1;
 
-  /* "kvfs/_native/fuse_loop.pyx":104
+  /* "kvfs/_native/fuse_loop.pyx":108
  *         cdef fl_config config
  *         cdef kvfs_table *pointer = table.pointer()
  *         config.dev_fd = dev_fd             # <<<<<<<<<<<<<<
@@ -3399,7 +3412,7 @@ static int __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop___cinit__(struct __pyx_o
 */
   __pyx_v_config.dev_fd = __pyx_v_dev_fd;
 
-  /* "kvfs/_native/fuse_loop.pyx":105
+  /* "kvfs/_native/fuse_loop.pyx":109
  *         cdef kvfs_table *pointer = table.pointer()
  *         config.dev_fd = dev_fd
  *         config.slots_dir_fd = slots_dir_fd             # <<<<<<<<<<<<<<
@@ -3408,7 +3421,7 @@ static int __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop___cinit__(struct __pyx_o
 */
   __pyx_v_config.slots_dir_fd = __pyx_v_slots_dir_fd;
 
-  /* "kvfs/_native/fuse_loop.pyx":106
+  /* "kvfs/_native/fuse_loop.pyx":110
  *         config.dev_fd = dev_fd
  *         config.slots_dir_fd = slots_dir_fd
  *         config.generations = <const char *> &pointer.slots[0].generation             # <<<<<<<<<<<<<<
@@ -3417,7 +3430,7 @@ static int __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop___cinit__(struct __pyx_o
 */
   __pyx_v_config.generations = ((char const *)(&(__pyx_v_pointer->slots[0]).generation));
 
-  /* "kvfs/_native/fuse_loop.pyx":107
+  /* "kvfs/_native/fuse_loop.pyx":111
  *         config.slots_dir_fd = slots_dir_fd
  *         config.generations = <const char *> &pointer.slots[0].generation
  *         config.generation_stride = sizeof(kvfs_slot_header)             # <<<<<<<<<<<<<<
@@ -3426,7 +3439,7 @@ static int __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop___cinit__(struct __pyx_o
 */
   __pyx_v_config.generation_stride = (sizeof(struct kvfs_slot_header));
 
-  /* "kvfs/_native/fuse_loop.pyx":108
+  /* "kvfs/_native/fuse_loop.pyx":112
  *         config.generations = <const char *> &pointer.slots[0].generation
  *         config.generation_stride = sizeof(kvfs_slot_header)
  *         config.slot_count = pointer.slot_count             # <<<<<<<<<<<<<<
@@ -3437,7 +3450,7 @@ static int __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop___cinit__(struct __pyx_o
 
   __pyx_v_config.slot_count = __pyx_t_2;
 
-  /* "kvfs/_native/fuse_loop.pyx":109
+  /* "kvfs/_native/fuse_loop.pyx":113
  *         config.generation_stride = sizeof(kvfs_slot_header)
  *         config.slot_count = pointer.slot_count
  *         config.passthrough = passthrough             # <<<<<<<<<<<<<<
@@ -3446,7 +3459,7 @@ static int __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop___cinit__(struct __pyx_o
 */
   __pyx_v_config.passthrough = __pyx_v_passthrough;
 
-  /* "kvfs/_native/fuse_loop.pyx":110
+  /* "kvfs/_native/fuse_loop.pyx":114
  *         config.slot_count = pointer.slot_count
  *         config.passthrough = passthrough
  *         config.threads = threads             # <<<<<<<<<<<<<<
@@ -3455,7 +3468,7 @@ static int __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop___cinit__(struct __pyx_o
 */
   __pyx_v_config.threads = __pyx_v_threads;
 
-  /* "kvfs/_native/fuse_loop.pyx":111
+  /* "kvfs/_native/fuse_loop.pyx":115
  *         config.passthrough = passthrough
  *         config.threads = threads
  *         config.buffer_size = buffer_size             # <<<<<<<<<<<<<<
@@ -3464,7 +3477,7 @@ static int __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop___cinit__(struct __pyx_o
 */
   __pyx_v_config.buffer_size = __pyx_v_buffer_size;
 
-  /* "kvfs/_native/fuse_loop.pyx":112
+  /* "kvfs/_native/fuse_loop.pyx":116
  *         config.threads = threads
  *         config.buffer_size = buffer_size
  *         config.largest_object = largest_object             # <<<<<<<<<<<<<<
@@ -3473,7 +3486,7 @@ static int __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop___cinit__(struct __pyx_o
 */
   __pyx_v_config.largest_object = __pyx_v_largest_object;
 
-  /* "kvfs/_native/fuse_loop.pyx":113
+  /* "kvfs/_native/fuse_loop.pyx":117
  *         config.buffer_size = buffer_size
  *         config.largest_object = largest_object
  *         config.attr_valid_s = attr_valid_s             # <<<<<<<<<<<<<<
@@ -3482,7 +3495,7 @@ static int __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop___cinit__(struct __pyx_o
 */
   __pyx_v_config.attr_valid_s = __pyx_v_attr_valid_s;
 
-  /* "kvfs/_native/fuse_loop.pyx":114
+  /* "kvfs/_native/fuse_loop.pyx":118
  *         config.largest_object = largest_object
  *         config.attr_valid_s = attr_valid_s
  *         self._table = table             # <<<<<<<<<<<<<<
@@ -3494,17 +3507,17 @@ static int __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop___cinit__(struct __pyx_o
   __Pyx_GOTREF((PyObject *)__pyx_v_self->_table);
   __Pyx_DECREF_SET(__pyx_v_self->_table, __pyx_v_table);
 
-  /* "kvfs/_native/fuse_loop.pyx":115
+  /* "kvfs/_native/fuse_loop.pyx":119
  *         config.attr_valid_s = attr_valid_s
  *         self._table = table
  *         self._check(fl_create(&config, &self._loop), "the native FUSE loop")             # <<<<<<<<<<<<<<
  * 
  *     def __dealloc__(self):
 */
-  __pyx_t_3 = ((struct __pyx_vtabstruct_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self->__pyx_vtab)->_check(__pyx_v_self, fl_create((&__pyx_v_config), (&__pyx_v_self->_loop)), __pyx_mstate_global->__pyx_kp_u_the_native_FUSE_loop); if (unlikely(__pyx_t_3 == ((int)-1))) __PYX_ERR(0, 115, __pyx_L1_error)
+  __pyx_t_3 = ((struct __pyx_vtabstruct_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self->__pyx_vtab)->_check(__pyx_v_self, fl_create((&__pyx_v_config), (&__pyx_v_self->_loop)), __pyx_mstate_global->__pyx_kp_u_the_native_FUSE_loop); if (unlikely(__pyx_t_3 == ((int)-1))) __PYX_ERR(0, 119, __pyx_L1_error)
 
 
-  /* "kvfs/_native/fuse_loop.pyx":98
+  /* "kvfs/_native/fuse_loop.pyx":102
  *     cdef Table _table
  * 
  *     def __cinit__(             # <<<<<<<<<<<<<<
@@ -3526,7 +3539,7 @@ static int __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop___cinit__(struct __pyx_o
   return __pyx_r;
 }
 
-/* "kvfs/_native/fuse_loop.pyx":117
+/* "kvfs/_native/fuse_loop.pyx":121
  *         self._check(fl_create(&config, &self._loop), "the native FUSE loop")
  * 
  *     def __dealloc__(self):             # <<<<<<<<<<<<<<
@@ -3550,7 +3563,7 @@ static void __pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_3__dealloc__(PyObject *
 static void __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_2__dealloc__(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self) {
   int __pyx_t_1;
 
-  /* "kvfs/_native/fuse_loop.pyx":118
+  /* "kvfs/_native/fuse_loop.pyx":122
  * 
  *     def __dealloc__(self):
  *         if self._loop != NULL:             # <<<<<<<<<<<<<<
@@ -3562,7 +3575,7 @@ static void __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_2__dealloc__(struct __p
   if (__pyx_t_1) {
 
 
-    /* "kvfs/_native/fuse_loop.pyx":119
+    /* "kvfs/_native/fuse_loop.pyx":123
  *     def __dealloc__(self):
  *         if self._loop != NULL:
  *             fl_stop(self._loop)             # <<<<<<<<<<<<<<
@@ -3571,7 +3584,7 @@ static void __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_2__dealloc__(struct __p
 */
     fl_stop(__pyx_v_self->_loop);
 
-    /* "kvfs/_native/fuse_loop.pyx":120
+    /* "kvfs/_native/fuse_loop.pyx":124
  *         if self._loop != NULL:
  *             fl_stop(self._loop)
  *             fl_destroy(self._loop)             # <<<<<<<<<<<<<<
@@ -3580,7 +3593,7 @@ static void __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_2__dealloc__(struct __p
 */
     fl_destroy(__pyx_v_self->_loop);
 
-    /* "kvfs/_native/fuse_loop.pyx":121
+    /* "kvfs/_native/fuse_loop.pyx":125
  *             fl_stop(self._loop)
  *             fl_destroy(self._loop)
  *             self._loop = NULL             # <<<<<<<<<<<<<<
@@ -3589,7 +3602,7 @@ static void __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_2__dealloc__(struct __p
 */
     __pyx_v_self->_loop = NULL;
 
-    /* "kvfs/_native/fuse_loop.pyx":118
+    /* "kvfs/_native/fuse_loop.pyx":122
  * 
  *     def __dealloc__(self):
  *         if self._loop != NULL:             # <<<<<<<<<<<<<<
@@ -3598,7 +3611,7 @@ static void __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_2__dealloc__(struct __p
 */
   }
 
-  /* "kvfs/_native/fuse_loop.pyx":117
+  /* "kvfs/_native/fuse_loop.pyx":121
  *         self._check(fl_create(&config, &self._loop), "the native FUSE loop")
  * 
  *     def __dealloc__(self):             # <<<<<<<<<<<<<<
@@ -3610,7 +3623,7 @@ static void __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_2__dealloc__(struct __p
 
 }
 
-/* "kvfs/_native/fuse_loop.pyx":123
+/* "kvfs/_native/fuse_loop.pyx":127
  *             self._loop = NULL
  * 
  *     cdef int _check(self, int status, what) except -1:             # <<<<<<<<<<<<<<
@@ -3632,7 +3645,7 @@ static int __pyx_f_4kvfs_7_native_9fuse_loop_8FuseLoop__check(CYTHON_UNUSED stru
   int __pyx_clineno = 0;
   __Pyx_RefNannySetupContext("_check", 0);
 
-  /* "kvfs/_native/fuse_loop.pyx":124
+  /* "kvfs/_native/fuse_loop.pyx":128
  * 
  *     cdef int _check(self, int status, what) except -1:
  *         if status < 0:             # <<<<<<<<<<<<<<
@@ -3644,7 +3657,7 @@ static int __pyx_f_4kvfs_7_native_9fuse_loop_8FuseLoop__check(CYTHON_UNUSED stru
   if (unlikely(__pyx_t_1)) {
 
 
-    /* "kvfs/_native/fuse_loop.pyx":125
+    /* "kvfs/_native/fuse_loop.pyx":129
  *     cdef int _check(self, int status, what) except -1:
  *         if status < 0:
  *             raise from_errno(status, what)             # <<<<<<<<<<<<<<
@@ -3652,9 +3665,9 @@ static int __pyx_f_4kvfs_7_native_9fuse_loop_8FuseLoop__check(CYTHON_UNUSED stru
  * 
 */
     __pyx_t_3 = NULL;
-    __Pyx_GetModuleGlobalName(__pyx_t_4, __pyx_mstate_global->__pyx_n_u_from_errno); if (unlikely(!__pyx_t_4)) __PYX_ERR(0, 125, __pyx_L1_error)
+    __Pyx_GetModuleGlobalName(__pyx_t_4, __pyx_mstate_global->__pyx_n_u_from_errno); if (unlikely(!__pyx_t_4)) __PYX_ERR(0, 129, __pyx_L1_error)
     __Pyx_GOTREF(__pyx_t_4);
-    __pyx_t_5 = __Pyx_PyLong_From_int(__pyx_v_status); if (unlikely(!__pyx_t_5)) __PYX_ERR(0, 125, __pyx_L1_error)
+    __pyx_t_5 = __Pyx_PyLong_From_int(__pyx_v_status); if (unlikely(!__pyx_t_5)) __PYX_ERR(0, 129, __pyx_L1_error)
     __Pyx_GOTREF(__pyx_t_5);
     __pyx_t_6 = 1;
     #if CYTHON_UNPACK_METHODS
@@ -3674,14 +3687,14 @@ static int __pyx_f_4kvfs_7_native_9fuse_loop_8FuseLoop__check(CYTHON_UNUSED stru
       __Pyx_XDECREF(__pyx_t_3); __pyx_t_3 = 0;
       __Pyx_DECREF(__pyx_t_5); __pyx_t_5 = 0;
       __Pyx_DECREF(__pyx_t_4); __pyx_t_4 = 0;
-      if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 125, __pyx_L1_error)
+      if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 129, __pyx_L1_error)
       __Pyx_GOTREF(__pyx_t_2);
     }
     __Pyx_Raise(__pyx_t_2, 0, 0, 0);
     __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
-    __PYX_ERR(0, 125, __pyx_L1_error)
+    __PYX_ERR(0, 129, __pyx_L1_error)
 
-    /* "kvfs/_native/fuse_loop.pyx":124
+    /* "kvfs/_native/fuse_loop.pyx":128
  * 
  *     cdef int _check(self, int status, what) except -1:
  *         if status < 0:             # <<<<<<<<<<<<<<
@@ -3690,7 +3703,7 @@ static int __pyx_f_4kvfs_7_native_9fuse_loop_8FuseLoop__check(CYTHON_UNUSED stru
 */
   }
 
-  /* "kvfs/_native/fuse_loop.pyx":126
+  /* "kvfs/_native/fuse_loop.pyx":130
  *         if status < 0:
  *             raise from_errno(status, what)
  *         return status             # <<<<<<<<<<<<<<
@@ -3703,7 +3716,7 @@ static int __pyx_f_4kvfs_7_native_9fuse_loop_8FuseLoop__check(CYTHON_UNUSED stru
   }
   goto __pyx_L0;
 
-  /* "kvfs/_native/fuse_loop.pyx":123
+  /* "kvfs/_native/fuse_loop.pyx":127
  *             self._loop = NULL
  * 
  *     cdef int _check(self, int status, what) except -1:             # <<<<<<<<<<<<<<
@@ -3725,7 +3738,7 @@ static int __pyx_f_4kvfs_7_native_9fuse_loop_8FuseLoop__check(CYTHON_UNUSED stru
   return __pyx_r;
 }
 
-/* "kvfs/_native/fuse_loop.pyx":128
+/* "kvfs/_native/fuse_loop.pyx":132
  *         return status
  * 
  *     def start(self):             # <<<<<<<<<<<<<<
@@ -3784,17 +3797,17 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_4start(struct __py
   int __pyx_clineno = 0;
   __Pyx_RefNannySetupContext("start", 0);
 
-  /* "kvfs/_native/fuse_loop.pyx":129
+  /* "kvfs/_native/fuse_loop.pyx":133
  * 
  *     def start(self):
  *         self._check(fl_start(self._loop), "the threads of the native FUSE loop")             # <<<<<<<<<<<<<<
  * 
  *     def stop(self):
 */
-  __pyx_t_1 = ((struct __pyx_vtabstruct_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self->__pyx_vtab)->_check(__pyx_v_self, fl_start(__pyx_v_self->_loop), __pyx_mstate_global->__pyx_kp_u_the_threads_of_the_native_FUSE_l); if (unlikely(__pyx_t_1 == ((int)-1))) __PYX_ERR(0, 129, __pyx_L1_error)
+  __pyx_t_1 = ((struct __pyx_vtabstruct_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self->__pyx_vtab)->_check(__pyx_v_self, fl_start(__pyx_v_self->_loop), __pyx_mstate_global->__pyx_kp_u_the_threads_of_the_native_FUSE_l); if (unlikely(__pyx_t_1 == ((int)-1))) __PYX_ERR(0, 133, __pyx_L1_error)
 
 
-  /* "kvfs/_native/fuse_loop.pyx":128
+  /* "kvfs/_native/fuse_loop.pyx":132
  *         return status
  * 
  *     def start(self):             # <<<<<<<<<<<<<<
@@ -3814,7 +3827,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_4start(struct __py
   return __pyx_r;
 }
 
-/* "kvfs/_native/fuse_loop.pyx":131
+/* "kvfs/_native/fuse_loop.pyx":135
  *         self._check(fl_start(self._loop), "the threads of the native FUSE loop")
  * 
  *     def stop(self):             # <<<<<<<<<<<<<<
@@ -3869,7 +3882,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_6stop(struct __pyx
   __Pyx_RefNannyDeclarations
   __Pyx_RefNannySetupContext("stop", 0);
 
-  /* "kvfs/_native/fuse_loop.pyx":132
+  /* "kvfs/_native/fuse_loop.pyx":136
  * 
  *     def stop(self):
  *         with nogil:             # <<<<<<<<<<<<<<
@@ -3882,7 +3895,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_6stop(struct __pyx
       __Pyx_FastGIL_Remember();
       /*try:*/ {
 
-        /* "kvfs/_native/fuse_loop.pyx":133
+        /* "kvfs/_native/fuse_loop.pyx":137
  *     def stop(self):
  *         with nogil:
  *             fl_stop(self._loop)             # <<<<<<<<<<<<<<
@@ -3892,7 +3905,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_6stop(struct __pyx
         fl_stop(__pyx_v_self->_loop);
       }
 
-      /* "kvfs/_native/fuse_loop.pyx":132
+      /* "kvfs/_native/fuse_loop.pyx":136
  * 
  *     def stop(self):
  *         with nogil:             # <<<<<<<<<<<<<<
@@ -3909,7 +3922,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_6stop(struct __pyx
       }
   }
 
-  /* "kvfs/_native/fuse_loop.pyx":131
+  /* "kvfs/_native/fuse_loop.pyx":135
  *         self._check(fl_start(self._loop), "the threads of the native FUSE loop")
  * 
  *     def stop(self):             # <<<<<<<<<<<<<<
@@ -3924,7 +3937,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_6stop(struct __pyx
   return __pyx_r;
 }
 
-/* "kvfs/_native/fuse_loop.pyx":135
+/* "kvfs/_native/fuse_loop.pyx":139
  *             fl_stop(self._loop)
  * 
  *     @property             # <<<<<<<<<<<<<<
@@ -3956,14 +3969,14 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_10library_fd___get
   int __pyx_clineno = 0;
   __Pyx_RefNannySetupContext("__get__", 0);
 
-  /* "kvfs/_native/fuse_loop.pyx":137
+  /* "kvfs/_native/fuse_loop.pyx":141
  *     @property
  *     def library_fd(self):
  *         return fl_library_fd(self._loop)             # <<<<<<<<<<<<<<
  * 
  *     @property
 */
-  __pyx_t_1 = __Pyx_PyLong_From_int(fl_library_fd(__pyx_v_self->_loop)); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 137, __pyx_L1_error)
+  __pyx_t_1 = __Pyx_PyLong_From_int(fl_library_fd(__pyx_v_self->_loop)); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 141, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_1);
   {
     PyObject *__pyx_temp;
@@ -3976,7 +3989,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_10library_fd___get
   __pyx_t_1 = 0;
   goto __pyx_L0;
 
-  /* "kvfs/_native/fuse_loop.pyx":135
+  /* "kvfs/_native/fuse_loop.pyx":139
  *             fl_stop(self._loop)
  * 
  *     @property             # <<<<<<<<<<<<<<
@@ -3995,7 +4008,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_10library_fd___get
   return __pyx_r;
 }
 
-/* "kvfs/_native/fuse_loop.pyx":139
+/* "kvfs/_native/fuse_loop.pyx":143
  *         return fl_library_fd(self._loop)
  * 
  *     @property             # <<<<<<<<<<<<<<
@@ -4027,14 +4040,14 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_8ended_fd___get__(
   int __pyx_clineno = 0;
   __Pyx_RefNannySetupContext("__get__", 0);
 
-  /* "kvfs/_native/fuse_loop.pyx":141
+  /* "kvfs/_native/fuse_loop.pyx":145
  *     @property
  *     def ended_fd(self):
  *         return fl_ended_fd(self._loop)             # <<<<<<<<<<<<<<
  * 
  *     @property
 */
-  __pyx_t_1 = __Pyx_PyLong_From_int(fl_ended_fd(__pyx_v_self->_loop)); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 141, __pyx_L1_error)
+  __pyx_t_1 = __Pyx_PyLong_From_int(fl_ended_fd(__pyx_v_self->_loop)); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 145, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_1);
   {
     PyObject *__pyx_temp;
@@ -4047,7 +4060,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_8ended_fd___get__(
   __pyx_t_1 = 0;
   goto __pyx_L0;
 
-  /* "kvfs/_native/fuse_loop.pyx":139
+  /* "kvfs/_native/fuse_loop.pyx":143
  *         return fl_library_fd(self._loop)
  * 
  *     @property             # <<<<<<<<<<<<<<
@@ -4066,7 +4079,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_8ended_fd___get__(
   return __pyx_r;
 }
 
-/* "kvfs/_native/fuse_loop.pyx":143
+/* "kvfs/_native/fuse_loop.pyx":147
  *         return fl_ended_fd(self._loop)
  * 
  *     @property             # <<<<<<<<<<<<<<
@@ -4098,14 +4111,14 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_11passthrough___ge
   int __pyx_clineno = 0;
   __Pyx_RefNannySetupContext("__get__", 0);
 
-  /* "kvfs/_native/fuse_loop.pyx":145
+  /* "kvfs/_native/fuse_loop.pyx":149
  *     @property
  *     def passthrough(self):
  *         return bool(fl_passthrough(self._loop))             # <<<<<<<<<<<<<<
  * 
  *     def stats(self):
 */
-  __pyx_t_1 = __Pyx_PyBool_FromLong((!(!(fl_passthrough(__pyx_v_self->_loop) != 0)))); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 145, __pyx_L1_error)
+  __pyx_t_1 = __Pyx_PyBool_FromLong((!(!(fl_passthrough(__pyx_v_self->_loop) != 0)))); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 149, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_1);
   {
     PyObject *__pyx_temp;
@@ -4118,7 +4131,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_11passthrough___ge
   __pyx_t_1 = 0;
   goto __pyx_L0;
 
-  /* "kvfs/_native/fuse_loop.pyx":143
+  /* "kvfs/_native/fuse_loop.pyx":147
  *         return fl_ended_fd(self._loop)
  * 
  *     @property             # <<<<<<<<<<<<<<
@@ -4137,7 +4150,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_11passthrough___ge
   return __pyx_r;
 }
 
-/* "kvfs/_native/fuse_loop.pyx":147
+/* "kvfs/_native/fuse_loop.pyx":151
  *         return bool(fl_passthrough(self._loop))
  * 
  *     def stats(self):             # <<<<<<<<<<<<<<
@@ -4198,7 +4211,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_8stats(struct __py
   int __pyx_clineno = 0;
   __Pyx_RefNannySetupContext("stats", 0);
 
-  /* "kvfs/_native/fuse_loop.pyx":149
+  /* "kvfs/_native/fuse_loop.pyx":153
  *     def stats(self):
  *         cdef fl_stats stats
  *         fl_get_stats(self._loop, &stats)             # <<<<<<<<<<<<<<
@@ -4207,90 +4220,102 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_8stats(struct __py
 */
   fl_get_stats(__pyx_v_self->_loop, (&__pyx_v_stats));
 
-  /* "kvfs/_native/fuse_loop.pyx":151
+  /* "kvfs/_native/fuse_loop.pyx":155
  *         fl_get_stats(self._loop, &stats)
  *         return {
  *             "relayed": stats.relayed,             # <<<<<<<<<<<<<<
  *             "native_opens": stats.native_opens,
  *             "native_reads": stats.native_reads,
 */
-  __pyx_t_1 = __Pyx_PyDict_NewPresized(7); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 151, __pyx_L1_error)
+  __pyx_t_1 = __Pyx_PyDict_NewPresized(8); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 155, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_1);
-  __pyx_t_2 = __Pyx_PyLong_From_uint64_t(__pyx_v_stats.relayed); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 151, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_PyLong_From_uint64_t(__pyx_v_stats.relayed); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 155, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
-  if (PyDict_SetItem(__pyx_t_1, __pyx_mstate_global->__pyx_n_u_relayed, __pyx_t_2) < (0)) __PYX_ERR(0, 151, __pyx_L1_error)
+  if (PyDict_SetItem(__pyx_t_1, __pyx_mstate_global->__pyx_n_u_relayed, __pyx_t_2) < (0)) __PYX_ERR(0, 155, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
 
-  /* "kvfs/_native/fuse_loop.pyx":152
+  /* "kvfs/_native/fuse_loop.pyx":156
  *         return {
  *             "relayed": stats.relayed,
  *             "native_opens": stats.native_opens,             # <<<<<<<<<<<<<<
  *             "native_reads": stats.native_reads,
  *             "native_writes": stats.native_writes,
 */
-  __pyx_t_2 = __Pyx_PyLong_From_uint64_t(__pyx_v_stats.native_opens); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 152, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_PyLong_From_uint64_t(__pyx_v_stats.native_opens); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 156, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
-  if (PyDict_SetItem(__pyx_t_1, __pyx_mstate_global->__pyx_n_u_native_opens, __pyx_t_2) < (0)) __PYX_ERR(0, 151, __pyx_L1_error)
+  if (PyDict_SetItem(__pyx_t_1, __pyx_mstate_global->__pyx_n_u_native_opens, __pyx_t_2) < (0)) __PYX_ERR(0, 155, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
 
-  /* "kvfs/_native/fuse_loop.pyx":153
+  /* "kvfs/_native/fuse_loop.pyx":157
  *             "relayed": stats.relayed,
  *             "native_opens": stats.native_opens,
  *             "native_reads": stats.native_reads,             # <<<<<<<<<<<<<<
  *             "native_writes": stats.native_writes,
  *             "native_getattrs": stats.native_getattrs,
 */
-  __pyx_t_2 = __Pyx_PyLong_From_uint64_t(__pyx_v_stats.native_reads); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 153, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_PyLong_From_uint64_t(__pyx_v_stats.native_reads); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 157, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
-  if (PyDict_SetItem(__pyx_t_1, __pyx_mstate_global->__pyx_n_u_native_reads, __pyx_t_2) < (0)) __PYX_ERR(0, 151, __pyx_L1_error)
+  if (PyDict_SetItem(__pyx_t_1, __pyx_mstate_global->__pyx_n_u_native_reads, __pyx_t_2) < (0)) __PYX_ERR(0, 155, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
 
-  /* "kvfs/_native/fuse_loop.pyx":154
+  /* "kvfs/_native/fuse_loop.pyx":158
  *             "native_opens": stats.native_opens,
  *             "native_reads": stats.native_reads,
  *             "native_writes": stats.native_writes,             # <<<<<<<<<<<<<<
  *             "native_getattrs": stats.native_getattrs,
- *             "invalidations": stats.invalidations,
+ *             "native_lookups": stats.native_lookups,
 */
-  __pyx_t_2 = __Pyx_PyLong_From_uint64_t(__pyx_v_stats.native_writes); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 154, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_PyLong_From_uint64_t(__pyx_v_stats.native_writes); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 158, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
-  if (PyDict_SetItem(__pyx_t_1, __pyx_mstate_global->__pyx_n_u_native_writes, __pyx_t_2) < (0)) __PYX_ERR(0, 151, __pyx_L1_error)
+  if (PyDict_SetItem(__pyx_t_1, __pyx_mstate_global->__pyx_n_u_native_writes, __pyx_t_2) < (0)) __PYX_ERR(0, 155, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
 
-  /* "kvfs/_native/fuse_loop.pyx":155
+  /* "kvfs/_native/fuse_loop.pyx":159
  *             "native_reads": stats.native_reads,
  *             "native_writes": stats.native_writes,
  *             "native_getattrs": stats.native_getattrs,             # <<<<<<<<<<<<<<
+ *             "native_lookups": stats.native_lookups,
+ *             "invalidations": stats.invalidations,
+*/
+  __pyx_t_2 = __Pyx_PyLong_From_uint64_t(__pyx_v_stats.native_getattrs); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 159, __pyx_L1_error)
+  __Pyx_GOTREF(__pyx_t_2);
+  if (PyDict_SetItem(__pyx_t_1, __pyx_mstate_global->__pyx_n_u_native_getattrs, __pyx_t_2) < (0)) __PYX_ERR(0, 155, __pyx_L1_error)
+  __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
+
+  /* "kvfs/_native/fuse_loop.pyx":160
+ *             "native_writes": stats.native_writes,
+ *             "native_getattrs": stats.native_getattrs,
+ *             "native_lookups": stats.native_lookups,             # <<<<<<<<<<<<<<
  *             "invalidations": stats.invalidations,
  *             "dropped_records": stats.dropped_records,
 */
-  __pyx_t_2 = __Pyx_PyLong_From_uint64_t(__pyx_v_stats.native_getattrs); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 155, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_PyLong_From_uint64_t(__pyx_v_stats.native_lookups); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 160, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
-  if (PyDict_SetItem(__pyx_t_1, __pyx_mstate_global->__pyx_n_u_native_getattrs, __pyx_t_2) < (0)) __PYX_ERR(0, 151, __pyx_L1_error)
+  if (PyDict_SetItem(__pyx_t_1, __pyx_mstate_global->__pyx_n_u_native_lookups, __pyx_t_2) < (0)) __PYX_ERR(0, 155, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
 
-  /* "kvfs/_native/fuse_loop.pyx":156
- *             "native_writes": stats.native_writes,
+  /* "kvfs/_native/fuse_loop.pyx":161
  *             "native_getattrs": stats.native_getattrs,
+ *             "native_lookups": stats.native_lookups,
  *             "invalidations": stats.invalidations,             # <<<<<<<<<<<<<<
  *             "dropped_records": stats.dropped_records,
  *         }
 */
-  __pyx_t_2 = __Pyx_PyLong_From_uint64_t(__pyx_v_stats.invalidations); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 156, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_PyLong_From_uint64_t(__pyx_v_stats.invalidations); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 161, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
-  if (PyDict_SetItem(__pyx_t_1, __pyx_mstate_global->__pyx_n_u_invalidations, __pyx_t_2) < (0)) __PYX_ERR(0, 151, __pyx_L1_error)
+  if (PyDict_SetItem(__pyx_t_1, __pyx_mstate_global->__pyx_n_u_invalidations, __pyx_t_2) < (0)) __PYX_ERR(0, 155, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
 
-  /* "kvfs/_native/fuse_loop.pyx":157
- *             "native_getattrs": stats.native_getattrs,
+  /* "kvfs/_native/fuse_loop.pyx":162
+ *             "native_lookups": stats.native_lookups,
  *             "invalidations": stats.invalidations,
  *             "dropped_records": stats.dropped_records,             # <<<<<<<<<<<<<<
  *         }
  * 
 */
-  __pyx_t_2 = __Pyx_PyLong_From_uint64_t(__pyx_v_stats.dropped_records); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 157, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_PyLong_From_uint64_t(__pyx_v_stats.dropped_records); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 162, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
-  if (PyDict_SetItem(__pyx_t_1, __pyx_mstate_global->__pyx_n_u_dropped_records, __pyx_t_2) < (0)) __PYX_ERR(0, 151, __pyx_L1_error)
+  if (PyDict_SetItem(__pyx_t_1, __pyx_mstate_global->__pyx_n_u_dropped_records, __pyx_t_2) < (0)) __PYX_ERR(0, 155, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
   {
     PyObject *__pyx_temp;
@@ -4303,7 +4328,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_8stats(struct __py
   __pyx_t_1 = 0;
   goto __pyx_L0;
 
-  /* "kvfs/_native/fuse_loop.pyx":147
+  /* "kvfs/_native/fuse_loop.pyx":151
  *         return bool(fl_passthrough(self._loop))
  * 
  *     def stats(self):             # <<<<<<<<<<<<<<
@@ -4324,25 +4349,25 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_8stats(struct __py
   return __pyx_r;
 }
 
-/* "kvfs/_native/fuse_loop.pyx":160
+/* "kvfs/_native/fuse_loop.pyx":165
  *         }
  * 
- *     def node_other(self, uint64_t nodeid, uint64_t ino):             # <<<<<<<<<<<<<<
- *         """A directory, or a node whose bytes are not here."""
- *         cdef fw_attr attr
+ *     def node_directory(             # <<<<<<<<<<<<<<
+ *         self, uint64_t nodeid, uint64_t ino, *, uint32_t mode, uint32_t uid, uint32_t gid, uint64_t mtime_ns
+ *     ):
 */
 
 /* Python wrapper */
-static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_11node_other(PyObject *__pyx_v_self, 
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_11node_directory(PyObject *__pyx_v_self, 
 #if CYTHON_VECTORCALL
 PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
 #else
 PyObject *__pyx_args, PyObject *__pyx_kwds
 #endif
 ); /*proto*/
-PyDoc_STRVAR(__pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_10node_other, "A directory, or a node whose bytes are not here.");
-static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_11node_other = {"node_other", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_11node_other, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_10node_other};
-static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_11node_other(PyObject *__pyx_v_self, 
+PyDoc_STRVAR(__pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_10node_directory, "A directory. The kernel asks for its attributes after every change in it. `mode` has the file type.");
+static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_11node_directory = {"node_directory", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_11node_directory, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_10node_directory};
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_11node_directory(PyObject *__pyx_v_self, 
 #if CYTHON_VECTORCALL
 PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
 #else
@@ -4351,17 +4376,21 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
 ) {
   uint64_t __pyx_v_nodeid;
   uint64_t __pyx_v_ino;
+  uint32_t __pyx_v_mode;
+  uint32_t __pyx_v_uid;
+  uint32_t __pyx_v_gid;
+  uint64_t __pyx_v_mtime_ns;
   #if !CYTHON_VECTORCALL
   CYTHON_UNUSED Py_ssize_t __pyx_nargs;
   #endif
   CYTHON_UNUSED PyObject *const *__pyx_kwvalues;
-  PyObject* values[2] = {0,0};
+  PyObject* values[6] = {0,0,0,0,0,0};
   int __pyx_lineno = 0;
   const char *__pyx_filename = NULL;
   int __pyx_clineno = 0;
   PyObject *__pyx_r = 0;
   __Pyx_RefNannyDeclarations
-  __Pyx_RefNannySetupContext("node_other (wrapper)", 0);
+  __Pyx_RefNannySetupContext("node_directory (wrapper)", 0);
   #if !CYTHON_VECTORCALL
   #if CYTHON_ASSUME_SAFE_SIZE
   __pyx_nargs = PyTuple_GET_SIZE(__pyx_args);
@@ -4371,52 +4400,56 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   #endif
   __pyx_kwvalues = __Pyx_KwValues_FASTCALL(__pyx_args, __pyx_nargs);
   {
-    PyObject ** const __pyx_pyargnames[] = {&__pyx_mstate_global->__pyx_n_u_nodeid,&__pyx_mstate_global->__pyx_n_u_ino,0};
+    PyObject ** const __pyx_pyargnames[] = {&__pyx_mstate_global->__pyx_n_u_nodeid,&__pyx_mstate_global->__pyx_n_u_ino,&__pyx_mstate_global->__pyx_n_u_mode,&__pyx_mstate_global->__pyx_n_u_uid,&__pyx_mstate_global->__pyx_n_u_gid,&__pyx_mstate_global->__pyx_n_u_mtime_ns,0};
     const Py_ssize_t __pyx_kwds_len = (__pyx_kwds) ? __Pyx_NumKwargs_FASTCALL(__pyx_kwds) : 0;
-    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 160, __pyx_L3_error)
-    if (__pyx_kwds_len > 0) {
+    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 165, __pyx_L3_error)
+    if (likely(__pyx_kwds_len > 0)) {
       switch (__pyx_nargs) {
         case  2:
         values[1] = __Pyx_ArgRef_FASTCALL(__pyx_args, 1);
-        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[1])) __PYX_ERR(0, 160, __pyx_L3_error)
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[1])) __PYX_ERR(0, 165, __pyx_L3_error)
         CYTHON_FALLTHROUGH;
         case  1:
         values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
-        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 160, __pyx_L3_error)
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 165, __pyx_L3_error)
         CYTHON_FALLTHROUGH;
         case  0: break;
         default: goto __pyx_L5_argtuple_error;
       }
       const Py_ssize_t kwd_pos_args = __pyx_nargs;
-      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "node_other", 0) < (0)) __PYX_ERR(0, 160, __pyx_L3_error)
+      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "node_directory", 0) < (0)) __PYX_ERR(0, 165, __pyx_L3_error)
       for (Py_ssize_t i = __pyx_nargs; i < 2; i++) {
-        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("node_other", 1, 2, 2, i); __PYX_ERR(0, 160, __pyx_L3_error) }
+        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("node_directory", 1, 2, 2, i); __PYX_ERR(0, 165, __pyx_L3_error) }
+      }
+      for (Py_ssize_t i = 2; i < 6; i++) {
+        if (unlikely(!values[i])) { __Pyx_RaiseKeywordRequired("node_directory", *(__pyx_pyargnames[i - 0])); __PYX_ERR(0, 165, __pyx_L3_error) }
       }
     } else if (unlikely(__pyx_nargs != 2)) {
       goto __pyx_L5_argtuple_error;
     } else {
-      values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
-      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 160, __pyx_L3_error)
-      values[1] = __Pyx_ArgRef_FASTCALL(__pyx_args, 1);
-      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[1])) __PYX_ERR(0, 160, __pyx_L3_error)
+      __Pyx_RaiseKeywordRequired("node_directory", __pyx_mstate_global->__pyx_n_u_mode); __PYX_ERR(0, 165, __pyx_L3_error)
     }
-    __pyx_v_nodeid = __Pyx_PyLong_As_uint64_t(values[0]); if (unlikely((__pyx_v_nodeid == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 160, __pyx_L3_error)
-    __pyx_v_ino = __Pyx_PyLong_As_uint64_t(values[1]); if (unlikely((__pyx_v_ino == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 160, __pyx_L3_error)
+    __pyx_v_nodeid = __Pyx_PyLong_As_uint64_t(values[0]); if (unlikely((__pyx_v_nodeid == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 166, __pyx_L3_error)
+    __pyx_v_ino = __Pyx_PyLong_As_uint64_t(values[1]); if (unlikely((__pyx_v_ino == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 166, __pyx_L3_error)
+    __pyx_v_mode = __Pyx_PyLong_As_uint32_t(values[2]); if (unlikely((__pyx_v_mode == ((uint32_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 166, __pyx_L3_error)
+    __pyx_v_uid = __Pyx_PyLong_As_uint32_t(values[3]); if (unlikely((__pyx_v_uid == ((uint32_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 166, __pyx_L3_error)
+    __pyx_v_gid = __Pyx_PyLong_As_uint32_t(values[4]); if (unlikely((__pyx_v_gid == ((uint32_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 166, __pyx_L3_error)
+    __pyx_v_mtime_ns = __Pyx_PyLong_As_uint64_t(values[5]); if (unlikely((__pyx_v_mtime_ns == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 166, __pyx_L3_error)
   }
   goto __pyx_L6_skip;
   __pyx_L5_argtuple_error:;
-  __Pyx_RaiseArgtupleInvalid("node_other", 1, 2, 2, __pyx_nargs); __PYX_ERR(0, 160, __pyx_L3_error)
+  __Pyx_RaiseArgtupleInvalid("node_directory", 1, 2, 2, __pyx_nargs); __PYX_ERR(0, 165, __pyx_L3_error)
   __pyx_L6_skip:;
   goto __pyx_L4_argument_unpacking_done;
   __pyx_L3_error:;
   for (Py_ssize_t __pyx_temp=0; __pyx_temp < (Py_ssize_t)(sizeof(values)/sizeof(values[0])); ++__pyx_temp) {
     Py_XDECREF(values[__pyx_temp]);
   }
-  __Pyx_AddTraceback("kvfs._native.fuse_loop.FuseLoop.node_other", __pyx_clineno, __pyx_lineno, __pyx_filename);
+  __Pyx_AddTraceback("kvfs._native.fuse_loop.FuseLoop.node_directory", __pyx_clineno, __pyx_lineno, __pyx_filename);
   __Pyx_RefNannyFinishContext();
   return NULL;
   __pyx_L4_argument_unpacking_done:;
-  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_10node_other(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self), __pyx_v_nodeid, __pyx_v_ino);
+  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_10node_directory(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self), __pyx_v_nodeid, __pyx_v_ino, __pyx_v_mode, __pyx_v_uid, __pyx_v_gid, __pyx_v_mtime_ns);
 
   /* function exit code */
   for (Py_ssize_t __pyx_temp=0; __pyx_temp < (Py_ssize_t)(sizeof(values)/sizeof(values[0])); ++__pyx_temp) {
@@ -4424,71 +4457,158 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   }
 
 
+
+
+
+
   __Pyx_RefNannyFinishContext();
   return __pyx_r;
 }
 
-static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_10node_other(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid, uint64_t __pyx_v_ino) {
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_10node_directory(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid, uint64_t __pyx_v_ino, uint32_t __pyx_v_mode, uint32_t __pyx_v_uid, uint32_t __pyx_v_gid, uint64_t __pyx_v_mtime_ns) {
   struct fw_attr __pyx_v_attr;
   PyObject *__pyx_r = NULL;
   __Pyx_RefNannyDeclarations
-  PyObject *__pyx_t_1 = NULL;
-  PyObject *__pyx_t_2 = NULL;
-  int __pyx_t_3;
+  uint64_t __pyx_t_1;
+  uint32_t __pyx_t_2;
+  PyObject *__pyx_t_3 = NULL;
+  PyObject *__pyx_t_4 = NULL;
+  int __pyx_t_5;
   int __pyx_lineno = 0;
   const char *__pyx_filename = NULL;
   int __pyx_clineno = 0;
-  __Pyx_RefNannySetupContext("node_other", 0);
+  __Pyx_RefNannySetupContext("node_directory", 0);
 
-  /* "kvfs/_native/fuse_loop.pyx":163
- *         """A directory, or a node whose bytes are not here."""
+  /* "kvfs/_native/fuse_loop.pyx":170
+ *         """A directory. The kernel asks for its attributes after every change in it. `mode` has the file type."""
  *         cdef fw_attr attr
  *         memset(&attr, 0, sizeof(attr))             # <<<<<<<<<<<<<<
  *         attr.ino = ino
- *         self._check(fl_node_set(self._loop, nodeid, FL_OTHER, 0, 0, &attr), f"node {nodeid}")
+ *         attr.atime = attr.mtime = attr.ctime = mtime_ns // NANOSECONDS
 */
   (void)(memset((&__pyx_v_attr), 0, (sizeof(__pyx_v_attr))));
 
-  /* "kvfs/_native/fuse_loop.pyx":164
+  /* "kvfs/_native/fuse_loop.pyx":171
  *         cdef fw_attr attr
  *         memset(&attr, 0, sizeof(attr))
  *         attr.ino = ino             # <<<<<<<<<<<<<<
- *         self._check(fl_node_set(self._loop, nodeid, FL_OTHER, 0, 0, &attr), f"node {nodeid}")
- * 
+ *         attr.atime = attr.mtime = attr.ctime = mtime_ns // NANOSECONDS
+ *         attr.atimensec = attr.mtimensec = attr.ctimensec = <uint32_t> (mtime_ns % NANOSECONDS)
 */
   __pyx_v_attr.ino = __pyx_v_ino;
 
-  /* "kvfs/_native/fuse_loop.pyx":165
+  /* "kvfs/_native/fuse_loop.pyx":172
  *         memset(&attr, 0, sizeof(attr))
  *         attr.ino = ino
+ *         attr.atime = attr.mtime = attr.ctime = mtime_ns // NANOSECONDS             # <<<<<<<<<<<<<<
+ *         attr.atimensec = attr.mtimensec = attr.ctimensec = <uint32_t> (mtime_ns % NANOSECONDS)
+ *         attr.mode = mode
+*/
+  if (unlikely(__pyx_v_4kvfs_7_native_9fuse_loop_NANOSECONDS == 0)) {
+    PyErr_SetString(PyExc_ZeroDivisionError, "integer division or modulo by zero");
+    __PYX_ERR(0, 172, __pyx_L1_error)
+  }
+  __pyx_t_1 = (__pyx_v_mtime_ns / __pyx_v_4kvfs_7_native_9fuse_loop_NANOSECONDS);
+
+  __pyx_v_attr.atime = __pyx_t_1;
+  __pyx_v_attr.mtime = __pyx_t_1;
+  __pyx_v_attr.ctime = __pyx_t_1;
+
+
+  /* "kvfs/_native/fuse_loop.pyx":173
+ *         attr.ino = ino
+ *         attr.atime = attr.mtime = attr.ctime = mtime_ns // NANOSECONDS
+ *         attr.atimensec = attr.mtimensec = attr.ctimensec = <uint32_t> (mtime_ns % NANOSECONDS)             # <<<<<<<<<<<<<<
+ *         attr.mode = mode
+ *         attr.nlink = 2
+*/
+  if (unlikely(__pyx_v_4kvfs_7_native_9fuse_loop_NANOSECONDS == 0)) {
+    PyErr_SetString(PyExc_ZeroDivisionError, "integer division or modulo by zero");
+    __PYX_ERR(0, 173, __pyx_L1_error)
+  }
+  __pyx_t_2 = ((uint32_t)(__pyx_v_mtime_ns % __pyx_v_4kvfs_7_native_9fuse_loop_NANOSECONDS));
+
+  __pyx_v_attr.atimensec = __pyx_t_2;
+  __pyx_v_attr.mtimensec = __pyx_t_2;
+  __pyx_v_attr.ctimensec = __pyx_t_2;
+
+
+  /* "kvfs/_native/fuse_loop.pyx":174
+ *         attr.atime = attr.mtime = attr.ctime = mtime_ns // NANOSECONDS
+ *         attr.atimensec = attr.mtimensec = attr.ctimensec = <uint32_t> (mtime_ns % NANOSECONDS)
+ *         attr.mode = mode             # <<<<<<<<<<<<<<
+ *         attr.nlink = 2
+ *         attr.uid = uid
+*/
+  __pyx_v_attr.mode = __pyx_v_mode;
+
+  /* "kvfs/_native/fuse_loop.pyx":175
+ *         attr.atimensec = attr.mtimensec = attr.ctimensec = <uint32_t> (mtime_ns % NANOSECONDS)
+ *         attr.mode = mode
+ *         attr.nlink = 2             # <<<<<<<<<<<<<<
+ *         attr.uid = uid
+ *         attr.gid = gid
+*/
+  __pyx_v_attr.nlink = 2;
+
+  /* "kvfs/_native/fuse_loop.pyx":176
+ *         attr.mode = mode
+ *         attr.nlink = 2
+ *         attr.uid = uid             # <<<<<<<<<<<<<<
+ *         attr.gid = gid
+ *         attr.blksize = 4096
+*/
+  __pyx_v_attr.uid = __pyx_v_uid;
+
+  /* "kvfs/_native/fuse_loop.pyx":177
+ *         attr.nlink = 2
+ *         attr.uid = uid
+ *         attr.gid = gid             # <<<<<<<<<<<<<<
+ *         attr.blksize = 4096
+ *         self._check(fl_node_set(self._loop, nodeid, FL_OTHER, 0, 0, &attr), f"node {nodeid}")
+*/
+  __pyx_v_attr.gid = __pyx_v_gid;
+
+  /* "kvfs/_native/fuse_loop.pyx":178
+ *         attr.uid = uid
+ *         attr.gid = gid
+ *         attr.blksize = 4096             # <<<<<<<<<<<<<<
+ *         self._check(fl_node_set(self._loop, nodeid, FL_OTHER, 0, 0, &attr), f"node {nodeid}")
+ * 
+*/
+  __pyx_v_attr.blksize = 0x1000;
+
+  /* "kvfs/_native/fuse_loop.pyx":179
+ *         attr.gid = gid
+ *         attr.blksize = 4096
  *         self._check(fl_node_set(self._loop, nodeid, FL_OTHER, 0, 0, &attr), f"node {nodeid}")             # <<<<<<<<<<<<<<
  * 
- *     def node_draft(self, uint64_t nodeid, uint64_t ino, uint32_t slot, uint32_t generation):
+ *     def node_draft(
 */
-  __pyx_t_1 = __Pyx_PyUnicode_From_uint64_t(__pyx_v_nodeid, 0, ' ', 'd'); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 165, __pyx_L1_error)
-  __Pyx_GOTREF(__pyx_t_1);
-  __pyx_t_2 = __Pyx_PyUnicode_Concat(__pyx_mstate_global->__pyx_kp_u_node, __pyx_t_1); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 165, __pyx_L1_error)
-  __Pyx_GOTREF(__pyx_t_2);
-  __Pyx_DECREF(__pyx_t_1); __pyx_t_1 = 0;
-  __pyx_t_3 = ((struct __pyx_vtabstruct_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self->__pyx_vtab)->_check(__pyx_v_self, fl_node_set(__pyx_v_self->_loop, __pyx_v_nodeid, FL_OTHER, 0, 0, (&__pyx_v_attr)), __pyx_t_2); if (unlikely(__pyx_t_3 == ((int)-1))) __PYX_ERR(0, 165, __pyx_L1_error)
-  __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
+  __pyx_t_3 = __Pyx_PyUnicode_From_uint64_t(__pyx_v_nodeid, 0, ' ', 'd'); if (unlikely(!__pyx_t_3)) __PYX_ERR(0, 179, __pyx_L1_error)
+  __Pyx_GOTREF(__pyx_t_3);
+  __pyx_t_4 = __Pyx_PyUnicode_Concat(__pyx_mstate_global->__pyx_kp_u_node, __pyx_t_3); if (unlikely(!__pyx_t_4)) __PYX_ERR(0, 179, __pyx_L1_error)
+  __Pyx_GOTREF(__pyx_t_4);
+  __Pyx_DECREF(__pyx_t_3); __pyx_t_3 = 0;
+  __pyx_t_5 = ((struct __pyx_vtabstruct_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self->__pyx_vtab)->_check(__pyx_v_self, fl_node_set(__pyx_v_self->_loop, __pyx_v_nodeid, FL_OTHER, 0, 0, (&__pyx_v_attr)), __pyx_t_4); if (unlikely(__pyx_t_5 == ((int)-1))) __PYX_ERR(0, 179, __pyx_L1_error)
+  __Pyx_DECREF(__pyx_t_4); __pyx_t_4 = 0;
 
 
-  /* "kvfs/_native/fuse_loop.pyx":160
+  /* "kvfs/_native/fuse_loop.pyx":165
  *         }
  * 
- *     def node_other(self, uint64_t nodeid, uint64_t ino):             # <<<<<<<<<<<<<<
- *         """A directory, or a node whose bytes are not here."""
- *         cdef fw_attr attr
+ *     def node_directory(             # <<<<<<<<<<<<<<
+ *         self, uint64_t nodeid, uint64_t ino, *, uint32_t mode, uint32_t uid, uint32_t gid, uint64_t mtime_ns
+ *     ):
 */
 
   /* function exit code */
   __pyx_r = Py_None; __Pyx_INCREF(Py_None);
   goto __pyx_L0;
   __pyx_L1_error:;
-  __Pyx_XDECREF(__pyx_t_1);
-  __Pyx_XDECREF(__pyx_t_2);
-  __Pyx_AddTraceback("kvfs._native.fuse_loop.FuseLoop.node_other", __pyx_clineno, __pyx_lineno, __pyx_filename);
+  __Pyx_XDECREF(__pyx_t_3);
+  __Pyx_XDECREF(__pyx_t_4);
+  __Pyx_AddTraceback("kvfs._native.fuse_loop.FuseLoop.node_directory", __pyx_clineno, __pyx_lineno, __pyx_filename);
   __pyx_r = NULL;
   __pyx_L0:;
 
@@ -4497,12 +4617,12 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_10node_other(struc
   return __pyx_r;
 }
 
-/* "kvfs/_native/fuse_loop.pyx":167
+/* "kvfs/_native/fuse_loop.pyx":181
  *         self._check(fl_node_set(self._loop, nodeid, FL_OTHER, 0, 0, &attr), f"node {nodeid}")
  * 
- *     def node_draft(self, uint64_t nodeid, uint64_t ino, uint32_t slot, uint32_t generation):             # <<<<<<<<<<<<<<
- *         cdef fw_attr attr
- *         memset(&attr, 0, sizeof(attr))
+ *     def node_draft(             # <<<<<<<<<<<<<<
+ *         self, uint64_t nodeid, uint64_t ino, uint32_t slot, uint32_t generation, *, uint32_t mode, uint32_t uid,
+ *         uint32_t gid
 */
 
 /* Python wrapper */
@@ -4513,7 +4633,8 @@ PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
 PyObject *__pyx_args, PyObject *__pyx_kwds
 #endif
 ); /*proto*/
-static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_13node_draft = {"node_draft", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_13node_draft, __Pyx_METH_FASTCALL|METH_KEYWORDS, 0};
+PyDoc_STRVAR(__pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_12node_draft, "A file being written; its size and times are the slot file\047s. `mode` includes the file type.");
+static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_13node_draft = {"node_draft", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_13node_draft, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_12node_draft};
 static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_13node_draft(PyObject *__pyx_v_self, 
 #if CYTHON_VECTORCALL
 PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
@@ -4525,11 +4646,14 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   uint64_t __pyx_v_ino;
   uint32_t __pyx_v_slot;
   uint32_t __pyx_v_generation;
+  uint32_t __pyx_v_mode;
+  uint32_t __pyx_v_uid;
+  uint32_t __pyx_v_gid;
   #if !CYTHON_VECTORCALL
   CYTHON_UNUSED Py_ssize_t __pyx_nargs;
   #endif
   CYTHON_UNUSED PyObject *const *__pyx_kwvalues;
-  PyObject* values[4] = {0,0,0,0};
+  PyObject* values[7] = {0,0,0,0,0,0,0};
   int __pyx_lineno = 0;
   const char *__pyx_filename = NULL;
   int __pyx_clineno = 0;
@@ -4545,55 +4669,54 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   #endif
   __pyx_kwvalues = __Pyx_KwValues_FASTCALL(__pyx_args, __pyx_nargs);
   {
-    PyObject ** const __pyx_pyargnames[] = {&__pyx_mstate_global->__pyx_n_u_nodeid,&__pyx_mstate_global->__pyx_n_u_ino,&__pyx_mstate_global->__pyx_n_u_slot,&__pyx_mstate_global->__pyx_n_u_generation,0};
+    PyObject ** const __pyx_pyargnames[] = {&__pyx_mstate_global->__pyx_n_u_nodeid,&__pyx_mstate_global->__pyx_n_u_ino,&__pyx_mstate_global->__pyx_n_u_slot,&__pyx_mstate_global->__pyx_n_u_generation,&__pyx_mstate_global->__pyx_n_u_mode,&__pyx_mstate_global->__pyx_n_u_uid,&__pyx_mstate_global->__pyx_n_u_gid,0};
     const Py_ssize_t __pyx_kwds_len = (__pyx_kwds) ? __Pyx_NumKwargs_FASTCALL(__pyx_kwds) : 0;
-    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 167, __pyx_L3_error)
-    if (__pyx_kwds_len > 0) {
+    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 181, __pyx_L3_error)
+    if (likely(__pyx_kwds_len > 0)) {
       switch (__pyx_nargs) {
         case  4:
         values[3] = __Pyx_ArgRef_FASTCALL(__pyx_args, 3);
-        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[3])) __PYX_ERR(0, 167, __pyx_L3_error)
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[3])) __PYX_ERR(0, 181, __pyx_L3_error)
         CYTHON_FALLTHROUGH;
         case  3:
         values[2] = __Pyx_ArgRef_FASTCALL(__pyx_args, 2);
-        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[2])) __PYX_ERR(0, 167, __pyx_L3_error)
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[2])) __PYX_ERR(0, 181, __pyx_L3_error)
         CYTHON_FALLTHROUGH;
         case  2:
         values[1] = __Pyx_ArgRef_FASTCALL(__pyx_args, 1);
-        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[1])) __PYX_ERR(0, 167, __pyx_L3_error)
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[1])) __PYX_ERR(0, 181, __pyx_L3_error)
         CYTHON_FALLTHROUGH;
         case  1:
         values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
-        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 167, __pyx_L3_error)
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 181, __pyx_L3_error)
         CYTHON_FALLTHROUGH;
         case  0: break;
         default: goto __pyx_L5_argtuple_error;
       }
       const Py_ssize_t kwd_pos_args = __pyx_nargs;
-      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "node_draft", 0) < (0)) __PYX_ERR(0, 167, __pyx_L3_error)
+      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "node_draft", 0) < (0)) __PYX_ERR(0, 181, __pyx_L3_error)
       for (Py_ssize_t i = __pyx_nargs; i < 4; i++) {
-        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("node_draft", 1, 4, 4, i); __PYX_ERR(0, 167, __pyx_L3_error) }
+        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("node_draft", 1, 4, 4, i); __PYX_ERR(0, 181, __pyx_L3_error) }
+      }
+      for (Py_ssize_t i = 4; i < 7; i++) {
+        if (unlikely(!values[i])) { __Pyx_RaiseKeywordRequired("node_draft", *(__pyx_pyargnames[i - 0])); __PYX_ERR(0, 181, __pyx_L3_error) }
       }
     } else if (unlikely(__pyx_nargs != 4)) {
       goto __pyx_L5_argtuple_error;
     } else {
-      values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
-      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 167, __pyx_L3_error)
-      values[1] = __Pyx_ArgRef_FASTCALL(__pyx_args, 1);
-      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[1])) __PYX_ERR(0, 167, __pyx_L3_error)
-      values[2] = __Pyx_ArgRef_FASTCALL(__pyx_args, 2);
-      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[2])) __PYX_ERR(0, 167, __pyx_L3_error)
-      values[3] = __Pyx_ArgRef_FASTCALL(__pyx_args, 3);
-      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[3])) __PYX_ERR(0, 167, __pyx_L3_error)
+      __Pyx_RaiseKeywordRequired("node_draft", __pyx_mstate_global->__pyx_n_u_mode); __PYX_ERR(0, 181, __pyx_L3_error)
     }
-    __pyx_v_nodeid = __Pyx_PyLong_As_uint64_t(values[0]); if (unlikely((__pyx_v_nodeid == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 167, __pyx_L3_error)
-    __pyx_v_ino = __Pyx_PyLong_As_uint64_t(values[1]); if (unlikely((__pyx_v_ino == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 167, __pyx_L3_error)
-    __pyx_v_slot = __Pyx_PyLong_As_uint32_t(values[2]); if (unlikely((__pyx_v_slot == ((uint32_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 167, __pyx_L3_error)
-    __pyx_v_generation = __Pyx_PyLong_As_uint32_t(values[3]); if (unlikely((__pyx_v_generation == ((uint32_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 167, __pyx_L3_error)
+    __pyx_v_nodeid = __Pyx_PyLong_As_uint64_t(values[0]); if (unlikely((__pyx_v_nodeid == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 182, __pyx_L3_error)
+    __pyx_v_ino = __Pyx_PyLong_As_uint64_t(values[1]); if (unlikely((__pyx_v_ino == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 182, __pyx_L3_error)
+    __pyx_v_slot = __Pyx_PyLong_As_uint32_t(values[2]); if (unlikely((__pyx_v_slot == ((uint32_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 182, __pyx_L3_error)
+    __pyx_v_generation = __Pyx_PyLong_As_uint32_t(values[3]); if (unlikely((__pyx_v_generation == ((uint32_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 182, __pyx_L3_error)
+    __pyx_v_mode = __Pyx_PyLong_As_uint32_t(values[4]); if (unlikely((__pyx_v_mode == ((uint32_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 182, __pyx_L3_error)
+    __pyx_v_uid = __Pyx_PyLong_As_uint32_t(values[5]); if (unlikely((__pyx_v_uid == ((uint32_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 182, __pyx_L3_error)
+    __pyx_v_gid = __Pyx_PyLong_As_uint32_t(values[6]); if (unlikely((__pyx_v_gid == ((uint32_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 183, __pyx_L3_error)
   }
   goto __pyx_L6_skip;
   __pyx_L5_argtuple_error:;
-  __Pyx_RaiseArgtupleInvalid("node_draft", 1, 4, 4, __pyx_nargs); __PYX_ERR(0, 167, __pyx_L3_error)
+  __Pyx_RaiseArgtupleInvalid("node_draft", 1, 4, 4, __pyx_nargs); __PYX_ERR(0, 181, __pyx_L3_error)
   __pyx_L6_skip:;
   goto __pyx_L4_argument_unpacking_done;
   __pyx_L3_error:;
@@ -4604,7 +4727,7 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   __Pyx_RefNannyFinishContext();
   return NULL;
   __pyx_L4_argument_unpacking_done:;
-  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_12node_draft(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self), __pyx_v_nodeid, __pyx_v_ino, __pyx_v_slot, __pyx_v_generation);
+  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_12node_draft(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self), __pyx_v_nodeid, __pyx_v_ino, __pyx_v_slot, __pyx_v_generation, __pyx_v_mode, __pyx_v_uid, __pyx_v_gid);
 
   /* function exit code */
   for (Py_ssize_t __pyx_temp=0; __pyx_temp < (Py_ssize_t)(sizeof(values)/sizeof(values[0])); ++__pyx_temp) {
@@ -4614,11 +4737,14 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
 
 
 
+
+
+
   __Pyx_RefNannyFinishContext();
   return __pyx_r;
 }
 
-static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_12node_draft(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid, uint64_t __pyx_v_ino, uint32_t __pyx_v_slot, uint32_t __pyx_v_generation) {
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_12node_draft(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid, uint64_t __pyx_v_ino, uint32_t __pyx_v_slot, uint32_t __pyx_v_generation, uint32_t __pyx_v_mode, uint32_t __pyx_v_uid, uint32_t __pyx_v_gid) {
   struct fw_attr __pyx_v_attr;
   PyObject *__pyx_r = NULL;
   __Pyx_RefNannyDeclarations
@@ -4630,46 +4756,91 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_12node_draft(struc
   int __pyx_clineno = 0;
   __Pyx_RefNannySetupContext("node_draft", 0);
 
-  /* "kvfs/_native/fuse_loop.pyx":169
- *     def node_draft(self, uint64_t nodeid, uint64_t ino, uint32_t slot, uint32_t generation):
+  /* "kvfs/_native/fuse_loop.pyx":187
+ *         """A file being written; its size and times are the slot file's. `mode` includes the file type."""
  *         cdef fw_attr attr
  *         memset(&attr, 0, sizeof(attr))             # <<<<<<<<<<<<<<
  *         attr.ino = ino
- *         self._check(fl_node_set(self._loop, nodeid, FL_DRAFT, slot, generation, &attr), f"node {nodeid}")
+ *         attr.mode = mode
 */
   (void)(memset((&__pyx_v_attr), 0, (sizeof(__pyx_v_attr))));
 
-  /* "kvfs/_native/fuse_loop.pyx":170
+  /* "kvfs/_native/fuse_loop.pyx":188
  *         cdef fw_attr attr
  *         memset(&attr, 0, sizeof(attr))
  *         attr.ino = ino             # <<<<<<<<<<<<<<
- *         self._check(fl_node_set(self._loop, nodeid, FL_DRAFT, slot, generation, &attr), f"node {nodeid}")
- * 
+ *         attr.mode = mode
+ *         attr.nlink = 1
 */
   __pyx_v_attr.ino = __pyx_v_ino;
 
-  /* "kvfs/_native/fuse_loop.pyx":171
+  /* "kvfs/_native/fuse_loop.pyx":189
  *         memset(&attr, 0, sizeof(attr))
  *         attr.ino = ino
+ *         attr.mode = mode             # <<<<<<<<<<<<<<
+ *         attr.nlink = 1
+ *         attr.uid = uid
+*/
+  __pyx_v_attr.mode = __pyx_v_mode;
+
+  /* "kvfs/_native/fuse_loop.pyx":190
+ *         attr.ino = ino
+ *         attr.mode = mode
+ *         attr.nlink = 1             # <<<<<<<<<<<<<<
+ *         attr.uid = uid
+ *         attr.gid = gid
+*/
+  __pyx_v_attr.nlink = 1;
+
+  /* "kvfs/_native/fuse_loop.pyx":191
+ *         attr.mode = mode
+ *         attr.nlink = 1
+ *         attr.uid = uid             # <<<<<<<<<<<<<<
+ *         attr.gid = gid
+ *         attr.blksize = 4096
+*/
+  __pyx_v_attr.uid = __pyx_v_uid;
+
+  /* "kvfs/_native/fuse_loop.pyx":192
+ *         attr.nlink = 1
+ *         attr.uid = uid
+ *         attr.gid = gid             # <<<<<<<<<<<<<<
+ *         attr.blksize = 4096
+ *         self._check(fl_node_set(self._loop, nodeid, FL_DRAFT, slot, generation, &attr), f"node {nodeid}")
+*/
+  __pyx_v_attr.gid = __pyx_v_gid;
+
+  /* "kvfs/_native/fuse_loop.pyx":193
+ *         attr.uid = uid
+ *         attr.gid = gid
+ *         attr.blksize = 4096             # <<<<<<<<<<<<<<
+ *         self._check(fl_node_set(self._loop, nodeid, FL_DRAFT, slot, generation, &attr), f"node {nodeid}")
+ * 
+*/
+  __pyx_v_attr.blksize = 0x1000;
+
+  /* "kvfs/_native/fuse_loop.pyx":194
+ *         attr.gid = gid
+ *         attr.blksize = 4096
  *         self._check(fl_node_set(self._loop, nodeid, FL_DRAFT, slot, generation, &attr), f"node {nodeid}")             # <<<<<<<<<<<<<<
  * 
  *     def node_sealed(
 */
-  __pyx_t_1 = __Pyx_PyUnicode_From_uint64_t(__pyx_v_nodeid, 0, ' ', 'd'); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 171, __pyx_L1_error)
+  __pyx_t_1 = __Pyx_PyUnicode_From_uint64_t(__pyx_v_nodeid, 0, ' ', 'd'); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 194, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_1);
-  __pyx_t_2 = __Pyx_PyUnicode_Concat(__pyx_mstate_global->__pyx_kp_u_node, __pyx_t_1); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 171, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_PyUnicode_Concat(__pyx_mstate_global->__pyx_kp_u_node, __pyx_t_1); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 194, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
   __Pyx_DECREF(__pyx_t_1); __pyx_t_1 = 0;
-  __pyx_t_3 = ((struct __pyx_vtabstruct_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self->__pyx_vtab)->_check(__pyx_v_self, fl_node_set(__pyx_v_self->_loop, __pyx_v_nodeid, FL_DRAFT, __pyx_v_slot, __pyx_v_generation, (&__pyx_v_attr)), __pyx_t_2); if (unlikely(__pyx_t_3 == ((int)-1))) __PYX_ERR(0, 171, __pyx_L1_error)
+  __pyx_t_3 = ((struct __pyx_vtabstruct_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self->__pyx_vtab)->_check(__pyx_v_self, fl_node_set(__pyx_v_self->_loop, __pyx_v_nodeid, FL_DRAFT, __pyx_v_slot, __pyx_v_generation, (&__pyx_v_attr)), __pyx_t_2); if (unlikely(__pyx_t_3 == ((int)-1))) __PYX_ERR(0, 194, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
 
 
-  /* "kvfs/_native/fuse_loop.pyx":167
+  /* "kvfs/_native/fuse_loop.pyx":181
  *         self._check(fl_node_set(self._loop, nodeid, FL_OTHER, 0, 0, &attr), f"node {nodeid}")
  * 
- *     def node_draft(self, uint64_t nodeid, uint64_t ino, uint32_t slot, uint32_t generation):             # <<<<<<<<<<<<<<
- *         cdef fw_attr attr
- *         memset(&attr, 0, sizeof(attr))
+ *     def node_draft(             # <<<<<<<<<<<<<<
+ *         self, uint64_t nodeid, uint64_t ino, uint32_t slot, uint32_t generation, *, uint32_t mode, uint32_t uid,
+ *         uint32_t gid
 */
 
   /* function exit code */
@@ -4687,7 +4858,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_12node_draft(struc
   return __pyx_r;
 }
 
-/* "kvfs/_native/fuse_loop.pyx":173
+/* "kvfs/_native/fuse_loop.pyx":196
  *         self._check(fl_node_set(self._loop, nodeid, FL_DRAFT, slot, generation, &attr), f"node {nodeid}")
  * 
  *     def node_sealed(             # <<<<<<<<<<<<<<
@@ -4744,55 +4915,55 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   {
     PyObject ** const __pyx_pyargnames[] = {&__pyx_mstate_global->__pyx_n_u_nodeid,&__pyx_mstate_global->__pyx_n_u_ino,&__pyx_mstate_global->__pyx_n_u_slot,&__pyx_mstate_global->__pyx_n_u_generation,&__pyx_mstate_global->__pyx_n_u_size_bytes,&__pyx_mstate_global->__pyx_n_u_mode,&__pyx_mstate_global->__pyx_n_u_uid,&__pyx_mstate_global->__pyx_n_u_gid,&__pyx_mstate_global->__pyx_n_u_mtime_ns,&__pyx_mstate_global->__pyx_n_u_ctime_ns,0};
     const Py_ssize_t __pyx_kwds_len = (__pyx_kwds) ? __Pyx_NumKwargs_FASTCALL(__pyx_kwds) : 0;
-    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 173, __pyx_L3_error)
+    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 196, __pyx_L3_error)
     if (likely(__pyx_kwds_len > 0)) {
       switch (__pyx_nargs) {
         case  4:
         values[3] = __Pyx_ArgRef_FASTCALL(__pyx_args, 3);
-        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[3])) __PYX_ERR(0, 173, __pyx_L3_error)
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[3])) __PYX_ERR(0, 196, __pyx_L3_error)
         CYTHON_FALLTHROUGH;
         case  3:
         values[2] = __Pyx_ArgRef_FASTCALL(__pyx_args, 2);
-        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[2])) __PYX_ERR(0, 173, __pyx_L3_error)
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[2])) __PYX_ERR(0, 196, __pyx_L3_error)
         CYTHON_FALLTHROUGH;
         case  2:
         values[1] = __Pyx_ArgRef_FASTCALL(__pyx_args, 1);
-        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[1])) __PYX_ERR(0, 173, __pyx_L3_error)
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[1])) __PYX_ERR(0, 196, __pyx_L3_error)
         CYTHON_FALLTHROUGH;
         case  1:
         values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
-        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 173, __pyx_L3_error)
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 196, __pyx_L3_error)
         CYTHON_FALLTHROUGH;
         case  0: break;
         default: goto __pyx_L5_argtuple_error;
       }
       const Py_ssize_t kwd_pos_args = __pyx_nargs;
-      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "node_sealed", 0) < (0)) __PYX_ERR(0, 173, __pyx_L3_error)
+      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "node_sealed", 0) < (0)) __PYX_ERR(0, 196, __pyx_L3_error)
       for (Py_ssize_t i = __pyx_nargs; i < 4; i++) {
-        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("node_sealed", 1, 4, 4, i); __PYX_ERR(0, 173, __pyx_L3_error) }
+        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("node_sealed", 1, 4, 4, i); __PYX_ERR(0, 196, __pyx_L3_error) }
       }
       for (Py_ssize_t i = 4; i < 10; i++) {
-        if (unlikely(!values[i])) { __Pyx_RaiseKeywordRequired("node_sealed", *(__pyx_pyargnames[i - 0])); __PYX_ERR(0, 173, __pyx_L3_error) }
+        if (unlikely(!values[i])) { __Pyx_RaiseKeywordRequired("node_sealed", *(__pyx_pyargnames[i - 0])); __PYX_ERR(0, 196, __pyx_L3_error) }
       }
     } else if (unlikely(__pyx_nargs != 4)) {
       goto __pyx_L5_argtuple_error;
     } else {
-      __Pyx_RaiseKeywordRequired("node_sealed", __pyx_mstate_global->__pyx_n_u_size_bytes); __PYX_ERR(0, 173, __pyx_L3_error)
+      __Pyx_RaiseKeywordRequired("node_sealed", __pyx_mstate_global->__pyx_n_u_size_bytes); __PYX_ERR(0, 196, __pyx_L3_error)
     }
-    __pyx_v_nodeid = __Pyx_PyLong_As_uint64_t(values[0]); if (unlikely((__pyx_v_nodeid == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 174, __pyx_L3_error)
-    __pyx_v_ino = __Pyx_PyLong_As_uint64_t(values[1]); if (unlikely((__pyx_v_ino == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 174, __pyx_L3_error)
-    __pyx_v_slot = __Pyx_PyLong_As_uint32_t(values[2]); if (unlikely((__pyx_v_slot == ((uint32_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 174, __pyx_L3_error)
-    __pyx_v_generation = __Pyx_PyLong_As_uint32_t(values[3]); if (unlikely((__pyx_v_generation == ((uint32_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 174, __pyx_L3_error)
-    __pyx_v_size_bytes = __Pyx_PyLong_As_uint64_t(values[4]); if (unlikely((__pyx_v_size_bytes == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 174, __pyx_L3_error)
-    __pyx_v_mode = __Pyx_PyLong_As_uint32_t(values[5]); if (unlikely((__pyx_v_mode == ((uint32_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 175, __pyx_L3_error)
-    __pyx_v_uid = __Pyx_PyLong_As_uint32_t(values[6]); if (unlikely((__pyx_v_uid == ((uint32_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 175, __pyx_L3_error)
-    __pyx_v_gid = __Pyx_PyLong_As_uint32_t(values[7]); if (unlikely((__pyx_v_gid == ((uint32_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 175, __pyx_L3_error)
-    __pyx_v_mtime_ns = __Pyx_PyLong_As_uint64_t(values[8]); if (unlikely((__pyx_v_mtime_ns == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 175, __pyx_L3_error)
-    __pyx_v_ctime_ns = __Pyx_PyLong_As_uint64_t(values[9]); if (unlikely((__pyx_v_ctime_ns == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 175, __pyx_L3_error)
+    __pyx_v_nodeid = __Pyx_PyLong_As_uint64_t(values[0]); if (unlikely((__pyx_v_nodeid == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 197, __pyx_L3_error)
+    __pyx_v_ino = __Pyx_PyLong_As_uint64_t(values[1]); if (unlikely((__pyx_v_ino == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 197, __pyx_L3_error)
+    __pyx_v_slot = __Pyx_PyLong_As_uint32_t(values[2]); if (unlikely((__pyx_v_slot == ((uint32_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 197, __pyx_L3_error)
+    __pyx_v_generation = __Pyx_PyLong_As_uint32_t(values[3]); if (unlikely((__pyx_v_generation == ((uint32_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 197, __pyx_L3_error)
+    __pyx_v_size_bytes = __Pyx_PyLong_As_uint64_t(values[4]); if (unlikely((__pyx_v_size_bytes == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 197, __pyx_L3_error)
+    __pyx_v_mode = __Pyx_PyLong_As_uint32_t(values[5]); if (unlikely((__pyx_v_mode == ((uint32_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 198, __pyx_L3_error)
+    __pyx_v_uid = __Pyx_PyLong_As_uint32_t(values[6]); if (unlikely((__pyx_v_uid == ((uint32_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 198, __pyx_L3_error)
+    __pyx_v_gid = __Pyx_PyLong_As_uint32_t(values[7]); if (unlikely((__pyx_v_gid == ((uint32_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 198, __pyx_L3_error)
+    __pyx_v_mtime_ns = __Pyx_PyLong_As_uint64_t(values[8]); if (unlikely((__pyx_v_mtime_ns == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 198, __pyx_L3_error)
+    __pyx_v_ctime_ns = __Pyx_PyLong_As_uint64_t(values[9]); if (unlikely((__pyx_v_ctime_ns == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 198, __pyx_L3_error)
   }
   goto __pyx_L6_skip;
   __pyx_L5_argtuple_error:;
-  __Pyx_RaiseArgtupleInvalid("node_sealed", 1, 4, 4, __pyx_nargs); __PYX_ERR(0, 173, __pyx_L3_error)
+  __Pyx_RaiseArgtupleInvalid("node_sealed", 1, 4, 4, __pyx_nargs); __PYX_ERR(0, 196, __pyx_L3_error)
   __pyx_L6_skip:;
   goto __pyx_L4_argument_unpacking_done;
   __pyx_L3_error:;
@@ -4837,7 +5008,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_14node_sealed(stru
   int __pyx_clineno = 0;
   __Pyx_RefNannySetupContext("node_sealed", 0);
 
-  /* "kvfs/_native/fuse_loop.pyx":179
+  /* "kvfs/_native/fuse_loop.pyx":202
  *         """`mode` includes the file type."""
  *         cdef fw_attr attr
  *         memset(&attr, 0, sizeof(attr))             # <<<<<<<<<<<<<<
@@ -4846,7 +5017,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_14node_sealed(stru
 */
   (void)(memset((&__pyx_v_attr), 0, (sizeof(__pyx_v_attr))));
 
-  /* "kvfs/_native/fuse_loop.pyx":180
+  /* "kvfs/_native/fuse_loop.pyx":203
  *         cdef fw_attr attr
  *         memset(&attr, 0, sizeof(attr))
  *         attr.ino = ino             # <<<<<<<<<<<<<<
@@ -4855,7 +5026,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_14node_sealed(stru
 */
   __pyx_v_attr.ino = __pyx_v_ino;
 
-  /* "kvfs/_native/fuse_loop.pyx":181
+  /* "kvfs/_native/fuse_loop.pyx":204
  *         memset(&attr, 0, sizeof(attr))
  *         attr.ino = ino
  *         attr.size = size_bytes             # <<<<<<<<<<<<<<
@@ -4864,7 +5035,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_14node_sealed(stru
 */
   __pyx_v_attr.size = __pyx_v_size_bytes;
 
-  /* "kvfs/_native/fuse_loop.pyx":182
+  /* "kvfs/_native/fuse_loop.pyx":205
  *         attr.ino = ino
  *         attr.size = size_bytes
  *         attr.blocks = (size_bytes + 511) // 512             # <<<<<<<<<<<<<<
@@ -4873,7 +5044,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_14node_sealed(stru
 */
   __pyx_v_attr.blocks = ((__pyx_v_size_bytes + 0x1FF) / 0x200);
 
-  /* "kvfs/_native/fuse_loop.pyx":183
+  /* "kvfs/_native/fuse_loop.pyx":206
  *         attr.size = size_bytes
  *         attr.blocks = (size_bytes + 511) // 512
  *         attr.atime = attr.mtime = mtime_ns // NANOSECONDS             # <<<<<<<<<<<<<<
@@ -4882,7 +5053,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_14node_sealed(stru
 */
   if (unlikely(__pyx_v_4kvfs_7_native_9fuse_loop_NANOSECONDS == 0)) {
     PyErr_SetString(PyExc_ZeroDivisionError, "integer division or modulo by zero");
-    __PYX_ERR(0, 183, __pyx_L1_error)
+    __PYX_ERR(0, 206, __pyx_L1_error)
   }
   __pyx_t_1 = (__pyx_v_mtime_ns / __pyx_v_4kvfs_7_native_9fuse_loop_NANOSECONDS);
 
@@ -4890,7 +5061,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_14node_sealed(stru
   __pyx_v_attr.mtime = __pyx_t_1;
 
 
-  /* "kvfs/_native/fuse_loop.pyx":184
+  /* "kvfs/_native/fuse_loop.pyx":207
  *         attr.blocks = (size_bytes + 511) // 512
  *         attr.atime = attr.mtime = mtime_ns // NANOSECONDS
  *         attr.atimensec = attr.mtimensec = <uint32_t> (mtime_ns % NANOSECONDS)             # <<<<<<<<<<<<<<
@@ -4899,7 +5070,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_14node_sealed(stru
 */
   if (unlikely(__pyx_v_4kvfs_7_native_9fuse_loop_NANOSECONDS == 0)) {
     PyErr_SetString(PyExc_ZeroDivisionError, "integer division or modulo by zero");
-    __PYX_ERR(0, 184, __pyx_L1_error)
+    __PYX_ERR(0, 207, __pyx_L1_error)
   }
   __pyx_t_2 = ((uint32_t)(__pyx_v_mtime_ns % __pyx_v_4kvfs_7_native_9fuse_loop_NANOSECONDS));
 
@@ -4907,7 +5078,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_14node_sealed(stru
   __pyx_v_attr.mtimensec = __pyx_t_2;
 
 
-  /* "kvfs/_native/fuse_loop.pyx":185
+  /* "kvfs/_native/fuse_loop.pyx":208
  *         attr.atime = attr.mtime = mtime_ns // NANOSECONDS
  *         attr.atimensec = attr.mtimensec = <uint32_t> (mtime_ns % NANOSECONDS)
  *         attr.ctime = ctime_ns // NANOSECONDS             # <<<<<<<<<<<<<<
@@ -4916,11 +5087,11 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_14node_sealed(stru
 */
   if (unlikely(__pyx_v_4kvfs_7_native_9fuse_loop_NANOSECONDS == 0)) {
     PyErr_SetString(PyExc_ZeroDivisionError, "integer division or modulo by zero");
-    __PYX_ERR(0, 185, __pyx_L1_error)
+    __PYX_ERR(0, 208, __pyx_L1_error)
   }
   __pyx_v_attr.ctime = (__pyx_v_ctime_ns / __pyx_v_4kvfs_7_native_9fuse_loop_NANOSECONDS);
 
-  /* "kvfs/_native/fuse_loop.pyx":186
+  /* "kvfs/_native/fuse_loop.pyx":209
  *         attr.atimensec = attr.mtimensec = <uint32_t> (mtime_ns % NANOSECONDS)
  *         attr.ctime = ctime_ns // NANOSECONDS
  *         attr.ctimensec = <uint32_t> (ctime_ns % NANOSECONDS)             # <<<<<<<<<<<<<<
@@ -4929,11 +5100,11 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_14node_sealed(stru
 */
   if (unlikely(__pyx_v_4kvfs_7_native_9fuse_loop_NANOSECONDS == 0)) {
     PyErr_SetString(PyExc_ZeroDivisionError, "integer division or modulo by zero");
-    __PYX_ERR(0, 186, __pyx_L1_error)
+    __PYX_ERR(0, 209, __pyx_L1_error)
   }
   __pyx_v_attr.ctimensec = ((uint32_t)(__pyx_v_ctime_ns % __pyx_v_4kvfs_7_native_9fuse_loop_NANOSECONDS));
 
-  /* "kvfs/_native/fuse_loop.pyx":187
+  /* "kvfs/_native/fuse_loop.pyx":210
  *         attr.ctime = ctime_ns // NANOSECONDS
  *         attr.ctimensec = <uint32_t> (ctime_ns % NANOSECONDS)
  *         attr.mode = mode             # <<<<<<<<<<<<<<
@@ -4942,7 +5113,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_14node_sealed(stru
 */
   __pyx_v_attr.mode = __pyx_v_mode;
 
-  /* "kvfs/_native/fuse_loop.pyx":188
+  /* "kvfs/_native/fuse_loop.pyx":211
  *         attr.ctimensec = <uint32_t> (ctime_ns % NANOSECONDS)
  *         attr.mode = mode
  *         attr.nlink = 1             # <<<<<<<<<<<<<<
@@ -4951,7 +5122,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_14node_sealed(stru
 */
   __pyx_v_attr.nlink = 1;
 
-  /* "kvfs/_native/fuse_loop.pyx":189
+  /* "kvfs/_native/fuse_loop.pyx":212
  *         attr.mode = mode
  *         attr.nlink = 1
  *         attr.uid = uid             # <<<<<<<<<<<<<<
@@ -4960,7 +5131,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_14node_sealed(stru
 */
   __pyx_v_attr.uid = __pyx_v_uid;
 
-  /* "kvfs/_native/fuse_loop.pyx":190
+  /* "kvfs/_native/fuse_loop.pyx":213
  *         attr.nlink = 1
  *         attr.uid = uid
  *         attr.gid = gid             # <<<<<<<<<<<<<<
@@ -4969,7 +5140,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_14node_sealed(stru
 */
   __pyx_v_attr.gid = __pyx_v_gid;
 
-  /* "kvfs/_native/fuse_loop.pyx":191
+  /* "kvfs/_native/fuse_loop.pyx":214
  *         attr.uid = uid
  *         attr.gid = gid
  *         attr.blksize = 4096             # <<<<<<<<<<<<<<
@@ -4978,23 +5149,23 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_14node_sealed(stru
 */
   __pyx_v_attr.blksize = 0x1000;
 
-  /* "kvfs/_native/fuse_loop.pyx":192
+  /* "kvfs/_native/fuse_loop.pyx":215
  *         attr.gid = gid
  *         attr.blksize = 4096
  *         self._check(fl_node_set(self._loop, nodeid, FL_SEALED, slot, generation, &attr), f"node {nodeid}")             # <<<<<<<<<<<<<<
  * 
  *     def node_dead(self, uint64_t nodeid):
 */
-  __pyx_t_3 = __Pyx_PyUnicode_From_uint64_t(__pyx_v_nodeid, 0, ' ', 'd'); if (unlikely(!__pyx_t_3)) __PYX_ERR(0, 192, __pyx_L1_error)
+  __pyx_t_3 = __Pyx_PyUnicode_From_uint64_t(__pyx_v_nodeid, 0, ' ', 'd'); if (unlikely(!__pyx_t_3)) __PYX_ERR(0, 215, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_3);
-  __pyx_t_4 = __Pyx_PyUnicode_Concat(__pyx_mstate_global->__pyx_kp_u_node, __pyx_t_3); if (unlikely(!__pyx_t_4)) __PYX_ERR(0, 192, __pyx_L1_error)
+  __pyx_t_4 = __Pyx_PyUnicode_Concat(__pyx_mstate_global->__pyx_kp_u_node, __pyx_t_3); if (unlikely(!__pyx_t_4)) __PYX_ERR(0, 215, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_4);
   __Pyx_DECREF(__pyx_t_3); __pyx_t_3 = 0;
-  __pyx_t_5 = ((struct __pyx_vtabstruct_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self->__pyx_vtab)->_check(__pyx_v_self, fl_node_set(__pyx_v_self->_loop, __pyx_v_nodeid, FL_SEALED, __pyx_v_slot, __pyx_v_generation, (&__pyx_v_attr)), __pyx_t_4); if (unlikely(__pyx_t_5 == ((int)-1))) __PYX_ERR(0, 192, __pyx_L1_error)
+  __pyx_t_5 = ((struct __pyx_vtabstruct_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self->__pyx_vtab)->_check(__pyx_v_self, fl_node_set(__pyx_v_self->_loop, __pyx_v_nodeid, FL_SEALED, __pyx_v_slot, __pyx_v_generation, (&__pyx_v_attr)), __pyx_t_4); if (unlikely(__pyx_t_5 == ((int)-1))) __PYX_ERR(0, 215, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_4); __pyx_t_4 = 0;
 
 
-  /* "kvfs/_native/fuse_loop.pyx":173
+  /* "kvfs/_native/fuse_loop.pyx":196
  *         self._check(fl_node_set(self._loop, nodeid, FL_DRAFT, slot, generation, &attr), f"node {nodeid}")
  * 
  *     def node_sealed(             # <<<<<<<<<<<<<<
@@ -5017,7 +5188,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_14node_sealed(stru
   return __pyx_r;
 }
 
-/* "kvfs/_native/fuse_loop.pyx":194
+/* "kvfs/_native/fuse_loop.pyx":217
  *         self._check(fl_node_set(self._loop, nodeid, FL_SEALED, slot, generation, &attr), f"node {nodeid}")
  * 
  *     def node_dead(self, uint64_t nodeid):             # <<<<<<<<<<<<<<
@@ -5065,32 +5236,32 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   {
     PyObject ** const __pyx_pyargnames[] = {&__pyx_mstate_global->__pyx_n_u_nodeid,0};
     const Py_ssize_t __pyx_kwds_len = (__pyx_kwds) ? __Pyx_NumKwargs_FASTCALL(__pyx_kwds) : 0;
-    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 194, __pyx_L3_error)
+    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 217, __pyx_L3_error)
     if (__pyx_kwds_len > 0) {
       switch (__pyx_nargs) {
         case  1:
         values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
-        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 194, __pyx_L3_error)
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 217, __pyx_L3_error)
         CYTHON_FALLTHROUGH;
         case  0: break;
         default: goto __pyx_L5_argtuple_error;
       }
       const Py_ssize_t kwd_pos_args = __pyx_nargs;
-      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "node_dead", 0) < (0)) __PYX_ERR(0, 194, __pyx_L3_error)
+      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "node_dead", 0) < (0)) __PYX_ERR(0, 217, __pyx_L3_error)
       for (Py_ssize_t i = __pyx_nargs; i < 1; i++) {
-        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("node_dead", 1, 1, 1, i); __PYX_ERR(0, 194, __pyx_L3_error) }
+        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("node_dead", 1, 1, 1, i); __PYX_ERR(0, 217, __pyx_L3_error) }
       }
     } else if (unlikely(__pyx_nargs != 1)) {
       goto __pyx_L5_argtuple_error;
     } else {
       values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
-      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 194, __pyx_L3_error)
+      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 217, __pyx_L3_error)
     }
-    __pyx_v_nodeid = __Pyx_PyLong_As_uint64_t(values[0]); if (unlikely((__pyx_v_nodeid == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 194, __pyx_L3_error)
+    __pyx_v_nodeid = __Pyx_PyLong_As_uint64_t(values[0]); if (unlikely((__pyx_v_nodeid == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 217, __pyx_L3_error)
   }
   goto __pyx_L6_skip;
   __pyx_L5_argtuple_error:;
-  __Pyx_RaiseArgtupleInvalid("node_dead", 1, 1, 1, __pyx_nargs); __PYX_ERR(0, 194, __pyx_L3_error)
+  __Pyx_RaiseArgtupleInvalid("node_dead", 1, 1, 1, __pyx_nargs); __PYX_ERR(0, 217, __pyx_L3_error)
   __pyx_L6_skip:;
   goto __pyx_L4_argument_unpacking_done;
   __pyx_L3_error:;
@@ -5123,23 +5294,23 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_16node_dead(struct
   int __pyx_clineno = 0;
   __Pyx_RefNannySetupContext("node_dead", 0);
 
-  /* "kvfs/_native/fuse_loop.pyx":196
+  /* "kvfs/_native/fuse_loop.pyx":219
  *     def node_dead(self, uint64_t nodeid):
  *         """Its object is gone or replaced: OPEN answers ESTALE. Handles that are open stay as they are."""
  *         self._check(fl_node_set(self._loop, nodeid, FL_DEAD, 0, 0, NULL), f"node {nodeid}")             # <<<<<<<<<<<<<<
  * 
  *     def node_drop(self, uint64_t nodeid):
 */
-  __pyx_t_1 = __Pyx_PyUnicode_From_uint64_t(__pyx_v_nodeid, 0, ' ', 'd'); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 196, __pyx_L1_error)
+  __pyx_t_1 = __Pyx_PyUnicode_From_uint64_t(__pyx_v_nodeid, 0, ' ', 'd'); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 219, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_1);
-  __pyx_t_2 = __Pyx_PyUnicode_Concat(__pyx_mstate_global->__pyx_kp_u_node, __pyx_t_1); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 196, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_PyUnicode_Concat(__pyx_mstate_global->__pyx_kp_u_node, __pyx_t_1); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 219, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
   __Pyx_DECREF(__pyx_t_1); __pyx_t_1 = 0;
-  __pyx_t_3 = ((struct __pyx_vtabstruct_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self->__pyx_vtab)->_check(__pyx_v_self, fl_node_set(__pyx_v_self->_loop, __pyx_v_nodeid, FL_DEAD, 0, 0, NULL), __pyx_t_2); if (unlikely(__pyx_t_3 == ((int)-1))) __PYX_ERR(0, 196, __pyx_L1_error)
+  __pyx_t_3 = ((struct __pyx_vtabstruct_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self->__pyx_vtab)->_check(__pyx_v_self, fl_node_set(__pyx_v_self->_loop, __pyx_v_nodeid, FL_DEAD, 0, 0, NULL), __pyx_t_2); if (unlikely(__pyx_t_3 == ((int)-1))) __PYX_ERR(0, 219, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
 
 
-  /* "kvfs/_native/fuse_loop.pyx":194
+  /* "kvfs/_native/fuse_loop.pyx":217
  *         self._check(fl_node_set(self._loop, nodeid, FL_SEALED, slot, generation, &attr), f"node {nodeid}")
  * 
  *     def node_dead(self, uint64_t nodeid):             # <<<<<<<<<<<<<<
@@ -5161,12 +5332,12 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_16node_dead(struct
   return __pyx_r;
 }
 
-/* "kvfs/_native/fuse_loop.pyx":198
+/* "kvfs/_native/fuse_loop.pyx":221
  *         self._check(fl_node_set(self._loop, nodeid, FL_DEAD, 0, 0, NULL), f"node {nodeid}")
  * 
  *     def node_drop(self, uint64_t nodeid):             # <<<<<<<<<<<<<<
- *         """The kernel has forgotten the node."""
- *         fl_node_drop(self._loop, nodeid)
+ *         """Drop a node that nothing needs. Lookups answered natively since: it stays, and they are returned."""
+ *         return fl_node_drop(self._loop, nodeid)
 */
 
 /* Python wrapper */
@@ -5177,7 +5348,7 @@ PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
 PyObject *__pyx_args, PyObject *__pyx_kwds
 #endif
 ); /*proto*/
-PyDoc_STRVAR(__pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_18node_drop, "The kernel has forgotten the node.");
+PyDoc_STRVAR(__pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_18node_drop, "Drop a node that nothing needs. Lookups answered natively since: it stays, and they are returned.");
 static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_19node_drop = {"node_drop", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_19node_drop, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_18node_drop};
 static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_19node_drop(PyObject *__pyx_v_self, 
 #if CYTHON_VECTORCALL
@@ -5209,32 +5380,32 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   {
     PyObject ** const __pyx_pyargnames[] = {&__pyx_mstate_global->__pyx_n_u_nodeid,0};
     const Py_ssize_t __pyx_kwds_len = (__pyx_kwds) ? __Pyx_NumKwargs_FASTCALL(__pyx_kwds) : 0;
-    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 198, __pyx_L3_error)
+    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 221, __pyx_L3_error)
     if (__pyx_kwds_len > 0) {
       switch (__pyx_nargs) {
         case  1:
         values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
-        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 198, __pyx_L3_error)
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 221, __pyx_L3_error)
         CYTHON_FALLTHROUGH;
         case  0: break;
         default: goto __pyx_L5_argtuple_error;
       }
       const Py_ssize_t kwd_pos_args = __pyx_nargs;
-      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "node_drop", 0) < (0)) __PYX_ERR(0, 198, __pyx_L3_error)
+      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "node_drop", 0) < (0)) __PYX_ERR(0, 221, __pyx_L3_error)
       for (Py_ssize_t i = __pyx_nargs; i < 1; i++) {
-        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("node_drop", 1, 1, 1, i); __PYX_ERR(0, 198, __pyx_L3_error) }
+        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("node_drop", 1, 1, 1, i); __PYX_ERR(0, 221, __pyx_L3_error) }
       }
     } else if (unlikely(__pyx_nargs != 1)) {
       goto __pyx_L5_argtuple_error;
     } else {
       values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
-      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 198, __pyx_L3_error)
+      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 221, __pyx_L3_error)
     }
-    __pyx_v_nodeid = __Pyx_PyLong_As_uint64_t(values[0]); if (unlikely((__pyx_v_nodeid == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 198, __pyx_L3_error)
+    __pyx_v_nodeid = __Pyx_PyLong_As_uint64_t(values[0]); if (unlikely((__pyx_v_nodeid == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 221, __pyx_L3_error)
   }
   goto __pyx_L6_skip;
   __pyx_L5_argtuple_error:;
-  __Pyx_RaiseArgtupleInvalid("node_drop", 1, 1, 1, __pyx_nargs); __PYX_ERR(0, 198, __pyx_L3_error)
+  __Pyx_RaiseArgtupleInvalid("node_drop", 1, 1, 1, __pyx_nargs); __PYX_ERR(0, 221, __pyx_L3_error)
   __pyx_L6_skip:;
   goto __pyx_L4_argument_unpacking_done;
   __pyx_L3_error:;
@@ -5259,34 +5430,386 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
 static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_18node_drop(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid) {
   PyObject *__pyx_r = NULL;
   __Pyx_RefNannyDeclarations
+  PyObject *__pyx_t_1 = NULL;
+  int __pyx_lineno = 0;
+  const char *__pyx_filename = NULL;
+  int __pyx_clineno = 0;
   __Pyx_RefNannySetupContext("node_drop", 0);
 
-  /* "kvfs/_native/fuse_loop.pyx":200
+  /* "kvfs/_native/fuse_loop.pyx":223
  *     def node_drop(self, uint64_t nodeid):
- *         """The kernel has forgotten the node."""
- *         fl_node_drop(self._loop, nodeid)             # <<<<<<<<<<<<<<
+ *         """Drop a node that nothing needs. Lookups answered natively since: it stays, and they are returned."""
+ *         return fl_node_drop(self._loop, nodeid)             # <<<<<<<<<<<<<<
  * 
- *     def acquire(self, uint64_t nodeid, int fd):
+ *     def link(self, uint64_t parent, bytes name not None, uint64_t nodeid):
 */
-  fl_node_drop(__pyx_v_self->_loop, __pyx_v_nodeid);
+  __pyx_t_1 = __Pyx_PyLong_From_uint64_t(fl_node_drop(__pyx_v_self->_loop, __pyx_v_nodeid)); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 223, __pyx_L1_error)
+  __Pyx_GOTREF(__pyx_t_1);
+  {
+    PyObject *__pyx_temp;
+    {
+      __pyx_temp = __pyx_r;
+      __pyx_r = __pyx_t_1;
+    }
+    __Pyx_XDECREF(__pyx_temp);
+  }
+  __pyx_t_1 = 0;
+  goto __pyx_L0;
 
-  /* "kvfs/_native/fuse_loop.pyx":198
+  /* "kvfs/_native/fuse_loop.pyx":221
  *         self._check(fl_node_set(self._loop, nodeid, FL_DEAD, 0, 0, NULL), f"node {nodeid}")
  * 
  *     def node_drop(self, uint64_t nodeid):             # <<<<<<<<<<<<<<
- *         """The kernel has forgotten the node."""
- *         fl_node_drop(self._loop, nodeid)
+ *         """Drop a node that nothing needs. Lookups answered natively since: it stays, and they are returned."""
+ *         return fl_node_drop(self._loop, nodeid)
 */
 
   /* function exit code */
-  __pyx_r = Py_None; __Pyx_INCREF(Py_None);
+  __pyx_L1_error:;
+  __Pyx_XDECREF(__pyx_t_1);
+  __Pyx_AddTraceback("kvfs._native.fuse_loop.FuseLoop.node_drop", __pyx_clineno, __pyx_lineno, __pyx_filename);
+  __pyx_r = NULL;
+  __pyx_L0:;
   __Pyx_XGIVEREF(__pyx_r);
   __Pyx_RefNannyFinishContext();
   return __pyx_r;
 }
 
-/* "kvfs/_native/fuse_loop.pyx":202
- *         fl_node_drop(self._loop, nodeid)
+/* "kvfs/_native/fuse_loop.pyx":225
+ *         return fl_node_drop(self._loop, nodeid)
+ * 
+ *     def link(self, uint64_t parent, bytes name not None, uint64_t nodeid):             # <<<<<<<<<<<<<<
+ *         """From now on LOOKUP of the name answers this node."""
+ *         self._check(fl_link(self._loop, parent, name, <uint32_t> len(name), nodeid), f"node {nodeid}")
+*/
+
+/* Python wrapper */
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_21link(PyObject *__pyx_v_self, 
+#if CYTHON_VECTORCALL
+PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
+#else
+PyObject *__pyx_args, PyObject *__pyx_kwds
+#endif
+); /*proto*/
+PyDoc_STRVAR(__pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_20link, "From now on LOOKUP of the name answers this node.");
+static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_21link = {"link", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_21link, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_20link};
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_21link(PyObject *__pyx_v_self, 
+#if CYTHON_VECTORCALL
+PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
+#else
+PyObject *__pyx_args, PyObject *__pyx_kwds
+#endif
+) {
+  uint64_t __pyx_v_parent;
+  PyObject *__pyx_v_name = 0;
+  uint64_t __pyx_v_nodeid;
+  #if !CYTHON_VECTORCALL
+  CYTHON_UNUSED Py_ssize_t __pyx_nargs;
+  #endif
+  CYTHON_UNUSED PyObject *const *__pyx_kwvalues;
+  PyObject* values[3] = {0,0,0};
+  int __pyx_lineno = 0;
+  const char *__pyx_filename = NULL;
+  int __pyx_clineno = 0;
+  PyObject *__pyx_r = 0;
+  __Pyx_RefNannyDeclarations
+  __Pyx_RefNannySetupContext("link (wrapper)", 0);
+  #if !CYTHON_VECTORCALL
+  #if CYTHON_ASSUME_SAFE_SIZE
+  __pyx_nargs = PyTuple_GET_SIZE(__pyx_args);
+  #else
+  __pyx_nargs = PyTuple_Size(__pyx_args); if (unlikely(__pyx_nargs < 0)) return NULL;
+  #endif
+  #endif
+  __pyx_kwvalues = __Pyx_KwValues_FASTCALL(__pyx_args, __pyx_nargs);
+  {
+    PyObject ** const __pyx_pyargnames[] = {&__pyx_mstate_global->__pyx_n_u_parent,&__pyx_mstate_global->__pyx_n_u_name,&__pyx_mstate_global->__pyx_n_u_nodeid,0};
+    const Py_ssize_t __pyx_kwds_len = (__pyx_kwds) ? __Pyx_NumKwargs_FASTCALL(__pyx_kwds) : 0;
+    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 225, __pyx_L3_error)
+    if (__pyx_kwds_len > 0) {
+      switch (__pyx_nargs) {
+        case  3:
+        values[2] = __Pyx_ArgRef_FASTCALL(__pyx_args, 2);
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[2])) __PYX_ERR(0, 225, __pyx_L3_error)
+        CYTHON_FALLTHROUGH;
+        case  2:
+        values[1] = __Pyx_ArgRef_FASTCALL(__pyx_args, 1);
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[1])) __PYX_ERR(0, 225, __pyx_L3_error)
+        CYTHON_FALLTHROUGH;
+        case  1:
+        values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 225, __pyx_L3_error)
+        CYTHON_FALLTHROUGH;
+        case  0: break;
+        default: goto __pyx_L5_argtuple_error;
+      }
+      const Py_ssize_t kwd_pos_args = __pyx_nargs;
+      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "link", 0) < (0)) __PYX_ERR(0, 225, __pyx_L3_error)
+      for (Py_ssize_t i = __pyx_nargs; i < 3; i++) {
+        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("link", 1, 3, 3, i); __PYX_ERR(0, 225, __pyx_L3_error) }
+      }
+    } else if (unlikely(__pyx_nargs != 3)) {
+      goto __pyx_L5_argtuple_error;
+    } else {
+      values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
+      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 225, __pyx_L3_error)
+      values[1] = __Pyx_ArgRef_FASTCALL(__pyx_args, 1);
+      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[1])) __PYX_ERR(0, 225, __pyx_L3_error)
+      values[2] = __Pyx_ArgRef_FASTCALL(__pyx_args, 2);
+      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[2])) __PYX_ERR(0, 225, __pyx_L3_error)
+    }
+    __pyx_v_parent = __Pyx_PyLong_As_uint64_t(values[0]); if (unlikely((__pyx_v_parent == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 225, __pyx_L3_error)
+    __pyx_v_name = ((PyObject*)values[1]);
+    __pyx_v_nodeid = __Pyx_PyLong_As_uint64_t(values[2]); if (unlikely((__pyx_v_nodeid == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 225, __pyx_L3_error)
+  }
+  goto __pyx_L6_skip;
+  __pyx_L5_argtuple_error:;
+  __Pyx_RaiseArgtupleInvalid("link", 1, 3, 3, __pyx_nargs); __PYX_ERR(0, 225, __pyx_L3_error)
+  __pyx_L6_skip:;
+  goto __pyx_L4_argument_unpacking_done;
+  __pyx_L3_error:;
+  for (Py_ssize_t __pyx_temp=0; __pyx_temp < (Py_ssize_t)(sizeof(values)/sizeof(values[0])); ++__pyx_temp) {
+    Py_XDECREF(values[__pyx_temp]);
+  }
+  __Pyx_AddTraceback("kvfs._native.fuse_loop.FuseLoop.link", __pyx_clineno, __pyx_lineno, __pyx_filename);
+  __Pyx_RefNannyFinishContext();
+  return NULL;
+  __pyx_L4_argument_unpacking_done:;
+  if (unlikely(!__Pyx_ArgTypeTest(((PyObject *)__pyx_v_name), (&PyBytes_Type), 0, "name", 1))) __PYX_ERR(0, 225, __pyx_L1_error)
+  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_20link(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self), __pyx_v_parent, __pyx_v_name, __pyx_v_nodeid);
+
+  /* function exit code */
+  goto __pyx_L0;
+  __pyx_L1_error:;
+  __pyx_r = NULL;
+  for (Py_ssize_t __pyx_temp=0; __pyx_temp < (Py_ssize_t)(sizeof(values)/sizeof(values[0])); ++__pyx_temp) {
+    Py_XDECREF(values[__pyx_temp]);
+  }
+  goto __pyx_L7_cleaned_up;
+  __pyx_L0:;
+  for (Py_ssize_t __pyx_temp=0; __pyx_temp < (Py_ssize_t)(sizeof(values)/sizeof(values[0])); ++__pyx_temp) {
+    Py_XDECREF(values[__pyx_temp]);
+  }
+  __pyx_L7_cleaned_up:;
+
+
+  __Pyx_RefNannyFinishContext();
+  return __pyx_r;
+}
+
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_20link(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_parent, PyObject *__pyx_v_name, uint64_t __pyx_v_nodeid) {
+  PyObject *__pyx_r = NULL;
+  __Pyx_RefNannyDeclarations
+  char const *__pyx_t_1;
+  Py_ssize_t __pyx_t_2;
+  PyObject *__pyx_t_3 = NULL;
+  PyObject *__pyx_t_4 = NULL;
+  int __pyx_t_5;
+  int __pyx_lineno = 0;
+  const char *__pyx_filename = NULL;
+  int __pyx_clineno = 0;
+  __Pyx_RefNannySetupContext("link", 0);
+
+  /* "kvfs/_native/fuse_loop.pyx":227
+ *     def link(self, uint64_t parent, bytes name not None, uint64_t nodeid):
+ *         """From now on LOOKUP of the name answers this node."""
+ *         self._check(fl_link(self._loop, parent, name, <uint32_t> len(name), nodeid), f"node {nodeid}")             # <<<<<<<<<<<<<<
+ * 
+ *     def unlink(self, uint64_t parent, bytes name not None):
+*/
+  __pyx_t_1 = __Pyx_PyBytes_AsString(__pyx_v_name); if (unlikely((!__pyx_t_1) && PyErr_Occurred())) __PYX_ERR(0, 227, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_PyBytes_GET_SIZE(__pyx_v_name); if (unlikely(__pyx_t_2 == ((Py_ssize_t)-1))) __PYX_ERR(0, 227, __pyx_L1_error)
+  __pyx_t_3 = __Pyx_PyUnicode_From_uint64_t(__pyx_v_nodeid, 0, ' ', 'd'); if (unlikely(!__pyx_t_3)) __PYX_ERR(0, 227, __pyx_L1_error)
+  __Pyx_GOTREF(__pyx_t_3);
+  __pyx_t_4 = __Pyx_PyUnicode_Concat(__pyx_mstate_global->__pyx_kp_u_node, __pyx_t_3); if (unlikely(!__pyx_t_4)) __PYX_ERR(0, 227, __pyx_L1_error)
+  __Pyx_GOTREF(__pyx_t_4);
+  __Pyx_DECREF(__pyx_t_3); __pyx_t_3 = 0;
+  __pyx_t_5 = ((struct __pyx_vtabstruct_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self->__pyx_vtab)->_check(__pyx_v_self, fl_link(__pyx_v_self->_loop, __pyx_v_parent, __pyx_t_1, ((uint32_t)__pyx_t_2), __pyx_v_nodeid), __pyx_t_4); if (unlikely(__pyx_t_5 == ((int)-1))) __PYX_ERR(0, 227, __pyx_L1_error)
+
+
+  __Pyx_DECREF(__pyx_t_4); __pyx_t_4 = 0;
+
+
+  /* "kvfs/_native/fuse_loop.pyx":225
+ *         return fl_node_drop(self._loop, nodeid)
+ * 
+ *     def link(self, uint64_t parent, bytes name not None, uint64_t nodeid):             # <<<<<<<<<<<<<<
+ *         """From now on LOOKUP of the name answers this node."""
+ *         self._check(fl_link(self._loop, parent, name, <uint32_t> len(name), nodeid), f"node {nodeid}")
+*/
+
+  /* function exit code */
+  __pyx_r = Py_None; __Pyx_INCREF(Py_None);
+  goto __pyx_L0;
+  __pyx_L1_error:;
+  __Pyx_XDECREF(__pyx_t_3);
+  __Pyx_XDECREF(__pyx_t_4);
+  __Pyx_AddTraceback("kvfs._native.fuse_loop.FuseLoop.link", __pyx_clineno, __pyx_lineno, __pyx_filename);
+  __pyx_r = NULL;
+  __pyx_L0:;
+  __Pyx_XGIVEREF(__pyx_r);
+  __Pyx_RefNannyFinishContext();
+  return __pyx_r;
+}
+
+/* "kvfs/_native/fuse_loop.pyx":229
+ *         self._check(fl_link(self._loop, parent, name, <uint32_t> len(name), nodeid), f"node {nodeid}")
+ * 
+ *     def unlink(self, uint64_t parent, bytes name not None):             # <<<<<<<<<<<<<<
+ *         """From now on LOOKUP of the name is relayed."""
+ *         fl_unlink(self._loop, parent, name, <uint32_t> len(name))
+*/
+
+/* Python wrapper */
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_23unlink(PyObject *__pyx_v_self, 
+#if CYTHON_VECTORCALL
+PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
+#else
+PyObject *__pyx_args, PyObject *__pyx_kwds
+#endif
+); /*proto*/
+PyDoc_STRVAR(__pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_22unlink, "From now on LOOKUP of the name is relayed.");
+static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_23unlink = {"unlink", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_23unlink, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_22unlink};
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_23unlink(PyObject *__pyx_v_self, 
+#if CYTHON_VECTORCALL
+PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
+#else
+PyObject *__pyx_args, PyObject *__pyx_kwds
+#endif
+) {
+  uint64_t __pyx_v_parent;
+  PyObject *__pyx_v_name = 0;
+  #if !CYTHON_VECTORCALL
+  CYTHON_UNUSED Py_ssize_t __pyx_nargs;
+  #endif
+  CYTHON_UNUSED PyObject *const *__pyx_kwvalues;
+  PyObject* values[2] = {0,0};
+  int __pyx_lineno = 0;
+  const char *__pyx_filename = NULL;
+  int __pyx_clineno = 0;
+  PyObject *__pyx_r = 0;
+  __Pyx_RefNannyDeclarations
+  __Pyx_RefNannySetupContext("unlink (wrapper)", 0);
+  #if !CYTHON_VECTORCALL
+  #if CYTHON_ASSUME_SAFE_SIZE
+  __pyx_nargs = PyTuple_GET_SIZE(__pyx_args);
+  #else
+  __pyx_nargs = PyTuple_Size(__pyx_args); if (unlikely(__pyx_nargs < 0)) return NULL;
+  #endif
+  #endif
+  __pyx_kwvalues = __Pyx_KwValues_FASTCALL(__pyx_args, __pyx_nargs);
+  {
+    PyObject ** const __pyx_pyargnames[] = {&__pyx_mstate_global->__pyx_n_u_parent,&__pyx_mstate_global->__pyx_n_u_name,0};
+    const Py_ssize_t __pyx_kwds_len = (__pyx_kwds) ? __Pyx_NumKwargs_FASTCALL(__pyx_kwds) : 0;
+    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 229, __pyx_L3_error)
+    if (__pyx_kwds_len > 0) {
+      switch (__pyx_nargs) {
+        case  2:
+        values[1] = __Pyx_ArgRef_FASTCALL(__pyx_args, 1);
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[1])) __PYX_ERR(0, 229, __pyx_L3_error)
+        CYTHON_FALLTHROUGH;
+        case  1:
+        values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 229, __pyx_L3_error)
+        CYTHON_FALLTHROUGH;
+        case  0: break;
+        default: goto __pyx_L5_argtuple_error;
+      }
+      const Py_ssize_t kwd_pos_args = __pyx_nargs;
+      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "unlink", 0) < (0)) __PYX_ERR(0, 229, __pyx_L3_error)
+      for (Py_ssize_t i = __pyx_nargs; i < 2; i++) {
+        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("unlink", 1, 2, 2, i); __PYX_ERR(0, 229, __pyx_L3_error) }
+      }
+    } else if (unlikely(__pyx_nargs != 2)) {
+      goto __pyx_L5_argtuple_error;
+    } else {
+      values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
+      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 229, __pyx_L3_error)
+      values[1] = __Pyx_ArgRef_FASTCALL(__pyx_args, 1);
+      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[1])) __PYX_ERR(0, 229, __pyx_L3_error)
+    }
+    __pyx_v_parent = __Pyx_PyLong_As_uint64_t(values[0]); if (unlikely((__pyx_v_parent == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 229, __pyx_L3_error)
+    __pyx_v_name = ((PyObject*)values[1]);
+  }
+  goto __pyx_L6_skip;
+  __pyx_L5_argtuple_error:;
+  __Pyx_RaiseArgtupleInvalid("unlink", 1, 2, 2, __pyx_nargs); __PYX_ERR(0, 229, __pyx_L3_error)
+  __pyx_L6_skip:;
+  goto __pyx_L4_argument_unpacking_done;
+  __pyx_L3_error:;
+  for (Py_ssize_t __pyx_temp=0; __pyx_temp < (Py_ssize_t)(sizeof(values)/sizeof(values[0])); ++__pyx_temp) {
+    Py_XDECREF(values[__pyx_temp]);
+  }
+  __Pyx_AddTraceback("kvfs._native.fuse_loop.FuseLoop.unlink", __pyx_clineno, __pyx_lineno, __pyx_filename);
+  __Pyx_RefNannyFinishContext();
+  return NULL;
+  __pyx_L4_argument_unpacking_done:;
+  if (unlikely(!__Pyx_ArgTypeTest(((PyObject *)__pyx_v_name), (&PyBytes_Type), 0, "name", 1))) __PYX_ERR(0, 229, __pyx_L1_error)
+  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_22unlink(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self), __pyx_v_parent, __pyx_v_name);
+
+  /* function exit code */
+  goto __pyx_L0;
+  __pyx_L1_error:;
+  __pyx_r = NULL;
+  for (Py_ssize_t __pyx_temp=0; __pyx_temp < (Py_ssize_t)(sizeof(values)/sizeof(values[0])); ++__pyx_temp) {
+    Py_XDECREF(values[__pyx_temp]);
+  }
+  goto __pyx_L7_cleaned_up;
+  __pyx_L0:;
+  for (Py_ssize_t __pyx_temp=0; __pyx_temp < (Py_ssize_t)(sizeof(values)/sizeof(values[0])); ++__pyx_temp) {
+    Py_XDECREF(values[__pyx_temp]);
+  }
+  __pyx_L7_cleaned_up:;
+
+  __Pyx_RefNannyFinishContext();
+  return __pyx_r;
+}
+
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_22unlink(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_parent, PyObject *__pyx_v_name) {
+  PyObject *__pyx_r = NULL;
+  __Pyx_RefNannyDeclarations
+  char const *__pyx_t_1;
+  Py_ssize_t __pyx_t_2;
+  int __pyx_lineno = 0;
+  const char *__pyx_filename = NULL;
+  int __pyx_clineno = 0;
+  __Pyx_RefNannySetupContext("unlink", 0);
+
+  /* "kvfs/_native/fuse_loop.pyx":231
+ *     def unlink(self, uint64_t parent, bytes name not None):
+ *         """From now on LOOKUP of the name is relayed."""
+ *         fl_unlink(self._loop, parent, name, <uint32_t> len(name))             # <<<<<<<<<<<<<<
+ * 
+ *     def acquire(self, uint64_t nodeid, int fd):
+*/
+  __pyx_t_1 = __Pyx_PyBytes_AsString(__pyx_v_name); if (unlikely((!__pyx_t_1) && PyErr_Occurred())) __PYX_ERR(0, 231, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_PyBytes_GET_SIZE(__pyx_v_name); if (unlikely(__pyx_t_2 == ((Py_ssize_t)-1))) __PYX_ERR(0, 231, __pyx_L1_error)
+  fl_unlink(__pyx_v_self->_loop, __pyx_v_parent, __pyx_t_1, ((uint32_t)__pyx_t_2));
+
+
+
+  /* "kvfs/_native/fuse_loop.pyx":229
+ *         self._check(fl_link(self._loop, parent, name, <uint32_t> len(name), nodeid), f"node {nodeid}")
+ * 
+ *     def unlink(self, uint64_t parent, bytes name not None):             # <<<<<<<<<<<<<<
+ *         """From now on LOOKUP of the name is relayed."""
+ *         fl_unlink(self._loop, parent, name, <uint32_t> len(name))
+*/
+
+  /* function exit code */
+  __pyx_r = Py_None; __Pyx_INCREF(Py_None);
+  goto __pyx_L0;
+  __pyx_L1_error:;
+  __Pyx_AddTraceback("kvfs._native.fuse_loop.FuseLoop.unlink", __pyx_clineno, __pyx_lineno, __pyx_filename);
+  __pyx_r = NULL;
+  __pyx_L0:;
+  __Pyx_XGIVEREF(__pyx_r);
+  __Pyx_RefNannyFinishContext();
+  return __pyx_r;
+}
+
+/* "kvfs/_native/fuse_loop.pyx":233
+ *         fl_unlink(self._loop, parent, name, <uint32_t> len(name))
  * 
  *     def acquire(self, uint64_t nodeid, int fd):             # <<<<<<<<<<<<<<
  *         """Count an open handle; the first one makes `fd` the backing. The count. Raises KvfsError, OSError."""
@@ -5294,16 +5817,16 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_18node_drop(struct
 */
 
 /* Python wrapper */
-static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_21acquire(PyObject *__pyx_v_self, 
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_25acquire(PyObject *__pyx_v_self, 
 #if CYTHON_VECTORCALL
 PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
 #else
 PyObject *__pyx_args, PyObject *__pyx_kwds
 #endif
 ); /*proto*/
-PyDoc_STRVAR(__pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_20acquire, "Count an open handle; the first one makes `fd` the backing. The count. Raises KvfsError, OSError.");
-static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_21acquire = {"acquire", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_21acquire, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_20acquire};
-static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_21acquire(PyObject *__pyx_v_self, 
+PyDoc_STRVAR(__pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_24acquire, "Count an open handle; the first one makes `fd` the backing. The count. Raises KvfsError, OSError.");
+static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_25acquire = {"acquire", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_25acquire, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_24acquire};
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_25acquire(PyObject *__pyx_v_self, 
 #if CYTHON_VECTORCALL
 PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
 #else
@@ -5334,39 +5857,39 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   {
     PyObject ** const __pyx_pyargnames[] = {&__pyx_mstate_global->__pyx_n_u_nodeid,&__pyx_mstate_global->__pyx_n_u_fd,0};
     const Py_ssize_t __pyx_kwds_len = (__pyx_kwds) ? __Pyx_NumKwargs_FASTCALL(__pyx_kwds) : 0;
-    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 202, __pyx_L3_error)
+    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 233, __pyx_L3_error)
     if (__pyx_kwds_len > 0) {
       switch (__pyx_nargs) {
         case  2:
         values[1] = __Pyx_ArgRef_FASTCALL(__pyx_args, 1);
-        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[1])) __PYX_ERR(0, 202, __pyx_L3_error)
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[1])) __PYX_ERR(0, 233, __pyx_L3_error)
         CYTHON_FALLTHROUGH;
         case  1:
         values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
-        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 202, __pyx_L3_error)
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 233, __pyx_L3_error)
         CYTHON_FALLTHROUGH;
         case  0: break;
         default: goto __pyx_L5_argtuple_error;
       }
       const Py_ssize_t kwd_pos_args = __pyx_nargs;
-      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "acquire", 0) < (0)) __PYX_ERR(0, 202, __pyx_L3_error)
+      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "acquire", 0) < (0)) __PYX_ERR(0, 233, __pyx_L3_error)
       for (Py_ssize_t i = __pyx_nargs; i < 2; i++) {
-        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("acquire", 1, 2, 2, i); __PYX_ERR(0, 202, __pyx_L3_error) }
+        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("acquire", 1, 2, 2, i); __PYX_ERR(0, 233, __pyx_L3_error) }
       }
     } else if (unlikely(__pyx_nargs != 2)) {
       goto __pyx_L5_argtuple_error;
     } else {
       values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
-      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 202, __pyx_L3_error)
+      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 233, __pyx_L3_error)
       values[1] = __Pyx_ArgRef_FASTCALL(__pyx_args, 1);
-      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[1])) __PYX_ERR(0, 202, __pyx_L3_error)
+      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[1])) __PYX_ERR(0, 233, __pyx_L3_error)
     }
-    __pyx_v_nodeid = __Pyx_PyLong_As_uint64_t(values[0]); if (unlikely((__pyx_v_nodeid == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 202, __pyx_L3_error)
-    __pyx_v_fd = __Pyx_PyLong_As_int(values[1]); if (unlikely((__pyx_v_fd == (int)-1) && PyErr_Occurred())) __PYX_ERR(0, 202, __pyx_L3_error)
+    __pyx_v_nodeid = __Pyx_PyLong_As_uint64_t(values[0]); if (unlikely((__pyx_v_nodeid == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 233, __pyx_L3_error)
+    __pyx_v_fd = __Pyx_PyLong_As_int(values[1]); if (unlikely((__pyx_v_fd == (int)-1) && PyErr_Occurred())) __PYX_ERR(0, 233, __pyx_L3_error)
   }
   goto __pyx_L6_skip;
   __pyx_L5_argtuple_error:;
-  __Pyx_RaiseArgtupleInvalid("acquire", 1, 2, 2, __pyx_nargs); __PYX_ERR(0, 202, __pyx_L3_error)
+  __Pyx_RaiseArgtupleInvalid("acquire", 1, 2, 2, __pyx_nargs); __PYX_ERR(0, 233, __pyx_L3_error)
   __pyx_L6_skip:;
   goto __pyx_L4_argument_unpacking_done;
   __pyx_L3_error:;
@@ -5377,7 +5900,7 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   __Pyx_RefNannyFinishContext();
   return NULL;
   __pyx_L4_argument_unpacking_done:;
-  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_20acquire(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self), __pyx_v_nodeid, __pyx_v_fd);
+  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_24acquire(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self), __pyx_v_nodeid, __pyx_v_fd);
 
   /* function exit code */
   for (Py_ssize_t __pyx_temp=0; __pyx_temp < (Py_ssize_t)(sizeof(values)/sizeof(values[0])); ++__pyx_temp) {
@@ -5389,7 +5912,7 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   return __pyx_r;
 }
 
-static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_20acquire(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid, int __pyx_v_fd) {
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_24acquire(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid, int __pyx_v_fd) {
   int __pyx_v_status;
   PyObject *__pyx_r = NULL;
   __Pyx_RefNannyDeclarations
@@ -5401,7 +5924,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_20acquire(struct _
   int __pyx_clineno = 0;
   __Pyx_RefNannySetupContext("acquire", 0);
 
-  /* "kvfs/_native/fuse_loop.pyx":205
+  /* "kvfs/_native/fuse_loop.pyx":236
  *         """Count an open handle; the first one makes `fd` the backing. The count. Raises KvfsError, OSError."""
  *         cdef int status
  *         with nogil:             # <<<<<<<<<<<<<<
@@ -5414,7 +5937,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_20acquire(struct _
       __Pyx_FastGIL_Remember();
       /*try:*/ {
 
-        /* "kvfs/_native/fuse_loop.pyx":206
+        /* "kvfs/_native/fuse_loop.pyx":237
  *         cdef int status
  *         with nogil:
  *             status = fl_acquire(self._loop, nodeid, fd)             # <<<<<<<<<<<<<<
@@ -5424,7 +5947,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_20acquire(struct _
         __pyx_v_status = fl_acquire(__pyx_v_self->_loop, __pyx_v_nodeid, __pyx_v_fd);
       }
 
-      /* "kvfs/_native/fuse_loop.pyx":205
+      /* "kvfs/_native/fuse_loop.pyx":236
  *         """Count an open handle; the first one makes `fd` the backing. The count. Raises KvfsError, OSError."""
  *         cdef int status
  *         with nogil:             # <<<<<<<<<<<<<<
@@ -5441,21 +5964,21 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_20acquire(struct _
       }
   }
 
-  /* "kvfs/_native/fuse_loop.pyx":207
+  /* "kvfs/_native/fuse_loop.pyx":238
  *         with nogil:
  *             status = fl_acquire(self._loop, nodeid, fd)
  *         return self._check(status, f"the backing of node {nodeid}")             # <<<<<<<<<<<<<<
  * 
  *     def release(self, uint64_t nodeid):
 */
-  __pyx_t_1 = __Pyx_PyUnicode_From_uint64_t(__pyx_v_nodeid, 0, ' ', 'd'); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 207, __pyx_L1_error)
+  __pyx_t_1 = __Pyx_PyUnicode_From_uint64_t(__pyx_v_nodeid, 0, ' ', 'd'); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 238, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_1);
-  __pyx_t_2 = __Pyx_PyUnicode_Concat(__pyx_mstate_global->__pyx_kp_u_the_backing_of_node, __pyx_t_1); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 207, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_PyUnicode_Concat(__pyx_mstate_global->__pyx_kp_u_the_backing_of_node, __pyx_t_1); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 238, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
   __Pyx_DECREF(__pyx_t_1); __pyx_t_1 = 0;
-  __pyx_t_3 = ((struct __pyx_vtabstruct_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self->__pyx_vtab)->_check(__pyx_v_self, __pyx_v_status, __pyx_t_2); if (unlikely(__pyx_t_3 == ((int)-1))) __PYX_ERR(0, 207, __pyx_L1_error)
+  __pyx_t_3 = ((struct __pyx_vtabstruct_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self->__pyx_vtab)->_check(__pyx_v_self, __pyx_v_status, __pyx_t_2); if (unlikely(__pyx_t_3 == ((int)-1))) __PYX_ERR(0, 238, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
-  __pyx_t_2 = __Pyx_PyLong_From_int(__pyx_t_3); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 207, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_PyLong_From_int(__pyx_t_3); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 238, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
 
   {
@@ -5469,8 +5992,8 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_20acquire(struct _
   __pyx_t_2 = 0;
   goto __pyx_L0;
 
-  /* "kvfs/_native/fuse_loop.pyx":202
- *         fl_node_drop(self._loop, nodeid)
+  /* "kvfs/_native/fuse_loop.pyx":233
+ *         fl_unlink(self._loop, parent, name, <uint32_t> len(name))
  * 
  *     def acquire(self, uint64_t nodeid, int fd):             # <<<<<<<<<<<<<<
  *         """Count an open handle; the first one makes `fd` the backing. The count. Raises KvfsError, OSError."""
@@ -5490,7 +6013,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_20acquire(struct _
   return __pyx_r;
 }
 
-/* "kvfs/_native/fuse_loop.pyx":209
+/* "kvfs/_native/fuse_loop.pyx":240
  *         return self._check(status, f"the backing of node {nodeid}")
  * 
  *     def release(self, uint64_t nodeid):             # <<<<<<<<<<<<<<
@@ -5499,16 +6022,16 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_20acquire(struct _
 */
 
 /* Python wrapper */
-static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_23release(PyObject *__pyx_v_self, 
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_27release(PyObject *__pyx_v_self, 
 #if CYTHON_VECTORCALL
 PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
 #else
 PyObject *__pyx_args, PyObject *__pyx_kwds
 #endif
 ); /*proto*/
-PyDoc_STRVAR(__pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_22release, "Count a handle closed; with the last one the backing goes. The count left.");
-static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_23release = {"release", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_23release, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_22release};
-static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_23release(PyObject *__pyx_v_self, 
+PyDoc_STRVAR(__pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_26release, "Count a handle closed; with the last one the backing goes. The count left.");
+static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_27release = {"release", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_27release, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_26release};
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_27release(PyObject *__pyx_v_self, 
 #if CYTHON_VECTORCALL
 PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
 #else
@@ -5538,32 +6061,32 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   {
     PyObject ** const __pyx_pyargnames[] = {&__pyx_mstate_global->__pyx_n_u_nodeid,0};
     const Py_ssize_t __pyx_kwds_len = (__pyx_kwds) ? __Pyx_NumKwargs_FASTCALL(__pyx_kwds) : 0;
-    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 209, __pyx_L3_error)
+    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 240, __pyx_L3_error)
     if (__pyx_kwds_len > 0) {
       switch (__pyx_nargs) {
         case  1:
         values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
-        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 209, __pyx_L3_error)
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 240, __pyx_L3_error)
         CYTHON_FALLTHROUGH;
         case  0: break;
         default: goto __pyx_L5_argtuple_error;
       }
       const Py_ssize_t kwd_pos_args = __pyx_nargs;
-      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "release", 0) < (0)) __PYX_ERR(0, 209, __pyx_L3_error)
+      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "release", 0) < (0)) __PYX_ERR(0, 240, __pyx_L3_error)
       for (Py_ssize_t i = __pyx_nargs; i < 1; i++) {
-        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("release", 1, 1, 1, i); __PYX_ERR(0, 209, __pyx_L3_error) }
+        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("release", 1, 1, 1, i); __PYX_ERR(0, 240, __pyx_L3_error) }
       }
     } else if (unlikely(__pyx_nargs != 1)) {
       goto __pyx_L5_argtuple_error;
     } else {
       values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
-      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 209, __pyx_L3_error)
+      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 240, __pyx_L3_error)
     }
-    __pyx_v_nodeid = __Pyx_PyLong_As_uint64_t(values[0]); if (unlikely((__pyx_v_nodeid == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 209, __pyx_L3_error)
+    __pyx_v_nodeid = __Pyx_PyLong_As_uint64_t(values[0]); if (unlikely((__pyx_v_nodeid == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 240, __pyx_L3_error)
   }
   goto __pyx_L6_skip;
   __pyx_L5_argtuple_error:;
-  __Pyx_RaiseArgtupleInvalid("release", 1, 1, 1, __pyx_nargs); __PYX_ERR(0, 209, __pyx_L3_error)
+  __Pyx_RaiseArgtupleInvalid("release", 1, 1, 1, __pyx_nargs); __PYX_ERR(0, 240, __pyx_L3_error)
   __pyx_L6_skip:;
   goto __pyx_L4_argument_unpacking_done;
   __pyx_L3_error:;
@@ -5574,7 +6097,7 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   __Pyx_RefNannyFinishContext();
   return NULL;
   __pyx_L4_argument_unpacking_done:;
-  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_22release(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self), __pyx_v_nodeid);
+  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_26release(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self), __pyx_v_nodeid);
 
   /* function exit code */
   for (Py_ssize_t __pyx_temp=0; __pyx_temp < (Py_ssize_t)(sizeof(values)/sizeof(values[0])); ++__pyx_temp) {
@@ -5585,7 +6108,7 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   return __pyx_r;
 }
 
-static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_22release(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid) {
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_26release(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid) {
   int __pyx_v_status;
   PyObject *__pyx_r = NULL;
   __Pyx_RefNannyDeclarations
@@ -5597,7 +6120,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_22release(struct _
   int __pyx_clineno = 0;
   __Pyx_RefNannySetupContext("release", 0);
 
-  /* "kvfs/_native/fuse_loop.pyx":212
+  /* "kvfs/_native/fuse_loop.pyx":243
  *         """Count a handle closed; with the last one the backing goes. The count left."""
  *         cdef int status
  *         with nogil:             # <<<<<<<<<<<<<<
@@ -5610,7 +6133,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_22release(struct _
       __Pyx_FastGIL_Remember();
       /*try:*/ {
 
-        /* "kvfs/_native/fuse_loop.pyx":213
+        /* "kvfs/_native/fuse_loop.pyx":244
  *         cdef int status
  *         with nogil:
  *             status = fl_release(self._loop, nodeid)             # <<<<<<<<<<<<<<
@@ -5620,7 +6143,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_22release(struct _
         __pyx_v_status = fl_release(__pyx_v_self->_loop, __pyx_v_nodeid);
       }
 
-      /* "kvfs/_native/fuse_loop.pyx":212
+      /* "kvfs/_native/fuse_loop.pyx":243
  *         """Count a handle closed; with the last one the backing goes. The count left."""
  *         cdef int status
  *         with nogil:             # <<<<<<<<<<<<<<
@@ -5637,21 +6160,21 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_22release(struct _
       }
   }
 
-  /* "kvfs/_native/fuse_loop.pyx":214
+  /* "kvfs/_native/fuse_loop.pyx":245
  *         with nogil:
  *             status = fl_release(self._loop, nodeid)
  *         return self._check(status, f"the backing of node {nodeid}")             # <<<<<<<<<<<<<<
  * 
  *     def opens(self, uint64_t nodeid):
 */
-  __pyx_t_1 = __Pyx_PyUnicode_From_uint64_t(__pyx_v_nodeid, 0, ' ', 'd'); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 214, __pyx_L1_error)
+  __pyx_t_1 = __Pyx_PyUnicode_From_uint64_t(__pyx_v_nodeid, 0, ' ', 'd'); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 245, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_1);
-  __pyx_t_2 = __Pyx_PyUnicode_Concat(__pyx_mstate_global->__pyx_kp_u_the_backing_of_node, __pyx_t_1); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 214, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_PyUnicode_Concat(__pyx_mstate_global->__pyx_kp_u_the_backing_of_node, __pyx_t_1); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 245, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
   __Pyx_DECREF(__pyx_t_1); __pyx_t_1 = 0;
-  __pyx_t_3 = ((struct __pyx_vtabstruct_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self->__pyx_vtab)->_check(__pyx_v_self, __pyx_v_status, __pyx_t_2); if (unlikely(__pyx_t_3 == ((int)-1))) __PYX_ERR(0, 214, __pyx_L1_error)
+  __pyx_t_3 = ((struct __pyx_vtabstruct_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self->__pyx_vtab)->_check(__pyx_v_self, __pyx_v_status, __pyx_t_2); if (unlikely(__pyx_t_3 == ((int)-1))) __PYX_ERR(0, 245, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
-  __pyx_t_2 = __Pyx_PyLong_From_int(__pyx_t_3); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 214, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_PyLong_From_int(__pyx_t_3); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 245, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
 
   {
@@ -5665,7 +6188,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_22release(struct _
   __pyx_t_2 = 0;
   goto __pyx_L0;
 
-  /* "kvfs/_native/fuse_loop.pyx":209
+  /* "kvfs/_native/fuse_loop.pyx":240
  *         return self._check(status, f"the backing of node {nodeid}")
  * 
  *     def release(self, uint64_t nodeid):             # <<<<<<<<<<<<<<
@@ -5686,7 +6209,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_22release(struct _
   return __pyx_r;
 }
 
-/* "kvfs/_native/fuse_loop.pyx":216
+/* "kvfs/_native/fuse_loop.pyx":247
  *         return self._check(status, f"the backing of node {nodeid}")
  * 
  *     def opens(self, uint64_t nodeid):             # <<<<<<<<<<<<<<
@@ -5695,15 +6218,15 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_22release(struct _
 */
 
 /* Python wrapper */
-static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_25opens(PyObject *__pyx_v_self, 
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_29opens(PyObject *__pyx_v_self, 
 #if CYTHON_VECTORCALL
 PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
 #else
 PyObject *__pyx_args, PyObject *__pyx_kwds
 #endif
 ); /*proto*/
-static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_25opens = {"opens", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_25opens, __Pyx_METH_FASTCALL|METH_KEYWORDS, 0};
-static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_25opens(PyObject *__pyx_v_self, 
+static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_29opens = {"opens", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_29opens, __Pyx_METH_FASTCALL|METH_KEYWORDS, 0};
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_29opens(PyObject *__pyx_v_self, 
 #if CYTHON_VECTORCALL
 PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
 #else
@@ -5733,32 +6256,32 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   {
     PyObject ** const __pyx_pyargnames[] = {&__pyx_mstate_global->__pyx_n_u_nodeid,0};
     const Py_ssize_t __pyx_kwds_len = (__pyx_kwds) ? __Pyx_NumKwargs_FASTCALL(__pyx_kwds) : 0;
-    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 216, __pyx_L3_error)
+    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 247, __pyx_L3_error)
     if (__pyx_kwds_len > 0) {
       switch (__pyx_nargs) {
         case  1:
         values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
-        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 216, __pyx_L3_error)
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 247, __pyx_L3_error)
         CYTHON_FALLTHROUGH;
         case  0: break;
         default: goto __pyx_L5_argtuple_error;
       }
       const Py_ssize_t kwd_pos_args = __pyx_nargs;
-      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "opens", 0) < (0)) __PYX_ERR(0, 216, __pyx_L3_error)
+      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "opens", 0) < (0)) __PYX_ERR(0, 247, __pyx_L3_error)
       for (Py_ssize_t i = __pyx_nargs; i < 1; i++) {
-        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("opens", 1, 1, 1, i); __PYX_ERR(0, 216, __pyx_L3_error) }
+        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("opens", 1, 1, 1, i); __PYX_ERR(0, 247, __pyx_L3_error) }
       }
     } else if (unlikely(__pyx_nargs != 1)) {
       goto __pyx_L5_argtuple_error;
     } else {
       values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
-      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 216, __pyx_L3_error)
+      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 247, __pyx_L3_error)
     }
-    __pyx_v_nodeid = __Pyx_PyLong_As_uint64_t(values[0]); if (unlikely((__pyx_v_nodeid == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 216, __pyx_L3_error)
+    __pyx_v_nodeid = __Pyx_PyLong_As_uint64_t(values[0]); if (unlikely((__pyx_v_nodeid == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 247, __pyx_L3_error)
   }
   goto __pyx_L6_skip;
   __pyx_L5_argtuple_error:;
-  __Pyx_RaiseArgtupleInvalid("opens", 1, 1, 1, __pyx_nargs); __PYX_ERR(0, 216, __pyx_L3_error)
+  __Pyx_RaiseArgtupleInvalid("opens", 1, 1, 1, __pyx_nargs); __PYX_ERR(0, 247, __pyx_L3_error)
   __pyx_L6_skip:;
   goto __pyx_L4_argument_unpacking_done;
   __pyx_L3_error:;
@@ -5769,7 +6292,7 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   __Pyx_RefNannyFinishContext();
   return NULL;
   __pyx_L4_argument_unpacking_done:;
-  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_24opens(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self), __pyx_v_nodeid);
+  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_28opens(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self), __pyx_v_nodeid);
 
   /* function exit code */
   for (Py_ssize_t __pyx_temp=0; __pyx_temp < (Py_ssize_t)(sizeof(values)/sizeof(values[0])); ++__pyx_temp) {
@@ -5780,7 +6303,7 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   return __pyx_r;
 }
 
-static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_24opens(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid) {
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_28opens(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid) {
   PyObject *__pyx_r = NULL;
   __Pyx_RefNannyDeclarations
   PyObject *__pyx_t_1 = NULL;
@@ -5789,14 +6312,14 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_24opens(struct __p
   int __pyx_clineno = 0;
   __Pyx_RefNannySetupContext("opens", 0);
 
-  /* "kvfs/_native/fuse_loop.pyx":217
+  /* "kvfs/_native/fuse_loop.pyx":248
  * 
  *     def opens(self, uint64_t nodeid):
  *         return fl_opens(self._loop, nodeid)             # <<<<<<<<<<<<<<
  * 
  *     def killed(self, uint64_t nodeid):
 */
-  __pyx_t_1 = __Pyx_PyLong_From_int(fl_opens(__pyx_v_self->_loop, __pyx_v_nodeid)); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 217, __pyx_L1_error)
+  __pyx_t_1 = __Pyx_PyLong_From_int(fl_opens(__pyx_v_self->_loop, __pyx_v_nodeid)); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 248, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_1);
   {
     PyObject *__pyx_temp;
@@ -5809,7 +6332,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_24opens(struct __p
   __pyx_t_1 = 0;
   goto __pyx_L0;
 
-  /* "kvfs/_native/fuse_loop.pyx":216
+  /* "kvfs/_native/fuse_loop.pyx":247
  *         return self._check(status, f"the backing of node {nodeid}")
  * 
  *     def opens(self, uint64_t nodeid):             # <<<<<<<<<<<<<<
@@ -5828,7 +6351,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_24opens(struct __p
   return __pyx_r;
 }
 
-/* "kvfs/_native/fuse_loop.pyx":219
+/* "kvfs/_native/fuse_loop.pyx":250
  *         return fl_opens(self._loop, nodeid)
  * 
  *     def killed(self, uint64_t nodeid):             # <<<<<<<<<<<<<<
@@ -5837,16 +6360,16 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_24opens(struct __p
 */
 
 /* Python wrapper */
-static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_27killed(PyObject *__pyx_v_self, 
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_31killed(PyObject *__pyx_v_self, 
 #if CYTHON_VECTORCALL
 PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
 #else
 PyObject *__pyx_args, PyObject *__pyx_kwds
 #endif
 ); /*proto*/
-PyDoc_STRVAR(__pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_26killed, "Whether the last FLUSH of the node came from a process that is dying by a signal.");
-static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_27killed = {"killed", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_27killed, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_26killed};
-static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_27killed(PyObject *__pyx_v_self, 
+PyDoc_STRVAR(__pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_30killed, "Whether the last FLUSH of the node came from a process that is dying by a signal.");
+static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_31killed = {"killed", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_31killed, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_30killed};
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_31killed(PyObject *__pyx_v_self, 
 #if CYTHON_VECTORCALL
 PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
 #else
@@ -5876,32 +6399,32 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   {
     PyObject ** const __pyx_pyargnames[] = {&__pyx_mstate_global->__pyx_n_u_nodeid,0};
     const Py_ssize_t __pyx_kwds_len = (__pyx_kwds) ? __Pyx_NumKwargs_FASTCALL(__pyx_kwds) : 0;
-    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 219, __pyx_L3_error)
+    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 250, __pyx_L3_error)
     if (__pyx_kwds_len > 0) {
       switch (__pyx_nargs) {
         case  1:
         values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
-        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 219, __pyx_L3_error)
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 250, __pyx_L3_error)
         CYTHON_FALLTHROUGH;
         case  0: break;
         default: goto __pyx_L5_argtuple_error;
       }
       const Py_ssize_t kwd_pos_args = __pyx_nargs;
-      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "killed", 0) < (0)) __PYX_ERR(0, 219, __pyx_L3_error)
+      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "killed", 0) < (0)) __PYX_ERR(0, 250, __pyx_L3_error)
       for (Py_ssize_t i = __pyx_nargs; i < 1; i++) {
-        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("killed", 1, 1, 1, i); __PYX_ERR(0, 219, __pyx_L3_error) }
+        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("killed", 1, 1, 1, i); __PYX_ERR(0, 250, __pyx_L3_error) }
       }
     } else if (unlikely(__pyx_nargs != 1)) {
       goto __pyx_L5_argtuple_error;
     } else {
       values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
-      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 219, __pyx_L3_error)
+      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 250, __pyx_L3_error)
     }
-    __pyx_v_nodeid = __Pyx_PyLong_As_uint64_t(values[0]); if (unlikely((__pyx_v_nodeid == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 219, __pyx_L3_error)
+    __pyx_v_nodeid = __Pyx_PyLong_As_uint64_t(values[0]); if (unlikely((__pyx_v_nodeid == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 250, __pyx_L3_error)
   }
   goto __pyx_L6_skip;
   __pyx_L5_argtuple_error:;
-  __Pyx_RaiseArgtupleInvalid("killed", 1, 1, 1, __pyx_nargs); __PYX_ERR(0, 219, __pyx_L3_error)
+  __Pyx_RaiseArgtupleInvalid("killed", 1, 1, 1, __pyx_nargs); __PYX_ERR(0, 250, __pyx_L3_error)
   __pyx_L6_skip:;
   goto __pyx_L4_argument_unpacking_done;
   __pyx_L3_error:;
@@ -5912,7 +6435,7 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   __Pyx_RefNannyFinishContext();
   return NULL;
   __pyx_L4_argument_unpacking_done:;
-  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_26killed(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self), __pyx_v_nodeid);
+  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_30killed(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self), __pyx_v_nodeid);
 
   /* function exit code */
   for (Py_ssize_t __pyx_temp=0; __pyx_temp < (Py_ssize_t)(sizeof(values)/sizeof(values[0])); ++__pyx_temp) {
@@ -5923,7 +6446,7 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   return __pyx_r;
 }
 
-static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_26killed(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid) {
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_30killed(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid) {
   PyObject *__pyx_r = NULL;
   __Pyx_RefNannyDeclarations
   PyObject *__pyx_t_1 = NULL;
@@ -5932,14 +6455,14 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_26killed(struct __
   int __pyx_clineno = 0;
   __Pyx_RefNannySetupContext("killed", 0);
 
-  /* "kvfs/_native/fuse_loop.pyx":221
+  /* "kvfs/_native/fuse_loop.pyx":252
  *     def killed(self, uint64_t nodeid):
  *         """Whether the last FLUSH of the node came from a process that is dying by a signal."""
  *         return bool(fl_killed(self._loop, nodeid))             # <<<<<<<<<<<<<<
  * 
- *     def relay_opens(self, bint relay):
+ *     def flushed(self, uint64_t nodeid):
 */
-  __pyx_t_1 = __Pyx_PyBool_FromLong((!(!(fl_killed(__pyx_v_self->_loop, __pyx_v_nodeid) != 0)))); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 221, __pyx_L1_error)
+  __pyx_t_1 = __Pyx_PyBool_FromLong((!(!(fl_killed(__pyx_v_self->_loop, __pyx_v_nodeid) != 0)))); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 252, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_1);
   {
     PyObject *__pyx_temp;
@@ -5952,7 +6475,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_26killed(struct __
   __pyx_t_1 = 0;
   goto __pyx_L0;
 
-  /* "kvfs/_native/fuse_loop.pyx":219
+  /* "kvfs/_native/fuse_loop.pyx":250
  *         return fl_opens(self._loop, nodeid)
  * 
  *     def killed(self, uint64_t nodeid):             # <<<<<<<<<<<<<<
@@ -5971,8 +6494,151 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_26killed(struct __
   return __pyx_r;
 }
 
-/* "kvfs/_native/fuse_loop.pyx":223
+/* "kvfs/_native/fuse_loop.pyx":254
  *         return bool(fl_killed(self._loop, nodeid))
+ * 
+ *     def flushed(self, uint64_t nodeid):             # <<<<<<<<<<<<<<
+ *         """Whether any descriptor of the node has been closed: its RELEASE may be on its way."""
+ *         return bool(fl_flushed(self._loop, nodeid))
+*/
+
+/* Python wrapper */
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_33flushed(PyObject *__pyx_v_self, 
+#if CYTHON_VECTORCALL
+PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
+#else
+PyObject *__pyx_args, PyObject *__pyx_kwds
+#endif
+); /*proto*/
+PyDoc_STRVAR(__pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_32flushed, "Whether any descriptor of the node has been closed: its RELEASE may be on its way.");
+static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_33flushed = {"flushed", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_33flushed, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_32flushed};
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_33flushed(PyObject *__pyx_v_self, 
+#if CYTHON_VECTORCALL
+PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
+#else
+PyObject *__pyx_args, PyObject *__pyx_kwds
+#endif
+) {
+  uint64_t __pyx_v_nodeid;
+  #if !CYTHON_VECTORCALL
+  CYTHON_UNUSED Py_ssize_t __pyx_nargs;
+  #endif
+  CYTHON_UNUSED PyObject *const *__pyx_kwvalues;
+  PyObject* values[1] = {0};
+  int __pyx_lineno = 0;
+  const char *__pyx_filename = NULL;
+  int __pyx_clineno = 0;
+  PyObject *__pyx_r = 0;
+  __Pyx_RefNannyDeclarations
+  __Pyx_RefNannySetupContext("flushed (wrapper)", 0);
+  #if !CYTHON_VECTORCALL
+  #if CYTHON_ASSUME_SAFE_SIZE
+  __pyx_nargs = PyTuple_GET_SIZE(__pyx_args);
+  #else
+  __pyx_nargs = PyTuple_Size(__pyx_args); if (unlikely(__pyx_nargs < 0)) return NULL;
+  #endif
+  #endif
+  __pyx_kwvalues = __Pyx_KwValues_FASTCALL(__pyx_args, __pyx_nargs);
+  {
+    PyObject ** const __pyx_pyargnames[] = {&__pyx_mstate_global->__pyx_n_u_nodeid,0};
+    const Py_ssize_t __pyx_kwds_len = (__pyx_kwds) ? __Pyx_NumKwargs_FASTCALL(__pyx_kwds) : 0;
+    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 254, __pyx_L3_error)
+    if (__pyx_kwds_len > 0) {
+      switch (__pyx_nargs) {
+        case  1:
+        values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 254, __pyx_L3_error)
+        CYTHON_FALLTHROUGH;
+        case  0: break;
+        default: goto __pyx_L5_argtuple_error;
+      }
+      const Py_ssize_t kwd_pos_args = __pyx_nargs;
+      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "flushed", 0) < (0)) __PYX_ERR(0, 254, __pyx_L3_error)
+      for (Py_ssize_t i = __pyx_nargs; i < 1; i++) {
+        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("flushed", 1, 1, 1, i); __PYX_ERR(0, 254, __pyx_L3_error) }
+      }
+    } else if (unlikely(__pyx_nargs != 1)) {
+      goto __pyx_L5_argtuple_error;
+    } else {
+      values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
+      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 254, __pyx_L3_error)
+    }
+    __pyx_v_nodeid = __Pyx_PyLong_As_uint64_t(values[0]); if (unlikely((__pyx_v_nodeid == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 254, __pyx_L3_error)
+  }
+  goto __pyx_L6_skip;
+  __pyx_L5_argtuple_error:;
+  __Pyx_RaiseArgtupleInvalid("flushed", 1, 1, 1, __pyx_nargs); __PYX_ERR(0, 254, __pyx_L3_error)
+  __pyx_L6_skip:;
+  goto __pyx_L4_argument_unpacking_done;
+  __pyx_L3_error:;
+  for (Py_ssize_t __pyx_temp=0; __pyx_temp < (Py_ssize_t)(sizeof(values)/sizeof(values[0])); ++__pyx_temp) {
+    Py_XDECREF(values[__pyx_temp]);
+  }
+  __Pyx_AddTraceback("kvfs._native.fuse_loop.FuseLoop.flushed", __pyx_clineno, __pyx_lineno, __pyx_filename);
+  __Pyx_RefNannyFinishContext();
+  return NULL;
+  __pyx_L4_argument_unpacking_done:;
+  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_32flushed(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self), __pyx_v_nodeid);
+
+  /* function exit code */
+  for (Py_ssize_t __pyx_temp=0; __pyx_temp < (Py_ssize_t)(sizeof(values)/sizeof(values[0])); ++__pyx_temp) {
+    Py_XDECREF(values[__pyx_temp]);
+  }
+
+  __Pyx_RefNannyFinishContext();
+  return __pyx_r;
+}
+
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_32flushed(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid) {
+  PyObject *__pyx_r = NULL;
+  __Pyx_RefNannyDeclarations
+  PyObject *__pyx_t_1 = NULL;
+  int __pyx_lineno = 0;
+  const char *__pyx_filename = NULL;
+  int __pyx_clineno = 0;
+  __Pyx_RefNannySetupContext("flushed", 0);
+
+  /* "kvfs/_native/fuse_loop.pyx":256
+ *     def flushed(self, uint64_t nodeid):
+ *         """Whether any descriptor of the node has been closed: its RELEASE may be on its way."""
+ *         return bool(fl_flushed(self._loop, nodeid))             # <<<<<<<<<<<<<<
+ * 
+ *     def relay_opens(self, bint relay):
+*/
+  __pyx_t_1 = __Pyx_PyBool_FromLong((!(!(fl_flushed(__pyx_v_self->_loop, __pyx_v_nodeid) != 0)))); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 256, __pyx_L1_error)
+  __Pyx_GOTREF(__pyx_t_1);
+  {
+    PyObject *__pyx_temp;
+    {
+      __pyx_temp = __pyx_r;
+      __pyx_r = __pyx_t_1;
+    }
+    __Pyx_XDECREF(__pyx_temp);
+  }
+  __pyx_t_1 = 0;
+  goto __pyx_L0;
+
+  /* "kvfs/_native/fuse_loop.pyx":254
+ *         return bool(fl_killed(self._loop, nodeid))
+ * 
+ *     def flushed(self, uint64_t nodeid):             # <<<<<<<<<<<<<<
+ *         """Whether any descriptor of the node has been closed: its RELEASE may be on its way."""
+ *         return bool(fl_flushed(self._loop, nodeid))
+*/
+
+  /* function exit code */
+  __pyx_L1_error:;
+  __Pyx_XDECREF(__pyx_t_1);
+  __Pyx_AddTraceback("kvfs._native.fuse_loop.FuseLoop.flushed", __pyx_clineno, __pyx_lineno, __pyx_filename);
+  __pyx_r = NULL;
+  __pyx_L0:;
+  __Pyx_XGIVEREF(__pyx_r);
+  __Pyx_RefNannyFinishContext();
+  return __pyx_r;
+}
+
+/* "kvfs/_native/fuse_loop.pyx":258
+ *         return bool(fl_flushed(self._loop, nodeid))
  * 
  *     def relay_opens(self, bint relay):             # <<<<<<<<<<<<<<
  *         """Whether every OPEN goes to Python (a quota is being enforced)."""
@@ -5980,16 +6646,16 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_26killed(struct __
 */
 
 /* Python wrapper */
-static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_29relay_opens(PyObject *__pyx_v_self, 
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_35relay_opens(PyObject *__pyx_v_self, 
 #if CYTHON_VECTORCALL
 PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
 #else
 PyObject *__pyx_args, PyObject *__pyx_kwds
 #endif
 ); /*proto*/
-PyDoc_STRVAR(__pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_28relay_opens, "Whether every OPEN goes to Python (a quota is being enforced).");
-static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_29relay_opens = {"relay_opens", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_29relay_opens, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_28relay_opens};
-static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_29relay_opens(PyObject *__pyx_v_self, 
+PyDoc_STRVAR(__pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_34relay_opens, "Whether every OPEN goes to Python (a quota is being enforced).");
+static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_35relay_opens = {"relay_opens", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_35relay_opens, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_34relay_opens};
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_35relay_opens(PyObject *__pyx_v_self, 
 #if CYTHON_VECTORCALL
 PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
 #else
@@ -6019,32 +6685,32 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   {
     PyObject ** const __pyx_pyargnames[] = {&__pyx_mstate_global->__pyx_n_u_relay,0};
     const Py_ssize_t __pyx_kwds_len = (__pyx_kwds) ? __Pyx_NumKwargs_FASTCALL(__pyx_kwds) : 0;
-    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 223, __pyx_L3_error)
+    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 258, __pyx_L3_error)
     if (__pyx_kwds_len > 0) {
       switch (__pyx_nargs) {
         case  1:
         values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
-        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 223, __pyx_L3_error)
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 258, __pyx_L3_error)
         CYTHON_FALLTHROUGH;
         case  0: break;
         default: goto __pyx_L5_argtuple_error;
       }
       const Py_ssize_t kwd_pos_args = __pyx_nargs;
-      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "relay_opens", 0) < (0)) __PYX_ERR(0, 223, __pyx_L3_error)
+      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "relay_opens", 0) < (0)) __PYX_ERR(0, 258, __pyx_L3_error)
       for (Py_ssize_t i = __pyx_nargs; i < 1; i++) {
-        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("relay_opens", 1, 1, 1, i); __PYX_ERR(0, 223, __pyx_L3_error) }
+        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("relay_opens", 1, 1, 1, i); __PYX_ERR(0, 258, __pyx_L3_error) }
       }
     } else if (unlikely(__pyx_nargs != 1)) {
       goto __pyx_L5_argtuple_error;
     } else {
       values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
-      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 223, __pyx_L3_error)
+      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 258, __pyx_L3_error)
     }
-    __pyx_v_relay = __Pyx_PyObject_IsTrue(values[0]); if (unlikely((__pyx_v_relay == (int)-1) && PyErr_Occurred())) __PYX_ERR(0, 223, __pyx_L3_error)
+    __pyx_v_relay = __Pyx_PyObject_IsTrue(values[0]); if (unlikely((__pyx_v_relay == (int)-1) && PyErr_Occurred())) __PYX_ERR(0, 258, __pyx_L3_error)
   }
   goto __pyx_L6_skip;
   __pyx_L5_argtuple_error:;
-  __Pyx_RaiseArgtupleInvalid("relay_opens", 1, 1, 1, __pyx_nargs); __PYX_ERR(0, 223, __pyx_L3_error)
+  __Pyx_RaiseArgtupleInvalid("relay_opens", 1, 1, 1, __pyx_nargs); __PYX_ERR(0, 258, __pyx_L3_error)
   __pyx_L6_skip:;
   goto __pyx_L4_argument_unpacking_done;
   __pyx_L3_error:;
@@ -6055,7 +6721,7 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   __Pyx_RefNannyFinishContext();
   return NULL;
   __pyx_L4_argument_unpacking_done:;
-  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_28relay_opens(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self), __pyx_v_relay);
+  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_34relay_opens(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self), __pyx_v_relay);
 
   /* function exit code */
   for (Py_ssize_t __pyx_temp=0; __pyx_temp < (Py_ssize_t)(sizeof(values)/sizeof(values[0])); ++__pyx_temp) {
@@ -6066,12 +6732,12 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   return __pyx_r;
 }
 
-static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_28relay_opens(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, int __pyx_v_relay) {
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_34relay_opens(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, int __pyx_v_relay) {
   PyObject *__pyx_r = NULL;
   __Pyx_RefNannyDeclarations
   __Pyx_RefNannySetupContext("relay_opens", 0);
 
-  /* "kvfs/_native/fuse_loop.pyx":225
+  /* "kvfs/_native/fuse_loop.pyx":260
  *     def relay_opens(self, bint relay):
  *         """Whether every OPEN goes to Python (a quota is being enforced)."""
  *         fl_relay_opens(self._loop, relay)             # <<<<<<<<<<<<<<
@@ -6080,8 +6746,8 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_28relay_opens(stru
 */
   fl_relay_opens(__pyx_v_self->_loop, __pyx_v_relay);
 
-  /* "kvfs/_native/fuse_loop.pyx":223
- *         return bool(fl_killed(self._loop, nodeid))
+  /* "kvfs/_native/fuse_loop.pyx":258
+ *         return bool(fl_flushed(self._loop, nodeid))
  * 
  *     def relay_opens(self, bint relay):             # <<<<<<<<<<<<<<
  *         """Whether every OPEN goes to Python (a quota is being enforced)."""
@@ -6095,7 +6761,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_28relay_opens(stru
   return __pyx_r;
 }
 
-/* "kvfs/_native/fuse_loop.pyx":227
+/* "kvfs/_native/fuse_loop.pyx":262
  *         fl_relay_opens(self._loop, relay)
  * 
  *     def drain_opens(self):             # <<<<<<<<<<<<<<
@@ -6104,16 +6770,16 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_28relay_opens(stru
 */
 
 /* Python wrapper */
-static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_31drain_opens(PyObject *__pyx_v_self, 
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_37drain_opens(PyObject *__pyx_v_self, 
 #if CYTHON_VECTORCALL
 PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
 #else
 PyObject *__pyx_args, PyObject *__pyx_kwds
 #endif
 ); /*proto*/
-PyDoc_STRVAR(__pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_30drain_opens, "(nodeid, uid, pid) of opens answered natively since the last call, oldest first.");
-static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_31drain_opens = {"drain_opens", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_31drain_opens, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_30drain_opens};
-static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_31drain_opens(PyObject *__pyx_v_self, 
+PyDoc_STRVAR(__pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_36drain_opens, "(nodeid, uid, pid) of opens answered natively since the last call, oldest first.");
+static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_37drain_opens = {"drain_opens", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_37drain_opens, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_36drain_opens};
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_37drain_opens(PyObject *__pyx_v_self, 
 #if CYTHON_VECTORCALL
 PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
 #else
@@ -6139,14 +6805,14 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   const Py_ssize_t __pyx_kwds_len = unlikely(__pyx_kwds) ? __Pyx_NumKwargs_FASTCALL(__pyx_kwds) : 0;
   if (unlikely(__pyx_kwds_len < 0)) return NULL;
   if (unlikely(__pyx_kwds_len > 0)) {__Pyx_RejectKeywords("drain_opens", __pyx_kwds); return NULL;}
-  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_30drain_opens(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self));
+  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_36drain_opens(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self));
 
   /* function exit code */
   __Pyx_RefNannyFinishContext();
   return __pyx_r;
 }
 
-static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_30drain_opens(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self) {
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_36drain_opens(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self) {
   struct fl_open_record __pyx_v_records[__pyx_e_4kvfs_7_native_9fuse_loop_DRAIN_BATCH];
   uint32_t __pyx_v_count;
   uint32_t __pyx_v_i;
@@ -6167,7 +6833,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_30drain_opens(stru
   int __pyx_clineno = 0;
   __Pyx_RefNannySetupContext("drain_opens", 0);
 
-  /* "kvfs/_native/fuse_loop.pyx":230
+  /* "kvfs/_native/fuse_loop.pyx":265
  *         """(nodeid, uid, pid) of opens answered natively since the last call, oldest first."""
  *         cdef fl_open_record records[DRAIN_BATCH]
  *         cdef uint32_t count = DRAIN_BATCH, i             # <<<<<<<<<<<<<<
@@ -6176,19 +6842,19 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_30drain_opens(stru
 */
   __pyx_v_count = __pyx_e_4kvfs_7_native_9fuse_loop_DRAIN_BATCH;
 
-  /* "kvfs/_native/fuse_loop.pyx":231
+  /* "kvfs/_native/fuse_loop.pyx":266
  *         cdef fl_open_record records[DRAIN_BATCH]
  *         cdef uint32_t count = DRAIN_BATCH, i
  *         found = []             # <<<<<<<<<<<<<<
  *         while count == DRAIN_BATCH:
  *             count = fl_drain_opens(self._loop, records, DRAIN_BATCH)
 */
-  __pyx_t_1 = PyList_New(0); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 231, __pyx_L1_error)
+  __pyx_t_1 = PyList_New(0); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 266, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_1);
   __pyx_v_found = ((PyObject*)__pyx_t_1);
   __pyx_t_1 = 0;
 
-  /* "kvfs/_native/fuse_loop.pyx":232
+  /* "kvfs/_native/fuse_loop.pyx":267
  *         cdef uint32_t count = DRAIN_BATCH, i
  *         found = []
  *         while count == DRAIN_BATCH:             # <<<<<<<<<<<<<<
@@ -6201,7 +6867,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_30drain_opens(stru
 
     if (!__pyx_t_2) break;
 
-    /* "kvfs/_native/fuse_loop.pyx":233
+    /* "kvfs/_native/fuse_loop.pyx":268
  *         found = []
  *         while count == DRAIN_BATCH:
  *             count = fl_drain_opens(self._loop, records, DRAIN_BATCH)             # <<<<<<<<<<<<<<
@@ -6210,7 +6876,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_30drain_opens(stru
 */
     __pyx_v_count = fl_drain_opens(__pyx_v_self->_loop, __pyx_v_records, __pyx_e_4kvfs_7_native_9fuse_loop_DRAIN_BATCH);
 
-    /* "kvfs/_native/fuse_loop.pyx":234
+    /* "kvfs/_native/fuse_loop.pyx":269
  *         while count == DRAIN_BATCH:
  *             count = fl_drain_opens(self._loop, records, DRAIN_BATCH)
  *             for i in range(count):             # <<<<<<<<<<<<<<
@@ -6224,38 +6890,38 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_30drain_opens(stru
     for (__pyx_t_5 = 0; __pyx_t_5 < __pyx_t_4; __pyx_t_5+=1) {
       __pyx_v_i = __pyx_t_5;
 
-      /* "kvfs/_native/fuse_loop.pyx":235
+      /* "kvfs/_native/fuse_loop.pyx":270
  *             count = fl_drain_opens(self._loop, records, DRAIN_BATCH)
  *             for i in range(count):
  *                 found.append((records[i].nodeid, records[i].uid, records[i].pid))             # <<<<<<<<<<<<<<
  *         return found
  * 
 */
-      __pyx_t_1 = __Pyx_PyLong_From_uint64_t((__pyx_v_records[__pyx_v_i]).nodeid); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 235, __pyx_L1_error)
+      __pyx_t_1 = __Pyx_PyLong_From_uint64_t((__pyx_v_records[__pyx_v_i]).nodeid); if (unlikely(!__pyx_t_1)) __PYX_ERR(0, 270, __pyx_L1_error)
       __Pyx_GOTREF(__pyx_t_1);
-      __pyx_t_6 = __Pyx_PyLong_From_uint32_t((__pyx_v_records[__pyx_v_i]).uid); if (unlikely(!__pyx_t_6)) __PYX_ERR(0, 235, __pyx_L1_error)
+      __pyx_t_6 = __Pyx_PyLong_From_uint32_t((__pyx_v_records[__pyx_v_i]).uid); if (unlikely(!__pyx_t_6)) __PYX_ERR(0, 270, __pyx_L1_error)
       __Pyx_GOTREF(__pyx_t_6);
-      __pyx_t_7 = __Pyx_PyLong_From_uint32_t((__pyx_v_records[__pyx_v_i]).pid); if (unlikely(!__pyx_t_7)) __PYX_ERR(0, 235, __pyx_L1_error)
+      __pyx_t_7 = __Pyx_PyLong_From_uint32_t((__pyx_v_records[__pyx_v_i]).pid); if (unlikely(!__pyx_t_7)) __PYX_ERR(0, 270, __pyx_L1_error)
       __Pyx_GOTREF(__pyx_t_7);
-      __pyx_t_8 = PyTuple_New(3); if (unlikely(!__pyx_t_8)) __PYX_ERR(0, 235, __pyx_L1_error)
+      __pyx_t_8 = PyTuple_New(3); if (unlikely(!__pyx_t_8)) __PYX_ERR(0, 270, __pyx_L1_error)
       __Pyx_GOTREF(__pyx_t_8);
       __Pyx_GIVEREF(__pyx_t_1);
-      if (__Pyx_PyTuple_SET_ITEM(__pyx_t_8, 0, __pyx_t_1) != (0)) __PYX_ERR(0, 235, __pyx_L1_error);
+      if (__Pyx_PyTuple_SET_ITEM(__pyx_t_8, 0, __pyx_t_1) != (0)) __PYX_ERR(0, 270, __pyx_L1_error);
       __Pyx_GIVEREF(__pyx_t_6);
-      if (__Pyx_PyTuple_SET_ITEM(__pyx_t_8, 1, __pyx_t_6) != (0)) __PYX_ERR(0, 235, __pyx_L1_error);
+      if (__Pyx_PyTuple_SET_ITEM(__pyx_t_8, 1, __pyx_t_6) != (0)) __PYX_ERR(0, 270, __pyx_L1_error);
       __Pyx_GIVEREF(__pyx_t_7);
-      if (__Pyx_PyTuple_SET_ITEM(__pyx_t_8, 2, __pyx_t_7) != (0)) __PYX_ERR(0, 235, __pyx_L1_error);
+      if (__Pyx_PyTuple_SET_ITEM(__pyx_t_8, 2, __pyx_t_7) != (0)) __PYX_ERR(0, 270, __pyx_L1_error);
       __pyx_t_1 = 0;
       __pyx_t_6 = 0;
       __pyx_t_7 = 0;
-      __pyx_t_9 = __Pyx_PyList_Append(__pyx_v_found, __pyx_t_8); if (unlikely(__pyx_t_9 == ((int)-1))) __PYX_ERR(0, 235, __pyx_L1_error)
+      __pyx_t_9 = __Pyx_PyList_Append(__pyx_v_found, __pyx_t_8); if (unlikely(__pyx_t_9 == ((int)-1))) __PYX_ERR(0, 270, __pyx_L1_error)
       __Pyx_DECREF(__pyx_t_8); __pyx_t_8 = 0;
 
     }
 
   }
 
-  /* "kvfs/_native/fuse_loop.pyx":236
+  /* "kvfs/_native/fuse_loop.pyx":271
  *             for i in range(count):
  *                 found.append((records[i].nodeid, records[i].uid, records[i].pid))
  *         return found             # <<<<<<<<<<<<<<
@@ -6273,7 +6939,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_30drain_opens(stru
   }
   goto __pyx_L0;
 
-  /* "kvfs/_native/fuse_loop.pyx":227
+  /* "kvfs/_native/fuse_loop.pyx":262
  *         fl_relay_opens(self._loop, relay)
  * 
  *     def drain_opens(self):             # <<<<<<<<<<<<<<
@@ -6299,7 +6965,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_30drain_opens(stru
   return __pyx_r;
 }
 
-/* "kvfs/_native/fuse_loop.pyx":238
+/* "kvfs/_native/fuse_loop.pyx":273
  *         return found
  * 
  *     def probe(self, int fd):             # <<<<<<<<<<<<<<
@@ -6308,16 +6974,16 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_30drain_opens(stru
 */
 
 /* Python wrapper */
-static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_33probe(PyObject *__pyx_v_self, 
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_39probe(PyObject *__pyx_v_self, 
 #if CYTHON_VECTORCALL
 PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
 #else
 PyObject *__pyx_args, PyObject *__pyx_kwds
 #endif
 ); /*proto*/
-PyDoc_STRVAR(__pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_32probe, "Whether the kernel takes `fd` as a backing; passthrough is off from now on where it does not.");
-static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_33probe = {"probe", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_33probe, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_32probe};
-static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_33probe(PyObject *__pyx_v_self, 
+PyDoc_STRVAR(__pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_38probe, "Whether the kernel takes `fd` as a backing; passthrough is off from now on where it does not.");
+static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_39probe = {"probe", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_39probe, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_38probe};
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_39probe(PyObject *__pyx_v_self, 
 #if CYTHON_VECTORCALL
 PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
 #else
@@ -6347,32 +7013,32 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   {
     PyObject ** const __pyx_pyargnames[] = {&__pyx_mstate_global->__pyx_n_u_fd,0};
     const Py_ssize_t __pyx_kwds_len = (__pyx_kwds) ? __Pyx_NumKwargs_FASTCALL(__pyx_kwds) : 0;
-    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 238, __pyx_L3_error)
+    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 273, __pyx_L3_error)
     if (__pyx_kwds_len > 0) {
       switch (__pyx_nargs) {
         case  1:
         values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
-        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 238, __pyx_L3_error)
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 273, __pyx_L3_error)
         CYTHON_FALLTHROUGH;
         case  0: break;
         default: goto __pyx_L5_argtuple_error;
       }
       const Py_ssize_t kwd_pos_args = __pyx_nargs;
-      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "probe", 0) < (0)) __PYX_ERR(0, 238, __pyx_L3_error)
+      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "probe", 0) < (0)) __PYX_ERR(0, 273, __pyx_L3_error)
       for (Py_ssize_t i = __pyx_nargs; i < 1; i++) {
-        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("probe", 1, 1, 1, i); __PYX_ERR(0, 238, __pyx_L3_error) }
+        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("probe", 1, 1, 1, i); __PYX_ERR(0, 273, __pyx_L3_error) }
       }
     } else if (unlikely(__pyx_nargs != 1)) {
       goto __pyx_L5_argtuple_error;
     } else {
       values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
-      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 238, __pyx_L3_error)
+      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 273, __pyx_L3_error)
     }
-    __pyx_v_fd = __Pyx_PyLong_As_int(values[0]); if (unlikely((__pyx_v_fd == (int)-1) && PyErr_Occurred())) __PYX_ERR(0, 238, __pyx_L3_error)
+    __pyx_v_fd = __Pyx_PyLong_As_int(values[0]); if (unlikely((__pyx_v_fd == (int)-1) && PyErr_Occurred())) __PYX_ERR(0, 273, __pyx_L3_error)
   }
   goto __pyx_L6_skip;
   __pyx_L5_argtuple_error:;
-  __Pyx_RaiseArgtupleInvalid("probe", 1, 1, 1, __pyx_nargs); __PYX_ERR(0, 238, __pyx_L3_error)
+  __Pyx_RaiseArgtupleInvalid("probe", 1, 1, 1, __pyx_nargs); __PYX_ERR(0, 273, __pyx_L3_error)
   __pyx_L6_skip:;
   goto __pyx_L4_argument_unpacking_done;
   __pyx_L3_error:;
@@ -6383,7 +7049,7 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   __Pyx_RefNannyFinishContext();
   return NULL;
   __pyx_L4_argument_unpacking_done:;
-  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_32probe(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self), __pyx_v_fd);
+  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_38probe(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self), __pyx_v_fd);
 
   /* function exit code */
   for (Py_ssize_t __pyx_temp=0; __pyx_temp < (Py_ssize_t)(sizeof(values)/sizeof(values[0])); ++__pyx_temp) {
@@ -6394,7 +7060,7 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   return __pyx_r;
 }
 
-static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_32probe(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, int __pyx_v_fd) {
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_38probe(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, int __pyx_v_fd) {
   int __pyx_v_status;
   PyObject *__pyx_r = NULL;
   __Pyx_RefNannyDeclarations
@@ -6405,7 +7071,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_32probe(struct __p
   int __pyx_clineno = 0;
   __Pyx_RefNannySetupContext("probe", 0);
 
-  /* "kvfs/_native/fuse_loop.pyx":241
+  /* "kvfs/_native/fuse_loop.pyx":276
  *         """Whether the kernel takes `fd` as a backing; passthrough is off from now on where it does not."""
  *         cdef int status
  *         with nogil:             # <<<<<<<<<<<<<<
@@ -6418,7 +7084,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_32probe(struct __p
       __Pyx_FastGIL_Remember();
       /*try:*/ {
 
-        /* "kvfs/_native/fuse_loop.pyx":242
+        /* "kvfs/_native/fuse_loop.pyx":277
  *         cdef int status
  *         with nogil:
  *             status = fl_probe(self._loop, fd)             # <<<<<<<<<<<<<<
@@ -6428,7 +7094,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_32probe(struct __p
         __pyx_v_status = fl_probe(__pyx_v_self->_loop, __pyx_v_fd);
       }
 
-      /* "kvfs/_native/fuse_loop.pyx":241
+      /* "kvfs/_native/fuse_loop.pyx":276
  *         """Whether the kernel takes `fd` as a backing; passthrough is off from now on where it does not."""
  *         cdef int status
  *         with nogil:             # <<<<<<<<<<<<<<
@@ -6445,15 +7111,15 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_32probe(struct __p
       }
   }
 
-  /* "kvfs/_native/fuse_loop.pyx":243
+  /* "kvfs/_native/fuse_loop.pyx":278
  *         with nogil:
  *             status = fl_probe(self._loop, fd)
  *         return self._check(status, "passthrough") == 1             # <<<<<<<<<<<<<<
  * 
  *     def invalidate_entry(self, uint64_t parent, bytes name not None):
 */
-  __pyx_t_1 = ((struct __pyx_vtabstruct_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self->__pyx_vtab)->_check(__pyx_v_self, __pyx_v_status, __pyx_mstate_global->__pyx_n_u_passthrough); if (unlikely(__pyx_t_1 == ((int)-1))) __PYX_ERR(0, 243, __pyx_L1_error)
-  __pyx_t_2 = __Pyx_PyBool_FromLong((__pyx_t_1 == 1)); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 243, __pyx_L1_error)
+  __pyx_t_1 = ((struct __pyx_vtabstruct_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self->__pyx_vtab)->_check(__pyx_v_self, __pyx_v_status, __pyx_mstate_global->__pyx_n_u_passthrough); if (unlikely(__pyx_t_1 == ((int)-1))) __PYX_ERR(0, 278, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_PyBool_FromLong((__pyx_t_1 == 1)); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 278, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
 
   {
@@ -6467,7 +7133,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_32probe(struct __p
   __pyx_t_2 = 0;
   goto __pyx_L0;
 
-  /* "kvfs/_native/fuse_loop.pyx":238
+  /* "kvfs/_native/fuse_loop.pyx":273
  *         return found
  * 
  *     def probe(self, int fd):             # <<<<<<<<<<<<<<
@@ -6487,7 +7153,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_32probe(struct __p
   return __pyx_r;
 }
 
-/* "kvfs/_native/fuse_loop.pyx":245
+/* "kvfs/_native/fuse_loop.pyx":280
  *         return self._check(status, "passthrough") == 1
  * 
  *     def invalidate_entry(self, uint64_t parent, bytes name not None):             # <<<<<<<<<<<<<<
@@ -6496,16 +7162,16 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_32probe(struct __p
 */
 
 /* Python wrapper */
-static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_35invalidate_entry(PyObject *__pyx_v_self, 
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_41invalidate_entry(PyObject *__pyx_v_self, 
 #if CYTHON_VECTORCALL
 PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
 #else
 PyObject *__pyx_args, PyObject *__pyx_kwds
 #endif
 ); /*proto*/
-PyDoc_STRVAR(__pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_34invalidate_entry, "Make the kernel look `name` up again; never waits.");
-static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_35invalidate_entry = {"invalidate_entry", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_35invalidate_entry, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_34invalidate_entry};
-static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_35invalidate_entry(PyObject *__pyx_v_self, 
+PyDoc_STRVAR(__pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_40invalidate_entry, "Make the kernel look `name` up again; never waits.");
+static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_41invalidate_entry = {"invalidate_entry", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_41invalidate_entry, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_40invalidate_entry};
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_41invalidate_entry(PyObject *__pyx_v_self, 
 #if CYTHON_VECTORCALL
 PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
 #else
@@ -6536,39 +7202,39 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   {
     PyObject ** const __pyx_pyargnames[] = {&__pyx_mstate_global->__pyx_n_u_parent,&__pyx_mstate_global->__pyx_n_u_name,0};
     const Py_ssize_t __pyx_kwds_len = (__pyx_kwds) ? __Pyx_NumKwargs_FASTCALL(__pyx_kwds) : 0;
-    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 245, __pyx_L3_error)
+    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 280, __pyx_L3_error)
     if (__pyx_kwds_len > 0) {
       switch (__pyx_nargs) {
         case  2:
         values[1] = __Pyx_ArgRef_FASTCALL(__pyx_args, 1);
-        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[1])) __PYX_ERR(0, 245, __pyx_L3_error)
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[1])) __PYX_ERR(0, 280, __pyx_L3_error)
         CYTHON_FALLTHROUGH;
         case  1:
         values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
-        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 245, __pyx_L3_error)
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 280, __pyx_L3_error)
         CYTHON_FALLTHROUGH;
         case  0: break;
         default: goto __pyx_L5_argtuple_error;
       }
       const Py_ssize_t kwd_pos_args = __pyx_nargs;
-      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "invalidate_entry", 0) < (0)) __PYX_ERR(0, 245, __pyx_L3_error)
+      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "invalidate_entry", 0) < (0)) __PYX_ERR(0, 280, __pyx_L3_error)
       for (Py_ssize_t i = __pyx_nargs; i < 2; i++) {
-        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("invalidate_entry", 1, 2, 2, i); __PYX_ERR(0, 245, __pyx_L3_error) }
+        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("invalidate_entry", 1, 2, 2, i); __PYX_ERR(0, 280, __pyx_L3_error) }
       }
     } else if (unlikely(__pyx_nargs != 2)) {
       goto __pyx_L5_argtuple_error;
     } else {
       values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
-      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 245, __pyx_L3_error)
+      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 280, __pyx_L3_error)
       values[1] = __Pyx_ArgRef_FASTCALL(__pyx_args, 1);
-      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[1])) __PYX_ERR(0, 245, __pyx_L3_error)
+      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[1])) __PYX_ERR(0, 280, __pyx_L3_error)
     }
-    __pyx_v_parent = __Pyx_PyLong_As_uint64_t(values[0]); if (unlikely((__pyx_v_parent == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 245, __pyx_L3_error)
+    __pyx_v_parent = __Pyx_PyLong_As_uint64_t(values[0]); if (unlikely((__pyx_v_parent == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 280, __pyx_L3_error)
     __pyx_v_name = ((PyObject*)values[1]);
   }
   goto __pyx_L6_skip;
   __pyx_L5_argtuple_error:;
-  __Pyx_RaiseArgtupleInvalid("invalidate_entry", 1, 2, 2, __pyx_nargs); __PYX_ERR(0, 245, __pyx_L3_error)
+  __Pyx_RaiseArgtupleInvalid("invalidate_entry", 1, 2, 2, __pyx_nargs); __PYX_ERR(0, 280, __pyx_L3_error)
   __pyx_L6_skip:;
   goto __pyx_L4_argument_unpacking_done;
   __pyx_L3_error:;
@@ -6579,8 +7245,8 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   __Pyx_RefNannyFinishContext();
   return NULL;
   __pyx_L4_argument_unpacking_done:;
-  if (unlikely(!__Pyx_ArgTypeTest(((PyObject *)__pyx_v_name), (&PyBytes_Type), 0, "name", 1))) __PYX_ERR(0, 245, __pyx_L1_error)
-  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_34invalidate_entry(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self), __pyx_v_parent, __pyx_v_name);
+  if (unlikely(!__Pyx_ArgTypeTest(((PyObject *)__pyx_v_name), (&PyBytes_Type), 0, "name", 1))) __PYX_ERR(0, 280, __pyx_L1_error)
+  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_40invalidate_entry(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self), __pyx_v_parent, __pyx_v_name);
 
   /* function exit code */
   goto __pyx_L0;
@@ -6600,7 +7266,7 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   return __pyx_r;
 }
 
-static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_34invalidate_entry(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_parent, PyObject *__pyx_v_name) {
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_40invalidate_entry(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_parent, PyObject *__pyx_v_name) {
   PyObject *__pyx_r = NULL;
   __Pyx_RefNannyDeclarations
   char const *__pyx_t_1;
@@ -6610,20 +7276,20 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_34invalidate_entry
   int __pyx_clineno = 0;
   __Pyx_RefNannySetupContext("invalidate_entry", 0);
 
-  /* "kvfs/_native/fuse_loop.pyx":247
+  /* "kvfs/_native/fuse_loop.pyx":282
  *     def invalidate_entry(self, uint64_t parent, bytes name not None):
  *         """Make the kernel look `name` up again; never waits."""
  *         fl_invalidate_entry(self._loop, parent, name, <uint32_t> len(name))             # <<<<<<<<<<<<<<
  * 
  *     def invalidate_attr(self, uint64_t nodeid):
 */
-  __pyx_t_1 = __Pyx_PyBytes_AsString(__pyx_v_name); if (unlikely((!__pyx_t_1) && PyErr_Occurred())) __PYX_ERR(0, 247, __pyx_L1_error)
-  __pyx_t_2 = __Pyx_PyBytes_GET_SIZE(__pyx_v_name); if (unlikely(__pyx_t_2 == ((Py_ssize_t)-1))) __PYX_ERR(0, 247, __pyx_L1_error)
+  __pyx_t_1 = __Pyx_PyBytes_AsString(__pyx_v_name); if (unlikely((!__pyx_t_1) && PyErr_Occurred())) __PYX_ERR(0, 282, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_PyBytes_GET_SIZE(__pyx_v_name); if (unlikely(__pyx_t_2 == ((Py_ssize_t)-1))) __PYX_ERR(0, 282, __pyx_L1_error)
   (void)(fl_invalidate_entry(__pyx_v_self->_loop, __pyx_v_parent, __pyx_t_1, ((uint32_t)__pyx_t_2)));
 
 
 
-  /* "kvfs/_native/fuse_loop.pyx":245
+  /* "kvfs/_native/fuse_loop.pyx":280
  *         return self._check(status, "passthrough") == 1
  * 
  *     def invalidate_entry(self, uint64_t parent, bytes name not None):             # <<<<<<<<<<<<<<
@@ -6643,7 +7309,7 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_34invalidate_entry
   return __pyx_r;
 }
 
-/* "kvfs/_native/fuse_loop.pyx":249
+/* "kvfs/_native/fuse_loop.pyx":284
  *         fl_invalidate_entry(self._loop, parent, name, <uint32_t> len(name))
  * 
  *     def invalidate_attr(self, uint64_t nodeid):             # <<<<<<<<<<<<<<
@@ -6652,16 +7318,16 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_34invalidate_entry
 */
 
 /* Python wrapper */
-static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_37invalidate_attr(PyObject *__pyx_v_self, 
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_43invalidate_attr(PyObject *__pyx_v_self, 
 #if CYTHON_VECTORCALL
 PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
 #else
 PyObject *__pyx_args, PyObject *__pyx_kwds
 #endif
 ); /*proto*/
-PyDoc_STRVAR(__pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_36invalidate_attr, "Make the kernel ask for the node\047s attributes again; never waits.");
-static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_37invalidate_attr = {"invalidate_attr", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_37invalidate_attr, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_36invalidate_attr};
-static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_37invalidate_attr(PyObject *__pyx_v_self, 
+PyDoc_STRVAR(__pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_42invalidate_attr, "Make the kernel ask for the node\047s attributes again; never waits.");
+static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_43invalidate_attr = {"invalidate_attr", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_43invalidate_attr, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_42invalidate_attr};
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_43invalidate_attr(PyObject *__pyx_v_self, 
 #if CYTHON_VECTORCALL
 PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
 #else
@@ -6691,32 +7357,32 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   {
     PyObject ** const __pyx_pyargnames[] = {&__pyx_mstate_global->__pyx_n_u_nodeid,0};
     const Py_ssize_t __pyx_kwds_len = (__pyx_kwds) ? __Pyx_NumKwargs_FASTCALL(__pyx_kwds) : 0;
-    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 249, __pyx_L3_error)
+    if (unlikely(__pyx_kwds_len < 0)) __PYX_ERR(0, 284, __pyx_L3_error)
     if (__pyx_kwds_len > 0) {
       switch (__pyx_nargs) {
         case  1:
         values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
-        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 249, __pyx_L3_error)
+        if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 284, __pyx_L3_error)
         CYTHON_FALLTHROUGH;
         case  0: break;
         default: goto __pyx_L5_argtuple_error;
       }
       const Py_ssize_t kwd_pos_args = __pyx_nargs;
-      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "invalidate_attr", 0) < (0)) __PYX_ERR(0, 249, __pyx_L3_error)
+      if (__Pyx_ParseKeywords(__pyx_kwds, __pyx_kwvalues, __pyx_pyargnames, 0, values, kwd_pos_args, __pyx_kwds_len, "invalidate_attr", 0) < (0)) __PYX_ERR(0, 284, __pyx_L3_error)
       for (Py_ssize_t i = __pyx_nargs; i < 1; i++) {
-        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("invalidate_attr", 1, 1, 1, i); __PYX_ERR(0, 249, __pyx_L3_error) }
+        if (unlikely(!values[i])) { __Pyx_RaiseArgtupleInvalid("invalidate_attr", 1, 1, 1, i); __PYX_ERR(0, 284, __pyx_L3_error) }
       }
     } else if (unlikely(__pyx_nargs != 1)) {
       goto __pyx_L5_argtuple_error;
     } else {
       values[0] = __Pyx_ArgRef_FASTCALL(__pyx_args, 0);
-      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 249, __pyx_L3_error)
+      if (!CYTHON_ASSUME_SAFE_MACROS && unlikely(!values[0])) __PYX_ERR(0, 284, __pyx_L3_error)
     }
-    __pyx_v_nodeid = __Pyx_PyLong_As_uint64_t(values[0]); if (unlikely((__pyx_v_nodeid == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 249, __pyx_L3_error)
+    __pyx_v_nodeid = __Pyx_PyLong_As_uint64_t(values[0]); if (unlikely((__pyx_v_nodeid == ((uint64_t)-1)) && PyErr_Occurred())) __PYX_ERR(0, 284, __pyx_L3_error)
   }
   goto __pyx_L6_skip;
   __pyx_L5_argtuple_error:;
-  __Pyx_RaiseArgtupleInvalid("invalidate_attr", 1, 1, 1, __pyx_nargs); __PYX_ERR(0, 249, __pyx_L3_error)
+  __Pyx_RaiseArgtupleInvalid("invalidate_attr", 1, 1, 1, __pyx_nargs); __PYX_ERR(0, 284, __pyx_L3_error)
   __pyx_L6_skip:;
   goto __pyx_L4_argument_unpacking_done;
   __pyx_L3_error:;
@@ -6727,7 +7393,7 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   __Pyx_RefNannyFinishContext();
   return NULL;
   __pyx_L4_argument_unpacking_done:;
-  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_36invalidate_attr(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self), __pyx_v_nodeid);
+  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_42invalidate_attr(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self), __pyx_v_nodeid);
 
   /* function exit code */
   for (Py_ssize_t __pyx_temp=0; __pyx_temp < (Py_ssize_t)(sizeof(values)/sizeof(values[0])); ++__pyx_temp) {
@@ -6738,19 +7404,19 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   return __pyx_r;
 }
 
-static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_36invalidate_attr(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid) {
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_42invalidate_attr(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, uint64_t __pyx_v_nodeid) {
   PyObject *__pyx_r = NULL;
   __Pyx_RefNannyDeclarations
   __Pyx_RefNannySetupContext("invalidate_attr", 0);
 
-  /* "kvfs/_native/fuse_loop.pyx":251
+  /* "kvfs/_native/fuse_loop.pyx":286
  *     def invalidate_attr(self, uint64_t nodeid):
  *         """Make the kernel ask for the node's attributes again; never waits."""
  *         fl_invalidate_attr(self._loop, nodeid)             # <<<<<<<<<<<<<<
 */
   (void)(fl_invalidate_attr(__pyx_v_self->_loop, __pyx_v_nodeid));
 
-  /* "kvfs/_native/fuse_loop.pyx":249
+  /* "kvfs/_native/fuse_loop.pyx":284
  *         fl_invalidate_entry(self._loop, parent, name, <uint32_t> len(name))
  * 
  *     def invalidate_attr(self, uint64_t nodeid):             # <<<<<<<<<<<<<<
@@ -6772,15 +7438,15 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_36invalidate_attr(
 */
 
 /* Python wrapper */
-static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_39__reduce_cython__(PyObject *__pyx_v_self, 
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_45__reduce_cython__(PyObject *__pyx_v_self, 
 #if CYTHON_VECTORCALL
 PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
 #else
 PyObject *__pyx_args, PyObject *__pyx_kwds
 #endif
 ); /*proto*/
-static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_39__reduce_cython__ = {"__reduce_cython__", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_39__reduce_cython__, __Pyx_METH_FASTCALL|METH_KEYWORDS, 0};
-static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_39__reduce_cython__(PyObject *__pyx_v_self, 
+static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_45__reduce_cython__ = {"__reduce_cython__", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_45__reduce_cython__, __Pyx_METH_FASTCALL|METH_KEYWORDS, 0};
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_45__reduce_cython__(PyObject *__pyx_v_self, 
 #if CYTHON_VECTORCALL
 PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
 #else
@@ -6806,14 +7472,14 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   const Py_ssize_t __pyx_kwds_len = unlikely(__pyx_kwds) ? __Pyx_NumKwargs_FASTCALL(__pyx_kwds) : 0;
   if (unlikely(__pyx_kwds_len < 0)) return NULL;
   if (unlikely(__pyx_kwds_len > 0)) {__Pyx_RejectKeywords("__reduce_cython__", __pyx_kwds); return NULL;}
-  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_38__reduce_cython__(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self));
+  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_44__reduce_cython__(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self));
 
   /* function exit code */
   __Pyx_RefNannyFinishContext();
   return __pyx_r;
 }
 
-static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_38__reduce_cython__(CYTHON_UNUSED struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self) {
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_44__reduce_cython__(CYTHON_UNUSED struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self) {
   PyObject *__pyx_r = NULL;
   __Pyx_RefNannyDeclarations
   int __pyx_lineno = 0;
@@ -6853,15 +7519,15 @@ static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_38__reduce_cython_
 */
 
 /* Python wrapper */
-static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_41__setstate_cython__(PyObject *__pyx_v_self, 
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_47__setstate_cython__(PyObject *__pyx_v_self, 
 #if CYTHON_VECTORCALL
 PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
 #else
 PyObject *__pyx_args, PyObject *__pyx_kwds
 #endif
 ); /*proto*/
-static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_41__setstate_cython__ = {"__setstate_cython__", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_41__setstate_cython__, __Pyx_METH_FASTCALL|METH_KEYWORDS, 0};
-static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_41__setstate_cython__(PyObject *__pyx_v_self, 
+static PyMethodDef __pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_47__setstate_cython__ = {"__setstate_cython__", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_47__setstate_cython__, __Pyx_METH_FASTCALL|METH_KEYWORDS, 0};
+static PyObject *__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_47__setstate_cython__(PyObject *__pyx_v_self, 
 #if CYTHON_VECTORCALL
 PyObject *const *__pyx_args, Py_ssize_t __pyx_nargs, PyObject *__pyx_kwds
 #else
@@ -6927,7 +7593,7 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   __Pyx_RefNannyFinishContext();
   return NULL;
   __pyx_L4_argument_unpacking_done:;
-  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_40__setstate_cython__(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self), __pyx_v___pyx_state);
+  __pyx_r = __pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_46__setstate_cython__(((struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *)__pyx_v_self), __pyx_v___pyx_state);
 
   /* function exit code */
   for (Py_ssize_t __pyx_temp=0; __pyx_temp < (Py_ssize_t)(sizeof(values)/sizeof(values[0])); ++__pyx_temp) {
@@ -6937,7 +7603,7 @@ PyObject *__pyx_args, PyObject *__pyx_kwds
   return __pyx_r;
 }
 
-static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_40__setstate_cython__(CYTHON_UNUSED struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, CYTHON_UNUSED PyObject *__pyx_v___pyx_state) {
+static PyObject *__pyx_pf_4kvfs_7_native_9fuse_loop_8FuseLoop_46__setstate_cython__(CYTHON_UNUSED struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *__pyx_v_self, CYTHON_UNUSED PyObject *__pyx_v___pyx_state) {
   PyObject *__pyx_r = NULL;
   __Pyx_RefNannyDeclarations
   int __pyx_lineno = 0;
@@ -7104,22 +7770,25 @@ static PyMethodDef __pyx_methods_4kvfs_7_native_9fuse_loop_FuseLoop[] = {
   {"start", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_5start, __Pyx_METH_FASTCALL|METH_KEYWORDS, 0},
   {"stop", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_7stop, __Pyx_METH_FASTCALL|METH_KEYWORDS, 0},
   {"stats", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_9stats, __Pyx_METH_FASTCALL|METH_KEYWORDS, 0},
-  {"node_other", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_11node_other, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_10node_other},
-  {"node_draft", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_13node_draft, __Pyx_METH_FASTCALL|METH_KEYWORDS, 0},
+  {"node_directory", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_11node_directory, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_10node_directory},
+  {"node_draft", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_13node_draft, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_12node_draft},
   {"node_sealed", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_15node_sealed, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_14node_sealed},
   {"node_dead", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_17node_dead, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_16node_dead},
   {"node_drop", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_19node_drop, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_18node_drop},
-  {"acquire", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_21acquire, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_20acquire},
-  {"release", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_23release, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_22release},
-  {"opens", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_25opens, __Pyx_METH_FASTCALL|METH_KEYWORDS, 0},
-  {"killed", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_27killed, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_26killed},
-  {"relay_opens", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_29relay_opens, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_28relay_opens},
-  {"drain_opens", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_31drain_opens, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_30drain_opens},
-  {"probe", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_33probe, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_32probe},
-  {"invalidate_entry", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_35invalidate_entry, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_34invalidate_entry},
-  {"invalidate_attr", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_37invalidate_attr, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_36invalidate_attr},
-  {"__reduce_cython__", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_39__reduce_cython__, __Pyx_METH_FASTCALL|METH_KEYWORDS, 0},
-  {"__setstate_cython__", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_41__setstate_cython__, __Pyx_METH_FASTCALL|METH_KEYWORDS, 0},
+  {"link", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_21link, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_20link},
+  {"unlink", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_23unlink, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_22unlink},
+  {"acquire", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_25acquire, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_24acquire},
+  {"release", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_27release, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_26release},
+  {"opens", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_29opens, __Pyx_METH_FASTCALL|METH_KEYWORDS, 0},
+  {"killed", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_31killed, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_30killed},
+  {"flushed", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_33flushed, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_32flushed},
+  {"relay_opens", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_35relay_opens, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_34relay_opens},
+  {"drain_opens", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_37drain_opens, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_36drain_opens},
+  {"probe", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_39probe, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_38probe},
+  {"invalidate_entry", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_41invalidate_entry, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_40invalidate_entry},
+  {"invalidate_attr", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_43invalidate_attr, __Pyx_METH_FASTCALL|METH_KEYWORDS, __pyx_doc_4kvfs_7_native_9fuse_loop_8FuseLoop_42invalidate_attr},
+  {"__reduce_cython__", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_45__reduce_cython__, __Pyx_METH_FASTCALL|METH_KEYWORDS, 0},
+  {"__setstate_cython__", (PyCFunction)(void(*)(void))(__Pyx_PyCFunction_FastCallWithKeywords)__pyx_pw_4kvfs_7_native_9fuse_loop_8FuseLoop_47__setstate_cython__, __Pyx_METH_FASTCALL|METH_KEYWORDS, 0},
   {0, 0, 0, 0}
 };
 
@@ -7288,14 +7957,14 @@ static int __Pyx_modinit_Exttype___pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop(__
   __pyx_vtabptr_4kvfs_7_native_9fuse_loop_FuseLoop = &__pyx_vtable_4kvfs_7_native_9fuse_loop_FuseLoop;
   __pyx_vtable_4kvfs_7_native_9fuse_loop_FuseLoop._check = (int (*)(struct __pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop *, int, PyObject *))__pyx_f_4kvfs_7_native_9fuse_loop_8FuseLoop__check;
   #if CYTHON_USE_TYPE_SPECS
-  __pyx_mstate->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop = (PyTypeObject *) __Pyx_PyType_FromModuleAndSpec(__pyx_m, &__pyx_type_4kvfs_7_native_9fuse_loop_FuseLoop_spec, NULL); if (unlikely(!__pyx_mstate->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop)) __PYX_ERR(0, 92, __pyx_L1_error)
+  __pyx_mstate->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop = (PyTypeObject *) __Pyx_PyType_FromModuleAndSpec(__pyx_m, &__pyx_type_4kvfs_7_native_9fuse_loop_FuseLoop_spec, NULL); if (unlikely(!__pyx_mstate->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop)) __PYX_ERR(0, 96, __pyx_L1_error)
   #else
   __pyx_mstate->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop = &__pyx_type_4kvfs_7_native_9fuse_loop_FuseLoop;
   #endif
   #if !CYTHON_COMPILING_IN_LIMITED_API
   #endif
   #if !CYTHON_USE_TYPE_SPECS
-  if (__Pyx_PyType_Ready(__pyx_mstate->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop) < (0)) __PYX_ERR(0, 92, __pyx_L1_error)
+  if (__Pyx_PyType_Ready(__pyx_mstate->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop) < (0)) __PYX_ERR(0, 96, __pyx_L1_error)
   #endif
   #if CYTHON_COMPILING_IN_CPYTHON && PY_VERSION_HEX >= 0x030E0000
   PyUnstable_Object_EnableDeferredRefcount((PyObject*)__pyx_mstate->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop);
@@ -7305,9 +7974,9 @@ static int __Pyx_modinit_Exttype___pyx_obj_4kvfs_7_native_9fuse_loop_FuseLoop(__
     __pyx_mstate->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop->tp_getattro = PyObject_GenericGetAttr;
   }
   #endif
-  if (__Pyx_SetVtable(__pyx_mstate->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_vtabptr_4kvfs_7_native_9fuse_loop_FuseLoop) < (0)) __PYX_ERR(0, 92, __pyx_L1_error)
-  if (PyObject_SetAttr(__pyx_m, __pyx_mstate_global->__pyx_n_u_FuseLoop, (PyObject *) __pyx_mstate->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop) < (0)) __PYX_ERR(0, 92, __pyx_L1_error)
-  if (__Pyx_setup_reduce((PyObject *) __pyx_mstate->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop) < (0)) __PYX_ERR(0, 92, __pyx_L1_error)
+  if (__Pyx_SetVtable(__pyx_mstate->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_vtabptr_4kvfs_7_native_9fuse_loop_FuseLoop) < (0)) __PYX_ERR(0, 96, __pyx_L1_error)
+  if (PyObject_SetAttr(__pyx_m, __pyx_mstate_global->__pyx_n_u_FuseLoop, (PyObject *) __pyx_mstate->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop) < (0)) __PYX_ERR(0, 96, __pyx_L1_error)
+  if (__Pyx_setup_reduce((PyObject *) __pyx_mstate->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop) < (0)) __PYX_ERR(0, 96, __pyx_L1_error)
   __Pyx_RefNannyFinishContext();
   return 0;
   __pyx_L1_error:;
@@ -7670,7 +8339,7 @@ __Pyx_RefNannySetupContext("PyInit_fuse_loop", 0);
   }
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
 
-  /* "kvfs/_native/fuse_loop.pyx":84
+  /* "kvfs/_native/fuse_loop.pyx":88
  *     DRAIN_BATCH = 256
  * 
  * cdef uint64_t NANOSECONDS = 1000000000             # <<<<<<<<<<<<<<
@@ -7679,274 +8348,319 @@ __Pyx_RefNannySetupContext("PyInit_fuse_loop", 0);
 */
   __pyx_v_4kvfs_7_native_9fuse_loop_NANOSECONDS = 0x3B9ACA00;
 
-  /* "kvfs/_native/fuse_loop.pyx":87
+  /* "kvfs/_native/fuse_loop.pyx":91
  * 
  * 
  * def died_by_signal(uint32_t pid):             # <<<<<<<<<<<<<<
  *     """Whether a process or thread is exiting because of a signal (proc_pid_stat(5))."""
  *     return bool(fl_died_by_signal(pid))
 */
-  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_1died_by_signal, 0, __pyx_mstate_global->__pyx_n_u_died_by_signal, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[0])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 87, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_1died_by_signal, 0, __pyx_mstate_global->__pyx_n_u_died_by_signal, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[0])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 91, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
   #if CYTHON_COMPILING_IN_CPYTHON && PY_VERSION_HEX >= 0x030E0000
   PyUnstable_Object_EnableDeferredRefcount(__pyx_t_2);
   #endif
-  if (PyDict_SetItem(__pyx_mstate_global->__pyx_d, __pyx_mstate_global->__pyx_n_u_died_by_signal, __pyx_t_2) < (0)) __PYX_ERR(0, 87, __pyx_L1_error)
+  if (PyDict_SetItem(__pyx_mstate_global->__pyx_d, __pyx_mstate_global->__pyx_n_u_died_by_signal, __pyx_t_2) < (0)) __PYX_ERR(0, 91, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
 
-  /* "kvfs/_native/fuse_loop.pyx":128
+  /* "kvfs/_native/fuse_loop.pyx":132
  *         return status
  * 
  *     def start(self):             # <<<<<<<<<<<<<<
  *         self._check(fl_start(self._loop), "the threads of the native FUSE loop")
  * 
 */
-  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_5start, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_start, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[1])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 128, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_5start, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_start, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[1])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 132, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
   #if CYTHON_COMPILING_IN_CPYTHON && PY_VERSION_HEX >= 0x030E0000
   PyUnstable_Object_EnableDeferredRefcount(__pyx_t_2);
   #endif
-  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_start, __pyx_t_2) < (0)) __PYX_ERR(0, 128, __pyx_L1_error)
+  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_start, __pyx_t_2) < (0)) __PYX_ERR(0, 132, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
 
-  /* "kvfs/_native/fuse_loop.pyx":131
+  /* "kvfs/_native/fuse_loop.pyx":135
  *         self._check(fl_start(self._loop), "the threads of the native FUSE loop")
  * 
  *     def stop(self):             # <<<<<<<<<<<<<<
  *         with nogil:
  *             fl_stop(self._loop)
 */
-  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_7stop, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_stop, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[2])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 131, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_7stop, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_stop, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[2])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 135, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
   #if CYTHON_COMPILING_IN_CPYTHON && PY_VERSION_HEX >= 0x030E0000
   PyUnstable_Object_EnableDeferredRefcount(__pyx_t_2);
   #endif
-  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_stop, __pyx_t_2) < (0)) __PYX_ERR(0, 131, __pyx_L1_error)
+  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_stop, __pyx_t_2) < (0)) __PYX_ERR(0, 135, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
 
-  /* "kvfs/_native/fuse_loop.pyx":147
+  /* "kvfs/_native/fuse_loop.pyx":151
  *         return bool(fl_passthrough(self._loop))
  * 
  *     def stats(self):             # <<<<<<<<<<<<<<
  *         cdef fl_stats stats
  *         fl_get_stats(self._loop, &stats)
 */
-  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_9stats, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_stats, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[3])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 147, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_9stats, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_stats, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[3])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 151, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
   #if CYTHON_COMPILING_IN_CPYTHON && PY_VERSION_HEX >= 0x030E0000
   PyUnstable_Object_EnableDeferredRefcount(__pyx_t_2);
   #endif
-  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_stats, __pyx_t_2) < (0)) __PYX_ERR(0, 147, __pyx_L1_error)
+  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_stats, __pyx_t_2) < (0)) __PYX_ERR(0, 151, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
 
-  /* "kvfs/_native/fuse_loop.pyx":160
+  /* "kvfs/_native/fuse_loop.pyx":165
  *         }
  * 
- *     def node_other(self, uint64_t nodeid, uint64_t ino):             # <<<<<<<<<<<<<<
- *         """A directory, or a node whose bytes are not here."""
- *         cdef fw_attr attr
+ *     def node_directory(             # <<<<<<<<<<<<<<
+ *         self, uint64_t nodeid, uint64_t ino, *, uint32_t mode, uint32_t uid, uint32_t gid, uint64_t mtime_ns
+ *     ):
 */
-  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_11node_other, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_node_other, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[4])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 160, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_11node_directory, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_node_directory, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[4])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 165, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
   #if CYTHON_COMPILING_IN_CPYTHON && PY_VERSION_HEX >= 0x030E0000
   PyUnstable_Object_EnableDeferredRefcount(__pyx_t_2);
   #endif
-  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_node_other, __pyx_t_2) < (0)) __PYX_ERR(0, 160, __pyx_L1_error)
+  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_node_directory, __pyx_t_2) < (0)) __PYX_ERR(0, 165, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
 
-  /* "kvfs/_native/fuse_loop.pyx":167
+  /* "kvfs/_native/fuse_loop.pyx":181
  *         self._check(fl_node_set(self._loop, nodeid, FL_OTHER, 0, 0, &attr), f"node {nodeid}")
  * 
- *     def node_draft(self, uint64_t nodeid, uint64_t ino, uint32_t slot, uint32_t generation):             # <<<<<<<<<<<<<<
- *         cdef fw_attr attr
- *         memset(&attr, 0, sizeof(attr))
+ *     def node_draft(             # <<<<<<<<<<<<<<
+ *         self, uint64_t nodeid, uint64_t ino, uint32_t slot, uint32_t generation, *, uint32_t mode, uint32_t uid,
+ *         uint32_t gid
 */
-  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_13node_draft, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_node_draft, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[5])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 167, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_13node_draft, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_node_draft, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[5])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 181, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
   #if CYTHON_COMPILING_IN_CPYTHON && PY_VERSION_HEX >= 0x030E0000
   PyUnstable_Object_EnableDeferredRefcount(__pyx_t_2);
   #endif
-  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_node_draft, __pyx_t_2) < (0)) __PYX_ERR(0, 167, __pyx_L1_error)
+  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_node_draft, __pyx_t_2) < (0)) __PYX_ERR(0, 181, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
 
-  /* "kvfs/_native/fuse_loop.pyx":173
+  /* "kvfs/_native/fuse_loop.pyx":196
  *         self._check(fl_node_set(self._loop, nodeid, FL_DRAFT, slot, generation, &attr), f"node {nodeid}")
  * 
  *     def node_sealed(             # <<<<<<<<<<<<<<
  *         self, uint64_t nodeid, uint64_t ino, uint32_t slot, uint32_t generation, *, uint64_t size_bytes,
  *         uint32_t mode, uint32_t uid, uint32_t gid, uint64_t mtime_ns, uint64_t ctime_ns,
 */
-  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_15node_sealed, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_node_sealed, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[6])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 173, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_15node_sealed, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_node_sealed, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[6])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 196, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
   #if CYTHON_COMPILING_IN_CPYTHON && PY_VERSION_HEX >= 0x030E0000
   PyUnstable_Object_EnableDeferredRefcount(__pyx_t_2);
   #endif
-  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_node_sealed, __pyx_t_2) < (0)) __PYX_ERR(0, 173, __pyx_L1_error)
+  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_node_sealed, __pyx_t_2) < (0)) __PYX_ERR(0, 196, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
 
-  /* "kvfs/_native/fuse_loop.pyx":194
+  /* "kvfs/_native/fuse_loop.pyx":217
  *         self._check(fl_node_set(self._loop, nodeid, FL_SEALED, slot, generation, &attr), f"node {nodeid}")
  * 
  *     def node_dead(self, uint64_t nodeid):             # <<<<<<<<<<<<<<
  *         """Its object is gone or replaced: OPEN answers ESTALE. Handles that are open stay as they are."""
  *         self._check(fl_node_set(self._loop, nodeid, FL_DEAD, 0, 0, NULL), f"node {nodeid}")
 */
-  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_17node_dead, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_node_dead, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[7])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 194, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_17node_dead, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_node_dead, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[7])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 217, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
   #if CYTHON_COMPILING_IN_CPYTHON && PY_VERSION_HEX >= 0x030E0000
   PyUnstable_Object_EnableDeferredRefcount(__pyx_t_2);
   #endif
-  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_node_dead, __pyx_t_2) < (0)) __PYX_ERR(0, 194, __pyx_L1_error)
+  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_node_dead, __pyx_t_2) < (0)) __PYX_ERR(0, 217, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
 
-  /* "kvfs/_native/fuse_loop.pyx":198
+  /* "kvfs/_native/fuse_loop.pyx":221
  *         self._check(fl_node_set(self._loop, nodeid, FL_DEAD, 0, 0, NULL), f"node {nodeid}")
  * 
  *     def node_drop(self, uint64_t nodeid):             # <<<<<<<<<<<<<<
- *         """The kernel has forgotten the node."""
- *         fl_node_drop(self._loop, nodeid)
+ *         """Drop a node that nothing needs. Lookups answered natively since: it stays, and they are returned."""
+ *         return fl_node_drop(self._loop, nodeid)
 */
-  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_19node_drop, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_node_drop, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[8])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 198, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_19node_drop, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_node_drop, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[8])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 221, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
   #if CYTHON_COMPILING_IN_CPYTHON && PY_VERSION_HEX >= 0x030E0000
   PyUnstable_Object_EnableDeferredRefcount(__pyx_t_2);
   #endif
-  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_node_drop, __pyx_t_2) < (0)) __PYX_ERR(0, 198, __pyx_L1_error)
+  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_node_drop, __pyx_t_2) < (0)) __PYX_ERR(0, 221, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
 
-  /* "kvfs/_native/fuse_loop.pyx":202
- *         fl_node_drop(self._loop, nodeid)
+  /* "kvfs/_native/fuse_loop.pyx":225
+ *         return fl_node_drop(self._loop, nodeid)
+ * 
+ *     def link(self, uint64_t parent, bytes name not None, uint64_t nodeid):             # <<<<<<<<<<<<<<
+ *         """From now on LOOKUP of the name answers this node."""
+ *         self._check(fl_link(self._loop, parent, name, <uint32_t> len(name), nodeid), f"node {nodeid}")
+*/
+  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_21link, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_link, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[9])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 225, __pyx_L1_error)
+  __Pyx_GOTREF(__pyx_t_2);
+  #if CYTHON_COMPILING_IN_CPYTHON && PY_VERSION_HEX >= 0x030E0000
+  PyUnstable_Object_EnableDeferredRefcount(__pyx_t_2);
+  #endif
+  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_link, __pyx_t_2) < (0)) __PYX_ERR(0, 225, __pyx_L1_error)
+  __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
+
+  /* "kvfs/_native/fuse_loop.pyx":229
+ *         self._check(fl_link(self._loop, parent, name, <uint32_t> len(name), nodeid), f"node {nodeid}")
+ * 
+ *     def unlink(self, uint64_t parent, bytes name not None):             # <<<<<<<<<<<<<<
+ *         """From now on LOOKUP of the name is relayed."""
+ *         fl_unlink(self._loop, parent, name, <uint32_t> len(name))
+*/
+  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_23unlink, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_unlink, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[10])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 229, __pyx_L1_error)
+  __Pyx_GOTREF(__pyx_t_2);
+  #if CYTHON_COMPILING_IN_CPYTHON && PY_VERSION_HEX >= 0x030E0000
+  PyUnstable_Object_EnableDeferredRefcount(__pyx_t_2);
+  #endif
+  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_unlink, __pyx_t_2) < (0)) __PYX_ERR(0, 229, __pyx_L1_error)
+  __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
+
+  /* "kvfs/_native/fuse_loop.pyx":233
+ *         fl_unlink(self._loop, parent, name, <uint32_t> len(name))
  * 
  *     def acquire(self, uint64_t nodeid, int fd):             # <<<<<<<<<<<<<<
  *         """Count an open handle; the first one makes `fd` the backing. The count. Raises KvfsError, OSError."""
  *         cdef int status
 */
-  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_21acquire, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_acquire, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[9])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 202, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_25acquire, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_acquire, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[11])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 233, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
   #if CYTHON_COMPILING_IN_CPYTHON && PY_VERSION_HEX >= 0x030E0000
   PyUnstable_Object_EnableDeferredRefcount(__pyx_t_2);
   #endif
-  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_acquire, __pyx_t_2) < (0)) __PYX_ERR(0, 202, __pyx_L1_error)
+  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_acquire, __pyx_t_2) < (0)) __PYX_ERR(0, 233, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
 
-  /* "kvfs/_native/fuse_loop.pyx":209
+  /* "kvfs/_native/fuse_loop.pyx":240
  *         return self._check(status, f"the backing of node {nodeid}")
  * 
  *     def release(self, uint64_t nodeid):             # <<<<<<<<<<<<<<
  *         """Count a handle closed; with the last one the backing goes. The count left."""
  *         cdef int status
 */
-  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_23release, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_release, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[10])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 209, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_27release, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_release, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[12])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 240, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
   #if CYTHON_COMPILING_IN_CPYTHON && PY_VERSION_HEX >= 0x030E0000
   PyUnstable_Object_EnableDeferredRefcount(__pyx_t_2);
   #endif
-  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_release, __pyx_t_2) < (0)) __PYX_ERR(0, 209, __pyx_L1_error)
+  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_release, __pyx_t_2) < (0)) __PYX_ERR(0, 240, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
 
-  /* "kvfs/_native/fuse_loop.pyx":216
+  /* "kvfs/_native/fuse_loop.pyx":247
  *         return self._check(status, f"the backing of node {nodeid}")
  * 
  *     def opens(self, uint64_t nodeid):             # <<<<<<<<<<<<<<
  *         return fl_opens(self._loop, nodeid)
  * 
 */
-  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_25opens, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_opens, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[11])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 216, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_29opens, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_opens, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[13])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 247, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
   #if CYTHON_COMPILING_IN_CPYTHON && PY_VERSION_HEX >= 0x030E0000
   PyUnstable_Object_EnableDeferredRefcount(__pyx_t_2);
   #endif
-  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_opens, __pyx_t_2) < (0)) __PYX_ERR(0, 216, __pyx_L1_error)
+  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_opens, __pyx_t_2) < (0)) __PYX_ERR(0, 247, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
 
-  /* "kvfs/_native/fuse_loop.pyx":219
+  /* "kvfs/_native/fuse_loop.pyx":250
  *         return fl_opens(self._loop, nodeid)
  * 
  *     def killed(self, uint64_t nodeid):             # <<<<<<<<<<<<<<
  *         """Whether the last FLUSH of the node came from a process that is dying by a signal."""
  *         return bool(fl_killed(self._loop, nodeid))
 */
-  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_27killed, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_killed, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[12])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 219, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_31killed, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_killed, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[14])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 250, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
   #if CYTHON_COMPILING_IN_CPYTHON && PY_VERSION_HEX >= 0x030E0000
   PyUnstable_Object_EnableDeferredRefcount(__pyx_t_2);
   #endif
-  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_killed, __pyx_t_2) < (0)) __PYX_ERR(0, 219, __pyx_L1_error)
+  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_killed, __pyx_t_2) < (0)) __PYX_ERR(0, 250, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
 
-  /* "kvfs/_native/fuse_loop.pyx":223
+  /* "kvfs/_native/fuse_loop.pyx":254
  *         return bool(fl_killed(self._loop, nodeid))
+ * 
+ *     def flushed(self, uint64_t nodeid):             # <<<<<<<<<<<<<<
+ *         """Whether any descriptor of the node has been closed: its RELEASE may be on its way."""
+ *         return bool(fl_flushed(self._loop, nodeid))
+*/
+  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_33flushed, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_flushed, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[15])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 254, __pyx_L1_error)
+  __Pyx_GOTREF(__pyx_t_2);
+  #if CYTHON_COMPILING_IN_CPYTHON && PY_VERSION_HEX >= 0x030E0000
+  PyUnstable_Object_EnableDeferredRefcount(__pyx_t_2);
+  #endif
+  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_flushed, __pyx_t_2) < (0)) __PYX_ERR(0, 254, __pyx_L1_error)
+  __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
+
+  /* "kvfs/_native/fuse_loop.pyx":258
+ *         return bool(fl_flushed(self._loop, nodeid))
  * 
  *     def relay_opens(self, bint relay):             # <<<<<<<<<<<<<<
  *         """Whether every OPEN goes to Python (a quota is being enforced)."""
  *         fl_relay_opens(self._loop, relay)
 */
-  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_29relay_opens, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_relay_opens, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[13])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 223, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_35relay_opens, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_relay_opens, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[16])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 258, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
   #if CYTHON_COMPILING_IN_CPYTHON && PY_VERSION_HEX >= 0x030E0000
   PyUnstable_Object_EnableDeferredRefcount(__pyx_t_2);
   #endif
-  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_relay_opens, __pyx_t_2) < (0)) __PYX_ERR(0, 223, __pyx_L1_error)
+  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_relay_opens, __pyx_t_2) < (0)) __PYX_ERR(0, 258, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
 
-  /* "kvfs/_native/fuse_loop.pyx":227
+  /* "kvfs/_native/fuse_loop.pyx":262
  *         fl_relay_opens(self._loop, relay)
  * 
  *     def drain_opens(self):             # <<<<<<<<<<<<<<
  *         """(nodeid, uid, pid) of opens answered natively since the last call, oldest first."""
  *         cdef fl_open_record records[DRAIN_BATCH]
 */
-  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_31drain_opens, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_drain_opens, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[14])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 227, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_37drain_opens, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_drain_opens, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[17])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 262, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
   #if CYTHON_COMPILING_IN_CPYTHON && PY_VERSION_HEX >= 0x030E0000
   PyUnstable_Object_EnableDeferredRefcount(__pyx_t_2);
   #endif
-  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_drain_opens, __pyx_t_2) < (0)) __PYX_ERR(0, 227, __pyx_L1_error)
+  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_drain_opens, __pyx_t_2) < (0)) __PYX_ERR(0, 262, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
 
-  /* "kvfs/_native/fuse_loop.pyx":238
+  /* "kvfs/_native/fuse_loop.pyx":273
  *         return found
  * 
  *     def probe(self, int fd):             # <<<<<<<<<<<<<<
  *         """Whether the kernel takes `fd` as a backing; passthrough is off from now on where it does not."""
  *         cdef int status
 */
-  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_33probe, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_probe, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[15])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 238, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_39probe, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_probe, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[18])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 273, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
   #if CYTHON_COMPILING_IN_CPYTHON && PY_VERSION_HEX >= 0x030E0000
   PyUnstable_Object_EnableDeferredRefcount(__pyx_t_2);
   #endif
-  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_probe, __pyx_t_2) < (0)) __PYX_ERR(0, 238, __pyx_L1_error)
+  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_probe, __pyx_t_2) < (0)) __PYX_ERR(0, 273, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
 
-  /* "kvfs/_native/fuse_loop.pyx":245
+  /* "kvfs/_native/fuse_loop.pyx":280
  *         return self._check(status, "passthrough") == 1
  * 
  *     def invalidate_entry(self, uint64_t parent, bytes name not None):             # <<<<<<<<<<<<<<
  *         """Make the kernel look `name` up again; never waits."""
  *         fl_invalidate_entry(self._loop, parent, name, <uint32_t> len(name))
 */
-  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_35invalidate_entry, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_invalidate_entry, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[16])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 245, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_41invalidate_entry, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_invalidate_entry, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[19])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 280, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
   #if CYTHON_COMPILING_IN_CPYTHON && PY_VERSION_HEX >= 0x030E0000
   PyUnstable_Object_EnableDeferredRefcount(__pyx_t_2);
   #endif
-  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_invalidate_entry, __pyx_t_2) < (0)) __PYX_ERR(0, 245, __pyx_L1_error)
+  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_invalidate_entry, __pyx_t_2) < (0)) __PYX_ERR(0, 280, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
 
-  /* "kvfs/_native/fuse_loop.pyx":249
+  /* "kvfs/_native/fuse_loop.pyx":284
  *         fl_invalidate_entry(self._loop, parent, name, <uint32_t> len(name))
  * 
  *     def invalidate_attr(self, uint64_t nodeid):             # <<<<<<<<<<<<<<
  *         """Make the kernel ask for the node's attributes again; never waits."""
  *         fl_invalidate_attr(self._loop, nodeid)
 */
-  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_37invalidate_attr, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_invalidate_attr, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[17])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 249, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_43invalidate_attr, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop_invalidate_attr, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[20])); if (unlikely(!__pyx_t_2)) __PYX_ERR(0, 284, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
   #if CYTHON_COMPILING_IN_CPYTHON && PY_VERSION_HEX >= 0x030E0000
   PyUnstable_Object_EnableDeferredRefcount(__pyx_t_2);
   #endif
-  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_invalidate_attr, __pyx_t_2) < (0)) __PYX_ERR(0, 249, __pyx_L1_error)
+  if (__Pyx_SetItemOnTypeDict(__pyx_mstate_global->__pyx_ptype_4kvfs_7_native_9fuse_loop_FuseLoop, __pyx_mstate_global->__pyx_n_u_invalidate_attr, __pyx_t_2) < (0)) __PYX_ERR(0, 284, __pyx_L1_error)
   __Pyx_DECREF(__pyx_t_2); __pyx_t_2 = 0;
 
   /* "(tree fragment)":1
@@ -7954,7 +8668,7 @@ __Pyx_RefNannySetupContext("PyInit_fuse_loop", 0);
  *     raise TypeError, "no default __reduce__ due to non-trivial __cinit__"
  * def __setstate_cython__(self, __pyx_state):
 */
-  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_39__reduce_cython__, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop___reduce_cython, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[18])); if (unlikely(!__pyx_t_2)) __PYX_ERR(1, 1, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_45__reduce_cython__, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop___reduce_cython, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[21])); if (unlikely(!__pyx_t_2)) __PYX_ERR(1, 1, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
   #if CYTHON_COMPILING_IN_CPYTHON && PY_VERSION_HEX >= 0x030E0000
   PyUnstable_Object_EnableDeferredRefcount(__pyx_t_2);
@@ -7968,7 +8682,7 @@ __Pyx_RefNannySetupContext("PyInit_fuse_loop", 0);
  * def __setstate_cython__(self, __pyx_state):             # <<<<<<<<<<<<<<
  *     raise TypeError, "no default __reduce__ due to non-trivial __cinit__"
 */
-  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_41__setstate_cython__, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop___setstate_cython, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[19])); if (unlikely(!__pyx_t_2)) __PYX_ERR(1, 3, __pyx_L1_error)
+  __pyx_t_2 = __Pyx_CyFunction_New(&__pyx_mdef_4kvfs_7_native_9fuse_loop_8FuseLoop_47__setstate_cython__, __Pyx_CYFUNCTION_CCLASS, __pyx_mstate_global->__pyx_n_u_FuseLoop___setstate_cython, NULL, __pyx_mstate_global->__pyx_n_u_kvfs__native_fuse_loop, __pyx_mstate_global->__pyx_d, ((PyObject *)__pyx_mstate_global->__pyx_codeobj_tab[22])); if (unlikely(!__pyx_t_2)) __PYX_ERR(1, 3, __pyx_L1_error)
   __Pyx_GOTREF(__pyx_t_2);
   #if CYTHON_COMPILING_IN_CPYTHON && PY_VERSION_HEX >= 0x030E0000
   PyUnstable_Object_EnableDeferredRefcount(__pyx_t_2);
@@ -8050,38 +8764,38 @@ static int __Pyx_InitConstants(__pyx_mstatetype *__pyx_mstate) {
   int __pyx_clineno = 0;
   CYTHON_UNUSED_VAR(__pyx_mstate);
   {
-    const struct { const unsigned int length: 8; } str_length_index[] = {{15},{1},{1},{179},{8},{7},{6},{2},{9},{26},{50},{5},{20},{20},{35},{8},{26},{28},{16},{20},{24},{25},{15},{18},{19},{18},{19},{20},{14},{14},{20},{16},{14},{14},{13},{20},{12},{8},{12},{8},{10},{8},{11},{14},{12},{10},{17},{13},{12},{12},{19},{8},{13},{7},{18},{4},{12},{11},{18},{5},{8},{6},{14},{11},{15},{2},{5},{10},{10},{3},{1},{3},{15},{16},{13},{5},{6},{22},{11},{14},{4},{8},{4},{15},{12},{12},{13},{9},{10},{9},{10},{11},{6},{5},{6},{11},{3},{3},{5},{7},{5},{11},{7},{7},{4},{10},{10},{4},{12},{5},{5},{6},{4},{5},{7},{3},{6}};
-    const struct { const unsigned int length: 8; } bytes_length_index[] = {{9},{16},{19},{15},{14},{35},{62},{19},{13},{67},{13},{13},{23},{61},{85},{37},{38},{40},{177}};
+    const struct { const unsigned int length: 8; } str_length_index[] = {{15},{1},{1},{179},{8},{7},{6},{2},{9},{26},{50},{5},{20},{20},{35},{8},{26},{28},{16},{20},{16},{24},{25},{15},{13},{18},{23},{19},{18},{20},{14},{14},{20},{16},{14},{14},{13},{15},{20},{12},{8},{12},{8},{10},{8},{11},{14},{12},{10},{17},{13},{12},{12},{19},{8},{13},{7},{18},{4},{12},{11},{18},{5},{8},{6},{14},{11},{15},{2},{7},{5},{10},{10},{3},{1},{3},{15},{16},{13},{5},{6},{22},{11},{14},{4},{4},{8},{4},{15},{14},{12},{12},{13},{9},{14},{10},{9},{11},{6},{5},{6},{11},{3},{3},{5},{7},{5},{11},{7},{7},{4},{10},{10},{4},{12},{5},{5},{6},{4},{5},{7},{3},{6},{6}};
+    const struct { const unsigned int length: 8; } bytes_length_index[] = {{9},{16},{19},{15},{14},{40},{35},{19},{19},{15},{23},{74},{13},{13},{23},{85},{37},{38},{40},{138},{99},{177}};
     #ifndef CYTHON_COMPRESS_STRINGS
       #define CYTHON_COMPRESS_STRINGS 90
     #endif
-    #if (CYTHON_COMPRESS_STRINGS) == 1 /* compression: zlib (1198 bytes) */
-static const char cstring[] = "x\332\215T\275o\0337\024\257P7pZ\325\037\371\250\2336E\316\311\220\004m\024\0305\232t\n\324\304\211\335\244\201\025\333H\\\264`\250#Of}&%\222\247J\355\342Q\343\215\0349j\324\250Q\243\307\033o\314\237\320?\241\217\247\363\371\374Q\240\002N\344\373\342{\357\367~\344=-)\365\002\211[\007\224\353\373\265\047\257\205\246\236\336\303\332{\332\327{\202{Ly\204\206\254I%\3264\354{JK\346k*\235\023\3676\3276\037\254>^\3650\047\236\244\177P_+OEM?\304JQ\345\211\300kF,\324\214{\272\337\246\252\346m\004^_D\036\247\224xZxm\360+\007\350=\312=E\265\333xw1\347Bc\315\004G\020\316x\353\256G\230\204$\254K]\364s\034*Z\303\204 \360\243\204)\334\014)\345\356\277\34535\335\221\375n\240\036\"\216]\324\303 R\024\205B\264k\355~\217\013\350-\300Q\250=\204$%\221O\021\362H\224\035\316\005\177\000\275v\031\016\301\3523\3164\202<\204f\2655\261\277\017\005\271\016\013\3354\205\367|gk\315s)\234N\357I\212I\206\304E.\317\241\234W\245\265V\324\341g\360#T\262\000.\n\340\270\300\206\375N\004\300\0242\221\230q$\332\224\253B\307x\027\207\214\270x\254\265\274H\017\024\220\375\302\260\317B@\257\020]\233\210@3g4\022\007\372\254\252\324P\246\021\320\273<\255R\024\227O?]k[\212\346I7\222\206\270\177\246\033\320Q\254N|\000\030\251\313\222V%I\264\021\332\354\367\340{\006\344E\257iO\277\241\001B9\301`\352\010\005\021\367\335\332:F\031~\007\016F\267\n\022\205\231\206\343\203l\005\366\240\334\315m\273\332Q\315\031:\021\016\217\235\216)un\250\205\202\366\234\000\203-\016V\245\364\347\006\216\220\246\nh\210\230B\276\220\"\202\233E\363\341c\325\347>\023\265B\257\334\230\335\207\262\001#\325\214\202\200J\244\330_\324\017\301\001As\340\341SGf_D\\\303\315\202*\270\"\264\213\002B\030%\250\331\207\200\026\307a\211Sn\300m\260\301U\024\222\250\200\004\020L\002)\016\020\225\222\213\026\345\356\271\200{\333b\2041.\316p\357,\345\n\031\"\024\323\364@M\271\347nn-\277\271\265\342\346fZ\310#\244\n\261l9@D\323==0%z\220w\340\340\234\006\272\201\272\244*\027\263\016\362}v7\363\375\237\0222\253\202\345\047\344.8}B\345\022\203\335\226\221""\354\3206\226\320\216{\322\340\326\213\250\265\327f\244\rH92\347PeT.\3619\333R\222\263Y\3210\200\231\347o\222\233\023\300\017E\251P\350\354C\360\374\301`2\262g\034w\177\221r\004\317\010\230\2776\021#\000hD\325a%\235\371t\360m\3348\254|\230\371l\260:\350$\013\313v\321.\037\326\323\331\352\340E\274\022\257\233\272\331\2667\206\231j~\320\213;f\306\254\333:\210\237\317\245\325\253\340\362\314T\016\353\037r\377\227\246cg\354\372p}\2641\336\232|<ytt7i\274I\336l9\227\271\001\036t\342K\261o\226l%\317\220\236\013\374y\034L^%\233\215\244\361.y\207\022\364>y\217]\364\374@\203\337\206i\030b\357\271\202>\314^\213\353\361\266\371\322.\236\022\354r:{9\255.\305\221\251\247\325\233f\315.\026\3137f\007\314\325[&\262\365\323\222;\342\213\030\307\332<\266+N\370\312,\233U\323\263\035\047|mV\3143;;\234\035]\032\355O\256N\352\223\306a\375\237K\037]\236\377\237=\371Y\320\333\243\027\311\326v\262\2753\r\276ep:\273\020C\334\334 \210\237\306\235\264z-~m\227\355\252\355\r\373\343JZ]\210?\211w\240\220\225t\341z\374\326\374dZ\266a\233\303\313\243\245qe|e\374\303d\351\250rt\345h\305\r\247\223\035:7\237V\257\307\357\216aJ3\334\036\301\021\217\355\223\321\235Q\243\344\364k^_\275\344\224\334\371q\2748^\276\300k}t\261_\365\277AX\2173\"\275\214\377\266\267\355\332\360\3520\0237`L7\354\375\341\367C\354\304_\3145\363\373\360\273\021\033\313\311\342\324\276k|\2738\265\335\264\273\303\346\250R:m#n\234\306y\232\242s\036\365\227\343\356\344\267\214~\273\311\256\243Q\202\233\377\002\2362\200P";
-    PyObject *data = __Pyx_DecompressString(cstring, 1198, 1);
+    #if (CYTHON_COMPRESS_STRINGS) == 1 /* compression: zlib (1305 bytes) */
+static const char cstring[] = "x\332\235T\315o\023G\024\307\"E\tuI\314GSZZ6\005\tP\213Q\324\250\244R%\344B !\200b\222\010RA\207\361\316\254=\315z\326\336\231M\355\266\207\034}\334\343\034\347\270G\037\367\350c\216{\364\221?\241\177B\337\2547\233%I\245\nK\353\231\367\346\315\373\370\275\337\233\333\322\247\324r|\334lS.\357T\037\274\360$\265d\013K\353a_\266<n1a\021\352\262\006\365\261\244n\337\022\322g\266\244\2761\342\326\306\312\306\335\245\345%\013sb\371\364wjKa\211\240a\273X\010*,\317\261\032\001s%\343\226\354w\250\250Zk\216\325\367\002\213SJ,\351Y\035\260+^\220-\312-A\245\331X\2670\347\236\304\222y\034\301u\306\233\267,\302|\010\302\366\250\271\375\030\273\202V1!\010\354(a\0027\\J\271\371o\332LLvdw\317\021\367\020\307\346\326=\047\020\024\271\236\327\251v\372=\356Am\016\016\\i!\344S\022\330\024!\213\004\251s\356\361\273P\353\036\303.\234\332\2143\211 \016\241in\rl\357BB\246\302\\7\ta=\336\336\\\261L\010\243\223-\237b\222\"q\232\311cH\347Ya\255\346y\330)\374\010\025N\000\027\001p\234r\206\355n\000\300\3442\3611\343\310\353P.r\235\343\006\242EI.3\276\207]F\214?,\245\177\232\036(\341\367\363\203]\346\272\205\373.\343\273\271`0@\004*=\246I\273\345\025\234L\324>v\344qU\001\204T#(.\206\373\260\230\216\3575\216\312\365\251\213\373\307\312\005\035\305\342\310\006\220\363eQ\222\242 \025\202\007\334T\206\320F\277\007\337# ;zA{\362%u\020\312\010\t,A\310\t\270m\326\346aW\340\3276\260\233\325#\201\233j8n\247+\260\reff\273\047\r5\315A7\300\356\241\321!\005O\220 W\320\236\021\200\010\271cQ\010\177\202 \010I*\200\266\210\td{\276\027\300$\322\214,X\364\271\315\274j\256\027\206\006\346C)\001\220h\004\216C}$\330\237\324\006L(\202\342\300\302\246\206\374\266\027p\t\223\010YpA\350\036r\010a\224\240F\037.49v\013\0344\315\355\300\031\220\301\363\211pH\306E\007|\020\307\367\332\210\372>\367\232\224\233W\006\306\275\311\010c\334;F\321\343\314\314e\270!\230\244m1\241\250\031\370j6\360\325|\340S-\304\361|\341b\277ip\361\032\346\3052\355\206\206\321vV\214Avr\331\364\326\004\026\231\010nv\203\316\241\224\226\226\355\323!""\317\366\177\370\220\213\310\047\342\303A8\342\177N\373\002\333\315\226\221\324q\007\373P\244y\037\341\t\361\202f\253\303H\007`4\304\317pLi_\340~\272\245$c\276\240\256\003\204\310\0368\323D\350\r$&\\O\246\237I\n\272\226\016F:\017\346/\020f\030RvfOW\300\310d$\000\354\200\212\375\322x\352\374\340\273\260\276_z?\365\351`i\320M\346\026tE/\354\327\306\323\345\301\223p1\\U5\265\245\257F\251jv\320\013\273jJ\255\352\032\210\237]\030\227/\201\311#U\332\257\275\317\354\237\250E\365HOG\323\303s\303\335\321\245Qm\364\352`-\331~\223\274y\233\274\375\355\310n]u\365\224^\215V\207k\361\346\350\354\350\376\301\255\244\3762y\271iLf\007\022L\326T]\021}\333\204>T=UXI\275\034-NT\177g\301\322\370\225\260\022\336\014[\252\245\235h}(\342\2058\265\272\034\326\302-\365\205\251j<=3.\317\207\201\252\215\313\327\324\212\256\344\313\327j\033\216\313\327U\240\341\354\033E\365\342\207J\343\351\363\020\207R-\353\324\355\227jA-\251\236\356\032\341\253\023E\327\367k\377\234;3s]\341\361\364\\X\032O_\0308\341\303\260;._\016_\350\005\275\244{Q?.\215\313s\341\047\3416\370Z\034\317]\t_\251_TS\327u#\232\031\316\307\245\370b\374\343h\376\240tp\361`\321\200\337M\235^\230\035\227\257\204\257\017\301\031\247\320\334\007\027\313\372\301\360\306\260^0\3725\003\271V0Jn\374\024W\342\205S\254V\207\247\333\235?33;\300\203nx.\264\325\274.e\3240\313\032@{U\337\324\014\2129\033\247\252\347\352\262z\033\335\214\332\361\317\243~\262aZj\324\253amr\241^\270\236-\353\200\313\tZ<\215\355\214>O\222\315\255dk\0332)\377w&\037\341\337\031=K6\352I\375u\362\032%\350]\362\016\377\257\020\353\341_\372[\275\022]\212jG\020\334\211~\210\360Q\371\337\017Y\354\217*\223\363\035e\353\312\344\354\232\336\211\032\303\322G%\274\036\357\215\336\2443\262\223\354\230l\023\334\370\027\321\226\365E";
+    PyObject *data = __Pyx_DecompressString(cstring, 1305, 1);
     #define __Pyx_DecompressString_LZSS_UNUSED
     if (unlikely(!data)) __PYX_ERR(0, 1, __pyx_L1_error)
     const char* const bytes = __Pyx_PyBytes_AsString(data);
     #if !CYTHON_ASSUME_SAFE_MACROS
     if (likely(bytes)); else { Py_DECREF(data); __PYX_ERR(0, 1, __pyx_L1_error) }
     #endif
-    #elif (CYTHON_COMPRESS_STRINGS) > 0 && (CYTHON_COMPRESS_STRINGS) <= 90 /* compression: lzss (1558 bytes) */
-static const char cstring[] = "\377(tree fr\377agment).\377?Note th\377at Cytho\377n is del\377iberatel\377y strict\373er!\001n PEP\377-484 and\377 rejects\377 subclas\377ses of b\377uiltin t\377ypes. If\377 you nee?d to p%\000%\t\377then set\376\200\000e \047anno\177tation_<\000\377ing\047 dir\366b\000iv\242\000o Fa\377lse.add_\376%\000edisabl\367een\002\001gcis\376\004\003dkvfs/_\375nE\000ve/fus\377e_loop.p\357yxno\331\000fau\377lt __red\377uce__ du\336X\002non-\351\000vi\373al\033\000cinit\365_e\000d\233!e ba3ck\216\000\336\001no\r\004]\003? FUSE _\001\312\000\036\310 read\205\"\013\001\023\r\245F\214\000L\213\000\000\005.\177\006c\246\372\"__\017\010\225 s\214 e=_\013\016acqu\226 =\006\377drain_op\367ensQ\006inva\367lid\303@_att\331r\004\021\200`ry\202\006ki\317lled\221\006\343\001_d\274\312\000\003\014raft\003\ro\325p)\013o\325@r<\013se\371aR\t\236\013probe>\213&relay\277\014\021\000\047eas\032\007\226 r}\007\243!\376\360\007stop__P\373yx\001\000Dict_\377NextRef_\371_\332d\363@__fun\377c____get\344\340#\n\000m\303!\004\001odu\235l!\002nam)\002\273`_\314 \004\007\001vt\367a;\001qu\303al\035\005\313e\304N\345fex^o\001set_Q\005st\010~\340N__test\243\000\377is_corou\357tine\366Dasy_ncio.\017\006s\343A\372\347A_\364B_sbuf\377fer_size\353cl6\000_\241`tra\373ce\311\204\001count\367cti\334\000nsde\377v_fddied\367_by.\000gnal\276\311hdropp\031\000r}e\202\000dsfdf:\000\377dfrom_er\277rnogen\253\207\001i\377ongidiin\341o\355l\200\204\010\356b\222\204\006ion?sitems\366c\266\206\001\305.\263\206\004.\261\206\006\021\002e\000or\337slarg\215!ob>\367\207\001modem\273\004\244A\010\355\206\003\315A\355\204\001s\010\004\221\205\002\024\004\227\206\002\026 \004wrw\000s\335\204\006\351\204\003\331\204\001\006\003\004op\375\204\002\306\204\002\207\205\002\274\204\003\372\206\001\373id\346\205\002paren\355t\317\210\001th\231@ghp\007idp\247 \311\204\001\244$\306\204\002\305\204\010\366\326\204\002ed\307\204\004self\037setde\217\210\002\244A\374 \336\357@slot\000\001s_\207dir\226@\350\204\002\337\204\002\214\207""\001u\341s\335\204\001\374bu\000\352\207\001uid\377values\200\001\377\330\004\n\210+\220Q\200\377\001\340\004\013\2104\210q\377\320\020!\240\021\240!\200\377A\330\010\014\210G\2201\377\220H\230A\230T\240\031\375\250\016\002\017\210x\220q\230\337\004\230H\240A\037\000\r\016\367\330\014\023 \000D\230\001\200\373A\340)\004K\230q\240\004\377\240H\250H\260I\270S\377\300\003\3007\310\047\320Q\357R\320RS\037\001\016\210a\377\210q\220\006\220c\230\027\353\240\001[\004\330(\016J\270f\377\300L\320PQ\320QX\377\320X_\320_`\320`\335a]\001\017\210t\216\000I\230\337Q\230d\240(\215\001\340\010\377\024\220A\220T\230\030\240\371\021}\001\004\006\240!\330\010\t\377\330\014\027\220u\230A\330\277\014\034\230E\240\021\000\004\330\357\014\035\230U\034\000\014\037\230\347u\240A\000\013\300\001\026\220a\277\220t\2308\2401\315\001\032\377\230!\2304\230x\240q\376\332\001\033\2301\230D\240\010\377\250\010\260\006\260k\300\023\377\300A\300Q\200A\360\006\327\000\t\017\255\200$c0\002W\310\177G\320ST\320TU7\003\177\037\230a\330\010\020\220\211 \377\016\210f\220C\220q\330\377\014\024\220N\240!\2404\377\240x\250y\270\001\330\014\337\020\220\005\220U\206\0001\330\377\020\025\220W\230B\230g\377\240Q\240b\250\t\260\027\377\270\001\270\022\2706\300\027\377\310\001\310\022\3101\330\010\367\017\210q\215\002\016\017\330\014\347\025\220X\237%\025\001t\2207\376\311\0008\240?\260#\260Q\352\032\010Z\246DA\032\010\320#9o\270\021\270!\023\020H\260\022\023\355\014\353\027H\220\304bK\220{\177\240\"\240E\250\023\250\323b\375I\261@\031\240)\2503\250\376\373\000\014\210M\230\024\230]\377\250,\260i\270r\300\021~\364aI\220Y\230c\240\006\002\377M\230\034\240Y\250b\260\234\251bG\004I\220Q\256k\250\204\001K|\271 \362nK\270v\300\\\372bwY\320Y\303a\320ab";
-    PyObject *data = __Pyx_DecompressString_LZSS(cstring, 1558, 2259);
+    #elif (CYTHON_COMPRESS_STRINGS) > 0 && (CYTHON_COMPRESS_STRINGS) <= 90 /* compression: lzss (1690 bytes) */
+static const char cstring[] = "\377(tree fr\377agment).\377?Note th\377at Cytho\377n is del\377iberatel\377y strict\373er!\001n PEP\377-484 and\377 rejects\377 subclas\377ses of b\377uiltin t\377ypes. If\377 you nee?d to p%\000%\t\377then set\376\200\000e \047anno\177tation_<\000\377ing\047 dir\366b\000iv\242\000o Fa\377lse.add_\376%\000edisabl\367een\002\001gcis\376\004\003dkvfs/_\375nE\000ve/fus\377e_loop.p\357yxno\331\000fau\377lt __red\377uce__ du\336X\002non-\351\000vi\373al\033\000cinit\365_e\000d\233!e ba3ck\216\000\336\001no\r\004]\003? FUSE _\001\312\000\036\310 read\205\"\013\001\023\r\245F\214\000L\213\000\000\005.\177\006c\246\372\"__\017\010\225 s\214 e=_\013\016acqu\226 =\006\377drain_op\367ensQ\006flus\367heda\006inva\367lid\323@_att\331r\004\021\220`ry\222\006ki{ll5\010link\256\006F\200!_d\347\000\003\014\251Bo:\010\336#\003raft-\014ro\235p@\013seac\t\277\013p\357robe\254&relsay\340\014\021\000eas\032\007b\267 rj\007\304!\221\047str\010\373un\326\001__Pyx\376\001\000Dict_Ne\177xtRef__\212\204\004\376\243`__func_?___get\220C\n\000ym\363!\004\001odul!\002\047nam)\002\353`_ \004\007\001\363vt\247\204\001;\001qual\260\035\005\373e\364N\225\204\006exo\001s\227et_Q\005st\010\220n_\337_test\243\000is\377_corouti\373ne\246dasync\227io.\017\006s\203a\207a_\376\224b_sbuffe\177r_sizec\353@\373e_\321`trace\376\371\204\001countct\375i\334\000nsdev_\377fddied_b\275y.\000gnal\371hd\332\332@p\031\000re\202\000ds\353fd\205\204\004fA\000dfr\377om_errno\367gen\342\207\001iong?idiino\224\204\014\247\204\010\374\225\204\002\271\204\006ionsit\247ems\235\204\003\355\206\001.\352\206\004.\370\350\206\006\021\002e\000orsla\233rg\224!ob\256\210\001\305\204\001m\017odem\306\004\257A\250\207\003\330A\372\230\205\001s\010\004looku\301p\006\005\332\205\002\"\004\340\206\002.\004wr\202\211\000s\211\205\006\225\205\003\201\205\005\366\204\007\203\205\004o\261p\267\205\002\350\204\003\307\207\001id\263\206\002p\337arent\234\211\001th\376\266@ghpidpo\301p\364\204\002\301$\362\204\002\361\204\010\202\205\002ed\376""\363\204\004selfset\303de\334\210\002\301A\231@\214`sl\373ot\000\001s_dir0\263@\224\205\002\213\205\002\331\207\001us\211\205\001\231\204\002\334u\000\267\210\001uid\215\205\003va\377lues\200\001\330\004\377\n\210+\220Q\200\001\340\377\004\013\2104\210q\320\020\377!\240\021\240!\200A\330\377\010\014\210G\2201\220H\177\230A\230T\240\031\250\016\002\377\017\210x\220q\230\004\230\367H\240A\037\000\r\016\330\014\375\023 \000D\230\001\200A\340\376)\004G\2301\230D\240\010\377\250\010\260\006\260k\300\023\377\300A\300W\310I\320U\177\\\320\\]\320]^\036\007\377K\230q\240\004\240H\250\377H\260I\270S\300\003\300\3777\310\047\320QR\320R\335SG\001\017\210tx\000I\230\337Q\230d\240(w\001\340\010\376\r\003J\230a\230t\2408\313\2501 \003|f\004{\002\021\220\377\021\220$\220h\230h\240\377f\250K\260s\270!\270\376!\002\024\220A\220T\230\030\376\322\001\330\010\t\330\014\027\220\377u\230A\330\014\034\230E\373\240\021\000\004\330\014\035\230U\377\240!\330\014\037\230u\240>\031\000\036\230e\2401\007\013\335\001\377\026\220a\220t\2308\240\376x\002\032\230!\2304\230x\353\240q\367\001\033\344\016Q\200A\377\360\006\000\t\037\230a\330\377\010\020\220\001\330\010\016\210\377f\220C\220q\330\014\024\377\220N\240!\2404\240x\377\250y\270\001\330\014\020\220\367\005\220UI\0001\330\020\025\377\220W\230B\230g\240Q\377\240b\250\t\260\027\270\001\377\270\022\2706\300\027\310\001_\310\022\3101\330\377\000qP\002\177\016\017\330\014\025\220X\225%\356\025\001t\2207\214\0008\240?\257\260#\260Q\032\010Z\336$A\376\032\010\320#9\270\021\270!\366\023\020H\260\022\023\n\000\t\017\377\210a\210q\220\006\220cO\230\027\240\001\224d\236aI\330 \337\031\240$\240i\312\000\003\270\376\242\000\014\210M\230\024\230]\377\250$\250m\270<\300y\263\320P\317A\310aH\220\316bI#\220Q4\010\336`\344aK\225 \350d\356\215gJ\270c\270dG\320S/T\320TU\317 \014p\027-0\377f\300L\320PQ\320Q\377X\320X_\320_`\320\373`a>\"K\220{\240\"\277\240E\250\023\250A\371\007)\347\2503\250\350@\367\005,\260i\357\270r\300\021\235#Y\230c\375\240\006\002M\230\034""\240Y\250\367b\260\001\334\2002K\270v\300\335\\\237\205\002Y\320Y\252\001\320a\001b";
+    PyObject *data = __Pyx_DecompressString_LZSS(cstring, 1690, 2547);
     #define __Pyx_DecompressString_UNUSED
     if (unlikely(!data)) __PYX_ERR(0, 1, __pyx_L1_error)
     const char* const bytes = __Pyx_PyBytes_AsString(data);
     #if !CYTHON_ASSUME_SAFE_MACROS
     if (likely(bytes)); else { Py_DECREF(data); __PYX_ERR(0, 1, __pyx_L1_error) }
     #endif
-    #else /* compression: none (2259 bytes) */
-static const char bytes[] = "(tree fragment).?Note that Cython is deliberately stricter than PEP-484 and rejects subclasses of builtin types. If you need to pass subclasses then set the \047annotation_typing\047 directive to False.add_notedisableenablegcisenabledkvfs/_native/fuse_loop.pyxno default __reduce__ due to non-trivial __cinit__node the backing of node the native FUSE loopthe threads of the native FUSE loopFuseLoopFuseLoop.__reduce_cython__FuseLoop.__setstate_cython__FuseLoop.acquireFuseLoop.drain_opensFuseLoop.invalidate_attrFuseLoop.invalidate_entryFuseLoop.killedFuseLoop.node_deadFuseLoop.node_draftFuseLoop.node_dropFuseLoop.node_otherFuseLoop.node_sealedFuseLoop.opensFuseLoop.probeFuseLoop.relay_opensFuseLoop.releaseFuseLoop.startFuseLoop.statsFuseLoop.stop__Pyx_PyDict_NextRef__annotate____func____getstate____main____module____name____pyx_state__pyx_vtable____qualname____reduce____reduce_cython____reduce_ex____set_name____setstate____setstate_cython____test___is_coroutineacquireasyncio.coroutinesattrattr_valid_sbuffer_sizecline_in_tracebackcountctime_nsdev_fddied_by_signaldrain_opensdropped_recordsfdfoundfrom_errnogenerationgidiinoinvalidate_attrinvalidate_entryinvalidationsitemskilledkvfs._native.fuse_loopkvfs.errorslargest_objectmodemtime_nsnamenative_getattrsnative_opensnative_readsnative_writesnode_deadnode_draftnode_dropnode_othernode_sealednodeidopensparentpassthroughpidpopproberecordsrelayrelay_opensrelayedreleaseselfsetdefaultsize_bytesslotslots_dir_fdstartstatsstatusstoptablethreadsuidvalues\200\001\330\004\n\210+\220Q\200\001\340\004\013\2104\210q\320\020!\240\021\240!\200A\330\010\014\210G\2201\220H\230A\230T\240\031\250!\200A\330\010\017\210x\220q\230\004\230H\240A\200A\330\r\016\330\014\023\2201\220D\230\001\200A\340\010\014\210G\2201\220K\230q\240\004\240H\250H\260I\270S\300\003\3007\310\047\320QR\320RS\200A\340\010\016\210a\210q\220\006\220c\230\027\240\001\330\010\014\210G\2201\330\010\014\210G\2201\220K\230q\240\004\240H\250H\260J\270f\300L\320PQ\320QX\320X_\320_`""\320`a\200A\340\010\017\210t\2201\220I\230Q\230d\240(\250!\200A\340\010\024\220A\220T\230\030\240\021\200A\340\010\024\220A\220T\230\030\240\021\240!\330\010\t\330\014\027\220u\230A\330\014\034\230E\240\021\330\014\034\230E\240\021\330\014\035\230U\240!\330\014\037\230u\240A\330\014\035\230U\240!\330\014\037\230u\240A\200A\340\010\026\220a\220t\2308\2401\200A\340\010\032\230!\2304\230x\240q\200A\340\010\033\2301\230D\240\010\250\010\260\006\260k\300\023\300A\300Q\200A\360\006\000\t\017\210a\210q\220\006\220c\230\027\240\001\330\010\014\210G\2201\330\010\014\210G\2201\220K\230q\240\004\240H\250H\260J\270c\300\023\300A\300W\310G\320ST\320TU\200A\360\006\000\t\037\230a\330\010\020\220\001\330\010\016\210f\220C\220q\330\014\024\220N\240!\2404\240x\250y\270\001\330\014\020\220\005\220U\230!\2301\330\020\025\220W\230B\230g\240Q\240b\250\t\260\027\270\001\270\022\2706\300\027\310\001\310\022\3101\330\010\017\210q\200A\360\006\000\016\017\330\014\025\220X\230Q\230d\240(\250!\330\010\017\210t\2207\230!\2308\240?\260#\260Q\200A\360\006\000\016\017\330\014\025\220Z\230q\240\004\240H\250A\330\010\017\210t\2207\230!\2308\320#9\270\021\270!\200A\360\006\000\016\017\330\014\025\220Z\230q\240\004\240H\250H\260A\330\010\017\210t\2207\230!\2308\320#9\270\021\270!\200A\360\014\000\t\017\210a\210q\220\006\220c\230\027\240\001\330\010\014\210G\2201\330\010\014\210H\220A\330\010\014\210K\220{\240\"\240E\250\023\250A\330\010\014\210I\220T\230\031\240)\2503\250a\330\010\014\210M\230\024\230]\250,\260i\270r\300\021\330\010\014\210I\220Y\230c\240\021\330\010\014\210M\230\034\240Y\250b\260\001\330\010\014\210H\220A\330\010\014\210I\220Q\330\010\014\210G\2201\330\010\014\210G\2201\330\010\014\210K\220q\330\010\014\210G\2201\220K\230q\240\004\240H\250H\260K\270v\300\\\320QR\320RY\320Y`\320`a\320ab";
+    #else /* compression: none (2547 bytes) */
+static const char bytes[] = "(tree fragment).?Note that Cython is deliberately stricter than PEP-484 and rejects subclasses of builtin types. If you need to pass subclasses then set the \047annotation_typing\047 directive to False.add_notedisableenablegcisenabledkvfs/_native/fuse_loop.pyxno default __reduce__ due to non-trivial __cinit__node the backing of node the native FUSE loopthe threads of the native FUSE loopFuseLoopFuseLoop.__reduce_cython__FuseLoop.__setstate_cython__FuseLoop.acquireFuseLoop.drain_opensFuseLoop.flushedFuseLoop.invalidate_attrFuseLoop.invalidate_entryFuseLoop.killedFuseLoop.linkFuseLoop.node_deadFuseLoop.node_directoryFuseLoop.node_draftFuseLoop.node_dropFuseLoop.node_sealedFuseLoop.opensFuseLoop.probeFuseLoop.relay_opensFuseLoop.releaseFuseLoop.startFuseLoop.statsFuseLoop.stopFuseLoop.unlink__Pyx_PyDict_NextRef__annotate____func____getstate____main____module____name____pyx_state__pyx_vtable____qualname____reduce____reduce_cython____reduce_ex____set_name____setstate____setstate_cython____test___is_coroutineacquireasyncio.coroutinesattrattr_valid_sbuffer_sizecline_in_tracebackcountctime_nsdev_fddied_by_signaldrain_opensdropped_recordsfdflushedfoundfrom_errnogenerationgidiinoinvalidate_attrinvalidate_entryinvalidationsitemskilledkvfs._native.fuse_loopkvfs.errorslargest_objectlinkmodemtime_nsnamenative_getattrsnative_lookupsnative_opensnative_readsnative_writesnode_deadnode_directorynode_draftnode_dropnode_sealednodeidopensparentpassthroughpidpopproberecordsrelayrelay_opensrelayedreleaseselfsetdefaultsize_bytesslotslots_dir_fdstartstatsstatusstoptablethreadsuidunlinkvalues\200\001\330\004\n\210+\220Q\200\001\340\004\013\2104\210q\320\020!\240\021\240!\200A\330\010\014\210G\2201\220H\230A\230T\240\031\250!\200A\330\010\017\210x\220q\230\004\230H\240A\200A\330\r\016\330\014\023\2201\220D\230\001\200A\340\010\014\210G\2201\220G\2301\230D\240\010\250\010\260\006\260k\300\023\300A\300W\310I\320U\\\320\\]\320]^\200A\340\010\014\210G\2201\220K\230q\240\004\240H\250H\260I\270S""\300\003\3007\310\047\320QR\320RS\200A\340\010\017\210t\2201\220I\230Q\230d\240(\250!\200A\340\010\017\210t\2201\220J\230a\230t\2408\2501\200A\340\010\017\210|\2301\230D\240\010\250\001\200A\340\010\021\220\021\220$\220h\230h\240f\250K\260s\270!\2701\200A\340\010\024\220A\220T\230\030\240\021\240!\330\010\t\330\014\027\220u\230A\330\014\034\230E\240\021\330\014\034\230E\240\021\330\014\035\230U\240!\330\014\037\230u\240A\330\014\036\230e\2401\330\014\035\230U\240!\330\014\037\230u\240A\200A\340\010\026\220a\220t\2308\2401\200A\340\010\032\230!\2304\230x\240q\200A\340\010\033\2301\230D\240\010\250\010\260\006\260k\300\023\300A\300Q\200A\360\006\000\t\037\230a\330\010\020\220\001\330\010\016\210f\220C\220q\330\014\024\220N\240!\2404\240x\250y\270\001\330\014\020\220\005\220U\230!\2301\330\020\025\220W\230B\230g\240Q\240b\250\t\260\027\270\001\270\022\2706\300\027\310\001\310\022\3101\330\010\017\210q\200A\360\006\000\016\017\330\014\025\220X\230Q\230d\240(\250!\330\010\017\210t\2207\230!\2308\240?\260#\260Q\200A\360\006\000\016\017\330\014\025\220Z\230q\240\004\240H\250A\330\010\017\210t\2207\230!\2308\320#9\270\021\270!\200A\360\006\000\016\017\330\014\025\220Z\230q\240\004\240H\250H\260A\330\010\017\210t\2207\230!\2308\320#9\270\021\270!\200A\360\n\000\t\017\210a\210q\220\006\220c\230\027\240\001\330\010\014\210G\2201\330\010\014\210I\220T\230\031\240$\240i\250y\270\003\2701\330\010\014\210M\230\024\230]\250$\250m\270<\300y\320PR\320RS\330\010\014\210H\220A\330\010\014\210I\220Q\330\010\014\210G\2201\330\010\014\210G\2201\330\010\014\210K\220q\330\010\014\210G\2201\220K\230q\240\004\240H\250H\260J\270c\300\023\300A\300W\310G\320ST\320TU\200A\360\014\000\t\017\210a\210q\220\006\220c\230\027\240\001\330\010\014\210G\2201\330\010\014\210H\220A\330\010\014\210I\220Q\330\010\014\210G\2201\330\010\014\210G\2201\330\010\014\210K\220q\330\010\014\210G\2201\220K\230q\240\004\240H\250H\260J\270f\300L\320PQ\320QX\320X_\320_`\320`a\200A\360\014\000\t\017\210a\210q\220\006\220c""\230\027\240\001\330\010\014\210G\2201\330\010\014\210H\220A\330\010\014\210K\220{\240\"\240E\250\023\250A\330\010\014\210I\220T\230\031\240)\2503\250a\330\010\014\210M\230\024\230]\250,\260i\270r\300\021\330\010\014\210I\220Y\230c\240\021\330\010\014\210M\230\034\240Y\250b\260\001\330\010\014\210H\220A\330\010\014\210I\220Q\330\010\014\210G\2201\330\010\014\210G\2201\330\010\014\210K\220q\330\010\014\210G\2201\220K\230q\240\004\240H\250H\260K\270v\300\\\320QR\320RY\320Y`\320`a\320ab";
     PyObject *data = NULL;
     #define __Pyx_DecompressString_UNUSED
     #define __Pyx_DecompressString_LZSS_UNUSED
     #endif
     PyObject **stringtab = __pyx_mstate->__pyx_string_tab;
     Py_ssize_t pos = 0;
-    for (int i = 0; i < 117; i++) {
+    for (int i = 0; i < 124; i++) {
       Py_ssize_t bytes_length = str_length_index[i].length;
       PyObject *string = PyUnicode_DecodeUTF8(bytes + pos, bytes_length, NULL);
       if (likely(string) && i >= 15) PyUnicode_InternInPlace(&string);
@@ -8092,8 +8806,8 @@ static const char bytes[] = "(tree fragment).?Note that Cython is deliberately s
       stringtab[i] = string;
       pos += bytes_length;
     }
-    for (int i = 117; i < 136; i++) {
-      Py_ssize_t bytes_length = bytes_length_index[i-117].length;
+    for (int i = 124; i < 146; i++) {
+      Py_ssize_t bytes_length = bytes_length_index[i-124].length;
       PyObject *string = PyBytes_FromStringAndSize(bytes + pos, bytes_length);
       stringtab[i] = string;
       pos += bytes_length;
@@ -8103,15 +8817,15 @@ static const char bytes[] = "(tree fragment).?Note that Cython is deliberately s
       }
     }
     Py_XDECREF(data);
-    for (Py_ssize_t i = 0; i < 136; i++) {
+    for (Py_ssize_t i = 0; i < 146; i++) {
       if (unlikely(PyObject_Hash(stringtab[i]) == -1)) {
         __PYX_ERR(0, 1, __pyx_L1_error)
       }
     }
     #if CYTHON_IMMORTAL_CONSTANTS
     {
-      PyObject **table = stringtab + 117;
-      for (Py_ssize_t i=0; i<19; ++i) {
+      PyObject **table = stringtab + 124;
+      for (Py_ssize_t i=0; i<22; ++i) {
         #if PY_VERSION_HEX >= 0x030F0000
         PyUnstable_SetImmortal(table[i]);
         #elif CYTHON_COMPILING_IN_CPYTHON_FREETHREADING
@@ -8146,7 +8860,7 @@ typedef struct {
     unsigned int num_kwonly_args : 3;
     unsigned int nlocals : 4;
     unsigned int flags : 10;
-    unsigned int first_line : 8;
+    unsigned int first_line : 9;
 } __Pyx_PyCode_New_function_description;
 #ifdef __cplusplus
 } /* anonymous namespace */
@@ -8166,104 +8880,119 @@ static int __Pyx_CreateCodeObjects(__pyx_mstatetype *__pyx_mstate) {
   PyObject* tuple_dedup_map = PyDict_New();
   if (unlikely(!tuple_dedup_map)) return -1;
   {
-    const __Pyx_PyCode_New_function_description descr = {1, 0, 0, 1, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 87};
+    const __Pyx_PyCode_New_function_description descr = {1, 0, 0, 1, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 91};
     PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_pid};
     __pyx_mstate_global->__pyx_codeobj_tab[0] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_died_by_signal, __pyx_mstate->__pyx_kp_b_iso88591_4q, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[0])) goto bad;
   }
   {
-    const __Pyx_PyCode_New_function_description descr = {1, 0, 0, 1, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 128};
+    const __Pyx_PyCode_New_function_description descr = {1, 0, 0, 1, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 132};
     PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self};
     __pyx_mstate_global->__pyx_codeobj_tab[1] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_start, __pyx_mstate->__pyx_kp_b_iso88591_A_G1HAT, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[1])) goto bad;
   }
   {
-    const __Pyx_PyCode_New_function_description descr = {1, 0, 0, 1, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 131};
+    const __Pyx_PyCode_New_function_description descr = {1, 0, 0, 1, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 135};
     PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self};
     __pyx_mstate_global->__pyx_codeobj_tab[2] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_stop, __pyx_mstate->__pyx_kp_b_iso88591_A_1D, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[2])) goto bad;
   }
   {
-    const __Pyx_PyCode_New_function_description descr = {1, 0, 0, 2, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 147};
+    const __Pyx_PyCode_New_function_description descr = {1, 0, 0, 2, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 151};
     PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self, __pyx_mstate->__pyx_n_u_stats};
-    __pyx_mstate_global->__pyx_codeobj_tab[3] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_stats, __pyx_mstate->__pyx_kp_b_iso88591_A_AT_uA_E_E_U_uA_U_uA, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[3])) goto bad;
+    __pyx_mstate_global->__pyx_codeobj_tab[3] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_stats, __pyx_mstate->__pyx_kp_b_iso88591_A_AT_uA_E_E_U_uA_e1_U_uA, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[3])) goto bad;
   }
   {
-    const __Pyx_PyCode_New_function_description descr = {3, 0, 0, 4, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 160};
-    PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self, __pyx_mstate->__pyx_n_u_nodeid, __pyx_mstate->__pyx_n_u_ino, __pyx_mstate->__pyx_n_u_attr};
-    __pyx_mstate_global->__pyx_codeobj_tab[4] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_node_other, __pyx_mstate->__pyx_kp_b_iso88591_A_aq_c_G1_G1Kq_HHJc_AWGSTTU, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[4])) goto bad;
+    const __Pyx_PyCode_New_function_description descr = {3, 0, 4, 8, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 165};
+    PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self, __pyx_mstate->__pyx_n_u_nodeid, __pyx_mstate->__pyx_n_u_ino, __pyx_mstate->__pyx_n_u_mode, __pyx_mstate->__pyx_n_u_uid, __pyx_mstate->__pyx_n_u_gid, __pyx_mstate->__pyx_n_u_mtime_ns, __pyx_mstate->__pyx_n_u_attr};
+    __pyx_mstate_global->__pyx_codeobj_tab[4] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_node_directory, __pyx_mstate->__pyx_kp_b_iso88591_A_aq_c_G1_IT_iy_1_M_m_yPRRS_HA_I, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[4])) goto bad;
   }
   {
-    const __Pyx_PyCode_New_function_description descr = {5, 0, 0, 6, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 167};
-    PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self, __pyx_mstate->__pyx_n_u_nodeid, __pyx_mstate->__pyx_n_u_ino, __pyx_mstate->__pyx_n_u_slot, __pyx_mstate->__pyx_n_u_generation, __pyx_mstate->__pyx_n_u_attr};
-    __pyx_mstate_global->__pyx_codeobj_tab[5] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_node_draft, __pyx_mstate->__pyx_kp_b_iso88591_A_aq_c_G1_G1Kq_HHJfLPQQXX___a, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[5])) goto bad;
+    const __Pyx_PyCode_New_function_description descr = {5, 0, 3, 9, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 181};
+    PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self, __pyx_mstate->__pyx_n_u_nodeid, __pyx_mstate->__pyx_n_u_ino, __pyx_mstate->__pyx_n_u_slot, __pyx_mstate->__pyx_n_u_generation, __pyx_mstate->__pyx_n_u_mode, __pyx_mstate->__pyx_n_u_uid, __pyx_mstate->__pyx_n_u_gid, __pyx_mstate->__pyx_n_u_attr};
+    __pyx_mstate_global->__pyx_codeobj_tab[5] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_node_draft, __pyx_mstate->__pyx_kp_b_iso88591_A_aq_c_G1_HA_IQ_G1_G1_Kq_G1Kq_HH, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[5])) goto bad;
   }
   {
-    const __Pyx_PyCode_New_function_description descr = {5, 0, 6, 12, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 173};
+    const __Pyx_PyCode_New_function_description descr = {5, 0, 6, 12, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 196};
     PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self, __pyx_mstate->__pyx_n_u_nodeid, __pyx_mstate->__pyx_n_u_ino, __pyx_mstate->__pyx_n_u_slot, __pyx_mstate->__pyx_n_u_generation, __pyx_mstate->__pyx_n_u_size_bytes, __pyx_mstate->__pyx_n_u_mode, __pyx_mstate->__pyx_n_u_uid, __pyx_mstate->__pyx_n_u_gid, __pyx_mstate->__pyx_n_u_mtime_ns, __pyx_mstate->__pyx_n_u_ctime_ns, __pyx_mstate->__pyx_n_u_attr};
     __pyx_mstate_global->__pyx_codeobj_tab[6] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_node_sealed, __pyx_mstate->__pyx_kp_b_iso88591_A_aq_c_G1_HA_K_E_A_IT_3a_M_ir_IY, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[6])) goto bad;
   }
   {
-    const __Pyx_PyCode_New_function_description descr = {2, 0, 0, 2, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 194};
+    const __Pyx_PyCode_New_function_description descr = {2, 0, 0, 2, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 217};
     PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self, __pyx_mstate->__pyx_n_u_nodeid};
     __pyx_mstate_global->__pyx_codeobj_tab[7] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_node_dead, __pyx_mstate->__pyx_kp_b_iso88591_A_G1Kq_HHIS_7_QRRS, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[7])) goto bad;
   }
   {
-    const __Pyx_PyCode_New_function_description descr = {2, 0, 0, 2, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 198};
+    const __Pyx_PyCode_New_function_description descr = {2, 0, 0, 2, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 221};
     PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self, __pyx_mstate->__pyx_n_u_nodeid};
-    __pyx_mstate_global->__pyx_codeobj_tab[8] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_node_drop, __pyx_mstate->__pyx_kp_b_iso88591_A_AT, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[8])) goto bad;
+    __pyx_mstate_global->__pyx_codeobj_tab[8] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_node_drop, __pyx_mstate->__pyx_kp_b_iso88591_A_1D_2, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[8])) goto bad;
   }
   {
-    const __Pyx_PyCode_New_function_description descr = {3, 0, 0, 4, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 202};
-    PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self, __pyx_mstate->__pyx_n_u_nodeid, __pyx_mstate->__pyx_n_u_fd, __pyx_mstate->__pyx_n_u_status};
-    __pyx_mstate_global->__pyx_codeobj_tab[9] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_acquire, __pyx_mstate->__pyx_kp_b_iso88591_A_Zq_HHA_t7_8_9, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[9])) goto bad;
+    const __Pyx_PyCode_New_function_description descr = {4, 0, 0, 4, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 225};
+    PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self, __pyx_mstate->__pyx_n_u_parent, __pyx_mstate->__pyx_n_u_name, __pyx_mstate->__pyx_n_u_nodeid};
+    __pyx_mstate_global->__pyx_codeobj_tab[9] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_link, __pyx_mstate->__pyx_kp_b_iso88591_A_G1G1D_k_AWIU, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[9])) goto bad;
   }
   {
-    const __Pyx_PyCode_New_function_description descr = {2, 0, 0, 3, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 209};
-    PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self, __pyx_mstate->__pyx_n_u_nodeid, __pyx_mstate->__pyx_n_u_status};
-    __pyx_mstate_global->__pyx_codeobj_tab[10] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_release, __pyx_mstate->__pyx_kp_b_iso88591_A_Zq_HA_t7_8_9, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[10])) goto bad;
-  }
-  {
-    const __Pyx_PyCode_New_function_description descr = {2, 0, 0, 2, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 216};
-    PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self, __pyx_mstate->__pyx_n_u_nodeid};
-    __pyx_mstate_global->__pyx_codeobj_tab[11] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_opens, __pyx_mstate->__pyx_kp_b_iso88591_A_xq_HA, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[11])) goto bad;
-  }
-  {
-    const __Pyx_PyCode_New_function_description descr = {2, 0, 0, 2, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 219};
-    PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self, __pyx_mstate->__pyx_n_u_nodeid};
-    __pyx_mstate_global->__pyx_codeobj_tab[12] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_killed, __pyx_mstate->__pyx_kp_b_iso88591_A_t1IQd, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[12])) goto bad;
-  }
-  {
-    const __Pyx_PyCode_New_function_description descr = {2, 0, 0, 2, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 223};
-    PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self, __pyx_mstate->__pyx_n_u_relay};
-    __pyx_mstate_global->__pyx_codeobj_tab[13] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_relay_opens, __pyx_mstate->__pyx_kp_b_iso88591_A_at81, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[13])) goto bad;
-  }
-  {
-    const __Pyx_PyCode_New_function_description descr = {1, 0, 0, 5, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 227};
-    PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self, __pyx_mstate->__pyx_n_u_records, __pyx_mstate->__pyx_n_u_count, __pyx_mstate->__pyx_n_u_i, __pyx_mstate->__pyx_n_u_found};
-    __pyx_mstate_global->__pyx_codeobj_tab[14] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_drain_opens, __pyx_mstate->__pyx_kp_b_iso88591_A_a_fCq_N_4xy_U_1_WBgQb_6_1_q, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[14])) goto bad;
-  }
-  {
-    const __Pyx_PyCode_New_function_description descr = {2, 0, 0, 3, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 238};
-    PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self, __pyx_mstate->__pyx_n_u_fd, __pyx_mstate->__pyx_n_u_status};
-    __pyx_mstate_global->__pyx_codeobj_tab[15] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_probe, __pyx_mstate->__pyx_kp_b_iso88591_A_XQd_t7_8_Q, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[15])) goto bad;
-  }
-  {
-    const __Pyx_PyCode_New_function_description descr = {3, 0, 0, 3, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 245};
+    const __Pyx_PyCode_New_function_description descr = {3, 0, 0, 3, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 229};
     PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self, __pyx_mstate->__pyx_n_u_parent, __pyx_mstate->__pyx_n_u_name};
-    __pyx_mstate_global->__pyx_codeobj_tab[16] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_invalidate_entry, __pyx_mstate->__pyx_kp_b_iso88591_A_1D_k_AQ, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[16])) goto bad;
+    __pyx_mstate_global->__pyx_codeobj_tab[10] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_unlink, __pyx_mstate->__pyx_kp_b_iso88591_A_hhfKs_1, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[10])) goto bad;
   }
   {
-    const __Pyx_PyCode_New_function_description descr = {2, 0, 0, 2, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 249};
+    const __Pyx_PyCode_New_function_description descr = {3, 0, 0, 4, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 233};
+    PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self, __pyx_mstate->__pyx_n_u_nodeid, __pyx_mstate->__pyx_n_u_fd, __pyx_mstate->__pyx_n_u_status};
+    __pyx_mstate_global->__pyx_codeobj_tab[11] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_acquire, __pyx_mstate->__pyx_kp_b_iso88591_A_Zq_HHA_t7_8_9, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[11])) goto bad;
+  }
+  {
+    const __Pyx_PyCode_New_function_description descr = {2, 0, 0, 3, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 240};
+    PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self, __pyx_mstate->__pyx_n_u_nodeid, __pyx_mstate->__pyx_n_u_status};
+    __pyx_mstate_global->__pyx_codeobj_tab[12] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_release, __pyx_mstate->__pyx_kp_b_iso88591_A_Zq_HA_t7_8_9, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[12])) goto bad;
+  }
+  {
+    const __Pyx_PyCode_New_function_description descr = {2, 0, 0, 2, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 247};
     PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self, __pyx_mstate->__pyx_n_u_nodeid};
-    __pyx_mstate_global->__pyx_codeobj_tab[17] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_invalidate_attr, __pyx_mstate->__pyx_kp_b_iso88591_A_4xq, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[17])) goto bad;
+    __pyx_mstate_global->__pyx_codeobj_tab[13] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_opens, __pyx_mstate->__pyx_kp_b_iso88591_A_xq_HA, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[13])) goto bad;
+  }
+  {
+    const __Pyx_PyCode_New_function_description descr = {2, 0, 0, 2, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 250};
+    PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self, __pyx_mstate->__pyx_n_u_nodeid};
+    __pyx_mstate_global->__pyx_codeobj_tab[14] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_killed, __pyx_mstate->__pyx_kp_b_iso88591_A_t1IQd, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[14])) goto bad;
+  }
+  {
+    const __Pyx_PyCode_New_function_description descr = {2, 0, 0, 2, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 254};
+    PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self, __pyx_mstate->__pyx_n_u_nodeid};
+    __pyx_mstate_global->__pyx_codeobj_tab[15] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_flushed, __pyx_mstate->__pyx_kp_b_iso88591_A_t1Jat81, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[15])) goto bad;
+  }
+  {
+    const __Pyx_PyCode_New_function_description descr = {2, 0, 0, 2, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 258};
+    PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self, __pyx_mstate->__pyx_n_u_relay};
+    __pyx_mstate_global->__pyx_codeobj_tab[16] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_relay_opens, __pyx_mstate->__pyx_kp_b_iso88591_A_at81, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[16])) goto bad;
+  }
+  {
+    const __Pyx_PyCode_New_function_description descr = {1, 0, 0, 5, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 262};
+    PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self, __pyx_mstate->__pyx_n_u_records, __pyx_mstate->__pyx_n_u_count, __pyx_mstate->__pyx_n_u_i, __pyx_mstate->__pyx_n_u_found};
+    __pyx_mstate_global->__pyx_codeobj_tab[17] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_drain_opens, __pyx_mstate->__pyx_kp_b_iso88591_A_a_fCq_N_4xy_U_1_WBgQb_6_1_q, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[17])) goto bad;
+  }
+  {
+    const __Pyx_PyCode_New_function_description descr = {2, 0, 0, 3, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 273};
+    PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self, __pyx_mstate->__pyx_n_u_fd, __pyx_mstate->__pyx_n_u_status};
+    __pyx_mstate_global->__pyx_codeobj_tab[18] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_probe, __pyx_mstate->__pyx_kp_b_iso88591_A_XQd_t7_8_Q, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[18])) goto bad;
+  }
+  {
+    const __Pyx_PyCode_New_function_description descr = {3, 0, 0, 3, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 280};
+    PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self, __pyx_mstate->__pyx_n_u_parent, __pyx_mstate->__pyx_n_u_name};
+    __pyx_mstate_global->__pyx_codeobj_tab[19] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_invalidate_entry, __pyx_mstate->__pyx_kp_b_iso88591_A_1D_k_AQ, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[19])) goto bad;
+  }
+  {
+    const __Pyx_PyCode_New_function_description descr = {2, 0, 0, 2, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 284};
+    PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self, __pyx_mstate->__pyx_n_u_nodeid};
+    __pyx_mstate_global->__pyx_codeobj_tab[20] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_kvfs__native_fuse_loop_pyx, __pyx_mstate->__pyx_n_u_invalidate_attr, __pyx_mstate->__pyx_kp_b_iso88591_A_4xq, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[20])) goto bad;
   }
   {
     const __Pyx_PyCode_New_function_description descr = {1, 0, 0, 1, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 1};
     PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self};
-    __pyx_mstate_global->__pyx_codeobj_tab[18] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_tree_fragment, __pyx_mstate->__pyx_n_u_reduce_cython, __pyx_mstate->__pyx_kp_b_iso88591_Q, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[18])) goto bad;
+    __pyx_mstate_global->__pyx_codeobj_tab[21] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_tree_fragment, __pyx_mstate->__pyx_n_u_reduce_cython, __pyx_mstate->__pyx_kp_b_iso88591_Q, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[21])) goto bad;
   }
   {
     const __Pyx_PyCode_New_function_description descr = {2, 0, 0, 2, (unsigned int)(CO_OPTIMIZED|CO_NEWLOCALS), 3};
     PyObject* const varnames[] = {__pyx_mstate->__pyx_n_u_self, __pyx_mstate->__pyx_n_u_pyx_state};
-    __pyx_mstate_global->__pyx_codeobj_tab[19] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_tree_fragment, __pyx_mstate->__pyx_n_u_setstate_cython, __pyx_mstate->__pyx_kp_b_iso88591_Q, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[19])) goto bad;
+    __pyx_mstate_global->__pyx_codeobj_tab[22] = __Pyx_PyCode_New(descr, varnames, __pyx_mstate->__pyx_kp_u_tree_fragment, __pyx_mstate->__pyx_n_u_setstate_cython, __pyx_mstate->__pyx_kp_b_iso88591_Q, tuple_dedup_map); if (unlikely(!__pyx_mstate_global->__pyx_codeobj_tab[22])) goto bad;
   }
   Py_DECREF(tuple_dedup_map);
   return 0;
