@@ -94,6 +94,15 @@ class DramTier:
         self._recount_in = 0
         self._closed = False
 
+    @property
+    def directory(self) -> Path:
+        """The folder of the slot files, named by `slots.slot_name`."""
+        return self.root / "slots"
+
+    @property
+    def table_path(self) -> Path:
+        return self.root / "table"
+
     @classmethod
     def open(
         cls,

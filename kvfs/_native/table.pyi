@@ -18,6 +18,12 @@ TIER_NVME: int
 TIER_REMOTE: int
 TIER_COLD: int
 
+READER_WAIT_NS: int
+MAX_LOAD_PERCENT: int
+
+def native_fields() -> list[tuple[str, str, int, int]]:
+    """(structure, field, offset, size) of every field of formats.h."""
+
 class Entry:
     """A consistent copy of one index entry."""
 
