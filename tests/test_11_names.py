@@ -250,6 +250,14 @@ def test_a_prefix_inside_a_common_prefix_is_skipped(index: NameIndex) -> None:
     assert [e.name for e in index.list(b"b", after=b"a/c").entries] == [b"a/d", b"b"]
 
 
+def test_a_delimiter_of_the_highest_byte_is_skipped(index: NameIndex) -> None:
+    for key in (b"a\xff\xffb", b"a\xff\xffc", b"b", b"\xff\xff", b"\xff\xffz"):
+        index.put(b"b", key, row())
+    index.put(b"c", b"k", row())
+    listed = [entry.name for entry in index.list(b"b", delimiter=b"\xff\xff").entries]
+    assert listed == [b"a\xff\xff", b"b", b"\xff\xff"]
+
+
 def test_buckets_that_are_prefixes_of_each_other_stay_apart(index: NameIndex) -> None:
     index.put(b"a", b"z", row(1))
     index.put(b"ab", b"a", row(2))
