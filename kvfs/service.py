@@ -29,9 +29,10 @@ from typing import Self
 import trio
 
 from kvfs import limits
-from kvfs.config import Settings, format_size
+from kvfs.config import Settings
 from kvfs.errors import ConfigError, KvfsError
 from kvfs.notify import notify
+from kvfs.sizes import format_size
 from mounts.mount import Mount, recover
 from tiers.sessions import SessionServer
 from tiers.store import TieredStore
