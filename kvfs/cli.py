@@ -373,3 +373,7 @@ def _resolve(texts: list[str], at: str | None) -> tuple[Client, list[str]]:
 
 def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
+
+
+if __name__ == "__main__":
+    main()

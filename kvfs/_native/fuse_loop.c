@@ -4,9 +4,15 @@
 {
     "distutils": {
         "depends": [
+            "kvfs/_native/checksummer_core.h",
+            "kvfs/_native/formats.h",
             "kvfs/_native/fuse_loop_core.h",
             "kvfs/_native/fuse_loop_state.h",
-            "kvfs/_native/fuse_wire.h"
+            "kvfs/_native/fuse_wire.h",
+            "kvfs/_native/slots_core.h",
+            "kvfs/_native/table_core.h",
+            "kvfs/_native/table_write.h",
+            "kvfs/_native/xxh3.h"
         ],
         "extra_compile_args": [
             "-O3",
