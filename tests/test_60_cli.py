@@ -21,7 +21,7 @@ from tests.support.service import ROOT, Service, run_kvfs
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
     need_mount()
-    with Service(mode="auto", dram="64MiB") as service:
+    with Service(mode="auto", dram="256MiB") as service:
         yield service
 
 
@@ -113,10 +113,10 @@ def test_short_commands_answer_fast(service: Service) -> None:
 # --- status ----------------------------------------------------------------------------------------------
 def test_status_shows_what_runs(service: Service) -> None:
     shown = good("status", "--at", str(service.mount))
-    for expected in (str(service.data), str(service.mount), "64 MiB", "dram", "sessions"):
+    for expected in (str(service.data), str(service.mount), "256 MiB", "dram", "sessions"):
         assert expected in shown
     found = json.loads(good("status", "--json", "--at", str(service.mount)))
-    assert found["tiers"][0]["capacity_bytes"] == 64 << 20
+    assert found["tiers"][0]["capacity_bytes"] == 256 << 20
     assert found["mount"]["path"] == str(service.mount)
     assert found["mount"]["mode"] in ("passthrough", "native", "plain")
 
@@ -191,7 +191,7 @@ def test_evict_by_size_frees_room(service: Service, bucket: Path) -> None:
     for n in range(8):
         (bucket / f"big{n}").write_bytes(os.urandom(1 << 20))
     good("pin", str(bucket / "big0"))
-    good("evict", "--bytes", "60MiB", "--at", str(service.mount))
+    good("evict", "--bytes", "256MiB", "--at", str(service.mount))
     assert (bucket / "big0").exists()
     assert not (bucket / "big1").exists()
     assert "a size is" in run_kvfs("evict", "--bytes", "x", "--at", str(service.mount)).stderr
@@ -216,10 +216,8 @@ def test_paths_on_the_mount_itself_and_bad_names_are_refused(service: Service) -
 
 # --- bench -----------------------------------------------------------------------------------------------
 def test_bench_measures_in_a_running_service_and_cleans_up(service: Service) -> None:
-    done = run_kvfs(
-        "bench", "--json", "--only", "memcpy.1m,mount.pread_4k", "--seconds", "0.05", "--at", str(service.mount),
-        timeout_s=60,
-    )  # fmt: skip
+    wanted = ["--only", "memcpy.1m,mount.pread_4k", "--seconds", "0.05"]
+    done = run_kvfs("bench", "--json", *wanted, "--at", str(service.mount), timeout_s=60)
     if "tmpfs of its own" in done.stderr:
         pytest.skip("no right to mount a tmpfs")
     copied, read = json.loads(done.stdout)
