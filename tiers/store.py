@@ -66,6 +66,8 @@ class TieredStore:
         self.dram = dram
         self.table = dram.table
         self.listeners: list[Callable[[Change], None]] = []
+        self.before_eviction: list[Callable[[], None]] = []
+        """Called before victims are chosen: doors that answer hits natively report them here."""
         self.space = SpaceBook(dram.usage().capacity_bytes, quota_bytes)
         self._policy: LruLeafFirst[bytes] = LruLeafFirst()
         self._blocks = BlockCatalog()
@@ -646,6 +648,8 @@ class TieredStore:
 
     def _evict_by_policy(self, bytes_wanted: int) -> int:
         freed = skipped = 0
+        for report in self.before_eviction:
+            report()
         while freed < bytes_wanted and skipped < MAX_HELD_SKIPS:
             groups = list(self._policy.victims(bytes_wanted - freed, time.monotonic()))
             if not groups:

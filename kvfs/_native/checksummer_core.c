@@ -10,7 +10,9 @@
  * Concurrency: `lock` guards every field but the counters' readers; it is never held during I/O. It may be held
  * while nothing else is; `table->lock` is taken alone. One pauser at a time.
  */
+#ifndef _GNU_SOURCE
 #define _GNU_SOURCE
+#endif
 #include "checksummer_core.h"
 
 #include <fcntl.h>

@@ -1,4 +1,4 @@
-from typing_extensions import Buffer
+from kvfs._native.table import Table
 
 def died_by_signal(pid: int) -> bool: ...
 
@@ -7,9 +7,7 @@ class FuseLoop:
         self,
         dev_fd: int,
         slots_dir_fd: int,
-        generations: Buffer,
-        generation_stride: int,
-        slot_count: int,
+        table: Table,
         *,
         passthrough: bool,
         threads: int,
@@ -50,5 +48,6 @@ class FuseLoop:
     def killed(self, nodeid: int) -> bool: ...
     def relay_opens(self, relay: bool) -> None: ...
     def drain_opens(self) -> list[tuple[int, int, int]]: ...
+    def probe(self, fd: int) -> bool: ...
     def invalidate_entry(self, parent: int, name: bytes) -> None: ...
     def invalidate_attr(self, nodeid: int) -> None: ...

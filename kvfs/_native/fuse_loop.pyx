@@ -4,8 +4,10 @@ Concurrency: every method may be called from any thread; the loop's own lock ord
 the loop's threads without the GIL.
 """
 
-from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memset
+
+from kvfs._native.table cimport Table, kvfs_slot_header, kvfs_table
 
 from kvfs.errors import from_errno
 
@@ -68,6 +70,7 @@ cdef extern from "fuse_loop_core.h" nogil:
     int fl_acquire(fuse_loop *loop, uint64_t nodeid, int fd)
     int fl_release(fuse_loop *loop, uint64_t nodeid)
     int fl_opens(fuse_loop *loop, uint64_t nodeid)
+    int fl_probe(fuse_loop *loop, int fd)
     int fl_killed(fuse_loop *loop, uint64_t nodeid)
     int fl_died_by_signal(uint32_t pid)
     void fl_relay_opens(fuse_loop *loop, int relay)
@@ -90,27 +93,25 @@ cdef class FuseLoop:
     """One mounted /dev/fuse descriptor served natively; see fuse_loop_core.h for the invariants."""
 
     cdef fuse_loop *_loop
-    cdef object _generations
+    cdef Table _table
 
     def __cinit__(
-        self, int dev_fd, int slots_dir_fd, const uint8_t[::1] generations not None, uint64_t generation_stride,
-        uint32_t slot_count, *, bint passthrough, int threads, uint32_t buffer_size, uint64_t largest_object,
-        uint64_t attr_valid_s,
+        self, int dev_fd, int slots_dir_fd, Table table not None, *, bint passthrough, int threads,
+        uint32_t buffer_size, uint64_t largest_object, uint64_t attr_valid_s,
     ):
         cdef fl_config config
-        if <uint64_t> generations.shape[0] < 4 + generation_stride * (slot_count - 1):
-            raise ValueError(f"{generations.shape[0]} bytes of table cannot hold {slot_count} generations")
+        cdef kvfs_table *pointer = table.pointer()
         config.dev_fd = dev_fd
         config.slots_dir_fd = slots_dir_fd
-        config.generations = <const char *> &generations[0]
-        config.generation_stride = generation_stride
-        config.slot_count = slot_count
+        config.generations = <const char *> &pointer.slots[0].generation
+        config.generation_stride = sizeof(kvfs_slot_header)
+        config.slot_count = pointer.slot_count
         config.passthrough = passthrough
         config.threads = threads
         config.buffer_size = buffer_size
         config.largest_object = largest_object
         config.attr_valid_s = attr_valid_s
-        self._generations = generations
+        self._table = table
         self._check(fl_create(&config, &self._loop), "the native FUSE loop")
 
     def __dealloc__(self):
@@ -233,6 +234,13 @@ cdef class FuseLoop:
             for i in range(count):
                 found.append((records[i].nodeid, records[i].uid, records[i].pid))
         return found
+
+    def probe(self, int fd):
+        """Whether the kernel takes `fd` as a backing; passthrough is off from now on where it does not."""
+        cdef int status
+        with nogil:
+            status = fl_probe(self._loop, fd)
+        return self._check(status, "passthrough") == 1
 
     def invalidate_entry(self, uint64_t parent, bytes name not None):
         """Make the kernel look `name` up again; never waits."""

@@ -50,9 +50,16 @@ static int attach_backing(struct fuse_loop *loop, struct fl_node *node, int fd) 
     if (loop->passthrough) {
         struct fw_backing_map map = {.fd = fd};
         int id = ioctl(loop->config.dev_fd, FW_IOC_BACKING_OPEN, &map);
-        if (id < 0) return -errno;
-        node->backing_id = id;
-    } else {
+        if (id >= 0) {
+            node->backing_id = id;
+            return 0;
+        }
+        /* EPERM: no CAP_SYS_ADMIN; EOPNOTSUPP, ENOTTY, EINVAL: a kernel without it. Others may pass. */
+        if (loop->passthrough_used || (errno != EPERM && errno != EOPNOTSUPP && errno != ENOTTY && errno != EINVAL))
+            return -errno;
+        loop->passthrough = 0;
+    }
+    if (!loop->passthrough) {
         int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0);
         if (copy < 0) return -errno;
         node->fd = copy;
@@ -542,6 +549,17 @@ int fl_acquire(struct fuse_loop *loop, uint64_t nodeid, int fd) {
     int status = node == NULL ? -ESTALE : 0;
     if (status == 0 && node->opens == 0) status = attach_backing(loop, node, fd);
     if (status == 0) status = (int)++node->opens;
+    pthread_mutex_unlock(&loop->nodes_lock);
+    return status;
+}
+
+int fl_probe(struct fuse_loop *loop, int fd) {
+    struct fl_node scratch = {.fd = -1};
+    pthread_mutex_lock(&loop->nodes_lock);
+    int status = attach_backing(loop, &scratch, fd);
+    detach_backing(loop, &scratch);
+    loop->passthrough_used |= status == 0 && loop->passthrough;
+    if (status == 0) status = loop->passthrough;
     pthread_mutex_unlock(&loop->nodes_lock);
     return status;
 }

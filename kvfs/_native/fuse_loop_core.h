@@ -62,6 +62,7 @@ void fl_node_drop(struct fuse_loop *loop, uint64_t nodeid);
 int fl_acquire(struct fuse_loop *loop, uint64_t nodeid, int fd); /* new count of opens, or -errno */
 int fl_release(struct fuse_loop *loop, uint64_t nodeid);         /* count of opens left, or -errno */
 int fl_opens(struct fuse_loop *loop, uint64_t nodeid);
+int fl_probe(struct fuse_loop *loop, int fd); /* 1: passthrough works; 0: it is off from now on */
 int fl_killed(struct fuse_loop *loop, uint64_t nodeid); /* whether the last FLUSH came from a process dying by a signal */
 int fl_died_by_signal(uint32_t pid);
 void fl_relay_opens(struct fuse_loop *loop, int relay);

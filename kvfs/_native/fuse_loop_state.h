@@ -50,7 +50,7 @@ struct fuse_loop {
     struct fl_config config;
     int sockets[2]; /* ours, the library's */
     int stop_fd, ended_fd;
-    int stopping, passthrough, relay_opens, single;
+    int stopping, passthrough, passthrough_used, relay_opens, single;
     uint32_t offered_flags, offered_flags2;
     uint32_t request_size;
     uint64_t largest_object;
