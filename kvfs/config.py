@@ -124,6 +124,8 @@ class MountSettings(_Section):
     path: AbsolutePath = Path("/mnt/kvfs")
     mode: MountMode = "auto"
     """`auto` takes the fastest that works here: passthrough, then native, then plain."""
+    allow_other: bool = True
+    """Whether users besides the service's own see the mount; without root they never do."""
 
 
 class SessionSettings(_Section):

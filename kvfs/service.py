@@ -33,7 +33,7 @@ from kvfs.config import Settings
 from kvfs.errors import ConfigError, KvfsError
 from kvfs.notify import notify
 from kvfs.sizes import format_size
-from mounts.mount import Mount, recover
+from mounts.mount import Mount, recover, unmount
 from tiers.sessions import SessionServer
 from tiers.store import TieredStore
 
@@ -114,9 +114,13 @@ async def run(settings: Settings, started: Callable[[Running], None]) -> None:
     stop = trio.CancelScope()
     with _Watchdog(settings.mount.path) as watchdog, open_store(settings) as store:
         mount = Mount(
-            store, prepare_mountpoint(settings), mode=settings.mount.mode, socket_path=settings.socket_path
+            store,
+            prepare_mountpoint(settings),
+            mode=settings.mount.mode,
+            socket_path=settings.socket_path,
+            allow_other=settings.mount.allow_other,
         )
-        sessions = SessionServer(store, settings.socket_path)
+        sessions = SessionServer(store, settings.socket_path, group_gid=group_id(settings.session.group))
         async with trio.open_nursery() as upkeep:
             upkeep.start_soon(_maintain, store)
             await upkeep.start(_stop_on_signal, stop, watchdog)
@@ -166,10 +170,10 @@ class _Watchdog:
     def stop_hard(self, why: str) -> None:
         """Leave as after a crash: drafts are lost, and the next start adopts what was sealed."""
         log.error("%s: leaving at once", why)
-        try:
-            recover(self._mountpoint)
-        finally:
-            os._exit(1)
+        detaching = threading.Thread(target=unmount, args=[self._mountpoint], daemon=True)
+        detaching.start()
+        detaching.join(limits.DETACH_WAIT_S)
+        os._exit(1)
 
 
 async def _stop_on_signal(

@@ -12,7 +12,6 @@ Concurrency: one thread, but `kill` may be called from any (the watchdog of the 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import selectors
 import shutil
@@ -26,14 +25,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from kvfs import linux
+
 ROOT: Final = Path(__file__).resolve().parents[2]
 READY_WAIT_S: Final = 30.0
 STOP_WAIT_S: Final = 20.0
-MNT_DETACH: Final = 2
 MODES: Final = ("passthrough", "native", "plain")
 DEFAULT_DRAM: Final = "256MiB"
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ServiceFailed(Exception):
@@ -43,8 +41,7 @@ class ServiceFailed(Exception):
 def mounts_under(directory: Path) -> list[str]:
     """Mount points at or under `directory`, innermost last."""
     prefix = os.fspath(directory)
-    lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    points = [line.split()[4].encode().decode("unicode_escape") for line in lines]
+    points = [entry.point for entry in linux.mounts()]
     return [point for point in points if point == prefix or point.startswith(prefix + "/")]
 
 
@@ -52,7 +49,7 @@ def detach_mounts(directory: Path) -> list[str]:
     """Lazily unmount all that is mounted under `directory`; what was."""
     found = mounts_under(directory)
     for point in reversed(found):
-        _libc.umount2(point.encode(), MNT_DETACH)
+        linux.unmount(Path(point), linux.MNT_DETACH)
     return found
 
 
