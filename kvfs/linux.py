@@ -68,7 +68,7 @@ def _unescape(text: str) -> str:
 
 
 def top_mount(point: Path) -> MountEntry | None:
-    """What is mounted exactly at `point`, the topmost where several are. Never looks into the mount itself."""
+    """What is mounted exactly at `point`, the topmost where several are. Never looks into the mount."""
     wanted = os.path.join(os.path.realpath(point.parent), point.name)
     found = None
     for entry in mounts():

@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import trio
 
@@ -120,7 +120,12 @@ async def run(settings: Settings, started: Callable[[Running], None]) -> None:
             socket_path=settings.socket_path,
             allow_other=settings.mount.allow_other,
         )
-        sessions = SessionServer(store, settings.socket_path, group_gid=group_id(settings.session.group))
+        sessions = SessionServer(
+            store,
+            settings.socket_path,
+            group_gid=group_id(settings.session.group),
+            describe=lambda: {"mount": _describe_mount(mount)},
+        )
         async with trio.open_nursery() as upkeep:
             upkeep.start_soon(_maintain, store)
             await upkeep.start(_stop_on_signal, stop, watchdog)
@@ -221,6 +226,10 @@ async def _maintain(store: TieredStore) -> None:
         except KvfsError as error:
             log.log(error.log_level, "upkeep: %s", error)
         await trio.sleep(limits.MAINTAIN_PAUSE_S)
+
+
+def _describe_mount(mount: Mount) -> dict[str, Any]:
+    return {"path": str(mount.mountpoint), "mode": mount.mode, "missing": mount.limits}
 
 
 def _describe(settings: Settings, store: TieredStore, mount: Mount) -> Running:
