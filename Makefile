@@ -37,25 +37,26 @@ $(STAMPS)/system:
 	@packaging/system packages build
 	@mkdir -p $(STAMPS) && touch $@
 
+# The programs that tests run.
 $(STAMPS)/system-test: | $(STAMPS)/system
 	@packaging/system packages test
 	@touch $@
 
 $(STAMPS)/venv: | $(STAMPS)/system
 	python=$$(packaging/system python) && "$$python" -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade 'pip>=24' 'setuptools>=77' 'cython>=3.1,<4'
+	$(BIN)/python -m pip install -qq --upgrade 'pip>=24' 'setuptools>=77' 'cython>=3.1,<4'
 	@mkdir -p $(STAMPS) && touch $(STAMPS)/system $@
 
 $(STAMPS)/install: pyproject.toml setup.py setup.cfg | $(STAMPS)/venv
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install -qq --editable .
 	@touch $@
 
 $(STAMPS)/native: $(NATIVE) setup.py $(STAMPS)/install
 	$(BIN)/python setup.py --quiet build_ext
 	@touch $@
 
-$(STAMPS)/dev: $(STAMPS)/install | $(STAMPS)/system-test
-	$(BIN)/python -m pip install --quiet --editable '.[dev]' $(TORCH)
+$(STAMPS)/dev: $(STAMPS)/install
+	$(BIN)/python -m pip install -qq --editable '.[dev]' $(TORCH)
 	@touch $@
 
 build: $(STAMPS)/native
@@ -84,7 +85,7 @@ stubs: $(STAMPS)/dev $(STAMPS)/native
 	$(if $(NATIVE_MODULES),$(BIN)/stubtest --mypy-config-file pyproject.toml \
 	    --allowlist packaging/stubtest.allow --ignore-unused-allowlist $(NATIVE_MODULES))
 
-pytest: $(STAMPS)/dev $(STAMPS)/native
+pytest: $(STAMPS)/dev $(STAMPS)/native | $(STAMPS)/system-test
 	$(BIN)/pytest -m "not engine" $(ARGS)
 
 clean:
