@@ -107,6 +107,8 @@ SPACE_WAIT_S: Final = 2.0
 """How long a reservation waits for eviction before it answers ENOSPC."""
 STOP_WAIT_S: Final = 10.0
 """How long a clean stop waits for the requests in flight."""
+DETACH_WAIT_S: Final = 1.0
+"""How long a hard stop waits for the kernel to take the mount away before the process leaves without."""
 MAINTAIN_INTERVAL_S: Final = 1.0
 """Upkeep of the store runs at least this often; a seal brings it forward."""
 MAINTAIN_PAUSE_S: Final = 0.02

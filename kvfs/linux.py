@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_NOATIME = 2, 4, 8, 32, 1024
 MNT_DETACH = 2
+
+_OCTAL = re.compile(r"\\([0-7]{3})")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -44,19 +47,28 @@ def _check(result: int, point: Path) -> None:
         raise OSError(number, os.strerror(number), str(point))
 
 
-def mounts() -> list[MountEntry]:
-    """Every mount of this mount namespace, lowest first."""
+def mounts(table: str | None = None) -> list[MountEntry]:
+    """Every mount of this mount namespace, lowest first.
+
+    `table` is text in the format of /proc/self/mountinfo, which is read where it is None.
+    """
+    if table is None:
+        table = os.fsdecode(Path("/proc/self/mountinfo").read_bytes())
     found = []
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    for line in table.rstrip("\n").split("\n"):
         before, _, after = line.partition(" - ")
-        point = before.split(" ")[4].encode().decode("unicode_escape")
         kind, source = after.split(" ")[:2]
-        found.append(MountEntry(point, kind, source))
+        found.append(MountEntry(_unescape(before.split(" ")[4]), kind, _unescape(source)))
     return found
 
 
+def _unescape(text: str) -> str:
+    """The kernel writes space, tab, newline and backslash as `\\ooo`, and everything else as it is."""
+    return _OCTAL.sub(lambda match: chr(int(match[1], 8)), text)
+
+
 def top_mount(point: Path) -> MountEntry | None:
-    """What is mounted exactly at `point`, the topmost where several are. Never looks into the mount itself."""
+    """What is mounted exactly at `point`, the topmost where several are. Never looks into the mount."""
     wanted = os.path.join(os.path.realpath(point.parent), point.name)
     found = None
     for entry in mounts():
