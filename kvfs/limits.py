@@ -27,6 +27,8 @@ MAX_NAMESPACE_BYTES: Final = 64 * KIB
 """A namespace description is hashed and kept whole."""
 MAX_LIST_ENTRIES: Final = 1_000
 """One page of a listing, as in S3's ListObjectsV2: bounds the time that one call holds the event loop."""
+MAX_USER_METADATA_BYTES: Final = 64 * KIB
+"""User metadata in a name's row, as for one extended attribute (S3 itself ends at 2 KiB)."""
 NAME_MAP_BYTES: Final = 64 * MIB
 """First size of the LMDB map; it grows as names come."""
 
@@ -55,6 +57,8 @@ MAX_DRAFTS_PER_SESSION: Final = 1_024
 """Drafts granted and neither sealed nor aborted."""
 SESSION_IDLE_WRITE_TIMEOUT_S: Final = 10.0
 """A peer that does not drain its socket for this long is cut off."""
+MAX_SOCKET_PATH_BYTES: Final = 107
+"""sun_path of Linux's sockaddr_un, less the closing NUL."""
 MAX_SESSIONS_PER_UID: Final = 256
 """So that one user cannot take every session; the service's own user and root are not counted."""
 MAX_CONTROL_BYTES: Final = 128 * KIB
