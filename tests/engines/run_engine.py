@@ -1,0 +1,115 @@
+"""Run vLLM once, in this process, offline, over prompts of token ids; runs under the engines' python.
+
+Reads a JSON request from standard input and writes a JSON reply to the path given as the only argument
+(the engine's own logs keep standard output and error). Request:
+
+    {"model": directory, "storage": directory or null, "prefix_caching": bool, "max_tokens": int,
+     "prompts": [[token id, ...], ...]}
+
+`storage` is handed to vLLM's bundled ExampleConnector, unmodified, as its `shared_storage_path`. Reply, each
+a list with one entry per prompt:
+
+    {"tokens": [[id, ...]], "logprobs": [[of each chosen token, ...]], "cached_tokens": [count],
+     "loaded": [path of each tensor file that was loaded, in order], "peak_mib": int}
+
+`cached_tokens` is the engine's own count of prompt tokens that it did not compute.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from typing import Any
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # The engine core in this process, where its loads can be seen.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+
+
+def watch_loads() -> list[str]:
+    """The list to which the path of every safetensors file loaded from now on is added."""
+    import safetensors.torch
+
+    loaded: list[str] = []
+    original = safetensors.torch.load_file
+
+    def load_file(filename: str, *args: Any, **kwargs: Any) -> Any:
+        tensors = original(filename, *args, **kwargs)
+        loaded.append(os.fspath(filename))
+        return tensors
+
+    safetensors.torch.load_file = load_file
+    return loaded
+
+
+def make_engine(request: dict[str, Any]) -> Any:
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    transfer = None
+    if request["storage"] is not None:
+        transfer = KVTransferConfig(
+            kv_connector="ExampleConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"shared_storage_path": request["storage"]},
+        )
+    return LLM(
+        model=request["model"],
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        block_size=32,
+        max_model_len=1024,
+        # Whole prompts in one step: the connector under test does not store prompts in chunks.
+        max_num_batched_tokens=16384,
+        enable_prefix_caching=request["prefix_caching"],
+        kv_transfer_config=transfer,
+        seed=0,
+    )
+
+
+def generate(request: dict[str, Any]) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    loaded = watch_loads()
+    engine = make_engine(request)
+    loaded.clear()  # whatever it took to load the model
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True, detokenize=False, logprobs=0
+    )
+    outputs = engine.generate(
+        [{"prompt_token_ids": prompt} for prompt in request["prompts"]], sampling, use_tqdm=False
+    )
+    completions = [output.outputs[0] for output in outputs]
+    return {
+        "tokens": [list(completion.token_ids) for completion in completions],
+        "logprobs": [
+            [entry[token].logprob for token, entry in zip(c.token_ids, c.logprobs, strict=True)]
+            for c in completions
+        ],
+        "cached_tokens": [output.num_cached_tokens for output in outputs],
+        "loaded": loaded,
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+    }
+
+
+def main() -> None:
+    os.environ.update(ENVIRONMENT)
+    request = json.load(sys.stdin)
+    reply = generate(request)
+    with open(sys.argv[1], "w") as file:
+        json.dump(reply, file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""System calls that Python does not wrap, and calls made as another user, for the path tests."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import pickle
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import pytest
+
+T = TypeVar("T")
+
+FALLOC_FL_KEEP_SIZE: Final = 1
+FALLOC_FL_PUNCH_HOLE: Final = 2
+RENAME_NOREPLACE: Final = 1
+AT_FDCWD: Final = -100
+NOBODY: Final = 65534
+SOMEBODY: Final = 65533
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.opendir.restype = ctypes.c_void_p
+_libc.opendir.argtypes = [ctypes.c_char_p]
+_libc.readdir64.argtypes = [ctypes.c_void_p]
+_libc.telldir.restype = ctypes.c_long
+_libc.telldir.argtypes = [ctypes.c_void_p]
+_libc.seekdir.argtypes = [ctypes.c_void_p, ctypes.c_long]
+_libc.rewinddir.argtypes = [ctypes.c_void_p]
+_libc.closedir.argtypes = [ctypes.c_void_p]
+_libc.fallocate64.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+_libc.mmap64.restype = ctypes.c_void_p
+_libc.mmap64.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+class _Dirent(ctypes.Structure):
+    _fields_ = (
+        ("d_ino", ctypes.c_uint64),
+        ("d_off", ctypes.c_int64),
+        ("d_reclen", ctypes.c_ushort),
+        ("d_type", ctypes.c_ubyte),
+        ("d_name", ctypes.c_char * 256),
+    )
+
+
+_libc.readdir64.restype = ctypes.POINTER(_Dirent)
+
+
+def _check(result: int) -> None:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
+    """fallocate(2)."""
+    _check(_libc.fallocate64(fd, mode, offset, length))
+
+
+def rename_noreplace(source: Path, target: Path) -> None:
+    """renameat2(2) with RENAME_NOREPLACE."""
+    _check(_libc.renameat2(AT_FDCWD, bytes(source), AT_FDCWD, bytes(target), RENAME_NOREPLACE))
+
+
+def syncfs(fd: int) -> None:
+    """syncfs(2)."""
+    _check(_libc.syncfs(fd))
+
+
+@contextmanager
+def mapped_pages(fd: int, length: int) -> Iterator[int]:
+    """The address of a shared read-only mapping that may pass the file's end, which Python's mmap refuses."""
+    address = _libc.mmap64(None, length, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+    _check(-1 if address == ctypes.c_void_p(-1).value else 0)
+    try:
+        yield address
+    finally:
+        _libc.munmap(address, length)
+
+
+class Directory:
+    """An open directory stream: readdir(3) with its positions. Names without `.` and `..`."""
+
+    def __init__(self, path: Path) -> None:
+        self._stream = _libc.opendir(bytes(path))
+        if not self._stream:
+            _check(-1)
+
+    def read(self) -> tuple[str, int] | None:
+        """The next name and d_type, None at the end."""
+        while True:
+            ctypes.set_errno(0)
+            entry = _libc.readdir64(self._stream)
+            if not entry:
+                _check(-1 if ctypes.get_errno() else 0)
+                return None
+            name = entry.contents.d_name
+            if name not in (b".", b".."):
+                return os.fsdecode(name), entry.contents.d_type
+
+    def names(self) -> Iterator[str]:
+        while (entry := self.read()) is not None:
+            yield entry[0]
+
+    def tell(self) -> int:
+        return int(_libc.telldir(self._stream))
+
+    def seek(self, position: int) -> None:
+        _libc.seekdir(self._stream, position)
+
+    def rewind(self) -> None:
+        _libc.rewinddir(self._stream)
+
+    def close(self) -> None:
+        _libc.closedir(self._stream)
+
+
+def fork_quietly() -> int:
+    """os.fork(), although numpy's threads exist: the child makes system calls and leaves by os._exit."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def run_as(uid: int, function: Callable[[], T]) -> T:
+    """What `function` returns or raises in a child whose uid and gid are `uid`, without other groups."""
+    reader, writer = os.pipe()
+    child = fork_quietly()
+    if child == 0:
+        outcome: tuple[bool, Any]
+        try:
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+            outcome = (True, function())
+        except BaseException as error:
+            outcome = (False, error)
+        os.write(writer, pickle.dumps(outcome))
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    succeeded, value = pickle.loads(answer)
+    if not succeeded:
+        raise value
+    return value  # type: ignore[no-any-return]
+
+
+def start_child(function: Callable[[], object]) -> int:
+    """The pid of a child that runs `function` and exits with 0, or with 1 when it raises."""
+    child = fork_quietly()
+    if child == 0:
+        try:
+            function()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return child
+
+
+def wait_child(pid: int) -> int:
+    """Its exit code, or minus the signal that ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def in_child(function: Callable[[], object]) -> int:
+    """Run `function` in a child and wait."""
+    return wait_child(start_child(function))
+
+
+@contextmanager
+def expect_errno(number: int) -> Iterator[None]:
+    """A context in which exactly this errno must be raised."""
+    with pytest.raises(OSError) as caught:  # noqa: PT011 - the number is checked, not the message
+        yield
+    assert caught.value.errno == number, caught.value
+
+
+@contextmanager
+def opened(path: Path | str, flags: int, mode: int = 0o644) -> Iterator[int]:
+    """os.open() and os.close()."""
+    fd = os.open(path, flags, mode)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def pattern(seed: int, size_bytes: int) -> bytes:
+    """Bytes that differ by seed and by offset: no two 8-byte words of two files are equal."""
+    words = (size_bytes + 7) // 8
+    start = (seed & 0xFFFF_FFFF) << 32
+    return (np.arange(words, dtype=np.uint64) + np.uint64(start)).tobytes()[:size_bytes]

@@ -1,0 +1,217 @@
+"""A kvfs service in a process of its own, for tests.
+
+Responsibility: start `kvfs serve` on fresh directories, wait until it says READY=1 on a real NOTIFY_SOCKET,
+stop or kill it, and leave neither a process nor a mount behind, whatever the test did.
+
+Invariants: the service runs in its own session, so that a signal for it never meets the tests. No method
+touches a path on the mount: a service that hangs would hang its test's clean-up too; what is mounted is
+read from `/proc/self/mountinfo`.
+
+Concurrency: one thread, but `kill` may be called from any (the watchdog of the `door` fixture does).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+READY_WAIT_S: Final = 30.0
+STOP_WAIT_S: Final = 20.0
+MNT_DETACH: Final = 2
+MODES: Final = ("passthrough", "native", "plain")
+DEFAULT_DRAM: Final = "256MiB"
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class ServiceFailed(Exception):
+    """The service did not start, or did not stop as it should; the message ends with its log."""
+
+
+def mounts_under(directory: Path) -> list[str]:
+    """Mount points at or under `directory`, innermost last."""
+    prefix = os.fspath(directory)
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    points = [line.split()[4].encode().decode("unicode_escape") for line in lines]
+    return [point for point in points if point == prefix or point.startswith(prefix + "/")]
+
+
+def detach_mounts(directory: Path) -> list[str]:
+    """Lazily unmount all that is mounted under `directory`; what was."""
+    found = mounts_under(directory)
+    for point in reversed(found):
+        _libc.umount2(point.encode(), MNT_DETACH)
+    return found
+
+
+class Service:
+    """`kvfs serve` on `base/mnt` and `base/data`, for as long as the `with` block."""
+
+    def __init__(
+        self,
+        *,
+        mode: str = MODES[0],
+        dram: str = DEFAULT_DRAM,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        base: Path | None = None,
+    ) -> None:
+        self.mode = mode
+        self.dram = dram
+        self.arguments = list(arguments)
+        self.environment = dict(environment or {})
+        # Not under pytest's tmp_path: a Unix socket's path has 107 bytes.
+        self.base = base or Path(tempfile.mkdtemp(prefix="kvfs-test-"))
+        self.mount = self.base / "mnt"
+        self.data = self.base / "data"
+        self.log_path = self.base / "service.log"
+        self.process: subprocess.Popen[bytes] | None = None
+        for directory in (self.mount, self.data):
+            directory.mkdir(exist_ok=True)
+        # Tests that change their uid walk through here.
+        self.base.chmod(0o755)
+
+    # --- life ---------------------------------------------------------------------------------------------
+    def command(self) -> list[str]:
+        serve = [
+            sys.executable,
+            "-m",
+            "kvfs.cli",
+            "serve",
+            "--mount",
+            str(self.mount),
+            "--data",
+            str(self.data),
+        ]
+        return [*serve, "--dram", self.dram, "--mode", self.mode, *self.arguments]
+
+    def start(self) -> Self:
+        """Raises ServiceFailed when it exits or is not ready in READY_WAIT_S."""
+        path = self.base / "notify"
+        path.unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify, self.log_path.open("ab") as log:
+            notify.bind(str(path))
+            python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+            environment = {"NOTIFY_SOCKET": str(path), "PYTHONPATH": python_path, **self.environment}
+            self.process = subprocess.Popen(
+                self.command(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+            self._wait_ready(notify)
+        return self
+
+    def _wait_ready(self, notify: socket.socket) -> None:
+        process = self.running
+        pidfd = os.pidfd_open(process.pid)
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(notify, selectors.EVENT_READ)
+                selector.register(pidfd, selectors.EVENT_READ)
+                while events := selector.select(READY_WAIT_S):
+                    if any(key.fileobj is notify for key, _ in events):
+                        if b"READY=1" in notify.recv(4096).split(b"\n"):
+                            return
+                    else:
+                        raise ServiceFailed(f"exited with {process.wait()} before it was ready\n{self.log()}")
+        finally:
+            os.close(pidfd)
+        self.kill()
+        raise ServiceFailed(f"not ready after {READY_WAIT_S} s\n{self.log()}")
+
+    @property
+    def running(self) -> subprocess.Popen[bytes]:
+        assert self.process is not None, "the service was not started"
+        return self.process
+
+    @property
+    def pid(self) -> int:
+        return self.running.pid
+
+    def stop(self) -> None:
+        """SIGTERM and wait. Raises ServiceFailed unless it exits with 0 and unmounts in STOP_WAIT_S."""
+        process = self.running
+        process.terminate()
+        try:
+            code = process.wait(STOP_WAIT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise ServiceFailed(f"still running {STOP_WAIT_S} s after SIGTERM\n{self.log()}") from None
+        if code != 0:
+            raise ServiceFailed(f"exited with {code} after SIGTERM\n{self.log()}")
+        if str(self.mount) in mounts_under(self.mount):
+            raise ServiceFailed(f"stopped but left its mount\n{self.log()}")
+
+    def kill(self) -> None:
+        """SIGKILL to its process group: the connection ends, and with it every call that hangs on it."""
+        if self.process is not None and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def restart(self) -> Self:
+        """Start again on the same directories, over whatever the last run left mounted."""
+        assert self.process is None or self.process.poll() is not None, "still running"
+        return self.start()
+
+    def close(self) -> None:
+        """End the process and every mount, and remove the directories."""
+        self.kill()
+        detach_mounts(self.base)
+        assert not mounts_under(self.base)
+        shutil.rmtree(self.base)
+
+    # --- what it says --------------------------------------------------------------------------------------
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def tracebacks(self) -> str:
+        """The log where it holds an exception that nobody handled, else nothing."""
+        log = self.log()
+        return log if "Traceback (most recent call last)" in log else ""
+
+    def cli(self, *arguments: str, timeout_s: float = 30.0) -> subprocess.CompletedProcess[str]:
+        """Run `kvfs ARGUMENTS`; the caller looks at its return code."""
+        return subprocess.run(
+            [sys.executable, "-m", "kvfs.cli", *arguments],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+
+    def evict(self, path: Path) -> None:
+        """Evict one sealed object by its path on the mount, through the command line."""
+        done = self.cli("evict", str(path))
+        assert done.returncode == 0, done.stderr + done.stdout
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self.running.poll() is None:
+                self.stop()
+        finally:
+            self.close()
