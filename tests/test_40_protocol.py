@@ -1,4 +1,4 @@
-"""The session protocol: exact and total byte forms, and messages that do not depend on how a stream is cut."""
+"""The session protocol: byte forms exact and total, messages that do not depend on how a stream is cut."""
 
 from __future__ import annotations
 
