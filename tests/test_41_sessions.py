@@ -197,7 +197,11 @@ def test_a_block_belongs_to_the_bucket_it_was_sealed_into(client: kvfs.Client) -
     assert client.match(theirs, [digest(1)]) == 0
     assert client.get_blocks(theirs, [digest(1)]) == [None]
     assert client.remove_blocks(theirs, [digest(1)]) == 0
+    for call in (client.get, client.stat, client.remove, client.evict):
+        with pytest.raises(errors.NotFound):
+            call(f"{theirs.bucket}/kv/00/{digest(1).hex()}")
     assert client.get_blocks(ours, [digest(1)]) == [b"ours"]
+    assert client.get(f"{ours.bucket}/kv/00/{digest(1).hex()}") == b"ours"
 
 
 def test_namespaces_are_found_by_digest_and_bound_once(client: kvfs.Client) -> None:
@@ -664,6 +668,21 @@ def test_held_bytes_are_charged_to_the_stopped_reader() -> None:
         finally:
             child.kill()
         server.wait_until(lambda status: status["tiers"][0]["held_bytes"] == 0)
+
+
+def test_a_given_back_draft_that_is_still_written_is_charged(server: Server) -> None:
+    def keep(_: socket.socket) -> list[int]:
+        with RawClient(server) as raw, server.connect() as watching:
+            [answer] = raw.ask(Reserve((0,)))
+            [draft] = extents([answer])
+            os.write(answer.descriptors[0], bytes(MIB))
+            raw.ask(Abort(((draft.slot, draft.generation),)))
+            held = watching.status()["caller"]["held_bytes"]
+            os.close(answer.descriptors[0])
+            server.wait_until(lambda status: status["tiers"][0]["held_bytes"] == 0)
+            return [held, watching.status()["caller"]["held_bytes"]]
+
+    assert fork(keep, uid=ALICE, gid=ALICE).result() == [MIB, 0]
 
 
 # --- the ends of sessions --------------------------------------------------------------------------------
