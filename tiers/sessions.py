@@ -247,8 +247,8 @@ class SessionServer:
             store_id=self.store.store_id,
             may_open=self._may_open(session.caller),
             details={
-                "directory": str(self.store.dram.directory),
-                "table": str(self.store.dram.table_path),
+                "directory": str(self.store.dram.root / "slots"),
+                "table": self.store.table.path,
                 "limits": {
                     "frame_bytes": limits.MAX_FRAME_BYTES,
                     "batch": limits.MAX_BATCH,

@@ -229,7 +229,7 @@ class TieredStore:
         """Give the draft back; twice is harmless."""
         if draft.open:
             self._close_draft(draft, None)
-            self.dram.abort(draft.extent)
+            self.dram.abort(draft.extent, charge_uid=draft.uid)
 
     def seal(
         self, draft: Draft, name: Name, attributes: Attributes, *, replace: bool = True, checksum: int | None = None
@@ -328,7 +328,7 @@ class TieredStore:
         """What an exact key names: an object first, else a directory. Raises NotFound, BucketNotFound."""
         bucket = self.bucket(name.bucket)
         if digest := _is_block_name(bucket, name.key):
-            return self.lookup_block(digest)
+            return self._block_of(bucket, digest)
         if name.key and not name.key.endswith(b"/"):
             row = self._row(name)
             if row is not None:
@@ -356,6 +356,9 @@ class TieredStore:
 
     def _find_bound(self, bucket: Bucket, name: Name) -> ObjectInfo | Directory | None:
         """The same in a bucket whose names under `kv/` are blocks."""
+        if digest := _is_block_name(bucket, name.key):
+            return self._block_of(bucket, digest)
+        row = self._row(name) if name.key and not name.key.endswith(b"/") else None
         try:
             return self.lookup(name)
         except NotFound:
@@ -384,6 +387,13 @@ class TieredStore:
             pinned=block.pinned,
             hits=entry.hits,
         )
+
+    def _block_of(self, bucket: Bucket, digest: bytes) -> ObjectInfo:
+        """A block by its name: only in the bucket that it was sealed into, whose rights are its own."""
+        if self.block_bucket(digest) != bucket.name:
+            self._counts["misses"] += 1
+            raise NotFound(f"no block {digest.hex()} in bucket {bucket.name.decode()}")
+        return self.lookup_block(digest)
 
     def block_bucket(self, digest: bytes) -> bytes | None:
         """The bucket that a block was sealed into, whose rights are the block's; None for no such block."""
