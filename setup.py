@@ -6,15 +6,15 @@ from Cython.Build import cythonize
 from setuptools import Extension, setup
 
 NATIVE = Path("kvfs/_native")
-FLAGS = ["-O3", "-std=gnu11", "-Wall", "-Wextra", "-Wno-unused-function", "-fvisibility=hidden", "-pthread"]
+FLAGS = ["-O3", "-std=gnu11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Wno-unused-function", "-fvisibility=hidden", "-pthread"]
 
 
 def native_module(pyx: Path) -> Extension:
-    """`name.pyx` is compiled together with `name_core.c` where that exists (`name.c` is Cython's output)."""
-    core = pyx.with_name(f"{pyx.stem}_core.c")
+    """`name.pyx` is compiled together with its `name_*.c` (`name.c` is Cython's output)."""
+    sources = sorted(NATIVE.glob(f"{pyx.stem}_*.c"))
     return Extension(
         f"kvfs._native.{pyx.stem}",
-        [str(pyx), *([str(core)] if core.exists() else [])],
+        [str(pyx), *map(str, sources)],
         depends=[str(path) for path in NATIVE.glob("*.h")],
         extra_compile_args=FLAGS,
         extra_link_args=["-pthread"],

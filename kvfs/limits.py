@@ -27,6 +27,16 @@ MAX_NAMESPACE_BYTES: Final = 64 * KIB
 """A namespace description is hashed and kept whole."""
 MAX_LIST_ENTRIES: Final = 1_000
 """One page of a listing, as in S3's ListObjectsV2: bounds the time that one call holds the event loop."""
+MAX_USER_METADATA_BYTES: Final = 64 * KIB
+"""User metadata in a name's row, as for one extended attribute (S3 itself ends at 2 KiB)."""
+DEFAULT_NAME_MAP_BYTES: Final = 256 * MIB
+"""First size of the name index's map (a sparse file): about a million names; it doubles when full."""
+MAX_NAME_MAP_BYTES: Final = 64 * GIB
+"""The map of the name index never grows past this; a full index answers ENOSPC."""
+MAX_META_KEY_BYTES: Final = 64
+"""Keys of the service's own values beside the names; they are constants in the code."""
+OBJECT_ID_RANGE: Final = 1 << 16
+"""Object ids are reserved from the index in ranges of this many, so that an id costs no transaction."""
 
 # --- DRAM tier -------------------------------------------------------------------------------------------
 MAX_SLOTS: Final = 1 << 20
@@ -35,10 +45,22 @@ DEFAULT_SLOTS: Final = 1 << 17
 """Enough for 100,000 slots; 16 MiB of headers, sparse until used."""
 MIN_DRAM_BYTES: Final = 16 * MIB
 """Below this the table and the headroom leave no room for objects."""
+MIN_SLOTS: Final = 64
+"""A table of fewer slots saves nothing: 64 headers are 8 KiB."""
+DRAM_SHARE_OF_AVAILABLE: Final = 4
+"""The default capacity is the available memory divided by this: engines need the rest."""
 OBJECT_SHARE_OF_DRAM: Final = 4
 """The largest object is the capacity divided by this, so that one object never empties the tier."""
 MAX_HELD_SLOTS: Final = 4_096
 """Unlinked slots whose bytes somebody still holds; each keeps one descriptor of the service open."""
+CHECKSUM_QUEUE: Final = 8_192
+"""Sealed slots that wait for the background checksum; above it they are offered again at the next seal or sweep."""
+CHECKSUM_PAUSE_WAIT_S: Final = 0.05
+"""How long a probe waits for the checksum thread to close the slot (20 us when it is scheduled)."""
+TABLE_ENTRIES_PER_SLOT: Final = 2
+"""Index entries per slot: a table whose slots are all used is half full, so a miss costs 2.5 probes."""
+TABLE_READER_WAIT_S: Final = 0.1
+"""How long a reader of the shared table waits for a writer that stopped in mid-change (KVFS_READER_WAIT_NS)."""
 
 # --- sessions --------------------------------------------------------------------------------------------
 MAX_SESSIONS: Final = 1_024
@@ -53,6 +75,30 @@ MAX_DRAFTS_PER_SESSION: Final = 1_024
 """Drafts granted and neither sealed nor aborted."""
 SESSION_IDLE_WRITE_TIMEOUT_S: Final = 10.0
 """A peer that does not drain its socket for this long is cut off."""
+MAX_SOCKET_PATH_BYTES: Final = 107
+"""sun_path of Linux's sockaddr_un, less the closing NUL."""
+MAX_SESSIONS_PER_UID: Final = 256
+"""So that one user cannot take every session; the service's own user and root are not counted."""
+MAX_CONTROL_BYTES: Final = 128 * KIB
+"""A JSON request: a namespace description of MAX_NAMESPACE_BYTES, escaped; parsed on the event loop."""
+MAX_CLIENT_NAME_BYTES: Final = 128
+"""What a client calls itself, for logs and status."""
+MAX_ERROR_MESSAGE_BYTES: Final = 4 * KIB
+"""An error's message in an answer: two escaped names and a sentence."""
+MAX_NAMESPACE_HANDLES: Final = 256
+"""Namespaces open in one session: an engine uses one per model, shard geometry and adapter."""
+SESSION_TURN_S: Final = 0.002
+"""A batch gives the event loop a turn after this long, so that one session does not hold up the others."""
+SESSION_CHUNK_BYTES: Final = 64 * KIB
+"""Most that one receive call brings; a session's buffer grows to a whole frame only as bytes come."""
+SESSION_BACKLOG: Final = 128
+"""Connections that the kernel queues before they are accepted."""
+SESSION_HELLO_TIMEOUT_S: Final = 5.0
+"""A connection that has not said HELLO by then is closed."""
+SESSION_FRAME_TIMEOUT_S: Final = 10.0
+"""A frame that has begun must be complete by then: its buffer is the service's memory."""
+CLIENT_TIMEOUT_S: Final = 30.0
+"""How long the synchronous client waits for one answer, unless told otherwise."""
 
 # --- waits -----------------------------------------------------------------------------------------------
 PUBLISH_WAIT_S: Final = 0.5
@@ -61,6 +107,10 @@ SPACE_WAIT_S: Final = 2.0
 """How long a reservation waits for eviction before it answers ENOSPC."""
 STOP_WAIT_S: Final = 10.0
 """How long a clean stop waits for the requests in flight."""
+MAINTAIN_INTERVAL_S: Final = 1.0
+"""Upkeep of the store runs at least this often; a seal brings it forward."""
+MAINTAIN_PAUSE_S: Final = 0.02
+"""Least time between two runs of upkeep, so that a burst of seals is one run."""
 
 # --- mount -----------------------------------------------------------------------------------------------
 MAX_WRITE_BYTES: Final = 1 * MIB
@@ -69,5 +119,9 @@ MAX_FUSE_REQUESTS: Final = 64
 """Requests that Python handles at once; the kernel's own background limit is 12 by default."""
 MAX_NODES: Final = 1 << 24
 """Nodeids carry a 24-bit index."""
+KERNEL_CACHE_S: Final = 60
+"""How long the kernel may keep names and attributes; what changes is invalidated long before."""
+MAX_OPEN_LISTINGS: Final = 4_096
+"""Directory handles, each with its place in a listing."""
 MAX_XATTR_VALUE_BYTES: Final = 64 * KIB
 """XATTR_SIZE_MAX of Linux; also what a bucket's namespace xattr may hold."""

@@ -1,0 +1,98 @@
+"""`kvfs bench`: choose figures, measure, print a table or JSON.
+
+Responsibility: the arguments and the output. Exit codes are those of `kvfs.cli`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+
+from rich.console import Console
+from rich.table import Table
+
+from bench import doors
+from bench.measure import Result
+from bench.places import Places, open_places
+
+SECONDS = 3.0
+
+IN_MEMORY: dict[str, Callable[[None, float], Result]] = {"memcpy.1m": doors.memcpy_1m}
+"""Need no mount."""
+AT_DOORS: dict[str, Callable[[Places, float], Result]] = {
+    "tmpfs.pread_1m": doors.tmpfs_pread_1m,
+    "mount.pread_1m": doors.mount_pread_1m,
+    "mount.pread_4k": doors.mount_pread_4k,
+    "mount.open_read_close_1m": doors.mount_open_read_close_1m,
+    "mount.create_write_rename_1m": doors.mount_create_write_rename_1m,
+}
+NAMES = [*IN_MEMORY, *AT_DOORS]
+BASELINES = {
+    "tmpfs.pread_1m": "tmpfs, default pages",
+    "mount.pread_1m": "backing tmpfs",
+    "mount.pread_4k": "backing tmpfs",
+    "mount.open_read_close_1m": "backing tmpfs",
+    "mount.create_write_rename_1m": "tmpfs, default pages",
+}
+
+
+def run_command(arguments: list[str]) -> None:
+    options = _parse(arguments)
+    chosen = options.only or NAMES
+    needs_mount = any(name in AT_DOORS for name in chosen)
+    with open_places(options.at) if needs_mount else nullcontext() as places:
+        if places is not None:
+            print(f"bench: the mount runs in this mode: {places.mode}", file=sys.stderr)
+        results = []
+        for name in chosen:
+            if places is not None and name in AT_DOORS:
+                results.append(AT_DOORS[name](places, options.seconds))
+            else:
+                results.append(IN_MEMORY[name](None, options.seconds))
+            if not options.json:
+                print(f"bench: {name} done", file=sys.stderr)
+    if options.json:
+        print(json.dumps([result.as_json() for result in results], indent=2))
+    else:
+        _print_table(results)
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="kvfs bench",
+        description="Ratios of one run, medians of single operations taken in turns: how many times as fast "
+        "as the baseline. Needs root, for the baseline's own tmpfs.",
+    )
+    parser.add_argument("--json", action="store_true", help="a list of {name, value, unit, baseline, ratio}")
+    parser.add_argument("--only", type=_names, metavar="NAME,...", help=f"some of: {', '.join(NAMES)}")
+    parser.add_argument(
+        "--at", metavar="MOUNT", help="the mount of a running service; default: one of its own"
+    )
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="per figure (default: %(default)s)")
+    return parser.parse_args(arguments)
+
+
+def _names(text: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    for name in names:
+        if name not in NAMES:
+            raise argparse.ArgumentTypeError(f"{name}: no such figure; there are {', '.join(NAMES)}")
+    return names
+
+
+def _print_table(results: list[Result]) -> None:
+    table = Table("figure", "median", "baseline", "", "times as fast")
+    for column in (1, 2, 4):
+        table.columns[column].justify = "right"
+    for result in results:
+        table.add_row(
+            result.name,
+            f"{result.value:.2f} {result.unit}",
+            "" if result.baseline is None else f"{result.baseline:.2f} {result.unit}",
+            BASELINES.get(result.name, "information only"),
+            "" if result.ratio is None else f"{result.ratio:.2f}",
+        )
+    Console().print(table)

@@ -1,0 +1,108 @@
+"""Where measurements run: private tmpfs mounts, and a service of their own or one that already runs.
+
+Responsibility: make these places and leave nothing behind, also after a failure. Concurrency: one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvfs.errors import DeviceMissing, KvfsError
+from kvfs.limits import MIB, STOP_WAIT_S
+
+SIZE_BYTES = 768 * MIB
+"""Of each tmpfs and of the service's DRAM tier: three times what a measurement keeps there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Directories to measure in."""
+
+    mount: Path
+    """A bucket on the mount."""
+    mode: str
+    """How that mount runs, for the reader of the figures."""
+    backing: Path
+    """A tmpfs of the kind that lies under the mount (`huge=within_size`)."""
+    plain: Path
+    """A tmpfs with default pages."""
+
+
+@contextmanager
+def open_places(at: str | None) -> Iterator[Places]:
+    """`at` is the mount of a running service; None starts one, and stops it at the end."""
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvfs-bench-")))
+        backing = stack.enter_context(_tmpfs(home / "backing", "within_size"))
+        plain = stack.enter_context(_tmpfs(home / "plain", "never"))
+        if at is None:
+            mount, mode = stack.enter_context(_service(home))
+        else:
+            mount, mode = Path(at), "a running service"
+        yield Places(stack.enter_context(_bucket(mount)), mode, backing, plain)
+
+
+@contextmanager
+def _tmpfs(where: Path, huge: str) -> Iterator[Path]:
+    where.mkdir()
+    options = f"size={SIZE_BYTES},huge={huge},mode=0700"
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "kvfs-bench", str(where)], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise DeviceMissing(
+            f"bench: the baseline needs a tmpfs of its own, and mounting it failed: {done.stderr.strip()}"
+        )
+    try:
+        yield where
+    finally:
+        subprocess.run(["umount", str(where)], check=True)
+
+
+@contextmanager
+def _service(home: Path) -> Iterator[tuple[Path, str]]:
+    mount = home / "mnt"
+    arguments = ["serve", "--mount", str(mount), "--data", str(home / "data"), "--dram", str(SIZE_BYTES)]
+    arguments += ["--log-level", "warning"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvfs", *arguments], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield mount, _wait_ready(process)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(2 * STOP_WAIT_S)
+
+
+def _wait_ready(process: subprocess.Popen[str]) -> str:
+    """The mode of the mount, from what the service prints. Its end without "ready" is an error."""
+    assert process.stdout is not None
+    mode = "unknown"
+    for line in process.stdout:
+        if line.startswith("mount "):
+            mode = line.rpartition(",")[2].strip()
+        if line.startswith("missing "):
+            print(f"bench: {line.strip()}", file=sys.stderr)
+        if line.strip() == "ready":
+            return mode
+    raise KvfsError(f"bench: the service ended with code {process.wait()} before it was ready")
+
+
+@contextmanager
+def _bucket(mount: Path) -> Iterator[Path]:
+    bucket = mount / f"bench-{os.getpid()}"
+    bucket.mkdir()
+    try:
+        yield bucket
+    finally:
+        for file in list(bucket.iterdir()):
+            file.unlink()
+        bucket.rmdir()

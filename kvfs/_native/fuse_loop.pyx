@@ -1,0 +1,251 @@
+"""Python's seam to the native FUSE loop (fuse_loop_core.h): life, nodes, backings, invalidations.
+
+Concurrency: every method may be called from any thread; the loop's own lock orders them. `stop` waits for
+the loop's threads without the GIL.
+"""
+
+from libc.stdint cimport uint32_t, uint64_t
+from libc.string cimport memset
+
+from kvfs._native.table cimport Table, kvfs_slot_header, kvfs_table
+
+from kvfs.errors import from_errno
+
+cdef extern from "fuse_loop_core.h" nogil:
+    struct fuse_loop:
+        pass
+    enum fl_state:
+        FL_NONE, FL_OTHER, FL_DRAFT, FL_SEALED, FL_DEAD
+    struct fl_config:
+        int dev_fd
+        int slots_dir_fd
+        const char *generations
+        uint64_t generation_stride
+        uint32_t slot_count
+        int passthrough
+        int threads
+        uint32_t buffer_size
+        uint64_t largest_object
+        uint64_t attr_valid_s
+    struct fl_open_record:
+        uint64_t nodeid
+        uint32_t uid
+        uint32_t pid
+    struct fl_stats:
+        uint64_t relayed
+        uint64_t native_opens
+        uint64_t native_reads
+        uint64_t native_writes
+        uint64_t native_getattrs
+        uint64_t invalidations
+        uint64_t dropped_records
+    struct fw_attr:
+        uint64_t ino
+        uint64_t size
+        uint64_t blocks
+        uint64_t atime
+        uint64_t mtime
+        uint64_t ctime
+        uint32_t atimensec
+        uint32_t mtimensec
+        uint32_t ctimensec
+        uint32_t mode
+        uint32_t nlink
+        uint32_t uid
+        uint32_t gid
+        uint32_t rdev
+        uint32_t blksize
+        uint32_t flags
+    int fl_create(const fl_config *config, fuse_loop **out)
+    void fl_destroy(fuse_loop *loop)
+    int fl_start(fuse_loop *loop)
+    void fl_stop(fuse_loop *loop)
+    int fl_library_fd(fuse_loop *loop)
+    int fl_ended_fd(fuse_loop *loop)
+    int fl_passthrough(fuse_loop *loop)
+    void fl_get_stats(fuse_loop *loop, fl_stats *out)
+    int fl_node_set(fuse_loop *loop, uint64_t nodeid, fl_state state, uint32_t slot, uint32_t generation,
+                    const fw_attr *attr)
+    void fl_node_drop(fuse_loop *loop, uint64_t nodeid)
+    int fl_acquire(fuse_loop *loop, uint64_t nodeid, int fd)
+    int fl_release(fuse_loop *loop, uint64_t nodeid)
+    int fl_opens(fuse_loop *loop, uint64_t nodeid)
+    int fl_probe(fuse_loop *loop, int fd)
+    int fl_killed(fuse_loop *loop, uint64_t nodeid)
+    int fl_died_by_signal(uint32_t pid)
+    void fl_relay_opens(fuse_loop *loop, int relay)
+    uint32_t fl_drain_opens(fuse_loop *loop, fl_open_record *out, uint32_t capacity)
+    int fl_invalidate_entry(fuse_loop *loop, uint64_t parent, const char *name, uint32_t length)
+    int fl_invalidate_attr(fuse_loop *loop, uint64_t nodeid)
+
+cdef enum:
+    DRAIN_BATCH = 256
+
+cdef uint64_t NANOSECONDS = 1000000000
+
+
+def died_by_signal(uint32_t pid):
+    """Whether a process or thread is exiting because of a signal (proc_pid_stat(5))."""
+    return bool(fl_died_by_signal(pid))
+
+
+cdef class FuseLoop:
+    """One mounted /dev/fuse descriptor served natively; see fuse_loop_core.h for the invariants."""
+
+    cdef fuse_loop *_loop
+    cdef Table _table
+
+    def __cinit__(
+        self, int dev_fd, int slots_dir_fd, Table table not None, *, bint passthrough, int threads,
+        uint32_t buffer_size, uint64_t largest_object, uint64_t attr_valid_s,
+    ):
+        cdef fl_config config
+        cdef kvfs_table *pointer = table.pointer()
+        config.dev_fd = dev_fd
+        config.slots_dir_fd = slots_dir_fd
+        config.generations = <const char *> &pointer.slots[0].generation
+        config.generation_stride = sizeof(kvfs_slot_header)
+        config.slot_count = pointer.slot_count
+        config.passthrough = passthrough
+        config.threads = threads
+        config.buffer_size = buffer_size
+        config.largest_object = largest_object
+        config.attr_valid_s = attr_valid_s
+        self._table = table
+        self._check(fl_create(&config, &self._loop), "the native FUSE loop")
+
+    def __dealloc__(self):
+        if self._loop != NULL:
+            fl_stop(self._loop)
+            fl_destroy(self._loop)
+            self._loop = NULL
+
+    cdef int _check(self, int status, what) except -1:
+        if status < 0:
+            raise from_errno(status, what)
+        return status
+
+    def start(self):
+        self._check(fl_start(self._loop), "the threads of the native FUSE loop")
+
+    def stop(self):
+        with nogil:
+            fl_stop(self._loop)
+
+    @property
+    def library_fd(self):
+        return fl_library_fd(self._loop)
+
+    @property
+    def ended_fd(self):
+        return fl_ended_fd(self._loop)
+
+    @property
+    def passthrough(self):
+        return bool(fl_passthrough(self._loop))
+
+    def stats(self):
+        cdef fl_stats stats
+        fl_get_stats(self._loop, &stats)
+        return {
+            "relayed": stats.relayed,
+            "native_opens": stats.native_opens,
+            "native_reads": stats.native_reads,
+            "native_writes": stats.native_writes,
+            "native_getattrs": stats.native_getattrs,
+            "invalidations": stats.invalidations,
+            "dropped_records": stats.dropped_records,
+        }
+
+    def node_other(self, uint64_t nodeid, uint64_t ino):
+        """A directory, or a node whose bytes are not here."""
+        cdef fw_attr attr
+        memset(&attr, 0, sizeof(attr))
+        attr.ino = ino
+        self._check(fl_node_set(self._loop, nodeid, FL_OTHER, 0, 0, &attr), f"node {nodeid}")
+
+    def node_draft(self, uint64_t nodeid, uint64_t ino, uint32_t slot, uint32_t generation):
+        cdef fw_attr attr
+        memset(&attr, 0, sizeof(attr))
+        attr.ino = ino
+        self._check(fl_node_set(self._loop, nodeid, FL_DRAFT, slot, generation, &attr), f"node {nodeid}")
+
+    def node_sealed(
+        self, uint64_t nodeid, uint64_t ino, uint32_t slot, uint32_t generation, *, uint64_t size_bytes,
+        uint32_t mode, uint32_t uid, uint32_t gid, uint64_t mtime_ns, uint64_t ctime_ns,
+    ):
+        """`mode` includes the file type."""
+        cdef fw_attr attr
+        memset(&attr, 0, sizeof(attr))
+        attr.ino = ino
+        attr.size = size_bytes
+        attr.blocks = (size_bytes + 511) // 512
+        attr.atime = attr.mtime = mtime_ns // NANOSECONDS
+        attr.atimensec = attr.mtimensec = <uint32_t> (mtime_ns % NANOSECONDS)
+        attr.ctime = ctime_ns // NANOSECONDS
+        attr.ctimensec = <uint32_t> (ctime_ns % NANOSECONDS)
+        attr.mode = mode
+        attr.nlink = 1
+        attr.uid = uid
+        attr.gid = gid
+        attr.blksize = 4096
+        self._check(fl_node_set(self._loop, nodeid, FL_SEALED, slot, generation, &attr), f"node {nodeid}")
+
+    def node_dead(self, uint64_t nodeid):
+        """Its object is gone or replaced: OPEN answers ESTALE. Handles that are open stay as they are."""
+        self._check(fl_node_set(self._loop, nodeid, FL_DEAD, 0, 0, NULL), f"node {nodeid}")
+
+    def node_drop(self, uint64_t nodeid):
+        """The kernel has forgotten the node."""
+        fl_node_drop(self._loop, nodeid)
+
+    def acquire(self, uint64_t nodeid, int fd):
+        """Count an open handle; the first one makes `fd` the backing. The count. Raises KvfsError, OSError."""
+        cdef int status
+        with nogil:
+            status = fl_acquire(self._loop, nodeid, fd)
+        return self._check(status, f"the backing of node {nodeid}")
+
+    def release(self, uint64_t nodeid):
+        """Count a handle closed; with the last one the backing goes. The count left."""
+        cdef int status
+        with nogil:
+            status = fl_release(self._loop, nodeid)
+        return self._check(status, f"the backing of node {nodeid}")
+
+    def opens(self, uint64_t nodeid):
+        return fl_opens(self._loop, nodeid)
+
+    def killed(self, uint64_t nodeid):
+        """Whether the last FLUSH of the node came from a process that is dying by a signal."""
+        return bool(fl_killed(self._loop, nodeid))
+
+    def relay_opens(self, bint relay):
+        """Whether every OPEN goes to Python (a quota is being enforced)."""
+        fl_relay_opens(self._loop, relay)
+
+    def drain_opens(self):
+        """(nodeid, uid, pid) of opens answered natively since the last call, oldest first."""
+        cdef fl_open_record records[DRAIN_BATCH]
+        cdef uint32_t count = DRAIN_BATCH, i
+        found = []
+        while count == DRAIN_BATCH:
+            count = fl_drain_opens(self._loop, records, DRAIN_BATCH)
+            for i in range(count):
+                found.append((records[i].nodeid, records[i].uid, records[i].pid))
+        return found
+
+    def probe(self, int fd):
+        """Whether the kernel takes `fd` as a backing; passthrough is off from now on where it does not."""
+        cdef int status
+        with nogil:
+            status = fl_probe(self._loop, fd)
+        return self._check(status, "passthrough") == 1
+
+    def invalidate_entry(self, uint64_t parent, bytes name not None):
+        """Make the kernel look `name` up again; never waits."""
+        fl_invalidate_entry(self._loop, parent, name, <uint32_t> len(name))
+
+    def invalidate_attr(self, uint64_t nodeid):
+        """Make the kernel ask for the node's attributes again; never waits."""
+        fl_invalidate_attr(self._loop, nodeid)

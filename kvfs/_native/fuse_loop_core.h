@@ -1,0 +1,73 @@
+/* The native loop behind the mount: between /dev/fuse and the process's FUSE library.
+ *
+ * Responsibility: read every kernel request; answer those about sealed objects here, relay the others over
+ * a SEQPACKET socket and rewrite the replies that need it (INIT, stable inode numbers, passthrough).
+ *
+ * Invariants:
+ * - Requests are relayed in the order in which the kernel gave them (`read_lock` spans read and relay).
+ * - A nodeid is never used again with other bytes; nodes hold slot and generation, and OPEN checks both
+ *   against the shared table after it has the slot open.
+ * - One backing id per node while any handle is open; the second holder shares the first one's id.
+ * - Invalidations are written by a thread of their own: the kernel may make that write wait for a lock
+ *   whose holder waits for an answer from here.
+ *
+ * Concurrency: `nodes_lock` guards nodes, pending and the ring of opens; it is held over openat and the
+ * backing ioctls (a few us) and never over a read or a relay. No Python anywhere.
+ */
+#ifndef KVFS_FUSE_LOOP_CORE_H
+#define KVFS_FUSE_LOOP_CORE_H
+
+#include <stdint.h>
+
+#include "fuse_wire.h"
+
+struct fuse_loop;
+
+enum fl_state { FL_NONE, FL_OTHER, FL_DRAFT, FL_SEALED, FL_DEAD };
+
+struct fl_config {
+    int dev_fd;          /* /dev/fuse, mounted */
+    int slots_dir_fd;    /* where slot files are: names are eight hex digits */
+    const char *generations; /* generation of slot 0 in the mapped table, uint32 */
+    uint64_t generation_stride;
+    uint32_t slot_count;
+    int passthrough;     /* wanted; fl_passthrough says what came of it */
+    int threads;
+    uint32_t buffer_size; /* largest payload of a READ or WRITE */
+    uint64_t largest_object;
+    uint64_t attr_valid_s;
+};
+
+struct fl_open_record {
+    uint64_t nodeid;
+    uint32_t uid, pid;
+};
+
+struct fl_stats {
+    uint64_t relayed, native_opens, native_reads, native_writes, native_getattrs, invalidations, dropped_records;
+};
+
+int fl_create(const struct fl_config *config, struct fuse_loop **out);
+void fl_destroy(struct fuse_loop *loop);
+int fl_start(struct fuse_loop *loop);
+void fl_stop(struct fuse_loop *loop);      /* asks the threads to end and waits for them */
+int fl_library_fd(struct fuse_loop *loop);  /* the end of the socket for the FUSE library */
+int fl_ended_fd(struct fuse_loop *loop);    /* eventfd: readable once the kernel has ended the mount */
+int fl_passthrough(struct fuse_loop *loop);
+void fl_get_stats(struct fuse_loop *loop, struct fl_stats *out);
+
+int fl_node_set(struct fuse_loop *loop, uint64_t nodeid, enum fl_state state, uint32_t slot, uint32_t generation,
+                const struct fw_attr *attr);
+void fl_node_drop(struct fuse_loop *loop, uint64_t nodeid);
+int fl_acquire(struct fuse_loop *loop, uint64_t nodeid, int fd); /* new count of opens, or -errno */
+int fl_release(struct fuse_loop *loop, uint64_t nodeid);         /* count of opens left, or -errno */
+int fl_opens(struct fuse_loop *loop, uint64_t nodeid);
+int fl_probe(struct fuse_loop *loop, int fd); /* 1: passthrough works; 0: it is off from now on */
+int fl_killed(struct fuse_loop *loop, uint64_t nodeid); /* whether the last FLUSH came from a process dying by a signal */
+int fl_died_by_signal(uint32_t pid);
+void fl_relay_opens(struct fuse_loop *loop, int relay);
+uint32_t fl_drain_opens(struct fuse_loop *loop, struct fl_open_record *out, uint32_t capacity);
+int fl_invalidate_entry(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length);
+int fl_invalidate_attr(struct fuse_loop *loop, uint64_t nodeid);
+
+#endif

@@ -1,0 +1,241 @@
+/* See fuse_loop_state.h. */
+#include "fuse_loop_state.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#define REQUEST_OVERHEAD 4096u /* FUSE_MIN_READ_BUFFER leaves room for headers above max_write */
+
+static struct fl_node *node_at(struct fuse_loop *loop, uint64_t nodeid, int make) {
+    uint32_t index = (uint32_t)nodeid & ((1u << FL_NODE_INDEX_BITS) - 1);
+    struct fl_node **chunk = &loop->chunks[index >> FL_CHUNK_BITS];
+    if (*chunk == NULL) {
+        if (!make) return NULL;
+        *chunk = calloc(1u << FL_CHUNK_BITS, sizeof **chunk);
+        if (*chunk == NULL) return NULL;
+        for (uint32_t i = 0; i < 1u << FL_CHUNK_BITS; i++) (*chunk)[i].fd = -1;
+    }
+    return *chunk + (index & ((1u << FL_CHUNK_BITS) - 1));
+}
+
+struct fl_node *fl_find(struct fuse_loop *loop, uint64_t nodeid) {
+    struct fl_node *node = node_at(loop, nodeid, 0);
+    return node != NULL && node->nodeid == nodeid ? node : NULL;
+}
+
+int fl_node_set(struct fuse_loop *loop, uint64_t nodeid, enum fl_state state, uint32_t slot, uint32_t generation,
+                const struct fw_attr *attr) {
+    pthread_mutex_lock(&loop->nodes_lock);
+    struct fl_node *node = node_at(loop, nodeid, 1);
+    int status = node == NULL ? -ENOMEM : node->nodeid != 0 && node->nodeid != nodeid ? -EEXIST : 0;
+    if (status == 0) {
+        node->nodeid = nodeid;
+        node->state = (uint8_t)state;
+        node->slot = slot;
+        node->generation = generation;
+        if (attr != NULL) node->attr = *attr;
+    }
+    pthread_mutex_unlock(&loop->nodes_lock);
+    return status;
+}
+
+int fl_opens(struct fuse_loop *loop, uint64_t nodeid) {
+    pthread_mutex_lock(&loop->nodes_lock);
+    struct fl_node *node = fl_find(loop, nodeid);
+    int opens = node == NULL ? 0 : (int)node->opens;
+    pthread_mutex_unlock(&loop->nodes_lock);
+    return opens;
+}
+
+/* Open addressing with linear probing; deletion shifts back, so that no tombstone is ever left. */
+static uint32_t pending_home(uint64_t unique) {
+    return (uint32_t)((unique >> 1) * 0x9E3779B97F4A7C15ull >> (64 - FL_PENDING_BITS));
+}
+
+int fl_pending_add(struct fuse_loop *loop, uint64_t unique, uint32_t opcode, uint64_t nodeid) {
+    const uint32_t mask = (1u << FL_PENDING_BITS) - 1;
+    if (loop->pending_count > mask - mask / 8) return -EAGAIN;
+    uint32_t at = pending_home(unique);
+    while (loop->pending[at].unique != 0) at = (at + 1) & mask;
+    loop->pending[at] = (struct fl_pending){.unique = unique, .nodeid = nodeid, .opcode = opcode};
+    loop->pending_count++;
+    return 0;
+}
+
+int fl_pending_take(struct fuse_loop *loop, uint64_t unique, struct fl_pending *out) {
+    const uint32_t mask = (1u << FL_PENDING_BITS) - 1;
+    uint32_t at = pending_home(unique);
+    if (unique == 0) return 0;
+    while (loop->pending[at].unique != unique) {
+        if (loop->pending[at].unique == 0) return 0;
+        at = (at + 1) & mask;
+    }
+    *out = loop->pending[at];
+    loop->pending_count--;
+    for (uint32_t next = (at + 1) & mask; loop->pending[next].unique != 0; next = (next + 1) & mask) {
+        uint32_t home = pending_home(loop->pending[next].unique);
+        if (((next - home) & mask) >= ((next - at) & mask)) {
+            loop->pending[at] = loop->pending[next];
+            at = next;
+        }
+    }
+    loop->pending[at].unique = 0;
+    return 1;
+}
+
+void fl_record_open(struct fuse_loop *loop, uint64_t nodeid, uint32_t uid, uint32_t pid) {
+    if (loop->record_count == FL_OPEN_RECORDS) {
+        loop->record_first = (loop->record_first + 1) % FL_OPEN_RECORDS;
+        loop->record_count--;
+        loop->stats.dropped_records++;
+    }
+    loop->records[(loop->record_first + loop->record_count++) % FL_OPEN_RECORDS] =
+        (struct fl_open_record){.nodeid = nodeid, .uid = uid, .pid = pid};
+}
+
+uint32_t fl_drain_opens(struct fuse_loop *loop, struct fl_open_record *out, uint32_t capacity) {
+    pthread_mutex_lock(&loop->nodes_lock);
+    uint32_t count = loop->record_count < capacity ? loop->record_count : capacity;
+    for (uint32_t i = 0; i < count; i++) out[i] = loop->records[(loop->record_first + i) % FL_OPEN_RECORDS];
+    loop->record_first = (loop->record_first + count) % FL_OPEN_RECORDS;
+    loop->record_count -= count;
+    pthread_mutex_unlock(&loop->nodes_lock);
+    return count;
+}
+
+/* --- notices ---------------------------------------------------------------------------------------- */
+
+static int notice_put(struct fuse_loop *loop, const struct fl_notice *notice) {
+    pthread_mutex_lock(&loop->notice_lock);
+    int status = 0;
+    if (loop->notice_count == FL_NOTICES) {
+        /* One notice that makes every cached name doubtful says it all. */
+        loop->notice_overflow = 1;
+        status = -ENOBUFS;
+    } else {
+        loop->notices[(loop->notice_first + loop->notice_count++) % FL_NOTICES] = *notice;
+    }
+    pthread_cond_signal(&loop->notice_ready);
+    pthread_mutex_unlock(&loop->notice_lock);
+    return status;
+}
+
+int fl_invalidate_entry(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length) {
+    struct fl_notice notice = {.nodeid = parent, .code = FW_NOTIFY_INVAL_ENTRY, .length = (uint8_t)length};
+    if (length > FL_NAME_MAX) return -ENAMETOOLONG;
+    memcpy(notice.name, name, length);
+    return notice_put(loop, &notice);
+}
+
+int fl_invalidate_attr(struct fuse_loop *loop, uint64_t nodeid) {
+    struct fl_notice notice = {.nodeid = nodeid, .code = FW_NOTIFY_INVAL_INODE};
+    return notice_put(loop, &notice);
+}
+
+int fl_notice_wait(struct fuse_loop *loop, struct fl_notice *out) {
+    pthread_mutex_lock(&loop->notice_lock);
+    while (loop->notice_count == 0 && !loop->notice_overflow && !loop->notice_stop)
+        pthread_cond_wait(&loop->notice_ready, &loop->notice_lock);
+    int more = !loop->notice_stop;
+    if (more && loop->notice_overflow) {
+        loop->notice_overflow = 0;
+        loop->notice_count = 0;
+        *out = (struct fl_notice){.code = FW_NOTIFY_INC_EPOCH};
+    } else if (more) {
+        *out = loop->notices[loop->notice_first];
+        loop->notice_first = (loop->notice_first + 1) % FL_NOTICES;
+        loop->notice_count--;
+    }
+    pthread_mutex_unlock(&loop->notice_lock);
+    return more;
+}
+
+void fl_notice_stop(struct fuse_loop *loop) {
+    pthread_mutex_lock(&loop->notice_lock);
+    loop->notice_stop = 1;
+    pthread_cond_broadcast(&loop->notice_ready);
+    pthread_mutex_unlock(&loop->notice_lock);
+}
+
+/* --- life ------------------------------------------------------------------------------------------- */
+
+int fl_buffers_make(struct fuse_loop *loop, struct fl_buffers *out) {
+    out->request = out->reply = NULL;
+    if (posix_memalign((void **)&out->request, 4096, loop->request_size) != 0) return -ENOMEM;
+    if (posix_memalign((void **)&out->reply, 4096, loop->config.buffer_size) != 0) {
+        free(out->request);
+        return -ENOMEM;
+    }
+    return 0;
+}
+
+void fl_buffers_free(struct fl_buffers *buffers) {
+    free(buffers->request);
+    free(buffers->reply);
+}
+
+static int make_sockets(struct fuse_loop *loop) {
+    if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, loop->sockets) < 0) return -errno;
+    for (int i = 0; i < 2; i++) {
+        int wanted = (int)loop->request_size + 65536;
+        if (setsockopt(loop->sockets[i], SOL_SOCKET, SO_SNDBUFFORCE, &wanted, sizeof wanted) < 0 &&
+            setsockopt(loop->sockets[i], SOL_SOCKET, SO_SNDBUF, &wanted, sizeof wanted) < 0)
+            return -errno;
+    }
+    return 0;
+}
+
+int fl_create(const struct fl_config *config, struct fuse_loop **out) {
+    if (config->threads < 1 || config->threads > FL_MAX_THREADS) return -EINVAL;
+    struct fuse_loop *loop = calloc(1, sizeof *loop);
+    if (loop == NULL) return -ENOMEM;
+    loop->config = *config;
+    loop->passthrough = config->passthrough;
+    loop->single = config->threads == 1;
+    loop->request_size = config->buffer_size + REQUEST_OVERHEAD;
+    loop->largest_object = config->largest_object;
+    loop->sockets[0] = loop->sockets[1] = -1;
+    pthread_mutex_init(&loop->read_lock, NULL);
+    pthread_mutex_init(&loop->nodes_lock, NULL);
+    pthread_mutex_init(&loop->notice_lock, NULL);
+    pthread_cond_init(&loop->notice_ready, NULL);
+    loop->pending = calloc(1u << FL_PENDING_BITS, sizeof *loop->pending);
+    loop->records = calloc(FL_OPEN_RECORDS, sizeof *loop->records);
+    loop->notices = calloc(FL_NOTICES, sizeof *loop->notices);
+    loop->stop_fd = eventfd(0, EFD_CLOEXEC);
+    loop->ended_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    int status = loop->pending && loop->records && loop->notices ? make_sockets(loop) : -ENOMEM;
+    if (status == 0 && (loop->stop_fd < 0 || loop->ended_fd < 0)) status = -EMFILE;
+    if (status < 0) {
+        fl_destroy(loop);
+        return status;
+    }
+    *out = loop;
+    return 0;
+}
+
+void fl_destroy(struct fuse_loop *loop) {
+    if (loop == NULL) return;
+    for (uint32_t i = 0; i < FL_CHUNKS; i++) {
+        for (uint32_t j = 0; loop->chunks[i] != NULL && j < 1u << FL_CHUNK_BITS; j++)
+            if (loop->chunks[i][j].fd >= 0) close(loop->chunks[i][j].fd);
+        free(loop->chunks[i]);
+    }
+    int descriptors[] = {loop->sockets[0], loop->sockets[1], loop->stop_fd, loop->ended_fd};
+    for (unsigned i = 0; i < 4; i++)
+        if (descriptors[i] >= 0) close(descriptors[i]);
+    free(loop->pending);
+    free(loop->records);
+    free(loop->notices);
+    free(loop);
+}
+
+int fl_library_fd(struct fuse_loop *loop) { return loop->sockets[1]; }
+int fl_ended_fd(struct fuse_loop *loop) { return loop->ended_fd; }
+int fl_passthrough(struct fuse_loop *loop) { return loop->passthrough; }
+void fl_get_stats(struct fuse_loop *loop, struct fl_stats *out) { *out = loop->stats; }
+void fl_relay_opens(struct fuse_loop *loop, int relay) { __atomic_store_n(&loop->relay_opens, relay, __ATOMIC_RELAXED); }

@@ -1,0 +1,102 @@
+/* The loop's shared state: nodes, requests in flight, opens to report, invalidations to send.
+ *
+ * Pure bookkeeping, no protocol and no I/O. Concurrency: callers hold `nodes_lock`, except for the notice
+ * queue, which has its own.
+ */
+#ifndef KVFS_FUSE_LOOP_STATE_H
+#define KVFS_FUSE_LOOP_STATE_H
+
+#include <pthread.h>
+#include <stddef.h>
+
+#include "fuse_loop_core.h"
+
+#define FL_NODE_INDEX_BITS 24 /* a nodeid is generation << 24 | index */
+#define FL_CHUNK_BITS 12
+#define FL_CHUNKS (1u << (FL_NODE_INDEX_BITS - FL_CHUNK_BITS))
+#define FL_PENDING_BITS 14 /* relayed requests in flight: each blocks a thread of some process */
+#define FL_OPEN_RECORDS 65536u
+#define FL_NOTICES 65536u
+#define FL_NAME_MAX 255
+#define FL_MAX_THREADS 16
+
+struct fl_node {
+    uint64_t nodeid; /* 0: free */
+    struct fw_attr attr;
+    uint32_t slot, generation, opens;
+    int32_t backing_id; /* 0: none */
+    int fd;             /* -1: none; only without passthrough */
+    uint8_t state, killed;
+};
+
+struct fl_pending {
+    uint64_t unique; /* 0: free */
+    uint64_t nodeid;
+    uint32_t opcode;
+};
+
+struct fl_notice {
+    uint64_t nodeid;
+    int code;
+    uint8_t length;
+    char name[FL_NAME_MAX + 1];
+};
+
+struct fl_buffers {
+    char *request, *reply;
+};
+
+struct fuse_loop {
+    struct fl_config config;
+    int sockets[2]; /* ours, the library's */
+    int stop_fd, ended_fd;
+    int stopping, passthrough, passthrough_used, relay_opens, single;
+    uint32_t offered_flags, offered_flags2;
+    uint32_t request_size;
+    uint64_t largest_object;
+    pthread_mutex_t read_lock, nodes_lock, notice_lock;
+    pthread_cond_t notice_ready;
+    struct fl_node *chunks[FL_CHUNKS];
+    struct fl_pending *pending;
+    uint32_t pending_count;
+    struct fl_open_record *records;
+    uint32_t record_first, record_count;
+    struct fl_notice *notices;
+    uint32_t notice_first, notice_count;
+    int notice_overflow, notice_stop;
+    struct fl_stats stats;
+    pthread_t threads[FL_MAX_THREADS + 2];
+    int running;
+};
+
+static inline void fl_count(uint64_t *counter) { __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
+
+/* Whether requests of this kind may be answered without the library. */
+static inline int fl_answers(uint32_t opcode) {
+    switch (opcode) {
+    case FW_GETATTR:
+    case FW_OPEN:
+    case FW_RELEASE:
+    case FW_READ:
+    case FW_WRITE:
+    case FW_GETXATTR:
+    case FW_FALLOCATE:
+    case FW_LSEEK:
+    case FW_FLUSH:
+    case FW_FSYNC:
+        return 1;
+    default:
+        return 0;
+    }
+}
+
+struct fl_node *fl_find(struct fuse_loop *loop, uint64_t nodeid);
+int fl_pending_add(struct fuse_loop *loop, uint64_t unique, uint32_t opcode, uint64_t nodeid);
+int fl_pending_take(struct fuse_loop *loop, uint64_t unique, struct fl_pending *out);
+void fl_record_open(struct fuse_loop *loop, uint64_t nodeid, uint32_t uid, uint32_t pid);
+int fl_notice_wait(struct fuse_loop *loop, struct fl_notice *out);
+void fl_notice_stop(struct fuse_loop *loop);
+int fl_buffers_make(struct fuse_loop *loop, struct fl_buffers *out);
+void fl_buffers_free(struct fl_buffers *buffers);
+
+#endif

@@ -1,0 +1,173 @@
+"""The shared table: slot headers and the index of every store key, in one file.
+
+Keys are 16 bytes. `kind` is `tiers.base.Kind`: 1 object, 2 block.
+"""
+
+import os
+from collections.abc import Iterator
+
+from typing_extensions import Buffer
+
+FREE: int
+DRAFT: int
+SEALED: int
+
+TIER_DRAM: int
+TIER_HBM: int
+TIER_NVME: int
+TIER_REMOTE: int
+TIER_COLD: int
+
+class Entry:
+    """A consistent copy of one index entry."""
+
+    kind: int
+    tiers: int
+    flags: int
+    slot: int
+    generation: int
+    size_bytes: int
+    location: int
+    hits: int
+    last_access_s: int
+
+class SlotHeader:
+    """A consistent copy of one slot header."""
+
+    state: int
+    kind: int
+    generation: int
+    flags: int
+    key: bytes
+    object_id: int
+    sequence: int
+    size_bytes: int
+    checksum: int | None
+    parent: bytes
+    uid: int
+    bucket_id: int
+    sealed_at_ns: int
+
+class Table:
+    """One writer process (`create`), any number of readers (`attach`). Closed tables raise SessionClosed."""
+
+    path: str
+    @staticmethod
+    def create(path: str | os.PathLike[str], store_id: bytes, slots: int, entries: int) -> Table:
+        """A new table that replaces what is at `path`; `entries` is a power of two. Raises InvalidRequest, NoSpace."""
+
+    @staticmethod
+    def attach(path: str | os.PathLike[str], store_id: bytes | None = None) -> Table:
+        """Map for reading. Raises FormatMismatch for another format, version or store; NotFound."""
+
+    @staticmethod
+    def mark_dead(path: str | os.PathLike[str]) -> bool:
+        """Tell the readers of an older table that it will not change again; False if `path` is no table."""
+
+    def close(self) -> None: ...
+    def put(
+        self,
+        key: bytes,
+        kind: int,
+        slot: int,
+        generation: int,
+        size: int,
+        tiers: int = 1,
+        flags: int = 0,
+        location: int = 0,
+    ) -> None:
+        """Insert, or replace the value (hits stay). Raises NoSpace when the table is full."""
+
+    def get(self, key: bytes) -> Entry | None:
+        """Raises DeadlinePassed when the writer died in mid-change."""
+
+    def remove(self, key: bytes) -> bool: ...
+    def touch(self, key: bytes) -> bool:
+        """Count a hit and set the last access to now; False if the key is not there."""
+
+    def match(self, hashes: Buffer, kind: int = 2) -> int:
+        """How many of the n x 16 bytes of hashes are present, from the first on. Drops the GIL."""
+
+    def match_tiers(self, hashes: Buffer, tiers: Buffer, kind: int = 2) -> int:
+        """As `match`; `tiers` (writable, at least n bytes) receives each hit's TIER_ bits."""
+
+    def items(self) -> Iterator[tuple[bytes, Entry]]:
+        """Every entry, in table order. Complete only while nobody writes."""
+
+    def __len__(self) -> int: ...
+    def __contains__(self, key: bytes) -> bool: ...
+    def begin(self, slot: int) -> int:
+        """A free slot becomes a draft; its odd generation. Raises Superseded if it is not free."""
+
+    def publish(
+        self,
+        slot: int,
+        draft: int,
+        *,
+        kind: int,
+        key: bytes,
+        size: int,
+        object_id: int = 0,
+        sequence: int = 0,
+        flags: int = 0,
+        checksum: int | None = None,
+        parent: bytes = ...,
+        uid: int = 0,
+        bucket_id: int = 0,
+        sealed_at_ns: int = 0,
+    ) -> int:
+        """Draft `draft` becomes sealed; its even generation. Raises Superseded if it is no longer that draft."""
+
+    def retire(self, slot: int, generation: int) -> None:
+        """A draft or sealed slot becomes free under the next odd generation. Raises Superseded."""
+
+    def write_header(
+        self,
+        slot: int,
+        *,
+        state: int,
+        generation: int,
+        kind: int,
+        key: bytes,
+        size: int,
+        object_id: int = 0,
+        sequence: int = 0,
+        flags: int = 0,
+        checksum: int | None = None,
+        parent: bytes = ...,
+        uid: int = 0,
+        bucket_id: int = 0,
+        sealed_at_ns: int = 0,
+    ) -> None:
+        """Write a header as given, without any check of the state before."""
+
+    def read_header(self, slot: int) -> SlotHeader:
+        """All zeros for a slot never used. Raises Corrupt when the header does not match its checksum."""
+
+    def set_generation(self, slot: int, generation: int) -> None: ...
+    def generation(self, slot: int) -> int:
+        """Odd: draft or free. Even: sealed. 0: never used."""
+
+    def set_checksum(self, slot: int, generation: int, value: int) -> bool:
+        """Record the payload's XXH3-64 if the slot is still sealed with that generation."""
+
+    def set_dead(self) -> None: ...
+    @property
+    def alive(self) -> bool:
+        """Whether the service still uses this file; a reader that sees False attaches anew."""
+
+    clean: bool
+    @property
+    def store_id(self) -> bytes: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def slots_used(self) -> int: ...
+    @property
+    def entries(self) -> int: ...
+    @property
+    def max_entries(self) -> int:
+        """Live entries that fit: 75 percent of the places."""
+
+    @property
+    def file_bytes(self) -> int: ...

@@ -1,0 +1,268 @@
+"""Configuration: a TOML file and command-line flags, validated into frozen settings.
+
+Responsibility: every setting of the service, its default and its bounds. A flag wins over the file, the file
+over the default. A wrong or unknown key is a ConfigError that names the key, the value and the limit; nothing
+is guessed or ignored. Settings never change while the service runs.
+
+Concurrency: pure values; read once at start-up.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import tomllib
+from collections.abc import Iterable, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from kvfs.errors import ConfigError
+from kvfs.limits import (
+    DEFAULT_SLOTS,
+    DRAM_SHARE_OF_AVAILABLE,
+    GIB,
+    KIB,
+    MAX_SLOTS,
+    MAX_SOCKET_PATH_BYTES,
+    MIB,
+    MIN_DRAM_BYTES,
+    MIN_SLOTS,
+)
+
+MountMode = Literal["auto", "passthrough", "native", "plain"]
+Backing = Literal["auto", "tmpfs", "directory"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KiB": KIB,
+    "MiB": MIB,
+    "GiB": GIB,
+    "TiB": KIB * GIB,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)\Z")
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes from an integer or text such as "10GiB", "1.5 GiB" or "500MB". Raises ValueError."""
+    if isinstance(text, bool) or not isinstance(text, str | int):
+        raise ValueError('a size is a number of bytes or text such as "10GiB"')
+    if isinstance(text, int):
+        return text
+    match = _SIZE.match(text.strip())
+    unit = _UNITS.get(match[2]) if match else None
+    if match is None or unit is None:
+        raise ValueError(
+            f'a size is a number of bytes or text such as "10GiB"; units: {", ".join(_UNITS)[2:]}'
+        )
+    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+
+
+def format_size(size_bytes: int) -> str:
+    """`size_bytes` for people, in binary units with at most one decimal: "10 GiB", "1.5 MiB", "12 B"."""
+    value, unit = float(size_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < KIB or unit == "TiB":
+            break
+        value /= KIB
+    return f"{value:.1f}".removesuffix(".0") + f" {unit}"
+
+
+def default_dram_bytes() -> int:
+    """A quarter of the memory that is free for use now, within this process's memory cgroup; whole MiB."""
+    available = min(_available_bytes(), _cgroup_room_bytes())
+    return max(available // DRAM_SHARE_OF_AVAILABLE // MIB * MIB, MIN_DRAM_BYTES)
+
+
+def _available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * KIB
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _cgroup_room_bytes() -> int:
+    """What the version 2 memory cgroup leaves: tmpfs pages are charged to it, whatever MemAvailable says."""
+    try:
+        groups = Path("/proc/self/cgroup").read_text().splitlines()
+        path = next(line[len("0::/") :] for line in groups if line.startswith("0::/"))
+        group = Path("/sys/fs/cgroup") / path
+        most = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+    except (OSError, StopIteration, ValueError):
+        return 1 << 62
+    return 1 << 62 if most == "max" else max(int(most) - used, 0)
+
+
+def _size(value: Any) -> int:
+    try:
+        return parse_size(value)
+    except ValueError as error:
+        raise PydanticCustomError("size", "{reason}", {"reason": str(error)}) from None
+
+
+def _not_empty(value: Any) -> Any:
+    if value == "":
+        raise PydanticCustomError("path", "a path cannot be empty")
+    return value
+
+
+def _absolute(path: Path) -> Path:
+    return Path(os.path.abspath(path.expanduser()))
+
+
+def _short_enough(path: Path) -> Path:
+    length = len(os.fsencode(path))
+    if length > MAX_SOCKET_PATH_BYTES:
+        raise PydanticCustomError(
+            "socket",
+            "{length} bytes long: at most {limit}",
+            {"length": length, "limit": MAX_SOCKET_PATH_BYTES},
+        )
+    return path
+
+
+Size = Annotated[int, BeforeValidator(_size)]
+AbsolutePath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_absolute)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StoreSettings(_Section):
+    """[store]"""
+
+    data: AbsolutePath = Path("/var/lib/kvfs")
+    """Directory of the lock, the index and the DRAM tier's mount point."""
+
+
+class DramSettings(_Section):
+    """[dram]"""
+
+    capacity: Annotated[Size, Field(ge=MIN_DRAM_BYTES)] = Field(default_factory=default_dram_bytes)
+    """Bytes; the tier's hard limit."""
+    slots: Annotated[int, Field(ge=MIN_SLOTS, le=MAX_SLOTS)] = DEFAULT_SLOTS
+    """Most objects at once."""
+    backing: Backing = "auto"
+    """What holds the bytes; `auto` takes a private tmpfs where the right to mount is there."""
+
+
+class MountSettings(_Section):
+    """[mount]"""
+
+    path: AbsolutePath = Path("/mnt/kvfs")
+    mode: MountMode = "auto"
+    """`auto` takes the fastest that works here: passthrough, then native, then plain."""
+
+
+class SessionSettings(_Section):
+    """[session]"""
+
+    socket: Annotated[AbsolutePath, AfterValidator(_short_enough)] | None = None
+    """None: see `Settings.socket_path`."""
+    group: str | None = None
+    """Members read the whole tier directly. None: `kvfs` where that group exists, else the service's own."""
+    quota: Annotated[Size, Field(ge=0)] | None = None
+    """Bytes that one uid may hold of replaced objects. None: half the DRAM capacity."""
+
+
+class LogSettings(_Section):
+    """[log]"""
+
+    level: LogLevel = "info"
+
+
+class Settings(_Section):
+    """All sections, validated."""
+
+    store: StoreSettings = StoreSettings()
+    dram: DramSettings = Field(default_factory=DramSettings)
+    mount: MountSettings = MountSettings()
+    session: SessionSettings = SessionSettings()
+    log: LogSettings = LogSettings()
+
+    @property
+    def socket_path(self) -> Path:
+        """`[session] socket`, else `kvfs.sock` in the data directory (in /run or /tmp if it is too deep)."""
+        if self.session.socket is not None:
+            return self.session.socket
+        path = self.store.data / "kvfs.sock"
+        if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
+            return path
+        runtime = os.environ.get("XDG_RUNTIME_DIR") or (
+            "/run" if os.geteuid() == 0 else tempfile.gettempdir()
+        )
+        return Path(runtime) / f"kvfs-{sha256(os.fsencode(self.store.data)).hexdigest()[:16]}.sock"
+
+
+def load(file: Path | None = None, flags: Mapping[tuple[str, str], object] | None = None) -> Settings:
+    """Settings from `file` and `flags`, which wins.
+
+    `flags` maps (section, key) to a value; None stands for a flag that was not given. Raises ConfigError.
+    """
+    values = _read(file) if file is not None else {}
+    for (section, key), value in (flags or {}).items():
+        if value is not None:
+            values.setdefault(section, {})[key] = value
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as error:
+        where = f"{file}: " if file is not None else ""
+        raise ConfigError(where + "; ".join(_explain(error.errors()))) from None
+
+
+def _read(file: Path) -> dict[str, dict[str, object]]:
+    try:
+        values = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not TOML: {error}") from None
+    for section, content in values.items():
+        if not isinstance(content, dict):
+            raise ConfigError(f"{file}: {section} = {content!r}: must stand in a section such as [store]")
+    return values
+
+
+def _explain(errors: Iterable[ErrorDetails]) -> Iterable[str]:
+    """One phrase per error: "[dram] capacity = '12MiB': at least 16 MiB"."""
+    for error in errors:
+        where = [str(part) for part in error["loc"]]
+        if error["type"] == "extra_forbidden":
+            yield _unknown(where)
+        else:
+            yield f"[{where[0]}] {'.'.join(where[1:2])} = {error['input']!r}: {_limit(where, error)}"
+
+
+def _unknown(where: list[str]) -> str:
+    if len(where) == 1:
+        return f"[{where[0]}]: no such section; there are {', '.join(Settings.model_fields)}"
+    section = Settings.model_fields[where[0]].annotation
+    known = ", ".join(section.model_fields) if section is not None else ""
+    return f"[{where[0]}] {where[1]}: no such key; there are {known}"
+
+
+def _limit(where: list[str], error: ErrorDetails) -> str:
+    context = error.get("ctx", {})
+    sizes = where[:2] in (["dram", "capacity"], ["session", "quota"])
+    for bound, words in (("ge", "at least"), ("le", "at most")):
+        if bound in context:
+            limit = context[bound]
+            return f"{words} {format_size(limit) if sizes else limit}"
+    if "expected" in context:
+        return f"must be {context['expected']}"
+    if error["type"] == "path_type":
+        return "must be a path"
+    message = error["msg"]
+    return message[:1].lower() + message[1:]

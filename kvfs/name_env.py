@@ -1,0 +1,210 @@
+"""The LMDB environment under the name index: transactions, growth, format version, meta rows, object ids.
+
+Responsibility: everything about the file that is not a name or a bucket.
+
+Invariants:
+- One `write` is one transaction: after an error, or a crash in the middle, all of it happened or nothing. A
+  full map grows and the change runs again, so a change has no side effect outside its transaction.
+- Object ids never repeat: ranges are reserved in `meta` before use, and a new environment starts at the wall
+  clock (seconds << 20), so also when the index was lost and built anew.
+
+Durability: soft state by default (`sync=False`): the file survives the process, `kill -9` included, since
+LMDB writes no live page in place; after a power failure it is doubtful, and the caller builds a new one. The
+file is sparse and mapped writable, so the disk under it must not fill up (a SIGBUS): the map has a limit.
+
+Concurrency: one process and one thread; no transaction outlives a call.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import lmdb
+
+from kvfs.errors import Corrupt, FormatMismatch, InvalidRequest, KvfsError, NoSpace
+from kvfs.limits import MAX_META_KEY_BYTES, MAX_NAME_MAP_BYTES, OBJECT_ID_RANGE
+
+if TYPE_CHECKING:
+    Txn = lmdb.Transaction[bytes]
+
+FORMAT_VERSION: Final = 1
+_FORMAT_KEY: Final = b"format"
+_IDS_KEY: Final = b"ids"
+_RESERVED_META: Final = frozenset((_FORMAT_KEY, _IDS_KEY))
+_U64 = struct.Struct("<Q")
+_ID_CLOCK_SHIFT: Final = 20
+"""A new index starts its ids at seconds << 20: a million ids a second before it could meet a lost index's
+ids, and below 2**53 for another 200 years, so that every tool shows an inode number exactly."""
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class NameEnvironment:
+    """Raises, when built: InvalidRequest for map sizes, FormatMismatch, Corrupt for what LMDB refuses."""
+
+    def __init__(self, path: Path, *, map_size_bytes: int, max_map_bytes: int, sync: bool) -> None:
+        if not 0 < map_size_bytes <= max_map_bytes <= MAX_NAME_MAP_BYTES:
+            raise InvalidRequest(
+                f"name index {path}: map sizes of {map_size_bytes} and {max_map_bytes} bytes "
+                f"are not between 1 and {MAX_NAME_MAP_BYTES}"
+            )
+        self._path = path
+        self._max_map_bytes = max_map_bytes
+        self._next_id = 0
+        self._id_end = 0
+        self._closed = False
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self._env = lmdb.open(
+                str(path),
+                map_size=map_size_bytes,
+                max_dbs=4,
+                max_spare_txns=1,
+                mode=0o600,
+                readahead=False,
+                sync=sync,
+                metasync=sync,
+                writemap=not sync,
+            )
+        except lmdb.Error as error:
+            raise self._failure(error) from error
+        try:
+            self._meta_db = self.open_db(b"meta")
+            self._check_format()
+        except BaseException:
+            self._env.close()
+            raise
+
+    def open_db(self, name: bytes) -> lmdb._Database:
+        try:
+            return self._env.open_db(name)
+        except lmdb.Error as error:
+            raise self._failure(error) from error
+
+    def close(self) -> None:
+        """Flush and close. Closing twice is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._id_end:
+                self._give_back_ids()
+            self._env.sync(True)
+        except (NoSpace, lmdb.Error):
+            log.warning("name index %s: could not be flushed; what is left of its ids is skipped", self._path)
+        finally:
+            self._env.close()
+
+    # --- transactions ------------------------------------------------------------------------------------
+
+    def read(self, look: Callable[[Txn], T]) -> T:
+        try:
+            with self._env.begin() as txn:
+                return look(txn)
+        except lmdb.Error as error:
+            raise self._failure(error) from error
+
+    def write(self, change: Callable[[Txn], T]) -> T:
+        """Run `change` in a write transaction; and again with a larger map when that is full."""
+        while True:
+            try:
+                with self._env.begin(write=True) as txn:
+                    return change(txn)
+            except lmdb.MapFullError:
+                self._grow()
+            except lmdb.Error as error:
+                raise self._failure(error) from error
+
+    def _grow(self) -> None:
+        size_bytes = self._env.info()["map_size"]
+        if size_bytes >= self._max_map_bytes:
+            raise NoSpace(f"the name index is full at its limit of {self._max_map_bytes} bytes")
+        self._env.set_mapsize(min(2 * size_bytes, self._max_map_bytes))
+
+    def _failure(self, error: lmdb.Error) -> KvfsError:
+        if isinstance(error, lmdb.DiskError):
+            return NoSpace(f"name index {self._path}: {error}")
+        return Corrupt(f"name index {self._path}: {error}")
+
+    def _check_format(self) -> None:
+        def change(txn: Txn) -> bytes:
+            data = txn.get(_FORMAT_KEY, db=self._meta_db)
+            if data is None:
+                data = _U64.pack(FORMAT_VERSION)
+                txn.put(_FORMAT_KEY, data, db=self._meta_db)
+            return data
+
+        data = self.write(change)
+        if data != _U64.pack(FORMAT_VERSION):
+            found = int.from_bytes(data, "little")
+            raise FormatMismatch(
+                f"name index {self._path} has format {found}, this is format {FORMAT_VERSION}"
+            )
+
+    # --- meta and ids ------------------------------------------------------------------------------------
+
+    def get_meta(self, key: bytes) -> bytes | None:
+        return self.read(lambda txn: txn.get(key, db=self._meta_db))
+
+    def put_meta(self, key: bytes, value: bytes) -> None:
+        """Raises InvalidRequest for the keys that the index keeps for itself."""
+        if key in _RESERVED_META or not 0 < len(key) <= MAX_META_KEY_BYTES:
+            raise InvalidRequest(f"meta key {key!r} is reserved, empty or over {MAX_META_KEY_BYTES} bytes")
+        self.write(lambda txn: txn.put(key, value, db=self._meta_db))
+
+    def next_ids(self, n: int) -> int:
+        """Take `n` consecutive object ids; the first. They were never given out before."""
+        if n < 1:
+            raise InvalidRequest(f"{n} object ids asked for, at least 1")
+        if self._next_id + n > self._id_end:
+            start = self._reserve_ids(max(n, OBJECT_ID_RANGE))
+            if start != self._id_end:
+                self._next_id = start
+            self._id_end = start + max(n, OBJECT_ID_RANGE)
+        first = self._next_id
+        self._next_id += n
+        return first
+
+    def skip_ids(self, past: int) -> None:
+        """Give out no id at or below `past`: for ids that were found in the data itself."""
+
+        def change(txn: Txn) -> None:
+            end = max(self._stored_ids(txn), past + 1)
+            txn.put(_IDS_KEY, _U64.pack(end), db=self._meta_db)
+
+        if past >= self._next_id:
+            self.write(change)
+            self._next_id = self._id_end = 0
+
+    def _reserve_ids(self, n: int) -> int:
+        def change(txn: Txn) -> int:
+            start = self._stored_ids(txn)
+            txn.put(_IDS_KEY, _U64.pack(start + n), db=self._meta_db)
+            return start
+
+        return self.write(change)
+
+    def _give_back_ids(self) -> None:
+        """A clean close returns what is left of the range."""
+
+        def change(txn: Txn) -> None:
+            if self._stored_ids(txn) == self._id_end:
+                txn.put(_IDS_KEY, _U64.pack(self._next_id), db=self._meta_db)
+
+        self.write(change)
+        self._next_id = self._id_end = 0
+
+    def _stored_ids(self, txn: Txn) -> int:
+        data = txn.get(_IDS_KEY, db=self._meta_db)
+        if data is None:
+            return int(time.time()) << _ID_CLOCK_SHIFT
+        if len(data) != _U64.size:
+            raise Corrupt(f"name index: the id row has {len(data)} bytes")
+        return int(_U64.unpack(data)[0])

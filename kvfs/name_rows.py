@@ -1,0 +1,193 @@
+"""What the rows of the name index hold, down to the byte.
+
+Responsibility: `NameRow` (a name's value) and `BucketRow` (a bucket's value), their encoding, nothing else.
+All integers are little-endian. The first byte of a row is its version; a row of another version, of a wrong
+length or with a non-zero reserved field is `Corrupt`.
+
+    NameRow    version u8 = 1 | digest length u8 (0 or 16) | reserved u16 = 0 | flags u32 | mode u32
+               | uid u32 | gid u32 | object_id u64 | ino u64 | size_bytes u64 | sequence u64
+               | mtime_ns i64 | ctime_ns i64 | digest | user metadata (the rest)
+    BucketRow  version u8 = 1 | class u8 (1 cache, 2 durable) | namespace digest length u8 (0 or 16)
+               | reserved u8 = 0 | uid u32 | gid u32 | mode u32 | created_ns i64 | mtime_ns i64
+               | namespace digest | namespace description (the rest)
+
+Concurrency: values only.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from kvfs.errors import Corrupt, InvalidRequest, LimitExceeded
+from kvfs.limits import MAX_NAMESPACE_BYTES, MAX_USER_METADATA_BYTES
+
+PINNED: Final = 1
+"""`NameRow.flags`: never evicted."""
+DIRECTORY: Final = 2
+"""`NameRow.flags`: the marker of an empty directory; it has no bytes in any tier."""
+
+DIGEST_BYTES: Final = 16
+ROW_VERSION: Final = 1
+
+_NAME = struct.Struct("<BBHIIIIQQQQqq")
+_BUCKET = struct.Struct("<BBBBIIIqq")
+_FLAGS_OFFSET: Final = 4
+_U32 = (0, (1 << 32) - 1)
+_U64 = (0, (1 << 64) - 1)
+_I64 = (-(1 << 63), (1 << 63) - 1)
+_RANGES: Final = {
+    "flags": _U32,
+    "mode": _U32,
+    "uid": _U32,
+    "gid": _U32,
+    "object_id": _U64,
+    "ino": _U64,
+    "size_bytes": _U64,
+    "sequence": _U64,
+    "mtime_ns": _I64,
+    "ctime_ns": _I64,
+    "created_ns": _I64,
+}
+
+BucketClass = Literal["cache", "durable"]
+_CLASS_CODES: Final[dict[str, int]] = {"cache": 1, "durable": 2}
+_CLASSES: Final[dict[int, BucketClass]] = {1: "cache", 2: "durable"}
+
+
+def _out_of_range(row: object) -> InvalidRequest:
+    """Which field made `struct` refuse `row`."""
+    for name, (low, high) in _RANGES.items():
+        value = getattr(row, name, 0)
+        if not isinstance(value, int) or not low <= value <= high:
+            return InvalidRequest(f"{type(row).__name__}.{name} is {value!r}, outside {low} to {high}")
+    return InvalidRequest(f"{type(row).__name__} cannot be encoded: {row!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class NameRow:
+    """What a name stands for. `digest` is the 16-byte store key of a block, or empty for a named object."""
+
+    object_id: int
+    ino: int
+    size_bytes: int
+    mode: int
+    uid: int
+    gid: int
+    mtime_ns: int
+    ctime_ns: int
+    sequence: int
+    flags: int
+    digest: bytes = b""
+    user_metadata: bytes = b""
+
+    def encode(self) -> bytes:
+        """The row's bytes. Raises InvalidRequest, LimitExceeded naming the field."""
+        if len(self.digest) not in (0, DIGEST_BYTES):
+            raise InvalidRequest(f"NameRow.digest has {len(self.digest)} bytes, not 0 or {DIGEST_BYTES}")
+        if len(self.user_metadata) > MAX_USER_METADATA_BYTES:
+            raise LimitExceeded(
+                f"user metadata has {len(self.user_metadata)} bytes, the limit is {MAX_USER_METADATA_BYTES}"
+            )
+        try:
+            head = _NAME.pack(
+                ROW_VERSION,
+                len(self.digest),
+                0,
+                self.flags,
+                self.mode,
+                self.uid,
+                self.gid,
+                self.object_id,
+                self.ino,
+                self.size_bytes,
+                self.sequence,
+                self.mtime_ns,
+                self.ctime_ns,
+            )
+        except struct.error:
+            raise _out_of_range(self) from None
+        return head + self.digest + self.user_metadata
+
+    @classmethod
+    def decode(cls, data: bytes) -> NameRow:
+        """The row that `encode` wrote. Raises Corrupt."""
+        if len(data) < _NAME.size:
+            raise Corrupt(f"name row has {len(data)} bytes, fewer than {_NAME.size}")
+        (
+            version, digest_length, reserved, flags, mode, uid, gid,
+            object_id, ino, size_bytes, sequence, mtime_ns, ctime_ns,
+        ) = _NAME.unpack_from(data)  # fmt: skip
+        end = _NAME.size + digest_length
+        if version != ROW_VERSION or reserved or digest_length not in (0, DIGEST_BYTES) or end > len(data):
+            raise Corrupt(f"name row of version {version}, digest length {digest_length}, {len(data)} bytes")
+        return cls(
+            object_id, ino, size_bytes, mode, uid, gid, mtime_ns, ctime_ns, sequence, flags,
+            data[_NAME.size : end], data[end:],
+        )  # fmt: skip
+
+
+def is_directory_row(data: bytes) -> bool:
+    """Whether an encoded NameRow has the DIRECTORY flag, without decoding the rest."""
+    return len(data) > _FLAGS_OFFSET and bool(data[_FLAGS_OFFSET] & DIRECTORY)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketRow:
+    """A bucket. `namespace` is the 16-byte digest of the namespace that it is bound to, if any."""
+
+    name: bytes
+    class_: BucketClass
+    uid: int
+    gid: int
+    mode: int
+    created_ns: int
+    mtime_ns: int
+    namespace: bytes | None = None
+    namespace_json: bytes = b""
+
+    def encode(self) -> bytes:
+        """The row's bytes; the name is the key and not part of them. Raises InvalidRequest, LimitExceeded."""
+        code = _CLASS_CODES.get(self.class_)
+        if code is None:
+            raise InvalidRequest(f"bucket class is {self.class_!r}, not one of {sorted(_CLASS_CODES)}")
+        digest = self.namespace or b""
+        if len(digest) not in (0, DIGEST_BYTES):
+            raise InvalidRequest(f"BucketRow.namespace has {len(digest)} bytes, not {DIGEST_BYTES}")
+        if len(self.namespace_json) > MAX_NAMESPACE_BYTES:
+            raise LimitExceeded(
+                f"bucket {self.name!r}: a namespace of {len(self.namespace_json)} bytes, "
+                f"the limit is {MAX_NAMESPACE_BYTES}"
+            )
+        try:
+            head = _BUCKET.pack(
+                ROW_VERSION,
+                code,
+                len(digest),
+                0,
+                self.uid,
+                self.gid,
+                self.mode,
+                self.created_ns,
+                self.mtime_ns,
+            )
+        except struct.error:
+            raise _out_of_range(self) from None
+        return head + digest + self.namespace_json
+
+    @classmethod
+    def decode(cls, name: bytes, data: bytes) -> BucketRow:
+        """The row that `encode` wrote under `name`. Raises Corrupt."""
+        if len(data) < _BUCKET.size:
+            raise Corrupt(f"row of bucket {name!r} has {len(data)} bytes, fewer than {_BUCKET.size}")
+        version, code, digest_length, reserved, uid, gid, mode, created_ns, mtime_ns = _BUCKET.unpack_from(
+            data
+        )
+        end = _BUCKET.size + digest_length
+        known = version == ROW_VERSION and code in _CLASSES and digest_length in (0, DIGEST_BYTES)
+        if not known or reserved or end > len(data):
+            raise Corrupt(f"row of bucket {name!r}: version {version}, class {code}, digest {digest_length}")
+        class_ = _CLASSES[code]
+        namespace = data[_BUCKET.size : end] or None
+        return cls(name, class_, uid, gid, mode, created_ns, mtime_ns, namespace, data[end:])

@@ -1,0 +1,52 @@
+"""What the service tells its manager: systemd's notification datagrams and the journal's log levels.
+
+Responsibility: READY=1, STATUS= and STOPPING=1 over $NOTIFY_SOCKET, and log lines that journald and a
+terminal both understand. Without a manager every call does nothing. Concurrency: any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+
+log = logging.getLogger("kvfs.notify")
+
+
+def notify(*states: str) -> None:
+    """Send assignments such as "READY=1" to the service manager, if there is one."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    if address.startswith("@"):  # an abstract socket
+        address = "\0" + address[1:]
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+            sender.connect(address)
+            sender.sendall("\n".join(states).encode())
+    except OSError as error:
+        log.warning("the service manager at %s was not told %s: %s", address, states[0], error.strerror)
+
+
+class JournalFormatter(logging.Formatter):
+    """`<priority>name: message` on each line: journald takes the priority off and has the time itself."""
+
+    _PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
+
+    def format(self, record: logging.LogRecord) -> str:
+        priority = next((number for level, number in self._PRIORITIES if record.levelno >= level), 7)
+        return "\n".join(f"<{priority}>{line}" for line in super().format(record).splitlines())
+
+
+def set_up_logging(level: str) -> None:
+    """Log to stderr at `level`; called once, at the start of the service."""
+    handler = logging.StreamHandler(sys.stderr)
+    if os.environ.get("JOURNAL_STREAM"):
+        handler.setFormatter(JournalFormatter("%(name)s: %(message)s"))
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    root = logging.getLogger("kvfs")
+    root.handlers = [handler]
+    root.setLevel(level.upper())
+    root.propagate = False

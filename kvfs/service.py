@@ -1,0 +1,233 @@
+"""The service: the store, its doors and its upkeep under one nursery, from start to clean stop.
+
+Responsibility: assemble what settings ask for, tell the service manager, and stop in order: the mount first
+(no new writes), then the sessions, then the store. It owns no bytes and no names itself.
+
+Invariants:
+- The data directory is locked before anything stale is cleared or mounted.
+- READY=1 is sent once every door answers.
+- A stop ends within limits.STOP_WAIT_S; past that, or at a second signal, the mount is detached and the
+  process exits as after a crash, which the next start recovers from.
+
+Concurrency: everything runs on one trio thread, the watchdog of a stop alone on a thread of its own, so that
+it works when the loop does not.
+"""
+
+from __future__ import annotations
+
+import grp
+import logging
+import os
+import resource
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import trio
+
+from kvfs import limits
+from kvfs.config import Settings, format_size
+from kvfs.errors import ConfigError, KvfsError
+from kvfs.notify import notify
+from mounts.mount import Mount, recover
+from tiers.sessions import SessionServer
+from tiers.store import TieredStore
+
+log = logging.getLogger("kvfs.service")
+
+DEFAULT_GROUP = "kvfs"
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What really runs, for whoever started it."""
+
+    data: Path
+    store_id: bytes
+    backing: str
+    capacity_bytes: int
+    max_slots: int
+    mountpoint: Path
+    mode: str
+    socket: Path
+    missing: tuple[str, ...]
+    """What this machine or user lacks, and what still works without it."""
+
+
+def group_id(name: str | None) -> int:
+    """The group whose members read the tier directly. Raises ConfigError for a group that does not exist."""
+    try:
+        return grp.getgrnam(name or DEFAULT_GROUP).gr_gid
+    except KeyError:
+        if name is not None:
+            raise ConfigError(f"[session] group = {name!r}: no such group on this machine") from None
+        return os.getegid()
+
+
+def raise_file_limit() -> None:
+    """Sessions, drafts and held slots each keep a descriptor: take all that the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def prepare_mountpoint(settings: Settings) -> Path:
+    """Make the mount point, and clear what a killed service left on it. Raises ConfigError."""
+    path = settings.mount.path
+    for what, inside in (("[store] data", settings.store.data), ("[session] socket", settings.socket_path)):
+        if inside.is_relative_to(path):
+            raise ConfigError(f"{what} = '{inside}': lies under the mount point {path}, which would hide it")
+    recover(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"[mount] path = '{path}': {error.strerror}") from None
+    return path
+
+
+def open_store(settings: Settings) -> TieredStore:
+    """Raises StoreLocked, FormatMismatch, DeviceMissing, ConfigError."""
+    try:
+        return TieredStore.open(
+            settings.store.data,
+            dram_bytes=settings.dram.capacity,
+            max_slots=settings.dram.slots,
+            gid=group_id(settings.session.group),
+            backing=settings.dram.backing,
+            quota_bytes=settings.session.quota,
+        )
+    except OSError as error:
+        raise ConfigError(f"[store] data = '{settings.store.data}': {error.strerror or error}") from error
+
+
+async def run(settings: Settings, started: Callable[[Running], None]) -> None:
+    """Serve until SIGTERM, SIGINT, a session's SHUTDOWN, or until the mount is unmounted from outside.
+
+    `started` is called once, when every door answers. Raises ConfigError, StoreLocked, FormatMismatch,
+    DeviceMissing.
+    """
+    raise_file_limit()
+    stop = trio.CancelScope()
+    with _Watchdog(settings.mount.path) as watchdog, open_store(settings) as store:
+        mount = Mount(
+            store, prepare_mountpoint(settings), mode=settings.mount.mode, socket_path=settings.socket_path
+        )
+        sessions = SessionServer(store, settings.socket_path)
+        async with trio.open_nursery() as upkeep:
+            upkeep.start_soon(_maintain, store)
+            await upkeep.start(_stop_on_signal, stop, watchdog)
+            async with trio.open_nursery() as doors:
+                await doors.start(sessions.serve)
+                upkeep.start_soon(_stop_when_asked, sessions, stop, watchdog)
+                with stop:
+                    await _serve_mount(
+                        mount, lambda: _tell_started(_describe(settings, store, mount), started)
+                    )
+                if not stop.cancel_called:
+                    _begin_stop(stop, watchdog, f"{settings.mount.path} was unmounted")
+                sessions.stop()
+                doors.cancel_scope.deadline = trio.current_time() + limits.STOP_WAIT_S / 2
+            upkeep.cancel_scope.cancel()
+
+
+async def _serve_mount(mount: Mount, mounted: Callable[[], None]) -> None:
+    async with trio.open_nursery() as nursery:
+        await nursery.start(mount.serve)
+        mounted()
+
+
+def _tell_started(running: Running, started: Callable[[Running], None]) -> None:
+    started(running)
+    capacity = format_size(running.capacity_bytes)
+    notify("READY=1", f"STATUS={capacity} of DRAM, {running.mode} mount on {running.mountpoint}")
+
+
+class _Watchdog:
+    """Bounds a clean stop. Its timer has a thread of its own: it fires even when the event loop is stuck."""
+
+    def __init__(self, mountpoint: Path) -> None:
+        self._mountpoint = mountpoint
+        self._timer = threading.Timer(limits.STOP_WAIT_S, self.stop_hard, ["the clean stop took too long"])
+        self._timer.daemon = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def start(self) -> None:
+        self._timer.start()
+
+    def stop_hard(self, why: str) -> None:
+        """Leave as after a crash: drafts are lost, and the next start adopts what was sealed."""
+        log.error("%s: leaving at once", why)
+        try:
+            recover(self._mountpoint)
+        finally:
+            os._exit(1)
+
+
+async def _stop_on_signal(
+    stop: trio.CancelScope,
+    watchdog: _Watchdog,
+    *,
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """The first signal stops cleanly, a second one hard."""
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        task_status.started()
+        async for number in signals:
+            if stop.cancel_called:
+                watchdog.stop_hard("second signal")
+            _begin_stop(stop, watchdog, signal.Signals(number).name)
+
+
+async def _stop_when_asked(sessions: SessionServer, stop: trio.CancelScope, watchdog: _Watchdog) -> None:
+    await sessions.stop_asked.wait()
+    if not stop.cancel_called:
+        _begin_stop(stop, watchdog, "a session asked for it")
+
+
+def _begin_stop(stop: trio.CancelScope, watchdog: _Watchdog, why: str) -> None:
+    log.info("stopping: %s", why)
+    notify("STOPPING=1")
+    watchdog.start()
+    stop.cancel()
+
+
+async def _maintain(store: TieredStore) -> None:
+    """Upkeep, MAINTAIN_INTERVAL_S apart, and soon after a change."""
+    changed = trio.Event()
+
+    def wake(_: object) -> None:
+        changed.set()
+
+    store.listeners.append(wake)
+    while True:
+        with trio.move_on_after(limits.MAINTAIN_INTERVAL_S):
+            await changed.wait()
+        changed = trio.Event()
+        try:
+            store.maintain()
+        except KvfsError as error:
+            log.log(error.log_level, "upkeep: %s", error)
+        await trio.sleep(limits.MAINTAIN_PAUSE_S)
+
+
+def _describe(settings: Settings, store: TieredStore, mount: Mount) -> Running:
+    usage = store.dram.usage()
+    return Running(
+        data=store.data_dir,
+        store_id=store.store_id,
+        backing=store.dram.backing,
+        capacity_bytes=usage.capacity_bytes,
+        max_slots=usage.max_slots,
+        mountpoint=settings.mount.path,
+        mode=mount.mode,
+        socket=settings.socket_path,
+        missing=tuple(mount.limits),
+    )

@@ -1,0 +1,79 @@
+"""Attributes as the kernel wants them, from nodes, objects and drafts. Pure functions.
+
+Sealed objects and directories are cached by the kernel and invalidated when they change; drafts are asked
+for anew each time, since passthrough writes change them without a request.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import pyfuse3
+
+from kvfs.limits import KERNEL_CACHE_S
+from mounts.nodes import Node, OpenDraft
+from tiers.model import Directory, ObjectInfo
+
+BLOCK_BYTES = 4096
+ROOT_MODE = 0o755
+
+
+def _entry(node: Node, mode: int, uid: int, gid: int, *, cache_s: float) -> pyfuse3.EntryAttributes:
+    entry = pyfuse3.EntryAttributes()
+    entry.st_ino = pyfuse3.InodeT(node.nodeid)
+    entry.generation = 0
+    entry.entry_timeout = KERNEL_CACHE_S
+    entry.attr_timeout = cache_s
+    entry.st_mode = pyfuse3.ModeT(mode)
+    entry.st_uid = uid
+    entry.st_gid = gid
+    entry.st_rdev = 0
+    entry.st_blksize = BLOCK_BYTES
+    entry.st_nlink = 1
+    return entry
+
+
+def _set_times(entry: pyfuse3.EntryAttributes, *, atime_ns: int, mtime_ns: int, ctime_ns: int) -> None:
+    entry.st_atime_ns, entry.st_mtime_ns, entry.st_ctime_ns = atime_ns, mtime_ns, ctime_ns
+
+
+def of_object(node: Node, info: ObjectInfo) -> pyfuse3.EntryAttributes:
+    entry = _entry(node, stat.S_IFREG | info.mode, info.uid, info.gid, cache_s=KERNEL_CACHE_S)
+    entry.st_size = info.size_bytes
+    entry.st_blocks = (info.size_bytes + 511) // 512
+    entry.st_nlink = 1 if node.linked else 0
+    _set_times(entry, atime_ns=info.mtime_ns, mtime_ns=info.mtime_ns, ctime_ns=info.ctime_ns)
+    return entry
+
+
+def of_draft(node: Node, opened: OpenDraft, status: os.stat_result) -> pyfuse3.EntryAttributes:
+    entry = _entry(node, stat.S_IFREG | opened.mode, opened.uid, opened.gid, cache_s=0)
+    entry.st_size = status.st_size
+    entry.st_blocks = status.st_blocks
+    entry.st_nlink = 1 if node.linked else 0
+    _set_times(
+        entry,
+        atime_ns=status.st_atime_ns,
+        mtime_ns=status.st_mtime_ns,
+        ctime_ns=max(opened.ctime_ns, status.st_ctime_ns),
+    )
+    return entry
+
+
+def of_directory(node: Node, directory: Directory) -> pyfuse3.EntryAttributes:
+    entry = _entry(node, stat.S_IFDIR | directory.mode, directory.uid, directory.gid, cache_s=KERNEL_CACHE_S)
+    entry.st_size = 0
+    entry.st_blocks = 0
+    entry.st_nlink = 2 if node.linked else 0
+    _set_times(entry, atime_ns=directory.mtime_ns, mtime_ns=directory.mtime_ns, ctime_ns=directory.mtime_ns)
+    return entry
+
+
+def of_root(node: Node, started_ns: int) -> pyfuse3.EntryAttributes:
+    entry = _entry(node, stat.S_IFDIR | ROOT_MODE, os.geteuid(), os.getegid(), cache_s=KERNEL_CACHE_S)
+    entry.st_size = 0
+    entry.st_blocks = 0
+    entry.st_nlink = 2
+    _set_times(entry, atime_ns=started_ns, mtime_ns=started_ns, ctime_ns=started_ns)
+    return entry

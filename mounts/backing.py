@@ -1,0 +1,120 @@
+"""How bytes reach the kernel in each mode of the mount: one interface, two implementations.
+
+Responsibility: attach open handles to slots. `FuseLoop` (native) is one implementation: passthrough, or
+READ and WRITE answered without the interpreter. `PlainBackings` is the other: descriptors that Python
+reads and writes, where pyfuse3 owns the mount alone.
+
+Concurrency: the service's trio thread, except for what `FuseLoop` does in its own threads.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Protocol
+
+import pyfuse3
+
+from kvfs.errors import Superseded
+
+
+class Backings(Protocol):
+    """What the operations need of either implementation; see `kvfs._native.fuse_loop.FuseLoop`."""
+
+    def node_other(self, nodeid: int, ino: int) -> None: ...
+    def node_draft(self, nodeid: int, ino: int, slot: int, generation: int) -> None: ...
+    def node_sealed(
+        self,
+        nodeid: int,
+        ino: int,
+        slot: int,
+        generation: int,
+        *,
+        size_bytes: int,
+        mode: int,
+        uid: int,
+        gid: int,
+        mtime_ns: int,
+        ctime_ns: int,
+    ) -> None: ...
+    def node_dead(self, nodeid: int) -> None: ...
+    def node_drop(self, nodeid: int) -> None: ...
+    def acquire(self, nodeid: int, fd: int) -> int: ...
+    def release(self, nodeid: int) -> int: ...
+    def killed(self, nodeid: int) -> bool: ...
+    def relay_opens(self, relay: bool) -> None: ...
+    def drain_opens(self) -> list[tuple[int, int, int]]: ...
+    def invalidate_entry(self, parent: int, name: bytes) -> None: ...
+    def invalidate_attr(self, nodeid: int) -> None: ...
+    def stats(self) -> dict[str, int]: ...
+
+
+class PlainBackings:
+    """Descriptors by node, for `read` and `write` in Python. Inode numbers are the nodeids here."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, tuple[int, int]] = {}
+        self._killed: dict[int, bool] = {}
+
+    def node_other(self, nodeid: int, ino: int) -> None:
+        pass
+
+    def node_draft(self, nodeid: int, ino: int, slot: int, generation: int) -> None:
+        pass
+
+    def node_sealed(self, nodeid: int, ino: int, slot: int, generation: int, **_: int) -> None:
+        pass
+
+    def node_dead(self, nodeid: int) -> None:
+        pass
+
+    def node_drop(self, nodeid: int) -> None:
+        self._killed.pop(nodeid, None)
+
+    def acquire(self, nodeid: int, fd: int) -> int:
+        held, count = self._open.get(nodeid, (-1, 0))
+        self._open[nodeid] = (held if count else os.dup(fd), count + 1)
+        return count + 1
+
+    def release(self, nodeid: int) -> int:
+        held, count = self._open.get(nodeid, (-1, 0))
+        if count == 0:
+            raise Superseded(f"the backing of node {nodeid} is not open")
+        if count == 1:
+            del self._open[nodeid]
+            os.close(held)
+        else:
+            self._open[nodeid] = (held, count - 1)
+        return count - 1
+
+    def descriptor(self, nodeid: int) -> int:
+        """The open descriptor of a node. Raises Superseded."""
+        held, count = self._open.get(nodeid, (-1, 0))
+        if count == 0:
+            raise Superseded(f"the backing of node {nodeid} is not open")
+        return held
+
+    def note_killed(self, nodeid: int, killed: bool) -> None:
+        self._killed[nodeid] = killed
+
+    def killed(self, nodeid: int) -> bool:
+        return self._killed.get(nodeid, False)
+
+    def relay_opens(self, relay: bool) -> None:
+        pass
+
+    def drain_opens(self) -> list[tuple[int, int, int]]:
+        return []
+
+    def invalidate_entry(self, parent: int, name: bytes) -> None:
+        pyfuse3.invalidate_entry_async(pyfuse3.InodeT(parent), pyfuse3.FileNameT(name), ignore_enoent=True)
+
+    def invalidate_attr(self, nodeid: int) -> None:
+        """Attributes are cached for a moment only in this mode."""
+
+    def stats(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        for held, _ in self._open.values():
+            os.close(held)
+        self._open.clear()

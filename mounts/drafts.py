@@ -1,0 +1,298 @@
+"""Files being written: from CREATE (or an open for writing) to the seal that publishes them.
+
+Responsibility: the life of a draft on the mount. A file being written is a normal file under its own name
+for whoever opens it there; the last writer's RELEASE publishes it; a writer that dies by a signal leaves
+nothing.
+
+Invariants:
+- A sealed object is never written: opening it for writing makes a draft under a new nodeid, and ESTALE
+  makes the kernel look the name up again.
+- A draft is published only when the kernel says that nobody can write it any more (`WriterActive` else):
+  a shared writable mapping outlives RELEASE, so such a draft lingers under its name until it is unmapped.
+
+Concurrency: the service's trio thread. Awaits: copying a large object into a draft (`rewrite`), and the
+waits of lingering drafts, which run as tasks of their own and look at the draft anew after each wait.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+
+import pyfuse3
+import trio
+
+from kvfs import limits
+from kvfs.errors import KvfsError, ObjectTooLarge, WriterActive
+from mounts.backing import Backings
+from mounts.nodes import Node, NodeTable, OpenDraft
+from tiers.model import Attributes, ObjectInfo
+from tiers.store import TieredStore
+
+log = logging.getLogger("kvfs.mount")
+
+COPY_INLINE_BYTES = 4 * limits.MIB
+"""Copied on the event loop: 4 MiB take about 0.5 ms, a thread's round trip 0.1 ms."""
+LINGER_FIRST_S = 0.0002
+"""The closing process still drops its reference when RELEASE arrives: microseconds later it is gone."""
+LINGER_MOST_S = 0.1
+"""How often a draft that is still mapped for writing is looked at."""
+REWRITE_GRACE_S = 5.0
+"""How long a draft made by an open for writing waits for the kernel to come back and open it."""
+
+
+class DraftKeeper:
+    """All drafts of one mount."""
+
+    def __init__(self, store: TieredStore, nodes: NodeTable, backings: Backings) -> None:
+        self._store = store
+        self._nodes = nodes
+        self._backings = backings
+        self._nursery: trio.Nursery | None = None
+        self.writers_changed = trio.Event()
+        self.writers = 0
+
+    def run_in(self, nursery: trio.Nursery) -> None:
+        """Where lingering drafts wait."""
+        self._nursery = nursery
+
+    # --- beginning ----------------------------------------------------------------------------------------
+
+    def create(self, parent: Node, component: bytes, *, mode: int, uid: int, gid: int, ino: int = 0) -> Node:
+        """A new empty file, linked under its name in place of what was there. Raises NoSpace, QuotaExceeded."""
+        draft = self._store.reserve(0, uid=uid)
+        ino = ino or self._store.names.next_ids(1)
+        try:
+            node = self._nodes.add(parent, component, directory=False, ino=ino)
+        except KvfsError:
+            self._store.abort(draft)
+            raise
+        opened = OpenDraft(draft, mode=mode & 0o7777, uid=uid, gid=gid, ctime_ns=time.time_ns())
+        self._nodes.set_draft(node, opened)
+        self._backings.node_draft(node.nodeid, ino, draft.extent.slot, draft.extent.generation)
+        return node
+
+    async def rewrite(self, node: Node, info: ObjectInfo, *, uid: int, keep_bytes: bool) -> None:
+        """Put a draft with the object's bytes in the node's place; the caller then answers ESTALE."""
+        assert node.parent is not None
+        parent, component = node.parent, node.component
+        source = self._store.open_read(info, uid=uid)
+        try:
+            draft = self._store.reserve(info.size_bytes if keep_bytes else 0, uid=uid)
+            try:
+                if keep_bytes:
+                    await self._copy(source, self._store.open_draft(draft), info.size_bytes)
+            except BaseException:
+                self._store.abort(draft)
+                raise
+        finally:
+            os.close(source)
+        if not node.linked or node.info is not info:
+            self._store.abort(draft)
+            return
+        replacement = self._nodes.add(parent, component, directory=False, ino=info.ino)
+        opened = OpenDraft(
+            draft, mode=info.mode, uid=info.uid, gid=info.gid, ctime_ns=time.time_ns(), pinned=info.pinned
+        )
+        self._nodes.set_draft(replacement, opened)
+        self._backings.node_draft(replacement.nodeid, info.ino, draft.extent.slot, draft.extent.generation)
+        self._backings.node_dead(node.nodeid)
+        self._spawn(self._expire, replacement)
+
+    @staticmethod
+    async def _copy(source: int, target: int, size_bytes: int) -> None:
+        try:
+            if size_bytes <= COPY_INLINE_BYTES:
+                copy_bytes(source, target, size_bytes)
+            else:
+                await trio.to_thread.run_sync(copy_bytes, source, target, size_bytes)
+        finally:
+            os.close(target)
+
+    async def _expire(self, node: Node) -> None:
+        await trio.sleep(REWRITE_GRACE_S)
+        opened = node.draft
+        if opened is not None and opened.handles == 0 and not opened.lingering:
+            log.info("%s was opened for writing by a process that never came back for it", self._nodes.name(node))
+            self.discard(node)
+
+    # --- handles ------------------------------------------------------------------------------------------
+
+    def open(self, node: Node, opened: OpenDraft, *, writable: bool) -> None:
+        """Count a handle and make the slot its backing."""
+        descriptor = self._store.open_draft(opened.draft)
+        try:
+            self._backings.acquire(node.nodeid, descriptor)
+        finally:
+            os.close(descriptor)
+        opened.handles += 1
+        node.handles += 1
+        if writable:
+            opened.writers += 1
+            self.writers += 1
+            self.writers_changed.set()
+
+    def close(self, node: Node, opened: OpenDraft, *, writable: bool) -> None:
+        """Count a handle's end; with the last writer the draft is published or dropped."""
+        self._backings.release(node.nodeid)
+        opened.handles -= 1
+        node.handles -= 1
+        if writable:
+            opened.writers -= 1
+            self.writers -= 1
+            if opened.writers == 0:
+                opened.torn = self._backings.killed(node.nodeid)
+        if opened.writers == 0 and node.draft is opened:
+            self.settle(node, opened)
+
+    def settle(self, node: Node, opened: OpenDraft) -> None:
+        """Nobody has the draft open for writing: publish it, drop it, or let it linger."""
+        if opened.torn or not node.linked:
+            if opened.torn or opened.handles == 0:
+                self.discard(node)
+            return
+        if self._publish(node, opened) or opened.lingering:
+            return
+        opened.lingering = True
+        self._store.begin_publish(self._nodes.name(node))
+        self._spawn(self._linger, node, opened)
+
+    async def _linger(self, node: Node, opened: OpenDraft) -> None:
+        delay_s = LINGER_FIRST_S
+        announced = self._nodes.name(node)
+        try:
+            while True:
+                await trio.sleep(delay_s)
+                delay_s = min(delay_s * 2, LINGER_MOST_S)
+                if node.draft is not opened or opened.writers > 0:
+                    return
+                if not node.linked and opened.handles == 0:
+                    self.discard(node)
+                    return
+                if node.linked and self._publish(node, opened):
+                    return
+        finally:
+            opened.lingering = False
+            self._store.end_publish(announced)
+
+    # --- ends ---------------------------------------------------------------------------------------------
+
+    def _publish(self, node: Node, opened: OpenDraft) -> bool:
+        """Seal the draft under its name; False while somebody can still write it."""
+        name = self._nodes.name(node)
+        try:
+            times = self.status(opened)
+            if times.st_size > self.largest_bytes:
+                raise ObjectTooLarge(f"{name} has {times.st_size} bytes: the limit is {self.largest_bytes}")
+            attributes = Attributes(
+                mode=opened.mode,
+                uid=opened.uid,
+                gid=opened.gid,
+                mtime_ns=times.st_mtime_ns,
+                ino=node.ino,
+                pinned=opened.pinned,
+            )
+            info = self._store.seal(opened.draft, name, attributes)
+        except WriterActive:
+            return False
+        except KvfsError as error:
+            log.log(error.log_level, "%s was not published: %s", name, error)
+            self.discard(node)
+            return True
+        self._nodes.set_draft(node, None)
+        self._nodes.set_object(node, info)
+        self.show_sealed(node, info)
+        self._nodes.release(node)
+        return True
+
+    def show_sealed(self, node: Node, info: ObjectInfo) -> None:
+        """Let the native loop answer for the node."""
+        self._backings.node_sealed(
+            node.nodeid,
+            node.ino,
+            info.extent.slot,
+            info.extent.generation,
+            size_bytes=info.size_bytes,
+            mode=0o100000 | info.mode,
+            uid=info.uid,
+            gid=info.gid,
+            mtime_ns=info.mtime_ns,
+            ctime_ns=info.ctime_ns,
+        )
+
+    def discard(self, node: Node) -> None:
+        """Drop a draft and its name; readers who have it open keep their bytes."""
+        opened = node.draft
+        if opened is None:
+            return
+        if node.linked and node.parent is not None:
+            self._backings.invalidate_entry(node.parent.nodeid, node.component)
+        self._nodes.unlink(node)
+        self._nodes.set_draft(node, None)
+        self._backings.node_dead(node.nodeid)
+        self._store.abort(opened.draft)
+        self._nodes.release(node)
+
+    # --- looks --------------------------------------------------------------------------------------------
+
+    @property
+    def largest_bytes(self) -> int:
+        return self._store.dram.usage().largest_object_bytes
+
+    def status(self, opened: OpenDraft) -> os.stat_result:
+        """The slot file's size and times, as passthrough writes left them."""
+        descriptor = self._store.open_draft(opened.draft)
+        try:
+            return os.fstat(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def truncate(self, opened: OpenDraft, size_bytes: int) -> None:
+        """Set the size. Growth is allocated at once: a hole met by a shared mapping in a full tier is SIGBUS."""
+        if size_bytes > self.largest_bytes:
+            raise ObjectTooLarge(f"{size_bytes} bytes: the limit is {self.largest_bytes}")
+        descriptor = self._store.open_draft(opened.draft)
+        try:
+            grown = size_bytes - os.fstat(descriptor).st_size
+            if grown > 0:
+                self._store.make_room(grown)
+                os.posix_fallocate(descriptor, size_bytes - grown, grown)
+            else:
+                os.ftruncate(descriptor, size_bytes)
+        finally:
+            os.close(descriptor)
+
+    def set_times(self, opened: OpenDraft, atime_ns: int | None, mtime_ns: int | None) -> None:
+        descriptor = self._store.open_draft(opened.draft)
+        try:
+            now = os.fstat(descriptor)
+            os.utime(
+                descriptor,
+                ns=(
+                    now.st_atime_ns if atime_ns is None else atime_ns,
+                    now.st_mtime_ns if mtime_ns is None else mtime_ns,
+                ),
+            )
+        finally:
+            os.close(descriptor)
+
+    def _spawn(self, function: object, *arguments: object) -> None:
+        assert self._nursery is not None
+        self._nursery.start_soon(function, *arguments)  # type: ignore[arg-type]
+
+
+def copy_bytes(source: int, target: int, size_bytes: int) -> None:
+    """Copy a whole file within the tier. Raises OSError, ENOSPC among them."""
+    done = 0
+    while done < size_bytes:
+        count = os.sendfile(target, source, done, size_bytes - done)
+        if count == 0:
+            raise OSError(errno.EIO, "the object ended before its size")
+        done += count
+
+
+def stale() -> pyfuse3.FUSEError:
+    """What makes the kernel look a name up again."""
+    return pyfuse3.FUSEError(errno.ESTALE)

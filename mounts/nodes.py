@@ -1,0 +1,238 @@
+"""The nodes that the kernel knows: what each nodeid is, and under which name.
+
+Responsibility: nodeids, lookup counts, and the tree of (parent, component) edges; names are computed from
+the tree, so that renaming a directory moves one edge. No I/O, no store.
+
+Invariants:
+- A nodeid is `generation << 24 | index`; the generation moves with every reuse of an index, so a nodeid
+  never comes back with other bytes.
+- A node stays while the kernel has lookups of it, a handle or draft of it is open, or a child is kept.
+- At most one node is linked under a (parent, component).
+
+Concurrency: the service's trio thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from kvfs.errors import LimitExceeded, Superseded
+from kvfs.limits import MAX_NODES
+from tiers.model import Draft, Name, ObjectInfo
+
+ROOT_ID = 1
+INDEX_BITS = 24
+
+
+@dataclass(slots=True)
+class OpenDraft:
+    """A file being written: the grant, its future attributes, and who has it open."""
+
+    draft: Draft
+    mode: int
+    uid: int
+    gid: int
+    ctime_ns: int
+    handles: int = 0
+    writers: int = 0
+    torn: bool = False
+    """The last writer died by a signal in the middle."""
+    pinned: bool = False
+    lingering: bool = False
+    """Closed, but somebody can still write it (a mapping), or reads it."""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One file or directory as the kernel refers to it."""
+
+    nodeid: int
+    parent: Node | None
+    component: bytes
+    directory: bool
+    ino: int
+    lookups: int = 0
+    children: int = 0
+    handles: int = 0
+    linked: bool = True
+    """Whether its name still leads to it."""
+    info: ObjectInfo | None = None
+    """The sealed object; None for directories and drafts."""
+    draft: OpenDraft | None = None
+
+
+@dataclass(slots=True)
+class NodeTable:
+    """All nodes, by nodeid and by (parent, component). `on_drop` is told of every node that is gone."""
+
+    on_drop: Callable[[Node], None] = lambda _: None
+    root: Node = field(default_factory=lambda: Node(ROOT_ID, None, b"", directory=True, ino=ROOT_ID, lookups=1))
+    _by_id: dict[int, Node] = field(default_factory=dict)
+    _edges: dict[tuple[int, bytes], Node] = field(default_factory=dict)
+    _by_digest: dict[bytes, Node] = field(default_factory=dict)
+    _drafts: dict[int, dict[bytes, Node]] = field(default_factory=dict)
+    _free: list[int] = field(default_factory=list)
+    _next_index: int = 2
+    _generation: int = 0
+
+    def __post_init__(self) -> None:
+        self._by_id[ROOT_ID] = self.root
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def get(self, nodeid: int) -> Node:
+        node = self._by_id.get(nodeid)
+        if node is None:
+            raise Superseded(f"node {nodeid} is no longer known")
+        return node
+
+    def find(self, nodeid: int) -> Node | None:
+        return self._by_id.get(nodeid)
+
+    def child(self, parent: Node, component: bytes) -> Node | None:
+        return self._edges.get((parent.nodeid, component))
+
+    def of_object(self, digest: bytes) -> Node | None:
+        """The node that shows the sealed object with this store key."""
+        return self._by_digest.get(digest)
+
+    def drafts_in(self, directory: Node) -> dict[bytes, Node]:
+        """Drafts linked directly in a directory, by component."""
+        return self._drafts.get(directory.nodeid, {})
+
+    def has_drafts_below(self, directory: Node) -> bool:
+        """Whether any draft is linked anywhere below. Looks at every directory that holds one."""
+        for nodeid, drafts in self._drafts.items():
+            above: Node | None = self._by_id.get(nodeid)
+            while drafts and above is not None:
+                if above is directory:
+                    return True
+                above = above.parent
+        return False
+
+    def add(self, parent: Node, component: bytes, *, directory: bool, ino: int) -> Node:
+        """A new node, linked under its name in place of whatever was there."""
+        if not self._free and self._next_index >= MAX_NODES:
+            raise LimitExceeded(f"{MAX_NODES} files and directories are known to the kernel, which is the limit")
+        old = self.child(parent, component)
+        if old is not None:
+            self.unlink(old)
+        index = self._free.pop() if self._free else self._next_index
+        if index == self._next_index:
+            self._next_index += 1
+        self._generation += 1
+        node = Node(self._generation << INDEX_BITS | index, parent, component, directory, ino)
+        self._by_id[node.nodeid] = node
+        self._edges[parent.nodeid, component] = node
+        parent.children += 1
+        return node
+
+    def set_object(self, node: Node, info: ObjectInfo | None) -> None:
+        """The node now shows this sealed object, or none."""
+        if node.info is not None and self._by_digest.get(node.info.key.digest) is node:
+            del self._by_digest[node.info.key.digest]
+        node.info = info
+        if info is not None and node.linked:
+            self._by_digest[info.key.digest] = node
+
+    def set_draft(self, node: Node, draft: OpenDraft | None) -> None:
+        node.draft = draft
+        self._note_draft(node)
+
+    def _note_draft(self, node: Node) -> None:
+        assert node.parent is not None
+        here = self._drafts.setdefault(node.parent.nodeid, {})
+        if node.draft is not None and node.linked:
+            here[node.component] = node
+        elif here.get(node.component) is node:
+            del here[node.component]
+        if not here:
+            del self._drafts[node.parent.nodeid]
+
+    def unlink(self, node: Node) -> None:
+        """Its name no longer leads to it; it lives on for those who have it open."""
+        if not node.linked or node.parent is None:
+            return
+        node.linked = False
+        self._edges.pop((node.parent.nodeid, node.component), None)
+        if node.info is not None and self._by_digest.get(node.info.key.digest) is node:
+            del self._by_digest[node.info.key.digest]
+        self._note_draft(node)
+
+    def move(self, node: Node, parent: Node, component: bytes) -> None:
+        """Link the node under another name, in place of whatever is there."""
+        old = self.child(parent, component)
+        if old is node:
+            return
+        if old is not None:
+            self.unlink(old)
+        assert node.parent is not None
+        draft, node.draft = node.draft, None
+        self._note_draft(node)
+        self._edges.pop((node.parent.nodeid, node.component), None)
+        former = node.parent
+        former.children -= 1
+        node.parent, node.component, node.draft = parent, component, draft
+        parent.children += 1
+        self._edges[parent.nodeid, component] = node
+        self._note_draft(node)
+        self.release(former)
+
+    def forget(self, node: Node, lookups: int) -> None:
+        """The kernel drops lookups."""
+        node.lookups -= lookups
+        self.release(node)
+
+    def release(self, node: Node) -> None:
+        """Drop the node, and parents kept only for it, when nothing needs them."""
+        current: Node | None = node
+        while current is not None and self._unneeded(current):
+            self.unlink(current)
+            if self._by_id.pop(current.nodeid, None) is None:
+                break
+            self._free.append(current.nodeid & (1 << INDEX_BITS) - 1)
+            self.on_drop(current)
+            assert current.parent is not None
+            current.parent.children -= 1
+            current = current.parent
+
+    @staticmethod
+    def _unneeded(node: Node) -> bool:
+        return (
+            node.parent is not None
+            and node.lookups <= 0
+            and node.children == 0
+            and node.handles == 0
+            and node.draft is None
+        )
+
+    def name(self, node: Node) -> Name:
+        """The node's name from its edges; a directory's key ends in `/`. The root has none: empty bytes."""
+        parts: list[bytes] = []
+        current: Node | None = node
+        while current is not None and current.parent is not None:
+            parts.append(current.component)
+            current = current.parent
+        if not parts:
+            return Name(b"", b"")
+        key = b"/".join(reversed(parts[:-1]))
+        return Name(parts[-1], key + b"/" if node.directory and key else key)
+
+    def child_name(self, parent: Node, component: bytes) -> Name:
+        """The name that a file `component` has in `parent`, which is not the root."""
+        above = self.name(parent)
+        return Name(above.bucket, above.key + component)
+
+    def resolve(self, name: Name) -> Node | None:
+        """The linked node of a name, if the kernel knows one."""
+        node = self.child(self.root, name.bucket)
+        for component in name.key.removesuffix(b"/").split(b"/") if name.key else ():
+            if node is None:
+                return None
+            node = self.child(node, component)
+        return node
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(list(self._by_id.values()))

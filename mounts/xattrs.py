@@ -1,0 +1,86 @@
+"""Extended attributes of the mount: what kvfs tells of an object, and how a path pins it.
+
+| name | where | value |
+|---|---|---|
+| `user.kvfs.tier` | files | where the bytes are: `dram`, or `draft` while being written |
+| `user.kvfs.hits` | files | how often the object was opened or read |
+| `user.kvfs.state` | files | `sealed` or `draft` |
+| `user.kvfs.pin` | files, writable | `1` or `0`: a pinned object is never evicted |
+| `user.kvfs.socket` | the root | path of the session socket |
+| `user.kvfs.namespace` | buckets, writable once | the namespace's digest in hex; set as its JSON description |
+
+Concurrency: the service's trio thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from kvfs.errors import InvalidRequest, NoAttribute, NotPermitted, Unsupported
+from kvfs.keys import Namespace
+from mounts.nodes import Node, NodeTable
+from tiers.store import TieredStore
+
+PREFIX = b"user.kvfs."
+
+
+class ExtendedAttributes:
+    """Reads and writes by node."""
+
+    def __init__(self, store: TieredStore, nodes: NodeTable, socket: Path | None) -> None:
+        self._store = store
+        self._nodes = nodes
+        self._socket = socket
+
+    def get(self, node: Node, name: bytes) -> bytes:
+        """Raises NoAttribute."""
+        value = self.all(node).get(name)
+        if value is None:
+            raise NoAttribute(f"no attribute {name.decode(errors='replace')}")
+        return value()
+
+    def list(self, node: Node) -> list[bytes]:
+        return list(self.all(node))
+
+    def all(self, node: Node) -> dict[bytes, Callable[[], bytes]]:
+        """The node's attributes, each read only when asked for."""
+        if node.parent is None:
+            return {PREFIX + b"socket": lambda: str(self._socket).encode()} if self._socket else {}
+        if node.directory:
+            namespace = self._store.bucket(node.component).namespace if node.parent.parent is None else None
+            return {PREFIX + b"namespace": lambda: namespace.hex().encode()} if namespace else {}
+        return {
+            PREFIX + b"tier": lambda: node.info.tier.encode() if node.info else b"draft",
+            PREFIX + b"hits": lambda: str(self._hits(node)).encode(),
+            PREFIX + b"state": lambda: b"draft" if node.draft else b"sealed",
+            PREFIX + b"pin": lambda: b"1" if self._pinned(node) else b"0",
+        }
+
+    def _hits(self, node: Node) -> int:
+        entry = self._store.table.get(node.info.key.digest) if node.info else None
+        return entry.hits if entry else 0
+
+    @staticmethod
+    def _pinned(node: Node) -> bool:
+        return node.draft.pinned if node.draft else bool(node.info and node.info.pinned)
+
+    def set(self, node: Node, name: bytes, value: bytes) -> None:
+        """Raises Unsupported for names that are not ours, NotPermitted for those that only tell."""
+        if not name.startswith(PREFIX):
+            raise Unsupported(f"attribute {name.decode(errors='replace')}: only user.kvfs.* exist here")
+        if name == PREFIX + b"pin" and not node.directory:
+            self._set_pin(node, value)
+        elif name == PREFIX + b"namespace" and node.parent is not None and node.parent.parent is None:
+            self._store.set_bucket(node.component, namespace=Namespace.from_json(value))
+        else:
+            raise NotPermitted(f"attribute {name.decode(errors='replace')} cannot be set here")
+
+    def _set_pin(self, node: Node, value: bytes) -> None:
+        if value.strip() not in (b"0", b"1"):
+            raise InvalidRequest(f"user.kvfs.pin is 0 or 1, not {value[:16]!r}")
+        pinned = value.strip() == b"1"
+        if node.draft is not None:
+            node.draft.pinned = pinned
+        elif node.linked:
+            self._store.set_attributes(self._nodes.name(node), pinned=pinned)

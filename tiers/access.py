@@ -1,0 +1,124 @@
+"""Which caller may do what to which name: the mount's rules (`default_permissions`) for the other doors.
+
+Responsibility: apply `kvfs.rights.allows` along a name. A directory is a marker with attributes of its own,
+or only a common prefix, which has the bucket's. Root and the service's own user may do everything.
+
+- Reaching a name takes SEARCH on its bucket and every directory above it; reading takes READ on the object.
+- Creating, replacing, removing and renaming take WRITE on the directory that holds the name; in a sticky
+  one also ownership of the object or the directory.
+- A block has its bucket's mode and owner.
+- Pinning, evicting and changing attributes take ownership.
+
+Concurrency: the service's trio thread; nothing awaits, so a check and what follows it are one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvfs.errors import AccessDenied, NotFound, NotPermitted
+from kvfs.rights import READ, SEARCH, WRITE, Caller, allows
+from tiers.model import Bucket, Directory, Name, ObjectInfo
+
+if TYPE_CHECKING:
+    from tiers.store import TieredStore
+
+STICKY = 0o1000
+_WORDS = {READ: "read", WRITE: "write", SEARCH: "search"}
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """The rights of one caller on one store."""
+
+    store: TieredStore
+    caller: Caller
+    service_uid: int
+
+    @property
+    def privileged(self) -> bool:
+        return self.caller.uid in (0, self.service_uid)
+
+    def need(self, thing: Bucket | Directory | ObjectInfo, want: int, what: str) -> None:
+        """Raise AccessDenied unless the caller has all of `want` on `thing`."""
+        if self.privileged or allows(self.caller, mode=thing.mode, uid=thing.uid, gid=thing.gid, want=want):
+            return
+        words = " and ".join(word for bit, word in _WORDS.items() if bit & want)
+        raise AccessDenied(f"uid {self.caller.uid} may not {words} {what} (mode {thing.mode & 0o7777:04o})")
+
+    def need_bucket(self, bucket: bytes, want: int) -> Bucket:
+        """The bucket. Raises BucketNotFound, AccessDenied."""
+        found = self.store.bucket(bucket)
+        self.need(found, want, f"bucket {bucket.decode(errors='replace')}")
+        return found
+
+    def need_path(self, name: Name) -> None:
+        """SEARCH on every directory above `name`. Raises BucketNotFound, AccessDenied."""
+        bucket = self.need_bucket(name.bucket, SEARCH)
+        if not self.privileged:
+            for directory in self._directories_above(bucket, name.key):
+                self.need(directory, SEARCH, f"directory {directory.name}")
+
+    def need_read(self, name: Name, found: ObjectInfo | Directory) -> None:
+        self.need_path(name)
+        self.need(found, READ, str(name))
+
+    def need_write_in(self, name: Name) -> None:
+        """The right to create, replace or remove `name` in its directory."""
+        self.need_path(name)
+        if self.privileged:
+            return
+        parent = self._parent(name)
+        self.need(parent, WRITE | SEARCH, f"the directory of {name}")
+        if parent.mode & STICKY and self.caller.uid != parent.uid:
+            self._need_ownership_where_there(name)
+
+    def need_control(self, name: Name, found: ObjectInfo | Directory) -> None:
+        """Ownership. Raises NotPermitted."""
+        self.need_path(name)
+        if not self.privileged and self.caller.uid != found.uid:
+            raise NotPermitted(f"{name} belongs to uid {found.uid}, not to uid {self.caller.uid}")
+
+    def may_list(self, bucket: Bucket, key: bytes) -> bool:
+        """Whether the caller could reach `key` by listing directory after directory."""
+        if self.privileged:
+            return True
+        try:
+            for directory in self._directories_above(bucket, key):
+                self.need(directory, READ | SEARCH, "")
+        except AccessDenied:
+            return False
+        return True
+
+    def _directories_above(self, bucket: Bucket, key: bytes) -> Iterator[Directory]:
+        """Directories between the bucket and `key`, from the top; common prefixes show as the bucket."""
+        end = key.find(b"/")
+        while 0 <= end < len(key) - 1:
+            try:
+                found = self.store.lookup(Name(bucket.name, key[: end + 1]))
+            except NotFound:
+                return
+            if isinstance(found, Directory):
+                yield found
+            end = key.find(b"/", end + 1)
+
+    def _parent(self, name: Name) -> Bucket | Directory:
+        head, slash, _ = name.key.removesuffix(b"/").rpartition(b"/")
+        bucket = self.store.bucket(name.bucket)
+        if not slash:
+            return bucket
+        try:
+            found = self.store.lookup(Name(name.bucket, head + slash))
+        except NotFound:
+            return bucket
+        return found if isinstance(found, Directory) else bucket
+
+    def _need_ownership_where_there(self, name: Name) -> None:
+        try:
+            found = self.store.lookup(name)
+        except NotFound:
+            return
+        if self.caller.uid != found.uid:
+            raise AccessDenied(f"{name} belongs to uid {found.uid} and its directory is sticky")

@@ -1,0 +1,95 @@
+"""The blocks of the store: what is known of each besides its place, and their names by bucket.
+
+Responsibility: blocks have no row in the name index (their names *are* their prefix hashes); this module
+keeps the little that a listing or a stat needs, and answers listings of `kv/<2 hex>/<32 hex>` in order.
+
+Invariant: a block is here exactly while it is in the index. Concurrency: the service's trio thread.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvfs.keys import block_name, parse_block_name
+
+
+@dataclass(slots=True)
+class Block:
+    """One sealed block. `sequence` is also its object id."""
+
+    bucket: bytes
+    uid: int
+    size_bytes: int
+    sequence: int
+    sealed_ns: int
+    pinned: bool = False
+
+
+@dataclass(slots=True)
+class BlockCatalog:
+    """All sealed blocks by prefix hash, and each bucket's hashes in order of their first byte."""
+
+    _blocks: dict[bytes, Block] = field(default_factory=dict)
+    _by_bucket: dict[bytes, dict[int, set[bytes]]] = field(default_factory=dict)
+    _first_bytes: dict[bytes, list[int]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def get(self, digest: bytes) -> Block | None:
+        return self._blocks.get(digest)
+
+    def add(self, digest: bytes, block: Block) -> None:
+        self._blocks[digest] = block
+        shelves = self._by_bucket.setdefault(block.bucket, {})
+        if digest[0] not in shelves:
+            shelves[digest[0]] = set()
+            insort(self._first_bytes.setdefault(block.bucket, []), digest[0])
+        shelves[digest[0]].add(digest)
+
+    def remove(self, digest: bytes) -> Block | None:
+        block = self._blocks.pop(digest, None)
+        if block is None:
+            return None
+        shelf = self._by_bucket[block.bucket][digest[0]]
+        shelf.discard(digest)
+        if not shelf:
+            del self._by_bucket[block.bucket][digest[0]]
+            self._first_bytes[block.bucket].remove(digest[0])
+        return block
+
+    def count(self, bucket: bytes) -> int:
+        return sum(len(shelf) for shelf in self._by_bucket.get(bucket, {}).values())
+
+    def names(self, bucket: bytes, *, prefix: bytes, after: bytes, delimiter: bytes | None) -> Iterator[bytes]:
+        """Block names under `prefix` and past `after`, in order; common prefixes where a delimiter collapses."""
+        shelves = self._by_bucket.get(bucket, {})
+        previous = b""
+        for first in list(self._first_bytes.get(bucket, ())):
+            directory = b"kv/%02x/" % first
+            if not (directory.startswith(prefix) or prefix.startswith(directory)):
+                continue
+            if after.startswith(directory) or after < directory or directory.startswith(after):
+                for name in self._shelf_names(shelves[first], directory, prefix, delimiter):
+                    if name > after and not (after.endswith(b"/") and name.startswith(after)) and name != previous:
+                        previous = name
+                        yield name
+
+    @staticmethod
+    def _shelf_names(
+        shelf: set[bytes], directory: bytes, prefix: bytes, delimiter: bytes | None
+    ) -> Iterator[bytes]:
+        if delimiter:
+            end = directory.find(delimiter, len(prefix))
+            if end >= 0:
+                yield directory[: end + len(delimiter)]
+                return
+        for digest in sorted(shelf):
+            name = block_name(digest)
+            if name.startswith(prefix):
+                yield name
+
+
+__all__ = ["Block", "BlockCatalog", "block_name", "parse_block_name"]

@@ -1,0 +1,149 @@
+"""Arguments and results of control requests as JSON objects.
+
+Responsibility: take typed, bounded values out of a request's object, and put what the store returns into an
+answer's. A missing, unknown or mistyped argument is an InvalidRequest that names it. Concurrency: pure
+values.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import Any
+
+from kvfs import limits
+from kvfs.errors import InvalidRequest
+from kvfs.messages import text, untext
+from tiers.model import Bucket, Directory, Name, ObjectInfo
+
+MAX_INTEGER = (1 << 63) - 1
+
+
+class Arguments:
+    """One request's object. Every argument is taken once; `done` refuses what is left."""
+
+    def __init__(self, what: str, values: dict[str, Any]) -> None:
+        self._what = what
+        self._left = dict(values)
+
+    def has(self, key: str) -> bool:
+        return self._left.get(key) is not None
+
+    def done(self) -> None:
+        if self._left:
+            raise InvalidRequest(f"{self._what}: unknown argument {sorted(self._left)[0]!r}")
+
+    def name(self, key: str = "name") -> Name:
+        """`[bucket, key]`."""
+        return self._as_name(key, self._take(key, list))
+
+    def names(self, key: str) -> list[Name]:
+        values = self._take(key, list)
+        if len(values) > limits.MAX_BATCH:
+            raise InvalidRequest(f"{self._what}: {len(values)} {key}, over {limits.MAX_BATCH}")
+        return [self._as_name(key, value) for value in values]
+
+    def text(self, key: str, default: str | None = None) -> bytes:
+        value = default if default is not None and not self.has(key) else self._take(key, str)
+        self._left.pop(key, None)
+        return untext(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        return bool(self._take(key, bool)) if self.has(key) else self._default(key, default)
+
+    def integer(self, key: str, default: int, *, most: int = MAX_INTEGER) -> int:
+        return self._integer(key, most) if self.has(key) else self._default(key, default)
+
+    def optional_integer(self, key: str, *, most: int = MAX_INTEGER) -> int | None:
+        return self._integer(key, most) if self.has(key) else self._default(key, None)
+
+    def mode(self, default: int) -> int:
+        return self.integer("mode", default, most=0o1777)
+
+    def optional_bytes(self, key: str, most: int) -> bytes | None:
+        """Base64."""
+        if not self.has(key):
+            return self._default(key, None)
+        try:
+            value = base64.b64decode(self._take(key, str), validate=True)
+        except (binascii.Error, ValueError):
+            raise InvalidRequest(f"{self._what}: {key} is not base64") from None
+        if len(value) > most:
+            raise InvalidRequest(f"{self._what}: {key} has {len(value)} bytes, over {most}")
+        return value
+
+    def object(self, key: str) -> dict[str, Any]:
+        return dict(self._take(key, dict))
+
+    def _integer(self, key: str, most: int) -> int:
+        value = self._take(key, int)
+        if isinstance(value, bool) or not 0 <= value <= most:
+            raise InvalidRequest(f"{self._what}: {key} = {value!r}: an integer from 0 to {most} is wanted")
+        return int(value)
+
+    def _default(self, key: str, value: Any) -> Any:
+        self._left.pop(key, None)
+        return value
+
+    def _take(self, key: str, kind: type) -> Any:
+        if key not in self._left:
+            raise InvalidRequest(f"{self._what}: argument {key!r} is missing")
+        value = self._left.pop(key)
+        if not isinstance(value, kind):
+            raise InvalidRequest(f"{self._what}: {key} is a {type(value).__name__}, not a {kind.__name__}")
+        return value
+
+    def _as_name(self, key: str, value: Any) -> Name:
+        if not isinstance(value, list) or len(value) != 2 or not all(isinstance(part, str) for part in value):
+            raise InvalidRequest(f"{self._what}: {key} must be [bucket, key]")
+        bucket, tail = untext(value[0]), untext(value[1])
+        if (
+            len(bucket) > limits.MAX_BUCKET_NAME_BYTES
+            or len(tail) > limits.MAX_KEY_BYTES
+            or b"\0" in bucket + tail
+        ):
+            raise InvalidRequest(
+                f"{self._what}: {key} of {len(bucket)} + {len(tail)} bytes: at most "
+                f"{limits.MAX_BUCKET_NAME_BYTES} + {limits.MAX_KEY_BYTES}, and no NUL"
+            )
+        return Name(bucket, tail)
+
+
+def entry_object(key: bytes, found: ObjectInfo | Directory) -> dict[str, Any]:
+    """What `stat` and `list` say of one name."""
+    common = {
+        "key": text(key),
+        "ino": found.ino,
+        "mode": found.mode,
+        "uid": found.uid,
+        "gid": found.gid,
+        "mtime_ns": found.mtime_ns,
+    }
+    if isinstance(found, Directory):
+        return {**common, "directory": True}
+    return {
+        **common,
+        "directory": False,
+        "size_bytes": found.size_bytes,
+        "ctime_ns": found.ctime_ns,
+        "object_id": found.object_id,
+        "sequence": found.sequence,
+        "tier": found.tier,
+        "pinned": found.pinned,
+        "hits": found.hits,
+        "block": found.name is None,
+        "user_metadata": base64.b64encode(found.user_metadata).decode(),
+    }
+
+
+def bucket_object(bucket: Bucket) -> dict[str, Any]:
+    return {
+        "name": text(bucket.name),
+        "durable": bucket.durable,
+        "uid": bucket.uid,
+        "gid": bucket.gid,
+        "mode": bucket.mode,
+        "created_ns": bucket.created_ns,
+        "mtime_ns": bucket.mtime_ns,
+        "namespace": bucket.namespace.hex() if bucket.namespace is not None else None,
+    }

@@ -1,0 +1,125 @@
+"""Frames of one session over its socket.
+
+Responsibility: requests in, answers and descriptors out, every wait on the peer bounded.
+
+Invariants: bytes are read only when the protocol has no complete request left, so input in memory stays
+below one frame and one chunk; descriptors are opened when the socket takes a message and closed in the same
+turn; a peer that stalls or breaks the protocol ends in a KvfsError and `failed`.
+
+Concurrency: one task of the service's trio thread; the socket is non-blocking.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import trio
+
+from kvfs import limits
+from kvfs.errors import DeadlinePassed, KvfsError
+from kvfs.messages import Answer, Failure, Op
+from kvfs.protocol import Closed, Connection, ReceivedRequest, Side
+from tiers.session_ops import OpenedFrame, close_all
+
+_IN_FLIGHT_PAUSE_S = 0.01
+
+
+class Channel:
+    """The service's end of one connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._protocol = Connection(Side.SERVER)
+        self.failed = False
+        """Whether sending failed: the stream may end inside a frame, nothing more can be said on it."""
+
+    async def next_request(self, *, quiet_timeout_s: float = math.inf) -> ReceivedRequest | None:
+        """The next request, None at the end of the stream. Raises ProtocolError, DeadlinePassed, OSError."""
+        begun = False
+        with trio.CancelScope(deadline=trio.current_time() + quiet_timeout_s) as scope:
+            while True:
+                event = self._protocol.next_event()
+                if isinstance(event, ReceivedRequest):
+                    return event
+                if event is Closed.CLOSED:
+                    return None
+                if self._protocol.receiving and not begun:
+                    begun = True
+                    latest = trio.current_time() + limits.SESSION_FRAME_TIMEOUT_S
+                    scope.deadline = min(scope.deadline, latest)
+                self._protocol.receive_data(await self._receive())
+        raise DeadlinePassed("a frame that had begun was not completed" if begun else "no HELLO came")
+
+    async def _receive(self) -> bytes:
+        while True:
+            try:
+                return self._socket.recv(limits.SESSION_CHUNK_BYTES)
+            except BlockingIOError:
+                await trio.lowlevel.wait_readable(self._socket)
+
+    async def send(self, answer: Answer) -> None:
+        """Raises LimitExceeded with nothing sent; DeadlinePassed, OSError when the peer does not take it."""
+        data = self._protocol.send_answer(answer)
+        with self._bounded():
+            await self._send_rest(memoryview(data))
+
+    async def send_opened(self, prepare: Callable[[], OpenedFrame]) -> OpenedFrame:
+        """Wait until the socket takes a message, only then prepare it, and send it in the same turn."""
+        with self._bounded():
+            await trio.lowlevel.wait_writable(self._socket)
+        frame = prepare()
+        try:
+            data = memoryview(self._protocol.send_answer(frame.answer, more=frame.more))
+            with self._bounded():
+                sent = await self._send_first(data, frame.descriptors)
+        finally:
+            close_all(frame.descriptors)
+        with self._bounded():
+            await self._send_rest(data[sent:])
+        return frame
+
+    def close(self, reason: KvfsError | None = None) -> None:
+        """Close, telling the peer why where it can still be told at once."""
+        if reason is not None and not self.failed:
+            data = self._protocol.send_closed(Failure(Op.CLOSED, reason))
+            try:
+                self._socket.send(data)
+            except OSError:
+                self.failed = True
+        self._socket.close()
+
+    async def _send_first(self, data: memoryview, descriptors: list[int]) -> int:
+        """Send the first bytes with the descriptors. A writable socket takes a message this small at once."""
+        if not descriptors:
+            return 0
+        while True:
+            try:
+                return socket.send_fds(self._socket, [data], descriptors)
+            except BlockingIOError:
+                await trio.lowlevel.wait_writable(self._socket)
+            except OSError as error:
+                # Without CAP_SYS_RESOURCE the kernel bounds a user's descriptors in flight by RLIMIT_NOFILE.
+                if error.errno != errno.ETOOMANYREFS:
+                    raise
+                await trio.sleep(_IN_FLIGHT_PAUSE_S)
+
+    async def _send_rest(self, data: memoryview) -> None:
+        while data:
+            try:
+                data = data[self._socket.send(data) :]
+            except BlockingIOError:
+                await trio.lowlevel.wait_writable(self._socket)
+
+    @contextmanager
+    def _bounded(self) -> Iterator[None]:
+        limit_s = limits.SESSION_IDLE_WRITE_TIMEOUT_S
+        self.failed = True
+        with trio.move_on_after(limit_s) as scope:
+            yield
+        if scope.cancelled_caught:
+            raise DeadlinePassed(f"the client did not read its answers for {limit_s:g} s")
+        self.failed = False

@@ -1,0 +1,300 @@
+"""The batch operations of a session: reserve, seal, abort, remove, look up, match, open, touch.
+
+Responsibility: turn a decoded batch into calls of the store, one entry after the other, and each entry's
+outcome into a status. A failing entry fails alone; a request fails as a whole only where nothing of it can
+be done (no such namespace handle, no right to the bucket).
+
+Invariants: the event loop gets a turn at least every SESSION_TURN_S; descriptors that go out are opened and
+sent within one turn, so that however many sessions there are, one message's worth of them is open here at a
+time.
+
+Concurrency: the service's trio thread, one task per session, one request at a time.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+import trio
+
+from kvfs import limits
+from kvfs.errors import InvalidRequest, IsDirectory, KvfsError, NotFound
+from kvfs.messages import (
+    DIGEST_BYTES,
+    NO_PARENT,
+    Abort,
+    Answer,
+    BlockSeal,
+    CountAnswer,
+    DigestBatch,
+    ExtentAnswer,
+    ExtentResult,
+    NameSeal,
+    Op,
+    OpenNames,
+    Reserve,
+    Result,
+    ResultAnswer,
+    SealBlocks,
+    SealNames,
+)
+from kvfs.rights import READ, SEARCH, WRITE
+from tiers.base import Kind, StoreKey
+from tiers.model import Attributes, Directory, Name, ObjectInfo
+from tiers.session_state import Session
+
+log = logging.getLogger("kvfs.sessions")
+
+T = TypeVar("T")
+R = TypeVar("R")
+Opened = tuple[ExtentResult, int | None]
+"""An entry's answer and, where its status is 0, the descriptor that goes with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedFrame:
+    """One frame of an answer that carries descriptors; whoever sends it closes them."""
+
+    answer: ExtentAnswer
+    descriptors: list[int]
+    more: bool
+
+
+class Reply(Protocol):
+    """Where answers go."""
+
+    async def send(self, answer: Answer) -> None: ...
+
+    async def send_opened(self, prepare: Callable[[], OpenedFrame]) -> OpenedFrame:
+        """Wait until the socket takes a message, only then prepare it, and send it in the same turn."""
+        ...
+
+
+Batch = Reserve | SealBlocks | SealNames | Abort | DigestBatch | OpenNames
+
+
+async def serve_batch(session: Session, request: Batch, reply: Reply) -> None:
+    """Answer one batch. Raises the KvfsError that fails it as a whole."""
+    match request:
+        case Reserve(size_hints=hints):
+            await _send_opened(Op.RESERVE, hints, lambda hint: _reserve(session, hint), reply)
+        case SealBlocks():
+            bucket = _writable(session, request.namespace)
+            seals = [(bucket, seal) for seal in request.seals]
+            await _send_results(Op.SEAL_BLOCK, seals, lambda item: _seal_block(session, *item), reply)
+        case SealNames(seals=names):
+            await _send_results(Op.SEAL_NAMED, names, lambda seal: _seal_named(session, seal), reply)
+        case Abort(drafts=drafts):
+            await _send_results(Op.ABORT, drafts, lambda draft: _abort(session, *draft), reply)
+        case OpenNames(names=found):
+            wanted = [Name(bucket, key) for bucket, key in found]
+            await _wait_published(session, wanted)
+            await _send_opened(Op.OPEN_NAMED, wanted, lambda name: _open_name(session, name), reply)
+        case DigestBatch():
+            await _serve_digests(session, request, reply)
+
+
+async def _serve_digests(session: Session, request: DigestBatch, reply: Reply) -> None:
+    digests = [request.digests[at : at + DIGEST_BYTES] for at in range(0, len(request.digests), DIGEST_BYTES)]
+    if request.op is Op.REMOVE_BLOCK:
+        bucket = _writable(session, request.namespace)
+        await _send_results(request.op, digests, lambda digest: _remove(session, bucket, digest), reply)
+        return
+    bucket = _readable(session, request.namespace)
+    match request.op:
+        case Op.OPEN_BLOCK:
+            await _send_opened(
+                request.op, digests, lambda digest: _open_block(session, bucket, digest), reply
+            )
+        case Op.LOOKUP_BLOCK:
+            found = await _each(digests, lambda digest: (_lookup(session, bucket, digest), None), _no_extent)
+            await reply.send(ExtentAnswer(request.op, 0, tuple(result for result, _ in found)))
+        case Op.MATCH:
+            hits = session.store.match(request.digests)
+            own = next((i for i in range(hits) if not _is_in(session, bucket, digests[i])), hits)
+            await reply.send(CountAnswer(request.op, own))
+        case _:
+            known = [digest for digest in digests if _is_in(session, bucket, digest)]
+            await _each(known, lambda digest: _touch(session, digest), lambda _: None)
+            await reply.send(CountAnswer(Op.TOUCH, len(known)))
+
+
+# --- entries ---------------------------------------------------------------------------------------------
+def _reserve(session: Session, size_hint_bytes: int) -> Opened:
+    draft, descriptor = session.reserve(size_hint_bytes)
+    return ExtentResult(0, draft.extent.slot, draft.extent.generation), descriptor
+
+
+def _seal_block(session: Session, bucket: bytes, seal: BlockSeal) -> Result:
+    draft = session.draft(seal.slot, seal.generation)
+    try:
+        info = session.store.seal_block(
+            draft,
+            bucket,
+            seal.digest,
+            parent=None if seal.parent == NO_PARENT else seal.parent,
+            uid=session.caller.uid,
+            checksum=seal.checksum,
+        )
+    finally:
+        session.settle(draft)
+    first = info.extent.slot == draft.extent.slot
+    return Result(0 if first else errno.EEXIST, info.size_bytes)
+
+
+def _seal_named(session: Session, seal: NameSeal) -> Result:
+    draft = session.draft(seal.slot, seal.generation)
+    name = Name(seal.bucket, seal.key)
+    if seal.key.endswith(b"/") or seal.mode & ~0o777:
+        raise InvalidRequest(
+            f"{name} with mode {seal.mode:o}: an object's key has no final '/', its mode 9 bits"
+        )
+    session.access.need_write_in(name)
+    attributes = Attributes(
+        mode=seal.mode,
+        uid=session.caller.uid,
+        gid=session.caller.gid,
+        mtime_ns=seal.mtime_ns,
+        user_metadata=seal.user_metadata,
+    )
+    try:
+        info = session.store.seal(draft, name, attributes, replace=seal.replace, checksum=seal.checksum)
+    finally:
+        session.settle(draft)
+    return Result(0, info.size_bytes)
+
+
+def _abort(session: Session, slot: int, generation: int) -> Result:
+    draft = session.draft(slot, generation)
+    session.store.abort(draft)
+    session.settle(draft)
+    return Result(0)
+
+
+def _remove(session: Session, bucket: bytes, digest: bytes) -> Result:
+    info = _block(session, bucket, digest)
+    session.store.remove_block(digest)
+    return Result(0, info.size_bytes)
+
+
+def _lookup(session: Session, bucket: bytes, digest: bytes) -> ExtentResult:
+    return _extent(_block(session, bucket, digest))
+
+
+def _open_block(session: Session, bucket: bytes, digest: bytes) -> Opened:
+    info = _block(session, bucket, digest)
+    return _extent(info), session.store.open_read(info, uid=session.caller.uid)
+
+
+def _open_name(session: Session, name: Name) -> Opened:
+    session.access.need_path(name)
+    info = session.store.lookup(name)
+    if isinstance(info, Directory):
+        raise IsDirectory(f"{name} is a directory")
+    session.access.need(info, READ, str(name))
+    return _extent(info), session.store.open_read(info, uid=session.caller.uid)
+
+
+def _touch(session: Session, digest: bytes) -> None:
+    session.store.touch(StoreKey(Kind.BLOCK, digest))
+
+
+def _block(session: Session, bucket: bytes, digest: bytes) -> ObjectInfo:
+    """The block, if it is in this bucket: another one's have other rights and other writers."""
+    if not _is_in(session, bucket, digest):
+        raise NotFound(f"no block {digest.hex()} in bucket {bucket.decode(errors='replace')}")
+    return session.store.lookup_block(digest)
+
+
+def _is_in(session: Session, bucket: bytes, digest: bytes) -> bool:
+    return session.store.block_bucket(digest) == bucket
+
+
+def _extent(info: ObjectInfo) -> ExtentResult:
+    return ExtentResult(0, info.extent.slot, info.extent.generation, info.size_bytes)
+
+
+# --- batches ---------------------------------------------------------------------------------------------
+def _readable(session: Session, handle: int) -> bytes:
+    return session.access.need_bucket(session.namespace_bucket(handle), READ | SEARCH).name
+
+
+def _writable(session: Session, handle: int) -> bytes:
+    return session.access.need_bucket(session.namespace_bucket(handle), WRITE | SEARCH).name
+
+
+async def _wait_published(session: Session, names: Sequence[Name]) -> None:
+    with trio.move_on_after(limits.PUBLISH_WAIT_S):
+        for name in names:
+            await session.store.wait_published(name)
+
+
+def _no_extent(status: int) -> Opened:
+    return ExtentResult(status), None
+
+
+async def _each(items: Sequence[T], do: Callable[[T], R], failed: Callable[[int], R]) -> list[R]:
+    """`do` for every item, or `failed` with its errno; the event loop gets its turns in between."""
+    done: list[R] = []
+    while len(done) < len(items):
+        done += _one_turn(items[len(done) :], do, failed)
+        await trio.lowlevel.checkpoint()
+    return done
+
+
+def _one_turn(items: Sequence[T], do: Callable[[T], R], failed: Callable[[int], R]) -> Iterator[R]:
+    end = time.monotonic() + limits.SESSION_TURN_S
+    for item in items:
+        try:
+            result = do(item)
+        except KvfsError as error:
+            log.debug("%s", error)
+            result = failed(type(error).errno)
+        except OSError as error:
+            log.warning("%s", error)
+            result = failed(error.errno or errno.EIO)
+        yield result
+        if time.monotonic() >= end:
+            return
+
+
+async def _send_results(op: Op, items: Sequence[T], do: Callable[[T], Result], reply: Reply) -> None:
+    await reply.send(ResultAnswer(op, 0, tuple(await _each(items, do, Result))))
+
+
+async def _send_opened(op: Op, items: Sequence[T], do: Callable[[T], Opened], reply: Reply) -> None:
+    """Answer with descriptors in as many frames as that takes: each is one turn of the event loop."""
+    first, more = 0, True
+    while more:
+        frame = await reply.send_opened(partial(_open_some, op, items, first, do))
+        first, more = first + len(frame.answer.entries), frame.more
+
+
+def _open_some(op: Op, items: Sequence[T], first: int, do: Callable[[T], Opened]) -> OpenedFrame:
+    results: list[ExtentResult] = []
+    descriptors: list[int] = []
+    try:
+        for result, descriptor in _one_turn(
+            items[first : first + limits.MAX_FDS_PER_MESSAGE], do, _no_extent
+        ):
+            results.append(result)
+            if descriptor is not None:
+                descriptors.append(descriptor)
+    except BaseException:
+        close_all(descriptors)
+        raise
+    return OpenedFrame(
+        ExtentAnswer(op, first, tuple(results)), descriptors, more=first + len(results) < len(items)
+    )
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

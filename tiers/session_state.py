@@ -1,0 +1,118 @@
+"""What the service keeps for one session, and the bounds on it.
+
+Responsibility: the caller as the kernel vouches for it, the drafts granted and the namespaces opened.
+Invariant: a draft of the store that is open and was granted here stands in `drafts` until it is sealed or
+aborted, so that `release` leaves nothing behind. Concurrency: the service's trio thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import struct
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvfs import limits
+from kvfs.errors import InvalidRequest, LimitExceeded, QuotaExceeded, Superseded
+from kvfs.rights import Caller
+from tiers.access import Access
+from tiers.model import Draft
+
+if TYPE_CHECKING:
+    from tiers.store import TieredStore
+
+SO_PEERGROUPS = 59
+"""asm-generic/socket.h; Python has no name for it."""
+_CREDENTIALS = struct.Struct("iII")
+_MOST_GROUPS_BYTES = 1024
+"""The largest answer that Python's getsockopt takes: 256 groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionQuota:
+    """Bounds on one session and one uid. Bytes per uid, held and reserved, are the store's quota."""
+
+    drafts: int = limits.MAX_DRAFTS_PER_SESSION
+    sessions_per_uid: int = limits.MAX_SESSIONS_PER_UID
+    sessions: int = limits.MAX_SESSIONS
+
+
+@dataclass(slots=True)
+class Session:
+    """One connection."""
+
+    number: int
+    caller: Caller
+    access: Access
+    store: TieredStore
+    quota: SessionQuota
+    client: str = ""
+    drafts: dict[tuple[int, int], Draft] = field(default_factory=dict)
+    _namespaces: list[bytes] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"session {self.number} (uid {self.caller.uid}, pid {self.caller.pid}, {self.client!r})"
+
+    def reserve(self, size_hint_bytes: int) -> tuple[Draft, int]:
+        """A new draft and its writable descriptor. Raises QuotaExceeded and what the store raises."""
+        if len(self.drafts) >= self.quota.drafts:
+            raise QuotaExceeded(f"{self} has {len(self.drafts)} drafts open, which is the limit")
+        draft = self.store.reserve(size_hint_bytes, uid=self.caller.uid)
+        try:
+            descriptor = self.store.open_draft(draft)
+        except BaseException:
+            self.store.abort(draft)
+            raise
+        self.drafts[draft.extent.slot, draft.extent.generation] = draft
+        return draft, descriptor
+
+    def draft(self, slot: int, generation: int) -> Draft:
+        """Raises Superseded for a draft that is not this session's, or no longer."""
+        try:
+            return self.drafts[slot, generation]
+        except KeyError:
+            raise Superseded(f"slot {slot} generation {generation} is no draft of this session") from None
+
+    def settle(self, draft: Draft) -> None:
+        """Forget a draft that was sealed or aborted."""
+        if not draft.open:
+            self.drafts.pop((draft.extent.slot, draft.extent.generation), None)
+
+    def add_namespace(self, bucket: bytes) -> int:
+        """The handle of a bucket that is bound to a namespace; the same one when it is open already."""
+        if bucket not in self._namespaces:
+            if len(self._namespaces) >= limits.MAX_NAMESPACE_HANDLES:
+                raise LimitExceeded(
+                    f"{self}: {limits.MAX_NAMESPACE_HANDLES} namespaces open, which is the limit"
+                )
+            self._namespaces.append(bucket)
+        return self._namespaces.index(bucket) + 1
+
+    def namespace_bucket(self, handle: int) -> bytes:
+        if not 1 <= handle <= len(self._namespaces):
+            raise InvalidRequest(f"namespace handle {handle} was not opened in this session")
+        return self._namespaces[handle - 1]
+
+    def release(self) -> int:
+        """Abort every draft; how many there were."""
+        drafts = list(self.drafts.values())
+        self.drafts.clear()
+        for draft in drafts:
+            self.store.abort(draft)
+        return len(drafts)
+
+
+def peer(connection: socket.socket) -> Caller:
+    """Who connected, as the kernel recorded it then. Raises LimitExceeded for more than 256 groups."""
+    pid, uid, gid = _CREDENTIALS.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    try:
+        raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, _MOST_GROUPS_BYTES)
+    except OSError as error:
+        if error.errno != errno.ERANGE:
+            raise
+        raise LimitExceeded(f"uid {uid} is in more than {_MOST_GROUPS_BYTES // 4} groups") from None
+    groups = struct.unpack(f"{len(raw) // 4}I", raw)
+    return Caller(uid=uid, gid=gid, groups=frozenset(groups), pid=pid)

@@ -1,0 +1,286 @@
+"""The session server: a Unix socket on which local processes use the store (docs/sessions.md).
+
+Responsibility: accept, learn from the kernel who connects, move frames, and take everything back when a
+session ends. What the requests do is `tiers.session_ops` (batches) and `tiers.session_control`.
+
+Invariants:
+- One request of a session is read, served and answered before the next is read: answers keep the order, and
+  a client that floods or does not read is held back by its own socket. Per session there is at most one
+  frame of input and one of output in memory.
+- Every wait on a peer is bounded: for HELLO, for the rest of a frame that has begun, for it to drain its
+  socket. Only a quiet session between two frames may last.
+- However a session ends, its drafts are aborted. Leases are the descriptors that its process has: the
+  kernel ends them.
+
+Concurrency: the service's trio thread; one task accepts, one per session serves. Sockets are non-blocking.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+import socket
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from kvfs import limits
+from kvfs.errors import (
+    ConfigError,
+    FormatMismatch,
+    KvfsError,
+    LimitExceeded,
+    SessionClosed,
+    StoreLocked,
+)
+from kvfs.messages import (
+    PROTOCOL_VERSION,
+    Control,
+    ControlAnswer,
+    Failure,
+    Hello,
+    HelloAnswer,
+    Request,
+    request_op,
+)
+from kvfs.protocol import ReceivedRequest
+from kvfs.rights import Caller
+from tiers.access import Access
+from tiers.session_channel import Channel
+from tiers.session_control import Service, serve_control
+from tiers.session_ops import serve_batch
+from tiers.session_state import Session, SessionQuota, peer
+
+if TYPE_CHECKING:
+    from tiers.store import TieredStore
+
+log = logging.getLogger("kvfs.sessions")
+
+SOCKET_MODE = 0o666
+"""Whoever reaches the socket's directory may connect; rights follow the kernel's credentials."""
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_RETRY_PAUSE_S = 0.05
+
+
+class SessionServer:
+    """Serves one store on one socket. `stop_asked` is set when a client asked for a shutdown."""
+
+    def __init__(
+        self,
+        store: TieredStore,
+        path: Path,
+        *,
+        service_uid: int | None = None,
+        group_gid: int | None = None,
+        quota: SessionQuota | None = None,
+    ) -> None:
+        """`group_gid`: its members may open slots themselves. Raises ConfigError for too long a path."""
+        if len(os.fsencode(path)) > limits.MAX_SOCKET_PATH_BYTES:
+            raise ConfigError(f"socket path {path} is over {limits.MAX_SOCKET_PATH_BYTES} bytes")
+        self.store = store
+        self.path = path
+        self.quota = quota or SessionQuota()
+        self.stop_asked = trio.Event()
+        self._service_uid = os.geteuid() if service_uid is None else service_uid
+        self._group_gid = group_gid
+        self._service = Service(self._service_uid, group_gid, self._status, self.stop)
+        self._sessions: dict[int, Session] = {}
+        self._per_uid: Counter[int] = Counter()
+        self._idle: dict[int, trio.CancelScope] = {}
+        self._accepted = 0
+        self._cut_off = 0
+
+    def stop(self) -> None:
+        """Ask `serve` to end: idle sessions at once, others after the request that they are in."""
+        self.stop_asked.set()
+
+    async def serve(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until `stop` or cancellation; started once connections are accepted. Raises StoreLocked."""
+        listener = _listen(self.path)
+        try:
+            async with trio.open_nursery() as nursery:
+                accepting = trio.CancelScope()
+                nursery.start_soon(self._accept_loop, listener, nursery, accepting)
+                task_status.started()
+                await self.stop_asked.wait()
+                accepting.cancel()
+                nursery.cancel_scope.deadline = trio.current_time() + limits.STOP_WAIT_S
+                for scope in list(self._idle.values()):
+                    scope.cancel()
+        finally:
+            listener.close()
+            self.path.unlink(missing_ok=True)
+
+    async def _accept_loop(
+        self, listener: socket.socket, nursery: trio.Nursery, scope: trio.CancelScope
+    ) -> None:
+        with scope:
+            while True:
+                await trio.lowlevel.wait_readable(listener)
+                try:
+                    connection, _ = listener.accept()
+                except BlockingIOError:
+                    continue
+                except OSError as error:
+                    log.warning("cannot accept a session: %s", error)
+                    if error.errno in _OUT_OF_DESCRIPTORS:
+                        await trio.sleep(_RETRY_PAUSE_S)
+                    continue
+                self._admit(connection, nursery)
+
+    def _admit(self, connection: socket.socket, nursery: trio.Nursery) -> None:
+        connection.setblocking(False)
+        channel = Channel(connection)
+        try:
+            caller = peer(connection)
+            self._check_room(caller)
+        except KvfsError as error:
+            log.warning("refused a session: %s", error)
+            channel.close(error)
+            return
+        except OSError as error:
+            log.warning("refused a session: %s", error)
+            channel.close()
+            return
+        self._accepted += 1
+        access = Access(self.store, caller, self._service_uid)
+        session = Session(self._accepted, caller, access, self.store, self.quota)
+        self._sessions[session.number] = session
+        self._per_uid[caller.uid] += 1
+        nursery.start_soon(self._run, session, channel)
+
+    def _check_room(self, caller: Caller) -> None:
+        if len(self._sessions) >= self.quota.sessions:
+            raise LimitExceeded(f"{len(self._sessions)} sessions are open, which is the limit")
+        count = self._per_uid[caller.uid]
+        if count >= self.quota.sessions_per_uid and caller.uid not in (0, self._service_uid):
+            raise LimitExceeded(f"uid {caller.uid} has {count} sessions open, which is the limit")
+
+    def _forget(self, session: Session) -> None:
+        aborted = session.release()
+        if aborted:
+            log.info("%s: ended with %d drafts open, which were aborted", session, aborted)
+        del self._sessions[session.number]
+        self._per_uid[session.caller.uid] -= 1
+        if self._per_uid[session.caller.uid] == 0:
+            del self._per_uid[session.caller.uid]
+
+    # --- one session -------------------------------------------------------------------------------------
+    async def _run(self, session: Session, channel: Channel) -> None:
+        """Serve one session to its end, whatever that is; nothing of it is left, and no other one notices."""
+        reason: KvfsError | None = None
+        try:
+            await self._serve_session(session, channel)
+        except SessionClosed as error:
+            reason = error
+        except KvfsError as error:
+            reason = error
+            self._cut_off += 1
+            log.warning("%s: cut off: %s", session, error)
+        except OSError as error:
+            log.info("%s: connection lost: %s", session, error)
+        except Exception:
+            self._cut_off += 1
+            log.exception("%s: cut off by an internal error", session)
+        finally:
+            self._forget(session)
+            channel.close(reason)
+
+    async def _serve_session(self, session: Session, channel: Channel) -> None:
+        timeout_s = limits.SESSION_HELLO_TIMEOUT_S
+        while True:
+            received = await self._next_request(session, channel, timeout_s)
+            if received is None:
+                return
+            await self._answer(session, channel, received.request)
+            await trio.lowlevel.checkpoint()
+            timeout_s = math.inf
+
+    async def _next_request(
+        self, session: Session, channel: Channel, timeout_s: float
+    ) -> ReceivedRequest | None:
+        """The next request, None at the end of the stream. Raises SessionClosed when the service stops."""
+        with trio.CancelScope() as scope:
+            self._idle[session.number] = scope
+            try:
+                if not self.stop_asked.is_set():
+                    return await channel.next_request(quiet_timeout_s=timeout_s)
+            finally:
+                del self._idle[session.number]
+        raise SessionClosed("the service stops")
+
+    async def _answer(self, session: Session, channel: Channel, request: Request) -> None:
+        try:
+            match request:
+                case Hello():
+                    await channel.send(self._greet(session, request))
+                case Control():
+                    result = await serve_control(self._service, session, request)
+                    await channel.send(ControlAnswer(request.op, result))
+                case _:
+                    await serve_batch(session, request, channel)
+        except KvfsError as error:
+            if channel.failed:
+                raise
+            await channel.send(Failure(request_op(request), error))
+            if isinstance(request, Hello):
+                raise
+
+    def _greet(self, session: Session, hello: Hello) -> HelloAnswer:
+        session.client = hello.client
+        if hello.version != PROTOCOL_VERSION:
+            raise FormatMismatch(
+                f"the client speaks session protocol {hello.version}, this service speaks {PROTOCOL_VERSION}"
+            )
+        log.debug("%s: begins", session)
+        return HelloAnswer(
+            store_id=self.store.store_id,
+            may_open=self._may_open(session.caller),
+            details={
+                "directory": str(self.store.dram.directory),
+                "table": str(self.store.dram.table_path),
+                "limits": {
+                    "frame_bytes": limits.MAX_FRAME_BYTES,
+                    "batch": limits.MAX_BATCH,
+                    "descriptors": limits.MAX_FDS_PER_MESSAGE,
+                    "object_bytes": self.store.dram.usage().largest_object_bytes,
+                },
+                "quota": {"drafts": self.quota.drafts, "bytes": self.store.space.quota_bytes},
+            },
+        )
+
+    def _may_open(self, caller: Caller) -> bool:
+        member = self._group_gid is not None and (
+            caller.gid == self._group_gid or self._group_gid in caller.groups
+        )
+        return member or caller.uid in (0, self._service_uid)
+
+    def _status(self) -> dict[str, Any]:
+        return {
+            "sessions": len(self._sessions),
+            "sessions_accepted": self._accepted,
+            "sessions_cut_off": self._cut_off,
+            "session_drafts": sum(len(session.drafts) for session in self._sessions.values()),
+            "socket": str(self.path),
+        }
+
+
+def _listen(path: Path) -> socket.socket:
+    """A listening socket at `path`; one that a dead service left there is replaced."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            if probe.connect_ex(str(path)) == 0:
+                raise StoreLocked(f"a service already listens on {path}")
+        path.unlink(missing_ok=True)
+        listener.bind(str(path))
+        path.chmod(SOCKET_MODE)
+        listener.listen(limits.SESSION_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,62 @@
+"""How much room to keep free, and what one uid may hold: pure arithmetic over explicit state.
+
+Responsibility: the headroom that background eviction keeps (writes through the mount do not ask the
+service first, so room must be there before they come) and the byte quota per uid.
+
+Concurrency: the service's trio thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvfs.errors import QuotaExceeded
+
+HEADROOM_SHARE = 16
+"""At least 1/16 of the capacity stays free: at 10 GB/s into a 1 GiB tier that is 6 ms of writing."""
+HEADROOM_MOST_SHARE = 2
+"""Never more than half: the tier is there to hold objects."""
+RECENT_WEIGHT = 0.875
+"""How slowly the size of recent objects is forgotten, seal by seal."""
+
+
+@dataclass(slots=True)
+class SpaceBook:
+    """Open drafts, the sizes seen of late, and who has reserved what."""
+
+    capacity_bytes: int
+    quota_bytes: int
+    open_drafts: int = 0
+    recent_size_bytes: float = 0.0
+    _reserved: dict[int, int] = field(default_factory=dict)
+
+    def headroom_bytes(self) -> int:
+        """Room to keep free: two objects of the recent size for every open draft, within the shares above."""
+        wanted = 2.0 * self.recent_size_bytes * (self.open_drafts + 1)
+        least = self.capacity_bytes // HEADROOM_SHARE
+        return int(min(max(wanted, least), self.capacity_bytes // HEADROOM_MOST_SHARE))
+
+    def check_quota(self, uid: int, *, held_bytes: int, more_bytes: int = 0) -> None:
+        """Raise QuotaExceeded when what `uid` holds and has reserved, with `more_bytes`, is over the quota."""
+        total = held_bytes + self._reserved.get(uid, 0) + more_bytes
+        if total > self.quota_bytes:
+            raise QuotaExceeded(
+                f"uid {uid} holds {held_bytes} bytes of replaced objects and has {self._reserved.get(uid, 0)} "
+                f"reserved; {more_bytes} more would pass its quota of {self.quota_bytes}"
+            )
+
+    def opened(self, uid: int, size_bytes: int) -> None:
+        self.open_drafts += 1
+        self._reserved[uid] = self._reserved.get(uid, 0) + size_bytes
+
+    def closed(self, uid: int, size_hint_bytes: int, sealed_bytes: int | None) -> None:
+        """A draft ended; `sealed_bytes` is its size, None when it was aborted."""
+        self.open_drafts -= 1
+        left = self._reserved.get(uid, 0) - size_hint_bytes
+        if left > 0:
+            self._reserved[uid] = left
+        else:
+            self._reserved.pop(uid, None)
+        if sealed_bytes is not None:
+            faded = self.recent_size_bytes * RECENT_WEIGHT
+            self.recent_size_bytes = max(faded, float(sealed_bytes))

@@ -1,0 +1,824 @@
+"""The store that all doors share: names, objects and blocks over the tiers.
+
+Responsibility: reserve -> write -> seal, lookups, leases, names, removal and eviction, each as one step
+that is complete when it returns. Policy is `tiers.eviction`, bytes are `tiers.dram`, ordered names are
+`kvfs.names`, and where each object lies is the shared table.
+
+Invariants:
+- An object is in the table exactly while its extent is sealed; a name row without a table entry is stale
+  and reads as NotFound.
+- The table entry goes before the slot is touched, so no reader can find a slot that is being recycled.
+- Names: the last seal wins. Prefix hashes: the first seal wins, later ones are given the earlier object.
+
+Concurrency: every method runs on the service's trio thread and, `wait_published` apart, none awaits: each
+call is atomic towards all others. Native threads only read the table and count hits in it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from heapq import merge
+from pathlib import Path
+from typing import Any, Self
+
+import trio
+import xxhash
+
+from kvfs import limits, paths
+from kvfs.errors import (
+    BucketNotFound,
+    Exists,
+    InvalidRequest,
+    IsDirectory,
+    LimitExceeded,
+    NoSpace,
+    NotDirectory,
+    NotEmpty,
+    NotFound,
+    NotPermitted,
+)
+from kvfs.keys import Namespace, parse_block_name
+from kvfs.names import BucketRow, NameIndex, NameRow
+from tiers.base import Extent, Kind, SealHeader, StoreKey, object_key
+from tiers.blocks import Block, BlockCatalog
+from tiers.dram import DramTier
+from tiers.eviction import LruLeafFirst
+from tiers.home import Home, open_home
+from tiers.model import Attributes, Bucket, Change, ChangeKind, Directory, Draft, Name, ObjectInfo, Page
+from tiers.space import SpaceBook
+
+log = logging.getLogger("kvfs.store")
+
+PINNED = 1
+DIRECTORY = 2
+MAX_HELD_SKIPS = 1024
+"""Held objects that one eviction passes over before it gives up: 2.5 us each."""
+
+
+class TieredStore:
+    """See the module's header. Make one with `TieredStore.open`."""
+
+    def __init__(self, home: Home, names: NameIndex, dram: DramTier, quota_bytes: int) -> None:
+        self.home = home
+        self.names = names
+        self.dram = dram
+        self.table = dram.table
+        self.listeners: list[Callable[[Change], None]] = []
+        self.before_eviction: list[Callable[[], None]] = []
+        """Called before victims are chosen: doors that answer hits natively report them here."""
+        self.space = SpaceBook(dram.usage().capacity_bytes, quota_bytes)
+        self._policy: LruLeafFirst[bytes] = LruLeafFirst()
+        self._blocks = BlockCatalog()
+        self._name_of: dict[bytes, Name] = {}
+        self._last_reader: dict[int, int] = {}
+        self._publishing: dict[Name, trio.Event] = {}
+        self._counts = {"seals": 0, "evictions": 0, "removals": 0, "hits": 0, "misses": 0}
+
+    # --- life ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def open(
+        cls,
+        data_dir: Path,
+        *,
+        dram_bytes: int,
+        max_slots: int = limits.DEFAULT_SLOTS,
+        gid: int | None = None,
+        backing: str = "auto",
+        quota_bytes: int | None = None,
+    ) -> Self:
+        """Open the store in `data_dir`, which it then owns until `close`.
+
+        Raises StoreLocked, FormatMismatch, DeviceMissing (backing "tmpfs" without the right to mount).
+        """
+        if dram_bytes < limits.MIN_DRAM_BYTES:
+            raise InvalidRequest(f"DRAM capacity of {dram_bytes} bytes: at least {limits.MIN_DRAM_BYTES}")
+        home = open_home(data_dir)
+        try:
+            names = NameIndex.open(home.index, map_size_bytes=limits.DEFAULT_NAME_MAP_BYTES)
+            names.clear_objects()
+            dram = DramTier.open(
+                home.dram, dram_bytes, store_id=home.store_id, max_slots=max_slots, gid=gid, mode=backing
+            )
+        except BaseException:
+            home.close(clean=False)
+            raise
+        return cls(home, names, dram, quota_bytes if quota_bytes is not None else dram_bytes // 2)
+
+    def close(self, *, keep: bool = False) -> None:
+        self.dram.close(keep=keep)
+        self.names.close()
+        self.home.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def store_id(self) -> bytes:
+        return self.home.store_id
+
+    @property
+    def data_dir(self) -> Path:
+        return self.home.path
+
+    # --- buckets ------------------------------------------------------------------------------------------
+
+    def create_bucket(
+        self,
+        name: bytes,
+        *,
+        uid: int,
+        gid: int,
+        mode: int = 0o755,
+        durable: bool = False,
+        namespace: Namespace | None = None,
+    ) -> Bucket:
+        """Raises Exists, InvalidRequest, LimitExceeded."""
+        paths.check_bucket(name)
+        if self.names.get_bucket(name) is not None:
+            raise Exists(f"bucket {name.decode()} exists")
+        if len(self.names.buckets()) >= limits.MAX_BUCKETS:
+            raise LimitExceeded(f"bucket {name.decode()}: there are {limits.MAX_BUCKETS} buckets, which is the limit")
+        now = time.time_ns()
+        row = BucketRow(
+            name=name,
+            class_="durable" if durable else "cache",
+            uid=uid,
+            gid=gid,
+            mode=mode & 0o7777,
+            created_ns=now,
+            mtime_ns=now,
+            namespace=namespace.digest if namespace else None,
+            namespace_json=namespace.canonical if namespace else b"",
+        )
+        self.names.put_bucket(row)
+        return _bucket(row)
+
+    def bucket(self, name: bytes) -> Bucket:
+        row = self.names.get_bucket(name)
+        if row is None:
+            raise BucketNotFound(f"no bucket {name.decode(errors='replace')!r}")
+        return _bucket(row)
+
+    def buckets(self) -> list[Bucket]:
+        return [_bucket(row) for row in self.names.buckets()]
+
+    def set_bucket(
+        self,
+        name: bytes,
+        *,
+        mode: int | None = None,
+        uid: int | None = None,
+        gid: int | None = None,
+        mtime_ns: int | None = None,
+        namespace: Namespace | None = None,
+    ) -> Bucket:
+        """Change a bucket's attributes. A namespace is bound once, to a bucket that has no `kv/` names."""
+        row = self.names.get_bucket(name)
+        if row is None:
+            raise BucketNotFound(f"no bucket {name.decode(errors='replace')!r}")
+        if namespace is not None and row.namespace not in (None, namespace.digest):
+            raise Exists(f"bucket {name.decode()} is bound to another namespace already")
+        if namespace is not None and row.namespace is None and self.names.has_prefix(name, b"kv/"):
+            raise NotEmpty(f"bucket {name.decode()} has names under kv/, which a namespace needs for its blocks")
+        changed = BucketRow(
+            name=name,
+            class_=row.class_,
+            uid=row.uid if uid is None else uid,
+            gid=row.gid if gid is None else gid,
+            mode=row.mode if mode is None else mode & 0o7777,
+            created_ns=row.created_ns,
+            mtime_ns=row.mtime_ns if mtime_ns is None else mtime_ns,
+            namespace=namespace.digest if namespace else row.namespace,
+            namespace_json=namespace.canonical if namespace else row.namespace_json,
+        )
+        self.names.put_bucket(changed)
+        return _bucket(changed)
+
+    def remove_bucket(self, name: bytes) -> None:
+        """Raises NotEmpty while any name or block is in it."""
+        self.bucket(name)
+        if self.names.has_prefix(name, b"") or self._blocks.count(name):
+            raise NotEmpty(f"bucket {name.decode()} is not empty")
+        self.names.remove_bucket(name)
+
+    # --- writing ------------------------------------------------------------------------------------------
+
+    def reserve(self, size_bytes: int = 0, *, uid: int) -> Draft:
+        """Grant an empty draft, evicting for its room. Raises NoSpace, ObjectTooLarge, QuotaExceeded."""
+        self.space.check_quota(uid, held_bytes=self.dram.charged_bytes(uid), more_bytes=size_bytes)
+        try:
+            extent = self.dram.reserve(size_bytes)
+        except NoSpace:
+            self.make_room(size_bytes)
+            self._evict_by_policy(1)
+            extent = self.dram.reserve(size_bytes)
+        self.space.opened(uid, size_bytes)
+        return Draft(extent, uid, size_bytes)
+
+    def open_draft(self, draft: Draft) -> int:
+        return self.dram.open_draft(draft.extent)
+
+    def abort(self, draft: Draft) -> None:
+        """Give the draft back; twice is harmless."""
+        if draft.open:
+            self._close_draft(draft, None)
+            self.dram.abort(draft.extent)
+
+    def seal(
+        self, draft: Draft, name: Name, attributes: Attributes, *, replace: bool = True, checksum: int | None = None
+    ) -> ObjectInfo:
+        """Publish a draft under a name: the last seal wins.
+
+        Raises WriterActive while it can still be written, Exists when not `replace` and the name is taken
+        (the draft stays open in both cases), NotPermitted for the names of blocks.
+        """
+        bucket = self._check_name(name)
+        if _is_block_name(bucket, name.key):
+            raise NotPermitted(f"{name}: names under kv/ of a bound bucket are blocks, sealed by prefix hash")
+        old = self._row(name)
+        if old is not None and not replace:
+            raise Exists(f"{name} exists")
+        sequence = self.names.next_ids(1)
+        key = object_key(sequence)
+        sealed = self.dram.seal(
+            draft.extent, SealHeader(key, sequence, sequence, uid=attributes.uid), checksum=checksum
+        )
+        now = time.time_ns()
+        row = NameRow(
+            object_id=sequence,
+            ino=attributes.ino or sequence,
+            size_bytes=sealed.size_bytes,
+            mode=attributes.mode & 0o7777,
+            uid=attributes.uid,
+            gid=attributes.gid,
+            mtime_ns=now if attributes.mtime_ns is None else attributes.mtime_ns,
+            ctime_ns=now,
+            sequence=sequence,
+            flags=PINNED if attributes.pinned else 0,
+            user_metadata=attributes.user_metadata,
+        )
+        self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
+        self.names.put(name.bucket, name.key, row)
+        self._name_of[key.digest] = name
+        unit = paths.unit_prefix(name.key)
+        self._policy.insert(
+            key.digest,
+            size_bytes=sealed.size_bytes,
+            parent=None,
+            now=time.monotonic(),
+            pinned=attributes.pinned,
+            group=name.bucket + b"\0" + unit if unit else None,
+        )
+        if old is not None:
+            self._discard(object_key(old.object_id), old.uid)
+        self._tell(Change(ChangeKind.SEALED, name, key))
+        return self._info(name, row, sealed.extent)
+
+    def seal_block(
+        self,
+        draft: Draft,
+        bucket: bytes,
+        digest: bytes,
+        *,
+        parent: bytes | None,
+        uid: int,
+        checksum: int | None = None,
+    ) -> ObjectInfo:
+        """Publish a draft as a block: the first seal wins, and a later one is given the earlier object.
+
+        `digest` and `parent` are prefix hashes of 16 bytes. Raises WriterActive (the draft stays open).
+        """
+        if len(digest) != 16 or (parent is not None and len(parent) != 16):
+            raise InvalidRequest("a prefix hash has 16 bytes")
+        if self.bucket(bucket).namespace is None:
+            raise InvalidRequest(f"bucket {bucket.decode()} is bound to no namespace")
+        if self._blocks.get(digest) is not None:
+            self.abort(draft)
+            return self.lookup_block(digest)
+        key = StoreKey(Kind.BLOCK, digest)
+        sequence = self.names.next_ids(1)
+        header = SealHeader(key, sequence, sequence, parent=parent or bytes(16), uid=uid)
+        sealed = self.dram.seal(draft.extent, header, checksum=checksum)
+        self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
+        self._blocks.add(digest, Block(bucket, uid, sealed.size_bytes, sequence, time.time_ns()))
+        self._policy.insert(digest, size_bytes=sealed.size_bytes, parent=parent, now=time.monotonic())
+        self._tell(Change(ChangeKind.SEALED, None, key))
+        return self.lookup_block(digest)
+
+    def _index(self, draft: Draft, key: StoreKey, slot: int, generation: int, size_bytes: int) -> None:
+        self._close_draft(draft, size_bytes)
+        self.table.put(key.digest, int(key.kind), slot, generation, size_bytes)
+        self._counts["seals"] += 1
+
+    def _close_draft(self, draft: Draft, sealed_bytes: int | None) -> None:
+        if draft.open:
+            draft.open = False
+            self.space.closed(draft.uid, draft.size_hint_bytes, sealed_bytes)
+
+    # --- reading ------------------------------------------------------------------------------------------
+
+    def lookup(self, name: Name) -> ObjectInfo | Directory:
+        """What an exact key names: an object first, else a directory. Raises NotFound, BucketNotFound."""
+        bucket = self.bucket(name.bucket)
+        if digest := _is_block_name(bucket, name.key):
+            return self.lookup_block(digest)
+        if name.key and not name.key.endswith(b"/"):
+            row = self._row(name)
+            if row is not None:
+                return self._info_of_row(name, row)
+        return self._directory(bucket, Name(name.bucket, _as_prefix(name.key)))
+
+    def lookup_path(self, name: Name) -> ObjectInfo | Directory:
+        """What the path view shows: where both `a` and `a/b` exist, the directory."""
+        bucket = self.bucket(name.bucket)
+        if digest := _is_block_name(bucket, name.key):
+            return self.lookup_block(digest)
+        row = self._row(name) if name.key and not name.key.endswith(b"/") else None
+        try:
+            return self._directory(bucket, Name(name.bucket, _as_prefix(name.key)))
+        except NotFound:
+            if row is None:
+                self._counts["misses"] += 1
+                raise NotFound(f"no object {name}") from None
+            return self._info_of_row(name, row)
+
+    def lookup_block(self, digest: bytes) -> ObjectInfo:
+        block, entry = self._blocks.get(digest), self.table.get(digest)
+        if block is None or entry is None:
+            self._counts["misses"] += 1
+            raise NotFound(f"no block {digest.hex()}")
+        bucket = self.bucket(block.bucket)
+        return ObjectInfo(
+            name=None,
+            key=StoreKey(Kind.BLOCK, digest),
+            extent=Extent(entry.slot, entry.generation),
+            tier="dram",
+            object_id=block.sequence,
+            ino=block.sequence,
+            size_bytes=entry.size_bytes,
+            mode=bucket.mode & 0o444,
+            uid=bucket.uid,
+            gid=bucket.gid,
+            mtime_ns=block.sealed_ns,
+            ctime_ns=block.sealed_ns,
+            sequence=block.sequence,
+            pinned=block.pinned,
+            hits=entry.hits,
+        )
+
+    def block_bucket(self, digest: bytes) -> bytes | None:
+        """The bucket that a block was sealed into, whose rights are the block's; None for no such block."""
+        block = self._blocks.get(digest)
+        return None if block is None else block.bucket
+
+    def match(self, digests: bytes | memoryview) -> int:
+        """How many prefix hashes (16 bytes each) are present without a gap from the first on."""
+        return self.table.match(digests)
+
+    def open_read(self, info: ObjectInfo, *, uid: int) -> int:
+        """A read-only descriptor, which is the lease. Raises Superseded, QuotaExceeded; the caller closes it."""
+        self.space.check_quota(uid, held_bytes=self.dram.charged_bytes(uid))
+        descriptor = self.dram.open_sealed(info.extent)
+        self.note_reader(info.extent.slot, uid)
+        self.touch(info.key)
+        return descriptor
+
+    def note_reader(self, slot: int, uid: int) -> None:
+        """Remember who opened a slot last: its bytes are charged to that uid if they outlive the object."""
+        self._last_reader[slot] = uid
+
+    def touch(self, key: StoreKey) -> None:
+        """Count a hit."""
+        self.table.touch(key.digest)
+        self._counts["hits"] += 1
+        self._policy.touch(key.digest, time.monotonic())
+
+    async def wait_published(self, name: Name) -> None:
+        """Wait, PUBLISH_WAIT_S at most, while `name` is a draft that is closed but not yet published."""
+        event = self._publishing.get(name)
+        if event is not None:
+            with trio.move_on_after(limits.PUBLISH_WAIT_S):
+                await event.wait()
+
+    def begin_publish(self, name: Name) -> None:
+        self._publishing.setdefault(name, trio.Event())
+
+    def end_publish(self, name: Name) -> None:
+        event = self._publishing.pop(name, None)
+        if event is not None:
+            event.set()
+
+    # --- names --------------------------------------------------------------------------------------------
+
+    def make_directory(self, name: Name, attributes: Attributes) -> Directory:
+        """Raises Exists when any object or directory has the name, NotFound when its parent has not."""
+        bucket = self._check_name(name)
+        if not name.key.endswith(b"/"):
+            raise InvalidRequest(f"{name}: a directory's key ends in '/'")
+        if self._row(Name(name.bucket, name.key[:-1])) is not None or self.names.has_prefix(name.bucket, name.key):
+            raise Exists(f"{name} exists")
+        if bucket.namespace is not None and (name.key + b"/").startswith(b"kv/"):
+            raise NotPermitted(f"{name}: names under kv/ of a bound bucket are blocks")
+        return self.mark_directory(name, attributes)
+
+    def mark_directory(self, name: Name, attributes: Attributes) -> Directory:
+        """Give a directory that is only a common prefix a marker, which can hold attributes."""
+        now = time.time_ns()
+        identity = self.names.next_ids(1)
+        row = NameRow(
+            object_id=identity,
+            ino=attributes.ino or identity,
+            size_bytes=0,
+            mode=attributes.mode & 0o7777,
+            uid=attributes.uid,
+            gid=attributes.gid,
+            mtime_ns=now if attributes.mtime_ns is None else attributes.mtime_ns,
+            ctime_ns=now,
+            sequence=identity,
+            flags=DIRECTORY,
+        )
+        self.names.put(name.bucket, name.key, row)
+        return _directory_of_row(name, row)
+
+    def remove_directory(self, name: Name) -> None:
+        """Raises NotFound, NotEmpty."""
+        directory = self._directory(self.bucket(name.bucket), name)
+        page = self.names.list(name.bucket, prefix=name.key, after=name.key, limit=1)
+        if page.entries or any(self._block_names(name.bucket, name.key, b"", b"/")):
+            raise NotEmpty(f"{name} is not empty")
+        self.names.remove(name.bucket, directory.name.key)
+
+    def remove(self, name: Name) -> None:
+        """Raises NotFound, IsDirectory."""
+        info = self.lookup(name)
+        if isinstance(info, Directory):
+            raise IsDirectory(f"{name} is a directory")
+        if info.name is None:
+            self.remove_block(info.key.digest)
+            return
+        self.names.remove(name.bucket, name.key)
+        self._discard(info.key, info.uid)
+        self._counts["removals"] += 1
+        self._tell(Change(ChangeKind.REMOVED, name, info.key))
+
+    def remove_block(self, digest: bytes) -> None:
+        block = self._blocks.get(digest)
+        if block is None:
+            raise NotFound(f"no block {digest.hex()}")
+        self._discard(StoreKey(Kind.BLOCK, digest), block.uid)
+        self._counts["removals"] += 1
+        self._tell(Change(ChangeKind.REMOVED, None, StoreKey(Kind.BLOCK, digest)))
+
+    def rename(self, src: Name, dst: Name, *, replace: bool = True) -> None:
+        """Move a name, or every name of a directory (both keys then end in `/`), in one transaction.
+
+        Raises NotFound, Exists, NotEmpty, IsDirectory, NotDirectory, CrossDevice (too many keys), NotPermitted.
+        """
+        for bucket in (self._check_name(src), self._check_name(dst)):
+            if bucket.namespace is not None and (src.key.startswith(b"kv/") or dst.key.startswith(b"kv/")):
+                raise NotPermitted(f"{src} -> {dst}: blocks have the names that their prefix hashes give")
+        if src.key.endswith(b"/"):
+            self._rename_directory(src, dst, replace)
+        else:
+            self._rename_object(src, dst, replace)
+        self._tell(Change(ChangeKind.RENAMED, src, None, new_name=dst))
+
+    def _rename_object(self, src: Name, dst: Name, replace: bool) -> None:
+        row = self._row(src)
+        if row is None:
+            raise NotFound(f"no object {src}")
+        if self.names.has_prefix(dst.bucket, dst.key + b"/"):
+            raise IsDirectory(f"{dst} is a directory")
+        if not replace and self._row(dst) is not None:
+            raise Exists(f"{dst} exists")
+        if src == dst:
+            return
+        old = self.names.rename(src.bucket, src.key, dst.bucket, dst.key)
+        self._name_of[object_key(row.object_id).digest] = dst
+        if old is not None:
+            self._discard(object_key(old.object_id), old.uid)
+
+    def _rename_directory(self, src: Name, dst: Name, replace: bool) -> None:
+        if not self.names.has_prefix(src.bucket, src.key):
+            raise NotFound(f"no directory {src}")
+        if dst.bucket == src.bucket and dst.key.startswith(src.key) and dst != src:
+            raise InvalidRequest(f"{src} -> {dst}: a directory cannot move into itself")
+        if self._row(Name(dst.bucket, dst.key[:-1])) is not None:
+            raise NotDirectory(f"{dst} is a file")
+        if self.names.has_prefix(dst.bucket, dst.key) and src != dst:
+            if not replace:
+                raise Exists(f"{dst} exists")
+            self.remove_directory(dst)
+        moved = self.names.rename_prefix(
+            src.bucket, src.key, dst.bucket, dst.key, limit=limits.MAX_RENAME_KEYS
+        )
+        for _, key in moved:
+            row = self.names.get(dst.bucket, key)
+            if row is not None and not row.flags & DIRECTORY:
+                self._name_of[object_key(row.object_id).digest] = Name(dst.bucket, key)
+
+    def list(
+        self,
+        bucket: bytes,
+        *,
+        prefix: bytes = b"",
+        after: bytes = b"",
+        delimiter: bytes | None = None,
+        limit: int = limits.MAX_LIST_ENTRIES,
+    ) -> Page:
+        """Names in byte order past `after`, at most `limit`; names that share `delimiter` past the prefix are one."""
+        where = self.bucket(bucket)
+        page = self.names.list(bucket, prefix=prefix, after=after, delimiter=delimiter, limit=limit)
+        rows = {entry.name: entry.row for entry in page.entries}
+        blocks = self._block_names(bucket, prefix, after, delimiter) if where.namespace else ()
+        entries: list[tuple[bytes, ObjectInfo | Directory]] = []
+        last = b""
+        for key in merge(rows, blocks):
+            if len(entries) == limit:
+                return Page(entries, last)
+            if key == last:
+                continue
+            last = key
+            found = self._listed(where, key, rows.get(key))
+            if found is not None:
+                entries.append((key, found))
+        return Page(entries, last if page.truncated else None)
+
+    def _listed(self, bucket: Bucket, key: bytes, row: NameRow | None) -> ObjectInfo | Directory | None:
+        name = Name(bucket.name, key)
+        try:
+            if row is None or row.flags & DIRECTORY:
+                return self.lookup(name)
+            return self._info_of_row(name, row)
+        except NotFound:
+            return None
+
+    def set_attributes(
+        self,
+        name: Name,
+        *,
+        mode: int | None = None,
+        uid: int | None = None,
+        gid: int | None = None,
+        mtime_ns: int | None = None,
+        pinned: bool | None = None,
+        user_metadata: bytes | None = None,
+    ) -> ObjectInfo | Directory:
+        """Change what is given. Raises NotFound; NotPermitted for all but `pinned` on a block."""
+        info = self.lookup(name)
+        if isinstance(info, ObjectInfo) and info.name is None:
+            return self._set_block(info, name, pinned, (mode, uid, gid, mtime_ns, user_metadata))
+        if isinstance(info, Directory) and not info.name.key:
+            self.set_bucket(name.bucket, mode=mode, uid=uid, gid=gid, mtime_ns=mtime_ns)
+            return self.lookup(name)
+        where = info.name
+        assert where is not None
+        row = self.names.get(where.bucket, where.key)
+        if row is None:
+            raise NotFound(f"{name} is a directory without a marker: it has no attributes of its own")
+        flags = row.flags if pinned is None else (row.flags | PINNED if pinned else row.flags & ~PINNED)
+        changed = NameRow(
+            object_id=row.object_id,
+            ino=row.ino,
+            size_bytes=row.size_bytes,
+            mode=row.mode if mode is None else mode & 0o7777,
+            uid=row.uid if uid is None else uid,
+            gid=row.gid if gid is None else gid,
+            mtime_ns=row.mtime_ns if mtime_ns is None else mtime_ns,
+            ctime_ns=time.time_ns(),
+            sequence=row.sequence,
+            flags=flags,
+            digest=row.digest,
+            user_metadata=row.user_metadata if user_metadata is None else user_metadata,
+        )
+        self.names.put(where.bucket, where.key, changed)
+        if pinned is not None and isinstance(info, ObjectInfo):
+            self._pin(info.key.digest, pinned)
+        self._tell(Change(ChangeKind.ATTRIBUTES, where, None))
+        return self.lookup(where)
+
+    def _set_block(
+        self, info: ObjectInfo, name: Name, pinned: bool | None, others: tuple[object, ...]
+    ) -> ObjectInfo | Directory:
+        if any(value is not None for value in others):
+            raise NotPermitted(f"{name}: a block has its bucket's attributes")
+        block = self._blocks.get(info.key.digest)
+        if pinned is not None and block is not None:
+            block.pinned = pinned
+            self._pin(info.key.digest, pinned)
+        return self.lookup(name)
+
+    def _pin(self, digest: bytes, pinned: bool) -> None:
+        if pinned:
+            self._policy.pin(digest)
+        else:
+            self._policy.unpin(digest)
+
+    # --- space --------------------------------------------------------------------------------------------
+
+    def evict(self, bytes_wanted: int | None = None, *, names: Iterable[Name] | None = None) -> int:
+        """Evict by policy until `bytes_wanted` are free, or exactly `names`; the bytes that became free.
+
+        By policy, what somebody holds open is passed over (nothing would come back). By name, a held slot
+        is replaced and its bytes stay charged to the holder.
+        """
+        if names is None:
+            return self._evict_by_policy(bytes_wanted or 0)
+        freed = 0
+        for name in list(names):
+            info = self.lookup(name)
+            if isinstance(info, Directory):
+                raise IsDirectory(f"{name} is a directory: evict names the objects in it")
+            freed += self._evict_one(info.key.digest)
+        return freed
+
+    def make_room(self, size_bytes: int) -> None:
+        """Evict until `size_bytes` and the headroom fit, as far as anything can be evicted."""
+        usage = self.dram.usage()
+        self.dram.sweep()
+        wanted = max(size_bytes, self.space.headroom_bytes()) - (usage.capacity_bytes - usage.used_bytes)
+        if wanted > 0:
+            self._evict_by_policy(wanted)
+
+    def _evict_by_policy(self, bytes_wanted: int) -> int:
+        freed = skipped = 0
+        for report in self.before_eviction:
+            report()
+        while freed < bytes_wanted and skipped < MAX_HELD_SKIPS:
+            groups = list(self._policy.victims(bytes_wanted - freed, time.monotonic()))
+            if not groups:
+                break
+            for group in groups:
+                if any(self._is_held(digest) for digest in group):
+                    skipped += 1
+                    for digest in group:
+                        self._policy.touch(digest, time.monotonic())
+                else:
+                    freed += sum([self._evict_one(digest) for digest in group])
+        return freed
+
+    def _is_held(self, digest: bytes) -> bool:
+        entry = self.table.get(digest)
+        return entry is not None and self.dram.held(Extent(entry.slot, entry.generation))
+
+    def _evict_one(self, digest: bytes) -> int:
+        name, block = self._name_of.get(digest), self._blocks.get(digest)
+        if name is None and block is None:
+            self._policy.remove(digest)
+            return 0
+        key = StoreKey(Kind.BLOCK if block else Kind.OBJECT, digest)
+        uid = block.uid if block else 0
+        if name is not None:
+            row = self.names.remove(name.bucket, name.key)
+            uid = row.uid if row else 0
+            self._drop_empty_unit(name)
+        freed = self._discard(key, uid)
+        self._counts["evictions"] += 1
+        self._tell(Change(ChangeKind.REMOVED, name, key, evicted=True))
+        return freed
+
+    def _drop_empty_unit(self, name: Name) -> None:
+        """A directory named by a hash reads as a hit while it exists, so it goes with its last file."""
+        unit = paths.unit_prefix(name.key)
+        if unit and not self.names.list(name.bucket, prefix=unit, after=unit, limit=1).entries:
+            self.names.remove(name.bucket, unit)
+            self._tell(Change(ChangeKind.REMOVED, Name(name.bucket, unit), None, evicted=True))
+
+    def _discard(self, key: StoreKey, uid: int) -> int:
+        """Take an object out of table, policy and tier; the bytes that became free."""
+        entry = self.table.get(key.digest)
+        self.table.remove(key.digest)
+        if key.digest in self._policy:
+            self._policy.remove(key.digest)
+        self._name_of.pop(key.digest, None)
+        self._blocks.remove(key.digest)
+        if entry is None:
+            return 0
+        held = self.dram.free(Extent(entry.slot, entry.generation), charge_uid=self._last_reader.pop(entry.slot, uid))
+        return 0 if held else entry.size_bytes
+
+    def maintain(self) -> None:
+        """Sweep what holders let go, and evict down to the headroom. Cheap when there is nothing to do."""
+        self.dram.sweep()
+        usage = self.dram.usage()
+        short = self.space.headroom_bytes() - (usage.capacity_bytes - usage.used_bytes)
+        if short > 0:
+            self._evict_by_policy(short)
+
+    def usage(self) -> dict[str, Any]:
+        """What `kvfs status` shows; every value is JSON-able."""
+        usage = self.dram.usage()
+        return {
+            "store_id": self.store_id.hex(),
+            "data_dir": str(self.data_dir),
+            "objects": len(self._name_of),
+            "blocks": len(self._blocks),
+            "buckets": len(self.names.buckets()),
+            "open_drafts": self.space.open_drafts,
+            "quota_bytes": self.space.quota_bytes,
+            "headroom_bytes": self.space.headroom_bytes(),
+            **self._counts,
+            "tiers": [
+                {
+                    "name": "dram",
+                    "backing": self.dram.backing,
+                    "capacity_bytes": usage.capacity_bytes,
+                    "used_bytes": usage.used_bytes,
+                    "held_bytes": usage.held_bytes,
+                    "slots": usage.slots,
+                    "max_slots": usage.max_slots,
+                    "largest_object_bytes": usage.largest_object_bytes,
+                }
+            ],
+        }
+
+    # --- helpers ------------------------------------------------------------------------------------------
+
+    def _check_name(self, name: Name) -> Bucket:
+        paths.check_key(name.key)
+        return self.bucket(name.bucket)
+
+    def _row(self, name: Name) -> NameRow | None:
+        row = self.names.get(name.bucket, name.key)
+        return None if row is None or row.flags & DIRECTORY else row
+
+    def _info_of_row(self, name: Name, row: NameRow) -> ObjectInfo:
+        entry = self.table.get(object_key(row.object_id).digest)
+        if entry is None:
+            self._counts["misses"] += 1
+            raise NotFound(f"{name} has no bytes in any tier")
+        return self._info(name, row, Extent(entry.slot, entry.generation), entry.hits)
+
+    def _info(self, name: Name, row: NameRow, extent: Any, hits: int = 0) -> ObjectInfo:
+        return ObjectInfo(
+            name=name,
+            key=object_key(row.object_id),
+            extent=extent,
+            tier="dram",
+            object_id=row.object_id,
+            ino=row.ino,
+            size_bytes=row.size_bytes,
+            mode=row.mode,
+            uid=row.uid,
+            gid=row.gid,
+            mtime_ns=row.mtime_ns,
+            ctime_ns=row.ctime_ns,
+            sequence=row.sequence,
+            pinned=bool(row.flags & PINNED),
+            hits=hits,
+            user_metadata=row.user_metadata,
+        )
+
+    def _directory(self, bucket: Bucket, name: Name) -> Directory:
+        """`name.key` ends in `/` or is empty. Raises NotFound."""
+        if name.key:
+            row = self.names.get(name.bucket, name.key)
+            if row is not None:
+                return _directory_of_row(name, row)
+            if not self.names.has_prefix(name.bucket, name.key) and not any(
+                self._block_names(name.bucket, name.key, b"", b"/")
+            ):
+                raise NotFound(f"no object {name}")
+        identity = xxhash.xxh3_64_intdigest(name.bucket + b"\0" + name.key) | 1 << 63
+        return Directory(name, identity, bucket.mode, bucket.uid, bucket.gid, bucket.mtime_ns)
+
+    def _block_names(
+        self, bucket: bytes, prefix: bytes, after: bytes, delimiter: bytes | None
+    ) -> Iterable[bytes]:
+        return self._blocks.names(bucket, prefix=prefix, after=after, delimiter=delimiter)
+
+    def _tell(self, change: Change) -> None:
+        for listener in self.listeners:
+            listener(change)
+
+
+def _bucket(row: BucketRow) -> Bucket:
+    return Bucket(
+        name=row.name,
+        durable=row.class_ == "durable",
+        uid=row.uid,
+        gid=row.gid,
+        mode=row.mode,
+        created_ns=row.created_ns,
+        mtime_ns=row.mtime_ns,
+        namespace=row.namespace,
+    )
+
+
+def _directory_of_row(name: Name, row: NameRow) -> Directory:
+    return Directory(name, row.ino, row.mode, row.uid, row.gid, row.mtime_ns)
+
+
+def _as_prefix(key: bytes) -> bytes:
+    return key if not key or key.endswith(b"/") else key + b"/"
+
+
+def _is_block_name(bucket: Bucket, key: bytes) -> bytes | None:
+    """The prefix hash that `key` spells in a bound bucket, else None."""
+    return parse_block_name(key) if bucket.namespace is not None else None
