@@ -24,7 +24,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
+
+if TYPE_CHECKING:
+    from kvfs.client import Client
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 READY_WAIT_S: Final = 30.0
@@ -88,7 +91,7 @@ class Service:
         serve = [
             sys.executable,
             "-m",
-            "kvfs.cli",
+            "kvfs",
             "serve",
             "--mount",
             str(self.mount),
@@ -184,21 +187,20 @@ class Service:
         log = self.log()
         return log if "Traceback (most recent call last)" in log else ""
 
-    def cli(self, *arguments: str, timeout_s: float = 30.0) -> subprocess.CompletedProcess[str]:
-        """Run `kvfs ARGUMENTS`; the caller looks at its return code."""
-        return subprocess.run(
-            [sys.executable, "-m", "kvfs.cli", *arguments],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-        )
+    def client(self) -> Client:
+        """A session of the native client; the caller closes it."""
+        from kvfs.client import connect
 
-    def evict(self, path: Path) -> None:
-        """Evict one sealed object by its path on the mount, through the command line."""
-        done = self.cli("evict", str(path))
-        assert done.returncode == 0, done.stderr + done.stdout
+        return connect(self.mount)
+
+    def name(self, path: Path) -> str:
+        """`bucket/key` of a path on the mount."""
+        return os.fspath(path.relative_to(self.mount))
+
+    def evict(self, path: Path) -> int:
+        """Evict one sealed object, held or not; the bytes that became free."""
+        with self.client() as client:
+            return client.evict(self.name(path))
 
     def __enter__(self) -> Self:
         try:
