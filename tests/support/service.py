@@ -23,7 +23,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
+
+if TYPE_CHECKING:
+    from kvfs.client import Client
 
 from kvfs import linux
 
@@ -104,7 +107,7 @@ class Service:
         serve = [
             sys.executable,
             "-m",
-            "kvfs.cli",
+            "kvfs",
             "serve",
             "--mount",
             str(self.mount),
@@ -220,11 +223,20 @@ class Service:
     def cli(self, *arguments: str, timeout_s: float = 30.0) -> subprocess.CompletedProcess[str]:
         """Run `kvfs ARGUMENTS`; the caller looks at its return code."""
         return run_kvfs(*arguments, timeout_s=timeout_s)
+    def client(self) -> Client:
+        """A session of the native client; the caller closes it."""
+        from kvfs.client import connect
 
-    def evict(self, path: Path) -> None:
-        """Evict one sealed object by its path on the mount, through the command line."""
-        done = self.cli("evict", str(path))
-        assert done.returncode == 0, done.stderr + done.stdout
+        return connect(self.mount)
+
+    def name(self, path: Path) -> str:
+        """`bucket/key` of a path on the mount."""
+        return os.fspath(path.relative_to(self.mount))
+
+    def evict(self, path: Path) -> int:
+        """Evict one sealed object, held or not; the bytes that became free."""
+        with self.client() as client:
+            return client.evict(self.name(path))
 
     def __enter__(self) -> Self:
         try:
