@@ -356,9 +356,6 @@ class TieredStore:
 
     def _find_bound(self, bucket: Bucket, name: Name) -> ObjectInfo | Directory | None:
         """The same in a bucket whose names under `kv/` are blocks."""
-        if digest := _is_block_name(bucket, name.key):
-            return self._block_of(bucket, digest)
-        row = self._row(name) if name.key and not name.key.endswith(b"/") else None
         try:
             return self.lookup(name)
         except NotFound:
