@@ -42,6 +42,8 @@ class OpenDraft:
     torn: bool = False
     """The last writer died by a signal in the middle."""
     pinned: bool = False
+    closed: bool = False
+    """Its last writer has closed it, and it waits to be published."""
     lingering: bool = False
     """Closed, but somebody can still write it (a mapping), or reads it."""
     ended: trio.Event = field(default_factory=trio.Event)

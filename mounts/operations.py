@@ -380,7 +380,7 @@ class Operations(pyfuse3.Operations):
         opened = node.draft
         if opened is None:
             self.backings.node_dead(node.nodeid)
-        elif opened.handles == 0 and not opened.lingering:
+        elif opened.handles == 0:
             self.drafts.discard(node)
         self.nodes.release(node)
 
