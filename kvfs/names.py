@@ -235,7 +235,7 @@ class NameIndex:
         return rows
 
     def has_prefix(self, bucket: bytes, prefix: bytes) -> bool:
-        """Whether any key of the bucket starts with `prefix`; none does with one that is longer than a key."""
+        """Whether any key of the bucket starts with `prefix`; none does with one longer than a key."""
         if len(prefix) > MAX_KEY_BYTES:
             return False
         full = _full_prefix(bucket, prefix)

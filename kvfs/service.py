@@ -76,7 +76,7 @@ def raise_file_limit() -> None:
 
 
 def check_places(settings: Settings) -> None:
-    """Raises ConfigError where the mount would hide what the service itself needs: it would wait for itself."""
+    """Raises ConfigError where the mount would hide what the service needs: it would wait for itself."""
     path = settings.mount.path
     for what, inside in (("[store] data", settings.store.data), ("[session] socket", settings.socket_path)):
         if inside.is_relative_to(path):

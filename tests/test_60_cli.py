@@ -98,7 +98,7 @@ def test_bench_is_for_checkouts_and_says_so(tmp_path: Path) -> None:
 
 
 def test_short_commands_answer_fast(service: Service) -> None:
-    """0.3 s is what a person takes for at once. Processor time, and the best of a few: tests share the machine."""
+    """0.3 s is "at once" for a person. Processor time, the best of a few: tests share the machine."""
 
     def seconds(*arguments: str) -> float:
         before = os.times()
