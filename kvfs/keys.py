@@ -3,7 +3,7 @@
 Responsibility: check arguments and call `kvfs._native.hashing`, once for any number of blocks and without the
 GIL. docs/keys.md specifies every byte; `kvfs.namespaces` says what a namespace is.
 
-    h[i] = first 16 bytes of H(h[i-1] || tokens of block i || extra of block i); h[-1] = the namespace's digest
+    h[i] = first 16 bytes of H(h[i-1] || tokens of block i || extra of block i); h[-1] = namespace digest
 
 Invariants: a token is hashed as 32-bit unsigned little-endian, whatever integers it came as; a partial
 block's hash is of another form, so it equals no whole block's. Concurrency: pure functions.
@@ -118,7 +118,8 @@ def _token_buffer(tokens: Tokens) -> Buffer:
         memoryview(tokens)  # type: ignore[arg-type]
     except TypeError:
         raise InvalidRequest(
-            f"tokens are a {type(tokens).__name__}, neither a buffer of integers nor a list (a tensor: pass .numpy())"
+            f"tokens are a {type(tokens).__name__}, neither a buffer of integers nor a list "
+            "(of a tensor, pass .numpy())"
         ) from None
     return tokens  # type: ignore[return-value]
 
