@@ -3,10 +3,10 @@
 Responsibility: an order over keys; pure state, no I/O, no clock of its own, no idea of tiers or slots. The
 service and the simulator call the same code.
 
-Words: a *unit* is what leaves at once: one key, or all keys of an eviction group (the files of a directory that
-an engine takes as one). A unit is a *leaf* while no cached key outside it has one of its keys as parent. The
-victim is always the leaf without pinned keys whose last use (of any of its keys) is the oldest. So a pinned
-key protects its ancestors too, by standing on them.
+Words: a *unit* is what leaves at once: one key, or all keys of an eviction group (the files of a directory
+that an engine takes as one). A unit is a *leaf* while no cached key outside it has one of its keys as parent.
+The victim is always the leaf without pinned keys whose last use, as any of its keys, is the oldest. So a
+pinned key protects its ancestors too, by standing on them.
 
 Invariants:
 - `_order` holds units by last use. A unit found there that cannot go is set aside (PARKED) until its last
