@@ -174,6 +174,7 @@ class TieredStore:
         if self.names.has_prefix(name, b"") or self._blocks.count(name):
             raise NotEmpty(f"bucket {name.decode()} is not empty")
         self.names.remove_bucket(name)
+        self._tell(Change(ChangeKind.REMOVED, Name(name, b""), None))
 
     # --- writing ------------------------------------------------------------------------------------------
 
@@ -737,6 +738,8 @@ class TieredStore:
 
     def _directory(self, bucket: Bucket, name: Name) -> Directory:
         """`name.key` ends in `/` or is empty. Raises NotFound."""
+        if len(name.key) > limits.MAX_KEY_BYTES:  # the longest key, taken for a directory's
+            raise NotFound(f"no object {name}")
         if name.key:
             row = self.names.get(name.bucket, name.key)
             if row is not None:
