@@ -24,15 +24,16 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import trio
 
 from kvfs import limits
-from kvfs.config import Settings, format_size
+from kvfs.config import Settings
 from kvfs.errors import ConfigError, KvfsError
 from kvfs.notify import notify
-from mounts.mount import Mount, recover
+from kvfs.sizes import format_size
+from mounts.mount import Mount, recover, unmount
 from tiers.sessions import SessionServer
 from tiers.store import TieredStore
 
@@ -113,9 +114,18 @@ async def run(settings: Settings, started: Callable[[Running], None]) -> None:
     stop = trio.CancelScope()
     with _Watchdog(settings.mount.path) as watchdog, open_store(settings) as store:
         mount = Mount(
-            store, prepare_mountpoint(settings), mode=settings.mount.mode, socket_path=settings.socket_path
+            store,
+            prepare_mountpoint(settings),
+            mode=settings.mount.mode,
+            socket_path=settings.socket_path,
+            allow_other=settings.mount.allow_other,
         )
-        sessions = SessionServer(store, settings.socket_path)
+        sessions = SessionServer(
+            store,
+            settings.socket_path,
+            group_gid=group_id(settings.session.group),
+            describe=lambda: {"mount": _describe_mount(mount)},
+        )
         async with trio.open_nursery() as upkeep:
             upkeep.start_soon(_maintain, store)
             await upkeep.start(_stop_on_signal, stop, watchdog)
@@ -165,10 +175,10 @@ class _Watchdog:
     def stop_hard(self, why: str) -> None:
         """Leave as after a crash: drafts are lost, and the next start adopts what was sealed."""
         log.error("%s: leaving at once", why)
-        try:
-            recover(self._mountpoint)
-        finally:
-            os._exit(1)
+        detaching = threading.Thread(target=unmount, args=[self._mountpoint], daemon=True)
+        detaching.start()
+        detaching.join(limits.DETACH_WAIT_S)
+        os._exit(1)
 
 
 async def _stop_on_signal(
@@ -216,6 +226,10 @@ async def _maintain(store: TieredStore) -> None:
         except KvfsError as error:
             log.log(error.log_level, "upkeep: %s", error)
         await trio.sleep(limits.MAINTAIN_PAUSE_S)
+
+
+def _describe_mount(mount: Mount) -> dict[str, Any]:
+    return {"path": str(mount.mountpoint), "mode": mount.mode, "missing": mount.limits}
 
 
 def _describe(settings: Settings, store: TieredStore, mount: Mount) -> Running:

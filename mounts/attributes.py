@@ -47,8 +47,14 @@ def of_object(node: Node, info: ObjectInfo) -> pyfuse3.EntryAttributes:
     return entry
 
 
-def of_draft(node: Node, opened: OpenDraft, status: os.stat_result) -> pyfuse3.EntryAttributes:
+def of_draft(node: Node, opened: OpenDraft, status: os.stat_result | None) -> pyfuse3.EntryAttributes:
+    """`status` is that of the slot file; None for a draft that was made just now."""
     entry = _entry(node, stat.S_IFREG | opened.mode, opened.uid, opened.gid, cache_s=0)
+    if status is None:
+        entry.st_size = entry.st_blocks = 0
+        made_ns = opened.ctime_ns
+        _set_times(entry, atime_ns=made_ns, mtime_ns=made_ns, ctime_ns=made_ns)
+        return entry
     entry.st_size = status.st_size
     entry.st_blocks = status.st_blocks
     entry.st_nlink = 1 if node.linked else 0

@@ -102,7 +102,7 @@ class Operations(pyfuse3.Operations):
         super().__init__()
         self.store = store
         self.backings = backings
-        self.nodes = NodeTable(on_drop=lambda node: backings.node_drop(node.nodeid))
+        self.nodes = NodeTable(backings)
         self.drafts = DraftKeeper(store, self.nodes, backings)
         self.xattrs = ExtendedAttributes(store, self.nodes, socket)
         self._started_ns = time.time_ns()
@@ -110,7 +110,15 @@ class Operations(pyfuse3.Operations):
         self._listings: dict[int, Listing] = {}
         self._next_handle = 1
         self._own_changes = 0
-        backings.node_other(self.nodes.root.nodeid, self.nodes.root.ino)
+        root = self.nodes.root
+        backings.node_directory(
+            root.nodeid,
+            root.ino,
+            mode=stat.S_IFDIR | attrs.ROOT_MODE,
+            uid=os.geteuid(),
+            gid=os.getegid(),
+            mtime_ns=self._started_ns,
+        )
 
     # --- attributes ---------------------------------------------------------------------------------------
 
@@ -137,7 +145,7 @@ class Operations(pyfuse3.Operations):
         if isinstance(found, Directory):
             if node is None or not node.directory:
                 node = self._replace(node, parent, component, directory=True, ino=found.ino)
-                self.backings.node_other(node.nodeid, found.ino)
+                self._show_directory(node, found)
             return node
         if node is None or node.info is None or node.info.key != found.key:
             node = self._replace(node, parent, component, directory=False, ino=found.ino)
@@ -147,6 +155,16 @@ class Operations(pyfuse3.Operations):
         self.nodes.set_object(node, found)
         return node
 
+    def _show_directory(self, node: Node, found: Directory) -> None:
+        self.backings.node_directory(
+            node.nodeid,
+            node.ino,
+            mode=stat.S_IFDIR | found.mode,
+            uid=found.uid,
+            gid=found.gid,
+            mtime_ns=found.mtime_ns,
+        )
+
     def _replace(self, old: Node | None, parent: Node, component: bytes, *, directory: bool, ino: int) -> Node:
         if old is not None:
             self.backings.node_dead(old.nodeid)
@@ -155,16 +173,41 @@ class Operations(pyfuse3.Operations):
             self.nodes.release(old)
         return node
 
-    def _find(self, parent: Node, component: bytes) -> Node:
-        """The node of a name. Raises NotFound."""
+    def _find(self, parent: Node, component: bytes) -> Node | None:
+        """The node of a name, None where there is nothing. Raises NameTooLong."""
         paths.check_component(component)
         known = self.nodes.child(parent, component)
-        if known is not None and known.draft is not None:
+        if known is not None and (known.draft is not None or self._is_current(known)):
             return known
-        if parent.parent is None:
-            paths.check_bucket(component)
-            return self._node_of(parent, component, self.store.lookup(Name(component, b"")))
-        return self._node_of(parent, component, self.store.lookup_path(self.nodes.child_name(parent, component)))
+        found = self._find_sealed(parent, component)
+        if found is not None:
+            return self._node_of(parent, component, found)
+        if known is not None:
+            self._forget_name(known)
+        return None
+
+    def _is_current(self, node: Node) -> bool:
+        """Whether a sealed node still shows what the store has: its object is where it was."""
+        info = node.info
+        if info is None:
+            return False
+        entry = self.store.table.get(info.key.digest)
+        return entry is not None and entry.generation == info.extent.generation and entry.slot == info.extent.slot
+
+    def _find_sealed(self, parent: Node, component: bytes) -> ObjectInfo | Directory | None:
+        if parent.parent is not None:
+            return self.store.find_path(self.nodes.child_name(parent, component))
+        try:
+            return self.store.lookup(Name(component, b""))
+        except NotFound:
+            return None
+
+    def _need(self, parent: Node, component: bytes) -> Node:
+        """The node of a name. Raises NotFound."""
+        node = self._find(parent, component)
+        if node is None:
+            raise NotFound(f"no {component.decode(errors='replace')} there")
+        return node
 
     def _directory(self, nodeid: int) -> Node:
         node = self.nodes.get(nodeid)
@@ -179,6 +222,8 @@ class Operations(pyfuse3.Operations):
         self, parent_inode: pyfuse3.InodeT, name: pyfuse3.FileNameT, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
         node = self._find(self._directory(parent_inode), name)
+        if node is None:
+            raise pyfuse3.FUSEError(errno.ENOENT)
         entry = self._attributes(node)
         node.lookups += 1
         return entry
@@ -217,6 +262,7 @@ class Operations(pyfuse3.Operations):
             opened.uid = opened.uid if uid is None else uid
             opened.gid = opened.gid if gid is None else gid
             opened.ctime_ns = time.time_ns()
+            self.drafts.show_draft(node, opened)
             if opened.handles == 0:
                 self.drafts.settle(node, opened)
             return self._attributes(node)
@@ -240,6 +286,8 @@ class Operations(pyfuse3.Operations):
             if isinstance(found, ObjectInfo):
                 self.nodes.set_object(node, found)
                 self.drafts.show_sealed(node, found)
+            else:
+                self._show_directory(node, found)
         return self._attributes(node)
 
     def _keep_directory(self, name: Name) -> None:
@@ -290,7 +338,7 @@ class Operations(pyfuse3.Operations):
                 raise Exists(f"{place} is being written")
             where = Name(place.bucket, place.key + b"/")
             self.store.make_directory(where, Attributes(mode=permissions, uid=ctx.uid, gid=ctx.gid))
-        node = self._find(parent, name)
+        node = self._need(parent, name)
         node.lookups += 1
         return self._attributes(node)
 
@@ -299,7 +347,7 @@ class Operations(pyfuse3.Operations):
         self, parent_inode: pyfuse3.InodeT, name: pyfuse3.FileNameT, ctx: pyfuse3.RequestContext
     ) -> None:
         parent = self._directory(parent_inode)
-        node = self._find(parent, name)
+        node = self._need(parent, name)
         if not node.directory:
             raise NotDirectory(f"{name.decode(errors='replace')} is a file")
         if self.nodes.has_drafts_below(node):
@@ -315,7 +363,7 @@ class Operations(pyfuse3.Operations):
         self, parent_inode: pyfuse3.InodeT, name: pyfuse3.FileNameT, ctx: pyfuse3.RequestContext
     ) -> None:
         parent = self._directory(parent_inode)
-        node = self._find(parent, name)
+        node = self._need(parent, name)
         if node.directory:
             raise IsDirectory(f"{name.decode(errors='replace')} is a directory")
         self._remove_sealed(self.nodes.name(node))
@@ -332,7 +380,7 @@ class Operations(pyfuse3.Operations):
         opened = node.draft
         if opened is None:
             self.backings.node_dead(node.nodeid)
-        elif opened.handles == 0 and not opened.lingering:
+        elif opened.handles == 0:
             self.drafts.discard(node)
         self.nodes.release(node)
 
@@ -349,11 +397,11 @@ class Operations(pyfuse3.Operations):
         if flags & pyfuse3.RENAME_EXCHANGE:
             raise InvalidRequest("RENAME_EXCHANGE: two names cannot be exchanged in one step here")
         above, below = self._directory(parent_inode_old), self._directory(parent_inode_new)
-        node = self._find(above, name_old)
+        node = self._need(above, name_old)
         if above.parent is None or (below.parent is None and node.directory):
             raise CrossDevice("a bucket is not renamed, and a directory becomes one by copying")
         target = self._place(below, name_new)
-        known = self._known(below, name_new)
+        known = self._find(below, name_new)
         if known is node:
             return
         if known is not None:
@@ -373,12 +421,6 @@ class Operations(pyfuse3.Operations):
             found = self.store.lookup(target)
             if isinstance(found, ObjectInfo):
                 self.nodes.set_object(node, found)
-
-    def _known(self, parent: Node, component: bytes) -> Node | None:
-        try:
-            return self._find(parent, component)
-        except NotFound:
-            return None
 
     def _check_replaceable(self, node: Node, known: Node, *, replace: bool) -> None:
         name = known.component.decode(errors="replace")
@@ -435,7 +477,7 @@ class Operations(pyfuse3.Operations):
         self, parent: Node, component: bytes, flags: int, mode: int, ctx: pyfuse3.RequestContext
     ) -> Node:
         name = self._place(parent, component)
-        known = self._known(parent, component)
+        known = self._find(parent, component)
         if known is not None and known.directory:
             raise IsDirectory(f"{name} is a directory")
         if known is not None and (flags & os.O_EXCL or known.draft is not None or not flags & os.O_TRUNC):
@@ -465,7 +507,7 @@ class Operations(pyfuse3.Operations):
             self.drafts.discard(node)
             raise
         node.lookups += 1
-        return info, self._attributes(node)
+        return info, attrs.of_draft(node, node.draft, None)
 
     @answers_errno
     async def open(
@@ -473,7 +515,7 @@ class Operations(pyfuse3.Operations):
     ) -> pyfuse3.FileInfo:
         node = self.nodes.get(inode)
         writes = flags & os.O_ACCMODE != os.O_RDONLY
-        if node.draft is not None:
+        if node.draft is not None and not self.drafts.publish_if_closed(node, node.draft):
             if flags & os.O_TRUNC:
                 self.drafts.truncate(node.draft, 0)
             return self._open_draft(node, node.draft, flags, ctx)
@@ -527,7 +569,7 @@ class Operations(pyfuse3.Operations):
         if handle.opened is None or not handle.writable:
             return
         if isinstance(self.backings, PlainBackings):
-            self.backings.note_killed(handle.node.nodeid, died_by_signal(handle.pid))
+            self.backings.note_flush(handle.node.nodeid, died_by_signal(handle.pid))
         size_bytes = self.drafts.status(handle.opened).st_size
         if size_bytes > self.drafts.largest_bytes:
             raise OSError(errno.EFBIG, "over the largest object")
@@ -667,11 +709,12 @@ class Operations(pyfuse3.Operations):
                 self._forget_name(target)
 
     def _refresh(self, node: Node) -> None:
-        if node.info is not None:
-            found = self.store.lookup(self.nodes.name(node))
-            if isinstance(found, ObjectInfo):
-                self.nodes.set_object(node, found)
-                self.drafts.show_sealed(node, found)
+        found = self.store.lookup(self.nodes.name(node))
+        if isinstance(found, Directory):
+            self._show_directory(node, found)
+        else:
+            self.nodes.set_object(node, found)
+            self.drafts.show_sealed(node, found)
         self.backings.invalidate_attr(node.nodeid)
 
     def _forget_name(self, node: Node) -> None:

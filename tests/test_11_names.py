@@ -52,7 +52,7 @@ stems = st.sampled_from([b"", b"", b"", b"p" * 506, b"p" * 508, b"p" * 507 + b"/
 texts = st.builds(lambda stem, middle, end: stem + middle + end, stems, short, short)
 keys = texts.filter(bool)
 buckets = st.sampled_from(BUCKETS)
-delimiters = st.sampled_from([None, b"/", b"/", b"a", b"//", b"\xff"])
+delimiters = st.sampled_from([None, b"/", b"/", b"a", b"//", b"\xff", b"\xff\xff"])
 
 
 def entries_of(names: list[bytes], prefix: bytes, delimiter: bytes | None) -> list[bytes]:
@@ -152,7 +152,7 @@ class NamesAgainstModel(RuleBasedStateMachine):
         for limit in (1, 2, 7):
             found: list[ListEntry] = []
             truncated = True
-            while truncated:
+            while truncated and len(found) <= len(expected):
                 after = found[-1].name if found else b""
                 page = self.index.list(bucket, prefix=prefix, after=after, delimiter=delimiter, limit=limit)
                 found += page.entries
@@ -248,6 +248,14 @@ def test_a_prefix_inside_a_common_prefix_is_skipped(index: NameIndex) -> None:
     assert [e.name for e in index.list(b"b", after=b"a/c", delimiter=b"/").entries] == [b"b"]
     assert [e.name for e in index.list(b"b", after=b"a", delimiter=b"/").entries] == [b"a/", b"b"]
     assert [e.name for e in index.list(b"b", after=b"a/c").entries] == [b"a/d", b"b"]
+
+
+def test_a_delimiter_of_the_highest_byte_is_skipped(index: NameIndex) -> None:
+    for key in (b"a\xff\xffb", b"a\xff\xffc", b"b", b"\xff\xff", b"\xff\xffz"):
+        index.put(b"b", key, row())
+    index.put(b"c", b"k", row())
+    listed = [entry.name for entry in index.list(b"b", delimiter=b"\xff\xff").entries]
+    assert listed == [b"a\xff\xff", b"b", b"\xff\xff"]
 
 
 def test_buckets_that_are_prefixes_of_each_other_stay_apart(index: NameIndex) -> None:

@@ -22,6 +22,7 @@ import math
 import os
 import socket
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,14 +77,19 @@ class SessionServer:
         service_uid: int | None = None,
         group_gid: int | None = None,
         quota: SessionQuota | None = None,
+        describe: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        """`group_gid`: its members may open slots themselves. Raises ConfigError for too long a path."""
+        """`group_gid`: its members may open slots themselves. `describe`: more for STATUS to say.
+
+        Raises ConfigError for too long a path.
+        """
         if len(os.fsencode(path)) > limits.MAX_SOCKET_PATH_BYTES:
             raise ConfigError(f"socket path {path} is over {limits.MAX_SOCKET_PATH_BYTES} bytes")
         self.store = store
         self.path = path
         self.quota = quota or SessionQuota()
         self.stop_asked = trio.Event()
+        self._describe = describe
         self._service_uid = os.geteuid() if service_uid is None else service_uid
         self._group_gid = group_gid
         self._service = Service(self._service_uid, group_gid, self._status, self.stop)
@@ -268,6 +274,7 @@ class SessionServer:
             "sessions_cut_off": self._cut_off,
             "session_drafts": sum(len(session.drafts) for session in self._sessions.values()),
             "socket": str(self.path),
+            **self._describe(),
         }
 
 

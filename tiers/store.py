@@ -66,12 +66,15 @@ class TieredStore:
         self.dram = dram
         self.table = dram.table
         self.listeners: list[Callable[[Change], None]] = []
+        self.before_eviction: list[Callable[[], None]] = []
+        """Called before victims are chosen: doors that answer hits natively report them here."""
+        self.publishers: list[Callable[[Name], trio.Event | None]] = []
+        """Asked to publish a closed draft of this name now; what they return ends when a pending one does."""
         self.space = SpaceBook(dram.usage().capacity_bytes, quota_bytes)
         self._policy: LruLeafFirst[bytes] = LruLeafFirst()
         self._blocks = BlockCatalog()
         self._name_of: dict[bytes, Name] = {}
         self._last_reader: dict[int, int] = {}
-        self._publishing: dict[Name, trio.Event] = {}
         self._counts = {"seals": 0, "evictions": 0, "removals": 0, "hits": 0, "misses": 0}
 
     # --- life ---------------------------------------------------------------------------------------------
@@ -332,19 +335,31 @@ class TieredStore:
                 return self._info_of_row(name, row)
         return self._directory(bucket, Name(name.bucket, _as_prefix(name.key)))
 
-    def lookup_path(self, name: Name) -> ObjectInfo | Directory:
-        """What the path view shows: where both `a` and `a/b` exist, the directory."""
+    def find_path(self, name: Name) -> ObjectInfo | Directory | None:
+        """What the path view shows: where both `a` and `a/b` exist, the directory. None where there is nothing.
+
+        `name.key` has no trailing `/`. Raises BucketNotFound.
+        """
         bucket = self.bucket(name.bucket)
-        if digest := _is_block_name(bucket, name.key):
-            return self._block_of(bucket, digest)
-        row = self._row(name) if name.key and not name.key.endswith(b"/") else None
+        if bucket.namespace is not None and name.key.startswith(b"kv"):
+            return self._find_bound(bucket, name)
+        row = self._row(name)
+        directory = Name(name.bucket, name.key + b"/")
+        if self.names.has_prefix(directory.bucket, directory.key):
+            return self._directory(bucket, directory)
+        if row is not None:
+            entry = self.table.get(object_key(row.object_id).digest)
+            if entry is not None:
+                return self._info(name, row, Extent(entry.slot, entry.generation), entry.hits)
+        self._counts["misses"] += 1
+        return None
+
+    def _find_bound(self, bucket: Bucket, name: Name) -> ObjectInfo | Directory | None:
+        """The same in a bucket whose names under `kv/` are blocks."""
         try:
-            return self._directory(bucket, Name(name.bucket, _as_prefix(name.key)))
+            return self.lookup(name)
         except NotFound:
-            if row is None:
-                self._counts["misses"] += 1
-                raise NotFound(f"no object {name}") from None
-            return self._info_of_row(name, row)
+            return None
 
     def lookup_block(self, digest: bytes) -> ObjectInfo:
         block, entry = self._blocks.get(digest), self.table.get(digest)
@@ -406,18 +421,11 @@ class TieredStore:
 
     async def wait_published(self, name: Name) -> None:
         """Wait, PUBLISH_WAIT_S at most, while `name` is a draft that is closed but not yet published."""
-        event = self._publishing.get(name)
-        if event is not None:
-            with trio.move_on_after(limits.PUBLISH_WAIT_S):
-                await event.wait()
-
-    def begin_publish(self, name: Name) -> None:
-        self._publishing.setdefault(name, trio.Event())
-
-    def end_publish(self, name: Name) -> None:
-        event = self._publishing.pop(name, None)
-        if event is not None:
-            event.set()
+        with trio.move_on_after(limits.PUBLISH_WAIT_S):
+            for publish in self.publishers:
+                pending = publish(name)
+                if pending is not None:
+                    await pending.wait()
 
     # --- names --------------------------------------------------------------------------------------------
 
@@ -653,6 +661,8 @@ class TieredStore:
 
     def _evict_by_policy(self, bytes_wanted: int) -> int:
         freed = skipped = 0
+        for report in self.before_eviction:
+            report()
         while freed < bytes_wanted and skipped < MAX_HELD_SKIPS:
             groups = list(self._policy.victims(bytes_wanted - freed, time.monotonic()))
             if not groups:

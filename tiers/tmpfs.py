@@ -28,7 +28,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _mount(root: Path, flags: int, options: str) -> None:
-    result = _libc.mount(SOURCE.encode(), os.fsencode(root), b"tmpfs", ctypes.c_ulong(flags), options.encode())
+    result = _libc.mount(
+        SOURCE.encode(), os.fsencode(root), b"tmpfs", ctypes.c_ulong(flags), options.encode()
+    )
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(root))
@@ -58,12 +60,16 @@ def mount(root: Path, capacity_bytes: int, *, inodes: int, gid: int | None) -> N
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            _log.warning("%s: this kernel has no huge pages on tmpfs; large reads run at a third of the speed", root)
+            _log.warning(
+                "%s: this kernel has no huge pages on tmpfs; large reads run at a third of the speed", root
+            )
             _mount(root, _FLAGS, options)
     except OSError as error:
         right = "CAP_SYS_ADMIN in this mount namespace" if error.errno in (errno.EPERM, errno.EACCES) else ""
         missing = f" (missing: {right})" if right else ""
-        raise DeviceMissing(f"mount a tmpfs of {capacity_bytes} bytes at {root}: {error.strerror}{missing}") from error
+        raise DeviceMissing(
+            f"mount a tmpfs of {capacity_bytes} bytes at {root}: {error.strerror}{missing}"
+        ) from error
 
 
 def resize(root: Path, capacity_bytes: int, *, inodes: int) -> None:
@@ -71,6 +77,10 @@ def resize(root: Path, capacity_bytes: int, *, inodes: int) -> None:
     try:
         _mount(root, _FLAGS | _MS_REMOUNT, f"size={capacity_bytes},nr_inodes={inodes}")
     except OSError as error:
+        if error.errno in (errno.EPERM, errno.EACCES):
+            raise DeviceMissing(
+                f"resize the tmpfs at {root}: missing CAP_SYS_ADMIN in this mount namespace"
+            ) from error
         raise ConfigError(
             f"resize the tmpfs at {root} to {capacity_bytes} bytes: {error.strerror}; "
             "readers of an earlier service may still hold more than that"

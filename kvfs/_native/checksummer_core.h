@@ -26,6 +26,7 @@ struct kvfs_checksummer {
     uint32_t capacity, head, count;
     uint32_t busy_slot;   /* open by the thread now */
     uint32_t paused_slot; /* not to be opened */
+    int dozing;  /* waits for at most DOZE_NS: a push need not wake it */
     int working; /* between taking a job and its end */
     int stop;
     uint64_t done, abandoned, failed;
