@@ -96,7 +96,7 @@ def prepare_mountpoint(path: Path) -> Path:
 
 @contextmanager
 def open_store(settings: Settings) -> Iterator[TieredStore]:
-    """The store, whose DRAM tier outlives the service, so that a restart finds its cache.
+    """The store, whose DRAM tier outlives the service, so that a restart finds its cache; empty, it goes.
 
     Raises StoreLocked, FormatMismatch, DeviceMissing, ConfigError.
     """
@@ -114,7 +114,8 @@ def open_store(settings: Settings) -> Iterator[TieredStore]:
     try:
         yield store
     finally:
-        store.close(keep=True)
+        usage = store.usage()
+        store.close(keep=usage["objects"] + usage["blocks"] > 0)
 
 
 async def run(settings: Settings, started: Callable[[Running], None]) -> None:
