@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -63,37 +65,77 @@ def put(table: Table, key: bytes, slot: int, generation: int) -> None:
     table.put(key, 2, slot, generation, size, location=size ^ int.from_bytes(key[8:], "big"))
 
 
-def test_readers_see_whole_entries_and_miss_none(tmp_path: Path) -> None:
-    path = tmp_path / "table"
-    table = Table.create(path, STORE, 8, ENTRIES)
+def change_everything(table: Table, seconds: float) -> int:
+    """Values of the steady keys, the presence of the others, and slot header 0; the number of changes."""
     rng = random.Random(7)
     present = dict.fromkeys(range(CHURN), False)
+    until = time.monotonic() + seconds
+    generation = 0
+    while time.monotonic() < until:
+        for _ in range(500):
+            generation += 1
+            number = rng.randrange(CHURN)
+            if present[number]:
+                table.remove(churn(number))
+            else:
+                put(table, churn(number), number, generation)
+            present[number] = not present[number]
+            put(table, steady(generation % STEADY), generation % STEADY, generation)
+            table.set_checksum(0, 2, generation)
+        table.write_header(
+            0,
+            state=2,
+            generation=2,
+            kind=2,
+            key=bytes(16),
+            size=generation,
+            object_id=generation,
+            sequence=generation,
+        )
+    table.set_dead()
+    return generation
+
+
+def shared_table(path: Path) -> Table:
+    table = Table.create(path, STORE, 8, ENTRIES)
     for number in range(STEADY):
         put(table, steady(number), number, 0)
-    table.begin(0)
-    with Helper(READER, path, STEADY, CHURN, 0) as one, Helper(READER, path, STEADY, CHURN, 0) as two:
+    table.write_header(0, state=2, generation=2, kind=2, key=bytes(16), size=0)
+    return table
+
+
+def test_readers_in_python_see_whole_entries_and_miss_none(tmp_path: Path) -> None:
+    table = shared_table(tmp_path / "table")
+    with Helper(READER, tmp_path / "table", STEADY, CHURN, 0) as reader:
+        reader.expect("ready")
+        assert change_everything(table, 0.7) > 5_000
+        reader.expect("done")
+
+
+@pytest.fixture(scope="module")
+def native_reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The C program of tests/native, which needs nothing of Python to read a table."""
+    here = Path(__file__).parent
+    native, program = here.parent / "kvfs" / "_native", tmp_path_factory.mktemp("native") / "table_reader"
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    sources = [here / "native" / "table_reader.c", native / "table_core.c"]
+    flags = ["-O2", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-pthread", f"-I{native}"]
+    subprocess.run([compiler, *flags, *sources, "-o", program], check=True)
+    return program
+
+
+def test_native_readers_see_whole_entries_and_miss_none(native_reader: Path, tmp_path: Path) -> None:
+    """Some ten million lookups: without the entry's, the header's or the table's seqlock this fails."""
+    path = tmp_path / "table"
+    table = shared_table(path)
+    with Helper(native_reader, path, STEADY, CHURN) as one, Helper(native_reader, path, STEADY, CHURN) as two:
         one.expect("ready")
         two.expect("ready")
-        until = time.monotonic() + 1.5
-        generation = 0
-        while time.monotonic() < until:
-            for _ in range(500):
-                generation += 1
-                number = rng.randrange(CHURN)
-                if present[number]:
-                    table.remove(churn(number))
-                else:
-                    put(table, churn(number), number, generation)
-                present[number] = not present[number]
-                put(table, steady(generation % STEADY), generation % STEADY, generation)
-            size = generation
-            table.write_header(
-                0, state=2, generation=2, kind=2, key=bytes(16), size=size, object_id=size, sequence=size
-            )
-        table.set_dead()
+        assert change_everything(table, 1.5) > 10_000
         one.expect("done")
         two.expect("done")
-    assert generation > 10_000
 
 
 WRITER = """
