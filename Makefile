@@ -20,14 +20,14 @@ STAMPS := $(VENV)/stamps
 TORCH ?= torch==2.13.0
 export PYTHON
 
-NATIVE := $(wildcard kvfs/_native/*.pyx kvfs/_native/*.pxd kvfs/_native/*_core.c kvfs/_native/*.h)
+NATIVE := $(wildcard kvfs/_native/*.pyx kvfs/_native/*.pxd kvfs/_native/*_*.c kvfs/_native/*.h)
 NATIVE_MODULES := $(patsubst kvfs/_native/%.pyx,kvfs._native.%,$(wildcard kvfs/_native/*.pyx))
 
 .PHONY: help build serve test lint types imports stubs pytest bench clean
 help:
 	@sed -n 's/^#   //p' Makefile
 
--include engines.mk
+include engines.mk
 
 # A .venv whose Python is gone (an upgraded system) is built anew.
 $(shell [ ! -d $(VENV) ] || $(BIN)/python -c '' 2>/dev/null || rm -rf $(VENV))
@@ -37,25 +37,26 @@ $(STAMPS)/system:
 	@packaging/system packages build
 	@mkdir -p $(STAMPS) && touch $@
 
+# The programs that tests run.
 $(STAMPS)/system-test: | $(STAMPS)/system
 	@packaging/system packages test
 	@touch $@
 
 $(STAMPS)/venv: | $(STAMPS)/system
 	python=$$(packaging/system python) && "$$python" -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade 'pip>=24' 'setuptools>=77' 'cython>=3.1,<4'
+	$(BIN)/python -m pip install -qq --upgrade 'pip>=24' 'setuptools>=77' 'cython>=3.1,<4'
 	@mkdir -p $(STAMPS) && touch $(STAMPS)/system $@
 
 $(STAMPS)/install: pyproject.toml setup.py setup.cfg | $(STAMPS)/venv
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install -qq --editable .
 	@touch $@
 
 $(STAMPS)/native: $(NATIVE) setup.py $(STAMPS)/install
 	$(BIN)/python setup.py --quiet build_ext
 	@touch $@
 
-$(STAMPS)/dev: $(STAMPS)/install | $(STAMPS)/system-test
-	$(BIN)/python -m pip install --quiet --editable '.[dev]' $(TORCH)
+$(STAMPS)/dev: $(STAMPS)/install
+	$(BIN)/python -m pip install -qq --editable '.[dev]' $(TORCH)
 	@touch $@
 
 build: $(STAMPS)/native
@@ -84,8 +85,8 @@ stubs: $(STAMPS)/dev $(STAMPS)/native
 	$(if $(NATIVE_MODULES),$(BIN)/stubtest --mypy-config-file pyproject.toml \
 	    --allowlist packaging/stubtest.allow --ignore-unused-allowlist $(NATIVE_MODULES))
 
-pytest: $(STAMPS)/dev $(STAMPS)/native
-	$(BIN)/pytest $(ARGS)
+pytest: $(STAMPS)/dev $(STAMPS)/native | $(STAMPS)/system-test
+	$(BIN)/pytest -m "not engine" $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

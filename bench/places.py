@@ -15,11 +15,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvfs.errors import DeviceMissing, KvfsError
+from kvfs.errors import DeviceMissing, InvalidRequest, KvfsError
 from kvfs.limits import MIB, STOP_WAIT_S
+from kvfs.sizes import format_size
 
 SIZE_BYTES = 768 * MIB
-"""Of each tmpfs and of the service's DRAM tier: three times what a measurement keeps there."""
+"""Of each tmpfs and of the service's DRAM tier."""
+LEAST_BYTES = 256 * MIB
+"""Of a service that is measured: twice the working set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,13 @@ def _wait_ready(process: subprocess.Popen[str]) -> str:
 
 @contextmanager
 def _bucket(mount: Path) -> Iterator[Path]:
+    found = os.statvfs(mount)
+    capacity_bytes = found.f_blocks * found.f_frsize
+    if capacity_bytes < LEAST_BYTES:
+        raise InvalidRequest(
+            f"bench: the service at {mount} has {format_size(capacity_bytes)}, less than the "
+            f"{format_size(LEAST_BYTES)} that keep the working set from being evicted"
+        )
     bucket = mount / f"bench-{os.getpid()}"
     bucket.mkdir()
     try:

@@ -10,29 +10,17 @@ Concurrency: pure functions over one read of /proc/self/mountinfo.
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
+from kvfs import linux
 from kvfs.errors import InvalidRequest, SessionClosed
 
 FILESYSTEM_TYPE = "fuse.kvfs"
-_ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
 def mounts(table: str | None = None) -> list[Path]:
-    """Mount points of type fuse.kvfs, in the order in which they were mounted.
-
-    `table` is text in the format of /proc/self/mountinfo, which is read where it is None.
-    """
-    if table is None:
-        table = Path("/proc/self/mountinfo").read_text()
-    found = []
-    for line in table.splitlines():
-        mount, _, source = line.partition(" - ")
-        if source.split(" ", 1)[0] == FILESYSTEM_TYPE:
-            # the kernel writes space, tab, newline and backslash as \ooo
-            found.append(Path(_ESCAPE.sub(lambda match: chr(int(match[1], 8)), mount.split(" ")[4])))
-    return found
+    """Mount points of kvfs, in the order in which they were mounted; `table` as for `kvfs.linux.mounts`."""
+    return [Path(entry.point) for entry in linux.mounts(table) if entry.kind == FILESYSTEM_TYPE]
 
 
 def locate(path: str, table: str | None = None) -> tuple[Path, str]:
@@ -40,16 +28,16 @@ def locate(path: str, table: str | None = None) -> tuple[Path, str]:
 
     Raises InvalidRequest when it is on none.
     """
-    absolute = Path(os.path.abspath(path))
-    parents = [absolute, *absolute.parents]
     known = mounts(table)
-    mount = next((parent for parent in parents if parent in known), None)
-    if mount is None:
-        raise InvalidRequest(
-            f"{path}: on no kvfs mount; give a path below one, or bucket/key with --at MOUNT or KVFS_ADDRESS"
-        )
-    name = str(absolute.relative_to(mount)) if absolute != mount else ""
-    return mount, name + "/" if name and path.endswith("/") else name
+    # As it is written first: resolving symbolic links asks the service, where the path is on a mount.
+    for absolute in (os.path.abspath(path), os.path.realpath(path)):
+        for parent in [Path(absolute), *Path(absolute).parents]:
+            if parent in known:
+                name = os.path.relpath(absolute, parent) if Path(absolute) != parent else ""
+                return parent, name + "/" if name and path.endswith("/") else name
+    raise InvalidRequest(
+        f"{path}: on no kvfs mount; give a path below one, or bucket/key with --at MOUNT or KVFS_ADDRESS"
+    )
 
 
 def only_mount() -> Path:

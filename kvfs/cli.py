@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from kvfs import addresses, paths
+from kvfs import addresses
 from kvfs.errors import ConfigError, InvalidRequest, KvfsError, NotFound, SessionClosed
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _only_error(error: BaseException) -> BaseException:
 
 
 def _started(running: Running) -> None:
-    from kvfs.config import format_size
+    from kvfs.sizes import format_size
 
     lines = {
         "data": f"{running.data} (store {running.store_id.hex()[:8]})",
@@ -205,24 +205,175 @@ def bench(context: typer.Context) -> None:
 
 
 # --- a running service -----------------------------------------------------------------------------------
+@app.command()
+def status(at: At = None, as_json: Json = False) -> None:
+    """Show what runs, how full it is and what it has done."""
+    with _connect(at) as client:
+        found = client.status()
+    if as_json:
+        _print_json(found)
+        return
+    from kvfs.show import status_table
+
+    status_table(found)
+
+
+@app.command()
+def ls(
+    path: Annotated[
+        str | None, typer.Argument(help="A bucket, directory or object; all buckets without it.")
+    ] = None,
+    long: Annotated[bool, typer.Option("-l", help="Show mode, owner, size, hits and time.")] = False,
+    recursive: Annotated[
+        bool, typer.Option("-r", "-R", help="All keys below, not only the next level.")
+    ] = False,
+    at: At = None,
+    as_json: Json = False,
+) -> None:
+    """List names, in byte order."""
+    from kvfs import show
+
+    if path is None or _is_root(path, at):
+        with _connect(at or path) as client:
+            show.buckets(client.buckets(), long=long, as_json=as_json)
+        return
+    client, [name] = _resolve([path], at)
+    with client:
+        found = client.stat(name)
+        if found.is_directory:
+            prefix = name.rstrip("/") + "/"
+            listed = client.list(prefix, delimiter=None if recursive else "/")
+            show.entries(
+                (entry for entry in listed if entry.name != prefix), prefix, long=long, as_json=as_json
+            )
+        else:
+            show.entries([found], "", long=long, as_json=as_json)
+
+
+@app.command()
+def stat(names: Paths, at: At = None, as_json: Json = False) -> None:
+    """Show all that is known of a name."""
+    from kvfs import show
+
+    client, resolved = _resolve(names, at)
+    with client:
+        found = [client.stat(name) for name in resolved]
+    if as_json:
+        _print_json([show.entry_object(entry) for entry in found])
+    else:
+        for entry in found:
+            show.entry(entry)
+
+
+@app.command()
+def pin(names: Paths, at: At = None) -> None:
+    """Keep objects from being evicted."""
+    client, resolved = _resolve(names, at)
+    with client:
+        for name in resolved:
+            client.pin(name)
+
+
+@app.command()
+def unpin(names: Paths, at: At = None) -> None:
+    """Let objects be evicted again."""
+    client, resolved = _resolve(names, at)
+    with client:
+        for name in resolved:
+            client.unpin(name)
+
+
+@app.command()
+def evict(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[PATH...]", help="Exactly these objects.")
+    ] = None,
+    size: Annotated[
+        str | None, typer.Option("--bytes", metavar="SIZE", help="By policy, until this much is free.")
+    ] = None,
+    at: At = None,
+) -> None:
+    """Evict objects by name, or by policy until --bytes are free; says how much became free."""
+    from kvfs.sizes import format_size, parse_size
+
+    if bool(names) == (size is not None):
+        raise typer.BadParameter("give either paths or --bytes")
+    if names:
+        client, resolved = _resolve(names, at)
+        with client:
+            freed = client.evict(*resolved)
+    else:
+        try:
+            wanted = parse_size(size or "")
+        except ValueError as error:
+            raise typer.BadParameter(f"--bytes {size}: {error}") from None
+        with _connect(at) as client:
+            freed = client.evict(size_bytes=wanted)
+    print(f"{format_size(freed)} freed")
+
+
+@app.command()
+def rm(
+    names: Paths,
+    recursive: Annotated[
+        bool, typer.Option("-r", "-R", help="Directories and buckets with all in them.")
+    ] = False,
+    at: At = None,
+) -> None:
+    """Remove objects; an empty bucket or directory too."""
+    client, resolved = _resolve(names, at)
+    with client:
+        for name in resolved:
+            _remove(client, name, recursive)
+
+
+def _remove(client: Client, name: str, recursive: bool) -> None:
+    found = client.stat(name)
+    if not found.is_directory:
+        client.remove(name)
+        return
+    directory = name.rstrip("/") + "/"
+    if recursive:
+        # The last first: a marker `a/` sorts before what is in the directory.
+        for entry in reversed(list(client.list(directory))):
+            if entry.key:
+                client.remove(entry.name)
+    if "/" not in name.rstrip("/"):
+        client.remove_bucket(name.rstrip("/"))
+    elif not recursive:
+        client.remove(directory)
+
+
 def _connect(at: str | None) -> Client:
     from kvfs.client import connect
 
-    return connect(at if at is not None else str(addresses.only_mount()))
+    return connect(at if at is not None else addresses.only_mount(), client="kvfs command line")
 
 
-def _resolve(texts: list[str], at: str | None) -> tuple[Client, list[tuple[bytes, bytes]]]:
-    """The session and the (bucket, key) of each path; all must be on one mount."""
+def _is_root(path: str, at: str | None) -> bool:
+    """Whether `path` is a mount itself."""
+    return (at is None or path.startswith("/")) and addresses.locate(path)[1] == ""
+
+
+def _resolve(texts: list[str], at: str | None) -> tuple[Client, list[str]]:
+    """A session, and the `bucket/key` of each path; all must be on one mount."""
     if at is not None and not any(text.startswith("/") for text in texts):
-        return _connect(at), [paths.parse(text) for text in texts]
+        return _connect(at), texts
     places = [addresses.locate(text) for text in texts]
-    if len({mount for mount, _ in places}) > 1:
-        raise InvalidRequest("the paths are on several mounts: one command is for one mount")
+    mounts = {mount for mount, _ in places}
+    if len(mounts) > 1:
+        raise InvalidRequest(
+            f"the paths lie on several mounts ({', '.join(map(str, mounts))}): one at a time"
+        )
     for text, (_, name) in zip(texts, places, strict=True):
         if not name:
-            raise InvalidRequest(f"{text}: the mount itself; name a bucket or an object")
-    return _connect(at or str(places[0][0])), [paths.parse(name) for _, name in places]
+            raise InvalidRequest(f"{text}: is the mount itself; name a bucket or an object in it")
+    return _connect(at or str(mounts.pop())), [name for _, name in places]
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, default=str))
+    print(json.dumps(value, indent=2))
+
+
+if __name__ == "__main__":
+    main()

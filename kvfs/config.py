@@ -10,7 +10,6 @@ Concurrency: pure values; read once at start-up.
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -25,7 +24,6 @@ from kvfs.errors import ConfigError
 from kvfs.limits import (
     DEFAULT_SLOTS,
     DRAM_SHARE_OF_AVAILABLE,
-    GIB,
     KIB,
     MAX_SLOTS,
     MAX_SOCKET_PATH_BYTES,
@@ -33,49 +31,11 @@ from kvfs.limits import (
     MIN_DRAM_BYTES,
     MIN_SLOTS,
 )
+from kvfs.sizes import format_size, parse_size
 
 MountMode = Literal["auto", "passthrough", "native", "plain"]
 Backing = Literal["auto", "tmpfs", "directory"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KiB": KIB,
-    "MiB": MIB,
-    "GiB": GIB,
-    "TiB": KIB * GIB,
-    "kB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)\Z")
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes from an integer or text such as "10GiB", "1.5 GiB" or "500MB". Raises ValueError."""
-    if isinstance(text, bool) or not isinstance(text, str | int):
-        raise ValueError('a size is a number of bytes or text such as "10GiB"')
-    if isinstance(text, int):
-        return text
-    match = _SIZE.match(text.strip())
-    unit = _UNITS.get(match[2]) if match else None
-    if match is None or unit is None:
-        raise ValueError(
-            f'a size is a number of bytes or text such as "10GiB"; units: {", ".join(_UNITS)[2:]}'
-        )
-    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
-
-
-def format_size(size_bytes: int) -> str:
-    """`size_bytes` for people, in binary units with at most one decimal: "10 GiB", "1.5 MiB", "12 B"."""
-    value, unit = float(size_bytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < KIB or unit == "TiB":
-            break
-        value /= KIB
-    return f"{value:.1f}".removesuffix(".0") + f" {unit}"
 
 
 def default_dram_bytes() -> int:
@@ -164,6 +124,8 @@ class MountSettings(_Section):
     path: AbsolutePath = Path("/mnt/kvfs")
     mode: MountMode = "auto"
     """`auto` takes the fastest that works here: passthrough, then native, then plain."""
+    allow_other: bool = True
+    """Whether users besides the service's own see the mount; without root they never do."""
 
 
 class SessionSettings(_Section):

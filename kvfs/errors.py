@@ -233,7 +233,12 @@ class DeviceMissing(KvfsError):
 
 _FROM_ERRNO: dict[int, type[KvfsError]] = {
     errno.ENOENT: NotFound,
+    errno.ENODATA: NoAttribute,
     errno.EEXIST: Exists,
+    errno.ENOTEMPTY: NotEmpty,
+    errno.EISDIR: IsDirectory,
+    errno.ENOTDIR: NotDirectory,
+    errno.EXDEV: CrossDevice,
     errno.ENOSPC: NoSpace,
     errno.EDQUOT: QuotaExceeded,
     errno.EACCES: AccessDenied,

@@ -62,13 +62,13 @@ OBJECT_SHARE_OF_DRAM: Final = 4
 MAX_HELD_SLOTS: Final = 4_096
 """Unlinked slots whose bytes somebody still holds; each keeps one descriptor of the service open."""
 CHECKSUM_QUEUE: Final = 8_192
-"""Sealed slots that wait for the background checksum; above it they are offered again at the next seal or sweep."""
+"""Sealed slots that wait for the background checksum; beyond it they are offered again at a seal or sweep."""
 CHECKSUM_PAUSE_WAIT_S: Final = 0.05
 """How long a probe waits for the checksum thread to close the slot (20 us when it is scheduled)."""
 TABLE_ENTRIES_PER_SLOT: Final = 2
 """Index entries per slot: a table whose slots are all used is half full, so a miss costs 2.5 probes."""
 TABLE_READER_WAIT_S: Final = 0.1
-"""How long a reader of the shared table waits for a writer that stopped in mid-change (KVFS_READER_WAIT_NS)."""
+"""How long a reader of the table waits for a writer that stopped in mid-change (KVFS_READER_WAIT_NS)."""
 
 # --- sessions --------------------------------------------------------------------------------------------
 MAX_SESSIONS: Final = 1_024
@@ -115,6 +115,8 @@ SPACE_WAIT_S: Final = 2.0
 """How long a reservation waits for eviction before it answers ENOSPC."""
 STOP_WAIT_S: Final = 10.0
 """How long a clean stop waits for the requests in flight."""
+DETACH_WAIT_S: Final = 1.0
+"""How long a hard stop waits for the kernel to take the mount away before the process leaves without."""
 MAINTAIN_INTERVAL_S: Final = 1.0
 """Upkeep of the store runs at least this often; a seal brings it forward."""
 MAINTAIN_PAUSE_S: Final = 0.02

@@ -159,8 +159,6 @@ class Connection:
             raise ProtocolError(
                 f"stream ended inside a frame ({where}, {len(self._buffer)} bytes of it arrived)"
             )
-        if self._outstanding and self.side is Side.CLIENT:
-            raise ProtocolError(f"stream ended before the answer to {self._outstanding[0].op.name}")
         self.state = State.CLOSED
         return Closed.CLOSED
 

@@ -24,15 +24,16 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import trio
 
 from kvfs import limits
-from kvfs.config import Settings, format_size
+from kvfs.config import Settings
 from kvfs.errors import ConfigError, KvfsError
 from kvfs.notify import notify
-from mounts.mount import Mount, recover
+from kvfs.sizes import format_size
+from mounts.mount import Mount, recover, unmount
 from tiers.sessions import SessionServer
 from tiers.store import TieredStore
 
@@ -74,12 +75,16 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def prepare_mountpoint(settings: Settings) -> Path:
-    """Make the mount point, and clear what a killed service left on it. Raises ConfigError."""
+def check_places(settings: Settings) -> None:
+    """Raises ConfigError where the mount would hide what the service needs: it would wait for itself."""
     path = settings.mount.path
     for what, inside in (("[store] data", settings.store.data), ("[session] socket", settings.socket_path)):
         if inside.is_relative_to(path):
             raise ConfigError(f"{what} = '{inside}': lies under the mount point {path}, which would hide it")
+
+
+def prepare_mountpoint(path: Path) -> Path:
+    """Make the mount point, and clear what a killed service left on it. Raises ConfigError."""
     recover(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -109,13 +114,23 @@ async def run(settings: Settings, started: Callable[[Running], None]) -> None:
     `started` is called once, when every door answers. Raises ConfigError, StoreLocked, FormatMismatch,
     DeviceMissing.
     """
+    check_places(settings)
     raise_file_limit()
     stop = trio.CancelScope()
     with _Watchdog(settings.mount.path) as watchdog, open_store(settings) as store:
         mount = Mount(
-            store, prepare_mountpoint(settings), mode=settings.mount.mode, socket_path=settings.socket_path
+            store,
+            prepare_mountpoint(settings.mount.path),
+            mode=settings.mount.mode,
+            socket_path=settings.socket_path,
+            allow_other=settings.mount.allow_other,
         )
-        sessions = SessionServer(store, settings.socket_path)
+        sessions = SessionServer(
+            store,
+            settings.socket_path,
+            group_gid=group_id(settings.session.group),
+            describe=lambda: {"mount": _describe_mount(mount)},
+        )
         async with trio.open_nursery() as upkeep:
             upkeep.start_soon(_maintain, store)
             await upkeep.start(_stop_on_signal, stop, watchdog)
@@ -165,10 +180,10 @@ class _Watchdog:
     def stop_hard(self, why: str) -> None:
         """Leave as after a crash: drafts are lost, and the next start adopts what was sealed."""
         log.error("%s: leaving at once", why)
-        try:
-            recover(self._mountpoint)
-        finally:
-            os._exit(1)
+        detaching = threading.Thread(target=unmount, args=[self._mountpoint], daemon=True)
+        detaching.start()
+        detaching.join(limits.DETACH_WAIT_S)
+        os._exit(1)
 
 
 async def _stop_on_signal(
@@ -216,6 +231,10 @@ async def _maintain(store: TieredStore) -> None:
         except KvfsError as error:
             log.log(error.log_level, "upkeep: %s", error)
         await trio.sleep(limits.MAINTAIN_PAUSE_S)
+
+
+def _describe_mount(mount: Mount) -> dict[str, Any]:
+    return {"path": str(mount.mountpoint), "mode": mount.mode, "missing": mount.limits}
 
 
 def _describe(settings: Settings, store: TieredStore, mount: Mount) -> Running:

@@ -47,8 +47,14 @@ def of_object(node: Node, info: ObjectInfo) -> pyfuse3.EntryAttributes:
     return entry
 
 
-def of_draft(node: Node, opened: OpenDraft, status: os.stat_result) -> pyfuse3.EntryAttributes:
+def of_draft(node: Node, opened: OpenDraft, status: os.stat_result | None) -> pyfuse3.EntryAttributes:
+    """`status` is that of the slot file; None for a draft that was made just now."""
     entry = _entry(node, stat.S_IFREG | opened.mode, opened.uid, opened.gid, cache_s=0)
+    if status is None:
+        entry.st_size = entry.st_blocks = 0
+        made_ns = opened.ctime_ns
+        _set_times(entry, atime_ns=made_ns, mtime_ns=made_ns, ctime_ns=made_ns)
+        return entry
     entry.st_size = status.st_size
     entry.st_blocks = status.st_blocks
     entry.st_nlink = 1 if node.linked else 0
@@ -61,11 +67,14 @@ def of_draft(node: Node, opened: OpenDraft, status: os.stat_result) -> pyfuse3.E
     return entry
 
 
+# A directory's link count of 1 says that its subdirectories are not counted in it (find(1) relies on more).
+
+
 def of_directory(node: Node, directory: Directory) -> pyfuse3.EntryAttributes:
     entry = _entry(node, stat.S_IFDIR | directory.mode, directory.uid, directory.gid, cache_s=KERNEL_CACHE_S)
     entry.st_size = 0
     entry.st_blocks = 0
-    entry.st_nlink = 2 if node.linked else 0
+    entry.st_nlink = 1 if node.linked else 0
     _set_times(entry, atime_ns=directory.mtime_ns, mtime_ns=directory.mtime_ns, ctime_ns=directory.mtime_ns)
     return entry
 
@@ -74,6 +83,6 @@ def of_root(node: Node, started_ns: int) -> pyfuse3.EntryAttributes:
     entry = _entry(node, stat.S_IFDIR | ROOT_MODE, os.geteuid(), os.getegid(), cache_s=KERNEL_CACHE_S)
     entry.st_size = 0
     entry.st_blocks = 0
-    entry.st_nlink = 2
+    entry.st_nlink = 1
     _set_times(entry, atime_ns=started_ns, mtime_ns=started_ns, ctime_ns=started_ns)
     return entry

@@ -20,8 +20,12 @@ from kvfs.errors import Superseded
 class Backings(Protocol):
     """What the operations need of either implementation; see `kvfs._native.fuse_loop.FuseLoop`."""
 
-    def node_other(self, nodeid: int, ino: int) -> None: ...
-    def node_draft(self, nodeid: int, ino: int, slot: int, generation: int) -> None: ...
+    def node_directory(
+        self, nodeid: int, ino: int, *, mode: int, uid: int, gid: int, mtime_ns: int
+    ) -> None: ...
+    def node_draft(
+        self, nodeid: int, ino: int, slot: int, generation: int, *, mode: int, uid: int, gid: int
+    ) -> None: ...
     def node_sealed(
         self,
         nodeid: int,
@@ -37,10 +41,13 @@ class Backings(Protocol):
         ctime_ns: int,
     ) -> None: ...
     def node_dead(self, nodeid: int) -> None: ...
-    def node_drop(self, nodeid: int) -> None: ...
+    def node_drop(self, nodeid: int) -> int: ...
+    def link(self, parent: int, name: bytes, nodeid: int) -> None: ...
+    def unlink(self, parent: int, name: bytes) -> None: ...
     def acquire(self, nodeid: int, fd: int) -> int: ...
     def release(self, nodeid: int) -> int: ...
     def killed(self, nodeid: int) -> bool: ...
+    def flushed(self, nodeid: int) -> bool: ...
     def relay_opens(self, relay: bool) -> None: ...
     def drain_opens(self) -> list[tuple[int, int, int]]: ...
     def invalidate_entry(self, parent: int, name: bytes) -> None: ...
@@ -55,10 +62,10 @@ class PlainBackings:
         self._open: dict[int, tuple[int, int]] = {}
         self._killed: dict[int, bool] = {}
 
-    def node_other(self, nodeid: int, ino: int) -> None:
+    def node_directory(self, nodeid: int, ino: int, **_: int) -> None:
         pass
 
-    def node_draft(self, nodeid: int, ino: int, slot: int, generation: int) -> None:
+    def node_draft(self, nodeid: int, ino: int, slot: int, generation: int, **_: int) -> None:
         pass
 
     def node_sealed(self, nodeid: int, ino: int, slot: int, generation: int, **_: int) -> None:
@@ -67,8 +74,15 @@ class PlainBackings:
     def node_dead(self, nodeid: int) -> None:
         pass
 
-    def node_drop(self, nodeid: int) -> None:
+    def node_drop(self, nodeid: int) -> int:
         self._killed.pop(nodeid, None)
+        return 0
+
+    def link(self, parent: int, name: bytes, nodeid: int) -> None:
+        pass
+
+    def unlink(self, parent: int, name: bytes) -> None:
+        pass
 
     def acquire(self, nodeid: int, fd: int) -> int:
         held, count = self._open.get(nodeid, (-1, 0))
@@ -93,7 +107,10 @@ class PlainBackings:
             raise Superseded(f"the backing of node {nodeid} is not open")
         return held
 
-    def note_killed(self, nodeid: int, killed: bool) -> None:
+    def flushed(self, nodeid: int) -> bool:
+        return nodeid in self._killed
+
+    def note_flush(self, nodeid: int, killed: bool) -> None:
         self._killed[nodeid] = killed
 
     def killed(self, nodeid: int) -> bool:

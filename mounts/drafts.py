@@ -19,6 +19,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 import time
 
 import pyfuse3
@@ -28,13 +29,16 @@ from kvfs import limits
 from kvfs.errors import KvfsError, ObjectTooLarge, WriterActive
 from mounts.backing import Backings
 from mounts.nodes import Node, NodeTable, OpenDraft
-from tiers.model import Attributes, ObjectInfo
+from tiers.model import Attributes, Name, ObjectInfo
 from tiers.store import TieredStore
 
 log = logging.getLogger("kvfs.mount")
 
 COPY_INLINE_BYTES = 4 * limits.MIB
 """Copied on the event loop: 4 MiB take about 0.5 ms, a thread's round trip 0.1 ms."""
+PUBLISH_DELAY_S = 0.001
+"""A rename mostly follows close() at once: published after it, the object needs one name transaction, not two,
+and the writer does not wait for it."""
 LINGER_FIRST_S = 0.0002
 """The closing process still drops its reference when RELEASE arrives: microseconds later it is gone."""
 LINGER_MOST_S = 0.1
@@ -51,12 +55,15 @@ class DraftKeeper:
         self._nodes = nodes
         self._backings = backings
         self._nursery: trio.Nursery | None = None
+        self._due: dict[int, tuple[Node, OpenDraft]] = {}
+        self._due_changed = trio.Event()
         self.writers_changed = trio.Event()
         self.writers = 0
 
     def run_in(self, nursery: trio.Nursery) -> None:
         """Where lingering drafts wait."""
         self._nursery = nursery
+        nursery.start_soon(self._publish_due)
 
     # --- beginning ----------------------------------------------------------------------------------------
 
@@ -71,7 +78,7 @@ class DraftKeeper:
             raise
         opened = OpenDraft(draft, mode=mode & 0o7777, uid=uid, gid=gid, ctime_ns=time.time_ns())
         self._nodes.set_draft(node, opened)
-        self._backings.node_draft(node.nodeid, ino, draft.extent.slot, draft.extent.generation)
+        self.show_draft(node, opened)
         return node
 
     async def rewrite(self, node: Node, info: ObjectInfo, *, uid: int, keep_bytes: bool) -> None:
@@ -97,7 +104,7 @@ class DraftKeeper:
             draft, mode=info.mode, uid=info.uid, gid=info.gid, ctime_ns=time.time_ns(), pinned=info.pinned
         )
         self._nodes.set_draft(replacement, opened)
-        self._backings.node_draft(replacement.nodeid, info.ino, draft.extent.slot, draft.extent.generation)
+        self.show_draft(replacement, opened)
         self._backings.node_dead(node.nodeid)
         self._spawn(self._expire, replacement)
 
@@ -114,14 +121,18 @@ class DraftKeeper:
     async def _expire(self, node: Node) -> None:
         await trio.sleep(REWRITE_GRACE_S)
         opened = node.draft
-        if opened is not None and opened.handles == 0 and not opened.lingering:
-            log.info("%s was opened for writing by a process that never came back for it", self._nodes.name(node))
+        if opened is not None and opened.handles == 0 and not opened.closed:
+            log.info(
+                "%s was opened for writing by a process that never came back for it", self._nodes.name(node)
+            )
             self.discard(node)
 
     # --- handles ------------------------------------------------------------------------------------------
 
     def open(self, node: Node, opened: OpenDraft, *, writable: bool) -> None:
         """Count a handle and make the slot its backing."""
+        if writable:
+            self._store.maintain()
         descriptor = self._store.open_draft(opened.draft)
         try:
             self._backings.acquire(node.nodeid, descriptor)
@@ -130,6 +141,7 @@ class DraftKeeper:
         opened.handles += 1
         node.handles += 1
         if writable:
+            opened.closed = False
             opened.writers += 1
             self.writers += 1
             self.writers_changed.set()
@@ -153,20 +165,50 @@ class DraftKeeper:
             if opened.torn or opened.handles == 0:
                 self.discard(node)
             return
-        if self._publish(node, opened) or opened.lingering:
-            return
-        opened.lingering = True
-        self._store.begin_publish(self._nodes.name(node))
-        self._spawn(self._linger, node, opened)
+        opened.closed = True
+        if not opened.lingering and node.nodeid not in self._due:
+            self._due[node.nodeid] = (node, opened)
+            self._due_changed.set()
+
+    def publish_if_closed(self, node: Node, opened: OpenDraft) -> bool:
+        """Publish now what was closed a moment ago, so that whoever comes finds it sealed; whether it is."""
+        return opened.closed and node.linked and self._publish(node, opened)
+
+    def publish_now(self, name: Name) -> trio.Event | None:
+        """For another door: publish what is closed under `name`. An event where that is still to come."""
+        node = self._nodes.resolve(name)
+        opened = node.draft if node is not None else None
+        if node is None or opened is None or self.publish_if_closed(node, opened):
+            return None
+        if opened.writers > 0 and not self._backings.flushed(node.nodeid):
+            return None
+        return opened.ended
+
+    async def _publish_due(self) -> None:
+        while True:
+            await self._due_changed.wait()
+            await trio.sleep(PUBLISH_DELAY_S)
+            self._due_changed = trio.Event()
+            due, self._due = self._due, {}
+            for node, opened in due.values():
+                if node.draft is opened and opened.closed:
+                    self._settle_now(node, opened)
+
+    def _settle_now(self, node: Node, opened: OpenDraft) -> None:
+        if not node.linked:
+            if opened.handles == 0:
+                self.discard(node)
+        elif not self._publish(node, opened):
+            opened.lingering = True
+            self._spawn(self._linger, node, opened)
 
     async def _linger(self, node: Node, opened: OpenDraft) -> None:
         delay_s = LINGER_FIRST_S
-        announced = self._nodes.name(node)
         try:
             while True:
                 await trio.sleep(delay_s)
                 delay_s = min(delay_s * 2, LINGER_MOST_S)
-                if node.draft is not opened or opened.writers > 0:
+                if node.draft is not opened or not opened.closed:
                     return
                 if not node.linked and opened.handles == 0:
                     self.discard(node)
@@ -175,7 +217,6 @@ class DraftKeeper:
                     return
         finally:
             opened.lingering = False
-            self._store.end_publish(announced)
 
     # --- ends ---------------------------------------------------------------------------------------------
 
@@ -201,11 +242,25 @@ class DraftKeeper:
             log.log(error.log_level, "%s was not published: %s", name, error)
             self.discard(node)
             return True
+        opened.ended.set()
         self._nodes.set_draft(node, None)
         self._nodes.set_object(node, info)
         self.show_sealed(node, info)
         self._nodes.release(node)
         return True
+
+    def show_draft(self, node: Node, opened: OpenDraft) -> None:
+        """Let the native loop answer for a file being written."""
+        extent = opened.draft.extent
+        self._backings.node_draft(
+            node.nodeid,
+            node.ino,
+            extent.slot,
+            extent.generation,
+            mode=stat.S_IFREG | opened.mode,
+            uid=opened.uid,
+            gid=opened.gid,
+        )
 
     def show_sealed(self, node: Node, info: ObjectInfo) -> None:
         """Let the native loop answer for the node."""
@@ -215,7 +270,7 @@ class DraftKeeper:
             info.extent.slot,
             info.extent.generation,
             size_bytes=info.size_bytes,
-            mode=0o100000 | info.mode,
+            mode=stat.S_IFREG | info.mode,
             uid=info.uid,
             gid=info.gid,
             mtime_ns=info.mtime_ns,
@@ -229,6 +284,7 @@ class DraftKeeper:
             return
         if node.linked and node.parent is not None:
             self._backings.invalidate_entry(node.parent.nodeid, node.component)
+        opened.ended.set()
         self._nodes.unlink(node)
         self._nodes.set_draft(node, None)
         self._backings.node_dead(node.nodeid)

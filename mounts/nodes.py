@@ -14,8 +14,11 @@ Concurrency: the service's trio thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import trio
 
 from kvfs.errors import LimitExceeded, Superseded
 from kvfs.limits import MAX_NODES
@@ -39,8 +42,12 @@ class OpenDraft:
     torn: bool = False
     """The last writer died by a signal in the middle."""
     pinned: bool = False
+    closed: bool = False
+    """Its last writer has closed it, and it waits to be published."""
     lingering: bool = False
     """Closed, but somebody can still write it (a mapping), or reads it."""
+    ended: trio.Event = field(default_factory=trio.Event)
+    """Set when it is published or dropped."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,12 +69,22 @@ class Node:
     draft: OpenDraft | None = None
 
 
+class Mirror(Protocol):
+    """Who answers LOOKUP natively, and so must know the edges (mounts.backing.Backings)."""
+
+    def link(self, parent: int, name: bytes, nodeid: int) -> None: ...
+    def unlink(self, parent: int, name: bytes) -> None: ...
+    def node_drop(self, nodeid: int) -> int: ...
+
+
 @dataclass(slots=True)
 class NodeTable:
-    """All nodes, by nodeid and by (parent, component). `on_drop` is told of every node that is gone."""
+    """All nodes, by nodeid and by (parent, component); `mirror` is kept in step."""
 
-    on_drop: Callable[[Node], None] = lambda _: None
-    root: Node = field(default_factory=lambda: Node(ROOT_ID, None, b"", directory=True, ino=ROOT_ID, lookups=1))
+    mirror: Mirror
+    root: Node = field(
+        default_factory=lambda: Node(ROOT_ID, None, b"", directory=True, ino=ROOT_ID, lookups=1)
+    )
     _by_id: dict[int, Node] = field(default_factory=dict)
     _edges: dict[tuple[int, bytes], Node] = field(default_factory=dict)
     _by_digest: dict[bytes, Node] = field(default_factory=dict)
@@ -115,7 +132,9 @@ class NodeTable:
     def add(self, parent: Node, component: bytes, *, directory: bool, ino: int) -> Node:
         """A new node, linked under its name in place of whatever was there."""
         if not self._free and self._next_index >= MAX_NODES:
-            raise LimitExceeded(f"{MAX_NODES} files and directories are known to the kernel, which is the limit")
+            raise LimitExceeded(
+                f"{MAX_NODES} files and directories are known to the kernel, which is the limit"
+            )
         old = self.child(parent, component)
         if old is not None:
             self.unlink(old)
@@ -126,6 +145,7 @@ class NodeTable:
         node = Node(self._generation << INDEX_BITS | index, parent, component, directory, ino)
         self._by_id[node.nodeid] = node
         self._edges[parent.nodeid, component] = node
+        self.mirror.link(parent.nodeid, component, node.nodeid)
         parent.children += 1
         return node
 
@@ -157,6 +177,7 @@ class NodeTable:
             return
         node.linked = False
         self._edges.pop((node.parent.nodeid, node.component), None)
+        self.mirror.unlink(node.parent.nodeid, node.component)
         if node.info is not None and self._by_digest.get(node.info.key.digest) is node:
             del self._by_digest[node.info.key.digest]
         self._note_draft(node)
@@ -172,11 +193,13 @@ class NodeTable:
         draft, node.draft = node.draft, None
         self._note_draft(node)
         self._edges.pop((node.parent.nodeid, node.component), None)
+        self.mirror.unlink(node.parent.nodeid, node.component)
         former = node.parent
         former.children -= 1
         node.parent, node.component, node.draft = parent, component, draft
         parent.children += 1
         self._edges[parent.nodeid, component] = node
+        self.mirror.link(parent.nodeid, component, node.nodeid)
         self._note_draft(node)
         self.release(former)
 
@@ -188,12 +211,13 @@ class NodeTable:
     def release(self, node: Node) -> None:
         """Drop the node, and parents kept only for it, when nothing needs them."""
         current: Node | None = node
-        while current is not None and self._unneeded(current):
-            self.unlink(current)
-            if self._by_id.pop(current.nodeid, None) is None:
+        while current is not None and current.nodeid in self._by_id and self._unneeded(current):
+            current.lookups = self.mirror.node_drop(current.nodeid)
+            if current.lookups > 0:
                 break
+            self.unlink(current)
+            del self._by_id[current.nodeid]
             self._free.append(current.nodeid & (1 << INDEX_BITS) - 1)
-            self.on_drop(current)
             assert current.parent is not None
             current.parent.children -= 1
             current = current.parent

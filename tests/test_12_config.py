@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfs import config, limits
+from kvfs import config, limits, sizes
 from kvfs.errors import ConfigError
 
 
@@ -27,18 +27,18 @@ from kvfs.errors import ConfigError
     ],
 )
 def test_sizes_that_are_meant(text: str | int, size_bytes: int) -> None:
-    assert config.parse_size(text) == size_bytes
+    assert sizes.parse_size(text) == size_bytes
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "10 gib", "-1", "1e9", "10GiB/s", "1..5MiB", "ten", "10 G"])
 def test_sizes_that_are_not(text: str) -> None:
     with pytest.raises(ValueError, match="a size is"):
-        config.parse_size(text)
+        sizes.parse_size(text)
 
 
 @given(st.integers(min_value=0, max_value=1 << 60))
 def test_a_shown_size_reads_back_within_its_rounding(size_bytes: int) -> None:
-    shown = config.parse_size(config.format_size(size_bytes))
+    shown = sizes.parse_size(sizes.format_size(size_bytes))
     assert abs(shown - size_bytes) <= max(size_bytes // 20, 0)
 
 

@@ -100,6 +100,23 @@ def test_a_read_only_user_may_not_write_by_any_call(door: Door) -> None:
     assert os.listdir(door.path) == ["file"]
 
 
+def test_a_file_made_read_only_is_writable_by_its_maker(door: Door) -> None:
+    """git makes its objects with mode 0444 and writes them through the descriptor that made them."""
+    door.path.chmod(0o777)
+    path = door.path / "object"
+
+    def make() -> None:
+        with opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o444) as fd:
+            write_all(fd, b"con")
+            os.fchmod(fd, 0o400)
+            write_all(fd, b"tent")
+
+    run_as(NOBODY, make)
+    assert run_as(NOBODY, path.read_bytes) == b"content"
+    assert run_as(NOBODY, lambda: may_open(path, os.O_WRONLY)) is False
+    assert run_as(SOMEBODY, lambda: may_open(path, os.O_RDONLY)) is False
+
+
 def test_a_closed_directory_hides_what_is_below(door: Door) -> None:
     directory = door.path / "private"
     directory.mkdir(mode=0o700)

@@ -8,121 +8,138 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from service_process import CAN_MOUNT, EXIT_WAIT_S, ServiceProcess, run_kvfs
 
 from kvfs import addresses, limits
+from kvfs.client import connect
+from tests.support.door import need_mount
+from tests.support.service import ROOT, STOP_WAIT_S, Service, run_kvfs
 
-pytestmark = [
-    pytest.mark.mount,
-    pytest.mark.skipif(not CAN_MOUNT, reason="needs root and /dev/fuse"),
-]
+DRAM = "64MiB"
 
 
-def test_it_says_what_runs_and_tells_its_manager(tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path) as service:
-        status = service.ready().wait_for("STATUS=")
-        assert "64 MiB" in status
-        assert str(service.mount) in status
-        shown = service.output.read_text()
-        for expected in (str(service.data), str(service.mount), str(service.data / "kvfs.sock"), "64 MiB"):
-            assert expected in shown
-        assert shown.endswith("ready\n")
-        assert service.stop() == 0
+@pytest.fixture
+def service() -> Iterator[Service]:
+    """One that runs, in the fastest mode of this machine; a test may end it as it likes."""
+    need_mount()
+    service = Service(mode="auto", dram=DRAM)
+    try:
+        yield service.start()
+    finally:
+        service.close()
+
+
+@pytest.fixture
+def stopped() -> Iterator[Service]:
+    """One that was not started."""
+    need_mount()
+    service = Service(mode="auto", dram=DRAM)
+    try:
+        yield service
+    finally:
+        service.close()
+
+
+def refuse(service: Service, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Start in vain: what it said and its code."""
+    refused = run_kvfs(*service.command()[3:], *arguments)
+    assert refused.returncode != 0
+    assert refused.stderr.startswith("kvfs: ") or "Error" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    return refused
+
+
+def test_it_says_what_runs_and_tells_its_manager(service: Service) -> None:
+    status = service.wait_told("STATUS=")
+    assert "64 MiB" in status
+    assert str(service.mount) in status
+    shown = service.log()
+    for expected in (str(service.data), str(service.mount), str(service.data / "kvfs.sock"), "64 MiB"):
+        assert expected in shown
+    assert "\nready\n" in shown
+    assert "try, in another terminal" not in shown
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_it_cleanly(tmp_path: Path, number: signal.Signals) -> None:
-    with ServiceProcess(tmp_path) as service:
-        service.ready()
-        assert service.stop(number) == 0
-        service.wait_for("STOPPING=1")
-        assert service.mount not in addresses.mounts()
-        assert json.loads((service.data / "format.json").read_text())["clean"] is True
-        assert "ERROR" not in service.errors.read_text()
+def test_a_signal_stops_it_cleanly(service: Service, number: signal.Signals) -> None:
+    assert service.signal(number) == 0
+    service.wait_told("STOPPING=1")
+    assert service.mount not in addresses.mounts()
+    assert json.loads((service.data / "format.json").read_text())["clean"] is True
+    assert "ERROR" not in service.log()
+    assert not (service.data / "kvfs.sock").exists()
 
 
-def test_objects_survive_a_clean_restart_or_are_gone_but_never_wrong(tmp_path: Path) -> None:
-    payload = bytes(range(256)) * 4096
-    with ServiceProcess(tmp_path) as service:
-        service.ready()
-        (service.mount / "bucket").mkdir()
-        (service.mount / "bucket" / "object").write_bytes(payload)
-        assert service.stop() == 0
-    with ServiceProcess(tmp_path) as service:
-        service.ready()
-        again = service.mount / "bucket" / "object"
-        assert not again.exists() or again.read_bytes() == payload
+def test_a_session_may_ask_it_to_stop(service: Service) -> None:
+    with connect(service.mount) as client:
+        client.shutdown()
+    assert service.running.wait(STOP_WAIT_S) == 0
+    service.wait_told("STOPPING=1")
 
 
-def test_a_second_service_on_the_same_data_is_told_who_has_it(tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path) as service:
-        service.ready()
-        second = run_kvfs("serve", f"--data={service.data}", f"--mount={tmp_path / 'mnt2'}", "--dram=64MiB")
-        assert second.returncode == 1
-        assert second.stderr.startswith("kvfs: ")
-        assert str(service.data) in second.stderr
-        assert str(service.process.pid) in second.stderr
-        assert service.process.poll() is None
-        (service.mount / "still-works").mkdir()
+def test_a_second_service_on_the_same_data_is_told_who_has_it(service: Service, tmp_path: Path) -> None:
+    second = refuse(service, "--mount", str(tmp_path / "mnt2"))
+    assert second.returncode == 1
+    assert str(service.data) in second.stderr
+    assert str(service.pid) in second.stderr
+    assert service.running.poll() is None
+    (service.mount / "still-works").mkdir()
 
 
-def test_the_mount_that_a_kill_left_is_cleared_by_the_next_start(tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path) as service:
-        service.ready()
-        service.process.kill()
-        service.process.wait(EXIT_WAIT_S)
-        assert service.mount in addresses.mounts()
-        with pytest.raises(OSError, match=os.strerror(errno.ENOTCONN)):
-            service.mount.stat()
-        with ServiceProcess(tmp_path) as again:
-            again.ready()
-            assert addresses.mounts().count(again.mount) == 1
-            (again.mount / "bucket").mkdir()
-            assert again.stop() == 0
+def test_a_second_service_on_the_same_mount_point_is_refused(service: Service, tmp_path: Path) -> None:
+    second = refuse(service, "--data", str(tmp_path / "data2"))
+    assert str(service.mount) in second.stderr
+    (service.mount / "still-works").mkdir()
+    assert addresses.mounts().count(service.mount) == 1
 
 
-def test_the_mount_that_a_kill_left_is_cleared_by_umount(tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path) as service:
-        service.ready()
-        service.process.kill()
-        service.process.wait(EXIT_WAIT_S)
-        assert run_kvfs("status", "--at", str(service.mount)).returncode == 4
-        assert run_kvfs("umount", str(service.mount)).returncode == 0
-        assert service.mount not in addresses.mounts()
+def test_the_mount_that_a_kill_left_is_cleared_by_the_next_start(service: Service) -> None:
+    service.kill()
+    assert service.mount in addresses.mounts()
+    with pytest.raises(OSError, match=os.strerror(errno.ENOTCONN)):
+        service.mount.stat()
+    service.restart()
+    assert addresses.mounts().count(service.mount) == 1
+    (service.mount / "bucket").mkdir()
+    assert service.signal(signal.SIGTERM) == 0
 
 
-def test_unmounting_from_outside_stops_the_service(tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path) as service:
-        service.ready()
-        assert run_kvfs("umount", str(service.mount)).returncode == 0
-        assert service.process.wait(EXIT_WAIT_S) == 0
-        service.wait_for("STOPPING=1")
+def test_the_mount_that_a_kill_left_is_cleared_by_umount(service: Service) -> None:
+    service.kill()
+    assert run_kvfs("status", "--at", str(service.mount)).returncode == 4
+    assert run_kvfs("umount", str(service.mount)).returncode == 0
+    assert service.mount not in addresses.mounts()
+
+
+def test_unmounting_from_outside_stops_the_service(service: Service) -> None:
+    assert run_kvfs("umount", str(service.mount)).returncode == 0
+    assert service.running.wait(STOP_WAIT_S) == 0
+    service.wait_told("STOPPING=1")
 
 
 @pytest.mark.parametrize("mode", ["plain", "native"])
-def test_a_slower_mode_can_be_asked_for(tmp_path: Path, mode: str) -> None:
-    with ServiceProcess(tmp_path, f"--mode={mode}") as service:
-        assert f"{mode} mount" in service.ready().wait_for("STATUS=")
-        (service.mount / "bucket").mkdir()
-        (service.mount / "bucket" / "object").write_bytes(b"x" * 5000)
-        assert (service.mount / "bucket" / "object").read_bytes() == b"x" * 5000
-        assert service.stop() == 0
+def test_a_slower_mode_can_be_asked_for(stopped: Service, mode: str) -> None:
+    stopped.mode = mode
+    service = stopped.start()
+    assert f"{mode} mount" in service.wait_told("STATUS=")
+    (service.mount / "bucket").mkdir()
+    (service.mount / "bucket" / "object").write_bytes(b"x" * 5000)
+    assert (service.mount / "bucket" / "object").read_bytes() == b"x" * 5000
+    assert service.signal(signal.SIGTERM) == 0
 
 
-def test_a_newer_data_directory_is_left_alone(tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    data.mkdir()
+def test_a_newer_data_directory_is_left_alone(stopped: Service) -> None:
     text = json.dumps({"format": 99, "store_id": "00" * 16, "clean": True})
-    (data / "format.json").write_text(text)
-    refused = run_kvfs("serve", f"--data={data}", f"--mount={tmp_path / 'mnt'}", "--dram=64MiB")
+    (stopped.data / "format.json").write_text(text)
+    refused = refuse(stopped)
     assert refused.returncode == 1
     assert "99" in refused.stderr
-    assert str(data) in refused.stderr
-    assert (data / "format.json").read_text() == text
-    assert (tmp_path / "mnt") not in addresses.mounts()
+    assert str(stopped.data) in refused.stderr
+    assert (stopped.data / "format.json").read_text() == text
+    assert stopped.mount not in addresses.mounts()
 
 
 @pytest.mark.parametrize(
@@ -146,52 +163,51 @@ def test_wrong_settings_are_refused_before_anything_is_made(
 
 def test_data_under_the_mount_point_is_refused(tmp_path: Path) -> None:
     refused = run_kvfs(
-        "serve", f"--data={tmp_path / 'mnt' / 'data'}", f"--mount={tmp_path / 'mnt'}", "--dram=64MiB"
+        "serve", f"--data={tmp_path / 'mnt' / 'data'}", f"--mount={tmp_path / 'mnt'}", "--dram", DRAM
     )
     assert refused.returncode == 2
     assert "lies under the mount point" in refused.stderr
+    assert not (tmp_path / "mnt").exists()
 
 
-def test_an_unknown_group_is_refused(tmp_path: Path) -> None:
-    config = tmp_path / "kvfs.toml"
+def test_an_unknown_group_is_refused(stopped: Service) -> None:
+    config = stopped.base / "kvfs.toml"
     config.write_text('[session]\ngroup = "no-such-group-here"\n')
-    refused = run_kvfs(
-        "serve",
-        f"--config={config}",
-        f"--data={tmp_path / 'data'}",
-        f"--mount={tmp_path / 'mnt'}",
-        "--dram=64MiB",
-    )
+    refused = refuse(stopped, "--config", str(config))
     assert refused.returncode == 2
     assert "[session] group = 'no-such-group-here'" in refused.stderr
 
 
-def test_names_over_their_limits_are_refused_by_the_mount(tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path) as service:
-        service.ready()
-        (service.mount / ("b" * limits.MAX_BUCKET_NAME_BYTES)).mkdir()
-        bucket = service.mount / "bucket"
-        bucket.mkdir()
-        (bucket / ("c" * limits.MAX_COMPONENT_BYTES)).write_bytes(b"1")
-        deep = bucket.joinpath(*["d" * 200] * 5)
-        deep.mkdir(parents=True)
-        (deep / ("e" * (limits.MAX_KEY_BYTES - 5 * 201))).write_bytes(b"1")
-        for path in (
-            service.mount / ("b" * (limits.MAX_BUCKET_NAME_BYTES + 1)) / "object",
-            bucket / ("c" * (limits.MAX_COMPONENT_BYTES + 1)),
-            deep / ("e" * (limits.MAX_KEY_BYTES - 5 * 201 + 1)),
-        ):
-            with pytest.raises(OSError, match=os.strerror(errno.ENAMETOOLONG)):
-                _write_with_parent(path)
-        assert service.stop() == 0
+def test_a_mount_point_that_is_a_file_is_refused(stopped: Service) -> None:
+    stopped.mount.rmdir()
+    stopped.mount.write_text("")
+    refused = refuse(stopped)
+    assert refused.returncode == 2
+    assert str(stopped.mount) in refused.stderr
 
 
-def test_it_takes_the_descriptors_that_the_hard_limit_allows(tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path) as service:
-        service.ready()
-        lines = Path(f"/proc/{service.process.pid}/limits").read_text().splitlines()
-        soft, hard = next(line.split()[3:5] for line in lines if line.startswith("Max open files"))
-        assert soft == hard
+def test_names_over_their_limits_are_refused_by_the_mount(service: Service) -> None:
+    (service.mount / ("b" * limits.MAX_BUCKET_NAME_BYTES)).mkdir()
+    bucket = service.mount / "bucket"
+    bucket.mkdir()
+    (bucket / ("c" * limits.MAX_COMPONENT_BYTES)).write_bytes(b"1")
+    deep = bucket.joinpath(*["d" * 200] * 5)
+    deep.mkdir(parents=True)
+    (deep / ("e" * (limits.MAX_KEY_BYTES - 5 * 201))).write_bytes(b"1")
+    for path in (
+        service.mount / ("b" * (limits.MAX_BUCKET_NAME_BYTES + 1)) / "object",
+        bucket / ("c" * (limits.MAX_COMPONENT_BYTES + 1)),
+        deep / ("e" * (limits.MAX_KEY_BYTES - 5 * 201 + 1)),
+    ):
+        with pytest.raises(OSError, match=os.strerror(errno.ENAMETOOLONG)):
+            _write_with_parent(path)
+    assert service.signal(signal.SIGTERM) == 0
+
+
+def test_it_takes_the_descriptors_that_the_hard_limit_allows(service: Service) -> None:
+    lines = Path(f"/proc/{service.pid}/limits").read_text().splitlines()
+    soft, hard = next(line.split()[3:5] for line in lines if line.startswith("Max open files"))
+    assert soft == hard
 
 
 def _write_with_parent(path: Path) -> None:
@@ -242,7 +258,8 @@ def test_a_stop_that_hangs_ends_by_the_clock_or_by_a_second_signal(
         [sys.executable, "-c", STUCK, stop_wait_s, signals, str(tmp_path / "mnt")],
         capture_output=True,
         text=True,
-        timeout=EXIT_WAIT_S,
+        timeout=STOP_WAIT_S,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert ended.returncode == 1
     assert why in ended.stderr

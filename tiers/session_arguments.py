@@ -63,9 +63,10 @@ class Arguments:
     def optional_bytes(self, key: str, most: int) -> bytes | None:
         """Base64."""
         if not self.has(key):
-            return self._default(key, None)
+            self._left.pop(key, None)
+            return None
         try:
-            value = base64.b64decode(self._take(key, str), validate=True)
+            value: bytes = base64.b64decode(self._take(key, str), validate=True)
         except (binascii.Error, ValueError):
             raise InvalidRequest(f"{self._what}: {key} is not base64") from None
         if len(value) > most:

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvfs.keys import Namespace
-
 from kvfs import limits, paths
 from kvfs.codec import encode_object
 from kvfs.errors import (
@@ -26,6 +24,7 @@ from kvfs.errors import (
     LimitExceeded,
     NotPermitted,
 )
+from kvfs.keys import Namespace
 from kvfs.messages import Control, Op, text
 from kvfs.rights import READ, SEARCH, WRITE, allows
 from tiers.model import Attributes, Bucket

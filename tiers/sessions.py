@@ -17,12 +17,12 @@ Concurrency: the service's trio thread; one task accepts, one per session serves
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
 import os
 import socket
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,7 @@ from kvfs.rights import Caller
 from tiers.access import Access
 from tiers.session_channel import Channel
 from tiers.session_control import Service, serve_control
-from tiers.session_ops import serve_batch
+from tiers.session_ops import log_refusal, serve_batch
 from tiers.session_state import Session, SessionQuota, peer
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ log = logging.getLogger("kvfs.sessions")
 
 SOCKET_MODE = 0o666
 """Whoever reaches the socket's directory may connect; rights follow the kernel's credentials."""
-_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _RETRY_PAUSE_S = 0.05
+"""Out of descriptors or memory: the connection waits in the backlog meanwhile."""
 
 
 class SessionServer:
@@ -77,14 +77,19 @@ class SessionServer:
         service_uid: int | None = None,
         group_gid: int | None = None,
         quota: SessionQuota | None = None,
+        describe: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        """`group_gid`: its members may open slots themselves. Raises ConfigError for too long a path."""
+        """`group_gid`: its members may open slots themselves. `describe`: more for STATUS to say.
+
+        Raises ConfigError for too long a path.
+        """
         if len(os.fsencode(path)) > limits.MAX_SOCKET_PATH_BYTES:
             raise ConfigError(f"socket path {path} is over {limits.MAX_SOCKET_PATH_BYTES} bytes")
         self.store = store
         self.path = path
         self.quota = quota or SessionQuota()
         self.stop_asked = trio.Event()
+        self._describe = describe
         self._service_uid = os.geteuid() if service_uid is None else service_uid
         self._group_gid = group_gid
         self._service = Service(self._service_uid, group_gid, self._status, self.stop)
@@ -127,8 +132,7 @@ class SessionServer:
                     continue
                 except OSError as error:
                     log.warning("cannot accept a session: %s", error)
-                    if error.errno in _OUT_OF_DESCRIPTORS:
-                        await trio.sleep(_RETRY_PAUSE_S)
+                    await trio.sleep(_RETRY_PAUSE_S)
                     continue
                 self._admit(connection, nursery)
 
@@ -175,6 +179,9 @@ class SessionServer:
         reason: KvfsError | None = None
         try:
             await self._serve_session(session, channel)
+        except trio.Cancelled:
+            reason = SessionClosed("the service stops")
+            raise
         except SessionClosed as error:
             reason = error
         except KvfsError as error:
@@ -226,6 +233,7 @@ class SessionServer:
         except KvfsError as error:
             if channel.failed:
                 raise
+            log_refusal(error)
             await channel.send(Failure(request_op(request), error))
             if isinstance(request, Hello):
                 raise
@@ -241,8 +249,8 @@ class SessionServer:
             store_id=self.store.store_id,
             may_open=self._may_open(session.caller),
             details={
-                "directory": str(self.store.dram.directory),
-                "table": str(self.store.dram.table_path),
+                "directory": str(self.store.dram.root / "slots"),
+                "table": self.store.table.path,
                 "limits": {
                     "frame_bytes": limits.MAX_FRAME_BYTES,
                     "batch": limits.MAX_BATCH,
@@ -266,6 +274,7 @@ class SessionServer:
             "sessions_cut_off": self._cut_off,
             "session_drafts": sum(len(session.drafts) for session in self._sessions.values()),
             "socket": str(self.path),
+            **self._describe(),
         }
 
 

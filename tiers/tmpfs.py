@@ -12,6 +12,7 @@ import ctypes
 import errno
 import logging
 import os
+import re
 from pathlib import Path
 
 from kvfs.errors import ConfigError, DeviceMissing
@@ -23,12 +24,17 @@ _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_NOATIME = 2, 4, 8, 32, 1024
 _MNT_DETACH = 2
 _FLAGS = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC | _MS_NOATIME
 
+_ESCAPED = re.compile(rb"\\([0-7]{3})")
+"""Spaces and the like in /proc/self/mountinfo."""
+
 _log = logging.getLogger(__name__)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _mount(root: Path, flags: int, options: str) -> None:
-    result = _libc.mount(SOURCE.encode(), os.fsencode(root), b"tmpfs", ctypes.c_ulong(flags), options.encode())
+    result = _libc.mount(
+        SOURCE.encode(), os.fsencode(root), b"tmpfs", ctypes.c_ulong(flags), options.encode()
+    )
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(root))
@@ -36,14 +42,13 @@ def _mount(root: Path, flags: int, options: str) -> None:
 
 def is_mounted(root: Path) -> bool:
     """Whether the topmost mount at `root` is a tmpfs that a kvfs service mounted."""
-    wanted = os.path.realpath(root)
+    wanted = os.fsencode(os.path.realpath(root))
     top = False
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        mount, _, filesystem = line.partition(" - ")
-        point = mount.split(" ")[4].encode().decode("unicode_escape")
+    for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
+        mount, _, filesystem = line.partition(b" - ")
+        point = _ESCAPED.sub(lambda found: bytes([int(found[1], 8)]), mount.split(b" ")[4])
         if point == wanted:
-            kind, source = filesystem.split(" ")[:2]
-            top = kind == "tmpfs" and source == SOURCE
+            top = filesystem.split(b" ")[:2] == [b"tmpfs", SOURCE.encode()]
     return top
 
 
@@ -58,12 +63,16 @@ def mount(root: Path, capacity_bytes: int, *, inodes: int, gid: int | None) -> N
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            _log.warning("%s: this kernel has no huge pages on tmpfs; large reads run at a third of the speed", root)
+            _log.warning(
+                "%s: this kernel has no huge pages on tmpfs; large reads run at a third of the speed", root
+            )
             _mount(root, _FLAGS, options)
     except OSError as error:
         right = "CAP_SYS_ADMIN in this mount namespace" if error.errno in (errno.EPERM, errno.EACCES) else ""
         missing = f" (missing: {right})" if right else ""
-        raise DeviceMissing(f"mount a tmpfs of {capacity_bytes} bytes at {root}: {error.strerror}{missing}") from error
+        raise DeviceMissing(
+            f"mount a tmpfs of {capacity_bytes} bytes at {root}: {error.strerror}{missing}"
+        ) from error
 
 
 def resize(root: Path, capacity_bytes: int, *, inodes: int) -> None:
@@ -71,6 +80,10 @@ def resize(root: Path, capacity_bytes: int, *, inodes: int) -> None:
     try:
         _mount(root, _FLAGS | _MS_REMOUNT, f"size={capacity_bytes},nr_inodes={inodes}")
     except OSError as error:
+        if error.errno in (errno.EPERM, errno.EACCES):
+            raise DeviceMissing(
+                f"resize the tmpfs at {root}: missing CAP_SYS_ADMIN in this mount namespace"
+            ) from error
         raise ConfigError(
             f"resize the tmpfs at {root} to {capacity_bytes} bytes: {error.strerror}; "
             "readers of an earlier service may still hold more than that"

@@ -3,7 +3,7 @@
 from kvfs._native.table import Table
 
 class Checksummer:
-    """Reads queued slots of `dirfd` and stores their XXH3-64 in the table. Raises OSError when no thread starts."""
+    """Reads queued slots of `dirfd`, stores their XXH3-64 in the table. Raises OSError without a thread."""
 
     def __init__(self, table: Table, dirfd: int, capacity: int = ...) -> None: ...
     def push(self, slot: int, generation: int) -> bool:
@@ -30,3 +30,6 @@ class Checksummer:
 
     @property
     def failed(self) -> int: ...
+    @property
+    def yielded(self) -> int:
+        """How often a pause met the thread inside the slot; it went on from there afterwards."""

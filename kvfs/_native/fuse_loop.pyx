@@ -4,8 +4,10 @@ Concurrency: every method may be called from any thread; the loop's own lock ord
 the loop's threads without the GIL.
 """
 
-from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memset
+
+from kvfs._native.table cimport Table, kvfs_slot_header, kvfs_table
 
 from kvfs.errors import from_errno
 
@@ -35,6 +37,7 @@ cdef extern from "fuse_loop_core.h" nogil:
         uint64_t native_reads
         uint64_t native_writes
         uint64_t native_getattrs
+        uint64_t native_lookups
         uint64_t invalidations
         uint64_t dropped_records
     struct fw_attr:
@@ -64,11 +67,15 @@ cdef extern from "fuse_loop_core.h" nogil:
     void fl_get_stats(fuse_loop *loop, fl_stats *out)
     int fl_node_set(fuse_loop *loop, uint64_t nodeid, fl_state state, uint32_t slot, uint32_t generation,
                     const fw_attr *attr)
-    void fl_node_drop(fuse_loop *loop, uint64_t nodeid)
+    uint64_t fl_node_drop(fuse_loop *loop, uint64_t nodeid)
+    int fl_link(fuse_loop *loop, uint64_t parent, const char *name, uint32_t length, uint64_t nodeid)
+    void fl_unlink(fuse_loop *loop, uint64_t parent, const char *name, uint32_t length)
     int fl_acquire(fuse_loop *loop, uint64_t nodeid, int fd)
     int fl_release(fuse_loop *loop, uint64_t nodeid)
     int fl_opens(fuse_loop *loop, uint64_t nodeid)
+    int fl_probe(fuse_loop *loop, int fd)
     int fl_killed(fuse_loop *loop, uint64_t nodeid)
+    int fl_flushed(fuse_loop *loop, uint64_t nodeid)
     int fl_died_by_signal(uint32_t pid)
     void fl_relay_opens(fuse_loop *loop, int relay)
     uint32_t fl_drain_opens(fuse_loop *loop, fl_open_record *out, uint32_t capacity)
@@ -90,27 +97,25 @@ cdef class FuseLoop:
     """One mounted /dev/fuse descriptor served natively; see fuse_loop_core.h for the invariants."""
 
     cdef fuse_loop *_loop
-    cdef object _generations
+    cdef Table _table
 
     def __cinit__(
-        self, int dev_fd, int slots_dir_fd, const uint8_t[::1] generations not None, uint64_t generation_stride,
-        uint32_t slot_count, *, bint passthrough, int threads, uint32_t buffer_size, uint64_t largest_object,
-        uint64_t attr_valid_s,
+        self, int dev_fd, int slots_dir_fd, Table table not None, *, bint passthrough, int threads,
+        uint32_t buffer_size, uint64_t largest_object, uint64_t attr_valid_s,
     ):
         cdef fl_config config
-        if <uint64_t> generations.shape[0] < 4 + generation_stride * (slot_count - 1):
-            raise ValueError(f"{generations.shape[0]} bytes of table cannot hold {slot_count} generations")
+        cdef kvfs_table *pointer = table.pointer()
         config.dev_fd = dev_fd
         config.slots_dir_fd = slots_dir_fd
-        config.generations = <const char *> &generations[0]
-        config.generation_stride = generation_stride
-        config.slot_count = slot_count
+        config.generations = <const char *> &pointer.slots[0].generation
+        config.generation_stride = sizeof(kvfs_slot_header)
+        config.slot_count = pointer.slot_count
         config.passthrough = passthrough
         config.threads = threads
         config.buffer_size = buffer_size
         config.largest_object = largest_object
         config.attr_valid_s = attr_valid_s
-        self._generations = generations
+        self._table = table
         self._check(fl_create(&config, &self._loop), "the native FUSE loop")
 
     def __dealloc__(self):
@@ -152,21 +157,40 @@ cdef class FuseLoop:
             "native_reads": stats.native_reads,
             "native_writes": stats.native_writes,
             "native_getattrs": stats.native_getattrs,
+            "native_lookups": stats.native_lookups,
             "invalidations": stats.invalidations,
             "dropped_records": stats.dropped_records,
         }
 
-    def node_other(self, uint64_t nodeid, uint64_t ino):
-        """A directory, or a node whose bytes are not here."""
+    def node_directory(
+        self, uint64_t nodeid, uint64_t ino, *, uint32_t mode, uint32_t uid, uint32_t gid, uint64_t mtime_ns
+    ):
+        """A directory. The kernel asks for its attributes after every change in it. `mode` has the file type."""
         cdef fw_attr attr
         memset(&attr, 0, sizeof(attr))
         attr.ino = ino
+        attr.atime = attr.mtime = attr.ctime = mtime_ns // NANOSECONDS
+        attr.atimensec = attr.mtimensec = attr.ctimensec = <uint32_t> (mtime_ns % NANOSECONDS)
+        attr.mode = mode
+        attr.nlink = 1
+        attr.uid = uid
+        attr.gid = gid
+        attr.blksize = 4096
         self._check(fl_node_set(self._loop, nodeid, FL_OTHER, 0, 0, &attr), f"node {nodeid}")
 
-    def node_draft(self, uint64_t nodeid, uint64_t ino, uint32_t slot, uint32_t generation):
+    def node_draft(
+        self, uint64_t nodeid, uint64_t ino, uint32_t slot, uint32_t generation, *, uint32_t mode, uint32_t uid,
+        uint32_t gid
+    ):
+        """A file being written; its size and times are the slot file's. `mode` includes the file type."""
         cdef fw_attr attr
         memset(&attr, 0, sizeof(attr))
         attr.ino = ino
+        attr.mode = mode
+        attr.nlink = 1
+        attr.uid = uid
+        attr.gid = gid
+        attr.blksize = 4096
         self._check(fl_node_set(self._loop, nodeid, FL_DRAFT, slot, generation, &attr), f"node {nodeid}")
 
     def node_sealed(
@@ -195,8 +219,16 @@ cdef class FuseLoop:
         self._check(fl_node_set(self._loop, nodeid, FL_DEAD, 0, 0, NULL), f"node {nodeid}")
 
     def node_drop(self, uint64_t nodeid):
-        """The kernel has forgotten the node."""
-        fl_node_drop(self._loop, nodeid)
+        """Drop a node that nothing needs. Lookups answered natively since: it stays, and they are returned."""
+        return fl_node_drop(self._loop, nodeid)
+
+    def link(self, uint64_t parent, bytes name not None, uint64_t nodeid):
+        """From now on LOOKUP of the name answers this node."""
+        self._check(fl_link(self._loop, parent, name, <uint32_t> len(name), nodeid), f"node {nodeid}")
+
+    def unlink(self, uint64_t parent, bytes name not None):
+        """From now on LOOKUP of the name is relayed."""
+        fl_unlink(self._loop, parent, name, <uint32_t> len(name))
 
     def acquire(self, uint64_t nodeid, int fd):
         """Count an open handle; the first one makes `fd` the backing. The count. Raises KvfsError, OSError."""
@@ -219,6 +251,10 @@ cdef class FuseLoop:
         """Whether the last FLUSH of the node came from a process that is dying by a signal."""
         return bool(fl_killed(self._loop, nodeid))
 
+    def flushed(self, uint64_t nodeid):
+        """Whether any descriptor of the node has been closed: its RELEASE may be on its way."""
+        return bool(fl_flushed(self._loop, nodeid))
+
     def relay_opens(self, bint relay):
         """Whether every OPEN goes to Python (a quota is being enforced)."""
         fl_relay_opens(self._loop, relay)
@@ -233,6 +269,13 @@ cdef class FuseLoop:
             for i in range(count):
                 found.append((records[i].nodeid, records[i].uid, records[i].pid))
         return found
+
+    def probe(self, int fd):
+        """Whether the kernel takes `fd` as a backing; passthrough is off from now on where it does not."""
+        cdef int status
+        with nogil:
+            status = fl_probe(self._loop, fd)
+        return self._check(status, "passthrough") == 1
 
     def invalidate_entry(self, uint64_t parent, bytes name not None):
         """Make the kernel look `name` up again; never waits."""

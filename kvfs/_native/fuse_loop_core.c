@@ -50,9 +50,16 @@ static int attach_backing(struct fuse_loop *loop, struct fl_node *node, int fd) 
     if (loop->passthrough) {
         struct fw_backing_map map = {.fd = fd};
         int id = ioctl(loop->config.dev_fd, FW_IOC_BACKING_OPEN, &map);
-        if (id < 0) return -errno;
-        node->backing_id = id;
-    } else {
+        if (id >= 0) {
+            node->backing_id = id;
+            return 0;
+        }
+        /* EPERM: no CAP_SYS_ADMIN; EOPNOTSUPP, ENOTTY, EINVAL: a kernel without it. Others may pass. */
+        if (loop->passthrough_used || (errno != EPERM && errno != EOPNOTSUPP && errno != ENOTTY && errno != EINVAL))
+            return -errno;
+        loop->passthrough = 0;
+    }
+    if (!loop->passthrough) {
         int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0);
         if (copy < 0) return -errno;
         node->fd = copy;
@@ -119,17 +126,86 @@ static int handle_release(struct fuse_loop *loop, const struct fw_in_header *in,
     return 1;
 }
 
+/* The node's attributes as they are now: a draft's size and times are the slot file's. 0, or -errno. */
+static int current_attr(struct fuse_loop *loop, const struct fl_node *node, struct fw_attr *attr, uint64_t *valid_s) {
+    *attr = node->attr;
+    *valid_s = loop->config.attr_valid_s;
+    if (node->state != FL_DRAFT) return node->attr.mode == 0 ? -EAGAIN : 0;
+    struct stat status;
+    char name[16];
+    snprintf(name, sizeof name, "%08x", node->slot);
+    if (fstatat(loop->config.slots_dir_fd, name, &status, 0) < 0 || !slot_is(loop, node->slot, node->generation))
+        return -EAGAIN;
+    *valid_s = 0; /* passthrough writes change it without a request */
+    attr->size = (uint64_t)status.st_size;
+    attr->blocks = (uint64_t)status.st_blocks;
+    attr->atime = (uint64_t)status.st_atim.tv_sec;
+    attr->atimensec = (uint32_t)status.st_atim.tv_nsec;
+    attr->mtime = (uint64_t)status.st_mtim.tv_sec;
+    attr->mtimensec = (uint32_t)status.st_mtim.tv_nsec;
+    attr->ctime = (uint64_t)status.st_ctim.tv_sec;
+    attr->ctimensec = (uint32_t)status.st_ctim.tv_nsec;
+    return 0;
+}
+
 static int handle_getattr(struct fuse_loop *loop, const struct fw_in_header *in) {
-    struct fw_attr_out out = {.attr_valid = loop->config.attr_valid_s};
+    struct fw_attr_out out = {0};
     pthread_mutex_lock(&loop->nodes_lock);
     struct fl_node *node = fl_find(loop, in->nodeid);
-    int ours = node != NULL && node->state == FL_SEALED;
-    if (ours) out.attr = node->attr;
+    int ours = node != NULL && node->state != FL_DEAD && current_attr(loop, node, &out.attr, &out.attr_valid) == 0;
     pthread_mutex_unlock(&loop->nodes_lock);
     if (!ours) return 0;
     answer(loop, in->unique, 0, &out, sizeof out);
     fl_count(&loop->stats.native_getattrs);
     return 1;
+}
+
+/* Names that the library has linked. What is unknown here may well exist: it is relayed. */
+static int handle_lookup(struct fuse_loop *loop, const struct fw_in_header *in, const char *name) {
+    struct fw_entry_out out = {.entry_valid = loop->config.attr_valid_s};
+    pthread_mutex_lock(&loop->nodes_lock);
+    struct fl_node *node = fl_child(loop, in->nodeid, name, (uint32_t)strlen(name));
+    int ours = node != NULL && (node->state == FL_DRAFT || node->state == FL_OTHER ||
+                                (node->state == FL_SEALED && slot_is(loop, node->slot, node->generation)));
+    if (ours) ours = current_attr(loop, node, &out.attr, &out.attr_valid) == 0;
+    if (ours) {
+        out.nodeid = node->nodeid;
+        node->lookups++;
+    }
+    pthread_mutex_unlock(&loop->nodes_lock);
+    if (!ours) return 0;
+    answer(loop, in->unique, 0, &out, sizeof out);
+    fl_count(&loop->stats.native_lookups);
+    return 1;
+}
+
+/* What the kernel forgets beyond the lookups counted here. */
+static uint64_t forget_node(struct fuse_loop *loop, uint64_t nodeid, uint64_t lookups) {
+    struct fl_node *node = fl_find(loop, nodeid);
+    if (node == NULL) return lookups;
+    uint64_t taken = node->lookups < lookups ? node->lookups : lookups;
+    node->lookups -= taken;
+    return lookups - taken;
+}
+
+/* FORGET has no answer; handled when nothing of it is left for the library. */
+static int handle_forget(struct fuse_loop *loop, const struct fw_in_header *in, uint64_t *lookups) {
+    pthread_mutex_lock(&loop->nodes_lock);
+    *lookups = forget_node(loop, in->nodeid, *lookups);
+    pthread_mutex_unlock(&loop->nodes_lock);
+    return *lookups == 0;
+}
+
+static int handle_batch_forget(struct fuse_loop *loop, const struct fw_in_header *in, struct fw_batch_forget_in *body) {
+    struct fw_forget_one *each = (struct fw_forget_one *)(body + 1);
+    uint64_t left = 0, room = (in->len - sizeof *in - sizeof *body) / sizeof *each;
+    pthread_mutex_lock(&loop->nodes_lock);
+    for (uint32_t i = 0; i < body->count && i < room; i++) {
+        each[i].nlookup = forget_node(loop, each[i].nodeid, each[i].nlookup);
+        left += each[i].nlookup;
+    }
+    pthread_mutex_unlock(&loop->nodes_lock);
+    return left == 0;
 }
 
 /* A descriptor of the node's bytes that stays valid after the lock is gone, or -EAGAIN. The caller closes it. */
@@ -232,10 +308,57 @@ static int handle_lseek(struct fuse_loop *loop, const struct fw_in_header *in, c
     return 1;
 }
 
+/* Whether a task is exiting because of a signal. close() waits for FLUSH, so the task is still there.
+ * Source: proc_pid_stat(5): field 9 is the task's flags (PF_EXITING = 4), field 52 the exit code. */
+int fl_died_by_signal(uint32_t pid) {
+    char path[32], text[1024];
+    snprintf(path, sizeof path, "/proc/%u/stat", pid);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    ssize_t size = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
+    if (fd >= 0) close(fd);
+    if (size <= 0) return 0;
+    text[size] = 0;
+    const char *at = strrchr(text, ')'); /* the command's name may hold blanks */
+    unsigned long flags = 0, exit_code = 0;
+    for (int field = 3; at != NULL && field <= 52; field++) {
+        at = strchr(at + 1, ' ');
+        if (at == NULL) return 0;
+        if (field == 9) flags = strtoul(at + 1, NULL, 10);
+        if (field == 52) exit_code = strtoul(at + 1, NULL, 10);
+    }
+    return at != NULL && (flags & 4) != 0 && (exit_code & 0x7f) != 0;
+}
+
+/* close() of a handle: an object over the limit is refused while the writer can still be told, and a writer
+ * that dies by a signal is remembered, so that what it leaves is not published. */
+static int handle_flush(struct fuse_loop *loop, const struct fw_in_header *in) {
+    int fd = open_node_slot(loop, in->nodeid, 0);
+    if (fd == -EAGAIN) return 0;
+    struct stat status;
+    int killed = fl_died_by_signal(in->pid);
+    int result = fd >= 0 && fstat(fd, &status) == 0 && (uint64_t)status.st_size > loop->largest_object ? -EFBIG : 0;
+    if (fd >= 0) close(fd);
+    pthread_mutex_lock(&loop->nodes_lock);
+    struct fl_node *node = fl_find(loop, in->nodeid);
+    if (node != NULL) {
+        node->killed = (uint8_t)killed;
+        node->flushed = 1;
+    }
+    pthread_mutex_unlock(&loop->nodes_lock);
+    answer(loop, in->unique, result, NULL, 0);
+    return 1;
+}
+
 /* Whether a request is one that this loop answers by itself; then it has been answered. */
-static int handle_natively(struct fuse_loop *loop, struct fl_buffers *buffers, const struct fw_in_header *in) {
-    const void *body = in + 1;
+static int handle_natively(struct fuse_loop *loop, struct fl_buffers *buffers, struct fw_in_header *in) {
+    void *body = in + 1;
     switch (in->opcode) {
+    case FW_LOOKUP:
+        return handle_lookup(loop, in, body);
+    case FW_FORGET:
+        return handle_forget(loop, in, body);
+    case FW_BATCH_FORGET:
+        return handle_batch_forget(loop, in, body);
     case FW_GETATTR:
         return handle_getattr(loop, in);
     case FW_OPEN:
@@ -253,6 +376,7 @@ static int handle_natively(struct fuse_loop *loop, struct fl_buffers *buffers, c
     case FW_LSEEK:
         return handle_lseek(loop, in, body);
     case FW_FLUSH:
+        return handle_flush(loop, in);
     case FW_FSYNC:
         if (!(*(const uint64_t *)body & NATIVE_HANDLE)) return 0;
         answer(loop, in->unique, 0, NULL, 0);
@@ -355,35 +479,6 @@ static int needs_patch(uint32_t opcode) {
     }
 }
 
-/* Whether a task is exiting because of a signal. close() waits for FLUSH, so the task is still there.
- * Source: proc_pid_stat(5): field 9 is the task's flags (PF_EXITING = 4), field 52 the exit code. */
-int fl_died_by_signal(uint32_t pid) {
-    char path[32], text[1024];
-    snprintf(path, sizeof path, "/proc/%u/stat", pid);
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    ssize_t size = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
-    if (fd >= 0) close(fd);
-    if (size <= 0) return 0;
-    text[size] = 0;
-    const char *at = strrchr(text, ')'); /* the command's name may hold blanks */
-    unsigned long flags = 0, exit_code = 0;
-    for (int field = 3; at != NULL && field <= 52; field++) {
-        at = strchr(at + 1, ' ');
-        if (at == NULL) return 0;
-        if (field == 9) flags = strtoul(at + 1, NULL, 10);
-        if (field == 52) exit_code = strtoul(at + 1, NULL, 10);
-    }
-    return at != NULL && (flags & 4) != 0 && (exit_code & 0x7f) != 0;
-}
-
-static void note_flush(struct fuse_loop *loop, const struct fw_in_header *in) {
-    int killed = fl_died_by_signal(in->pid);
-    pthread_mutex_lock(&loop->nodes_lock);
-    struct fl_node *node = fl_find(loop, in->nodeid);
-    if (node != NULL) node->killed = (uint8_t)killed;
-    pthread_mutex_unlock(&loop->nodes_lock);
-}
-
 static void relay(struct fuse_loop *loop, struct fw_in_header *in, size_t size) {
     if (in->opcode == FW_INIT && size >= sizeof *in + sizeof(struct fw_init_in)) {
         const struct fw_init_in *init = (const struct fw_init_in *)(in + 1);
@@ -399,7 +494,6 @@ static void relay(struct fuse_loop *loop, struct fw_in_header *in, size_t size) 
             return;
         }
     }
-    if (in->opcode == FW_FLUSH) note_flush(loop, in);
     fl_count(&loop->stats.relayed);
     if (send(loop->sockets[0], in, size, MSG_NOSIGNAL) < 0) answer(loop, in->unique, -EIO, NULL, 0);
 }
@@ -546,12 +640,31 @@ int fl_acquire(struct fuse_loop *loop, uint64_t nodeid, int fd) {
     return status;
 }
 
+int fl_probe(struct fuse_loop *loop, int fd) {
+    struct fl_node scratch = {.fd = -1};
+    pthread_mutex_lock(&loop->nodes_lock);
+    int status = attach_backing(loop, &scratch, fd);
+    detach_backing(loop, &scratch);
+    loop->passthrough_used |= status == 0 && loop->passthrough;
+    if (status == 0) status = loop->passthrough;
+    pthread_mutex_unlock(&loop->nodes_lock);
+    return status;
+}
+
 int fl_killed(struct fuse_loop *loop, uint64_t nodeid) {
     pthread_mutex_lock(&loop->nodes_lock);
     struct fl_node *node = fl_find(loop, nodeid);
     int killed = node != NULL && node->killed;
     pthread_mutex_unlock(&loop->nodes_lock);
     return killed;
+}
+
+int fl_flushed(struct fuse_loop *loop, uint64_t nodeid) {
+    pthread_mutex_lock(&loop->nodes_lock);
+    struct fl_node *node = fl_find(loop, nodeid);
+    int flushed = node != NULL && node->flushed;
+    pthread_mutex_unlock(&loop->nodes_lock);
+    return flushed;
 }
 
 int fl_release(struct fuse_loop *loop, uint64_t nodeid) {
@@ -566,13 +679,18 @@ int fl_release(struct fuse_loop *loop, uint64_t nodeid) {
     return left;
 }
 
-void fl_node_drop(struct fuse_loop *loop, uint64_t nodeid) {
+uint64_t fl_node_drop(struct fuse_loop *loop, uint64_t nodeid) {
+    uint64_t lookups = 0;
     pthread_mutex_lock(&loop->nodes_lock);
     struct fl_node *node = fl_find(loop, nodeid);
-    if (node != NULL) {
+    if (node != NULL && node->lookups > 0) {
+        lookups = node->lookups;
+        node->lookups = 0;
+    } else if (node != NULL) {
         detach_backing(loop, node);
         memset(node, 0, sizeof *node);
         node->fd = -1;
     }
     pthread_mutex_unlock(&loop->nodes_lock);
+    return lookups;
 }

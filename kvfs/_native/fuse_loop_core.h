@@ -7,6 +7,8 @@
  * - Requests are relayed in the order in which the kernel gave them (`read_lock` spans read and relay).
  * - A nodeid is never used again with other bytes; nodes hold slot and generation, and OPEN checks both
  *   against the shared table after it has the slot open.
+ * - Lookups answered here are counted here, and FORGET takes from that count first; the library's own count
+ *   and this one add up to the kernel's.
  * - One backing id per node while any handle is open; the second holder shares the first one's id.
  * - Invalidations are written by a thread of their own: the kernel may make that write wait for a lock
  *   whose holder waits for an answer from here.
@@ -44,7 +46,7 @@ struct fl_open_record {
 };
 
 struct fl_stats {
-    uint64_t relayed, native_opens, native_reads, native_writes, native_getattrs, invalidations, dropped_records;
+    uint64_t relayed, native_opens, native_reads, native_writes, native_getattrs, native_lookups, invalidations, dropped_records;
 };
 
 int fl_create(const struct fl_config *config, struct fuse_loop **out);
@@ -58,11 +60,17 @@ void fl_get_stats(struct fuse_loop *loop, struct fl_stats *out);
 
 int fl_node_set(struct fuse_loop *loop, uint64_t nodeid, enum fl_state state, uint32_t slot, uint32_t generation,
                 const struct fw_attr *attr);
-void fl_node_drop(struct fuse_loop *loop, uint64_t nodeid);
+/* Drops a node that the library no longer needs. Lookups counted here since: then it stays, and they become
+ * the library's. */
+uint64_t fl_node_drop(struct fuse_loop *loop, uint64_t nodeid);
+int fl_link(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length, uint64_t nodeid);
+void fl_unlink(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length);
 int fl_acquire(struct fuse_loop *loop, uint64_t nodeid, int fd); /* new count of opens, or -errno */
 int fl_release(struct fuse_loop *loop, uint64_t nodeid);         /* count of opens left, or -errno */
 int fl_opens(struct fuse_loop *loop, uint64_t nodeid);
+int fl_probe(struct fuse_loop *loop, int fd); /* 1: passthrough works; 0: it is off from now on */
 int fl_killed(struct fuse_loop *loop, uint64_t nodeid); /* whether the last FLUSH came from a process dying by a signal */
+int fl_flushed(struct fuse_loop *loop, uint64_t nodeid); /* whether a handle of it was closed */
 int fl_died_by_signal(uint32_t pid);
 void fl_relay_opens(struct fuse_loop *loop, int relay);
 uint32_t fl_drain_opens(struct fuse_loop *loop, struct fl_open_record *out, uint32_t capacity);

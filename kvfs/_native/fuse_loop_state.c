@@ -51,6 +51,79 @@ int fl_opens(struct fuse_loop *loop, uint64_t nodeid) {
     return opens;
 }
 
+/* --- names ------------------------------------------------------------------------------------------ */
+
+static uint64_t edge_hash(uint64_t parent, const char *name, uint32_t length) {
+    uint64_t hash = 0xCBF29CE484222325ull ^ parent; /* FNV-1a, then mixed: names are short */
+    for (uint32_t i = 0; i < length; i++) hash = (hash ^ (uint8_t)name[i]) * 0x100000001B3ull;
+    return hash ^ hash >> 29;
+}
+
+static struct fl_edge **edge_place(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length,
+                                   uint64_t hash) {
+    struct fl_edge **at = &loop->edges[hash & (loop->edge_buckets - 1)];
+    while (*at != NULL && ((*at)->hash != hash || (*at)->parent != parent || (*at)->length != length ||
+                           memcmp((*at)->name, name, length) != 0))
+        at = &(*at)->next;
+    return at;
+}
+
+static void edges_grow(struct fuse_loop *loop) {
+    struct fl_edge **wider = calloc(loop->edge_buckets * 2, sizeof *wider);
+    if (wider == NULL) return; /* longer chains, nothing else */
+    uint64_t mask = loop->edge_buckets * 2 - 1;
+    for (uint64_t i = 0; i < loop->edge_buckets; i++) {
+        for (struct fl_edge *edge = loop->edges[i], *next; edge != NULL; edge = next) {
+            next = edge->next;
+            edge->next = wider[edge->hash & mask];
+            wider[edge->hash & mask] = edge;
+        }
+    }
+    free(loop->edges);
+    loop->edges = wider;
+    loop->edge_buckets *= 2;
+}
+
+int fl_link(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length, uint64_t nodeid) {
+    uint64_t hash = edge_hash(parent, name, length);
+    int status = 0;
+    pthread_mutex_lock(&loop->nodes_lock);
+    struct fl_edge **at = edge_place(loop, parent, name, length, hash);
+    if (*at == NULL) {
+        struct fl_edge *edge = malloc(sizeof *edge + length);
+        status = edge == NULL ? -ENOMEM : 0;
+        if (edge != NULL) {
+            *edge = (struct fl_edge){.parent = parent, .hash = hash, .length = length};
+            memcpy(edge->name, name, length);
+            *at = edge;
+            loop->edge_count++;
+        }
+    }
+    if (status == 0) (*at)->nodeid = nodeid;
+    if (loop->edge_count > loop->edge_buckets) edges_grow(loop);
+    pthread_mutex_unlock(&loop->nodes_lock);
+    return status;
+}
+
+void fl_unlink(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length) {
+    pthread_mutex_lock(&loop->nodes_lock);
+    struct fl_edge **at = edge_place(loop, parent, name, length, edge_hash(parent, name, length));
+    struct fl_edge *edge = *at;
+    if (edge != NULL) {
+        *at = edge->next;
+        loop->edge_count--;
+        free(edge);
+    }
+    pthread_mutex_unlock(&loop->nodes_lock);
+}
+
+struct fl_node *fl_child(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length) {
+    struct fl_edge *edge = *edge_place(loop, parent, name, length, edge_hash(parent, name, length));
+    return edge == NULL ? NULL : fl_find(loop, edge->nodeid);
+}
+
+/* --- requests in flight ----------------------------------------------------------------------------- */
+
 /* Open addressing with linear probing; deletion shifts back, so that no tombstone is ever left. */
 static uint32_t pending_home(uint64_t unique) {
     return (uint32_t)((unique >> 1) * 0x9E3779B97F4A7C15ull >> (64 - FL_PENDING_BITS));
@@ -203,12 +276,14 @@ int fl_create(const struct fl_config *config, struct fuse_loop **out) {
     pthread_mutex_init(&loop->nodes_lock, NULL);
     pthread_mutex_init(&loop->notice_lock, NULL);
     pthread_cond_init(&loop->notice_ready, NULL);
+    loop->edge_buckets = 1024;
+    loop->edges = calloc(loop->edge_buckets, sizeof *loop->edges);
     loop->pending = calloc(1u << FL_PENDING_BITS, sizeof *loop->pending);
     loop->records = calloc(FL_OPEN_RECORDS, sizeof *loop->records);
     loop->notices = calloc(FL_NOTICES, sizeof *loop->notices);
     loop->stop_fd = eventfd(0, EFD_CLOEXEC);
     loop->ended_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    int status = loop->pending && loop->records && loop->notices ? make_sockets(loop) : -ENOMEM;
+    int status = loop->edges && loop->pending && loop->records && loop->notices ? make_sockets(loop) : -ENOMEM;
     if (status == 0 && (loop->stop_fd < 0 || loop->ended_fd < 0)) status = -EMFILE;
     if (status < 0) {
         fl_destroy(loop);
@@ -225,6 +300,13 @@ void fl_destroy(struct fuse_loop *loop) {
             if (loop->chunks[i][j].fd >= 0) close(loop->chunks[i][j].fd);
         free(loop->chunks[i]);
     }
+    for (uint64_t i = 0; loop->edges != NULL && i < loop->edge_buckets; i++) {
+        for (struct fl_edge *edge = loop->edges[i], *next; edge != NULL; edge = next) {
+            next = edge->next;
+            free(edge);
+        }
+    }
+    free(loop->edges);
     int descriptors[] = {loop->sockets[0], loop->sockets[1], loop->stop_fd, loop->ended_fd};
     for (unsigned i = 0; i < 4; i++)
         if (descriptors[i] >= 0) close(descriptors[i]);

@@ -22,11 +22,12 @@
 
 struct fl_node {
     uint64_t nodeid; /* 0: free */
+    uint64_t lookups; /* counted here, not by the library */
     struct fw_attr attr;
     uint32_t slot, generation, opens;
     int32_t backing_id; /* 0: none */
     int fd;             /* -1: none; only without passthrough */
-    uint8_t state, killed;
+    uint8_t state, killed, flushed;
 };
 
 struct fl_pending {
@@ -42,6 +43,13 @@ struct fl_notice {
     char name[FL_NAME_MAX + 1];
 };
 
+struct fl_edge {
+    struct fl_edge *next;
+    uint64_t parent, nodeid, hash;
+    uint32_t length;
+    char name[];
+};
+
 struct fl_buffers {
     char *request, *reply;
 };
@@ -50,13 +58,15 @@ struct fuse_loop {
     struct fl_config config;
     int sockets[2]; /* ours, the library's */
     int stop_fd, ended_fd;
-    int stopping, passthrough, relay_opens, single;
+    int stopping, passthrough, passthrough_used, relay_opens, single;
     uint32_t offered_flags, offered_flags2;
     uint32_t request_size;
     uint64_t largest_object;
     pthread_mutex_t read_lock, nodes_lock, notice_lock;
     pthread_cond_t notice_ready;
     struct fl_node *chunks[FL_CHUNKS];
+    struct fl_edge **edges;
+    uint64_t edge_count, edge_buckets; /* a power of two */
     struct fl_pending *pending;
     uint32_t pending_count;
     struct fl_open_record *records;
@@ -74,6 +84,9 @@ static inline void fl_count(uint64_t *counter) { __atomic_fetch_add(counter, 1, 
 /* Whether requests of this kind may be answered without the library. */
 static inline int fl_answers(uint32_t opcode) {
     switch (opcode) {
+    case FW_LOOKUP:
+    case FW_FORGET:
+    case FW_BATCH_FORGET:
     case FW_GETATTR:
     case FW_OPEN:
     case FW_RELEASE:
@@ -91,6 +104,7 @@ static inline int fl_answers(uint32_t opcode) {
 }
 
 struct fl_node *fl_find(struct fuse_loop *loop, uint64_t nodeid);
+struct fl_node *fl_child(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length);
 int fl_pending_add(struct fuse_loop *loop, uint64_t unique, uint32_t opcode, uint64_t nodeid);
 int fl_pending_take(struct fuse_loop *loop, uint64_t unique, struct fl_pending *out);
 void fl_record_open(struct fuse_loop *loop, uint64_t nodeid, uint32_t uid, uint32_t pid);

@@ -144,6 +144,15 @@ struct fw_direntplus {
     /* then the name, padded to 8 bytes */
 };
 
+struct fw_forget_one {
+    uint64_t nodeid, nlookup;
+};
+
+struct fw_batch_forget_in {
+    uint32_t count, dummy;
+    /* then `count` of fw_forget_one */
+};
+
 struct fw_init_in {
     uint32_t major, minor, max_readahead, flags, flags2;
 };

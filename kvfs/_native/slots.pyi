@@ -1,4 +1,4 @@
-"""Slot files: create, open, probe for holders and writers, recycle, detach, hash. Slots are numbered from 0."""
+"""Slot files: create, open, probe for holders and writers, recycle, detach, hash. Slots count from 0."""
 
 from typing_extensions import Buffer
 
@@ -19,7 +19,7 @@ def is_held(dirfd: int, slot: int) -> bool:
     """Whether anyone has the slot open or mapped."""
 
 def recycle(dirfd: int, slot: int) -> bool:
-    """Truncate the slot to 0 under a lease; False when somebody holds it. Raises Unsupported without leases."""
+    """Truncate the slot under a lease; False when somebody holds it. Raises Unsupported without leases."""
 
 def detach(dirfd: int, slot: int) -> tuple[int, int]:
     """Unlink a held slot: (read-only descriptor of the nameless file, its physical bytes)."""

@@ -12,7 +12,9 @@
  * Invariants: never blocks on a holder; -EAGAIN means "held", -EOPNOTSUPP means that this filesystem or this
  * process cannot take leases (then nobody may conclude that a slot is free of readers). No state, any thread.
  */
+#ifndef _GNU_SOURCE
 #define _GNU_SOURCE
+#endif
 #include "slots_core.h"
 
 #include <errno.h>

@@ -18,6 +18,12 @@ TIER_NVME: int
 TIER_REMOTE: int
 TIER_COLD: int
 
+READER_WAIT_NS: int
+MAX_LOAD_PERCENT: int
+
+def native_fields() -> list[tuple[str, str, int, int]]:
+    """(structure, field, offset, size) of every field of formats.h."""
+
 class Entry:
     """A consistent copy of one index entry."""
 
@@ -54,7 +60,7 @@ class Table:
     path: str
     @staticmethod
     def create(path: str | os.PathLike[str], store_id: bytes, slots: int, entries: int) -> Table:
-        """A new table that replaces what is at `path`; `entries` is a power of two. Raises InvalidRequest, NoSpace."""
+        """A new table in the place of `path`; `entries` is a power of two. Raises InvalidRequest, NoSpace."""
 
     @staticmethod
     def attach(path: str | os.PathLike[str], store_id: bytes | None = None) -> Table:
@@ -116,7 +122,7 @@ class Table:
         bucket_id: int = 0,
         sealed_at_ns: int = 0,
     ) -> int:
-        """Draft `draft` becomes sealed; its even generation. Raises Superseded if it is no longer that draft."""
+        """A draft becomes sealed; its even generation. Raises Superseded if it is no longer that draft."""
 
     def retire(self, slot: int, generation: int) -> None:
         """A draft or sealed slot becomes free under the next odd generation. Raises Superseded."""

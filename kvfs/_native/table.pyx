@@ -16,7 +16,7 @@ import os
 from kvfs.errors import Corrupt, FormatMismatch, InvalidRequest, NoSpace, SessionClosed, from_errno
 
 cdef extern from "errno.h":
-    int ENOSPC, EPROTONOSUPPORT
+    int ENOSPC, EPROTONOSUPPORT, ESTALE
 
 cdef extern from "formats.h":
     enum:
@@ -27,6 +27,19 @@ cdef extern from "formats.h":
         KVFS_SLOT_SEALED
         KVFS_TABLE_MAX_LOAD_PERCENT
 
+cdef extern from "formats_offsets.h":
+    struct kvfs_field:
+        const char *structure
+        const char *name
+        size_t offset
+        size_t size
+
+    const kvfs_field kvfs_fields[]
+    size_t kvfs_field_count
+
+cdef extern from "table_core.h":
+    long long KVFS_READER_WAIT_NS
+
 FREE = KVFS_SLOT_FREE
 DRAFT = KVFS_SLOT_DRAFT
 SEALED = KVFS_SLOT_SEALED
@@ -36,6 +49,17 @@ TIER_HBM = 2
 TIER_NVME = 4
 TIER_REMOTE = 8
 TIER_COLD = 16
+
+READER_WAIT_NS = KVFS_READER_WAIT_NS
+MAX_LOAD_PERCENT = KVFS_TABLE_MAX_LOAD_PERCENT
+
+
+def native_fields():
+    cdef size_t i
+    return [
+        (kvfs_fields[i].structure.decode(), kvfs_fields[i].name.decode(), kvfs_fields[i].offset, kvfs_fields[i].size)
+        for i in range(kvfs_field_count)
+    ]
 
 
 cdef class Entry:
@@ -295,7 +319,7 @@ cdef class Table:
         cdef uint32_t generation = 0
         cdef int rc = kvfs_slot_begin(self.writer(), self._slot(slot), &generation)
         if rc < 0:
-            raise from_errno(rc, f"slot {slot} is not free")
+            raise from_errno(rc, f"slot {slot} is not free" if rc == -ESTALE else f"room for the header of slot {slot}")
         return generation
 
     def publish(self, uint32_t slot, uint32_t draft, *, int kind, bytes key, uint64_t size, uint64_t object_id=0,

@@ -9,7 +9,9 @@
  *
  * Concurrency: threads of one process. The mutex is the process's own; a second process must not write.
  */
+#ifndef _GNU_SOURCE
 #define _GNU_SOURCE
+#endif
 #include "table_core.h"
 
 #include <fcntl.h>

@@ -12,7 +12,6 @@ Concurrency: one thread, but `kill` may be called from any (the watchdog of the 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import selectors
 import shutil
@@ -22,18 +21,21 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
+
+if TYPE_CHECKING:
+    from kvfs.client import Client
+
+from kvfs import linux
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 READY_WAIT_S: Final = 30.0
 STOP_WAIT_S: Final = 20.0
-MNT_DETACH: Final = 2
 MODES: Final = ("passthrough", "native", "plain")
 DEFAULT_DRAM: Final = "256MiB"
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ServiceFailed(Exception):
@@ -43,8 +45,7 @@ class ServiceFailed(Exception):
 def mounts_under(directory: Path) -> list[str]:
     """Mount points at or under `directory`, innermost last."""
     prefix = os.fspath(directory)
-    lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    points = [line.split()[4].encode().decode("unicode_escape") for line in lines]
+    points = [entry.point for entry in linux.mounts()]
     return [point for point in points if point == prefix or point.startswith(prefix + "/")]
 
 
@@ -52,8 +53,24 @@ def detach_mounts(directory: Path) -> list[str]:
     """Lazily unmount all that is mounted under `directory`; what was."""
     found = mounts_under(directory)
     for point in reversed(found):
-        _libc.umount2(point.encode(), MNT_DETACH)
+        linux.unmount(Path(point), linux.MNT_DETACH)
     return found
+
+
+def run_kvfs(
+    *arguments: str, timeout_s: float = 30.0, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `kvfs ARGUMENTS` to its end, without a terminal; the caller looks at its return code."""
+    own = {"PYTHONPATH": str(ROOT), "COLUMNS": "160", "NO_COLOR": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "kvfs.cli", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **own, **(environment or {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
 
 
 class Service:
@@ -78,6 +95,9 @@ class Service:
         self.data = self.base / "data"
         self.log_path = self.base / "service.log"
         self.process: subprocess.Popen[bytes] | None = None
+        self.told: list[str] = []
+        """What the service told its manager since its last start, one assignment each."""
+        self._notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         for directory in (self.mount, self.data):
             directory.mkdir(exist_ok=True)
         # Tests that change their uid walk through here.
@@ -88,7 +108,7 @@ class Service:
         serve = [
             sys.executable,
             "-m",
-            "kvfs.cli",
+            "kvfs",
             "serve",
             "--mount",
             str(self.mount),
@@ -101,8 +121,11 @@ class Service:
         """Raises ServiceFailed when it exits or is not ready in READY_WAIT_S."""
         path = self.base / "notify"
         path.unlink(missing_ok=True)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify, self.log_path.open("ab") as log:
-            notify.bind(str(path))
+        self._notify.close()
+        self._notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.told.clear()
+        with self.log_path.open("ab") as log:
+            self._notify.bind(str(path))
             python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
             environment = {"NOTIFY_SOCKET": str(path), "PYTHONPATH": python_path, **self.environment}
             self.process = subprocess.Popen(
@@ -113,26 +136,40 @@ class Service:
                 env={**os.environ, **environment},
                 start_new_session=True,
             )
-            self._wait_ready(notify)
+            self.wait_told("READY=1")
         return self
 
-    def _wait_ready(self, notify: socket.socket) -> None:
+    def wait_told(self, state: str) -> str:
+        """The assignment starting with `state` that the service tells its manager, waiting for it.
+
+        Raises ServiceFailed when it ends without, or READY_WAIT_S pass.
+        """
         process = self.running
+        found = self._find_told(state, exited=process.returncode is not None)
+        if found:
+            return found
         pidfd = os.pidfd_open(process.pid)
         try:
             with selectors.DefaultSelector() as selector:
-                selector.register(notify, selectors.EVENT_READ)
+                selector.register(self._notify, selectors.EVENT_READ)
                 selector.register(pidfd, selectors.EVENT_READ)
-                while events := selector.select(READY_WAIT_S):
-                    if any(key.fileobj is notify for key, _ in events):
-                        if b"READY=1" in notify.recv(4096).split(b"\n"):
-                            return
-                    else:
-                        raise ServiceFailed(f"exited with {process.wait()} before it was ready\n{self.log()}")
+                while selector.select(READY_WAIT_S):
+                    if found := self._find_told(state, exited=process.poll() is not None):
+                        return found
         finally:
             os.close(pidfd)
         self.kill()
-        raise ServiceFailed(f"not ready after {READY_WAIT_S} s\n{self.log()}")
+        raise ServiceFailed(f"no {state} in {READY_WAIT_S} s\n{self.log()}")
+
+    def _find_told(self, state: str, *, exited: bool) -> str:
+        """The assignment, or "" while it may still come. Raises ServiceFailed when it cannot."""
+        with suppress(BlockingIOError):
+            while True:
+                self.told += self._notify.recv(4096, socket.MSG_DONTWAIT).decode().splitlines()
+        found = next((told for told in self.told if told.startswith(state)), "")
+        if exited and not found:
+            raise ServiceFailed(f"exited with {self.running.returncode}, no {state}\n{self.log()}")
+        return found
 
     @property
     def running(self) -> subprocess.Popen[bytes]:
@@ -157,6 +194,11 @@ class Service:
         if str(self.mount) in mounts_under(self.mount):
             raise ServiceFailed(f"stopped but left its mount\n{self.log()}")
 
+    def signal(self, number: signal.Signals) -> int:
+        """Send a signal and wait for the end, up to STOP_WAIT_S; the exit code."""
+        self.running.send_signal(number)
+        return self.running.wait(STOP_WAIT_S)
+
     def kill(self) -> None:
         """SIGKILL to its process group: the connection ends, and with it every call that hangs on it."""
         if self.process is not None and self.process.poll() is None:
@@ -171,6 +213,7 @@ class Service:
     def close(self) -> None:
         """End the process and every mount, and remove the directories."""
         self.kill()
+        self._notify.close()
         detach_mounts(self.base)
         assert not mounts_under(self.base)
         shutil.rmtree(self.base)
@@ -186,19 +229,22 @@ class Service:
 
     def cli(self, *arguments: str, timeout_s: float = 30.0) -> subprocess.CompletedProcess[str]:
         """Run `kvfs ARGUMENTS`; the caller looks at its return code."""
-        return subprocess.run(
-            [sys.executable, "-m", "kvfs.cli", *arguments],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-        )
+        return run_kvfs(*arguments, timeout_s=timeout_s)
 
-    def evict(self, path: Path) -> None:
-        """Evict one sealed object by its path on the mount, through the command line."""
-        done = self.cli("evict", str(path))
-        assert done.returncode == 0, done.stderr + done.stdout
+    def client(self) -> Client:
+        """A session of the native client; the caller closes it."""
+        from kvfs.client import connect
+
+        return connect(self.mount)
+
+    def name(self, path: Path) -> str:
+        """`bucket/key` of a path on the mount."""
+        return os.fspath(path.relative_to(self.mount))
+
+    def evict(self, path: Path) -> int:
+        """Evict one sealed object, held or not; the bytes that became free."""
+        with self.client() as client:
+            return client.evict(self.name(path))
 
     def __enter__(self) -> Self:
         try:

@@ -1,0 +1,317 @@
+"""Every byte format that outlives a process, as field lists: the shared table, the records of NVMe segments.
+
+Responsibility: offsets, sizes, versions and checksums. `docs/formats.md` explains the fields; the C side of
+the table is `kvfs/_native/formats.h`, and a test compares the offsets of the two.
+
+Invariants: all integers are little endian and naturally aligned; reserved bytes are written as zeros and
+ignored when read; every header carries a version and an XXH3-64 of itself, and decoding raises before it
+returns a field of a header that does not match.
+Concurrency: pure functions.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+from typing import Any, Final
+
+from kvfs._native.slots import xxh3_64
+from kvfs.errors import Corrupt, FormatMismatch, InvalidRequest
+
+KEY_BYTES: Final = 16
+
+
+class Layout:
+    """A fixed structure: (name, struct code) pairs, in order, without implicit padding."""
+
+    def __init__(self, name: str, fields: tuple[tuple[str, str], ...]) -> None:
+        self.name = name
+        self.struct = struct.Struct("<" + "".join(code for _, code in fields))
+        self.size: Final = self.struct.size
+        self.names: Final = tuple(name for name, _ in fields)
+        self.offsets: Final[dict[str, tuple[int, int]]] = {}
+        """Field -> (offset, size), in bytes."""
+        offset = 0
+        for field, code in fields:
+            size = struct.calcsize("<" + code)
+            self.offsets[field] = (offset, size)
+            offset += size
+
+    def decode(self, data: bytes | memoryview) -> dict[str, Any]:
+        """The fields of the first `size` bytes. Raises Corrupt when there are fewer."""
+        if len(data) < self.size:
+            raise Corrupt(f"{self.name}: {len(data)} bytes where {self.size} are needed")
+        return dict(zip(self.names, self.struct.unpack_from(data), strict=True))
+
+    def encode(self, **values: Any) -> bytes:
+        """Fields that are not given are zero. Raises InvalidRequest for an unknown or unfitting one."""
+        unknown = values.keys() - set(self.names)
+        if unknown:
+            raise InvalidRequest(f"{self.name} has no field {sorted(unknown)[0]!r}")
+        zeros = self.struct.unpack(bytes(self.size))
+        try:
+            return self.struct.pack(
+                *(values.get(name, zero) for name, zero in zip(self.names, zeros, strict=True))
+            )
+        except struct.error as error:
+            raise InvalidRequest(f"{self.name}: {error}") from error
+
+
+# --- the shared table ------------------------------------------------------------------------------------
+TABLE_MAGIC: Final = b"KVFSTABL"
+TABLE_VERSION: Final = 1
+SLOT_VERSION: Final = 1
+TABLE_HEADER_BYTES: Final = 4096
+
+
+class SlotState(IntEnum):
+    """A slot as its header says."""
+
+    FREE = 0
+    DRAFT = 1
+    SEALED = 2
+
+
+class EntryState(IntEnum):
+    """A place of the index."""
+
+    EMPTY = 0
+    LIVE = 1
+
+
+class TierBit(IntFlag):
+    """Where an entry's bytes are."""
+
+    DRAM = 1
+    HBM = 2
+    NVME = 4
+    REMOTE = 8
+    COLD = 16
+
+
+class SlotMark(IntFlag):
+    """`marks` of a slot header."""
+
+    HAS_CHECKSUM = 1
+
+
+TABLE_HEADER: Final = Layout(
+    "table header",
+    (
+        ("magic", "8s"),
+        ("version", "I"),
+        ("header_bytes", "I"),
+        ("store_id", "16s"),
+        ("slot_count", "I"),
+        ("entry_count", "I"),
+        ("slots_offset", "Q"),
+        ("entries_offset", "Q"),
+        ("file_bytes", "Q"),
+        ("slot_header_bytes", "I"),
+        ("entry_bytes", "I"),
+        ("hash_seed", "Q"),
+        ("created_ns", "Q"),
+        ("reserved0", "32s"),
+        ("header_checksum", "Q"),
+        ("clean", "I"),
+        ("dead", "I"),
+        ("reserved1", "56s"),
+        ("move_seq", "I"),
+        ("reserved2", "60s"),
+        ("live_entries", "I"),
+        ("slots_used", "I"),
+        ("reserved3", "3832s"),
+    ),
+)
+
+SLOT_HEADER: Final = Layout(
+    "slot header",
+    (
+        ("seq", "I"),
+        ("version", "H"),
+        ("state", "B"),
+        ("kind", "B"),
+        ("generation", "I"),
+        ("flags", "I"),
+        ("key", "16s"),
+        ("object_id", "Q"),
+        ("sequence", "Q"),
+        ("size_bytes", "Q"),
+        ("checksum", "Q"),
+        ("parent", "16s"),
+        ("uid", "I"),
+        ("bucket_id", "I"),
+        ("sealed_at_ns", "Q"),
+        ("marks", "I"),
+        ("reserved0", "I"),
+        ("reserved1", "16s"),
+        ("header_checksum", "Q"),
+    ),
+)
+
+INDEX_ENTRY: Final = Layout(
+    "index entry",
+    (
+        ("seq", "I"),
+        ("state", "B"),
+        ("kind", "B"),
+        ("tiers", "B"),
+        ("flags", "B"),
+        ("key", "16s"),
+        ("slot", "I"),
+        ("generation", "I"),
+        ("size_bytes", "Q"),
+        ("location", "Q"),
+        ("hits", "I"),
+        ("last_access_s", "I"),
+        ("reserved", "8s"),
+    ),
+)
+
+
+def table_header_checksum(header: bytes | memoryview) -> int:
+    """Over everything that never changes after creation: the bytes before the field itself."""
+    return xxh3_64(header[: TABLE_HEADER.offsets["header_checksum"][0]])
+
+
+def slot_header_checksum(header: bytes | memoryview) -> int:
+    """Over the bytes between `seq` and the field itself."""
+    return xxh3_64(header[4 : SLOT_HEADER.offsets["header_checksum"][0]])
+
+
+# --- records of NVMe segments ----------------------------------------------------------------------------
+RECORD_MAGIC: Final = b"KVFR"
+RECORD_VERSION: Final = 1
+RECORD_ALIGNMENT: Final = 512
+"""Records start and end at multiples of this: the smallest logical block of the devices that kvfs runs on."""
+PAYLOAD_ALIGNMENT: Final = 4096
+"""Payloads lie at multiples of this in their segment, so that O_DIRECT reads them into a slot's pages."""
+
+
+class RecordType(IntEnum):
+    """What a record says."""
+
+    DATA = 1
+    META = 2
+    RENAME = 3
+    TOMBSTONE = 4
+    FOOTER = 5
+    PADDING = 6
+
+
+RECORD_HEADER: Final = Layout(
+    "record header",
+    (
+        ("magic", "4s"),
+        ("version", "H"),
+        ("type", "B"),
+        ("kind", "B"),
+        ("header_bytes", "I"),
+        ("body_bytes", "I"),
+        ("record_bytes", "Q"),
+        ("payload_bytes", "Q"),
+        ("payload_offset", "I"),
+        ("flags", "I"),
+        ("segment_sequence", "Q"),
+        ("sequence", "Q"),
+        ("key", "16s"),
+        ("parent", "16s"),
+        ("object_id", "Q"),
+        ("extent_number", "I"),
+        ("generation", "I"),
+        ("object_bytes", "Q"),
+        ("sealed_at_ns", "Q"),
+        ("uid", "I"),
+        ("bucket_id", "I"),
+        ("reserved0", "32s"),
+        ("payload_checksum", "Q"),
+        ("body_checksum", "Q"),
+        ("reserved1", "8s"),
+        ("header_checksum", "Q"),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordHeader:
+    """The head of one record of a segment; `docs/formats.md` says what each type fills in."""
+
+    type: RecordType
+    sequence: int
+    """Store-wide, rises with every record: of two records about one key or name the higher wins."""
+    segment_sequence: int
+    """Of the segment file's present life; a record of an earlier life is not part of the segment."""
+    record_bytes: int
+    """From the start of this record to the start of the next; a multiple of RECORD_ALIGNMENT."""
+    kind: int = 0
+    key: bytes = bytes(KEY_BYTES)
+    parent: bytes = bytes(KEY_BYTES)
+    object_id: int = 0
+    extent_number: int = 0
+    generation: int = 0
+    """Of the slot that the payload was read from; 0 when it came from elsewhere."""
+    object_bytes: int = 0
+    """Size of the whole object, of which this record may hold one extent."""
+    sealed_at_ns: int = 0
+    uid: int = 0
+    bucket_id: int = 0
+    flags: int = 0
+    body_bytes: int = 0
+    body_checksum: int = 0
+    payload_bytes: int = 0
+    payload_offset: int = 0
+    """From the start of the record."""
+    payload_checksum: int = 0
+
+    def encode(self) -> bytes:
+        """RECORD_HEADER.size bytes. Raises InvalidRequest when a field does not fit."""
+        self._check_shape()
+        values = {name: getattr(self, name) for name in self.__slots__}
+        head = RECORD_HEADER.encode(
+            magic=RECORD_MAGIC, version=RECORD_VERSION, header_bytes=RECORD_HEADER.size, **values
+        )
+        return head[:-8] + xxh3_64(head[:-8]).to_bytes(8, "little")
+
+    @classmethod
+    def decode(cls, data: bytes | memoryview) -> RecordHeader:
+        """Raises Corrupt for a torn or foreign header, FormatMismatch for another version."""
+        raw = RECORD_HEADER.decode(data)
+        if raw["magic"] != RECORD_MAGIC:
+            raise Corrupt(f"record header: magic {raw['magic']!r} instead of {RECORD_MAGIC!r}")
+        if raw["header_checksum"] != xxh3_64(data[: RECORD_HEADER.size - 8]):
+            raise Corrupt("record header: it does not match its checksum")
+        if raw["version"] != RECORD_VERSION or raw["header_bytes"] != RECORD_HEADER.size:
+            raise FormatMismatch(f"record header: version {raw['version']}, this code reads {RECORD_VERSION}")
+        try:
+            header = cls(**{name: raw[name] for name in cls.__slots__} | {"type": RecordType(raw["type"])})
+            header._check_shape()
+        except (ValueError, InvalidRequest) as error:
+            raise Corrupt(f"record header: {error}") from error
+        return header
+
+    def _check_shape(self) -> None:
+        if len(self.key) != KEY_BYTES or len(self.parent) != KEY_BYTES:
+            raise InvalidRequest(f"record header: key and parent have {KEY_BYTES} bytes")
+        if self.record_bytes <= 0 or self.record_bytes % RECORD_ALIGNMENT:
+            raise InvalidRequest(f"record of {self.record_bytes} bytes: no multiple of {RECORD_ALIGNMENT}")
+        body_end = RECORD_HEADER.size + self.body_bytes
+        if self.payload_bytes and self.payload_offset < body_end:
+            raise InvalidRequest(
+                f"record: payload at {self.payload_offset}, inside the {body_end} bytes before it"
+            )
+        if max(body_end, self.payload_offset + self.payload_bytes) > self.record_bytes:
+            raise InvalidRequest(f"record of {self.record_bytes} bytes: its parts are longer")
+
+
+def record_extent(start: int, body_bytes: int, payload_bytes: int) -> tuple[int, int]:
+    """(payload_offset, record_bytes) of a record that starts at byte `start` of its segment."""
+    end = start + RECORD_HEADER.size + body_bytes
+    if not payload_bytes:
+        return 0, _up(end, RECORD_ALIGNMENT) - start
+    payload = _up(end, PAYLOAD_ALIGNMENT)
+    return payload - start, _up(payload + payload_bytes, RECORD_ALIGNMENT) - start
+
+
+def _up(value: int, alignment: int) -> int:
+    return -(-value // alignment) * alignment

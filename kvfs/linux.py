@@ -1,0 +1,77 @@
+"""mount(2) and umount2(2), which Python's standard library lacks, and what is mounted where.
+
+Responsibility: the two system calls with errors as OSError, and mountinfo as values. No state.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_NOATIME = 2, 4, 8, 32, 1024
+MNT_DETACH = 2
+
+_OCTAL = re.compile(r"\\([0-7]{3})")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class MountEntry:
+    """One line of /proc/self/mountinfo (proc_pid_mountinfo(5))."""
+
+    point: str
+    kind: str
+    source: str
+
+
+def mount(source: str, point: Path, kind: str, flags: int, options: str) -> None:
+    """mount(2). Raises OSError."""
+    done = _libc.mount(
+        source.encode(), os.fsencode(point), kind.encode(), ctypes.c_ulong(flags), options.encode()
+    )
+    _check(done, point)
+
+
+def unmount(point: Path, flags: int = 0) -> None:
+    """umount2(2). Raises OSError."""
+    _check(_libc.umount2(os.fsencode(point), flags), point)
+
+
+def _check(result: int, point: Path) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(point))
+
+
+def mounts(table: str | None = None) -> list[MountEntry]:
+    """Every mount of this mount namespace, lowest first.
+
+    `table` is text in the format of /proc/self/mountinfo, which is read where it is None.
+    """
+    if table is None:
+        table = os.fsdecode(Path("/proc/self/mountinfo").read_bytes())
+    found = []
+    for line in table.rstrip("\n").split("\n"):
+        before, _, after = line.partition(" - ")
+        kind, source = after.split(" ")[:2]
+        found.append(MountEntry(_unescape(before.split(" ")[4]), kind, _unescape(source)))
+    return found
+
+
+def _unescape(text: str) -> str:
+    """The kernel writes space, tab, newline and backslash as `\\ooo`, and everything else as it is."""
+    return _OCTAL.sub(lambda match: chr(int(match[1], 8)), text)
+
+
+def top_mount(point: Path) -> MountEntry | None:
+    """What is mounted exactly at `point`, the topmost where several are. Never looks into the mount."""
+    wanted = os.path.join(os.path.realpath(point.parent), point.name)
+    found = None
+    for entry in mounts():
+        if entry.point == wanted:
+            found = entry
+    return found

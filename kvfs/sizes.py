@@ -1,0 +1,49 @@
+"""Sizes as people write and read them.
+
+Responsibility: bytes from text and text from bytes. Pure functions.
+"""
+
+from __future__ import annotations
+
+import re
+
+from kvfs.limits import GIB, KIB, MIB
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KiB": KIB,
+    "MiB": MIB,
+    "GiB": GIB,
+    "TiB": KIB * GIB,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)\Z")
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes from an integer or text such as "10GiB", "1.5 GiB" or "500MB". Raises ValueError."""
+    if isinstance(text, bool) or not isinstance(text, str | int):
+        raise ValueError('a size is a number of bytes or text such as "10GiB"')
+    if isinstance(text, int):
+        return text
+    match = _SIZE.match(text.strip())
+    unit = _UNITS.get(match[2]) if match else None
+    if match is None or unit is None:
+        raise ValueError(
+            f'a size is a number of bytes or text such as "10GiB"; units: {", ".join(_UNITS)[2:]}'
+        )
+    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+
+
+def format_size(size_bytes: int) -> str:
+    """`size_bytes` for people, in binary units with at most one decimal: "10 GiB", "1.5 MiB", "12 B"."""
+    value, unit = float(size_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < KIB or unit == "TiB":
+            break
+        value /= KIB
+    return f"{value:.1f}".removesuffix(".0") + f" {unit}"

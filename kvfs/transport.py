@@ -1,0 +1,198 @@
+"""The client's end of a session: one request, one answer, over a blocking socket.
+
+Responsibility: find the socket behind an address, say HELLO, move frames and descriptors, bound every wait.
+
+Invariants: after any failure in the middle of an exchange the connection is closed and stays so
+(`SessionClosed` until a new one is made): an answer is never taken for another request's. Descriptors of an
+answer that is not delivered are closed. Received descriptors are close-on-exec.
+
+Concurrency: one exchange at a time; a lock keeps threads apart. A process that forks must make a connection
+of its own.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import os
+import socket
+import stat
+import struct
+import threading
+import time
+from pathlib import Path
+
+from kvfs import limits
+from kvfs.errors import DeadlinePassed, InvalidRequest, LimitExceeded, SessionClosed
+from kvfs.messages import Failure, Hello, HelloAnswer, Op, Request
+from kvfs.protocol import Connection, ReceivedAnswer, Side
+
+SOCKET_XATTR = "user.kvfs.socket"
+SOCKET_NAME = "kvfs.sock"
+_ANCILLARY_BYTES = socket.CMSG_SPACE(4 * limits.MAX_FDS_PER_MESSAGE)
+
+
+def socket_path(address: str | os.PathLike[str]) -> Path:
+    """The session socket that an address stands for: a mount, a data directory, or the socket itself.
+
+    Raises SessionClosed when no service is there, InvalidRequest for anything else.
+    """
+    path = Path(address)
+    try:
+        found = path.stat()
+        if stat.S_ISSOCK(found.st_mode):
+            return path
+        if stat.S_ISDIR(found.st_mode):
+            return _socket_of_directory(path)
+    except FileNotFoundError:
+        raise SessionClosed(f"{path}: no such mount, data directory or socket") from None
+    except OSError as error:
+        if error.errno == errno.ENOTCONN:
+            raise SessionClosed(f"{path}: the service behind this mount is gone") from None
+        raise
+    raise InvalidRequest(f"{path}: neither a mount, nor a data directory, nor a session socket")
+
+
+def _socket_of_directory(path: Path) -> Path:
+    try:
+        return Path(os.fsdecode(os.getxattr(path, SOCKET_XATTR)))
+    except OSError as error:
+        if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
+            raise
+    if not (path / SOCKET_NAME).exists():
+        raise SessionClosed(f"{path}: no kvfs mount, and no {SOCKET_NAME} in it")
+    return path / SOCKET_NAME
+
+
+class Transport:
+    """One connection to the service."""
+
+    def __init__(self, path: Path, *, timeout_s: float, client: str) -> None:
+        """Connect and say HELLO. Raises SessionClosed, DeadlinePassed, FormatMismatch, LimitExceeded."""
+        if len(os.fsencode(path)) > limits.MAX_SOCKET_PATH_BYTES:
+            raise InvalidRequest(f"socket path {path} is over {limits.MAX_SOCKET_PATH_BYTES} bytes")
+        self.path = path
+        self._timeout_s = timeout_s
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._protocol = Connection(Side.CLIENT)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._open = True
+        try:
+            self._connect()
+            [hello] = self.exchange(Hello(client, self._pid))
+        except BaseException:
+            self.close()
+            raise
+        assert isinstance(hello.answer, HelloAnswer)
+        self.hello = hello.answer
+
+    def _connect(self) -> None:
+        # While the backlog is full a non-blocking connect fails at once with EAGAIN; a blocking one waits.
+        limit = struct.pack("ll", int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        try:
+            self._socket.connect(str(self.path))
+        except BlockingIOError:
+            raise DeadlinePassed(f"{self.path}: not accepted within {self._timeout_s:g} s") from None
+        except OSError as error:
+            raise SessionClosed(f"{self.path}: no service answers: {error.strerror}") from None
+
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
+    def close(self) -> None:
+        """End the session: the service aborts what was not sealed. Closing twice is harmless."""
+        if self._open:
+            self._open = False
+            self._socket.close()
+            close_all(self._protocol.unclaimed())
+
+    def exchange(self, request: Request) -> list[ReceivedAnswer]:
+        """Send a request and collect its answer's frames; the caller closes the descriptors in them.
+
+        Raises the service's error for a request that failed; DeadlinePassed, SessionClosed, ProtocolError,
+        after which the connection is closed.
+        """
+        with self._lock:
+            if not self._open or os.getpid() != self._pid:
+                raise SessionClosed(
+                    f"{self.path}: this session is closed, or another process made it: reconnect"
+                )
+            data = self._protocol.send_request(request)
+            answers: list[ReceivedAnswer] = []
+            try:
+                deadline = time.monotonic() + self._timeout_s
+                self._send(data, deadline)
+                while not answers or answers[-1].more:
+                    answers.append(self._receive(deadline))
+            except BaseException:
+                self.close()
+                close_answers(answers)
+                raise
+        last = answers[-1].answer
+        if isinstance(last, Failure):
+            close_answers(answers)
+            raise last.error
+        return answers
+
+    def _send(self, data: bytes, deadline: float) -> None:
+        left = memoryview(data)
+        while left:
+            self._set_timeout(deadline)
+            try:
+                left = left[self._socket.send(left) :]
+            except TimeoutError:
+                continue
+            except (BrokenPipeError, ConnectionResetError):
+                return  # why the service closed is in what it sent before
+
+    def _receive(self, deadline: float) -> ReceivedAnswer:
+        while True:
+            event = self._protocol.next_event()
+            if isinstance(event, ReceivedAnswer):
+                if isinstance(event.answer, Failure) and event.answer.op is Op.CLOSED:
+                    raise event.answer.error
+                return event
+            self._set_timeout(deadline)
+            try:
+                self._receive_some()
+            except TimeoutError:
+                continue
+            except ConnectionResetError:
+                raise SessionClosed(f"{self.path}: the service ended the session") from None
+
+    def _receive_some(self) -> None:
+        flags = socket.MSG_CMSG_CLOEXEC
+        data, ancillary, outcome, _ = self._socket.recvmsg(
+            limits.SESSION_CHUNK_BYTES, _ANCILLARY_BYTES, flags
+        )
+        descriptors = array.array("i")
+        for level, kind, payload in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
+        if outcome & socket.MSG_CTRUNC:
+            close_all(descriptors)
+            raise LimitExceeded(
+                "descriptors were lost on arrival: this process is at its limit of open files"
+            )
+        if not data:
+            raise SessionClosed(f"{self.path}: the service ended the session")
+        self._protocol.receive_data(data, descriptors)
+
+    def _set_timeout(self, deadline: float) -> None:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise DeadlinePassed(f"{self.path}: no answer within {self._timeout_s:g} s")
+        self._socket.settimeout(left_s)
+
+
+def close_answers(answers: list[ReceivedAnswer]) -> None:
+    for answer in answers:
+        close_all(answer.descriptors)
+
+
+def close_all(descriptors: tuple[int, ...] | list[int] | array.array[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,0 +1,320 @@
+"""The mount: which mode this machine allows, from mount(2) to a clean unmount.
+
+Responsibility: open and mount /dev/fuse (or let pyfuse3 do it), run the native loop and pyfuse3 together,
+keep room free while files are being written, and leave nothing mounted behind. Order of fallback:
+passthrough -> native READ and WRITE -> plain pyfuse3.
+
+Invariants: `serve` reports started only after a request has gone the whole way round. After `serve` ends,
+however it ends, nothing is mounted at the path and the kernel's requests have all been failed.
+
+Concurrency: one task on the service's trio thread; unmounting runs in a worker thread, since the kernel may
+ask this very process before it lets go. One mount per process: libfuse's session is global in pyfuse3.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pyfuse3
+import trio
+
+from kvfs import limits, linux
+from kvfs._native.fuse_loop import FuseLoop
+from kvfs.errors import ConfigError, DeviceMissing
+from mounts.backing import PlainBackings
+from mounts.operations import Operations
+from mounts.view import View
+from tiers.store import TieredStore
+
+log = logging.getLogger("kvfs.mount")
+
+SOURCE = "kvfs"
+KIND = "fuse.kvfs"
+MODES = ("auto", "passthrough", "native", "plain")
+NATIVE_READ_THREADS = 2
+"""With passthrough one thread answers OPENs in order; without it, READs are copies and run side by side."""
+HEADROOM_INTERVAL_S = 0.005
+"""How often room is looked at while files are being written: at 3 GB/s that is 15 MB of writing."""
+
+
+class Mount:
+    """One mount point of a store; see the module's header. `mode` says what really runs."""
+
+    def __init__(
+        self,
+        store: TieredStore,
+        mountpoint: Path,
+        *,
+        mode: str = "auto",
+        socket_path: Path | None = None,
+        allow_other: bool = True,
+    ) -> None:
+        if mode not in MODES:
+            raise ConfigError(f"mount mode {mode!r}: one of {', '.join(MODES)}")
+        self._store = store
+        self._wanted = mode
+        self._socket_path = socket_path
+        self._allow_other = allow_other
+        self.mountpoint = mountpoint.absolute()
+        self.mode = "plain" if mode == "plain" else "native"
+        self.limits: list[str] = []
+        """What is missing on this machine, and what still works without it."""
+
+    async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled or unmounted from outside. Raises DeviceMissing, ConfigError."""
+        _check_device()
+        if self._wanted == "plain":
+            await self._serve_plain(task_status)
+            return
+        try:
+            device = self._open_device()
+        except DeviceMissing as error:
+            if self._wanted != "auto":
+                raise
+            self.limits.append(f"{error}; pyfuse3 mounts by itself, all reads go through Python")
+            await self._serve_plain(task_status)
+            return
+        try:
+            await self._serve_native(device, task_status)
+        finally:
+            os.close(device)
+
+    # --- with the native loop -----------------------------------------------------------------------------
+
+    def _open_device(self) -> int:
+        """A mounted /dev/fuse descriptor, by mount(2) or through fusermount3. Raises DeviceMissing."""
+        try:
+            return _mount_directly(self.mountpoint, allow_other=self._allow_other)
+        except PermissionError:
+            self.limits.append(
+                "no right to mount (CAP_SYS_ADMIN): mounted through fusermount3 for this user alone, "
+                "reads are answered natively without passthrough"
+            )
+            return _mount_by_helper(self.mountpoint, allow_other=False)
+        except OSError as error:
+            raise DeviceMissing(f"mount at {self.mountpoint}: {error.strerror}") from error
+
+    async def _serve_native(self, device: int, task_status: trio.TaskStatus[None]) -> None:
+        os.set_blocking(device, False)
+        slots = os.open(self._store.dram.root / "slots", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        wants_passthrough = self._wanted in ("auto", "passthrough")
+        loop = FuseLoop(
+            device,
+            slots,
+            self._store.table,
+            passthrough=wants_passthrough,
+            threads=1 if wants_passthrough else NATIVE_READ_THREADS,
+            buffer_size=limits.MAX_WRITE_BYTES,
+            largest_object=self._store.dram.usage().largest_object_bytes,
+            attr_valid_s=limits.KERNEL_CACHE_S,
+        )
+        view = View(self._store, loop, self._socket_path)
+        pyfuse3.init(Operations(view), f"/dev/fd/{os.dup(loop.library_fd)}", {"fsname=kvfs"})
+        try:
+            loop.start()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._end_with_kernel, loop.ended_fd, nursery.cancel_scope)
+                await self._run(view, nursery, task_status, lambda: self._settle_mode(loop))
+        finally:
+            with trio.CancelScope(shield=True):
+                await self._unmount()
+            loop.stop()
+            pyfuse3.close(unmount=False)
+            os.close(slots)
+
+    def _settle_mode(self, loop: FuseLoop) -> None:
+        """Learn whether the kernel really passes through, before the first file needs to know."""
+        draft = self._store.reserve(0, uid=os.geteuid())
+        descriptor = self._store.open_draft(draft)
+        try:
+            works = loop.probe(descriptor)
+        finally:
+            os.close(descriptor)
+            self._store.abort(draft)
+        self.mode = "passthrough" if works else "native"
+        if not works and self._wanted in ("auto", "passthrough") and not self.limits:
+            self.limits.append(
+                "no FUSE passthrough (it needs CAP_SYS_ADMIN and Linux 6.9): reads are answered natively"
+            )
+        if not works and self._wanted == "passthrough":
+            log.warning("passthrough was asked for and is not to be had; %s", self.limits[-1])
+
+    @staticmethod
+    async def _end_with_kernel(ended_fd: int, scope: trio.CancelScope) -> None:
+        await trio.lowlevel.wait_readable(ended_fd)
+        log.info("the kernel ended the mount")
+        scope.cancel()
+
+    # --- with pyfuse3 alone -------------------------------------------------------------------------------
+
+    async def _serve_plain(self, task_status: trio.TaskStatus[None]) -> None:
+        self.mode = "plain"
+        backings = PlainBackings()
+        view = View(self._store, backings, self._socket_path)
+        options = set(pyfuse3.default_options) | {f"fsname={SOURCE}", "subtype=kvfs"}
+        if self._allow_other and os.geteuid() == 0:
+            options.add("allow_other")
+        try:
+            pyfuse3.init(Operations(view), str(self.mountpoint), options)
+        except RuntimeError as error:
+            raise DeviceMissing(
+                f"mount at {self.mountpoint}: {error}; without root, the package fuse3 (fusermount3) is needed"
+            ) from error
+        try:
+            async with trio.open_nursery() as nursery:
+                await self._run(view, nursery, task_status, lambda: None)
+        finally:
+            with trio.CancelScope(shield=True):
+                await self._unmount()
+            pyfuse3.close(unmount=True)
+            backings.close()
+
+    # --- in every mode ------------------------------------------------------------------------------------
+
+    async def _run(
+        self,
+        view: View,
+        nursery: trio.Nursery,
+        task_status: trio.TaskStatus[None],
+        when_up: Callable[[], None],
+    ) -> None:
+        view.drafts.run_in(nursery)
+        with self._attached(view):
+            nursery.start_soon(self._keep_headroom, view)
+            async with trio.open_nursery() as answering:
+                answering.start_soon(self._answer)
+                # One request through kernel, loop and Python shows that the mount answers. Never open() here.
+                await trio.to_thread.run_sync(os.statvfs, self.mountpoint, abandon_on_cancel=True)
+                when_up()
+                task_status.started()
+            nursery.cancel_scope.cancel()
+
+    @staticmethod
+    async def _answer() -> None:
+        """pyfuse3's loop. Cancelled, it stops taking requests and lets those under way end."""
+        try:
+            await pyfuse3.main(max_tasks=limits.MAX_FUSE_REQUESTS)
+        finally:
+            with suppress(Exception):
+                pyfuse3.terminate()
+
+    @contextmanager
+    def _attached(self, view: View) -> Iterator[None]:
+        """While attached, the store tells the mount of changes and asks it for what was opened natively."""
+        self._store.listeners.append(view.on_change)
+        self._store.before_eviction.append(view.drain_opens)
+        self._store.publishers.append(view.drafts.publish_now)
+        try:
+            yield
+        finally:
+            self._store.listeners.remove(view.on_change)
+            self._store.before_eviction.remove(view.drain_opens)
+            self._store.publishers.remove(view.drafts.publish_now)
+
+    async def _keep_headroom(self, view: View) -> None:
+        """Evict ahead of writers, whose bytes come without a request."""
+        drafts = view.drafts
+        while True:
+            await drafts.writers_changed.wait()
+            drafts.writers_changed = trio.Event()
+            while drafts.writers > 0:
+                self._store.maintain()
+                await trio.sleep(HEADROOM_INTERVAL_S)
+
+    async def _unmount(self) -> None:
+        await trio.to_thread.run_sync(unmount, self.mountpoint)
+
+
+# --- mounting --------------------------------------------------------------------------------------------
+
+
+def _check_device() -> None:
+    if not os.path.exists("/dev/fuse"):
+        raise DeviceMissing("/dev/fuse is missing: load the fuse module, or give the container the device")
+
+
+def _mount_directly(point: Path, *, allow_other: bool) -> int:
+    """mount(2) as root does it. Raises PermissionError, OSError."""
+    device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    options = f"fd={device},rootmode=40000,user_id={os.geteuid()},group_id={os.getegid()},default_permissions"
+    if allow_other:
+        options += ",allow_other"
+    try:
+        linux.mount(SOURCE, point, KIND, linux.MS_NOSUID | linux.MS_NODEV, options)
+    except BaseException:
+        os.close(device)
+        raise
+    return device
+
+
+def _mount_by_helper(point: Path, *, allow_other: bool) -> int:
+    """fusermount3's protocol: it mounts and sends the descriptor over `_FUSE_COMMFD`. Raises DeviceMissing."""
+    helper = shutil.which("fusermount3")
+    if helper is None:
+        raise DeviceMissing("fusermount3 is missing (package fuse3), and mounting without it needs root")
+    ours, theirs = socket.socketpair()
+    options = f"default_permissions,fsname={SOURCE},subtype=kvfs" + (",allow_other" if allow_other else "")
+    with ours, theirs:
+        done = subprocess.run(
+            [helper, "-o", options, "--", str(point)],
+            env={**os.environ, "_FUSE_COMMFD": str(theirs.fileno())},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=limits.STOP_WAIT_S,
+            check=False,
+        )
+        theirs.close()
+        if done.returncode != 0:
+            raise DeviceMissing(f"fusermount3: {done.stderr.decode(errors='replace').strip()}")
+        _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
+    if not descriptors:
+        raise DeviceMissing("fusermount3 sent no descriptor")
+    os.set_inheritable(descriptors[0], False)
+    return descriptors[0]
+
+
+def unmount(point: Path) -> None:
+    """Unmount kvfs from `point`, lazily where it is in use; nothing where nothing is mounted."""
+    top = linux.top_mount(point)
+    if top is None or not top.kind.startswith("fuse"):
+        return
+    try:
+        linux.unmount(point)
+    except PermissionError:
+        subprocess.run(["fusermount3", "-u", "-z", "--", str(point)], check=False, stderr=subprocess.DEVNULL)
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
+        linux.unmount(point, linux.MNT_DETACH)
+
+
+def recover(point: Path) -> bool:
+    """Clear mounts that a killed service left at `point`; whether there were any.
+
+    Raises ConfigError when a living file system of ours is mounted there.
+    """
+    found = False
+    while (top := linux.top_mount(point)) is not None and top.kind.startswith("fuse"):
+        try:
+            os.statvfs(point)
+        except OSError as error:
+            if error.errno not in (errno.ENOTCONN, errno.ECONNABORTED):
+                raise
+        else:
+            raise ConfigError(f"{point} is in use: {top.source} ({top.kind}) is mounted there and answers")
+        log.warning("%s: clearing the mount that a killed service left behind", point)
+        try:
+            linux.unmount(point, linux.MNT_DETACH)
+        except PermissionError:
+            subprocess.run(["fusermount3", "-u", "-z", "--", str(point)], check=True)
+        found = True
+    return found

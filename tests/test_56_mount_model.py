@@ -1,0 +1,244 @@
+"""Files at the path door against a model: any order of calls on a few names gives what POSIX says.
+
+The model is a dictionary from name to inode and a list of descriptors. One thing it leaves out, since a disk
+and a cache differ there on purpose: opening a finished file for writing while someone still has it
+open (a reader of a sealed object keeps it; `test_50_mount_files.py` has that).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from tests.support.door import Door
+from tests.support.posix import pattern
+
+pytestmark = pytest.mark.mount
+
+NAMES = ["a", "b", "d/a", "d/b"]
+MAX_SIZE = 150_000
+names = st.sampled_from(NAMES)
+offsets = st.one_of(st.sampled_from([0, 1, 4095, 4096, 65_536]), st.integers(0, MAX_SIZE))
+lengths = st.one_of(st.sampled_from([0, 1, 4096]), st.integers(0, 40_000))
+
+
+@dataclass(eq=False)
+class Inode:
+    data: bytearray = field(default_factory=bytearray)
+    readers: int = 0
+    writers: int = 0
+
+    def write(self, offset: int, data: bytes) -> None:
+        if data:
+            self.data.extend(bytes(max(0, offset - len(self.data))))
+            self.data[offset : offset + len(data)] = data
+
+    def truncate(self, size: int) -> None:
+        del self.data[size:]
+        self.data.extend(bytes(size - len(self.data)))
+
+    @property
+    def held_by_readers_only(self) -> bool:
+        return self.writers == 0 and self.readers > 0
+
+
+@dataclass(eq=False)
+class Open:
+    fd: int
+    inode: Inode
+    writable: bool
+
+    def __post_init__(self) -> None:
+        self.count(1)
+
+    def count(self, change: int) -> None:
+        if self.writable:
+            self.inode.writers += change
+        else:
+            self.inode.readers += change
+
+
+class Files(RuleBasedStateMachine):
+    """Every rule makes the call and changes the model likewise, or expects the errno of the model."""
+
+    opens = Bundle("opens")
+
+    def __init__(self, parent: Path) -> None:
+        super().__init__()
+        self.root = Path(tempfile.mkdtemp(dir=parent))
+        (self.root / "d").mkdir()
+        self.names: dict[str, Inode] = {}
+        self.open_files: list[Open] = []
+        self.writes = 0
+
+    def fresh(self, size: int) -> bytes:
+        self.writes += 1
+        return pattern(self.writes, size)
+
+    def remember(self, fd: int, inode: Inode, writable: bool) -> Open:
+        file = Open(fd, inode, writable)
+        self.open_files.append(file)
+        return file
+
+    # --- names --------------------------------------------------------------------------------------------
+    @rule(target=opens, name=names)
+    def create(self, name: str) -> Open | None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        if name in self.names:
+            with pytest.raises(FileExistsError):
+                os.open(self.root / name, flags)
+            return None
+        self.names[name] = Inode()
+        return self.remember(os.open(self.root / name, flags, 0o644), self.names[name], True)
+
+    @rule(target=opens, name=names, writable=st.booleans(), truncate=st.booleans())
+    def open(self, name: str, writable: bool, truncate: bool) -> Open | None:
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | (os.O_TRUNC if writable and truncate else 0)
+        if name not in self.names:
+            with pytest.raises(FileNotFoundError):
+                os.open(self.root / name, flags)
+            return None
+        inode = self.names[name]
+        if writable and inode.held_by_readers_only:
+            return None
+        if flags & os.O_TRUNC:
+            inode.truncate(0)
+        return self.remember(os.open(self.root / name, flags), inode, writable)
+
+    @rule(name=names, size=lengths)
+    def put(self, name: str, size: int) -> None:
+        """As connectors do: a temporary name, then rename."""
+        data = self.fresh(size)
+        (self.root / "d/.tmp").write_bytes(data)
+        os.rename(self.root / "d/.tmp", self.root / name)
+        self.names[name] = Inode(bytearray(data))
+
+    @rule(source=names, target_name=names)
+    def rename(self, source: str, target_name: str) -> None:
+        if source not in self.names:
+            with pytest.raises(FileNotFoundError):
+                os.rename(self.root / source, self.root / target_name)
+            return
+        os.rename(self.root / source, self.root / target_name)
+        self.names[target_name] = self.names.pop(source)
+
+    @rule(name=names)
+    def unlink(self, name: str) -> None:
+        if self.names.pop(name, None) is None:
+            with pytest.raises(FileNotFoundError):
+                os.unlink(self.root / name)
+        else:
+            os.unlink(self.root / name)
+
+    @rule(name=names, size=offsets)
+    def truncate_path(self, name: str, size: int) -> None:
+        if name in self.names and not self.names[name].held_by_readers_only:
+            os.truncate(self.root / name, size)
+            self.names[name].truncate(size)
+
+    # --- descriptors --------------------------------------------------------------------------------------
+    def usable(self, file: Open | None, writable: bool = False) -> bool:
+        return file is not None and file in self.open_files and (file.writable or not writable)
+
+    @rule(file=opens, offset=offsets, length=lengths)
+    def write(self, file: Open | None, offset: int, length: int) -> None:
+        if self.usable(file, writable=True):
+            assert file is not None
+            data = self.fresh(length)
+            assert os.pwrite(file.fd, data, offset) == length
+            file.inode.write(offset, data)
+
+    @rule(file=opens, length=lengths)
+    def append(self, file: Open | None, length: int) -> None:
+        if self.usable(file, writable=True):
+            assert file is not None
+            data = self.fresh(length)
+            again = os.open(f"/proc/self/fd/{file.fd}", os.O_WRONLY | os.O_APPEND)
+            assert os.write(again, data) == length
+            os.close(again)
+            file.inode.write(len(file.inode.data), data)
+
+    @rule(file=opens, offset=offsets, length=lengths)
+    def read(self, file: Open | None, offset: int, length: int) -> None:
+        if self.usable(file):
+            assert file is not None
+            assert os.pread(file.fd, length, offset) == file.inode.data[offset : offset + length]
+
+    @rule(file=opens, size=offsets)
+    def truncate(self, file: Open | None, size: int) -> None:
+        if self.usable(file, writable=True):
+            assert file is not None
+            os.ftruncate(file.fd, size)
+            file.inode.truncate(size)
+
+    @rule(file=opens, offset=offsets, length=lengths.filter(bool))
+    def allocate(self, file: Open | None, offset: int, length: int) -> None:
+        if self.usable(file, writable=True):
+            assert file is not None
+            os.posix_fallocate(file.fd, offset, length)
+            file.inode.truncate(max(len(file.inode.data), offset + length))
+
+    @rule(file=opens)
+    def sync(self, file: Open | None) -> None:
+        if self.usable(file):
+            assert file is not None
+            os.fsync(file.fd)
+
+    @rule(target=opens, file=opens)
+    def duplicate(self, file: Open | None) -> Open | None:
+        if not self.usable(file):
+            return None
+        assert file is not None
+        return self.remember(os.dup(file.fd), file.inode, file.writable)
+
+    @rule(file=opens)
+    def close(self, file: Open | None) -> None:
+        if self.usable(file):
+            assert file is not None
+            os.close(file.fd)
+            file.count(-1)
+            self.open_files.remove(file)
+
+    # --- always -------------------------------------------------------------------------------------------
+    @invariant()
+    def sizes_and_names_agree(self) -> None:
+        sizes = {name: (self.root / name).stat().st_size for name in self.names}
+        assert sizes == {name: len(inode.data) for name, inode in self.names.items()}
+        listed = [*os.listdir(self.root), *(f"d/{name}" for name in os.listdir(self.root / "d"))]
+        assert sorted(listed) == sorted(["d", *self.names])
+        for file in self.open_files:
+            assert os.fstat(file.fd).st_size == len(file.inode.data)
+
+    def teardown(self) -> None:
+        try:
+            for file in self.open_files:
+                assert os.pread(file.fd, 2 * MAX_SIZE, 0) == file.inode.data
+            while self.open_files:
+                self.close(self.open_files[-1])
+            for name, inode in self.names.items():
+                assert (self.root / name).read_bytes() == inode.data
+        finally:
+            for file in self.open_files:
+                os.close(file.fd)
+            shutil.rmtree(self.root)
+
+
+def test_files_follow_the_model(door: Door) -> None:
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        lambda: Files(door.path),
+        settings=settings(
+            max_examples=40,
+            stateful_step_count=40,
+            deadline=None,
+            print_blob=True,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+        ),
+    )
