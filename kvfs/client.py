@@ -38,6 +38,7 @@ from kvfs.messages import (
     SealNames,
     text,
 )
+from kvfs.namespaces import Namespace
 from kvfs.results import Bucket, Entry, bucket_of, entry_of
 from kvfs.transport import Transport, close_all, socket_path
 
@@ -270,19 +271,24 @@ class Client:
     # --- blocks ------------------------------------------------------------------------------------------
     def open_namespace(
         self,
-        description: dict[str, Any] | None = None,
+        namespace: Namespace | dict[str, Any] | None = None,
         *,
         digest: bytes | None = None,
         bucket: str | None = None,
     ) -> NamespaceHandle:
-        """Find or create the bucket bound to a namespace, given by its description, or find it by its digest.
+        """Find or create the bucket bound to a namespace, or find the one bound to a digest.
 
         Raises InvalidNamespace, BucketNotFound, AccessDenied.
         """
         arguments: dict[str, Any] = {"bucket": bucket} if bucket is not None else {}
-        if (description is None) == (digest is None):
-            raise InvalidRequest("open_namespace: give either a description or a digest")
-        arguments |= {"description": description} if digest is None else {"digest": digest.hex()}
+        if (namespace is None) == (digest is None):
+            raise InvalidRequest("open_namespace: give either a namespace or a digest")
+        if digest is not None:
+            arguments["digest"] = digest.hex()
+        else:
+            arguments["description"] = (
+                namespace.as_mapping() if isinstance(namespace, Namespace) else namespace
+            )
         found = self._exchange.control(Op.OPEN_NAMESPACE, **arguments)
         return NamespaceHandle(
             bytes.fromhex(found["digest"]), found["bucket"]["name"], found["handle"], self._sessions
