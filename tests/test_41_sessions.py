@@ -33,6 +33,7 @@ from kvfs.messages import (
     NameSeal,
     Op,
     OpenNames,
+    Request,
     Reserve,
     Result,
     ResultAnswer,
@@ -341,7 +342,14 @@ def test_an_opened_object_is_a_read_only_lease(client: kvfs.Client) -> None:
 
 def test_answers_keep_the_order_of_pipelined_requests(server: Server) -> None:
     with RawClient(server) as raw:
-        requests = [Control(Op.STATUS), Reserve((0, 0)), Control(Op.STAT), Reserve(()), Abort(())] * 20
+        kinds: list[Request] = [
+            Control(Op.STATUS),
+            Reserve((0, 0)),
+            Control(Op.STAT),
+            Reserve(()),
+            Abort(()),
+        ]
+        requests = kinds * 20
         answers = raw.ask(*requests)
         assert [answer.number for answer in answers] == sorted(answer.number for answer in answers)
         assert len({answer.number for answer in answers}) == len(requests)
