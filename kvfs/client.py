@@ -23,7 +23,7 @@ from typing import Any, Self
 import xxhash
 
 from kvfs import limits, paths
-from kvfs.errors import InvalidRequest, NotFound, ProtocolError
+from kvfs.errors import InvalidRequest, NotFound, Superseded
 from kvfs.exchange import Exchange, check, status_error
 from kvfs.messages import (
     DIGEST_BYTES,
@@ -399,11 +399,14 @@ def _block(entry: ExtentResult, descriptor: int | None, what: str) -> bytes | No
 
 
 def _read(descriptor: int, size_bytes: int, what: str) -> bytes:
-    buffer = bytearray(size_bytes)
-    view, at = memoryview(buffer), 0
-    while at < size_bytes:
-        count = os.preadv(descriptor, [view[at:]], at)
-        if count == 0:
-            raise ProtocolError(f"{what}: {at} bytes where the service said {size_bytes}")
-        at += count
-    return bytes(buffer)
+    """All of an object; one pread brings up to 2 GiB, so only larger ones are put together from parts."""
+    data = os.pread(descriptor, size_bytes, 0)
+    if len(data) == size_bytes:
+        return data
+    parts, at = [data], len(data)
+    while at < size_bytes and parts[-1]:
+        parts.append(os.pread(descriptor, size_bytes - at, at))
+        at += len(parts[-1])
+    if at < size_bytes:
+        raise Superseded(f"{what}: {at} bytes where the service said {size_bytes}")
+    return b"".join(parts)
