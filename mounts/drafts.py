@@ -122,13 +122,17 @@ class DraftKeeper:
         await trio.sleep(REWRITE_GRACE_S)
         opened = node.draft
         if opened is not None and opened.handles == 0 and not opened.closed:
-            log.info("%s was opened for writing by a process that never came back for it", self._nodes.name(node))
+            log.info(
+                "%s was opened for writing by a process that never came back for it", self._nodes.name(node)
+            )
             self.discard(node)
 
     # --- handles ------------------------------------------------------------------------------------------
 
     def open(self, node: Node, opened: OpenDraft, *, writable: bool) -> None:
         """Count a handle and make the slot its backing."""
+        if writable:
+            self._store.maintain()
         descriptor = self._store.open_draft(opened.draft)
         try:
             self._backings.acquire(node.nodeid, descriptor)
