@@ -16,7 +16,14 @@ import trio
 import xxhash
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kvfs.errors import NoSpace, ObjectTooLarge, Superseded, WriterActive
 from tiers.base import Extent, Kind, Lease, Sealed, SealHeader, StoreKey, Tier, object_key
@@ -116,7 +123,11 @@ class TierSuite:
         draft = tier.reserve(100)
         write(tier, draft, b"draft")
         assert list(tier.sealed()) == []
-        for extent in (draft, Extent(draft.slot, draft.generation + 1), Extent(draft.slot, draft.generation - 1)):
+        for extent in (
+            draft,
+            Extent(draft.slot, draft.generation + 1),
+            Extent(draft.slot, draft.generation - 1),
+        ):
             with pytest.raises(Superseded):
                 tier.lease(extent)
 
@@ -127,7 +138,11 @@ class TierSuite:
         by_slot = {entry.extent.slot: entry for entry in listed}
         for entry in sealed:
             found = by_slot[entry.extent.slot]
-            assert (found.extent, found.header, found.size_bytes) == (entry.extent, entry.header, entry.size_bytes)
+            assert (found.extent, found.header, found.size_bytes) == (
+                entry.extent,
+                entry.header,
+                entry.size_bytes,
+            )
 
     async def test_an_object_key_is_kept(self, tier: Tier) -> None:
         header = SealHeader(object_key(77), object_id=77, sequence=2**63)

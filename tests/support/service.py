@@ -62,7 +62,7 @@ def run_kvfs(
     """Run `kvfs ARGUMENTS` to its end, without a terminal; the caller looks at its return code."""
     own = {"PYTHONPATH": str(ROOT), "COLUMNS": "160", "NO_COLOR": "1"}
     return subprocess.run(
-        [sys.executable, "-m", "kvfs.cli", *arguments],
+        [sys.executable, "-m", "kvfs", *arguments],
         cwd=ROOT,
         env={**os.environ, **own, **(environment or {})},
         stdin=subprocess.DEVNULL,
@@ -223,6 +223,7 @@ class Service:
     def cli(self, *arguments: str, timeout_s: float = 30.0) -> subprocess.CompletedProcess[str]:
         """Run `kvfs ARGUMENTS`; the caller looks at its return code."""
         return run_kvfs(*arguments, timeout_s=timeout_s)
+
     def client(self) -> Client:
         """A session of the native client; the caller closes it."""
         from kvfs.client import connect
