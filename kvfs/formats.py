@@ -1,11 +1,11 @@
-"""Every byte format that outlives a process, as field lists: the shared table and the records of NVMe segments.
+"""Every byte format that outlives a process, as field lists: the shared table, the records of NVMe segments.
 
-Responsibility: offsets, sizes, versions and checksums. `docs/formats.md` explains the fields; the C side of the
-table is `kvfs/_native/formats.h`, and a test compares the offsets of the two.
+Responsibility: offsets, sizes, versions and checksums. `docs/formats.md` explains the fields; the C side of
+the table is `kvfs/_native/formats.h`, and a test compares the offsets of the two.
 
-Invariants: all integers are little endian and naturally aligned; reserved bytes are written as zeros and ignored
-when read; every header carries a version and an XXH3-64 of itself, and decoding raises before it returns a field
-of a header that does not match.
+Invariants: all integers are little endian and naturally aligned; reserved bytes are written as zeros and
+ignored when read; every header carries a version and an XXH3-64 of itself, and decoding raises before it
+returns a field of a header that does not match.
 Concurrency: pure functions.
 """
 
@@ -51,7 +51,9 @@ class Layout:
             raise InvalidRequest(f"{self.name} has no field {sorted(unknown)[0]!r}")
         zeros = self.struct.unpack(bytes(self.size))
         try:
-            return self.struct.pack(*(values.get(name, zero) for name, zero in zip(self.names, zeros, strict=True)))
+            return self.struct.pack(
+                *(values.get(name, zero) for name, zero in zip(self.names, zeros, strict=True))
+            )
         except struct.error as error:
             raise InvalidRequest(f"{self.name}: {error}") from error
 
@@ -184,7 +186,7 @@ RECORD_VERSION: Final = 1
 RECORD_ALIGNMENT: Final = 512
 """Records start and end at multiples of this: the smallest logical block of the devices that kvfs runs on."""
 PAYLOAD_ALIGNMENT: Final = 4096
-"""Payloads lie at multiples of this in their segment, so that O_DIRECT reads them straight into a slot's pages."""
+"""Payloads lie at multiples of this in their segment, so that O_DIRECT reads them into a slot's pages."""
 
 
 class RecordType(IntEnum):
@@ -280,9 +282,7 @@ class RecordHeader:
         if raw["header_checksum"] != xxh3_64(data[: RECORD_HEADER.size - 8]):
             raise Corrupt("record header: it does not match its checksum")
         if raw["version"] != RECORD_VERSION or raw["header_bytes"] != RECORD_HEADER.size:
-            raise FormatMismatch(
-                f"record header: version {raw['version']}, this code reads {RECORD_VERSION}"
-            )
+            raise FormatMismatch(f"record header: version {raw['version']}, this code reads {RECORD_VERSION}")
         try:
             header = cls(**{name: raw[name] for name in cls.__slots__} | {"type": RecordType(raw["type"])})
             header._check_shape()
@@ -297,7 +297,9 @@ class RecordHeader:
             raise InvalidRequest(f"record of {self.record_bytes} bytes: no multiple of {RECORD_ALIGNMENT}")
         body_end = RECORD_HEADER.size + self.body_bytes
         if self.payload_bytes and self.payload_offset < body_end:
-            raise InvalidRequest(f"record: payload at {self.payload_offset}, inside the {body_end} bytes before it")
+            raise InvalidRequest(
+                f"record: payload at {self.payload_offset}, inside the {body_end} bytes before it"
+            )
         if max(body_end, self.payload_offset + self.payload_bytes) > self.record_bytes:
             raise InvalidRequest(f"record of {self.record_bytes} bytes: its parts are longer")
 

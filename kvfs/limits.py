@@ -25,6 +25,14 @@ MAX_RENAME_KEYS: Final = 10_000
 """A directory rename is one transaction on the service's event loop; above this it is EXDEV."""
 MAX_NAMESPACE_BYTES: Final = 64 * KIB
 """A namespace description is hashed and kept whole."""
+MAX_BLOCK_TOKENS: Final = 1 << 16
+"""Tokens of one block; engines use 16 to 512."""
+MAX_SHARDS: Final = 1 << 16
+"""Tensor or pipeline shards of one model."""
+MAX_HASH_TOKENS: Final = 1 << 24
+"""Tokens in one call for prefix hashes: 40 ms with SHA extensions."""
+MAX_EXTRA_BYTES: Final = 64 * KIB
+"""Bytes beside the tokens that one prefix hash covers, such as the hash of an image."""
 MAX_LIST_ENTRIES: Final = 1_000
 """One page of a listing, as in S3's ListObjectsV2: bounds the time that one call holds the event loop."""
 MAX_USER_METADATA_BYTES: Final = 64 * KIB

@@ -235,7 +235,9 @@ class NameIndex:
         return rows
 
     def has_prefix(self, bucket: bytes, prefix: bytes) -> bool:
-        """Whether any key of the bucket starts with `prefix`."""
+        """Whether any key of the bucket starts with `prefix`; none does with one longer than a key."""
+        if len(prefix) > MAX_KEY_BYTES:
+            return False
         full = _full_prefix(bucket, prefix)
 
         def look(txn: Txn) -> bool:

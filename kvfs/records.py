@@ -1,10 +1,10 @@
 """The bodies of a segment's META, RENAME and TOMBSTONE records: names as the log keeps them.
 
-Responsibility: turn a body into bytes and back; the header around it is `kvfs.formats.RecordHeader`, which carries
-object id, key, sequence, generation and the body's checksum.
+Responsibility: turn a body into bytes and back; the header around it is `kvfs.formats.RecordHeader`, which
+carries object id, key, sequence, generation and the body's checksum.
 
-Invariants: a body is a fixed part, then byte strings, each behind its u32 length, and nothing after them; decoding
-any other bytes raises Corrupt.
+Invariants: a body is a fixed part, then byte strings, each behind its u32 length, and nothing after them;
+decoding any other bytes raises Corrupt.
 Concurrency: pure functions.
 """
 
@@ -99,7 +99,9 @@ class MetaBody:
     @classmethod
     def decode(cls, body: bytes) -> Self:
         object_id, size, mtime, ctime, mode, uid, gid, flags = _fixed(_META, body)
-        bucket, key, etag, metadata = _unpack_strings(body, _META.size, "bucket", "key", "etag", "user_metadata")
+        bucket, key, etag, metadata = _unpack_strings(
+            body, _META.size, "bucket", "key", "etag", "user_metadata"
+        )
         return cls(bucket, key, object_id, size, mtime, ctime, mode, uid, gid, flags, etag, metadata)
 
 
@@ -122,9 +124,10 @@ class RenameBody:
     @classmethod
     def decode(cls, body: bytes) -> Self:
         object_id, replaced = _fixed(_RENAME, body)
-        return cls(
-            *_unpack_strings(body, _RENAME.size, "bucket", "key", "new_bucket", "new_key"), object_id, replaced
+        bucket, key, new_bucket, new_key = _unpack_strings(
+            body, _RENAME.size, "bucket", "key", "new_bucket", "new_key"
         )
+        return cls(bucket, key, new_bucket, new_key, object_id, replaced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,4 +148,5 @@ class TombstoneBody:
     @classmethod
     def decode(cls, body: bytes) -> Self:
         object_id, deleted = _fixed(_TOMBSTONE, body)
-        return cls(object_id, deleted, *_unpack_strings(body, _TOMBSTONE.size, "bucket", "key"))
+        bucket, key = _unpack_strings(body, _TOMBSTONE.size, "bucket", "key")
+        return cls(object_id, deleted, bucket, key)

@@ -75,12 +75,16 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def prepare_mountpoint(settings: Settings) -> Path:
-    """Make the mount point, and clear what a killed service left on it. Raises ConfigError."""
+def check_places(settings: Settings) -> None:
+    """Raises ConfigError where the mount would hide what the service needs: it would wait for itself."""
     path = settings.mount.path
     for what, inside in (("[store] data", settings.store.data), ("[session] socket", settings.socket_path)):
         if inside.is_relative_to(path):
             raise ConfigError(f"{what} = '{inside}': lies under the mount point {path}, which would hide it")
+
+
+def prepare_mountpoint(path: Path) -> Path:
+    """Make the mount point, and clear what a killed service left on it. Raises ConfigError."""
     recover(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -110,12 +114,13 @@ async def run(settings: Settings, started: Callable[[Running], None]) -> None:
     `started` is called once, when every door answers. Raises ConfigError, StoreLocked, FormatMismatch,
     DeviceMissing.
     """
+    check_places(settings)
     raise_file_limit()
     stop = trio.CancelScope()
     with _Watchdog(settings.mount.path) as watchdog, open_store(settings) as store:
         mount = Mount(
             store,
-            prepare_mountpoint(settings),
+            prepare_mountpoint(settings.mount.path),
             mode=settings.mount.mode,
             socket_path=settings.socket_path,
             allow_other=settings.mount.allow_other,

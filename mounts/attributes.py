@@ -67,11 +67,14 @@ def of_draft(node: Node, opened: OpenDraft, status: os.stat_result | None) -> py
     return entry
 
 
+# A directory's link count of 1 says that its subdirectories are not counted in it (find(1) relies on more).
+
+
 def of_directory(node: Node, directory: Directory) -> pyfuse3.EntryAttributes:
     entry = _entry(node, stat.S_IFDIR | directory.mode, directory.uid, directory.gid, cache_s=KERNEL_CACHE_S)
     entry.st_size = 0
     entry.st_blocks = 0
-    entry.st_nlink = 2 if node.linked else 0
+    entry.st_nlink = 1 if node.linked else 0
     _set_times(entry, atime_ns=directory.mtime_ns, mtime_ns=directory.mtime_ns, ctime_ns=directory.mtime_ns)
     return entry
 
@@ -80,6 +83,6 @@ def of_root(node: Node, started_ns: int) -> pyfuse3.EntryAttributes:
     entry = _entry(node, stat.S_IFDIR | ROOT_MODE, os.geteuid(), os.getegid(), cache_s=KERNEL_CACHE_S)
     entry.st_size = 0
     entry.st_blocks = 0
-    entry.st_nlink = 2
+    entry.st_nlink = 1
     _set_times(entry, atime_ns=started_ns, mtime_ns=started_ns, ctime_ns=started_ns)
     return entry

@@ -121,14 +121,18 @@ class DraftKeeper:
     async def _expire(self, node: Node) -> None:
         await trio.sleep(REWRITE_GRACE_S)
         opened = node.draft
-        if opened is not None and opened.handles == 0 and not opened.lingering:
-            log.info("%s was opened for writing by a process that never came back for it", self._nodes.name(node))
+        if opened is not None and opened.handles == 0 and not opened.closed:
+            log.info(
+                "%s was opened for writing by a process that never came back for it", self._nodes.name(node)
+            )
             self.discard(node)
 
     # --- handles ------------------------------------------------------------------------------------------
 
     def open(self, node: Node, opened: OpenDraft, *, writable: bool) -> None:
         """Count a handle and make the slot its backing."""
+        if writable:
+            self._store.maintain()
         descriptor = self._store.open_draft(opened.draft)
         try:
             self._backings.acquire(node.nodeid, descriptor)
@@ -137,6 +141,7 @@ class DraftKeeper:
         opened.handles += 1
         node.handles += 1
         if writable:
+            opened.closed = False
             opened.writers += 1
             self.writers += 1
             self.writers_changed.set()
@@ -160,13 +165,14 @@ class DraftKeeper:
             if opened.torn or opened.handles == 0:
                 self.discard(node)
             return
+        opened.closed = True
         if not opened.lingering and node.nodeid not in self._due:
             self._due[node.nodeid] = (node, opened)
             self._due_changed.set()
 
     def publish_if_closed(self, node: Node, opened: OpenDraft) -> bool:
         """Publish now what was closed a moment ago, so that whoever comes finds it sealed; whether it is."""
-        return opened.writers == 0 and node.linked and not opened.torn and self._publish(node, opened)
+        return opened.closed and node.linked and self._publish(node, opened)
 
     def publish_now(self, name: Name) -> trio.Event | None:
         """For another door: publish what is closed under `name`. An event where that is still to come."""
@@ -185,7 +191,7 @@ class DraftKeeper:
             self._due_changed = trio.Event()
             due, self._due = self._due, {}
             for node, opened in due.values():
-                if node.draft is opened and opened.writers == 0:
+                if node.draft is opened and opened.closed:
                     self._settle_now(node, opened)
 
     def _settle_now(self, node: Node, opened: OpenDraft) -> None:
@@ -202,7 +208,7 @@ class DraftKeeper:
             while True:
                 await trio.sleep(delay_s)
                 delay_s = min(delay_s * 2, LINGER_MOST_S)
-                if node.draft is not opened or opened.writers > 0:
+                if node.draft is not opened or not opened.closed:
                     return
                 if not node.linked and opened.handles == 0:
                     self.discard(node)

@@ -70,7 +70,9 @@ class Mount:
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled or unmounted from outside. Raises DeviceMissing, ConfigError."""
         if not os.path.exists("/dev/fuse"):
-            raise DeviceMissing("/dev/fuse is missing: load the fuse module, or give the container the device")
+            raise DeviceMissing(
+                "/dev/fuse is missing: load the fuse module, or give the container the device"
+            )
         if self._wanted == "plain":
             await self._serve_plain(task_status)
             return

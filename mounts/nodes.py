@@ -42,6 +42,8 @@ class OpenDraft:
     torn: bool = False
     """The last writer died by a signal in the middle."""
     pinned: bool = False
+    closed: bool = False
+    """Its last writer has closed it, and it waits to be published."""
     lingering: bool = False
     """Closed, but somebody can still write it (a mapping), or reads it."""
     ended: trio.Event = field(default_factory=trio.Event)
@@ -80,7 +82,9 @@ class NodeTable:
     """All nodes, by nodeid and by (parent, component); `mirror` is kept in step."""
 
     mirror: Mirror
-    root: Node = field(default_factory=lambda: Node(ROOT_ID, None, b"", directory=True, ino=ROOT_ID, lookups=1))
+    root: Node = field(
+        default_factory=lambda: Node(ROOT_ID, None, b"", directory=True, ino=ROOT_ID, lookups=1)
+    )
     _by_id: dict[int, Node] = field(default_factory=dict)
     _edges: dict[tuple[int, bytes], Node] = field(default_factory=dict)
     _by_digest: dict[bytes, Node] = field(default_factory=dict)
@@ -128,7 +132,9 @@ class NodeTable:
     def add(self, parent: Node, component: bytes, *, directory: bool, ino: int) -> Node:
         """A new node, linked under its name in place of whatever was there."""
         if not self._free and self._next_index >= MAX_NODES:
-            raise LimitExceeded(f"{MAX_NODES} files and directories are known to the kernel, which is the limit")
+            raise LimitExceeded(
+                f"{MAX_NODES} files and directories are known to the kernel, which is the limit"
+            )
         old = self.child(parent, component)
         if old is not None:
             self.unlink(old)

@@ -165,7 +165,9 @@ class Operations(pyfuse3.Operations):
             mtime_ns=found.mtime_ns,
         )
 
-    def _replace(self, old: Node | None, parent: Node, component: bytes, *, directory: bool, ino: int) -> Node:
+    def _replace(
+        self, old: Node | None, parent: Node, component: bytes, *, directory: bool, ino: int
+    ) -> Node:
         if old is not None:
             self.backings.node_dead(old.nodeid)
         node = self.nodes.add(parent, component, directory=directory, ino=ino)
@@ -192,7 +194,11 @@ class Operations(pyfuse3.Operations):
         if info is None:
             return False
         entry = self.store.table.get(info.key.digest)
-        return entry is not None and entry.generation == info.extent.generation and entry.slot == info.extent.slot
+        return (
+            entry is not None
+            and entry.generation == info.extent.generation
+            and entry.slot == info.extent.slot
+        )
 
     def _find_sealed(self, parent: Node, component: bytes) -> ObjectInfo | Directory | None:
         if parent.parent is not None:
@@ -380,7 +386,7 @@ class Operations(pyfuse3.Operations):
         opened = node.draft
         if opened is None:
             self.backings.node_dead(node.nodeid)
-        elif opened.handles == 0 and not opened.lingering:
+        elif opened.handles == 0:
             self.drafts.discard(node)
         self.nodes.release(node)
 
@@ -621,7 +627,9 @@ class Operations(pyfuse3.Operations):
 
     @staticmethod
     def _listed(node: Node, found: ObjectInfo | Directory) -> pyfuse3.EntryAttributes:
-        return attrs.of_object(node, found) if isinstance(found, ObjectInfo) else attrs.of_directory(node, found)
+        return (
+            attrs.of_object(node, found) if isinstance(found, ObjectInfo) else attrs.of_directory(node, found)
+        )
 
     def _seek(self, listing: Listing, offset: int) -> None:
         """seekdir or rewinddir, or the kernel asking again for what its page had no room for."""
@@ -724,5 +732,3 @@ class Operations(pyfuse3.Operations):
             self.backings.node_dead(node.nodeid)
             self.nodes.unlink(node)
             self.nodes.release(node)
-
-

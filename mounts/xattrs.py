@@ -41,7 +41,8 @@ class ExtendedAttributes:
         return value()
 
     def list(self, node: Node) -> list[bytes]:
-        return list(self.all(node))
+        """What `cp -a` and `mv` should carry along: a pin. The rest only tells, and is not listed (as on CephFS)."""
+        return [PREFIX + b"pin"] if not node.directory and self._pinned(node) else []
 
     def all(self, node: Node) -> dict[bytes, Callable[[], bytes]]:
         """The node's attributes, each read only when asked for."""

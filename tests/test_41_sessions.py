@@ -43,7 +43,7 @@ from tiers.session_state import SessionQuota
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="clients with other uids need root")
 
-ALICE, BOB = 1001, 1002
+ALICE, BOB, SERVICE_UID = 1001, 1002, 1003
 DESCRIPTION: dict[str, Any] = {"model": "m"}
 
 
@@ -347,6 +347,39 @@ def test_a_draft_with_an_open_writer_is_busy_and_stays(server: Server, client: k
     assert client.get("files/a") == b"bytes"
 
 
+def test_a_batch_gives_the_event_loop_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no time per turn, every entry is a turn of its own, and so a frame where descriptors are sent."""
+    monkeypatch.setattr(limits, "SESSION_TURN_S", 0.0)
+    with session_server() as server, RawClient(server) as raw:
+        answers = raw.ask(Reserve((0,) * 10))
+        assert [len(answer.descriptors) for answer in answers] == [1] * 10
+        drafts = tuple((draft.slot, draft.generation) for draft in extents(answers))
+        assert results(raw.ask(Abort(drafts))) == [Result(0)] * 10
+
+
+def test_a_service_short_of_open_files_answers_in_smaller_frames() -> None:
+    with session_server(uid=SERVICE_UID, open_files=70) as server, server.connect() as client:
+        client.create_bucket("files")
+        with RawClient(server) as raw:
+            answers = raw.ask(Reserve((10,) * 300))
+            assert [entry.status for entry in extents(answers)] == [0] * 300
+            assert len(answers) > 300 / 70
+            for fd in descriptors(answers):
+                os.write(fd, b"x" * 10)
+                os.close(fd)
+            seals = [
+                NameSeal(e.slot, e.generation, b"files", b"%03d" % n) for n, e in enumerate(extents(answers))
+            ]
+            assert {result.status for result in results(raw.ask(SealNames(tuple(seals))))} == {0}
+            answers = raw.ask(OpenNames(tuple((b"files", b"%03d" % n) for n in range(300))))
+            assert [entry.status for entry in extents(answers)] == [0] * 300
+            for fd in descriptors(answers):
+                os.close(fd)
+        assert server.run(lambda own: own.evict(size_bytes=1 << 40), uid=SERVICE_UID) == 3000
+        server.run(lambda own: own.shutdown(), uid=SERVICE_UID)
+        server.child.result()
+
+
 def test_one_failing_entry_fails_alone(server: Server, client: kvfs.Client) -> None:
     with RawClient(server) as raw:
         too_large = client.details["limits"]["object_bytes"] + 1
@@ -450,6 +483,11 @@ def test_only_the_group_makes_buckets(server: Server) -> None:
     assert server.run(make, uid=ALICE, groups=(SERVICE_GID,)) == ""
     assert server.run(lambda client: client.may_open, uid=ALICE) is False
     assert server.run(lambda client: client.may_open, uid=ALICE, groups=(SERVICE_GID,)) is True
+
+
+def test_every_supplementary_group_counts(server: Server) -> None:
+    groups = (*range(10_000, 11_000), SERVICE_GID)
+    assert server.run(lambda client: client.may_open, uid=ALICE, groups=groups) is True
 
 
 def test_a_private_bucket_is_its_owners(server: Server, client: kvfs.Client) -> None:

@@ -15,12 +15,11 @@ async; all others return at once.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
 from typing import Protocol, Self
-
-from collections.abc import Iterator
 
 
 class Kind(IntEnum):

@@ -63,7 +63,9 @@ class BlockCatalog:
     def count(self, bucket: bytes) -> int:
         return sum(len(shelf) for shelf in self._by_bucket.get(bucket, {}).values())
 
-    def names(self, bucket: bytes, *, prefix: bytes, after: bytes, delimiter: bytes | None) -> Iterator[bytes]:
+    def names(
+        self, bucket: bytes, *, prefix: bytes, after: bytes, delimiter: bytes | None
+    ) -> Iterator[bytes]:
         """Block names under `prefix` and past `after`, in order; common prefixes where a delimiter collapses."""
         shelves = self._by_bucket.get(bucket, {})
         previous = b""
@@ -73,7 +75,11 @@ class BlockCatalog:
                 continue
             if after.startswith(directory) or after < directory or directory.startswith(after):
                 for name in self._shelf_names(shelves[first], directory, prefix, delimiter):
-                    if name > after and not (after.endswith(b"/") and name.startswith(after)) and name != previous:
+                    if (
+                        name > after
+                        and not (after.endswith(b"/") and name.startswith(after))
+                        and name != previous
+                    ):
                         previous = name
                         yield name
 

@@ -85,7 +85,11 @@ def _read_format(path: Path) -> tuple[bytes, bool]:
     file = path / "format.json"
     try:
         found = json.loads(file.read_text())
-        version, store_id, clean = int(found["format"]), bytes.fromhex(found["store_id"]), bool(found["clean"])
+        version, store_id, clean = (
+            int(found["format"]),
+            bytes.fromhex(found["store_id"]),
+            bool(found["clean"]),
+        )
     except FileNotFoundError:
         return secrets.token_bytes(16), True
     except (ValueError, KeyError, TypeError) as error:

@@ -54,6 +54,8 @@ log = logging.getLogger("kvfs.sessions")
 
 T = TypeVar("T")
 R = TypeVar("R")
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+
 Opened = tuple[ExtentResult, int | None]
 """An entry's answer and, where its status is 0, the descriptor that goes with it."""
 
@@ -255,7 +257,7 @@ def _one_turn(items: Sequence[T], do: Callable[[T], R], failed: Callable[[int], 
         try:
             result = do(item)
         except KvfsError as error:
-            log.debug("%s", error)
+            log_refusal(error)
             result = failed(type(error).errno)
         except OSError as error:
             log.warning("%s", error)
@@ -263,6 +265,12 @@ def _one_turn(items: Sequence[T], do: Callable[[T], R], failed: Callable[[int], 
         yield result
         if time.monotonic() >= end:
             return
+
+
+def log_refusal(error: KvfsError) -> None:
+    """The client is told; the log hears of it only where the store itself is at fault."""
+    level = type(error).log_level
+    log.log(level if level >= logging.ERROR else logging.DEBUG, "%s", error)
 
 
 async def _send_results(op: Op, items: Sequence[T], do: Callable[[T], Result], reply: Reply) -> None:
@@ -284,6 +292,8 @@ def _open_some(op: Op, items: Sequence[T], first: int, do: Callable[[T], Opened]
         for result, descriptor in _one_turn(
             items[first : first + limits.MAX_FDS_PER_MESSAGE], do, _no_extent
         ):
+            if result.status in _OUT_OF_DESCRIPTORS and descriptors:
+                break  # the rest is tried again when these are sent and closed
             results.append(result)
             if descriptor is not None:
                 descriptors.append(descriptor)

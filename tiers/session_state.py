@@ -7,14 +7,17 @@ aborted, so that `release` leaves nothing behind. Concurrency: the service's tri
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import logging
+import os
 import socket
 import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvfs import limits
-from kvfs.errors import InvalidRequest, LimitExceeded, QuotaExceeded, Superseded
+from kvfs.errors import InvalidRequest, KvfsError, LimitExceeded, QuotaExceeded, Superseded
 from kvfs.rights import Caller
 from tiers.access import Access
 from tiers.model import Draft
@@ -22,11 +25,12 @@ from tiers.model import Draft
 if TYPE_CHECKING:
     from tiers.store import TieredStore
 
+log = logging.getLogger("kvfs.sessions")
+
 SO_PEERGROUPS = 59
 """asm-generic/socket.h; Python has no name for it."""
 _CREDENTIALS = struct.Struct("iII")
-_MOST_GROUPS_BYTES = 1024
-"""The largest answer that Python's getsockopt takes: 256 groups."""
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,20 +103,30 @@ class Session:
         drafts = list(self.drafts.values())
         self.drafts.clear()
         for draft in drafts:
-            self.store.abort(draft)
+            try:
+                self.store.abort(draft)
+            except (KvfsError, OSError):
+                log.exception("%s: slot %d was not given back", self, draft.extent.slot)
         return len(drafts)
 
 
 def peer(connection: socket.socket) -> Caller:
-    """Who connected, as the kernel recorded it then. Raises LimitExceeded for more than 256 groups."""
+    """Who connected, as the kernel recorded it then."""
     pid, uid, gid = _CREDENTIALS.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )
-    try:
-        raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, _MOST_GROUPS_BYTES)
-    except OSError as error:
-        if error.errno != errno.ERANGE:
-            raise
-        raise LimitExceeded(f"uid {uid} is in more than {_MOST_GROUPS_BYTES // 4} groups") from None
-    groups = struct.unpack(f"{len(raw) // 4}I", raw)
-    return Caller(uid=uid, gid=gid, groups=frozenset(groups), pid=pid)
+    return Caller(uid=uid, gid=gid, groups=_peer_groups(connection), pid=pid)
+
+
+def _peer_groups(connection: socket.socket) -> frozenset[int]:
+    """Every supplementary group. Python's own getsockopt takes 1,024 bytes at most, which are 256 groups."""
+    size_bytes = ctypes.c_uint32(0)
+    groups: ctypes.Array[ctypes.c_uint32] = (ctypes.c_uint32 * 0)()
+    while _libc.getsockopt(
+        connection.fileno(), socket.SOL_SOCKET, SO_PEERGROUPS, groups, ctypes.byref(size_bytes)
+    ):
+        number = ctypes.get_errno()
+        if number != errno.ERANGE:
+            raise OSError(number, os.strerror(number), "SO_PEERGROUPS")
+        groups = (ctypes.c_uint32 * (size_bytes.value // 4))()
+    return frozenset(groups)

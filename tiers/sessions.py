@@ -17,7 +17,6 @@ Concurrency: the service's trio thread; one task accepts, one per session serves
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
 import os
@@ -53,7 +52,7 @@ from kvfs.rights import Caller
 from tiers.access import Access
 from tiers.session_channel import Channel
 from tiers.session_control import Service, serve_control
-from tiers.session_ops import serve_batch
+from tiers.session_ops import log_refusal, serve_batch
 from tiers.session_state import Session, SessionQuota, peer
 
 if TYPE_CHECKING:
@@ -63,8 +62,8 @@ log = logging.getLogger("kvfs.sessions")
 
 SOCKET_MODE = 0o666
 """Whoever reaches the socket's directory may connect; rights follow the kernel's credentials."""
-_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _RETRY_PAUSE_S = 0.05
+"""Out of descriptors or memory: the connection waits in the backlog meanwhile."""
 
 
 class SessionServer:
@@ -133,8 +132,7 @@ class SessionServer:
                     continue
                 except OSError as error:
                     log.warning("cannot accept a session: %s", error)
-                    if error.errno in _OUT_OF_DESCRIPTORS:
-                        await trio.sleep(_RETRY_PAUSE_S)
+                    await trio.sleep(_RETRY_PAUSE_S)
                     continue
                 self._admit(connection, nursery)
 
@@ -181,6 +179,9 @@ class SessionServer:
         reason: KvfsError | None = None
         try:
             await self._serve_session(session, channel)
+        except trio.Cancelled:
+            reason = SessionClosed("the service stops")
+            raise
         except SessionClosed as error:
             reason = error
         except KvfsError as error:
@@ -232,6 +233,7 @@ class SessionServer:
         except KvfsError as error:
             if channel.failed:
                 raise
+            log_refusal(error)
             await channel.send(Failure(request_op(request), error))
             if isinstance(request, Hello):
                 raise

@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 
 from kvfs.errors import QuotaExceeded
 
-HEADROOM_SHARE = 16
-"""At least 1/16 of the capacity stays free: at 10 GB/s into a 1 GiB tier that is 6 ms of writing."""
+HEADROOM_SHARE = 8
+"""An eighth of the capacity stays free in a small tier: at 10 GB/s into 1 GiB that is 12 ms of writing..."""
+HEADROOM_LARGE_SHARE = 64
+HEADROOM_ENOUGH_BYTES = 1 << 30
+"""...and in a large one 1 GiB, or a 64th where that is more."""
 HEADROOM_MOST_SHARE = 2
 """Never more than half: the tier is there to hold objects."""
 RECENT_WEIGHT = 0.875
@@ -33,7 +36,8 @@ class SpaceBook:
     def headroom_bytes(self) -> int:
         """Room to keep free: two objects of the recent size for every open draft, within the shares above."""
         wanted = 2.0 * self.recent_size_bytes * (self.open_drafts + 1)
-        least = self.capacity_bytes // HEADROOM_SHARE
+        enough = max(HEADROOM_ENOUGH_BYTES, self.capacity_bytes // HEADROOM_LARGE_SHARE)
+        least = min(self.capacity_bytes // HEADROOM_SHARE, enough)
         return int(min(max(wanted, least), self.capacity_bytes // HEADROOM_MOST_SHARE))
 
     def check_quota(self, uid: int, *, held_bytes: int, more_bytes: int = 0) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
 from heapq import merge
 from pathlib import Path
 from typing import Any, Self
@@ -28,11 +29,9 @@ import xxhash
 
 from kvfs import limits, paths
 from kvfs.errors import (
-    BucketNotFound,
     Exists,
     InvalidRequest,
     IsDirectory,
-    LimitExceeded,
     NoSpace,
     NotDirectory,
     NotEmpty,
@@ -40,11 +39,13 @@ from kvfs.errors import (
     NotPermitted,
 )
 from kvfs.keys import Namespace, parse_block_name
-from kvfs.names import BucketRow, NameIndex, NameRow
+from kvfs.names import NameIndex, NameRow
+from tiers import buckets
 from tiers.base import Extent, Kind, SealHeader, StoreKey, object_key
 from tiers.blocks import Block, BlockCatalog
 from tiers.dram import DramTier
 from tiers.eviction import LruLeafFirst
+from tiers.evictor import Evictor
 from tiers.home import Home, open_home
 from tiers.model import Attributes, Bucket, Change, ChangeKind, Directory, Draft, Name, ObjectInfo, Page
 from tiers.space import SpaceBook
@@ -53,8 +54,8 @@ log = logging.getLogger("kvfs.store")
 
 PINNED = 1
 DIRECTORY = 2
-MAX_HELD_SKIPS = 1024
-"""Held objects that one eviction passes over before it gives up: 2.5 us each."""
+SLOTS_AT_ONCE = 64
+"""Objects evicted when no slot is free: their bytes may be none."""
 
 
 class TieredStore:
@@ -72,6 +73,7 @@ class TieredStore:
         """Asked to publish a closed draft of this name now; what they return ends when a pending one does."""
         self.space = SpaceBook(dram.usage().capacity_bytes, quota_bytes)
         self._policy: LruLeafFirst[bytes] = LruLeafFirst()
+        self._evictor = Evictor(self._policy, self._is_held, self._evict_one, self._report_hits)
         self._blocks = BlockCatalog()
         self._name_of: dict[bytes, Name] = {}
         self._last_reader: dict[int, int] = {}
@@ -140,34 +142,16 @@ class TieredStore:
         namespace: Namespace | None = None,
     ) -> Bucket:
         """Raises Exists, InvalidRequest, LimitExceeded."""
-        paths.check_bucket(name)
-        if self.names.get_bucket(name) is not None:
-            raise Exists(f"bucket {name.decode()} exists")
-        if len(self.names.buckets()) >= limits.MAX_BUCKETS:
-            raise LimitExceeded(f"bucket {name.decode()}: there are {limits.MAX_BUCKETS} buckets, which is the limit")
-        now = time.time_ns()
-        row = BucketRow(
-            name=name,
-            class_="durable" if durable else "cache",
-            uid=uid,
-            gid=gid,
-            mode=mode & 0o7777,
-            created_ns=now,
-            mtime_ns=now,
-            namespace=namespace.digest if namespace else None,
-            namespace_json=namespace.canonical if namespace else b"",
+        return buckets.create(
+            self.names, name, uid=uid, gid=gid, mode=mode, durable=durable, namespace=namespace
         )
-        self.names.put_bucket(row)
-        return _bucket(row)
 
     def bucket(self, name: bytes) -> Bucket:
-        row = self.names.get_bucket(name)
-        if row is None:
-            raise BucketNotFound(f"no bucket {name.decode(errors='replace')!r}")
-        return _bucket(row)
+        """Raises BucketNotFound."""
+        return buckets.get(self.names, name)
 
     def buckets(self) -> list[Bucket]:
-        return [_bucket(row) for row in self.names.buckets()]
+        return buckets.every(self.names)
 
     def set_bucket(
         self,
@@ -179,27 +163,10 @@ class TieredStore:
         mtime_ns: int | None = None,
         namespace: Namespace | None = None,
     ) -> Bucket:
-        """Change a bucket's attributes. A namespace is bound once, to a bucket that has no `kv/` names."""
-        row = self.names.get_bucket(name)
-        if row is None:
-            raise BucketNotFound(f"no bucket {name.decode(errors='replace')!r}")
-        if namespace is not None and row.namespace not in (None, namespace.digest):
-            raise Exists(f"bucket {name.decode()} is bound to another namespace already")
-        if namespace is not None and row.namespace is None and self.names.has_prefix(name, b"kv/"):
-            raise NotEmpty(f"bucket {name.decode()} has names under kv/, which a namespace needs for its blocks")
-        changed = BucketRow(
-            name=name,
-            class_=row.class_,
-            uid=row.uid if uid is None else uid,
-            gid=row.gid if gid is None else gid,
-            mode=row.mode if mode is None else mode & 0o7777,
-            created_ns=row.created_ns,
-            mtime_ns=row.mtime_ns if mtime_ns is None else mtime_ns,
-            namespace=namespace.digest if namespace else row.namespace,
-            namespace_json=namespace.canonical if namespace else row.namespace_json,
+        """Change what is given. Raises BucketNotFound; Exists, NotEmpty for a namespace that cannot be bound."""
+        return buckets.change(
+            self.names, name, mode=mode, uid=uid, gid=gid, mtime_ns=mtime_ns, namespace=namespace
         )
-        self.names.put_bucket(changed)
-        return _bucket(changed)
 
     def remove_bucket(self, name: bytes) -> None:
         """Raises NotEmpty while any name or block is in it."""
@@ -207,6 +174,7 @@ class TieredStore:
         if self.names.has_prefix(name, b"") or self._blocks.count(name):
             raise NotEmpty(f"bucket {name.decode()} is not empty")
         self.names.remove_bucket(name)
+        self._tell(Change(ChangeKind.REMOVED, Name(name, b""), None))
 
     # --- writing ------------------------------------------------------------------------------------------
 
@@ -217,7 +185,7 @@ class TieredStore:
             extent = self.dram.reserve(size_bytes)
         except NoSpace:
             self.make_room(size_bytes)
-            self._evict_by_policy(1)
+            self._evictor.run(0, objects_wanted=SLOTS_AT_ONCE)
             extent = self.dram.reserve(size_bytes)
         self.space.opened(uid, size_bytes)
         return Draft(extent, uid, size_bytes)
@@ -232,7 +200,13 @@ class TieredStore:
             self.dram.abort(draft.extent, charge_uid=draft.uid)
 
     def seal(
-        self, draft: Draft, name: Name, attributes: Attributes, *, replace: bool = True, checksum: int | None = None
+        self,
+        draft: Draft,
+        name: Name,
+        attributes: Attributes,
+        *,
+        replace: bool = True,
+        checksum: int | None = None,
     ) -> ObjectInfo:
         """Publish a draft under a name: the last seal wins.
 
@@ -434,7 +408,9 @@ class TieredStore:
         bucket = self._check_name(name)
         if not name.key.endswith(b"/"):
             raise InvalidRequest(f"{name}: a directory's key ends in '/'")
-        if self._row(Name(name.bucket, name.key[:-1])) is not None or self.names.has_prefix(name.bucket, name.key):
+        if self._row(Name(name.bucket, name.key[:-1])) is not None or self.names.has_prefix(
+            name.bucket, name.key
+        ):
             raise Exists(f"{name} exists")
         if bucket.namespace is not None and (name.key + b"/").startswith(b"kv/"):
             raise NotPermitted(f"{name}: names under kv/ of a bound bucket are blocks")
@@ -596,20 +572,15 @@ class TieredStore:
         if row is None:
             raise NotFound(f"{name} is a directory without a marker: it has no attributes of its own")
         flags = row.flags if pinned is None else (row.flags | PINNED if pinned else row.flags & ~PINNED)
-        changed = NameRow(
-            object_id=row.object_id,
-            ino=row.ino,
-            size_bytes=row.size_bytes,
-            mode=row.mode if mode is None else mode & 0o7777,
-            uid=row.uid if uid is None else uid,
-            gid=row.gid if gid is None else gid,
-            mtime_ns=row.mtime_ns if mtime_ns is None else mtime_ns,
-            ctime_ns=time.time_ns(),
-            sequence=row.sequence,
-            flags=flags,
-            digest=row.digest,
-            user_metadata=row.user_metadata if user_metadata is None else user_metadata,
-        )
+        given = {
+            "mode": None if mode is None else mode & 0o7777,
+            "uid": uid,
+            "gid": gid,
+            "mtime_ns": mtime_ns,
+        }
+        given["user_metadata"] = user_metadata
+        kept = {field: value for field, value in given.items() if value is not None}
+        changed = replace(row, ctime_ns=time.time_ns(), flags=flags, **kept)
         self.names.put(where.bucket, where.key, changed)
         if pinned is not None and isinstance(info, ObjectInfo):
             self._pin(info.key.digest, pinned)
@@ -642,7 +613,7 @@ class TieredStore:
         is replaced and its bytes stay charged to the holder.
         """
         if names is None:
-            return self._evict_by_policy(bytes_wanted or 0)
+            return self._evictor.run(bytes_wanted or 0)
         freed = 0
         for name in list(names):
             info = self.lookup(name)
@@ -657,24 +628,11 @@ class TieredStore:
         self.dram.sweep()
         wanted = max(size_bytes, self.space.headroom_bytes()) - (usage.capacity_bytes - usage.used_bytes)
         if wanted > 0:
-            self._evict_by_policy(wanted)
+            self._evictor.run(wanted)
 
-    def _evict_by_policy(self, bytes_wanted: int) -> int:
-        freed = skipped = 0
+    def _report_hits(self) -> None:
         for report in self.before_eviction:
             report()
-        while freed < bytes_wanted and skipped < MAX_HELD_SKIPS:
-            groups = list(self._policy.victims(bytes_wanted - freed, time.monotonic()))
-            if not groups:
-                break
-            for group in groups:
-                if any(self._is_held(digest) for digest in group):
-                    skipped += 1
-                    for digest in group:
-                        self._policy.touch(digest, time.monotonic())
-                else:
-                    freed += sum([self._evict_one(digest) for digest in group])
-        return freed
 
     def _is_held(self, digest: bytes) -> bool:
         entry = self.table.get(digest)
@@ -713,7 +671,9 @@ class TieredStore:
         self._blocks.remove(key.digest)
         if entry is None:
             return 0
-        held = self.dram.free(Extent(entry.slot, entry.generation), charge_uid=self._last_reader.pop(entry.slot, uid))
+        held = self.dram.free(
+            Extent(entry.slot, entry.generation), charge_uid=self._last_reader.pop(entry.slot, uid)
+        )
         return 0 if held else entry.size_bytes
 
     def maintain(self) -> None:
@@ -722,11 +682,10 @@ class TieredStore:
         usage = self.dram.usage()
         short = self.space.headroom_bytes() - (usage.capacity_bytes - usage.used_bytes)
         if short > 0:
-            self._evict_by_policy(short)
+            self._evictor.run(short)
 
     def usage(self) -> dict[str, Any]:
         """What `kvfs status` shows; every value is JSON-able."""
-        usage = self.dram.usage()
         return {
             "store_id": self.store_id.hex(),
             "data_dir": str(self.data_dir),
@@ -737,18 +696,7 @@ class TieredStore:
             "quota_bytes": self.space.quota_bytes,
             "headroom_bytes": self.space.headroom_bytes(),
             **self._counts,
-            "tiers": [
-                {
-                    "name": "dram",
-                    "backing": self.dram.backing,
-                    "capacity_bytes": usage.capacity_bytes,
-                    "used_bytes": usage.used_bytes,
-                    "held_bytes": usage.held_bytes,
-                    "slots": usage.slots,
-                    "max_slots": usage.max_slots,
-                    "largest_object_bytes": usage.largest_object_bytes,
-                }
-            ],
+            "tiers": [{"name": self.dram.name, "backing": self.dram.backing, **asdict(self.dram.usage())}],
         }
 
     # --- helpers ------------------------------------------------------------------------------------------
@@ -790,6 +738,8 @@ class TieredStore:
 
     def _directory(self, bucket: Bucket, name: Name) -> Directory:
         """`name.key` ends in `/` or is empty. Raises NotFound."""
+        if len(name.key) > limits.MAX_KEY_BYTES:  # the longest key, taken for a directory's
+            raise NotFound(f"no object {name}")
         if name.key:
             row = self.names.get(name.bucket, name.key)
             if row is not None:
@@ -809,19 +759,6 @@ class TieredStore:
     def _tell(self, change: Change) -> None:
         for listener in self.listeners:
             listener(change)
-
-
-def _bucket(row: BucketRow) -> Bucket:
-    return Bucket(
-        name=row.name,
-        durable=row.class_ == "durable",
-        uid=row.uid,
-        gid=row.gid,
-        mode=row.mode,
-        created_ns=row.created_ns,
-        mtime_ns=row.mtime_ns,
-        namespace=row.namespace,
-    )
 
 
 def _directory_of_row(name: Name, row: NameRow) -> Directory:

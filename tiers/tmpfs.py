@@ -12,6 +12,7 @@ import ctypes
 import errno
 import logging
 import os
+import re
 from pathlib import Path
 
 from kvfs.errors import ConfigError, DeviceMissing
@@ -22,6 +23,9 @@ SOURCE = "kvfs-dram"
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_NOATIME = 2, 4, 8, 32, 1024
 _MNT_DETACH = 2
 _FLAGS = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC | _MS_NOATIME
+
+_ESCAPED = re.compile(rb"\\([0-7]{3})")
+"""Spaces and the like in /proc/self/mountinfo."""
 
 _log = logging.getLogger(__name__)
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -38,14 +42,13 @@ def _mount(root: Path, flags: int, options: str) -> None:
 
 def is_mounted(root: Path) -> bool:
     """Whether the topmost mount at `root` is a tmpfs that a kvfs service mounted."""
-    wanted = os.path.realpath(root)
+    wanted = os.fsencode(os.path.realpath(root))
     top = False
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        mount, _, filesystem = line.partition(" - ")
-        point = mount.split(" ")[4].encode().decode("unicode_escape")
+    for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
+        mount, _, filesystem = line.partition(b" - ")
+        point = _ESCAPED.sub(lambda found: bytes([int(found[1], 8)]), mount.split(b" ")[4])
         if point == wanted:
-            kind, source = filesystem.split(" ")[:2]
-            top = kind == "tmpfs" and source == SOURCE
+            top = filesystem.split(b" ")[:2] == [b"tmpfs", SOURCE.encode()]
     return top
 
 

@@ -30,3 +30,6 @@ class Checksummer:
 
     @property
     def failed(self) -> int: ...
+    @property
+    def yielded(self) -> int:
+        """How often a pause met the thread inside the slot; it went on from there afterwards."""

@@ -21,14 +21,14 @@ cdef extern from "checksummer_core.h" nogil:
         uint64_t done
         uint64_t abandoned
         uint64_t failed
-        uint32_t count
-        int working
+        uint64_t yielded
 
     int kvfs_checksummer_start(kvfs_checksummer *c, kvfs_table *table, int dirfd, uint32_t capacity)
     int kvfs_checksummer_push(kvfs_checksummer *c, uint32_t slot, uint32_t generation)
     int kvfs_checksummer_pause(kvfs_checksummer *c, uint32_t slot, int64_t timeout_ns)
     void kvfs_checksummer_resume(kvfs_checksummer *c)
     int kvfs_checksummer_drain(kvfs_checksummer *c, int64_t timeout_ns)
+    int kvfs_checksummer_idle(kvfs_checksummer *c)
     void kvfs_checksummer_stop(kvfs_checksummer *c)
 
 
@@ -88,7 +88,7 @@ cdef class Checksummer:
 
     @property
     def idle(self):
-        return not self._running or (self._c.count == 0 and not self._c.working)
+        return not self._running or kvfs_checksummer_idle(&self._c) != 0
 
     @property
     def done(self):
@@ -101,3 +101,7 @@ cdef class Checksummer:
     @property
     def failed(self):
         return self._c.failed
+
+    @property
+    def yielded(self):
+        return self._c.yielded

@@ -96,6 +96,7 @@ static int hash_slot(struct kvfs_checksummer *c, struct kvfs_checksum_job job, s
             return 0;
         if (is_paused(c, job.slot)) {
             leave(c, r);
+            __atomic_fetch_add(&c->yielded, 1, __ATOMIC_RELAXED);
             rc = enter(c, job, r);
             continue;
         }
@@ -260,6 +261,14 @@ int kvfs_checksummer_drain(struct kvfs_checksummer *c, int64_t timeout_ns)
         rc = -pthread_cond_timedwait(&c->idle, &c->lock, &deadline);
     pthread_mutex_unlock(&c->lock);
     return rc;
+}
+
+int kvfs_checksummer_idle(struct kvfs_checksummer *c)
+{
+    pthread_mutex_lock(&c->lock);
+    int idle = c->count == 0 && !c->working;
+    pthread_mutex_unlock(&c->lock);
+    return idle;
 }
 
 /* Ends the thread at its next chunk; jobs left in the ring are dropped. Harmless if never started. */

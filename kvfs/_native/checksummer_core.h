@@ -29,7 +29,7 @@ struct kvfs_checksummer {
     int dozing;  /* waits for at most DOZE_NS: a push need not wake it */
     int working; /* between taking a job and its end */
     int stop;
-    uint64_t done, abandoned, failed;
+    uint64_t done, abandoned, failed, yielded;
 };
 
 /* All return 0, or -errno. */
@@ -38,6 +38,7 @@ int kvfs_checksummer_push(struct kvfs_checksummer *c, uint32_t slot, uint32_t ge
 int kvfs_checksummer_pause(struct kvfs_checksummer *c, uint32_t slot, int64_t timeout_ns); /* -ETIMEDOUT */
 void kvfs_checksummer_resume(struct kvfs_checksummer *c);
 int kvfs_checksummer_drain(struct kvfs_checksummer *c, int64_t timeout_ns); /* -ETIMEDOUT */
+int kvfs_checksummer_idle(struct kvfs_checksummer *c); /* 1: nothing queued, nothing under way */
 void kvfs_checksummer_stop(struct kvfs_checksummer *c);
 
 #endif

@@ -172,7 +172,7 @@ cdef class FuseLoop:
         attr.atime = attr.mtime = attr.ctime = mtime_ns // NANOSECONDS
         attr.atimensec = attr.mtimensec = attr.ctimensec = <uint32_t> (mtime_ns % NANOSECONDS)
         attr.mode = mode
-        attr.nlink = 2
+        attr.nlink = 1
         attr.uid = uid
         attr.gid = gid
         attr.blksize = 4096

@@ -16,7 +16,7 @@ import os
 from kvfs.errors import Corrupt, FormatMismatch, InvalidRequest, NoSpace, SessionClosed, from_errno
 
 cdef extern from "errno.h":
-    int ENOSPC, EPROTONOSUPPORT
+    int ENOSPC, EPROTONOSUPPORT, ESTALE
 
 cdef extern from "formats.h":
     enum:
@@ -319,7 +319,7 @@ cdef class Table:
         cdef uint32_t generation = 0
         cdef int rc = kvfs_slot_begin(self.writer(), self._slot(slot), &generation)
         if rc < 0:
-            raise from_errno(rc, f"slot {slot} is not free")
+            raise from_errno(rc, f"slot {slot} is not free" if rc == -ESTALE else f"room for the header of slot {slot}")
         return generation
 
     def publish(self, uint32_t slot, uint32_t draft, *, int kind, bytes key, uint64_t size, uint64_t object_id=0,

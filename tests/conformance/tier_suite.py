@@ -1,7 +1,7 @@
 """What every tier promises, as tests: `class TestMyTier(TierSuite)` with a fixture `make_tier` runs them all.
 
-`make_tier(capacity_bytes, max_slots)` gives a fresh tier of that size, as often as asked, and closes it after the
-test. The suite uses nothing but `tiers.base.Tier`, so it holds for a tier on any device.
+`make_tier(capacity_bytes, max_slots)` gives a fresh tier of that size, as often as asked, and closes it after
+the test. The suite uses nothing but `tiers.base.Tier`, so it holds for a tier on any device.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ async def contents(tier: Tier, extent: Extent) -> bytes:
 async def checksum_of(tier: Tier, extent: Extent) -> int:
     """The checksum may follow the seal by a moment."""
     with trio.fail_after(5):
-        while (value := tier.checksum(extent)) is None:
+        while (value := tier.checksum(extent)) is None:  # noqa: ASYNC110 the tier has no event to wait for
             await trio.sleep(0.001)
     return value
 
@@ -308,20 +308,28 @@ class TierSuite:
         tier.abort(draft)
 
     def test_used_bytes_never_pass_the_capacity(self, tier: Tier) -> None:
-        extents = []
-        with pytest.raises(NoSpace):
+        extents: list[Extent] = []
+
+        def fill() -> None:
             for number in range(SLOTS):
                 extents.append(put(tier, b"x" * MIB, number).extent)
                 assert tier.usage().used_bytes <= tier.usage().capacity_bytes
+
+        with pytest.raises(NoSpace):
+            fill()
         assert len(extents) >= CAPACITY // MIB // 2
         tier.free(extents.pop())
         put(tier, b"y" * MIB)
 
     def test_promises_count(self, tier: Tier) -> None:
-        drafts = []
-        with pytest.raises(NoSpace):
+        drafts: list[Extent] = []
+
+        def promise() -> None:
             for _ in range(SLOTS):
                 drafts.append(tier.reserve(MIB))
+
+        with pytest.raises(NoSpace):
+            promise()
         assert len(drafts) <= CAPACITY // MIB
         for draft in drafts:
             write(tier, draft, b"x" * MIB)
@@ -330,12 +338,16 @@ class TierSuite:
             tier.abort(draft)
 
     def test_held_bytes_count(self, tier: Tier) -> None:
-        leases = []
-        with pytest.raises(NoSpace):
+        leases: list[Lease] = []
+
+        def hold() -> None:
             for number in range(SLOTS):
                 sealed = put(tier, b"x" * MIB, number)
                 leases.append(tier.lease(sealed.extent))
                 tier.free(sealed.extent)
+
+        with pytest.raises(NoSpace):
+            hold()
         assert tier.usage().used_bytes >= len(leases) * MIB
         for lease in leases:
             lease.close()
@@ -354,8 +366,12 @@ class TierSuite:
     # --- everything at once -----------------------------------------------------------------------------
 
     def test_against_a_model(self, make_tier: MakeTier) -> None:
-        run_state_machine_as_test(  # type: ignore[no-untyped-call]
-            lambda: _TierMachine(make_tier(CAPACITY, 32)),
+        class Machine(_TierMachine):
+            def __init__(self) -> None:
+                super().__init__(make_tier(CAPACITY, 32))
+
+        run_state_machine_as_test(
+            Machine,
             settings=settings(max_examples=25, stateful_step_count=40, deadline=None),
         )
 
@@ -365,7 +381,7 @@ class _TierMachine(RuleBasedStateMachine):
 
     drafts: Bundle[Extent] = Bundle("drafts")
     extents: Bundle[Extent] = Bundle("extents")
-    readers: Bundle[tuple[Lease, bytes]] = Bundle("readers")
+    readers: Bundle[tuple[Lease | None, bytes]] = Bundle("readers")
 
     def __init__(self, tier: Tier) -> None:
         super().__init__()
@@ -423,25 +439,27 @@ class _TierMachine(RuleBasedStateMachine):
             self.tier.abort(draft)
 
     @rule(target=readers, extent=extents)
-    def lease(self, extent: Extent) -> tuple[Lease, bytes] | None:
+    def lease(self, extent: Extent) -> tuple[Lease | None, bytes]:
         if extent not in self.live:
             with pytest.raises(Superseded):
                 self.tier.lease(extent)
-            return None
+            return None, b""
         lease = self.tier.lease(extent)
         self.open_leases.append(lease)
         return lease, self.live[extent]
 
     @rule(reader=readers)
-    def read(self, reader: tuple[Lease, bytes] | None) -> None:
-        if reader and reader[0] in self.open_leases:
-            assert os.pread(reader[0].fileno(), 1 << 20, 0) == reader[1]
+    def read(self, reader: tuple[Lease | None, bytes]) -> None:
+        lease, payload = reader
+        if lease:
+            assert os.pread(lease.fileno(), MIB, 0) == payload
 
     @rule(reader=consumes(readers))
-    def end_lease(self, reader: tuple[Lease, bytes] | None) -> None:
-        if reader:
-            reader[0].close()
-            self.open_leases.remove(reader[0])
+    def end_lease(self, reader: tuple[Lease | None, bytes]) -> None:
+        lease, _ = reader
+        if lease:
+            lease.close()
+            self.open_leases.remove(lease)
 
     @rule(extent=extents)
     def free(self, extent: Extent) -> None:

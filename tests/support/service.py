@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
@@ -144,25 +145,31 @@ class Service:
         Raises ServiceFailed when it ends without, or READY_WAIT_S pass.
         """
         process = self.running
+        found = self._find_told(state, exited=process.returncode is not None)
+        if found:
+            return found
         pidfd = os.pidfd_open(process.pid)
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._notify, selectors.EVENT_READ)
                 selector.register(pidfd, selectors.EVENT_READ)
-                while True:
-                    if found := [told for told in self.told if told.startswith(state)]:
-                        return found[0]
-                    events = selector.select(READY_WAIT_S)
-                    if any(key.fileobj is self._notify for key, _ in events):
-                        self.told += self._notify.recv(4096).decode().splitlines()
-                    elif events:
-                        raise ServiceFailed(f"exited with {process.wait()}, no {state}\n{self.log()}")
-                    else:
-                        break
+                while selector.select(READY_WAIT_S):
+                    if found := self._find_told(state, exited=process.poll() is not None):
+                        return found
         finally:
             os.close(pidfd)
         self.kill()
         raise ServiceFailed(f"no {state} in {READY_WAIT_S} s\n{self.log()}")
+
+    def _find_told(self, state: str, *, exited: bool) -> str:
+        """The assignment, or "" while it may still come. Raises ServiceFailed when it cannot."""
+        with suppress(BlockingIOError):
+            while True:
+                self.told += self._notify.recv(4096, socket.MSG_DONTWAIT).decode().splitlines()
+        found = next((told for told in self.told if told.startswith(state)), "")
+        if exited and not found:
+            raise ServiceFailed(f"exited with {self.running.returncode}, no {state}\n{self.log()}")
+        return found
 
     @property
     def running(self) -> subprocess.Popen[bytes]:

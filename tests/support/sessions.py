@@ -10,9 +10,11 @@ Concurrency: one thread here; the service's process runs trio.
 from __future__ import annotations
 
 import array
+import codecs
 import logging
 import os
 import pickle
+import resource
 import shutil
 import signal
 import socket
@@ -36,6 +38,8 @@ from tiers.session_state import SessionQuota
 from tiers.sessions import SessionServer
 from tiers.store import TieredStore
 
+codecs.lookup("unicode_escape")
+"""Imported when it is first used, which a child without access to the interpreter's files could not do."""
 SERVICE_GID = 4242
 """The group whose members may open slots themselves."""
 MIB = 1 << 20
@@ -169,13 +173,21 @@ class Server:
 
 @contextmanager
 def session_server(
-    *, dram_bytes: int = 32 * MIB, quota_bytes: int | None = None, quota: SessionQuota | None = None
+    *,
+    dram_bytes: int = 32 * MIB,
+    quota_bytes: int | None = None,
+    quota: SessionQuota | None = None,
+    uid: int = 0,
+    open_files: int | None = None,
 ) -> Iterator[Server]:
-    """A service on a fresh directory that every uid may enter."""
+    """A service of user `uid` on a fresh directory that every uid may enter."""
     directory = Path(tempfile.mkdtemp(prefix="kvfs-sessions-"))
     directory.chmod(0o755)
+    os.chown(directory, uid, uid)
 
     def serve(pipe: socket.socket) -> None:
+        if open_files is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, open_files))
         logging.basicConfig(filename=directory / "log", level=logging.DEBUG, force=True)
         with TieredStore.open(
             directory / "data",
@@ -189,7 +201,7 @@ def session_server(
             )
             trio.run(_serve, server, pipe)
 
-    child = fork(serve)
+    child = fork(serve, uid=uid, gid=uid, groups=(SERVICE_GID,))
     server = Server(directory, child)
     try:
         child.wait_for(b"ready")

@@ -1,0 +1,50 @@
+"""Carrying out what the eviction policy chooses.
+
+Responsibility: go through the policy's victims until enough came free. What somebody holds open is passed
+over: nothing would come back, and being read is being used.
+
+Concurrency: the service's trio thread; one run is one step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tiers.eviction import LruLeafFirst
+
+MAX_HELD_SKIPS = 1024
+"""Held objects that one run passes over before it gives up: 2.5 us each."""
+
+
+@dataclass(slots=True)
+class Evictor:
+    """`evict_one` takes one object out of the store and returns the bytes that became free."""
+
+    policy: LruLeafFirst[bytes]
+    is_held: Callable[[bytes], bool]
+    evict_one: Callable[[bytes], int]
+    before_choice: Callable[[], None]
+
+    def run(self, bytes_wanted: int, *, objects_wanted: int = 0) -> int:
+        """Evict until so many bytes are free and so many objects are gone, as far as possible; the bytes freed."""
+        self.before_choice()
+        freed = gone = skipped = 0
+        while (freed < bytes_wanted or gone < objects_wanted) and skipped < MAX_HELD_SKIPS:
+            groups = list(self.policy.victims(max(bytes_wanted - freed, 1), time.monotonic()))
+            if not groups:
+                break
+            for group in groups:
+                if any(self.is_held(digest) for digest in group):
+                    skipped += 1
+                    self._use(group)
+                else:
+                    gone += len(group)
+                    freed += sum([self.evict_one(digest) for digest in group])
+        return freed
+
+    def _use(self, group: list[bytes]) -> None:
+        now = time.monotonic()
+        for digest in group:
+            self.policy.touch(digest, now)
