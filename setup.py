@@ -6,7 +6,16 @@ from Cython.Build import cythonize
 from setuptools import Extension, setup
 
 NATIVE = Path("kvfs/_native")
-FLAGS = ["-O3", "-std=gnu11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Wno-unused-function", "-fvisibility=hidden", "-pthread"]
+FLAGS = [
+    "-O3",
+    "-std=gnu11",
+    "-D_GNU_SOURCE",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unused-function",
+    "-fvisibility=hidden",
+    "-pthread",
+]
 
 
 def native_module(pyx: Path) -> Extension:

@@ -30,7 +30,10 @@ from kvfs import limits, linux
 from kvfs._native.fuse_loop import FuseLoop
 from kvfs.errors import ConfigError, DeviceMissing
 from mounts.backing import PlainBackings
+from mounts.calls import CallServer
+from mounts.files import OpenFiles
 from mounts.operations import Operations
+from mounts.view import View
 from tiers.store import TieredStore
 
 log = logging.getLogger("kvfs.mount")
@@ -69,10 +72,7 @@ class Mount:
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled or unmounted from outside. Raises DeviceMissing, ConfigError."""
-        if not os.path.exists("/dev/fuse"):
-            raise DeviceMissing(
-                "/dev/fuse is missing: load the fuse module, or give the container the device"
-            )
+        _check_device()
         if self._wanted == "plain":
             await self._serve_plain(task_status)
             return
@@ -118,13 +118,16 @@ class Mount:
             largest_object=self._store.dram.usage().largest_object_bytes,
             attr_valid_s=limits.KERNEL_CACHE_S,
         )
-        operations = Operations(self._store, loop, self._socket_path)
-        pyfuse3.init(operations, f"/dev/fd/{os.dup(loop.library_fd)}", {"fsname=kvfs"})
+        view = View(self._store, loop, self._socket_path)
+        files = OpenFiles(view)
+        calls = CallServer(loop, view, files)
+        pyfuse3.init(Operations(view, files), f"/dev/fd/{os.dup(loop.library_fd)}", {"fsname=kvfs"})
         try:
             loop.start()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._end_with_kernel, loop.ended_fd, nursery.cancel_scope)
-                await self._run(operations, nursery, task_status, lambda: self._settle_mode(loop))
+                nursery.start_soon(calls.serve)
+                await self._run(view, nursery, task_status, lambda: self._settle_mode(loop))
         finally:
             with trio.CancelScope(shield=True):
                 await self._unmount()
@@ -160,19 +163,19 @@ class Mount:
     async def _serve_plain(self, task_status: trio.TaskStatus[None]) -> None:
         self.mode = "plain"
         backings = PlainBackings()
-        operations = Operations(self._store, backings, self._socket_path)
+        view = View(self._store, backings, self._socket_path)
         options = set(pyfuse3.default_options) | {f"fsname={SOURCE}", "subtype=kvfs"}
         if self._allow_other and os.geteuid() == 0:
             options.add("allow_other")
         try:
-            pyfuse3.init(operations, str(self.mountpoint), options)
+            pyfuse3.init(Operations(view, OpenFiles(view)), str(self.mountpoint), options)
         except RuntimeError as error:
             raise DeviceMissing(
                 f"mount at {self.mountpoint}: {error}; without root, the package fuse3 (fusermount3) is needed"
             ) from error
         try:
             async with trio.open_nursery() as nursery:
-                await self._run(operations, nursery, task_status, lambda: None)
+                await self._run(view, nursery, task_status, lambda: None)
         finally:
             with trio.CancelScope(shield=True):
                 await self._unmount()
@@ -183,14 +186,14 @@ class Mount:
 
     async def _run(
         self,
-        operations: Operations,
+        view: View,
         nursery: trio.Nursery,
         task_status: trio.TaskStatus[None],
         when_up: Callable[[], None],
     ) -> None:
-        operations.drafts.run_in(nursery)
-        with self._attached(operations):
-            nursery.start_soon(self._keep_headroom, operations)
+        view.drafts.run_in(nursery)
+        with self._attached(view):
+            nursery.start_soon(self._keep_headroom, view)
             async with trio.open_nursery() as answering:
                 answering.start_soon(self._answer)
                 # One request through kernel, loop and Python shows that the mount answers. Never open() here.
@@ -209,21 +212,21 @@ class Mount:
                 pyfuse3.terminate()
 
     @contextmanager
-    def _attached(self, operations: Operations) -> Iterator[None]:
+    def _attached(self, view: View) -> Iterator[None]:
         """While attached, the store tells the mount of changes and asks it for what was opened natively."""
-        self._store.listeners.append(operations.on_change)
-        self._store.before_eviction.append(operations.drain_opens)
-        self._store.publishers.append(operations.drafts.publish_now)
+        self._store.listeners.append(view.on_change)
+        self._store.before_eviction.append(view.drain_opens)
+        self._store.publishers.append(view.drafts.publish_now)
         try:
             yield
         finally:
-            self._store.listeners.remove(operations.on_change)
-            self._store.before_eviction.remove(operations.drain_opens)
-            self._store.publishers.remove(operations.drafts.publish_now)
+            self._store.listeners.remove(view.on_change)
+            self._store.before_eviction.remove(view.drain_opens)
+            self._store.publishers.remove(view.drafts.publish_now)
 
-    async def _keep_headroom(self, operations: Operations) -> None:
+    async def _keep_headroom(self, view: View) -> None:
         """Evict ahead of writers, whose bytes come without a request."""
-        drafts = operations.drafts
+        drafts = view.drafts
         while True:
             await drafts.writers_changed.wait()
             drafts.writers_changed = trio.Event()
@@ -236,6 +239,11 @@ class Mount:
 
 
 # --- mounting --------------------------------------------------------------------------------------------
+
+
+def _check_device() -> None:
+    if not os.path.exists("/dev/fuse"):
+        raise DeviceMissing("/dev/fuse is missing: load the fuse module, or give the container the device")
 
 
 def _mount_directly(point: Path, *, allow_other: bool) -> int:

@@ -8,6 +8,8 @@ import os
 import signal
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -31,6 +33,7 @@ from kvfs.messages import (
     NameSeal,
     Op,
     OpenNames,
+    Request,
     Reserve,
     Result,
     ResultAnswer,
@@ -44,7 +47,21 @@ from tiers.session_state import SessionQuota
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="clients with other uids need root")
 
 ALICE, BOB, SERVICE_UID = 1001, 1002, 1003
-DESCRIPTION: dict[str, Any] = {"model": "m"}
+NAMESPACE = kvfs.Namespace(
+    model="test",
+    revision="1",
+    dtype="bfloat16",
+    layout="LKTHD",
+    block_tokens=16,
+    tensor_shards=1,
+    tensor_rank=0,
+    pipeline_shards=1,
+    pipeline_rank=0,
+    lora="",
+    salt="",
+    hash="sha256",
+)
+DESCRIPTION = NAMESPACE.as_mapping()
 
 
 @pytest.fixture
@@ -170,7 +187,8 @@ def test_pinned_objects_outlast_eviction(client: kvfs.Client) -> None:
 
 
 def test_blocks_are_matched_read_and_removed(client: kvfs.Client) -> None:
-    namespace = client.open_namespace(DESCRIPTION)
+    namespace = client.open_namespace(NAMESPACE)
+    assert namespace.digest == NAMESPACE.digest
     assert namespace.bucket == f"kv-{namespace.digest.hex()[:12]}"
     assert client.open_namespace(digest=namespace.digest) == namespace
     blocks = [
@@ -324,7 +342,14 @@ def test_an_opened_object_is_a_read_only_lease(client: kvfs.Client) -> None:
 
 def test_answers_keep_the_order_of_pipelined_requests(server: Server) -> None:
     with RawClient(server) as raw:
-        requests = [Control(Op.STATUS), Reserve((0, 0)), Control(Op.STAT), Reserve(()), Abort(())] * 20
+        kinds: list[Request] = [
+            Control(Op.STATUS),
+            Reserve((0, 0)),
+            Control(Op.STAT),
+            Reserve(()),
+            Abort(()),
+        ]
+        requests = kinds * 20
         answers = raw.ask(*requests)
         assert [answer.number for answer in answers] == sorted(answer.number for answer in answers)
         assert len({answer.number for answer in answers}) == len(requests)
@@ -380,6 +405,30 @@ def test_a_service_short_of_open_files_answers_in_smaller_frames() -> None:
         server.child.result()
 
 
+def test_descriptors_in_flight_are_waited_for() -> None:
+    """Without CAP_SYS_RESOURCE the kernel refuses to send more than RLIMIT_NOFILE at a time."""
+    with session_server(uid=SERVICE_UID, open_files=70) as server, RawClient(server) as slow:
+        slow.send(slow.protocol.send_request(Reserve((0,) * 300)))
+        while "descriptors in flight" not in server.log():
+            assert server.child.running
+        answers = [slow.receive()]
+        while answers[-1].more:
+            answers.append(slow.receive())
+        assert [entry.status for entry in extents(answers)] == [0] * 300
+        for fd in descriptors(answers):
+            os.close(fd)
+
+
+def test_the_package_imports_neither_engines_nor_the_services_parts() -> None:
+    heavy = {"torch", "pyfuse3", "lmdb", "trio", "pydantic"}
+    code = f"import sys, kvfs; print(*({heavy} & set(sys.modules)))"
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=20
+    )
+    assert found.stdout.split() == []
+    assert all(hasattr(kvfs, name) for name in kvfs.__all__)
+
+
 def test_one_failing_entry_fails_alone(server: Server, client: kvfs.Client) -> None:
     with RawClient(server) as raw:
         too_large = client.details["limits"]["object_bytes"] + 1
@@ -426,6 +475,10 @@ WRONG_ARGUMENTS: dict[str, tuple[Control, str]] = {
         "user_metadata is not base64",
     ),
     "digest": (Control(Op.OPEN_NAMESPACE, {"digest": "abc"}), "not 32 hex digits"),
+    "namespace": (Control(Op.OPEN_NAMESPACE, {"description": {**DESCRIPTION, "dtype": []}}), "field dtype"),
+    "namespace field": (Control(Op.OPEN_NAMESPACE, {"description": {"model": "m"}}), "is missing"),
+    "bucket": (Control(Op.BUCKET_CREATE, {"bucket": "a/b"}), "only letters"),
+    "long prefix": (Control(Op.LIST, {"bucket": "files", "prefix": "k" * 1025}), "1024 bytes at most"),
 }
 
 
@@ -486,7 +539,8 @@ def test_only_the_group_makes_buckets(server: Server) -> None:
 
 
 def test_every_supplementary_group_counts(server: Server) -> None:
-    groups = (*range(10_000, 11_000), SERVICE_GID)
+    """The kernel sorts them, so the one that matters is the last of a thousand."""
+    groups = (*range(2_000, 3_000), SERVICE_GID)
     assert server.run(lambda client: client.may_open, uid=ALICE, groups=groups) is True
 
 
@@ -532,7 +586,10 @@ def test_others_read_what_the_mode_lets_them(server: Server, client: kvfs.Client
         "evict": lambda c: c.evict("alice/open"),
         "chmod": lambda c: c.set_attributes("alice/open", mode=0o666),
         "remove bucket": lambda c: c.remove_bucket("alice"),
+        "rename into": lambda c: c.rename("bob/a", "alice/b"),
     }
+    own_bucket(client, "bob", BOB, 0o755)
+    server.run(lambda c: c.put("bob/a", b"bob"), uid=BOB)
     bob = server.run(lambda c: {what: denied(do)(c) for what, do in attempts.items()}, uid=BOB)
     assert bob == {
         "open": "",
@@ -545,6 +602,7 @@ def test_others_read_what_the_mode_lets_them(server: Server, client: kvfs.Client
         "evict": "NotPermitted",
         "chmod": "NotPermitted",
         "remove bucket": "NotPermitted",
+        "rename into": "AccessDenied",
     }
     names = server.run(lambda c: [entry.key for entry in c.list("alice")], uid=BOB)
     assert names == ["closed", "d/", "open"]
@@ -594,7 +652,7 @@ def test_blocks_have_their_buckets_rights(server: Server) -> None:
         return engine.get_blocks(engine.open_namespace(DESCRIPTION), [digest(1)])
 
     assert server.run(read, uid=BOB, groups=group) == [b"kv"]
-    assert server.run(denied(read), uid=BOB) == "AccessDenied"
+    assert server.run(denied(lambda c: c.open_namespace(DESCRIPTION)), uid=BOB) == "AccessDenied"
     with server.connect() as client:
         [bucket] = client.buckets()
         client.set_attributes(bucket.name, mode=0o775)

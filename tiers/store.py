@@ -391,7 +391,8 @@ class TieredStore:
         """Count a hit."""
         self.table.touch(key.digest)
         self._counts["hits"] += 1
-        self._policy.touch(key.digest, time.monotonic())
+        if key.digest in self._policy:
+            self._policy.touch(key.digest, time.monotonic())
 
     async def wait_published(self, name: Name) -> None:
         """Wait, PUBLISH_WAIT_S at most, while `name` is a draft that is closed but not yet published."""
@@ -572,15 +573,16 @@ class TieredStore:
         if row is None:
             raise NotFound(f"{name} is a directory without a marker: it has no attributes of its own")
         flags = row.flags if pinned is None else (row.flags | PINNED if pinned else row.flags & ~PINNED)
-        given = {
-            "mode": None if mode is None else mode & 0o7777,
-            "uid": uid,
-            "gid": gid,
-            "mtime_ns": mtime_ns,
-        }
-        given["user_metadata"] = user_metadata
-        kept = {field: value for field, value in given.items() if value is not None}
-        changed = replace(row, ctime_ns=time.time_ns(), flags=flags, **kept)
+        changed = replace(
+            row,
+            mode=row.mode if mode is None else mode & 0o7777,
+            uid=row.uid if uid is None else uid,
+            gid=row.gid if gid is None else gid,
+            mtime_ns=row.mtime_ns if mtime_ns is None else mtime_ns,
+            ctime_ns=time.time_ns(),
+            flags=flags,
+            user_metadata=row.user_metadata if user_metadata is None else user_metadata,
+        )
         self.names.put(where.bucket, where.key, changed)
         if pinned is not None and isinstance(info, ObjectInfo):
             self._pin(info.key.digest, pinned)

@@ -63,7 +63,7 @@ def run_kvfs(
     """Run `kvfs ARGUMENTS` to its end, without a terminal; the caller looks at its return code."""
     own = {"PYTHONPATH": str(ROOT), "COLUMNS": "160", "NO_COLOR": "1"}
     return subprocess.run(
-        [sys.executable, "-m", "kvfs.cli", *arguments],
+        [sys.executable, "-m", "kvfs", *arguments],
         cwd=ROOT,
         env={**os.environ, **own, **(environment or {})},
         stdin=subprocess.DEVNULL,

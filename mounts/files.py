@@ -1,0 +1,134 @@
+"""Open files that Python answers for: drafts, and sealed objects where no native loop does.
+
+Responsibility: the handle table; create, open, close, and in the plain mode read and write.
+
+Concurrency: the service's trio thread. `open` of a large sealed object for writing awaits a copy in a thread
+(mounts.drafts); everything else runs to its end at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass
+
+from kvfs._native.fuse_loop import died_by_signal
+from kvfs.errors import Exists, IsDirectory, KvfsError, NotPermitted, Superseded
+from mounts.backing import PlainBackings
+from mounts.drafts import stale
+from mounts.nodes import Node, OpenDraft
+from mounts.view import View
+
+
+@dataclass(slots=True)
+class Handle:
+    """One open file; `opened` is None for a sealed object. `pid` opened it."""
+
+    node: Node
+    opened: OpenDraft | None
+    writable: bool
+    pid: int
+
+
+class OpenFiles:
+    """All handles that Python gave out."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._handles: dict[int, Handle] = {}
+        self._next_handle = 1
+
+    def create(self, parent: Node, component: bytes, flags: int, mode: int, *, uid: int, gid: int) -> Node:
+        """A new draft. Raises Exists; Superseded when another door has made the name meanwhile."""
+        view = self._view
+        name = view.place(parent, component)
+        known = view.find(parent, component)
+        if known is not None and known.directory:
+            raise IsDirectory(f"{name} is a directory")
+        if known is not None and flags & os.O_EXCL:
+            raise Exists(f"{name} exists")
+        if known is not None and (known.draft is not None or not flags & os.O_TRUNC):
+            raise Superseded(f"{name} has come into being: open it")
+        if view.store.bucket(name.bucket).namespace is not None and name.key.startswith(b"kv/"):
+            raise NotPermitted(f"{name}: blocks of a bound bucket are sealed by prefix hash, not by name")
+        if known is not None:
+            view.backings.node_dead(known.nodeid)
+        return view.drafts.create(parent, component, mode=mode, uid=uid, gid=gid)
+
+    def open_new(self, node: Node, flags: int, *, pid: int) -> int:
+        """Open what `create` made: the handle's number. When that fails, nothing is left of it."""
+        assert node.draft is not None
+        try:
+            return self._open_draft(node, node.draft, flags, pid)
+        except (KvfsError, OSError):
+            self._view.drafts.discard(node)
+            raise
+
+    async def open(self, node: Node, flags: int, *, uid: int, pid: int) -> tuple[int, bool]:
+        """Open a draft, or a sealed object for reading: the handle's number, and whether its bytes are sealed.
+
+        A sealed object is not opened for writing: ESTALE leads the kernel to the draft that takes its place.
+        """
+        drafts = self._view.drafts
+        if node.draft is not None and not drafts.publish_if_closed(node, node.draft):
+            if flags & os.O_TRUNC:
+                drafts.truncate(node.draft, 0)
+            return self._open_draft(node, node.draft, flags, pid), False
+        if node.info is None or not node.linked:
+            raise Superseded(f"node {node.nodeid} was replaced")
+        if _writes(flags) or flags & os.O_TRUNC:
+            if node.info.name is None:
+                raise NotPermitted("a block is immutable")
+            await drafts.rewrite(node, node.info, uid=uid, keep_bytes=not flags & os.O_TRUNC)
+            raise stale()
+        descriptor = self._view.store.open_read(node.info, uid=uid)
+        try:
+            self._view.backings.acquire(node.nodeid, descriptor)
+        finally:
+            os.close(descriptor)
+        node.handles += 1
+        return self._handle(Handle(node, None, writable=False, pid=pid)), True
+
+    def _open_draft(self, node: Node, opened: OpenDraft, flags: int, pid: int) -> int:
+        self._view.drafts.open(node, opened, writable=_writes(flags))
+        return self._handle(Handle(node, opened, writable=_writes(flags), pid=pid))
+
+    def _handle(self, handle: Handle) -> int:
+        number = self._next_handle
+        self._next_handle += 1
+        self._handles[number] = handle
+        return number
+
+    def read(self, number: int, offset: int, size: int) -> bytes:
+        return os.pread(self._descriptor(number), size, offset)
+
+    def write(self, number: int, offset: int, data: bytes) -> int:
+        """Raises OSError: EFBIG past the largest object, ENOSPC."""
+        if offset + len(data) > self._view.drafts.largest_bytes:
+            raise OSError(errno.EFBIG, "over the largest object")
+        return os.pwrite(self._descriptor(number), data, offset)
+
+    def _descriptor(self, number: int) -> int:
+        backings = self._view.backings
+        if not isinstance(backings, PlainBackings):
+            raise Superseded("reads and writes are answered natively in this mode")
+        return backings.descriptor(self._handles[number].node.nodeid)
+
+    def flush(self, number: int) -> None:
+        """close() in the plain mode, as `handle_flush` of the native loop: remember a writer that was killed."""
+        handle, backings = self._handles[number], self._view.backings
+        if handle.writable and isinstance(backings, PlainBackings):
+            backings.note_flush(handle.node.nodeid, died_by_signal(handle.pid))
+
+    def release(self, number: int) -> None:
+        handle = self._handles.pop(number)
+        if handle.opened is not None:
+            self._view.drafts.close(handle.node, handle.opened, writable=handle.writable)
+        else:
+            self._view.backings.release(handle.node.nodeid)
+            handle.node.handles -= 1
+        self._view.nodes.release(handle.node)
+
+
+def _writes(flags: int) -> bool:
+    return flags & os.O_ACCMODE != os.O_RDONLY

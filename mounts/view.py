@@ -1,0 +1,262 @@
+"""The tree as the kernel sees it: nodes over the store's names, kept true when other doors change them.
+
+Responsibility: find the node of a name, its attributes, and what must be invalidated when an object or
+name changes under the kernel's caches. The handlers (mounts.operations) and open files (mounts.files) stand
+on it.
+
+Invariants: a linked node shows what its name leads to in the store, or a draft; a node whose object is gone
+is dead natively (OPEN answers ESTALE) before its name is forgotten.
+
+Concurrency: the service's trio thread; nothing here awaits.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pyfuse3
+
+from kvfs import paths
+from kvfs.errors import NotDirectory, NotFound, NotPermitted, Superseded
+from mounts import attributes as attrs
+from mounts.backing import Backings
+from mounts.drafts import DraftKeeper
+from mounts.nodes import Node, NodeTable
+from mounts.xattrs import ExtendedAttributes
+from tiers.base import Extent
+from tiers.model import Attributes, Change, ChangeKind, Directory, Name, ObjectInfo
+from tiers.store import TieredStore
+
+
+class View:
+    """One mount's tree; see the module's header."""
+
+    def __init__(self, store: TieredStore, backings: Backings, socket: Path | None) -> None:
+        self.store = store
+        self.backings = backings
+        self.nodes = NodeTable(backings)
+        self.drafts = DraftKeeper(store, self.nodes, backings)
+        self.xattrs = ExtendedAttributes(store, self.nodes, socket)
+        self._started_ns = time.time_ns()
+        self.catch_up: Callable[[], None] = lambda: None
+        """Handles what the native loop has queued; nothing in the plain mode."""
+        self._own_changes = 0
+        root = self.nodes.root
+        backings.node_directory(
+            root.nodeid,
+            root.ino,
+            mode=stat.S_IFDIR | attrs.ROOT_MODE,
+            uid=os.geteuid(),
+            gid=os.getegid(),
+            mtime_ns=self._started_ns,
+        )
+
+    # --- attributes ---------------------------------------------------------------------------------------
+
+    def attributes(self, node: Node) -> pyfuse3.EntryAttributes:
+        if node.parent is None:
+            return attrs.of_root(node, self._started_ns)
+        if node.draft is not None:
+            return attrs.of_draft(node, node.draft, self.drafts.status(node.draft))
+        if node.directory:
+            if not node.linked:
+                name = Name(node.component, b"")
+                return attrs.of_directory(node, Directory(name, node.ino, 0o755, 0, 0, self._started_ns))
+            found = self.store.lookup(self.nodes.name(node))
+            if not isinstance(found, Directory):
+                raise NotDirectory(f"{found.name} is a file now")
+            return attrs.of_directory(node, found)
+        if node.info is None:
+            raise Superseded(f"node {node.nodeid} is gone")
+        return attrs.of_object(node, node.info)
+
+    def node_of(self, parent: Node, component: bytes, found: ObjectInfo | Directory) -> Node:
+        """The node that shows `found` under this name: the one known, or a new one."""
+        node = self.nodes.child(parent, component)
+        if isinstance(found, Directory):
+            if node is None or not node.directory:
+                node = self._replace(node, parent, component, directory=True, ino=found.ino)
+                self._show_directory(node, found)
+            return node
+        if node is None or node.info is None or node.info.key != found.key:
+            node = self._replace(node, parent, component, directory=False, ino=found.ino)
+            self.drafts.show_sealed(node, found)
+        elif node.info != found:
+            self.drafts.show_sealed(node, found)
+        self.nodes.set_object(node, found)
+        return node
+
+    def _show_directory(self, node: Node, found: Directory) -> None:
+        self.backings.node_directory(
+            node.nodeid,
+            node.ino,
+            mode=stat.S_IFDIR | found.mode,
+            uid=found.uid,
+            gid=found.gid,
+            mtime_ns=found.mtime_ns,
+        )
+
+    def _replace(
+        self, old: Node | None, parent: Node, component: bytes, *, directory: bool, ino: int
+    ) -> Node:
+        if old is not None:
+            self.backings.node_dead(old.nodeid)
+        node = self.nodes.add(parent, component, directory=directory, ino=ino)
+        if old is not None:
+            self.nodes.release(old)
+        return node
+
+    def find(self, parent: Node, component: bytes) -> Node | None:
+        """The node of a name, None where there is nothing. Raises NameTooLong."""
+        paths.check_component(component)
+        known = self.nodes.child(parent, component)
+        if known is not None and (known.draft is not None or self._is_current(known)):
+            return known
+        found = self._find_sealed(parent, component)
+        if found is not None:
+            return self.node_of(parent, component, found)
+        if known is not None:
+            self._forget_name(known)
+        return None
+
+    def _is_current(self, node: Node) -> bool:
+        """Whether a sealed node still shows what the store has: its object is where it was."""
+        info = node.info
+        if info is None:
+            return False
+        entry = self.store.table.get(info.key.digest)
+        return entry is not None and Extent(entry.slot, entry.generation) == info.extent
+
+    def _find_sealed(self, parent: Node, component: bytes) -> ObjectInfo | Directory | None:
+        if parent.parent is not None:
+            return self.store.find_path(self.nodes.child_name(parent, component))
+        try:
+            return self.store.lookup(Name(component, b""))
+        except NotFound:
+            return None
+
+    def need(self, parent: Node, component: bytes) -> Node:
+        """The node of a name. Raises NotFound."""
+        node = self.find(parent, component)
+        if node is None:
+            raise NotFound(f"no {component.decode(errors='replace')} there")
+        return node
+
+    def directory(self, nodeid: int) -> Node:
+        node = self.nodes.get(nodeid)
+        if not node.directory:
+            raise NotDirectory(f"node {nodeid} is a file")
+        if not node.linked:
+            raise NotFound(f"directory {node.component.decode(errors='replace')} was removed")
+        return node
+
+    # --- changes of this door -----------------------------------------------------------------------------
+
+    def set_sealed(
+        self, node: Node, mode: int | None, uid: int | None, gid: int | None, mtime_ns: int | None
+    ) -> pyfuse3.EntryAttributes:
+        changes = (mode, uid, gid, mtime_ns)
+        if node.linked and any(value is not None for value in changes):
+            name = self.nodes.name(node)
+            if node.directory and name.key:
+                self._keep_directory(name)
+            with self.own_change():
+                found = self.store.set_attributes(name, mode=mode, uid=uid, gid=gid, mtime_ns=mtime_ns)
+            if isinstance(found, ObjectInfo):
+                self.nodes.set_object(node, found)
+                self.drafts.show_sealed(node, found)
+            else:
+                self._show_directory(node, found)
+        return self.attributes(node)
+
+    def _keep_directory(self, name: Name) -> None:
+        """Give a directory that is only a common prefix a marker of its own."""
+        if self.store.names.get(name.bucket, name.key) is None:
+            found = self.store.lookup(name)
+            self.store.mark_directory(name, Attributes(mode=found.mode, uid=found.uid, gid=found.gid))
+
+    def place(self, parent: Node, component: bytes) -> Name:
+        """Where a new file of this name would be. Raises NotPermitted on the root, NameTooLong."""
+        paths.check_component(component)
+        if parent.parent is None:
+            raise NotPermitted("the mount's root holds buckets only: make a directory there, and files in it")
+        name = self.nodes.child_name(parent, component)
+        paths.check_key(name.key)
+        return name
+
+    def remove_sealed(self, name: Name) -> None:
+        """Remove what other doors see under this name, if anything."""
+        with self.own_change(), suppress(NotFound):
+            self.store.remove(name)
+
+    def gone(self, node: Node) -> None:
+        """The node's name no longer leads to it; a draft that nobody has open goes with it."""
+        self.nodes.unlink(node)
+        opened = node.draft
+        if opened is None:
+            self.backings.node_dead(node.nodeid)
+        elif opened.handles == 0:
+            self.drafts.discard(node)
+        self.nodes.release(node)
+
+    # --- what other doors do ------------------------------------------------------------------------------
+
+    def drain_opens(self) -> None:
+        """Tell the store of opens that were answered natively: hits, and who reads which slot."""
+        for nodeid, uid, _ in self.backings.drain_opens():
+            node = self.nodes.find(nodeid)
+            if node is not None and node.info is not None:
+                self.store.note_reader(node.info.extent.slot, uid)
+                self.store.touch(node.info.key)
+
+    @contextmanager
+    def own_change(self) -> Iterator[None]:
+        """The kernel knows what it has asked for itself: no invalidation for that."""
+        self._own_changes += 1
+        try:
+            yield
+        finally:
+            self._own_changes -= 1
+
+    def on_change(self, change: Change) -> None:
+        """A name or object changed, by this door or another: what the kernel caches of it goes."""
+        if self._own_changes and not change.evicted:
+            return
+        if change.key is not None and change.kind is ChangeKind.REMOVED:
+            node = self.nodes.of_object(change.key.digest)
+        elif change.name is not None:
+            node = self.nodes.resolve(change.name)
+        else:
+            node = None
+        if node is None or node.draft is not None or node.parent is None:
+            return
+        if change.kind is ChangeKind.ATTRIBUTES:
+            self._refresh(node)
+        elif change.kind is not ChangeKind.SEALED or node.info is None or node.info.key != change.key:
+            self._forget_name(node)
+        if change.new_name is not None:
+            target = self.nodes.resolve(change.new_name)
+            if target is not None and target.draft is None:
+                self._forget_name(target)
+
+    def _refresh(self, node: Node) -> None:
+        found = self.store.lookup(self.nodes.name(node))
+        if isinstance(found, Directory):
+            self._show_directory(node, found)
+        else:
+            self.nodes.set_object(node, found)
+            self.drafts.show_sealed(node, found)
+        self.backings.invalidate_attr(node.nodeid)
+
+    def _forget_name(self, node: Node) -> None:
+        assert node.parent is not None
+        self.backings.invalidate_entry(node.parent.nodeid, node.component)
+        if not node.directory:
+            self.backings.node_dead(node.nodeid)
+            self.nodes.unlink(node)
+            self.nodes.release(node)
