@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import lmdb
@@ -221,7 +221,7 @@ class Steps:
         for name in ("seek", "step"):
             monkeypatch.setattr(NameScan, name, self._counted(getattr(NameScan, name)))
 
-    def _counted(self, method):  # type: ignore[no-untyped-def]
+    def _counted(self, method: Callable[..., object]) -> Callable[..., object]:
         def move(*args: object) -> object:
             self.count += 1
             return method(*args)
@@ -466,7 +466,7 @@ def test_name_row_bytes() -> None:
 )
 def test_rows_out_of_range_are_named(changes: dict[str, object], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        row(**changes).encode()
+        row(**changes).encode()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x02", b"\x01\x05", b"\x01\x10\x00\x01"])

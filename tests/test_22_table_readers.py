@@ -112,7 +112,10 @@ def test_readers_in_python_see_whole_entries_and_miss_none(tmp_path: Path) -> No
         reader.expect("done")
 
 
-LINGER = "-DKVFS_STORE(p, v)=do { __atomic_store_n((p), (v), __ATOMIC_RELAXED); for (int i_ = 0; i_ < 40; i_++) __builtin_ia32_pause(); } while (0)"
+LINGER = (
+    "-DKVFS_STORE(p, v)=do { __atomic_store_n((p), (v), __ATOMIC_RELAXED); "
+    "for (int i_ = 0; i_ < 40; i_++) __builtin_ia32_pause(); } while (0)"
+)
 """Some microsecond after every store, so that readers meet the writer between any two of them."""
 
 
