@@ -89,7 +89,7 @@ class Client:
         self._exchange = self._begin()
 
     def _begin(self) -> Exchange:
-        path = socket_path(self._address)
+        path = socket_path(self._address, timeout_s=self._timeout_s)
         return Exchange(Transport(path, timeout_s=self._timeout_s, client=self._client))
 
     def reconnect(self) -> None:

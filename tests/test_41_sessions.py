@@ -41,6 +41,8 @@ from kvfs.messages import (
     SealNames,
 )
 from kvfs.protocol import HEADER, ReceivedAnswer
+from tests.support.door import need_mount
+from tests.support.service import Service
 from tests.support.sessions import MIB, SERVICE_GID, RawClient, Server, fork, session_server
 from tiers.session_state import SessionQuota
 
@@ -253,6 +255,26 @@ def test_a_data_directory_or_a_socket_is_address_enough(server: Server) -> None:
             assert client.may_open
             assert (Path(client.details["directory"]) / "..").is_dir()
             assert Path(client.details["table"]).is_file()
+
+
+@pytest.mark.mount
+def test_a_mount_is_address_enough_and_given_up_when_it_hangs() -> None:
+    need_mount()
+    with Service(dram="32MiB") as service:
+        with kvfs.connect(service.mount) as client:
+            client.create_bucket("b")
+            client.put("b/a", b"by session")
+            assert (service.mount / "b" / "a").read_bytes() == b"by session"
+            (service.mount / "b" / "c").write_bytes(b"by path")
+            assert client.get("b/c") == b"by path"
+        with pytest.raises(errors.SessionClosed, match=r"no kvfs mount"):
+            kvfs.connect(service.mount / "b")
+        service.running.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(errors.DeadlinePassed, match=str(service.mount)):
+                kvfs.connect(service.mount, timeout_s=0.2)
+        finally:
+            service.running.send_signal(signal.SIGCONT)
 
 
 def test_an_address_without_a_service_says_so(tmp_path: Path) -> None:
@@ -804,6 +826,24 @@ def test_a_client_killed_while_writing_leaves_nothing(server: Server, client: kv
     assert after["open_drafts"] == 0
     assert after["tiers"][0]["used_bytes"] == before["used_bytes"]
     assert list(client.list("files")) == []
+
+
+def test_sessions_leave_no_descriptors_in_the_service(server: Server, client: kvfs.Client) -> None:
+    client.put("files/a", b"a")
+
+    def descriptors_open() -> int:
+        client.status()
+        return len(os.listdir(f"/proc/{server.child.pid}/fd"))
+
+    before = descriptors_open()
+    for ending in (b"", b"garbage" * 10, HEADER.pack(100, Op.STATUS, 0, 9)) * 20:
+        with RawClient(server) as raw:
+            names = OpenNames(((b"files", b"a"), (b"files", b"nothing")))
+            for fd in descriptors(raw.ask(Reserve((0,) * 3), names, Control(Op.STAT))):
+                os.close(fd)
+            raw.send(ending)
+    server.wait_until(lambda status: status["sessions"] == 2 and status["open_drafts"] == 0)
+    server.wait_until(lambda _: descriptors_open() == before + 1)  # this session's own
 
 
 def test_a_file_kept_open_by_a_dead_sessions_child_is_not_reused(server: Server, client: kvfs.Client) -> None:
