@@ -14,13 +14,16 @@ from contextlib import nullcontext
 from rich.console import Console
 from rich.table import Table
 
-from bench import doors
+from bench import doors, memory
 from bench.measure import Result
 from bench.places import Places, open_places
 
 SECONDS = 3.0
 
-IN_MEMORY: dict[str, Callable[[None, float], Result]] = {"memcpy.1m": doors.memcpy_1m}
+IN_MEMORY: dict[str, Callable[[float], Result]] = {
+    "memcpy.1m": memory.memcpy_1m,
+    "keys.prefix_hash_1k": memory.prefix_hash_1k,
+}
 """Need no mount."""
 AT_DOORS: dict[str, Callable[[Places, float], Result]] = {
     "tmpfs.pread_1m": doors.tmpfs_pread_1m,
@@ -31,6 +34,7 @@ AT_DOORS: dict[str, Callable[[Places, float], Result]] = {
 }
 NAMES = [*IN_MEMORY, *AT_DOORS]
 BASELINES = {
+    "keys.prefix_hash_1k": "hashlib in Python",
     "tmpfs.pread_1m": "default tmpfs",
     "mount.pread_1m": "backing tmpfs",
     "mount.pread_4k": "backing tmpfs",
@@ -51,7 +55,7 @@ def run_command(arguments: list[str]) -> None:
             if places is not None and name in AT_DOORS:
                 results.append(AT_DOORS[name](places, options.seconds))
             else:
-                results.append(IN_MEMORY[name](None, options.seconds))
+                results.append(IN_MEMORY[name](options.seconds))
             if not options.json:
                 print(f"bench: {name} done", file=sys.stderr)
     if options.json:
