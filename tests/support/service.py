@@ -34,6 +34,7 @@ from kvfs import linux
 ROOT: Final = Path(__file__).resolve().parents[2]
 READY_WAIT_S: Final = 30.0
 STOP_WAIT_S: Final = 20.0
+KILL_WAIT_S: Final = 2.0
 MODES: Final = ("passthrough", "native", "plain")
 DEFAULT_DRAM: Final = "256MiB"
 
@@ -203,7 +204,13 @@ class Service:
         """SIGKILL to its process group: the connection ends, and with it every call that hangs on it."""
         if self.process is not None and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            try:
+                self.process.wait(KILL_WAIT_S)
+            except subprocess.TimeoutExpired:
+                # A thread of it waits in the kernel for a caller of its own mount: see mounts.mount.abort.
+                with suppress(OSError):
+                    linux.unmount(self.mount, linux.MNT_FORCE)
+                self.process.wait()
 
     def restart(self) -> Self:
         """Start again on the same directories, over whatever the last run left mounted."""
