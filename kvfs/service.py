@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import grp
 import logging
+import math
 import os
 import resource
 import signal
@@ -33,7 +34,7 @@ import trio
 from kvfs import addresses, limits
 from kvfs.config import Settings
 from kvfs.errors import ConfigError, KvfsError
-from kvfs.notify import notify
+from kvfs.notify import notify, watchdog_wanted
 from kvfs.sizes import format_size
 from mounts.mount import Mount, abort, recover
 from tiers.home import lock_holder
@@ -259,14 +260,18 @@ def _begin_stop(stop: trio.CancelScope, watchdog: _Watchdog, why: str) -> None:
 
 
 async def _maintain(store: TieredStore) -> None:
-    """Upkeep, MAINTAIN_INTERVAL_S apart, and soon after a change."""
+    """Upkeep, MAINTAIN_INTERVAL_S apart, and soon after a change; shows the manager that the loop turns."""
     changed = trio.Event()
 
     def wake(_: object) -> None:
         changed.set()
 
     store.listeners.append(wake)
+    watched, said = watchdog_wanted(), -math.inf
     while True:
+        if watched and trio.current_time() - said >= limits.MAINTAIN_INTERVAL_S:
+            notify("WATCHDOG=1")
+            said = trio.current_time()
         with trio.move_on_after(limits.MAINTAIN_INTERVAL_S):
             await changed.wait()
         changed = trio.Event()

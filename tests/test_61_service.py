@@ -64,6 +64,17 @@ def test_it_says_what_runs_and_tells_its_manager(service: Service) -> None:
     assert "try, in another terminal" not in shown
 
 
+def test_it_shows_a_watchdog_that_it_lives_where_one_watches(stopped: Service) -> None:
+    stopped.environment["WATCHDOG_USEC"] = "30000000"
+    stopped.start().wait_told("WATCHDOG=1")
+
+
+def test_without_a_watchdog_it_says_nothing(service: Service) -> None:
+    assert service.signal(signal.SIGTERM) == 0
+    service.wait_told("STOPPING=1")
+    assert not any(told.startswith("WATCHDOG") for told in service.told)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_it_cleanly(service: Service, number: signal.Signals) -> None:
     assert service.signal(number) == 0
