@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kvfs._native.hashing import SHA256, XXH3_128, hash_chain, xxh3_64
 from kvfs.errors import InvalidRequest, LimitExceeded
@@ -24,7 +24,13 @@ from kvfs.namespaces import DIGEST_BYTES, Namespace
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    Tokens = Buffer | Sequence[int]
+    class _Array(Protocol):
+        """numpy's arrays are buffers, but say so to a type checker from Python 3.12 on only."""
+
+        @property
+        def __array_interface__(self) -> dict[str, Any]: ...
+
+    Tokens = Buffer | Sequence[int] | _Array
 
 __all__ = ["Namespace", "block_name", "parse_block_name", "prefix_hashes", "tail_hash", "xxh3_64"]
 
