@@ -39,11 +39,11 @@ BASELINES = {
     "keys.sha256_512": "SHA-256 of the tokens",
     "keys.sha256_512_int64": "SHA-256 of the tokens",
     "keys.xxh3_512": "SHA-256 of the tokens",
-    "tmpfs.pread_1m": "tmpfs, default pages",
+    "tmpfs.pread_1m": "default tmpfs",
     "mount.pread_1m": "backing tmpfs",
     "mount.pread_4k": "backing tmpfs",
     "mount.open_read_close_1m": "backing tmpfs",
-    "mount.create_write_rename_1m": "tmpfs, default pages",
+    "mount.create_write_rename_1m": "default tmpfs",
 }
 
 
@@ -92,15 +92,19 @@ def _names(text: str) -> list[str]:
 
 
 def _print_table(results: list[Result]) -> None:
-    table = Table("figure", "median", "baseline", "", "times as fast")
-    for column in (1, 2, 4):
-        table.columns[column].justify = "right"
+    table = Table(
+        "figure", "median", "baseline", "", "ratio", caption="ratio: how many times as fast as the baseline"
+    )
+    for column in table.columns:
+        column.no_wrap = True
+    for index in (1, 2, 4):
+        table.columns[index].justify = "right"
     for result in results:
         table.add_row(
             result.name,
             f"{result.value:.2f} {result.unit}",
             "" if result.baseline is None else f"{result.baseline:.2f} {result.unit}",
-            BASELINES.get(result.name, "information only"),
+            BASELINES.get(result.name, "information"),
             "" if result.ratio is None else f"{result.ratio:.2f}",
         )
     Console().print(table)

@@ -21,7 +21,8 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -93,10 +94,14 @@ def prepare_mountpoint(path: Path) -> Path:
     return path
 
 
-def open_store(settings: Settings) -> TieredStore:
-    """Raises StoreLocked, FormatMismatch, DeviceMissing, ConfigError."""
+@contextmanager
+def open_store(settings: Settings) -> Iterator[TieredStore]:
+    """The store, whose DRAM tier outlives the service, so that a restart finds its cache; empty, it goes.
+
+    Raises StoreLocked, FormatMismatch, DeviceMissing, ConfigError.
+    """
     try:
-        return TieredStore.open(
+        store = TieredStore.open(
             settings.store.data,
             dram_bytes=settings.dram.capacity,
             max_slots=settings.dram.slots,
@@ -106,6 +111,11 @@ def open_store(settings: Settings) -> TieredStore:
         )
     except OSError as error:
         raise ConfigError(f"[store] data = '{settings.store.data}': {error.strerror or error}") from error
+    try:
+        yield store
+    finally:
+        usage = store.usage()
+        store.close(keep=usage["objects"] + usage["blocks"] > 0)
 
 
 async def run(settings: Settings, started: Callable[[Running], None]) -> None:

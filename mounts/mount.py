@@ -30,6 +30,8 @@ from kvfs import limits, linux
 from kvfs._native.fuse_loop import FuseLoop
 from kvfs.errors import ConfigError, DeviceMissing
 from mounts.backing import PlainBackings
+from mounts.calls import CallServer
+from mounts.files import OpenFiles
 from mounts.operations import Operations
 from mounts.view import View
 from tiers.store import TieredStore
@@ -117,11 +119,14 @@ class Mount:
             attr_valid_s=limits.KERNEL_CACHE_S,
         )
         view = View(self._store, loop, self._socket_path)
-        pyfuse3.init(Operations(view), f"/dev/fd/{os.dup(loop.library_fd)}", {"fsname=kvfs"})
+        files = OpenFiles(view)
+        calls = CallServer(loop, view, files)
+        pyfuse3.init(Operations(view, files), f"/dev/fd/{os.dup(loop.library_fd)}", {"fsname=kvfs"})
         try:
             loop.start()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._end_with_kernel, loop.ended_fd, nursery.cancel_scope)
+                nursery.start_soon(calls.serve)
                 await self._run(view, nursery, task_status, lambda: self._settle_mode(loop))
         finally:
             with trio.CancelScope(shield=True):
@@ -163,7 +168,7 @@ class Mount:
         if self._allow_other and os.geteuid() == 0:
             options.add("allow_other")
         try:
-            pyfuse3.init(Operations(view), str(self.mountpoint), options)
+            pyfuse3.init(Operations(view, OpenFiles(view)), str(self.mountpoint), options)
         except RuntimeError as error:
             raise DeviceMissing(
                 f"mount at {self.mountpoint}: {error}; without root, the package fuse3 (fusermount3) is needed"

@@ -614,6 +614,12 @@ def state(path: Path) -> bytes:
     return os.getxattr(path, "user.kvfs.state")
 
 
+def test_the_mount_runs_in_the_mode_that_was_asked_for(door: Door) -> None:
+    """Otherwise the three modes of this suite would be one, after a silent fallback."""
+    with door.need_service().client() as client:
+        assert client.status()["mount"]["mode"] == door.mode
+
+
 def test_a_file_is_sealed_after_its_last_writer(door: Door) -> None:
     door.need_service()
     path = door.path / "file"

@@ -121,7 +121,8 @@ class DramTier:
         Unsupported where the filesystem has no leases.
         """
         capacity_bytes = dram_layout.checked_capacity(capacity_bytes, max_slots, mode)
-        slots = max_slots
+        # A page is the least that an object with bytes takes: more slots than that would cost table and hold nothing.
+        slots = min(max_slots, capacity_bytes // PAGE_BYTES)
         layout = dram_layout.prepare(root, capacity_bytes, store_id=store_id, slots=slots, gid=gid, mode=mode)
         tier = cls(root, capacity_bytes, layout, gid)
         try:

@@ -349,6 +349,63 @@ static int handle_flush(struct fuse_loop *loop, const struct fw_in_header *in) {
     return 1;
 }
 
+/* --- calls ------------------------------------------------------------------------------------------ */
+
+static int set_name(char *to, uint16_t *length, const char *from) {
+    size_t size = strlen(from);
+    if (size > FL_CALL_NAME_MAX) return -ENAMETOOLONG;
+    memcpy(to, from, size);
+    *length = (uint16_t)size;
+    return 0;
+}
+
+static int set_names(struct fl_call *call, uint64_t new_parent, const char *names) {
+    call->other = new_parent;
+    int status = set_name(call->name, &call->name_length, names);
+    return status < 0 ? status : set_name(call->new_name, &call->new_length, names + call->name_length + 1);
+}
+
+/* The request as a call; 0 where it is none. */
+static int as_call(const struct fw_in_header *in, struct fl_call *call) {
+    const void *body = in + 1;
+    *call = (struct fl_call){.unique = in->unique, .nodeid = in->nodeid, .opcode = in->opcode};
+    call->uid = in->uid;
+    call->gid = in->gid;
+    call->pid = in->pid;
+    switch (in->opcode) {
+    case FW_LOOKUP:
+    case FW_UNLINK:
+        return set_name(call->name, &call->name_length, body) == 0;
+    case FW_CREATE:
+        call->flags = ((const struct fw_create_in *)body)->flags;
+        call->mode = ((const struct fw_create_in *)body)->mode;
+        return set_name(call->name, &call->name_length, (const char *)body + sizeof(struct fw_create_in)) == 0;
+    case FW_RENAME:
+        call->opcode = FW_RENAME2;
+        return set_names(call, ((const struct fw_rename_in *)body)->newdir,
+                         (const char *)body + sizeof(struct fw_rename_in)) == 0;
+    case FW_RENAME2:
+        call->flags = ((const struct fw_rename2_in *)body)->flags;
+        return set_names(call, ((const struct fw_rename2_in *)body)->newdir,
+                         (const char *)body + sizeof(struct fw_rename2_in)) == 0;
+    case FW_RELEASE:
+        call->other = ((const struct fw_release_in *)body)->fh;
+        return 1;
+    default:
+        return 0;
+    }
+}
+
+/* Queues the request as a call where it is one. */
+static int queue_call(struct fuse_loop *loop, const struct fw_in_header *in) {
+    struct fl_call call;
+    if (!as_call(in, &call) || fl_call_put(loop, &call) < 0) return 0;
+    /* Nobody waits for RELEASE, and what it starts needs no answer. */
+    if (in->opcode == FW_RELEASE) answer(loop, in->unique, 0, NULL, 0);
+    fl_count(&loop->stats.calls);
+    return 1;
+}
+
 /* Whether a request is one that this loop answers by itself; then it has been answered. */
 static int handle_natively(struct fuse_loop *loop, struct fl_buffers *buffers, struct fw_in_header *in) {
     void *body = in + 1;
@@ -380,6 +437,8 @@ static int handle_natively(struct fuse_loop *loop, struct fl_buffers *buffers, s
     case FW_FSYNC:
         if (!(*(const uint64_t *)body & NATIVE_HANDLE)) return 0;
         answer(loop, in->unique, 0, NULL, 0);
+        return 1;
+    case FW_INTERRUPT:
         return 1;
     default:
         return 0;
@@ -523,6 +582,12 @@ static ssize_t read_request(struct fuse_loop *loop, struct fl_buffers *buffers) 
     }
 }
 
+static void pass_on(struct fuse_loop *loop, struct fl_buffers *buffers, struct fw_in_header *in, size_t size) {
+    if (fl_answers(in->opcode) && handle_natively(loop, buffers, in)) return;
+    if (queue_call(loop, in)) return;
+    relay(loop, in, size);
+}
+
 static void *read_requests(void *argument) {
     struct fuse_loop *loop = argument;
     struct fl_buffers buffers;
@@ -531,19 +596,12 @@ static void *read_requests(void *argument) {
         pthread_mutex_lock(&loop->read_lock);
         ssize_t size = __atomic_load_n(&loop->stopping, __ATOMIC_ACQUIRE) ? 0 : read_request(loop, &buffers);
         struct fw_in_header *in = (struct fw_in_header *)buffers.request;
-        int relayed = 0;
-        if (size >= (ssize_t)sizeof *in && !fl_answers(in->opcode)) {
-            relay(loop, in, (size_t)size);
-            relayed = 1;
-        }
-        if (size >= (ssize_t)sizeof *in && !relayed && loop->single) {
-            if (!handle_natively(loop, &buffers, in)) relay(loop, in, (size_t)size);
-            relayed = 1;
-        }
+        int whole = size >= (ssize_t)sizeof *in;
+        int later = whole && !loop->single && in->opcode == FW_READ; /* copies run side by side */
+        if (whole && !later) pass_on(loop, &buffers, in, (size_t)size);
         pthread_mutex_unlock(&loop->read_lock);
         if (size == 0) break;
-        if (size < (ssize_t)sizeof *in || relayed) continue;
-        if (!handle_natively(loop, &buffers, in)) relay(loop, in, (size_t)size);
+        if (later) pass_on(loop, &buffers, in, (size_t)size);
     }
     fl_buffers_free(&buffers);
     uint64_t one = 1;
@@ -626,6 +684,42 @@ void fl_stop(struct fuse_loop *loop) {
     fl_notice_stop(loop);
     for (int i = 0; i < loop->running; i++) pthread_join(loop->threads[i], NULL);
     loop->running = 0;
+}
+
+/* --- answers to calls ------------------------------------------------------------------------------- */
+
+void fl_answer_status(struct fuse_loop *loop, uint64_t unique, int status) { answer(loop, unique, status, NULL, 0); }
+
+/* The node's entry, counted as a lookup. */
+static int make_entry(struct fuse_loop *loop, uint64_t nodeid, struct fw_entry_out *out) {
+    struct fl_node *node = fl_find(loop, nodeid);
+    *out = (struct fw_entry_out){.nodeid = nodeid, .entry_valid = loop->config.attr_valid_s};
+    if (node == NULL || node->state == FL_DEAD || current_attr(loop, node, &out->attr, &out->attr_valid) < 0)
+        return -ESTALE;
+    node->lookups++;
+    return 0;
+}
+
+int fl_answer_entry(struct fuse_loop *loop, uint64_t unique, uint64_t nodeid) {
+    struct fw_entry_out out;
+    pthread_mutex_lock(&loop->nodes_lock);
+    int status = make_entry(loop, nodeid, &out);
+    pthread_mutex_unlock(&loop->nodes_lock);
+    answer(loop, unique, status, &out, status < 0 ? 0 : sizeof out);
+    return status;
+}
+
+int fl_answer_created(struct fuse_loop *loop, uint64_t unique, uint64_t nodeid, uint64_t fh) {
+    struct {
+        struct fw_entry_out entry;
+        struct fw_open_out open;
+    } out = {.open = {.fh = fh}};
+    pthread_mutex_lock(&loop->nodes_lock);
+    int status = make_entry(loop, nodeid, &out.entry);
+    if (status == 0) patch_open(loop, nodeid, &out.open);
+    pthread_mutex_unlock(&loop->nodes_lock);
+    answer(loop, unique, status, &out, status < 0 ? 0 : sizeof out);
+    return status;
 }
 
 /* --- for the seam ----------------------------------------------------------------------------------- */

@@ -24,7 +24,7 @@ Kind = Literal["descriptor", "mapping", "populated mapping"]
 
 
 class Holder:
-    """Opens or maps `path` in a child; the mapping outlives the descriptor."""
+    """Opens or maps `path` in a child; the mapping outlives the descriptor. Raises LookupError."""
 
     def __init__(self, path: Path, expected: bytes, kind: Kind) -> None:
         self._path, self._expected, self._kind = path, expected, kind
@@ -33,14 +33,19 @@ class Holder:
         self.pid = start_child(lambda: self._serve(ask_read, answer_write))
         os.close(ask_read)
         os.close(answer_write)
-        assert os.read(self._answers, 1) == RIGHT, f"cannot hold {path}"
+        if os.read(self._answers, 1) != RIGHT:
+            self.close()
+            raise LookupError(f"{path}: not there to be held")
 
     # --- in the child ------------------------------------------------------------------------------------
     def _serve(self, asks: int, answers: int) -> None:
         os.close(self._ask)
         os.close(self._answers)
         signal.signal(signal.SIGBUS, signal.SIG_DFL)
-        fd = os.open(self._path, os.O_RDONLY)
+        try:
+            fd = os.open(self._path, os.O_RDONLY)
+        except FileNotFoundError:
+            return
         mapping = None
         if self._kind != "descriptor":
             flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if self._kind == "populated mapping" else 0)

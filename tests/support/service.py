@@ -63,7 +63,7 @@ def run_kvfs(
     """Run `kvfs ARGUMENTS` to its end, without a terminal; the caller looks at its return code."""
     own = {"PYTHONPATH": str(ROOT), "COLUMNS": "160", "NO_COLOR": "1"}
     return subprocess.run(
-        [sys.executable, "-m", "kvfs.cli", *arguments],
+        [sys.executable, "-m", "kvfs", *arguments],
         cwd=ROOT,
         env={**os.environ, **own, **(environment or {})},
         stdin=subprocess.DEVNULL,
@@ -222,10 +222,10 @@ class Service:
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
-    def tracebacks(self) -> str:
-        """The log where it holds an exception that nobody handled, else nothing."""
+    def complaints(self) -> str:
+        """The log where it holds an error or an exception that nobody handled, else nothing."""
         log = self.log()
-        return log if "Traceback (most recent call last)" in log else ""
+        return log if "Traceback (most recent call last)" in log or " ERROR " in log else ""
 
     def cli(self, *arguments: str, timeout_s: float = 30.0) -> subprocess.CompletedProcess[str]:
         """Run `kvfs ARGUMENTS`; the caller looks at its return code."""
