@@ -14,13 +14,18 @@ from contextlib import nullcontext
 from rich.console import Console
 from rich.table import Table
 
-from bench import doors
+from bench import doors, keys
 from bench.measure import Result
 from bench.places import Places, open_places
 
 SECONDS = 3.0
 
-IN_MEMORY: dict[str, Callable[[None, float], Result]] = {"memcpy.1m": doors.memcpy_1m}
+IN_MEMORY: dict[str, Callable[[None, float], Result]] = {
+    "memcpy.1m": doors.memcpy_1m,
+    "keys.sha256_512": keys.sha256_512,
+    "keys.sha256_512_int64": keys.sha256_512_int64,
+    "keys.xxh3_512": keys.xxh3_512,
+}
 """Need no mount."""
 AT_DOORS: dict[str, Callable[[Places, float], Result]] = {
     "tmpfs.pread_1m": doors.tmpfs_pread_1m,
@@ -31,6 +36,9 @@ AT_DOORS: dict[str, Callable[[Places, float], Result]] = {
 }
 NAMES = [*IN_MEMORY, *AT_DOORS]
 BASELINES = {
+    "keys.sha256_512": "SHA-256 of the tokens",
+    "keys.sha256_512_int64": "SHA-256 of the tokens",
+    "keys.xxh3_512": "SHA-256 of the tokens",
     "tmpfs.pread_1m": "default tmpfs",
     "mount.pread_1m": "backing tmpfs",
     "mount.pread_4k": "backing tmpfs",
