@@ -14,14 +14,14 @@ from contextlib import nullcontext
 from rich.console import Console
 from rich.table import Table
 
-from bench import doors, keys
+from bench import doors, keys, memory
 from bench.measure import Result
 from bench.places import Places, open_places
 
 SECONDS = 3.0
 
-IN_MEMORY: dict[str, Callable[[None, float], Result]] = {
-    "memcpy.1m": doors.memcpy_1m,
+IN_MEMORY: dict[str, Callable[[float], Result]] = {
+    "memcpy.1m": memory.memcpy_1m,
     "keys.sha256_512": keys.sha256_512,
     "keys.sha256_512_int64": keys.sha256_512_int64,
     "keys.xxh3_512": keys.xxh3_512,
@@ -59,7 +59,7 @@ def run_command(arguments: list[str]) -> None:
             if places is not None and name in AT_DOORS:
                 results.append(AT_DOORS[name](places, options.seconds))
             else:
-                results.append(IN_MEMORY[name](None, options.seconds))
+                results.append(IN_MEMORY[name](options.seconds))
             if not options.json:
                 print(f"bench: {name} done", file=sys.stderr)
     if options.json:

@@ -52,24 +52,24 @@ def _against_sha256(name: str, tokens: array[int], namespace: Namespace, seconds
     return compare(name, Side(chain), Side(plain), Plan(seconds, batch=5))
 
 
-def sha256_512(_: object, seconds: float) -> Result:
+def sha256_512(seconds: float) -> Result:
     """Tokens that are 32-bit unsigned already, the canonical form."""
     return _against_sha256("keys.sha256_512", _tokens(), NAMESPACE, seconds)
 
 
-def sha256_512_int64(_: object, seconds: float) -> Result:
+def sha256_512_int64(seconds: float) -> Result:
     """Tokens as 64-bit integers, which are checked and narrowed on the way."""
     return _against_sha256("keys.sha256_512_int64", array("q", _tokens()), NAMESPACE, seconds)
 
 
-def xxh3_512(_: object, seconds: float) -> Result:
+def xxh3_512(seconds: float) -> Result:
     """The hash for one trust domain, against the same SHA-256."""
     return _against_sha256("keys.xxh3_512", _tokens(), replace(NAMESPACE, hash="xxh3_128"), seconds)
 
 
 def measure(seconds: float = 1.0) -> list[dict[str, Any]]:
     """Every figure as {name, value, unit, baseline, ratio}; ratio is how many times as fast as SHA-256."""
-    return [figure(None, seconds).as_json() for figure in (sha256_512, sha256_512_int64, xxh3_512)]
+    return [figure(seconds).as_json() for figure in (sha256_512, sha256_512_int64, xxh3_512)]
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ _ID_CLOCK_SHIFT: Final = 20
 """A new index starts its ids at seconds << 20: a million ids a second before it could meet a lost index's
 ids, and below 2**53 for another 200 years, so that every tool shows an inode number exactly."""
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("kvfs.names")
 
 T = TypeVar("T")
 

@@ -138,7 +138,7 @@ async def run(settings: Settings, started: Callable[[Running], None]) -> None:
             store,
             settings.socket_path,
             group_gid=group_id(settings.session.group),
-            describe=lambda: {"mount": _describe_mount(mount)},
+            describe=lambda: {"mount": _describe_mount(store, mount)},
         )
         async with trio.open_nursery() as upkeep:
             upkeep.start_soon(_maintain, store)
@@ -242,8 +242,18 @@ async def _maintain(store: TieredStore) -> None:
         await trio.sleep(limits.MAINTAIN_PAUSE_S)
 
 
-def _describe_mount(mount: Mount) -> dict[str, Any]:
-    return {"path": str(mount.mountpoint), "mode": mount.mode, "missing": mount.limits}
+def _describe_mount(store: TieredStore, mount: Mount) -> dict[str, Any]:
+    return {"path": str(mount.mountpoint), "mode": mount.mode, "missing": _missing(store, mount)}
+
+
+def _missing(store: TieredStore, mount: Mount) -> list[str]:
+    """What this machine or user lacks, and what still works."""
+    if store.dram.backing == "tmpfs":
+        return mount.limits
+    return [
+        "no private tmpfs: the DRAM tier lies in a plain directory, its capacity is kept without the kernel's help",
+        *mount.limits,
+    ]
 
 
 def _describe(settings: Settings, store: TieredStore, mount: Mount) -> Running:
@@ -257,5 +267,5 @@ def _describe(settings: Settings, store: TieredStore, mount: Mount) -> Running:
         mountpoint=settings.mount.path,
         mode=mount.mode,
         socket=settings.socket_path,
-        missing=tuple(mount.limits),
+        missing=tuple(_missing(store, mount)),
     )

@@ -1,3 +1,7 @@
+from typing import Self
+
+from typing_extensions import disjoint_base
+
 from kvfs._native.table import Table
 
 LOOKUP: int
@@ -6,6 +10,7 @@ UNLINK: int
 RENAME: int
 RELEASE: int
 
+@disjoint_base
 class Call:
     opcode: int
     unique: int
@@ -21,9 +26,10 @@ class Call:
 
 def died_by_signal(pid: int) -> bool: ...
 
+@disjoint_base
 class FuseLoop:
-    def __init__(
-        self,
+    def __new__(
+        cls,
         dev_fd: int,
         slots_dir_fd: int,
         table: Table,
@@ -33,7 +39,7 @@ class FuseLoop:
         buffer_size: int,
         largest_object: int,
         attr_valid_s: int,
-    ) -> None: ...
+    ) -> Self: ...
     def start(self) -> None: ...
     def stop(self) -> None: ...
     @property
