@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from rich.console import Console
 from rich.table import Table
 
-from bench import doors, memory
+from bench import doors, keys, memory
 from bench.measure import Result
 from bench.places import Places, open_places
 
@@ -22,7 +22,9 @@ SECONDS = 3.0
 
 IN_MEMORY: dict[str, Callable[[float], Result]] = {
     "memcpy.1m": memory.memcpy_1m,
-    "keys.prefix_hash_1k": memory.prefix_hash_1k,
+    "keys.sha256_512": keys.sha256_512,
+    "keys.sha256_512_int64": keys.sha256_512_int64,
+    "keys.xxh3_512": keys.xxh3_512,
 }
 """Need no mount."""
 AT_DOORS: dict[str, Callable[[Places, float], Result]] = {
@@ -34,7 +36,9 @@ AT_DOORS: dict[str, Callable[[Places, float], Result]] = {
 }
 NAMES = [*IN_MEMORY, *AT_DOORS]
 BASELINES = {
-    "keys.prefix_hash_1k": "hashlib in Python",
+    "keys.sha256_512": "SHA-256 of the tokens",
+    "keys.sha256_512_int64": "SHA-256 of the tokens",
+    "keys.xxh3_512": "SHA-256 of the tokens",
     "tmpfs.pread_1m": "default tmpfs",
     "mount.pread_1m": "backing tmpfs",
     "mount.pread_4k": "backing tmpfs",

@@ -1,4 +1,4 @@
-"""What is measured without any door: copying and hashing.
+"""What is measured without any door: copying.
 
 Responsibility: one function for each figure.
 """
@@ -7,17 +7,10 @@ from __future__ import annotations
 
 import mmap
 import os
-from array import array
-from hashlib import sha256
-from random import Random
 
 from bench.doors import FILES
 from bench.measure import Plan, Result, Side, compare
-from kvfs.keys import Namespace, prefix_hashes
 from kvfs.limits import MIB
-
-TOKENS = 1024
-BLOCK_TOKENS = 16
 
 
 def memcpy_1m(seconds: float) -> Result:
@@ -32,39 +25,3 @@ def memcpy_1m(seconds: float) -> Result:
                 into[:] = view[start : start + MIB]
 
             return compare("memcpy.1m", Side(copy), None, Plan(seconds, batch=FILES))
-
-
-def prefix_hash_1k(seconds: float) -> Result:
-    """A prompt of 1,024 tokens in blocks of 16, against the same 64 chained SHA-256 by hashlib."""
-    namespace = Namespace(
-        model="bench",
-        revision="1",
-        dtype="bfloat16",
-        layout="LKTHD",
-        block_tokens=BLOCK_TOKENS,
-        tensor_shards=1,
-        tensor_rank=0,
-        pipeline_shards=1,
-        pipeline_rank=0,
-        lora="",
-        salt="",
-        hash="sha256",
-    )
-    random = Random(1)
-    tokens = array("I", (random.randrange(1 << 17) for _ in range(TOKENS)))
-    packed, step = tokens.tobytes(), BLOCK_TOKENS * tokens.itemsize
-
-    def native(_: int) -> None:
-        prefix_hashes(namespace, tokens)
-
-    def chain(_: int) -> None:
-        parent = namespace.digest
-        for start in range(0, len(packed), step):
-            parent = sha256(parent + packed[start : start + step]).digest()[:16]
-
-    return compare(
-        "keys.prefix_hash_1k",
-        Side(native),
-        Side(chain),
-        Plan(seconds, batch=64),
-    )

@@ -76,6 +76,7 @@ class NameEnvironment:
         except lmdb.Error as error:
             raise self._failure(error) from error
         try:
+            self._env.reader_check()  # a reader that was killed would keep old pages from being used again
             self._meta_db = self.open_db(b"meta")
             self._check_format()
         except BaseException:

@@ -125,7 +125,7 @@ def _is_zombie(pid: int) -> bool:
 
 @contextmanager
 def open_store(settings: Settings) -> Iterator[TieredStore]:
-    """The store, whose DRAM tier outlives the service, so that a restart finds its cache; empty, it goes.
+    """The store; its DRAM tier is given back when the service stops.
 
     Raises StoreLocked, FormatMismatch, DeviceMissing, ConfigError.
     """
@@ -144,8 +144,7 @@ def open_store(settings: Settings) -> Iterator[TieredStore]:
     try:
         yield store
     finally:
-        usage = store.usage()
-        store.close(keep=usage["objects"] + usage["blocks"] > 0)
+        store.close()
 
 
 async def run(settings: Settings, started: Callable[[Running], None]) -> None:
@@ -223,7 +222,7 @@ class _Watchdog:
         self._timer.start()
 
     def stop_hard(self, why: str) -> None:
-        """Leave as after a crash: drafts are lost, and the next start adopts what was sealed."""
+        """Leave as after a crash; the next start clears what is left."""
         log.error("%s: leaving at once", why)
         aborting = threading.Thread(target=_abort_mount, args=[self._mountpoint], daemon=True)
         aborting.start()

@@ -116,7 +116,7 @@ class Mount:
             passthrough=wants_passthrough,
             threads=1 if wants_passthrough else NATIVE_READ_THREADS,
             buffer_size=limits.MAX_WRITE_BYTES,
-            largest_object=self._store.dram.usage().largest_object_bytes,
+            largest_object=self._store.dram.largest_object_bytes,
             attr_valid_s=limits.KERNEL_CACHE_S,
         )
         view = View(self._store, loop, self._socket_path)

@@ -83,7 +83,7 @@ class DramTier:
         """"tmpfs" or "directory"."""
         self.table = layout.table
         self._capacity = capacity_bytes
-        self._largest = capacity_bytes // limits.OBJECT_SHARE_OF_DRAM
+        self.largest_object_bytes = capacity_bytes // limits.OBJECT_SHARE_OF_DRAM
         self._gid = -1 if gid is None else gid
         self._books = Books(layout.table.slots)
         self._lockfd = layout.lockfd
@@ -193,7 +193,7 @@ class DramTier:
             held_bytes=books.held_total,
             slots=books.max_slots - books.free_slots,
             max_slots=books.max_slots,
-            largest_object_bytes=self._largest,
+            largest_object_bytes=self.largest_object_bytes,
         )
 
     def charged_bytes(self, uid: int) -> int:
@@ -203,8 +203,8 @@ class DramTier:
 
     def reserve(self, size_bytes: int = 0) -> Extent:
         """An empty draft, `size_bytes` promised to it until it is sealed. Raises NoSpace, ObjectTooLarge."""
-        if size_bytes > self._largest:
-            raise ObjectTooLarge(f"{size_bytes} bytes; the DRAM tier takes objects up to {self._largest}")
+        if size_bytes > self.largest_object_bytes:
+            raise ObjectTooLarge(f"{size_bytes} bytes; the DRAM tier takes objects up to {self.largest_object_bytes}")
         promised = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
         self._check_space(promised)
         slot = self._take_slot()
@@ -245,8 +245,8 @@ class DramTier:
     def _check_sealable(self, draft: Extent) -> tuple[int, int]:
         """(size, physical bytes) of a draft that may be sealed now."""
         size_bytes, physical_bytes = native.check_no_writer(self._slotfd, draft.slot)
-        if size_bytes > self._largest:
-            raise ObjectTooLarge(f"{size_bytes} bytes; the DRAM tier takes objects up to {self._largest}")
+        if size_bytes > self.largest_object_bytes:
+            raise ObjectTooLarge(f"{size_bytes} bytes; the DRAM tier takes objects up to {self.largest_object_bytes}")
         books = self._books
         over = books.sealed_total + books.held_total + physical_bytes - self._capacity
         if self.backing == "directory" and over > 0:

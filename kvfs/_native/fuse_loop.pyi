@@ -5,6 +5,7 @@ from typing_extensions import disjoint_base
 from kvfs._native.table import Table
 
 LOOKUP: int
+FORGET: int
 CREATE: int
 UNLINK: int
 RENAME: int

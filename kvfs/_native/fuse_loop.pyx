@@ -32,7 +32,7 @@ cdef extern from "fuse_loop_core.h" nogil:
         uint32_t uid
         uint32_t pid
     enum fw_opcode:
-        FW_LOOKUP, FW_CREATE, FW_UNLINK, FW_RENAME2, FW_RELEASE
+        FW_LOOKUP, FW_FORGET, FW_CREATE, FW_UNLINK, FW_RENAME2, FW_RELEASE
     struct fl_call:
         uint64_t unique
         uint64_t nodeid
@@ -109,6 +109,7 @@ cdef enum:
     CALL_BATCH = 16
 
 LOOKUP = FW_LOOKUP
+FORGET = FW_FORGET
 CREATE = FW_CREATE
 UNLINK = FW_UNLINK
 RENAME = FW_RENAME2
@@ -123,7 +124,7 @@ def died_by_signal(uint32_t pid):
 
 
 cdef class Call:
-    """One request that the store has to answer: through `FuseLoop.answer_*`, except for RELEASE."""
+    """One request that the store has to answer: through `FuseLoop.answer_*`, except for RELEASE and FORGET."""
 
     cdef readonly int opcode
     cdef readonly uint64_t unique
@@ -281,7 +282,7 @@ cdef class FuseLoop:
         self._check(fl_node_set(self._loop, nodeid, FL_DEAD, 0, 0, NULL), f"node {nodeid}")
 
     def node_drop(self, uint64_t nodeid):
-        """Drop a node that nothing needs. Lookups answered natively since: it stays, and they are returned."""
+        """Drop a node that nothing here needs, unless lookups of it were answered natively: their number."""
         return fl_node_drop(self._loop, nodeid)
 
     def link(self, uint64_t parent, bytes name not None, uint64_t nodeid):

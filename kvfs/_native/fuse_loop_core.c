@@ -179,33 +179,31 @@ static int handle_lookup(struct fuse_loop *loop, const struct fw_in_header *in, 
     return 1;
 }
 
-/* What the kernel forgets beyond the lookups counted here. */
-static uint64_t forget_node(struct fuse_loop *loop, uint64_t nodeid, uint64_t lookups) {
-    struct fl_node *node = fl_find(loop, nodeid);
-    if (node == NULL) return lookups;
-    uint64_t taken = node->lookups < lookups ? node->lookups : lookups;
-    node->lookups -= taken;
-    return lookups - taken;
-}
-
-/* FORGET has no answer; handled when nothing of it is left for the library. */
-static int handle_forget(struct fuse_loop *loop, const struct fw_in_header *in, uint64_t *lookups) {
+/* Takes from the lookups counted here first; `lookups` becomes what is left for the library. When none are
+ * left here, the library is told by a call, since it may have kept the node for them alone.
+ * 0: that call found no room, and the message has to be relayed. */
+static int forget_node(struct fuse_loop *loop, uint64_t nodeid, uint64_t *lookups) {
     pthread_mutex_lock(&loop->nodes_lock);
-    *lookups = forget_node(loop, in->nodeid, *lookups);
+    struct fl_node *node = fl_find(loop, nodeid);
+    uint64_t here = node == NULL ? 0 : node->lookups;
+    uint64_t taken = here < *lookups ? here : *lookups;
+    if (node != NULL) node->lookups -= taken;
     pthread_mutex_unlock(&loop->nodes_lock);
-    return *lookups == 0;
+    *lookups -= taken;
+    if (here > taken) return 1;
+    struct fl_call call = {.opcode = FW_FORGET, .nodeid = nodeid, .other = *lookups};
+    if (fl_call_put(loop, &call) < 0) return 0;
+    *lookups = 0;
+    return 1;
 }
 
 static int handle_batch_forget(struct fuse_loop *loop, const struct fw_in_header *in, struct fw_batch_forget_in *body) {
     struct fw_forget_one *each = (struct fw_forget_one *)(body + 1);
-    uint64_t left = 0, room = (in->len - sizeof *in - sizeof *body) / sizeof *each;
-    pthread_mutex_lock(&loop->nodes_lock);
-    for (uint32_t i = 0; i < body->count && i < room; i++) {
-        each[i].nlookup = forget_node(loop, each[i].nodeid, each[i].nlookup);
-        left += each[i].nlookup;
-    }
-    pthread_mutex_unlock(&loop->nodes_lock);
-    return left == 0;
+    uint64_t room = (in->len - sizeof *in - sizeof *body) / sizeof *each;
+    int handled = 1;
+    for (uint32_t i = 0; i < body->count && i < room; i++)
+        handled &= forget_node(loop, each[i].nodeid, &each[i].nlookup);
+    return handled;
 }
 
 /* A descriptor of the node's bytes that stays valid after the lock is gone, or -EAGAIN. The caller closes it. */
@@ -413,7 +411,7 @@ static int handle_natively(struct fuse_loop *loop, struct fl_buffers *buffers, s
     case FW_LOOKUP:
         return handle_lookup(loop, in, body);
     case FW_FORGET:
-        return handle_forget(loop, in, body);
+        return forget_node(loop, in->nodeid, body);
     case FW_BATCH_FORGET:
         return handle_batch_forget(loop, in, body);
     case FW_GETATTR:
@@ -774,13 +772,10 @@ int fl_release(struct fuse_loop *loop, uint64_t nodeid) {
 }
 
 uint64_t fl_node_drop(struct fuse_loop *loop, uint64_t nodeid) {
-    uint64_t lookups = 0;
     pthread_mutex_lock(&loop->nodes_lock);
     struct fl_node *node = fl_find(loop, nodeid);
-    if (node != NULL && node->lookups > 0) {
-        lookups = node->lookups;
-        node->lookups = 0;
-    } else if (node != NULL) {
+    uint64_t lookups = node == NULL ? 0 : node->lookups;
+    if (node != NULL && lookups == 0) {
         detach_backing(loop, node);
         memset(node, 0, sizeof *node);
         node->fd = -1;

@@ -51,9 +51,9 @@ struct fl_open_record {
 
 #define FL_CALL_NAME_MAX 255
 
-/* LOOKUP, CREATE, RENAME, UNLINK, or RELEASE of a library handle (already answered). */
+/* LOOKUP, CREATE, RENAME, UNLINK; RELEASE of a library handle and FORGET, which need no answer. */
 struct fl_call {
-    uint64_t unique, nodeid, other; /* other: RENAME's new parent, RELEASE's handle */
+    uint64_t unique, nodeid, other; /* other: RENAME's new parent, RELEASE's handle, FORGET's lookups */
     uint32_t opcode, uid, gid, pid, flags, mode;
     uint16_t name_length, new_length;
     char name[FL_CALL_NAME_MAX + 1], new_name[FL_CALL_NAME_MAX + 1];
@@ -74,8 +74,8 @@ void fl_get_stats(struct fuse_loop *loop, struct fl_stats *out);
 
 int fl_node_set(struct fuse_loop *loop, uint64_t nodeid, enum fl_state state, uint32_t slot, uint32_t generation,
                 const struct fw_attr *attr);
-/* Drops a node that the library no longer needs. Lookups counted here since: then it stays, and they become
- * the library's. */
+/* Drops a node that the library no longer needs, unless lookups of it are counted here: their number. When
+ * those are forgotten, a FORGET call says so. */
 uint64_t fl_node_drop(struct fuse_loop *loop, uint64_t nodeid);
 int fl_link(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length, uint64_t nodeid);
 void fl_unlink(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length);
