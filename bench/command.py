@@ -14,13 +14,18 @@ from contextlib import nullcontext
 from rich.console import Console
 from rich.table import Table
 
-from bench import doors
+from bench import doors, keys, memory
 from bench.measure import Result
 from bench.places import Places, open_places
 
 SECONDS = 3.0
 
-IN_MEMORY: dict[str, Callable[[None, float], Result]] = {"memcpy.1m": doors.memcpy_1m}
+IN_MEMORY: dict[str, Callable[[float], Result]] = {
+    "memcpy.1m": memory.memcpy_1m,
+    "keys.sha256_512": keys.sha256_512,
+    "keys.sha256_512_int64": keys.sha256_512_int64,
+    "keys.xxh3_512": keys.xxh3_512,
+}
 """Need no mount."""
 AT_DOORS: dict[str, Callable[[Places, float], Result]] = {
     "tmpfs.pread_1m": doors.tmpfs_pread_1m,
@@ -31,11 +36,14 @@ AT_DOORS: dict[str, Callable[[Places, float], Result]] = {
 }
 NAMES = [*IN_MEMORY, *AT_DOORS]
 BASELINES = {
-    "tmpfs.pread_1m": "tmpfs, default pages",
+    "keys.sha256_512": "SHA-256 of the tokens",
+    "keys.sha256_512_int64": "SHA-256 of the tokens",
+    "keys.xxh3_512": "SHA-256 of the tokens",
+    "tmpfs.pread_1m": "default tmpfs",
     "mount.pread_1m": "backing tmpfs",
     "mount.pread_4k": "backing tmpfs",
     "mount.open_read_close_1m": "backing tmpfs",
-    "mount.create_write_rename_1m": "tmpfs, default pages",
+    "mount.create_write_rename_1m": "default tmpfs",
 }
 
 
@@ -51,7 +59,7 @@ def run_command(arguments: list[str]) -> None:
             if places is not None and name in AT_DOORS:
                 results.append(AT_DOORS[name](places, options.seconds))
             else:
-                results.append(IN_MEMORY[name](None, options.seconds))
+                results.append(IN_MEMORY[name](options.seconds))
             if not options.json:
                 print(f"bench: {name} done", file=sys.stderr)
     if options.json:
@@ -84,15 +92,19 @@ def _names(text: str) -> list[str]:
 
 
 def _print_table(results: list[Result]) -> None:
-    table = Table("figure", "median", "baseline", "", "times as fast")
-    for column in (1, 2, 4):
-        table.columns[column].justify = "right"
+    table = Table(
+        "figure", "median", "baseline", "", "ratio", caption="ratio: how many times as fast as the baseline"
+    )
+    for column in table.columns:
+        column.no_wrap = True
+    for index in (1, 2, 4):
+        table.columns[index].justify = "right"
     for result in results:
         table.add_row(
             result.name,
             f"{result.value:.2f} {result.unit}",
             "" if result.baseline is None else f"{result.baseline:.2f} {result.unit}",
-            BASELINES.get(result.name, "information only"),
+            BASELINES.get(result.name, "information"),
             "" if result.ratio is None else f"{result.ratio:.2f}",
         )
     Console().print(table)

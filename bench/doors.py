@@ -1,4 +1,4 @@
-"""What is measured: memory, tmpfs, the mount.
+"""What is measured at doors: tmpfs and the mount.
 
 Responsibility: one function for each figure, from places to a Result. Both sides of a comparison run the very
 same operation on another directory, with the same sizes, offsets and destination.
@@ -9,7 +9,6 @@ come from memory on both sides. Everything is read once before it is timed.
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,21 +23,6 @@ from kvfs.limits import KIB, MIB
 FILES = 128
 KEPT_FILES = 16
 """Files that a writing side leaves before it deletes the oldest: bounds what both sides hold."""
-
-
-def memcpy_1m(_: Places | None, seconds: float) -> Result:
-    """Information only: 1 MiB from a mapping of the working set's size, in huge pages, into one buffer."""
-    with mmap.mmap(-1, FILES * MIB) as source, mmap.mmap(-1, MIB) as target:
-        source.madvise(mmap.MADV_HUGEPAGE)
-        source.write(os.urandom(MIB) * FILES)
-        view, into = memoryview(source), memoryview(target)
-        with view, into:
-
-            def copy(n: int) -> None:
-                start = n % FILES * MIB
-                into[:] = view[start : start + MIB]
-
-            return compare("memcpy.1m", Side(copy), None, Plan(seconds, batch=FILES))
 
 
 def tmpfs_pread_1m(places: Places, seconds: float) -> Result:

@@ -15,7 +15,7 @@ from statistics import median
 from time import perf_counter_ns
 from typing import Any
 
-Operation = Callable[[int], None]
+Operation = Callable[[int], object]
 """Does the n-th operation; n counts on from one batch to the next."""
 
 

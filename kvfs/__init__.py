@@ -37,6 +37,8 @@ from kvfs.errors import (
     Unsupported,
     WriterActive,
 )
+from kvfs.keys import prefix_hashes, tail_hash
+from kvfs.namespaces import Namespace
 from kvfs.results import Bucket, Entry
 
 __all__ = [
@@ -59,6 +61,7 @@ __all__ = [
     "KvfsError",
     "LimitExceeded",
     "NameTooLong",
+    "Namespace",
     "NamespaceHandle",
     "NoAttribute",
     "NoSpace",
@@ -75,4 +78,6 @@ __all__ = [
     "Unsupported",
     "WriterActive",
     "connect",
+    "prefix_hashes",
+    "tail_hash",
 ]

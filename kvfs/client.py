@@ -23,7 +23,7 @@ from typing import Any, Self
 import xxhash
 
 from kvfs import limits, paths
-from kvfs.errors import InvalidRequest, NotFound, ProtocolError
+from kvfs.errors import InvalidRequest, NotFound, Superseded
 from kvfs.exchange import Exchange, check, status_error
 from kvfs.messages import (
     DIGEST_BYTES,
@@ -38,6 +38,7 @@ from kvfs.messages import (
     SealNames,
     text,
 )
+from kvfs.namespaces import Namespace
 from kvfs.results import Bucket, Entry, bucket_of, entry_of
 from kvfs.transport import Transport, close_all, socket_path
 
@@ -88,7 +89,7 @@ class Client:
         self._exchange = self._begin()
 
     def _begin(self) -> Exchange:
-        path = socket_path(self._address)
+        path = socket_path(self._address, timeout_s=self._timeout_s)
         return Exchange(Transport(path, timeout_s=self._timeout_s, client=self._client))
 
     def reconnect(self) -> None:
@@ -270,19 +271,24 @@ class Client:
     # --- blocks ------------------------------------------------------------------------------------------
     def open_namespace(
         self,
-        description: dict[str, Any] | None = None,
+        namespace: Namespace | dict[str, Any] | None = None,
         *,
         digest: bytes | None = None,
         bucket: str | None = None,
     ) -> NamespaceHandle:
-        """Find or create the bucket bound to a namespace, given by its description, or find it by its digest.
+        """Find or create the bucket bound to a namespace, or find the one bound to a digest.
 
         Raises InvalidNamespace, BucketNotFound, AccessDenied.
         """
         arguments: dict[str, Any] = {"bucket": bucket} if bucket is not None else {}
-        if (description is None) == (digest is None):
-            raise InvalidRequest("open_namespace: give either a description or a digest")
-        arguments |= {"description": description} if digest is None else {"digest": digest.hex()}
+        if (namespace is None) == (digest is None):
+            raise InvalidRequest("open_namespace: give either a namespace or a digest")
+        if digest is not None:
+            arguments["digest"] = digest.hex()
+        else:
+            arguments["description"] = (
+                namespace.as_mapping() if isinstance(namespace, Namespace) else namespace
+            )
         found = self._exchange.control(Op.OPEN_NAMESPACE, **arguments)
         return NamespaceHandle(
             bytes.fromhex(found["digest"]), found["bucket"]["name"], found["handle"], self._sessions
@@ -393,11 +399,14 @@ def _block(entry: ExtentResult, descriptor: int | None, what: str) -> bytes | No
 
 
 def _read(descriptor: int, size_bytes: int, what: str) -> bytes:
-    buffer = bytearray(size_bytes)
-    view, at = memoryview(buffer), 0
-    while at < size_bytes:
-        count = os.preadv(descriptor, [view[at:]], at)
-        if count == 0:
-            raise ProtocolError(f"{what}: {at} bytes where the service said {size_bytes}")
-        at += count
-    return bytes(buffer)
+    """All of an object; one pread brings up to 2 GiB, so only larger ones are put together from parts."""
+    data = os.pread(descriptor, size_bytes, 0)
+    if len(data) == size_bytes:
+        return data
+    parts, at = [data], len(data)
+    while at < size_bytes and parts[-1]:
+        parts.append(os.pread(descriptor, size_bytes - at, at))
+        at += len(parts[-1])
+    if at < size_bytes:
+        raise Superseded(f"{what}: {at} bytes where the service said {size_bytes}")
+    return b"".join(parts)

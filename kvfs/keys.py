@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kvfs._native.hashing import SHA256, XXH3_128, hash_chain, xxh3_64
 from kvfs.errors import InvalidRequest, LimitExceeded
@@ -24,7 +24,13 @@ from kvfs.namespaces import DIGEST_BYTES, Namespace
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    Tokens = Buffer | Sequence[int]
+    class _Array(Protocol):
+        """numpy's arrays are buffers, but say so to a type checker from Python 3.12 on only."""
+
+        @property
+        def __array_interface__(self) -> dict[str, Any]: ...
+
+    Tokens = Buffer | Sequence[int] | _Array
 
 __all__ = ["Namespace", "block_name", "parse_block_name", "prefix_hashes", "tail_hash", "xxh3_64"]
 
@@ -49,7 +55,7 @@ def prefix_hashes(
     Raises InvalidRequest naming the argument (the first token that is negative or over 32 bits, with its
     index), LimitExceeded.
     """
-    return _hash(namespace, tokens, parent, extra, tail=False)
+    return _hash(namespace, _token_view(tokens), parent, extra, tail=False)
 
 
 def tail_hash(
@@ -63,14 +69,13 @@ def tail_hash(
 
     Raises as `prefix_hashes` does.
     """
-    buffer = _token_buffer(tokens)
-    view = memoryview(buffer)
+    view = _token_view(tokens)
     count = view.nbytes // view.itemsize
     if not 0 < count < namespace.block_tokens:
         raise InvalidRequest(
             f"a partial block has 1 to {namespace.block_tokens - 1} tokens in this namespace, not {count}"
         )
-    return _hash(namespace, buffer, parent, (extra,), tail=True)
+    return _hash(namespace, view, parent, (extra,), tail=True)
 
 
 def block_name(digest: bytes) -> bytes:
@@ -89,39 +94,40 @@ def parse_block_name(key: bytes) -> bytes | None:
 
 def _hash(
     namespace: Namespace,
-    tokens: Tokens,
+    tokens: memoryview,
     parent: bytes | None,
     extra: Sequence[bytes | None] | None,
     *,
     tail: bool,
 ) -> bytes:
-    try:
-        return hash_chain(
-            _token_buffer(tokens),
-            namespace.digest if parent is None else parent,
-            None if extra is None else tuple(map(_extra_bytes, extra)),
-            algorithm=_ALGORITHMS[namespace.hash],
-            block_tokens=namespace.block_tokens,
-            tail=tail,
-        )
-    except BufferError as error:
-        raise InvalidRequest(f"tokens are not contiguous in memory: {error}") from None
+    if parent is not None and not isinstance(parent, bytes):
+        raise InvalidRequest(f"parent hash is a {type(parent).__name__}, not {HASH_BYTES} bytes")
+    return hash_chain(
+        tokens,
+        namespace.digest if parent is None else parent,
+        None if extra is None else tuple(map(_extra_bytes, extra)),
+        algorithm=_ALGORITHMS[namespace.hash],
+        block_tokens=namespace.block_tokens,
+        tail=tail,
+    )
 
 
-def _token_buffer(tokens: Tokens) -> Buffer:
+def _token_view(tokens: Tokens) -> memoryview:
     if isinstance(tokens, list | tuple):
         try:
-            return array("I", tokens)
+            return memoryview(array("I", tokens))
         except (OverflowError, TypeError):
             raise _bad_token(tokens) from None
     try:
-        memoryview(tokens)  # type: ignore[arg-type]
-    except TypeError:
+        view = memoryview(tokens)  # type: ignore[arg-type]
+    except (BufferError, TypeError, ValueError):
         raise InvalidRequest(
             f"tokens are a {type(tokens).__name__}, neither a buffer of integers nor a list "
             "(of a tensor, pass .numpy())"
         ) from None
-    return tokens  # type: ignore[return-value]
+    if not view.c_contiguous:
+        raise InvalidRequest("tokens are not contiguous in memory")
+    return view
 
 
 def _bad_token(tokens: Sequence[object]) -> InvalidRequest:

@@ -41,7 +41,7 @@ _ID_CLOCK_SHIFT: Final = 20
 """A new index starts its ids at seconds << 20: a million ids a second before it could meet a lost index's
 ids, and below 2**53 for another 200 years, so that every tool shows an inode number exactly."""
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("kvfs.names")
 
 T = TypeVar("T")
 
@@ -76,6 +76,7 @@ class NameEnvironment:
         except lmdb.Error as error:
             raise self._failure(error) from error
         try:
+            self._env.reader_check()  # a reader that was killed would keep old pages from being used again
             self._meta_db = self.open_db(b"meta")
             self._check_format()
         except BaseException:

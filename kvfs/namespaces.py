@@ -65,7 +65,7 @@ def _check_number(name: str, value: object, low: int, high: int) -> None:
 
 
 def _check_choice(name: str, value: object, choices: frozenset[str]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise InvalidNamespace(
             f"namespace field {name} is {value!r}, not one of {', '.join(sorted(choices))}"
         )

@@ -21,7 +21,8 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -93,10 +94,14 @@ def prepare_mountpoint(path: Path) -> Path:
     return path
 
 
-def open_store(settings: Settings) -> TieredStore:
-    """Raises StoreLocked, FormatMismatch, DeviceMissing, ConfigError."""
+@contextmanager
+def open_store(settings: Settings) -> Iterator[TieredStore]:
+    """The store; its DRAM tier is given back when the service stops.
+
+    Raises StoreLocked, FormatMismatch, DeviceMissing, ConfigError.
+    """
     try:
-        return TieredStore.open(
+        store = TieredStore.open(
             settings.store.data,
             dram_bytes=settings.dram.capacity,
             max_slots=settings.dram.slots,
@@ -106,6 +111,10 @@ def open_store(settings: Settings) -> TieredStore:
         )
     except OSError as error:
         raise ConfigError(f"[store] data = '{settings.store.data}': {error.strerror or error}") from error
+    try:
+        yield store
+    finally:
+        store.close()
 
 
 async def run(settings: Settings, started: Callable[[Running], None]) -> None:
@@ -129,7 +138,7 @@ async def run(settings: Settings, started: Callable[[Running], None]) -> None:
             store,
             settings.socket_path,
             group_gid=group_id(settings.session.group),
-            describe=lambda: {"mount": _describe_mount(mount)},
+            describe=lambda: {"mount": _describe_mount(store, mount)},
         )
         async with trio.open_nursery() as upkeep:
             upkeep.start_soon(_maintain, store)
@@ -178,7 +187,7 @@ class _Watchdog:
         self._timer.start()
 
     def stop_hard(self, why: str) -> None:
-        """Leave as after a crash: drafts are lost, and the next start adopts what was sealed."""
+        """Leave as after a crash; the next start clears what is left."""
         log.error("%s: leaving at once", why)
         detaching = threading.Thread(target=unmount, args=[self._mountpoint], daemon=True)
         detaching.start()
@@ -233,8 +242,18 @@ async def _maintain(store: TieredStore) -> None:
         await trio.sleep(limits.MAINTAIN_PAUSE_S)
 
 
-def _describe_mount(mount: Mount) -> dict[str, Any]:
-    return {"path": str(mount.mountpoint), "mode": mount.mode, "missing": mount.limits}
+def _describe_mount(store: TieredStore, mount: Mount) -> dict[str, Any]:
+    return {"path": str(mount.mountpoint), "mode": mount.mode, "missing": _missing(store, mount)}
+
+
+def _missing(store: TieredStore, mount: Mount) -> list[str]:
+    """What this machine or user lacks, and what still works."""
+    if store.dram.backing == "tmpfs":
+        return mount.limits
+    return [
+        "no private tmpfs: the DRAM tier lies in a plain directory, its capacity is kept without the kernel's help",
+        *mount.limits,
+    ]
 
 
 def _describe(settings: Settings, store: TieredStore, mount: Mount) -> Running:
@@ -248,5 +267,5 @@ def _describe(settings: Settings, store: TieredStore, mount: Mount) -> Running:
         mountpoint=settings.mount.path,
         mode=mount.mode,
         socket=settings.socket_path,
-        missing=tuple(mount.limits),
+        missing=tuple(_missing(store, mount)),
     )

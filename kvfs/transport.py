@@ -15,6 +15,7 @@ from __future__ import annotations
 import array
 import errno
 import os
+import queue
 import socket
 import stat
 import struct
@@ -32,12 +33,31 @@ SOCKET_NAME = "kvfs.sock"
 _ANCILLARY_BYTES = socket.CMSG_SPACE(4 * limits.MAX_FDS_PER_MESSAGE)
 
 
-def socket_path(address: str | os.PathLike[str]) -> Path:
+def socket_path(address: str | os.PathLike[str], *, timeout_s: float) -> Path:
     """The session socket that an address stands for: a mount, a data directory, or the socket itself.
 
-    Raises SessionClosed when no service is there, InvalidRequest for anything else.
+    Raises SessionClosed when no service is there, DeadlinePassed, InvalidRequest for anything else.
     """
-    path = Path(address)
+    # On a mount whose service hangs, stat() does too, and no timeout ends it: a thread of its own waits.
+    found: queue.SimpleQueue[Path | Exception] = queue.SimpleQueue()
+
+    def look() -> None:
+        try:
+            found.put(_socket_path(Path(address)))
+        except Exception as error:
+            found.put(error)
+
+    threading.Thread(target=look, daemon=True, name="kvfs-address").start()
+    try:
+        answer = found.get(timeout=timeout_s)
+    except queue.Empty:
+        raise DeadlinePassed(f"{os.fspath(address)}: no answer within {timeout_s:g} s") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _socket_path(path: Path) -> Path:
     try:
         found = path.stat()
         if stat.S_ISSOCK(found.st_mode):

@@ -1,6 +1,7 @@
 """What a handler raises becomes the errno that the caller sees: the mount's one place for that.
 
-Invariant: nothing but FUSEError ever reaches pyfuse3, so no request can end the mount.
+Invariant: nothing but FUSEError ever reaches pyfuse3, and nothing at all leaves a call's handler, so no
+request can end the mount.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ import errno
 import functools
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import pyfuse3
 
 from kvfs.errors import KvfsError
+
+if TYPE_CHECKING:
+    from mounts.view import View
 
 log = logging.getLogger("kvfs.mount")
 
@@ -21,22 +25,39 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def answers_errno(method: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, Coroutine[Any, Any, R]]:
-    """Wrap a handler of pyfuse3.Operations."""
+def errno_of(error: Exception, what: str) -> int:
+    """The errno for the caller, and a log line at the error's own level; what nobody foresaw is EIO."""
+    if isinstance(error, KvfsError):
+        log.log(min(error.log_level, logging.INFO), "%s: %s", what, error)
+        return error.errno
+    if isinstance(error, OSError):
+        return error.errno or errno.EIO
+    if isinstance(error, pyfuse3.FUSEError):
+        return error.errno
+    log.error("%s failed", what, exc_info=error)
+    return errno.EIO
+
+
+class Viewing(Protocol):
+    """A handler's object."""
+
+    view: View
+
+
+V = TypeVar("V", bound=Viewing)
+
+
+def answers_errno(
+    method: Callable[Concatenate[V, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[V, P], Coroutine[Any, Any, R]]:
+    """Wrap a handler of pyfuse3.Operations. Calls that the kernel made before this request go first."""
 
     @functools.wraps(method)
-    async def answer(*args: P.args, **kwargs: P.kwargs) -> R:
+    async def answer(self: V, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        self.view.catch_up()
         try:
-            return await method(*args, **kwargs)
-        except KvfsError as error:
-            log.log(min(error.log_level, logging.INFO), "%s: %s", method.__name__, error)
-            raise pyfuse3.FUSEError(error.errno) from None
-        except OSError as error:
-            raise pyfuse3.FUSEError(error.errno or errno.EIO) from None
-        except pyfuse3.FUSEError:
-            raise
-        except Exception:
-            log.exception("%s failed", method.__name__)
-            raise pyfuse3.FUSEError(errno.EIO) from None
+            return await method(self, *args, **kwargs)
+        except Exception as error:
+            raise pyfuse3.FUSEError(errno_of(error, method.__name__)) from None
 
     return answer

@@ -295,7 +295,7 @@ class DraftKeeper:
 
     @property
     def largest_bytes(self) -> int:
-        return self._store.dram.usage().largest_object_bytes
+        return self._store.dram.largest_object_bytes
 
     def status(self, opened: OpenDraft) -> os.stat_result:
         """The slot file's size and times, as passthrough writes left them."""

@@ -12,8 +12,6 @@ import errno
 import os
 from dataclasses import dataclass
 
-import pyfuse3
-
 from kvfs._native.fuse_loop import died_by_signal
 from kvfs.errors import Exists, IsDirectory, KvfsError, NotPermitted, Superseded
 from mounts.backing import PlainBackings
@@ -40,9 +38,7 @@ class OpenFiles:
         self._handles: dict[int, Handle] = {}
         self._next_handle = 1
 
-    def create(
-        self, parent: Node, component: bytes, flags: int, mode: int, ctx: pyfuse3.RequestContext
-    ) -> Node:
+    def create(self, parent: Node, component: bytes, flags: int, mode: int, *, uid: int, gid: int) -> Node:
         """A new draft. Raises Exists; Superseded when another door has made the name meanwhile."""
         view = self._view
         name = view.place(parent, component)
@@ -57,50 +53,51 @@ class OpenFiles:
             raise NotPermitted(f"{name}: blocks of a bound bucket are sealed by prefix hash, not by name")
         if known is not None:
             view.backings.node_dead(known.nodeid)
-        return view.drafts.create(parent, component, mode=mode, uid=ctx.uid, gid=ctx.gid)
+        return view.drafts.create(parent, component, mode=mode, uid=uid, gid=gid)
 
-    def open_new(self, node: Node, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
-        """Open what `create` made; when that fails, nothing is left of it."""
+    def open_new(self, node: Node, flags: int, *, pid: int) -> int:
+        """Open what `create` made: the handle's number. When that fails, nothing is left of it."""
         assert node.draft is not None
         try:
-            return self._open_draft(node, node.draft, flags, ctx)
+            return self._open_draft(node, node.draft, flags, pid)
         except (KvfsError, OSError):
             self._view.drafts.discard(node)
             raise
 
-    async def open(self, node: Node, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
-        """Open a draft, or a sealed object for reading. For writing, ESTALE leads the kernel to a new draft."""
+    async def open(self, node: Node, flags: int, *, uid: int, pid: int) -> tuple[int, bool]:
+        """Open a draft, or a sealed object for reading: the handle's number, and whether its bytes are sealed.
+
+        A sealed object is not opened for writing: ESTALE leads the kernel to the draft that takes its place.
+        """
         drafts = self._view.drafts
         if node.draft is not None and not drafts.publish_if_closed(node, node.draft):
             if flags & os.O_TRUNC:
                 drafts.truncate(node.draft, 0)
-            return self._open_draft(node, node.draft, flags, ctx)
+            return self._open_draft(node, node.draft, flags, pid), False
         if node.info is None or not node.linked:
             raise Superseded(f"node {node.nodeid} was replaced")
         if _writes(flags) or flags & os.O_TRUNC:
             if node.info.name is None:
                 raise NotPermitted("a block is immutable")
-            await drafts.rewrite(node, node.info, uid=ctx.uid, keep_bytes=not flags & os.O_TRUNC)
+            await drafts.rewrite(node, node.info, uid=uid, keep_bytes=not flags & os.O_TRUNC)
             raise stale()
-        descriptor = self._view.store.open_read(node.info, uid=ctx.uid)
+        descriptor = self._view.store.open_read(node.info, uid=uid)
         try:
             self._view.backings.acquire(node.nodeid, descriptor)
         finally:
             os.close(descriptor)
         node.handles += 1
-        return self._handle(Handle(node, None, writable=False, pid=ctx.pid), keep_cache=True)
+        return self._handle(Handle(node, None, writable=False, pid=pid)), True
 
-    def _open_draft(
-        self, node: Node, opened: OpenDraft, flags: int, ctx: pyfuse3.RequestContext
-    ) -> pyfuse3.FileInfo:
+    def _open_draft(self, node: Node, opened: OpenDraft, flags: int, pid: int) -> int:
         self._view.drafts.open(node, opened, writable=_writes(flags))
-        return self._handle(Handle(node, opened, writable=_writes(flags), pid=ctx.pid), keep_cache=False)
+        return self._handle(Handle(node, opened, writable=_writes(flags), pid=pid))
 
-    def _handle(self, handle: Handle, *, keep_cache: bool) -> pyfuse3.FileInfo:
+    def _handle(self, handle: Handle) -> int:
         number = self._next_handle
         self._next_handle += 1
         self._handles[number] = handle
-        return pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(number), keep_cache=keep_cache)
+        return number
 
     def read(self, number: int, offset: int, size: int) -> bytes:
         return os.pread(self._descriptor(number), size, offset)

@@ -30,6 +30,8 @@ from kvfs import limits, linux
 from kvfs._native.fuse_loop import FuseLoop
 from kvfs.errors import ConfigError, DeviceMissing
 from mounts.backing import PlainBackings
+from mounts.calls import CallServer
+from mounts.files import OpenFiles
 from mounts.operations import Operations
 from mounts.view import View
 from tiers.store import TieredStore
@@ -113,15 +115,18 @@ class Mount:
             passthrough=wants_passthrough,
             threads=1 if wants_passthrough else NATIVE_READ_THREADS,
             buffer_size=limits.MAX_WRITE_BYTES,
-            largest_object=self._store.dram.usage().largest_object_bytes,
+            largest_object=self._store.dram.largest_object_bytes,
             attr_valid_s=limits.KERNEL_CACHE_S,
         )
         view = View(self._store, loop, self._socket_path)
-        pyfuse3.init(Operations(view), f"/dev/fd/{os.dup(loop.library_fd)}", {"fsname=kvfs"})
+        files = OpenFiles(view)
+        calls = CallServer(loop, view, files)
+        pyfuse3.init(Operations(view, files), f"/dev/fd/{os.dup(loop.library_fd)}", {"fsname=kvfs"})
         try:
             loop.start()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._end_with_kernel, loop.ended_fd, nursery.cancel_scope)
+                nursery.start_soon(calls.serve)
                 await self._run(view, nursery, task_status, lambda: self._settle_mode(loop))
         finally:
             with trio.CancelScope(shield=True):
@@ -163,7 +168,7 @@ class Mount:
         if self._allow_other and os.geteuid() == 0:
             options.add("allow_other")
         try:
-            pyfuse3.init(Operations(view), str(self.mountpoint), options)
+            pyfuse3.init(Operations(view, OpenFiles(view)), str(self.mountpoint), options)
         except RuntimeError as error:
             raise DeviceMissing(
                 f"mount at {self.mountpoint}: {error}; without root, the package fuse3 (fusermount3) is needed"

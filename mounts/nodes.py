@@ -212,8 +212,7 @@ class NodeTable:
         """Drop the node, and parents kept only for it, when nothing needs them."""
         current: Node | None = node
         while current is not None and current.nodeid in self._by_id and self._unneeded(current):
-            current.lookups = self.mirror.node_drop(current.nodeid)
-            if current.lookups > 0:
+            if self.mirror.node_drop(current.nodeid) > 0:
                 break
             self.unlink(current)
             del self._by_id[current.nodeid]

@@ -23,24 +23,18 @@ import pyfuse3
 
 from kvfs import limits
 from kvfs.errors import (
-    CrossDevice,
-    Exists,
-    InvalidRequest,
-    IsDirectory,
     LimitExceeded,
-    NotDirectory,
-    NotEmpty,
     NotPermitted,
 )
 from mounts import attributes as attrs
-from mounts import listings
+from mounts import listings, names
 from mounts.answers import answers_errno
 from mounts.drafts import stale
 from mounts.files import OpenFiles
 from mounts.listings import Listing
 from mounts.nodes import Node
 from mounts.view import View
-from tiers.model import Attributes, Directory, Name, ObjectInfo
+from tiers.model import Directory, ObjectInfo
 
 
 class Operations(pyfuse3.Operations):
@@ -50,10 +44,10 @@ class Operations(pyfuse3.Operations):
     enable_writeback_cache = False
     enable_acl = False
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: View, files: OpenFiles) -> None:
         super().__init__()
         self.view = view
-        self.files = OpenFiles(view)
+        self.files = files
         self._listings: dict[int, Listing] = {}
         self._next_listing = 1
 
@@ -139,18 +133,14 @@ class Operations(pyfuse3.Operations):
         mode: pyfuse3.ModeT,
         ctx: pyfuse3.RequestContext,
     ) -> pyfuse3.EntryAttributes:
-        parent = self.view.directory(parent_inode)
-        permissions = stat.S_IMODE(mode)
-        if parent.parent is None:
-            self.view.store.create_bucket(name, uid=ctx.uid, gid=ctx.gid, mode=permissions)
-        else:
-            place = self.view.place(parent, name)
-            known = self.view.nodes.child(parent, name)
-            if known is not None and known.draft is not None:
-                raise Exists(f"{place} is being written")
-            where = Name(place.bucket, place.key + b"/")
-            self.view.store.make_directory(where, Attributes(mode=permissions, uid=ctx.uid, gid=ctx.gid))
-        node = self.view.need(parent, name)
+        node = names.make_directory(
+            self.view,
+            self.view.directory(parent_inode),
+            name,
+            mode=stat.S_IMODE(mode),
+            uid=ctx.uid,
+            gid=ctx.gid,
+        )
         node.lookups += 1
         return self.view.attributes(node)
 
@@ -158,28 +148,13 @@ class Operations(pyfuse3.Operations):
     async def rmdir(
         self, parent_inode: pyfuse3.InodeT, name: pyfuse3.FileNameT, ctx: pyfuse3.RequestContext
     ) -> None:
-        parent = self.view.directory(parent_inode)
-        node = self.view.need(parent, name)
-        if not node.directory:
-            raise NotDirectory(f"{name.decode(errors='replace')} is a file")
-        if self.view.nodes.has_drafts_below(node):
-            raise NotEmpty(f"files below {name.decode(errors='replace')} are being written")
-        if parent.parent is None:
-            self.view.store.remove_bucket(name)
-        else:
-            self.view.store.remove_directory(self.view.nodes.name(node))
-        self.view.gone(node)
+        names.remove_directory(self.view, self.view.directory(parent_inode), name)
 
     @answers_errno
     async def unlink(
         self, parent_inode: pyfuse3.InodeT, name: pyfuse3.FileNameT, ctx: pyfuse3.RequestContext
     ) -> None:
-        parent = self.view.directory(parent_inode)
-        node = self.view.need(parent, name)
-        if node.directory:
-            raise IsDirectory(f"{name.decode(errors='replace')} is a directory")
-        self.view.remove_sealed(self.view.nodes.name(node))
-        self.view.gone(node)
+        names.remove_file(self.view, self.view.directory(parent_inode), name)
 
     @answers_errno
     async def rename(
@@ -191,33 +166,8 @@ class Operations(pyfuse3.Operations):
         flags: pyfuse3.FlagT,
         ctx: pyfuse3.RequestContext,
     ) -> None:
-        if flags & pyfuse3.RENAME_EXCHANGE:
-            raise InvalidRequest("RENAME_EXCHANGE: two names cannot be exchanged in one step here")
         above, below = self.view.directory(parent_inode_old), self.view.directory(parent_inode_new)
-        node = self.view.need(above, name_old)
-        if above.parent is None or (below.parent is None and node.directory):
-            raise CrossDevice("a bucket is not renamed, and a directory becomes one by copying")
-        target = self.view.place(below, name_new)
-        known = self.view.find(below, name_new)
-        if known is node:
-            return
-        if known is not None:
-            self.view.check_replaceable(node, known, replace=not flags & pyfuse3.RENAME_NOREPLACE)
-        source = self.view.nodes.name(node)
-        with self.view.own_change():
-            if node.draft is not None:
-                self.view.remove_sealed(source)
-            elif node.directory:
-                self.view.store.rename(source, Name(target.bucket, target.key + b"/"))
-            else:
-                self.view.store.rename(source, target)
-        if known is not None:
-            self.view.gone(known)
-        self.view.nodes.move(node, below, name_new)
-        if node.info is not None:
-            found = self.view.store.lookup(target)
-            if isinstance(found, ObjectInfo):
-                self.view.nodes.set_object(node, found)
+        names.rename(self.view, above, name_old, below, name_new, flags)
 
     @answers_errno
     async def mknod(
@@ -231,7 +181,7 @@ class Operations(pyfuse3.Operations):
         if not stat.S_ISREG(mode):
             raise NotPermitted("only regular files and directories exist here")
         parent = self.view.directory(parent_inode)
-        node = self.files.create(parent, name, os.O_EXCL, stat.S_IMODE(mode), ctx)
+        node = self.files.create(parent, name, os.O_EXCL, stat.S_IMODE(mode), uid=ctx.uid, gid=ctx.gid)
         assert node.draft is not None
         self.view.drafts.settle(node, node.draft)
         node.lookups += 1
@@ -268,17 +218,19 @@ class Operations(pyfuse3.Operations):
         flags: pyfuse3.FlagT,
         ctx: pyfuse3.RequestContext,
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
-        node = self.files.create(self.view.directory(parent_inode), name, flags, stat.S_IMODE(mode), ctx)
-        info = self.files.open_new(node, flags, ctx)
+        parent = self.view.directory(parent_inode)
+        node = self.files.create(parent, name, flags, stat.S_IMODE(mode), uid=ctx.uid, gid=ctx.gid)
+        number = self.files.open_new(node, flags, pid=ctx.pid)
         node.lookups += 1
         assert node.draft is not None
-        return info, attrs.of_draft(node, node.draft, None)
+        return pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(number)), attrs.of_draft(node, node.draft, None)
 
     @answers_errno
     async def open(
         self, inode: pyfuse3.InodeT, flags: pyfuse3.FlagT, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.FileInfo:
-        return await self.files.open(self.view.nodes.get(inode), flags, ctx)
+        number, sealed = await self.files.open(self.view.nodes.get(inode), flags, uid=ctx.uid, pid=ctx.pid)
+        return pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(number), keep_cache=sealed)
 
     @answers_errno
     async def read(self, fh: pyfuse3.FileHandleT, off: int, size: int) -> bytes:

@@ -15,14 +15,14 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pyfuse3
 
 from kvfs import paths
-from kvfs.errors import Exists, IsDirectory, NotDirectory, NotEmpty, NotFound, NotPermitted, Superseded
+from kvfs.errors import NotDirectory, NotFound, NotPermitted, Superseded
 from mounts import attributes as attrs
 from mounts.backing import Backings
 from mounts.drafts import DraftKeeper
@@ -43,6 +43,8 @@ class View:
         self.drafts = DraftKeeper(store, self.nodes, backings)
         self.xattrs = ExtendedAttributes(store, self.nodes, socket)
         self._started_ns = time.time_ns()
+        self.catch_up: Callable[[], None] = lambda: None
+        """Handles what the native loop has queued; nothing in the plain mode."""
         self._own_changes = 0
         root = self.nodes.root
         backings.node_directory(
@@ -201,17 +203,6 @@ class View:
         elif opened.handles == 0:
             self.drafts.discard(node)
         self.nodes.release(node)
-
-    def check_replaceable(self, node: Node, known: Node, *, replace: bool) -> None:
-        name = known.component.decode(errors="replace")
-        if not replace:
-            raise Exists(f"{name} exists")
-        if known.directory and not node.directory:
-            raise IsDirectory(f"{name} is a directory")
-        if node.directory and not known.directory:
-            raise NotDirectory(f"{name} is a file")
-        if known.directory and self.nodes.has_drafts_below(known):
-            raise NotEmpty(f"files below {name} are being written")
 
     # --- what other doors do ------------------------------------------------------------------------------
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import pytest
@@ -33,9 +34,9 @@ from kvfs.names import DIRECTORY, PINNED, BucketRow, ListEntry, NameIndex, NameR
 BUCKETS = (b"b", b"bb", b"c")
 
 
-def row(object_id: int = 1, **changes: object) -> NameRow:
+def row(object_id: int = 1, **changes: Any) -> NameRow:
     plain = NameRow(object_id, object_id, 4096, 0o100644, 1000, 1000, 5, 6, 7, 0)
-    return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(plain, **changes)
 
 
 @pytest.fixture
@@ -221,8 +222,8 @@ class Steps:
         for name in ("seek", "step"):
             monkeypatch.setattr(NameScan, name, self._counted(getattr(NameScan, name)))
 
-    def _counted(self, method):  # type: ignore[no-untyped-def]
-        def move(*args: object) -> object:
+    def _counted(self, method: Callable[..., bool]) -> Callable[..., bool]:
+        def move(*args: object) -> bool:
             self.count += 1
             return method(*args)
 
@@ -320,9 +321,9 @@ def test_a_page_over_the_limit_is_refused(index: NameIndex) -> None:
 # --- buckets, meta, ids ---------------------------------------------------------------------------------
 
 
-def bucket(name: bytes = b"models", **changes: object) -> BucketRow:
+def bucket(name: bytes = b"models", **changes: Any) -> BucketRow:
     plain = BucketRow(name, "cache", 0, 0, 0o755, 10, 11)
-    return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(plain, **changes)
 
 
 def test_buckets_survive(tmp_path: Path) -> None:
@@ -423,6 +424,13 @@ def test_the_index_survives_an_abrupt_end(tmp_path: Path) -> None:
     index.close()
 
 
+def test_a_synchronous_index(tmp_path: Path) -> None:
+    with NameIndex.open(tmp_path, sync=True) as index:
+        index.put(b"b", b"k", row(9))
+    with NameIndex.open(tmp_path) as index:
+        assert index.get(b"b", b"k") == row(9)
+
+
 def test_bad_map_sizes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="map sizes"):
         NameIndex.open(tmp_path, map_size_bytes=0)
@@ -464,7 +472,7 @@ def test_name_row_bytes() -> None:
         ({"user_metadata": bytes(MAX_USER_METADATA_BYTES + 1)}, LimitExceeded, "65536"),
     ],
 )
-def test_rows_out_of_range_are_named(changes: dict[str, object], error: type[Exception], words: str) -> None:
+def test_rows_out_of_range_are_named(changes: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         row(**changes).encode()
 

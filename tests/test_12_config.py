@@ -48,7 +48,7 @@ def test_defaults_are_valid_and_frozen() -> None:
     assert settings.dram.slots == limits.DEFAULT_SLOTS
     assert settings.mount.mode == "auto"
     with pytest.raises(ValueError, match="frozen"):
-        settings.dram.slots = 1  # type: ignore[misc]
+        settings.dram.slots = 1
 
 
 def test_the_default_capacity_leaves_memory_to_others() -> None:

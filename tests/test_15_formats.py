@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -50,6 +52,16 @@ def test_the_c_side_has_the_same_values() -> None:
     bits = (native.TIER_DRAM, native.TIER_HBM, native.TIER_NVME, native.TIER_REMOTE, native.TIER_COLD)
     assert bits == tuple(TierBit)
     assert [int(state) for state in EntryState] == [0, 1], "zeroed memory is an empty index"
+
+
+def test_the_page_has_the_same_offsets() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "formats.md").read_text()
+    headings = {"Table header": TABLE_HEADER, "Slot header": SLOT_HEADER, "Index entry": INDEX_ENTRY}
+    for heading, layout in {**headings, "Record header": RECORD_HEADER}.items():
+        section = page.split(f"### {heading}")[1].split("\n#")[0]
+        assert f"{layout.size} bytes" in section
+        rows = re.findall(r"^\| (\d+) \| (\d+) \| `(\w+)` \|", section, re.MULTILINE)
+        assert {name: (int(offset), int(size)) for offset, size, name in rows} == layout.offsets
 
 
 def test_every_field_is_aligned() -> None:

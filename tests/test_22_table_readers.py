@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -63,37 +65,101 @@ def put(table: Table, key: bytes, slot: int, generation: int) -> None:
     table.put(key, 2, slot, generation, size, location=size ^ int.from_bytes(key[8:], "big"))
 
 
-def test_readers_see_whole_entries_and_miss_none(tmp_path: Path) -> None:
-    path = tmp_path / "table"
-    table = Table.create(path, STORE, 8, ENTRIES)
+def change_everything(table: Table, seconds: float) -> int:
+    """Values of the steady keys, the presence of the others, and slot header 0; the number of changes."""
     rng = random.Random(7)
     present = dict.fromkeys(range(CHURN), False)
+    until = time.monotonic() + seconds
+    generation = 0
+    while time.monotonic() < until:
+        for _ in range(500):
+            generation += 1
+            number = rng.randrange(CHURN)
+            if present[number]:
+                table.remove(churn(number))
+            else:
+                put(table, churn(number), number, generation)
+            present[number] = not present[number]
+            put(table, steady(generation % STEADY), generation % STEADY, generation)
+            table.set_checksum(0, 2, generation)
+        table.write_header(
+            0,
+            state=2,
+            generation=2,
+            kind=2,
+            key=bytes(16),
+            size=generation,
+            object_id=generation,
+            sequence=generation,
+        )
+    table.set_dead()
+    return generation
+
+
+def shared_table(path: Path) -> Table:
+    table = Table.create(path, STORE, 8, ENTRIES)
     for number in range(STEADY):
         put(table, steady(number), number, 0)
-    table.begin(0)
-    with Helper(READER, path, STEADY, CHURN, 0) as one, Helper(READER, path, STEADY, CHURN, 0) as two:
-        one.expect("ready")
-        two.expect("ready")
-        until = time.monotonic() + 1.5
-        generation = 0
-        while time.monotonic() < until:
-            for _ in range(500):
-                generation += 1
-                number = rng.randrange(CHURN)
-                if present[number]:
-                    table.remove(churn(number))
-                else:
-                    put(table, churn(number), number, generation)
-                present[number] = not present[number]
-                put(table, steady(generation % STEADY), generation % STEADY, generation)
-            size = generation
-            table.write_header(
-                0, state=2, generation=2, kind=2, key=bytes(16), size=size, object_id=size, sequence=size
-            )
-        table.set_dead()
-        one.expect("done")
-        two.expect("done")
-    assert generation > 10_000
+    table.write_header(0, state=2, generation=2, kind=2, key=bytes(16), size=0)
+    return table
+
+
+def test_readers_in_python_see_whole_entries_and_miss_none(tmp_path: Path) -> None:
+    table = shared_table(tmp_path / "table")
+    with Helper(READER, tmp_path / "table", STEADY, CHURN, 0) as reader:
+        reader.expect("ready")
+        assert change_everything(table, 0.7) > 5_000
+        reader.expect("done")
+
+
+def lingering(turns: int) -> str:
+    """C text that passes the time."""
+    return f"for (volatile int i_ = 0; i_ < {turns}; i_++) {{}}"
+
+
+def slow_load(turns: int) -> str:
+    return f"({{ __auto_type v_ = __atomic_load_n((p), __ATOMIC_RELAXED); {lingering(turns)} v_; }})"
+
+
+SLOW_STORE = f"do {{ __atomic_store_n((p), (v), __ATOMIC_RELAXED); {lingering(100)} }} while (0)"
+PROGRAMS = {
+    "table_reader": [f"-DKVFS_LOAD(p)={slow_load(50)}"],
+    "slow_table_reader": [f"-DKVFS_LOAD(p)={slow_load(1500)}"],
+    "table_writer": [f"-DKVFS_STORE(p, v)={SLOW_STORE}"],
+}
+"""Programs, and how they linger after each access. An entry is one cache line: at full speed hardly anybody
+meets half of one, nor does an entry move past a reader unless that takes its time between two places; the one
+reader is about as slow as one change, the other as several."""
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the C programs of tests/native, which need nothing of Python."""
+    here, built = Path(__file__).parent, tmp_path_factory.mktemp("native")
+    native = here.parent / "kvfs" / "_native"
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    for name, linger in PROGRAMS.items():
+        flags = ["-O2", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-pthread", f"-I{native}", *linger]
+        sources = [here / "native" / f"{name.removeprefix('slow_')}.c", native / "table_core.c"]
+        subprocess.run([compiler, *flags, *sources, "-o", built / name], check=True)
+    return built
+
+
+def test_native_readers_see_whole_entries_and_miss_none(programs: Path, tmp_path: Path) -> None:
+    """Readers that linger between their loads, against a writer that lingers between its stores."""
+    path = tmp_path / "table"
+    with Helper(programs / "table_writer", path, STEADY, CHURN, 1500) as writer:
+        writer.expect("ready")
+        with Helper(programs / "table_reader", path, STEADY, CHURN) as one:
+            one.expect("ready")
+            with Helper(programs / "slow_table_reader", path, STEADY, CHURN) as two:
+                two.expect("ready")
+                writer.tell("go")
+                one.expect("done")
+                two.expect("done")
+        writer.expect("done")
 
 
 WRITER = """

@@ -255,7 +255,8 @@ def test_answers_do_not_depend_on_how_the_stream_is_cut(exchange: Exchange, cuts
     client, server = greeted()
     for request in exchange.requests:
         server.receive_data(client.send_request(request))
-    stream, sent = b"", []
+    stream = b""
+    sent: list[int] = []
     frames = iter(exchange.frames)
     for _ in exchange.requests:
         assert isinstance(server.next_event(), ReceivedRequest)
@@ -263,12 +264,9 @@ def test_answers_do_not_depend_on_how_the_stream_is_cut(exchange: Exchange, cuts
         while more:
             answer, more = next(frames)
             stream += server.send_answer(answer, more=more)
-            open_entries = isinstance(answer, ExtentAnswer) and answer.op in DESCRIPTOR_OPS
-            sent += (
-                [100 + len(sent) + i for i in range(sum(e.status == 0 for e in answer.entries))]
-                if open_entries
-                else []
-            )  # type: ignore[union-attr]
+            if isinstance(answer, ExtentAnswer) and answer.op in DESCRIPTOR_OPS:
+                opened = sum(entry.status == 0 for entry in answer.entries)
+                sent += range(100 + len(sent), 100 + len(sent) + opened)
     client.receive_data(stream[:1], sent) if stream else None
     events = feed(client, stream[1:], cuts)
     assert events.pop() is Closed.CLOSED

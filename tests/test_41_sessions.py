@@ -8,6 +8,8 @@ import os
 import signal
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -31,6 +33,7 @@ from kvfs.messages import (
     NameSeal,
     Op,
     OpenNames,
+    Request,
     Reserve,
     Result,
     ResultAnswer,
@@ -38,13 +41,29 @@ from kvfs.messages import (
     SealNames,
 )
 from kvfs.protocol import HEADER, ReceivedAnswer
+from tests.support.door import need_mount
+from tests.support.service import Service
 from tests.support.sessions import MIB, SERVICE_GID, RawClient, Server, fork, session_server
 from tiers.session_state import SessionQuota
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="clients with other uids need root")
 
 ALICE, BOB, SERVICE_UID = 1001, 1002, 1003
-DESCRIPTION: dict[str, Any] = {"model": "m"}
+NAMESPACE = kvfs.Namespace(
+    model="test",
+    revision="1",
+    dtype="bfloat16",
+    layout="LKTHD",
+    block_tokens=16,
+    tensor_shards=1,
+    tensor_rank=0,
+    pipeline_shards=1,
+    pipeline_rank=0,
+    lora="",
+    salt="",
+    hash="sha256",
+)
+DESCRIPTION = NAMESPACE.as_mapping()
 
 
 @pytest.fixture
@@ -170,7 +189,8 @@ def test_pinned_objects_outlast_eviction(client: kvfs.Client) -> None:
 
 
 def test_blocks_are_matched_read_and_removed(client: kvfs.Client) -> None:
-    namespace = client.open_namespace(DESCRIPTION)
+    namespace = client.open_namespace(NAMESPACE)
+    assert namespace.digest == NAMESPACE.digest
     assert namespace.bucket == f"kv-{namespace.digest.hex()[:12]}"
     assert client.open_namespace(digest=namespace.digest) == namespace
     blocks = [
@@ -235,6 +255,26 @@ def test_a_data_directory_or_a_socket_is_address_enough(server: Server) -> None:
             assert client.may_open
             assert (Path(client.details["directory"]) / "..").is_dir()
             assert Path(client.details["table"]).is_file()
+
+
+@pytest.mark.mount
+def test_a_mount_is_address_enough_and_given_up_when_it_hangs() -> None:
+    need_mount()
+    with Service(dram="32MiB") as service:
+        with kvfs.connect(service.mount) as client:
+            client.create_bucket("b")
+            client.put("b/a", b"by session")
+            assert (service.mount / "b" / "a").read_bytes() == b"by session"
+            (service.mount / "b" / "c").write_bytes(b"by path")
+            assert client.get("b/c") == b"by path"
+        with pytest.raises(errors.SessionClosed, match=r"no kvfs mount"):
+            kvfs.connect(service.mount / "b")
+        service.running.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(errors.DeadlinePassed, match=str(service.mount)):
+                kvfs.connect(service.mount, timeout_s=0.2)
+        finally:
+            service.running.send_signal(signal.SIGCONT)
 
 
 def test_an_address_without_a_service_says_so(tmp_path: Path) -> None:
@@ -324,7 +364,14 @@ def test_an_opened_object_is_a_read_only_lease(client: kvfs.Client) -> None:
 
 def test_answers_keep_the_order_of_pipelined_requests(server: Server) -> None:
     with RawClient(server) as raw:
-        requests = [Control(Op.STATUS), Reserve((0, 0)), Control(Op.STAT), Reserve(()), Abort(())] * 20
+        kinds: list[Request] = [
+            Control(Op.STATUS),
+            Reserve((0, 0)),
+            Control(Op.STAT),
+            Reserve(()),
+            Abort(()),
+        ]
+        requests = kinds * 20
         answers = raw.ask(*requests)
         assert [answer.number for answer in answers] == sorted(answer.number for answer in answers)
         assert len({answer.number for answer in answers}) == len(requests)
@@ -380,6 +427,30 @@ def test_a_service_short_of_open_files_answers_in_smaller_frames() -> None:
         server.child.result()
 
 
+def test_descriptors_in_flight_are_waited_for() -> None:
+    """Without CAP_SYS_RESOURCE the kernel refuses to send more than RLIMIT_NOFILE at a time."""
+    with session_server(uid=SERVICE_UID, open_files=70) as server, RawClient(server) as slow:
+        slow.send(slow.protocol.send_request(Reserve((0,) * 300)))
+        while "descriptors in flight" not in server.log():
+            assert server.child.running
+        answers = [slow.receive()]
+        while answers[-1].more:
+            answers.append(slow.receive())
+        assert [entry.status for entry in extents(answers)] == [0] * 300
+        for fd in descriptors(answers):
+            os.close(fd)
+
+
+def test_the_package_imports_neither_engines_nor_the_services_parts() -> None:
+    heavy = {"torch", "pyfuse3", "lmdb", "trio", "pydantic"}
+    code = f"import sys, kvfs; print(*({heavy} & set(sys.modules)))"
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=20
+    )
+    assert found.stdout.split() == []
+    assert all(hasattr(kvfs, name) for name in kvfs.__all__)
+
+
 def test_one_failing_entry_fails_alone(server: Server, client: kvfs.Client) -> None:
     with RawClient(server) as raw:
         too_large = client.details["limits"]["object_bytes"] + 1
@@ -426,6 +497,10 @@ WRONG_ARGUMENTS: dict[str, tuple[Control, str]] = {
         "user_metadata is not base64",
     ),
     "digest": (Control(Op.OPEN_NAMESPACE, {"digest": "abc"}), "not 32 hex digits"),
+    "namespace": (Control(Op.OPEN_NAMESPACE, {"description": {**DESCRIPTION, "dtype": []}}), "field dtype"),
+    "namespace field": (Control(Op.OPEN_NAMESPACE, {"description": {"model": "m"}}), "is missing"),
+    "bucket": (Control(Op.BUCKET_CREATE, {"bucket": "a/b"}), "only letters"),
+    "long prefix": (Control(Op.LIST, {"bucket": "files", "prefix": "k" * 1025}), "1024 bytes at most"),
 }
 
 
@@ -486,7 +561,8 @@ def test_only_the_group_makes_buckets(server: Server) -> None:
 
 
 def test_every_supplementary_group_counts(server: Server) -> None:
-    groups = (*range(10_000, 11_000), SERVICE_GID)
+    """The kernel sorts them, so the one that matters is the last of a thousand."""
+    groups = (*range(2_000, 3_000), SERVICE_GID)
     assert server.run(lambda client: client.may_open, uid=ALICE, groups=groups) is True
 
 
@@ -532,7 +608,10 @@ def test_others_read_what_the_mode_lets_them(server: Server, client: kvfs.Client
         "evict": lambda c: c.evict("alice/open"),
         "chmod": lambda c: c.set_attributes("alice/open", mode=0o666),
         "remove bucket": lambda c: c.remove_bucket("alice"),
+        "rename into": lambda c: c.rename("bob/a", "alice/b"),
     }
+    own_bucket(client, "bob", BOB, 0o755)
+    server.run(lambda c: c.put("bob/a", b"bob"), uid=BOB)
     bob = server.run(lambda c: {what: denied(do)(c) for what, do in attempts.items()}, uid=BOB)
     assert bob == {
         "open": "",
@@ -545,6 +624,7 @@ def test_others_read_what_the_mode_lets_them(server: Server, client: kvfs.Client
         "evict": "NotPermitted",
         "chmod": "NotPermitted",
         "remove bucket": "NotPermitted",
+        "rename into": "AccessDenied",
     }
     names = server.run(lambda c: [entry.key for entry in c.list("alice")], uid=BOB)
     assert names == ["closed", "d/", "open"]
@@ -594,7 +674,7 @@ def test_blocks_have_their_buckets_rights(server: Server) -> None:
         return engine.get_blocks(engine.open_namespace(DESCRIPTION), [digest(1)])
 
     assert server.run(read, uid=BOB, groups=group) == [b"kv"]
-    assert server.run(denied(read), uid=BOB) == "AccessDenied"
+    assert server.run(denied(lambda c: c.open_namespace(DESCRIPTION)), uid=BOB) == "AccessDenied"
     with server.connect() as client:
         [bucket] = client.buckets()
         client.set_attributes(bucket.name, mode=0o775)
@@ -746,6 +826,24 @@ def test_a_client_killed_while_writing_leaves_nothing(server: Server, client: kv
     assert after["open_drafts"] == 0
     assert after["tiers"][0]["used_bytes"] == before["used_bytes"]
     assert list(client.list("files")) == []
+
+
+def test_sessions_leave_no_descriptors_in_the_service(server: Server, client: kvfs.Client) -> None:
+    client.put("files/a", b"a")
+
+    def descriptors_open() -> int:
+        client.status()
+        return len(os.listdir(f"/proc/{server.child.pid}/fd"))
+
+    before = descriptors_open()
+    for ending in (b"", b"garbage" * 10, HEADER.pack(100, Op.STATUS, 0, 9)) * 20:
+        with RawClient(server) as raw:
+            names = OpenNames(((b"files", b"a"), (b"files", b"nothing")))
+            for fd in descriptors(raw.ask(Reserve((0,) * 3), names, Control(Op.STAT))):
+                os.close(fd)
+            raw.send(ending)
+    server.wait_until(lambda status: status["sessions"] == 2 and status["open_drafts"] == 0)
+    server.wait_until(lambda _: descriptors_open() == before + 1)  # this session's own
 
 
 def test_a_file_kept_open_by_a_dead_sessions_child_is_not_reused(server: Server, client: kvfs.Client) -> None:

@@ -8,7 +8,7 @@ import shutil
 import stat
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -73,7 +73,7 @@ def test_files_and_directories_are_told_apart(door: Door) -> None:
     directory, file = door.path / "directory", door.path / "file"
     directory.mkdir()
     touch(file)
-    expected = {
+    expected: dict[tuple[Callable[[Path], object], Path], int] = {
         (os.rmdir, file): errno.ENOTDIR,
         (os.unlink, directory): errno.EISDIR,
         (os.listdir, file): errno.ENOTDIR,

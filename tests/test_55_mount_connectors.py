@@ -225,7 +225,7 @@ def test_sglang_file_backend(door: Door) -> None:
         target = np.empty_like(page)
         with open(path, "rb", buffering=0) as file:
             # A short read is an error to it: one call must fill the page.
-            assert file.readinto(memoryview(target).cast("B")) == page.nbytes
+            assert file.readinto(target.data.cast("B")) == page.nbytes
         assert np.array_equal(target, page)
     # Its evictor reads the room that is left, oldest access first; its clear() removes what it lists.
     room = os.statvfs(door.path)

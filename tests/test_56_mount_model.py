@@ -232,8 +232,8 @@ class Files(RuleBasedStateMachine):
 
 
 def test_files_follow_the_model(door: Door) -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        lambda: Files(door.path),
+    run_state_machine_as_test(
+        lambda: Files(door.path),  # type: ignore[arg-type]
         settings=settings(
             max_examples=40,
             stateful_step_count=40,

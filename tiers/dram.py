@@ -83,7 +83,7 @@ class DramTier:
         """"tmpfs" or "directory"."""
         self.table = layout.table
         self._capacity = capacity_bytes
-        self._largest = capacity_bytes // limits.OBJECT_SHARE_OF_DRAM
+        self.largest_object_bytes = capacity_bytes // limits.OBJECT_SHARE_OF_DRAM
         self._gid = -1 if gid is None else gid
         self._books = Books(layout.table.slots)
         self._lockfd = layout.lockfd
@@ -121,7 +121,8 @@ class DramTier:
         Unsupported where the filesystem has no leases.
         """
         capacity_bytes = dram_layout.checked_capacity(capacity_bytes, max_slots, mode)
-        slots = max_slots
+        # A page is the least that an object with bytes takes: more slots than that would cost table and hold nothing.
+        slots = min(max_slots, capacity_bytes // PAGE_BYTES)
         layout = dram_layout.prepare(root, capacity_bytes, store_id=store_id, slots=slots, gid=gid, mode=mode)
         tier = cls(root, capacity_bytes, layout, gid)
         try:
@@ -192,7 +193,7 @@ class DramTier:
             held_bytes=books.held_total,
             slots=books.max_slots - books.free_slots,
             max_slots=books.max_slots,
-            largest_object_bytes=self._largest,
+            largest_object_bytes=self.largest_object_bytes,
         )
 
     def charged_bytes(self, uid: int) -> int:
@@ -202,8 +203,8 @@ class DramTier:
 
     def reserve(self, size_bytes: int = 0) -> Extent:
         """An empty draft, `size_bytes` promised to it until it is sealed. Raises NoSpace, ObjectTooLarge."""
-        if size_bytes > self._largest:
-            raise ObjectTooLarge(f"{size_bytes} bytes; the DRAM tier takes objects up to {self._largest}")
+        if size_bytes > self.largest_object_bytes:
+            raise ObjectTooLarge(f"{size_bytes} bytes; the DRAM tier takes objects up to {self.largest_object_bytes}")
         promised = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
         self._check_space(promised)
         slot = self._take_slot()
@@ -244,8 +245,8 @@ class DramTier:
     def _check_sealable(self, draft: Extent) -> tuple[int, int]:
         """(size, physical bytes) of a draft that may be sealed now."""
         size_bytes, physical_bytes = native.check_no_writer(self._slotfd, draft.slot)
-        if size_bytes > self._largest:
-            raise ObjectTooLarge(f"{size_bytes} bytes; the DRAM tier takes objects up to {self._largest}")
+        if size_bytes > self.largest_object_bytes:
+            raise ObjectTooLarge(f"{size_bytes} bytes; the DRAM tier takes objects up to {self.largest_object_bytes}")
         books = self._books
         over = books.sealed_total + books.held_total + physical_bytes - self._capacity
         if self.backing == "directory" and over > 0:

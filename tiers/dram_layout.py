@@ -24,7 +24,7 @@ from tiers import tmpfs
 
 PAGE_BYTES = 4096
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("kvfs.dram")
 
 
 @dataclass(frozen=True, slots=True)

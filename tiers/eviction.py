@@ -11,6 +11,7 @@ pinned key protects its ancestors too, by standing on them.
 Invariants:
 - `_order` holds units by last use. A unit found there that cannot go is set aside (PARKED) until its last
   child goes or its last pin does; then it is older than all of `_order`, and waits in the heap `_ready`.
+- `_ready` is empty whenever a unit is taken off `_order`, so it never holds a unit twice.
 - A unit that `victims` gave out is CLAIMED: it counts as gone until it is touched or the iteration ends.
 - `children` of a key counts the cached, unclaimed keys that name it as parent, also while it is absent
   itself (`_orphans`): a parent may come after its child.
@@ -260,8 +261,8 @@ class LruLeafFirst(Generic[K]):
     def _oldest(self) -> _Unit[K] | None:
         """Take the unit of the oldest use off the order; what waits in `_ready` is older than the rest."""
         while self._ready:
-            stamp, unit = heappop(self._ready)
-            if unit.place is _Place.READY and unit.stamp == stamp:
+            _, unit = heappop(self._ready)
+            if unit.place is _Place.READY:  # else it was touched or removed since
                 return unit
         return self._order.popitem(last=False)[0] if self._order else None
 

@@ -12,6 +12,7 @@ Concurrency: one task of the service's trio thread; the socket is non-blocking.
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import socket
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ from kvfs.errors import DeadlinePassed, KvfsError
 from kvfs.messages import Answer, Failure, Op
 from kvfs.protocol import Closed, Connection, ReceivedRequest, Side
 from tiers.session_ops import OpenedFrame, close_all
+
+log = logging.getLogger("kvfs.sessions")
 
 _IN_FLIGHT_PAUSE_S = 0.01
 
@@ -105,6 +108,7 @@ class Channel:
                 # Without CAP_SYS_RESOURCE the kernel bounds a user's descriptors in flight by RLIMIT_NOFILE.
                 if error.errno != errno.ETOOMANYREFS:
                     raise
+                log.debug("as many descriptors in flight as the limit of open files: waiting")
                 await trio.sleep(_IN_FLIGHT_PAUSE_S)
 
     async def _send_rest(self, data: memoryview) -> None:

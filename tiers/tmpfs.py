@@ -27,7 +27,7 @@ _FLAGS = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC | _MS_NOATIME
 _ESCAPED = re.compile(rb"\\([0-7]{3})")
 """Spaces and the like in /proc/self/mountinfo."""
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("kvfs.dram")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

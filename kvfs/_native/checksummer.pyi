@@ -1,7 +1,10 @@
 """One background thread that computes the checksums of sealed slots."""
 
+from typing_extensions import disjoint_base
+
 from kvfs._native.table import Table
 
+@disjoint_base
 class Checksummer:
     """Reads queued slots of `dirfd`, stores their XXH3-64 in the table. Raises OSError without a thread."""
 

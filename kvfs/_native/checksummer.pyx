@@ -9,7 +9,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 import os
 
 from kvfs.errors import DeadlinePassed, from_errno
-from kvfs.limits import CHECKSUM_PAUSE_WAIT_S, CHECKSUM_QUEUE
+from kvfs import limits
 
 from kvfs._native.table cimport Table, kvfs_table
 
@@ -39,10 +39,10 @@ cdef class Checksummer:
     cdef int64_t _pause_ns
     cdef bint _running
 
-    def __init__(self, Table table not None, int dirfd, int capacity=CHECKSUM_QUEUE):
+    def __init__(self, Table table not None, int dirfd, int capacity=limits.CHECKSUM_QUEUE):
         self._running = False
         self._table = table
-        self._pause_ns = <int64_t>(CHECKSUM_PAUSE_WAIT_S * 1e9)
+        self._pause_ns = <int64_t>(limits.CHECKSUM_PAUSE_WAIT_S * 1e9)
         self._dirfd = os.dup(dirfd)
         cdef int rc = kvfs_checksummer_start(&self._c, table.writer(), self._dirfd, capacity)
         if rc < 0:

@@ -1,10 +1,36 @@
+from typing import Self
+
+from typing_extensions import disjoint_base
+
 from kvfs._native.table import Table
+
+LOOKUP: int
+FORGET: int
+CREATE: int
+UNLINK: int
+RENAME: int
+RELEASE: int
+
+@disjoint_base
+class Call:
+    opcode: int
+    unique: int
+    nodeid: int
+    other: int
+    uid: int
+    gid: int
+    pid: int
+    flags: int
+    mode: int
+    name: bytes
+    new_name: bytes
 
 def died_by_signal(pid: int) -> bool: ...
 
+@disjoint_base
 class FuseLoop:
-    def __init__(
-        self,
+    def __new__(
+        cls,
         dev_fd: int,
         slots_dir_fd: int,
         table: Table,
@@ -14,7 +40,7 @@ class FuseLoop:
         buffer_size: int,
         largest_object: int,
         attr_valid_s: int,
-    ) -> None: ...
+    ) -> Self: ...
     def start(self) -> None: ...
     def stop(self) -> None: ...
     @property
@@ -54,6 +80,12 @@ class FuseLoop:
     def killed(self, nodeid: int) -> bool: ...
     def flushed(self, nodeid: int) -> bool: ...
     def relay_opens(self, relay: bool) -> None: ...
+    @property
+    def calls_fd(self) -> int: ...
+    def take_calls(self) -> list[Call]: ...
+    def answer_status(self, unique: int, error: int) -> None: ...
+    def answer_entry(self, unique: int, nodeid: int) -> None: ...
+    def answer_created(self, unique: int, nodeid: int, fh: int) -> None: ...
     def drain_opens(self) -> list[tuple[int, int, int]]: ...
     def probe(self, fd: int) -> bool: ...
     def invalidate_entry(self, parent: int, name: bytes) -> None: ...

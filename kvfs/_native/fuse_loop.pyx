@@ -4,7 +4,7 @@ Concurrency: every method may be called from any thread; the loop's own lock ord
 the loop's threads without the GIL.
 """
 
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport uint16_t, uint32_t, uint64_t
 from libc.string cimport memset
 
 from kvfs._native.table cimport Table, kvfs_slot_header, kvfs_table
@@ -31,8 +31,25 @@ cdef extern from "fuse_loop_core.h" nogil:
         uint64_t nodeid
         uint32_t uid
         uint32_t pid
+    enum fw_opcode:
+        FW_LOOKUP, FW_FORGET, FW_CREATE, FW_UNLINK, FW_RENAME2, FW_RELEASE
+    struct fl_call:
+        uint64_t unique
+        uint64_t nodeid
+        uint64_t other
+        uint32_t opcode
+        uint32_t uid
+        uint32_t gid
+        uint32_t pid
+        uint32_t flags
+        uint32_t mode
+        uint16_t name_length
+        uint16_t new_length
+        char name[256]
+        char new_name[256]
     struct fl_stats:
         uint64_t relayed
+        uint64_t calls
         uint64_t native_opens
         uint64_t native_reads
         uint64_t native_writes
@@ -73,6 +90,11 @@ cdef extern from "fuse_loop_core.h" nogil:
     int fl_acquire(fuse_loop *loop, uint64_t nodeid, int fd)
     int fl_release(fuse_loop *loop, uint64_t nodeid)
     int fl_opens(fuse_loop *loop, uint64_t nodeid)
+    int fl_calls_fd(fuse_loop *loop)
+    uint32_t fl_take_calls(fuse_loop *loop, fl_call *out, uint32_t capacity)
+    void fl_answer_status(fuse_loop *loop, uint64_t unique, int status)
+    int fl_answer_entry(fuse_loop *loop, uint64_t unique, uint64_t nodeid)
+    int fl_answer_created(fuse_loop *loop, uint64_t unique, uint64_t nodeid, uint64_t fh)
     int fl_probe(fuse_loop *loop, int fd)
     int fl_killed(fuse_loop *loop, uint64_t nodeid)
     int fl_flushed(fuse_loop *loop, uint64_t nodeid)
@@ -84,6 +106,14 @@ cdef extern from "fuse_loop_core.h" nogil:
 
 cdef enum:
     DRAIN_BATCH = 256
+    CALL_BATCH = 16
+
+LOOKUP = FW_LOOKUP
+FORGET = FW_FORGET
+CREATE = FW_CREATE
+UNLINK = FW_UNLINK
+RENAME = FW_RENAME2
+RELEASE = FW_RELEASE
 
 cdef uint64_t NANOSECONDS = 1000000000
 
@@ -91,6 +121,38 @@ cdef uint64_t NANOSECONDS = 1000000000
 def died_by_signal(uint32_t pid):
     """Whether a process or thread is exiting because of a signal (proc_pid_stat(5))."""
     return bool(fl_died_by_signal(pid))
+
+
+cdef class Call:
+    """One request that the store has to answer: through `FuseLoop.answer_*`, except for RELEASE and FORGET."""
+
+    cdef readonly int opcode
+    cdef readonly uint64_t unique
+    cdef readonly uint64_t nodeid
+    cdef readonly uint64_t other
+    cdef readonly uint32_t uid
+    cdef readonly uint32_t gid
+    cdef readonly uint32_t pid
+    cdef readonly uint32_t flags
+    cdef readonly uint32_t mode
+    cdef readonly bytes name
+    cdef readonly bytes new_name
+
+
+cdef Call _call(const fl_call *raw):
+    cdef Call call = Call.__new__(Call)
+    call.opcode = <int> raw.opcode
+    call.unique = raw.unique
+    call.nodeid = raw.nodeid
+    call.other = raw.other
+    call.uid = raw.uid
+    call.gid = raw.gid
+    call.pid = raw.pid
+    call.flags = raw.flags
+    call.mode = raw.mode
+    call.name = raw.name[:raw.name_length]
+    call.new_name = raw.new_name[:raw.new_length]
+    return call
 
 
 cdef class FuseLoop:
@@ -153,6 +215,7 @@ cdef class FuseLoop:
         fl_get_stats(self._loop, &stats)
         return {
             "relayed": stats.relayed,
+            "calls": stats.calls,
             "native_opens": stats.native_opens,
             "native_reads": stats.native_reads,
             "native_writes": stats.native_writes,
@@ -219,7 +282,7 @@ cdef class FuseLoop:
         self._check(fl_node_set(self._loop, nodeid, FL_DEAD, 0, 0, NULL), f"node {nodeid}")
 
     def node_drop(self, uint64_t nodeid):
-        """Drop a node that nothing needs. Lookups answered natively since: it stays, and they are returned."""
+        """Drop a node that nothing here needs, unless lookups of it were answered natively: their number."""
         return fl_node_drop(self._loop, nodeid)
 
     def link(self, uint64_t parent, bytes name not None, uint64_t nodeid):
@@ -258,6 +321,28 @@ cdef class FuseLoop:
     def relay_opens(self, bint relay):
         """Whether every OPEN goes to Python (a quota is being enforced)."""
         fl_relay_opens(self._loop, relay)
+
+    @property
+    def calls_fd(self):
+        return fl_calls_fd(self._loop)
+
+    def take_calls(self):
+        """Queued calls, the oldest first; some more may be left."""
+        cdef fl_call calls[CALL_BATCH]
+        cdef uint32_t count = fl_take_calls(self._loop, calls, CALL_BATCH), i
+        return [_call(&calls[i]) for i in range(count)]
+
+    def answer_status(self, uint64_t unique, int error):
+        """`error` is an errno, 0 for success."""
+        fl_answer_status(self._loop, unique, -error)
+
+    def answer_entry(self, uint64_t unique, uint64_t nodeid):
+        """The node, with the attributes that it was given here; counted natively as a lookup."""
+        fl_answer_entry(self._loop, unique, nodeid)
+
+    def answer_created(self, uint64_t unique, uint64_t nodeid, uint64_t fh):
+        """The same for CREATE, with an open handle on the backing that `acquire` attached."""
+        fl_answer_created(self._loop, unique, nodeid, fh)
 
     def drain_opens(self):
         """(nodeid, uid, pid) of opens answered natively since the last call, oldest first."""

@@ -179,33 +179,31 @@ static int handle_lookup(struct fuse_loop *loop, const struct fw_in_header *in, 
     return 1;
 }
 
-/* What the kernel forgets beyond the lookups counted here. */
-static uint64_t forget_node(struct fuse_loop *loop, uint64_t nodeid, uint64_t lookups) {
-    struct fl_node *node = fl_find(loop, nodeid);
-    if (node == NULL) return lookups;
-    uint64_t taken = node->lookups < lookups ? node->lookups : lookups;
-    node->lookups -= taken;
-    return lookups - taken;
-}
-
-/* FORGET has no answer; handled when nothing of it is left for the library. */
-static int handle_forget(struct fuse_loop *loop, const struct fw_in_header *in, uint64_t *lookups) {
+/* Takes from the lookups counted here first; `lookups` becomes what is left for the library. When none are
+ * left here, the library is told by a call, since it may have kept the node for them alone.
+ * 0: that call found no room, and the message has to be relayed. */
+static int forget_node(struct fuse_loop *loop, uint64_t nodeid, uint64_t *lookups) {
     pthread_mutex_lock(&loop->nodes_lock);
-    *lookups = forget_node(loop, in->nodeid, *lookups);
+    struct fl_node *node = fl_find(loop, nodeid);
+    uint64_t here = node == NULL ? 0 : node->lookups;
+    uint64_t taken = here < *lookups ? here : *lookups;
+    if (node != NULL) node->lookups -= taken;
     pthread_mutex_unlock(&loop->nodes_lock);
-    return *lookups == 0;
+    *lookups -= taken;
+    if (here > taken) return 1;
+    struct fl_call call = {.opcode = FW_FORGET, .nodeid = nodeid, .other = *lookups};
+    if (fl_call_put(loop, &call) < 0) return 0;
+    *lookups = 0;
+    return 1;
 }
 
 static int handle_batch_forget(struct fuse_loop *loop, const struct fw_in_header *in, struct fw_batch_forget_in *body) {
     struct fw_forget_one *each = (struct fw_forget_one *)(body + 1);
-    uint64_t left = 0, room = (in->len - sizeof *in - sizeof *body) / sizeof *each;
-    pthread_mutex_lock(&loop->nodes_lock);
-    for (uint32_t i = 0; i < body->count && i < room; i++) {
-        each[i].nlookup = forget_node(loop, each[i].nodeid, each[i].nlookup);
-        left += each[i].nlookup;
-    }
-    pthread_mutex_unlock(&loop->nodes_lock);
-    return left == 0;
+    uint64_t room = (in->len - sizeof *in - sizeof *body) / sizeof *each;
+    int handled = 1;
+    for (uint32_t i = 0; i < body->count && i < room; i++)
+        handled &= forget_node(loop, each[i].nodeid, &each[i].nlookup);
+    return handled;
 }
 
 /* A descriptor of the node's bytes that stays valid after the lock is gone, or -EAGAIN. The caller closes it. */
@@ -349,6 +347,63 @@ static int handle_flush(struct fuse_loop *loop, const struct fw_in_header *in) {
     return 1;
 }
 
+/* --- calls ------------------------------------------------------------------------------------------ */
+
+static int set_name(char *to, uint16_t *length, const char *from) {
+    size_t size = strlen(from);
+    if (size > FL_CALL_NAME_MAX) return -ENAMETOOLONG;
+    memcpy(to, from, size);
+    *length = (uint16_t)size;
+    return 0;
+}
+
+static int set_names(struct fl_call *call, uint64_t new_parent, const char *names) {
+    call->other = new_parent;
+    int status = set_name(call->name, &call->name_length, names);
+    return status < 0 ? status : set_name(call->new_name, &call->new_length, names + call->name_length + 1);
+}
+
+/* The request as a call; 0 where it is none. */
+static int as_call(const struct fw_in_header *in, struct fl_call *call) {
+    const void *body = in + 1;
+    *call = (struct fl_call){.unique = in->unique, .nodeid = in->nodeid, .opcode = in->opcode};
+    call->uid = in->uid;
+    call->gid = in->gid;
+    call->pid = in->pid;
+    switch (in->opcode) {
+    case FW_LOOKUP:
+    case FW_UNLINK:
+        return set_name(call->name, &call->name_length, body) == 0;
+    case FW_CREATE:
+        call->flags = ((const struct fw_create_in *)body)->flags;
+        call->mode = ((const struct fw_create_in *)body)->mode;
+        return set_name(call->name, &call->name_length, (const char *)body + sizeof(struct fw_create_in)) == 0;
+    case FW_RENAME:
+        call->opcode = FW_RENAME2;
+        return set_names(call, ((const struct fw_rename_in *)body)->newdir,
+                         (const char *)body + sizeof(struct fw_rename_in)) == 0;
+    case FW_RENAME2:
+        call->flags = ((const struct fw_rename2_in *)body)->flags;
+        return set_names(call, ((const struct fw_rename2_in *)body)->newdir,
+                         (const char *)body + sizeof(struct fw_rename2_in)) == 0;
+    case FW_RELEASE:
+        call->other = ((const struct fw_release_in *)body)->fh;
+        return 1;
+    default:
+        return 0;
+    }
+}
+
+/* Queues the request as a call where it is one. */
+static int queue_call(struct fuse_loop *loop, const struct fw_in_header *in) {
+    struct fl_call call;
+    if (!as_call(in, &call) || fl_call_put(loop, &call) < 0) return 0;
+    /* Nobody waits for RELEASE, and what it starts needs no answer. */
+    if (in->opcode == FW_RELEASE) answer(loop, in->unique, 0, NULL, 0);
+    fl_count(&loop->stats.calls);
+    return 1;
+}
+
 /* Whether a request is one that this loop answers by itself; then it has been answered. */
 static int handle_natively(struct fuse_loop *loop, struct fl_buffers *buffers, struct fw_in_header *in) {
     void *body = in + 1;
@@ -356,7 +411,7 @@ static int handle_natively(struct fuse_loop *loop, struct fl_buffers *buffers, s
     case FW_LOOKUP:
         return handle_lookup(loop, in, body);
     case FW_FORGET:
-        return handle_forget(loop, in, body);
+        return forget_node(loop, in->nodeid, body);
     case FW_BATCH_FORGET:
         return handle_batch_forget(loop, in, body);
     case FW_GETATTR:
@@ -380,6 +435,8 @@ static int handle_natively(struct fuse_loop *loop, struct fl_buffers *buffers, s
     case FW_FSYNC:
         if (!(*(const uint64_t *)body & NATIVE_HANDLE)) return 0;
         answer(loop, in->unique, 0, NULL, 0);
+        return 1;
+    case FW_INTERRUPT:
         return 1;
     default:
         return 0;
@@ -523,6 +580,12 @@ static ssize_t read_request(struct fuse_loop *loop, struct fl_buffers *buffers) 
     }
 }
 
+static void pass_on(struct fuse_loop *loop, struct fl_buffers *buffers, struct fw_in_header *in, size_t size) {
+    if (fl_answers(in->opcode) && handle_natively(loop, buffers, in)) return;
+    if (queue_call(loop, in)) return;
+    relay(loop, in, size);
+}
+
 static void *read_requests(void *argument) {
     struct fuse_loop *loop = argument;
     struct fl_buffers buffers;
@@ -531,19 +594,12 @@ static void *read_requests(void *argument) {
         pthread_mutex_lock(&loop->read_lock);
         ssize_t size = __atomic_load_n(&loop->stopping, __ATOMIC_ACQUIRE) ? 0 : read_request(loop, &buffers);
         struct fw_in_header *in = (struct fw_in_header *)buffers.request;
-        int relayed = 0;
-        if (size >= (ssize_t)sizeof *in && !fl_answers(in->opcode)) {
-            relay(loop, in, (size_t)size);
-            relayed = 1;
-        }
-        if (size >= (ssize_t)sizeof *in && !relayed && loop->single) {
-            if (!handle_natively(loop, &buffers, in)) relay(loop, in, (size_t)size);
-            relayed = 1;
-        }
+        int whole = size >= (ssize_t)sizeof *in;
+        int later = whole && !loop->single && in->opcode == FW_READ; /* copies run side by side */
+        if (whole && !later) pass_on(loop, &buffers, in, (size_t)size);
         pthread_mutex_unlock(&loop->read_lock);
         if (size == 0) break;
-        if (size < (ssize_t)sizeof *in || relayed) continue;
-        if (!handle_natively(loop, &buffers, in)) relay(loop, in, (size_t)size);
+        if (later) pass_on(loop, &buffers, in, (size_t)size);
     }
     fl_buffers_free(&buffers);
     uint64_t one = 1;
@@ -628,6 +684,42 @@ void fl_stop(struct fuse_loop *loop) {
     loop->running = 0;
 }
 
+/* --- answers to calls ------------------------------------------------------------------------------- */
+
+void fl_answer_status(struct fuse_loop *loop, uint64_t unique, int status) { answer(loop, unique, status, NULL, 0); }
+
+/* The node's entry, counted as a lookup. */
+static int make_entry(struct fuse_loop *loop, uint64_t nodeid, struct fw_entry_out *out) {
+    struct fl_node *node = fl_find(loop, nodeid);
+    *out = (struct fw_entry_out){.nodeid = nodeid, .entry_valid = loop->config.attr_valid_s};
+    if (node == NULL || node->state == FL_DEAD || current_attr(loop, node, &out->attr, &out->attr_valid) < 0)
+        return -ESTALE;
+    node->lookups++;
+    return 0;
+}
+
+int fl_answer_entry(struct fuse_loop *loop, uint64_t unique, uint64_t nodeid) {
+    struct fw_entry_out out;
+    pthread_mutex_lock(&loop->nodes_lock);
+    int status = make_entry(loop, nodeid, &out);
+    pthread_mutex_unlock(&loop->nodes_lock);
+    answer(loop, unique, status, &out, status < 0 ? 0 : sizeof out);
+    return status;
+}
+
+int fl_answer_created(struct fuse_loop *loop, uint64_t unique, uint64_t nodeid, uint64_t fh) {
+    struct {
+        struct fw_entry_out entry;
+        struct fw_open_out open;
+    } out = {.open = {.fh = fh}};
+    pthread_mutex_lock(&loop->nodes_lock);
+    int status = make_entry(loop, nodeid, &out.entry);
+    if (status == 0) patch_open(loop, nodeid, &out.open);
+    pthread_mutex_unlock(&loop->nodes_lock);
+    answer(loop, unique, status, &out, status < 0 ? 0 : sizeof out);
+    return status;
+}
+
 /* --- for the seam ----------------------------------------------------------------------------------- */
 
 int fl_acquire(struct fuse_loop *loop, uint64_t nodeid, int fd) {
@@ -680,13 +772,10 @@ int fl_release(struct fuse_loop *loop, uint64_t nodeid) {
 }
 
 uint64_t fl_node_drop(struct fuse_loop *loop, uint64_t nodeid) {
-    uint64_t lookups = 0;
     pthread_mutex_lock(&loop->nodes_lock);
     struct fl_node *node = fl_find(loop, nodeid);
-    if (node != NULL && node->lookups > 0) {
-        lookups = node->lookups;
-        node->lookups = 0;
-    } else if (node != NULL) {
+    uint64_t lookups = node == NULL ? 0 : node->lookups;
+    if (node != NULL && lookups == 0) {
         detach_backing(loop, node);
         memset(node, 0, sizeof *node);
         node->fd = -1;

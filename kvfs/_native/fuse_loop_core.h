@@ -1,10 +1,14 @@
 /* The native loop behind the mount: between /dev/fuse and the process's FUSE library.
  *
- * Responsibility: read every kernel request; answer those about sealed objects here, relay the others over
- * a SEQPACKET socket and rewrite the replies that need it (INIT, stable inode numbers, passthrough).
+ * Responsibility: read every kernel request; answer those about sealed objects and known names here; queue
+ * the frequent ones that need the store as calls (fl_take_calls), answered through fl_answer_*; relay the
+ * rest over a SEQPACKET socket and rewrite the replies that need it (INIT, stable inode numbers,
+ * passthrough). A call costs about a third of a relayed request: no library, no second thread on its way back.
  *
  * Invariants:
- * - Requests are relayed in the order in which the kernel gave them (`read_lock` spans read and relay).
+ * - Calls are queued, and requests relayed, in the order in which the kernel gave them (`read_lock` spans read
+ *   and relay). Who handles a relayed request takes the queued calls first.
+ * - INTERRUPT is dropped: nothing behind this loop waits for long.
  * - A nodeid is never used again with other bytes; nodes hold slot and generation, and OPEN checks both
  *   against the shared table after it has the slot open.
  * - Lookups answered here are counted here, and FORGET takes from that count first; the library's own count
@@ -45,8 +49,18 @@ struct fl_open_record {
     uint32_t uid, pid;
 };
 
+#define FL_CALL_NAME_MAX 255
+
+/* LOOKUP, CREATE, RENAME, UNLINK; RELEASE of a library handle and FORGET, which need no answer. */
+struct fl_call {
+    uint64_t unique, nodeid, other; /* other: RENAME's new parent, RELEASE's handle, FORGET's lookups */
+    uint32_t opcode, uid, gid, pid, flags, mode;
+    uint16_t name_length, new_length;
+    char name[FL_CALL_NAME_MAX + 1], new_name[FL_CALL_NAME_MAX + 1];
+};
+
 struct fl_stats {
-    uint64_t relayed, native_opens, native_reads, native_writes, native_getattrs, native_lookups, invalidations, dropped_records;
+    uint64_t relayed, calls, native_opens, native_reads, native_writes, native_getattrs, native_lookups, invalidations, dropped_records;
 };
 
 int fl_create(const struct fl_config *config, struct fuse_loop **out);
@@ -60,14 +74,19 @@ void fl_get_stats(struct fuse_loop *loop, struct fl_stats *out);
 
 int fl_node_set(struct fuse_loop *loop, uint64_t nodeid, enum fl_state state, uint32_t slot, uint32_t generation,
                 const struct fw_attr *attr);
-/* Drops a node that the library no longer needs. Lookups counted here since: then it stays, and they become
- * the library's. */
+/* Drops a node that the library no longer needs, unless lookups of it are counted here: their number. When
+ * those are forgotten, a FORGET call says so. */
 uint64_t fl_node_drop(struct fuse_loop *loop, uint64_t nodeid);
 int fl_link(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length, uint64_t nodeid);
 void fl_unlink(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length);
 int fl_acquire(struct fuse_loop *loop, uint64_t nodeid, int fd); /* new count of opens, or -errno */
 int fl_release(struct fuse_loop *loop, uint64_t nodeid);         /* count of opens left, or -errno */
 int fl_opens(struct fuse_loop *loop, uint64_t nodeid);
+int fl_calls_fd(struct fuse_loop *loop); /* eventfd: readable while calls are queued */
+uint32_t fl_take_calls(struct fuse_loop *loop, struct fl_call *out, uint32_t capacity);
+void fl_answer_status(struct fuse_loop *loop, uint64_t unique, int status);
+int fl_answer_entry(struct fuse_loop *loop, uint64_t unique, uint64_t nodeid);
+int fl_answer_created(struct fuse_loop *loop, uint64_t unique, uint64_t nodeid, uint64_t fh);
 int fl_probe(struct fuse_loop *loop, int fd); /* 1: passthrough works; 0: it is off from now on */
 int fl_killed(struct fuse_loop *loop, uint64_t nodeid); /* whether the last FLUSH came from a process dying by a signal */
 int fl_flushed(struct fuse_loop *loop, uint64_t nodeid); /* whether a handle of it was closed */

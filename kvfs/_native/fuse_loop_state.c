@@ -180,6 +180,35 @@ uint32_t fl_drain_opens(struct fuse_loop *loop, struct fl_open_record *out, uint
     return count;
 }
 
+/* --- calls ------------------------------------------------------------------------------------------ */
+
+int fl_call_put(struct fuse_loop *loop, const struct fl_call *call) {
+    pthread_mutex_lock(&loop->calls_lock);
+    int status = loop->call_count == FL_CALLS ? -EAGAIN : 0;
+    int wake = loop->call_count == 0;
+    if (status == 0) loop->calls[(loop->call_first + loop->call_count++) % FL_CALLS] = *call;
+    pthread_mutex_unlock(&loop->calls_lock);
+    if (status == 0 && wake) {
+        uint64_t one = 1;
+        ssize_t written = write(loop->calls_fd, &one, sizeof one);
+        (void)written;
+    }
+    return status;
+}
+
+uint32_t fl_take_calls(struct fuse_loop *loop, struct fl_call *out, uint32_t capacity) {
+    if (__atomic_load_n(&loop->call_count, __ATOMIC_ACQUIRE) == 0) return 0;
+    pthread_mutex_lock(&loop->calls_lock);
+    uint32_t count = loop->call_count < capacity ? loop->call_count : capacity;
+    for (uint32_t i = 0; i < count; i++) out[i] = loop->calls[(loop->call_first + i) % FL_CALLS];
+    loop->call_first = (loop->call_first + count) % FL_CALLS;
+    __atomic_store_n(&loop->call_count, loop->call_count - count, __ATOMIC_RELEASE);
+    uint64_t seen;
+    if (loop->call_count == 0 && read(loop->calls_fd, &seen, sizeof seen) < 0) seen = 0; /* EAGAIN: not woken yet */
+    pthread_mutex_unlock(&loop->calls_lock);
+    return count;
+}
+
 /* --- notices ---------------------------------------------------------------------------------------- */
 
 static int notice_put(struct fuse_loop *loop, const struct fl_notice *notice) {
@@ -275,16 +304,19 @@ int fl_create(const struct fl_config *config, struct fuse_loop **out) {
     pthread_mutex_init(&loop->read_lock, NULL);
     pthread_mutex_init(&loop->nodes_lock, NULL);
     pthread_mutex_init(&loop->notice_lock, NULL);
+    pthread_mutex_init(&loop->calls_lock, NULL);
     pthread_cond_init(&loop->notice_ready, NULL);
     loop->edge_buckets = 1024;
     loop->edges = calloc(loop->edge_buckets, sizeof *loop->edges);
     loop->pending = calloc(1u << FL_PENDING_BITS, sizeof *loop->pending);
     loop->records = calloc(FL_OPEN_RECORDS, sizeof *loop->records);
     loop->notices = calloc(FL_NOTICES, sizeof *loop->notices);
+    loop->calls = calloc(FL_CALLS, sizeof *loop->calls);
+    loop->calls_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     loop->stop_fd = eventfd(0, EFD_CLOEXEC);
     loop->ended_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    int status = loop->edges && loop->pending && loop->records && loop->notices ? make_sockets(loop) : -ENOMEM;
-    if (status == 0 && (loop->stop_fd < 0 || loop->ended_fd < 0)) status = -EMFILE;
+    int status = loop->edges && loop->pending && loop->records && loop->notices && loop->calls ? make_sockets(loop) : -ENOMEM;
+    if (status == 0 && (loop->stop_fd < 0 || loop->ended_fd < 0 || loop->calls_fd < 0)) status = -EMFILE;
     if (status < 0) {
         fl_destroy(loop);
         return status;
@@ -307,16 +339,18 @@ void fl_destroy(struct fuse_loop *loop) {
         }
     }
     free(loop->edges);
-    int descriptors[] = {loop->sockets[0], loop->sockets[1], loop->stop_fd, loop->ended_fd};
-    for (unsigned i = 0; i < 4; i++)
+    int descriptors[] = {loop->sockets[0], loop->sockets[1], loop->stop_fd, loop->ended_fd, loop->calls_fd};
+    for (unsigned i = 0; i < 5; i++)
         if (descriptors[i] >= 0) close(descriptors[i]);
     free(loop->pending);
     free(loop->records);
     free(loop->notices);
+    free(loop->calls);
     free(loop);
 }
 
 int fl_library_fd(struct fuse_loop *loop) { return loop->sockets[1]; }
+int fl_calls_fd(struct fuse_loop *loop) { return loop->calls_fd; }
 int fl_ended_fd(struct fuse_loop *loop) { return loop->ended_fd; }
 int fl_passthrough(struct fuse_loop *loop) { return loop->passthrough; }
 void fl_get_stats(struct fuse_loop *loop, struct fl_stats *out) { *out = loop->stats; }

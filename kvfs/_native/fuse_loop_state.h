@@ -1,7 +1,7 @@
 /* The loop's shared state: nodes, requests in flight, opens to report, invalidations to send.
  *
- * Pure bookkeeping, no protocol and no I/O. Concurrency: callers hold `nodes_lock`, except for the notice
- * queue, which has its own.
+ * Pure bookkeeping, no protocol and no I/O. Concurrency: callers hold `nodes_lock`, except for the queues of
+ * calls and of notices, which have locks of their own.
  */
 #ifndef KVFS_FUSE_LOOP_STATE_H
 #define KVFS_FUSE_LOOP_STATE_H
@@ -17,6 +17,7 @@
 #define FL_PENDING_BITS 14 /* relayed requests in flight: each blocks a thread of some process */
 #define FL_OPEN_RECORDS 65536u
 #define FL_NOTICES 65536u
+#define FL_CALLS 1024u /* more than that are relayed */
 #define FL_NAME_MAX 255
 #define FL_MAX_THREADS 16
 
@@ -57,12 +58,12 @@ struct fl_buffers {
 struct fuse_loop {
     struct fl_config config;
     int sockets[2]; /* ours, the library's */
-    int stop_fd, ended_fd;
+    int stop_fd, ended_fd, calls_fd;
     int stopping, passthrough, passthrough_used, relay_opens, single;
     uint32_t offered_flags, offered_flags2;
     uint32_t request_size;
     uint64_t largest_object;
-    pthread_mutex_t read_lock, nodes_lock, notice_lock;
+    pthread_mutex_t read_lock, nodes_lock, notice_lock, calls_lock;
     pthread_cond_t notice_ready;
     struct fl_node *chunks[FL_CHUNKS];
     struct fl_edge **edges;
@@ -71,6 +72,8 @@ struct fuse_loop {
     uint32_t pending_count;
     struct fl_open_record *records;
     uint32_t record_first, record_count;
+    struct fl_call *calls;
+    uint32_t call_first, call_count;
     struct fl_notice *notices;
     uint32_t notice_first, notice_count;
     int notice_overflow, notice_stop;
@@ -97,6 +100,7 @@ static inline int fl_answers(uint32_t opcode) {
     case FW_LSEEK:
     case FW_FLUSH:
     case FW_FSYNC:
+    case FW_INTERRUPT:
         return 1;
     default:
         return 0;
@@ -108,6 +112,7 @@ struct fl_node *fl_child(struct fuse_loop *loop, uint64_t parent, const char *na
 int fl_pending_add(struct fuse_loop *loop, uint64_t unique, uint32_t opcode, uint64_t nodeid);
 int fl_pending_take(struct fuse_loop *loop, uint64_t unique, struct fl_pending *out);
 void fl_record_open(struct fuse_loop *loop, uint64_t nodeid, uint32_t uid, uint32_t pid);
+int fl_call_put(struct fuse_loop *loop, const struct fl_call *call);
 int fl_notice_wait(struct fuse_loop *loop, struct fl_notice *out);
 void fl_notice_stop(struct fuse_loop *loop);
 int fl_buffers_make(struct fuse_loop *loop, struct fl_buffers *out);

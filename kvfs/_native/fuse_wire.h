@@ -17,6 +17,8 @@ enum fw_opcode {
     FW_SYMLINK = 6,
     FW_MKNOD = 8,
     FW_MKDIR = 9,
+    FW_UNLINK = 10,
+    FW_RENAME = 12,
     FW_LINK = 13,
     FW_OPEN = 14,
     FW_READ = 15,
@@ -31,6 +33,7 @@ enum fw_opcode {
     FW_BATCH_FORGET = 42,
     FW_FALLOCATE = 43,
     FW_READDIRPLUS = 44,
+    FW_RENAME2 = 45,
     FW_LSEEK = 46,
 };
 
@@ -87,6 +90,21 @@ struct fw_attr_out {
 
 struct fw_open_in {
     uint32_t flags, open_flags;
+};
+
+struct fw_create_in {
+    uint32_t flags, mode, umask, open_flags;
+};
+
+struct fw_rename_in {
+    uint64_t newdir;
+    /* then both names */
+};
+
+struct fw_rename2_in {
+    uint64_t newdir;
+    uint32_t flags, padding;
+    /* then both names */
 };
 
 struct fw_open_out {

@@ -12,7 +12,7 @@ from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.stdint cimport int64_t, uint8_t, uint64_t
 
 from kvfs.errors import InvalidRequest, LimitExceeded, from_errno
-from kvfs.limits import MAX_HASH_TOKENS
+from kvfs.limits import MAX_HASH_TOKENS as _MAX_TOKENS
 
 
 cdef extern from "hashing_core.h":
@@ -62,8 +62,8 @@ cdef int describe(Py_buffer *view, kvfs_tokens *tokens) except -1:
         )
     if view.ndim != 1:
         raise InvalidRequest(f"tokens have {view.ndim} dimensions, not 1")
-    if view.len // view.itemsize > MAX_HASH_TOKENS:
-        raise LimitExceeded(f"{view.len // view.itemsize} tokens in one call, the limit is {MAX_HASH_TOKENS}")
+    if view.len // view.itemsize > _MAX_TOKENS:
+        raise LimitExceeded(f"{view.len // view.itemsize} tokens in one call, the limit is {_MAX_TOKENS}")
     tokens.data = view.buf
     tokens.count = view.len // view.itemsize
     tokens.item_bytes = view.itemsize

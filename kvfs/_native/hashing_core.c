@@ -164,7 +164,8 @@ static int bad_token(const struct kvfs_tokens *tokens, size_t first, size_t *bad
     return -ERANGE;
 }
 
-static int add_tokens(struct stream *s, const struct kvfs_tokens *tokens, size_t first, size_t count, size_t *bad_index)
+static int add_tokens(struct stream *s, const struct kvfs_tokens *tokens, size_t first, size_t count,
+                      size_t *bad_index)
 {
     while (count > 0) {
         size_t room;

@@ -24,32 +24,42 @@ static inline uint32_t load_be32(const uint8_t *from)
     return (uint32_t)from[0] << 24 | (uint32_t)from[1] << 16 | (uint32_t)from[2] << 8 | from[3];
 }
 
-/* Round t of 8 in a row: the names of the eight variables turn, so that nothing is moved. */
+/* One round, t of 16 in a row: the names of the eight variables turn, so that nothing is moved. */
 #define AT(i) v[((i) - t) & 7]
+#define ROUND(word)                                                                                   \
+    do {                                                                                              \
+        const uint32_t a = AT(0), b = AT(1), c = AT(2), e = AT(4), f = AT(5), g = AT(6);              \
+        const uint32_t choose = g ^ (e & (f ^ g)), majority = (a & b) | (c & (a | b));                \
+        const uint32_t sum1 = rotate(e, 6) ^ rotate(e, 11) ^ rotate(e, 25);                           \
+        const uint32_t t1 = AT(7) + sum1 + choose + K[first + t] + (word);                            \
+        AT(3) += t1;                                                                                  \
+        AT(7) = t1 + (rotate(a, 2) ^ rotate(a, 13) ^ rotate(a, 22)) + majority;                       \
+    } while (0)
+
+/* w is a ring of the last 16 schedule words. */
 static void portable_block(uint32_t state[8], const uint8_t *data)
 {
-    uint32_t w[64], v[8];
-    for (int t = 0; t < 16; t++)
-        w[t] = load_be32(data + 4 * t);
-    for (int t = 16; t < 64; t++) {
-        uint32_t s0 = rotate(w[t - 15], 7) ^ rotate(w[t - 15], 18) ^ (w[t - 15] >> 3);
-        uint32_t s1 = rotate(w[t - 2], 17) ^ rotate(w[t - 2], 19) ^ (w[t - 2] >> 10);
-        w[t] = w[t - 16] + s0 + w[t - 7] + s1;
-    }
+    uint32_t w[16], v[8];
+    int first = 0;
     memcpy(v, state, sizeof v);
-    for (int r = 0; r < 64; r += 8) {
-#pragma GCC unroll 8
-        for (int t = 0; t < 8; t++) {
-            uint32_t a = AT(0), b = AT(1), c = AT(2), e = AT(4), f = AT(5), g = AT(6);
-            uint32_t choose = (e & f) ^ (~e & g), majority = (a & b) ^ (a & c) ^ (b & c);
-            uint32_t t1 = AT(7) + (rotate(e, 6) ^ rotate(e, 11) ^ rotate(e, 25)) + choose + K[r + t] + w[r + t];
-            AT(3) += t1;
-            AT(7) = t1 + (rotate(a, 2) ^ rotate(a, 13) ^ rotate(a, 22)) + majority;
+#pragma GCC unroll 16
+    for (int t = 0; t < 16; t++) {
+        w[t] = load_be32(data + 4 * t);
+        ROUND(w[t]);
+    }
+    for (first = 16; first < 64; first += 16) {
+#pragma GCC unroll 16
+        for (int t = 0; t < 16; t++) {
+            const uint32_t x = w[(t + 1) & 15], y = w[(t + 14) & 15];
+            w[t] += (rotate(x, 7) ^ rotate(x, 18) ^ (x >> 3)) + w[(t + 9) & 15];
+            w[t] += rotate(y, 17) ^ rotate(y, 19) ^ (y >> 10);
+            ROUND(w[t]);
         }
     }
     for (int i = 0; i < 8; i++)
         state[i] += v[i];
 }
+#undef ROUND
 #undef AT
 
 void kvfs_sha256_portable(uint32_t state[8], const uint8_t *data, size_t blocks)

@@ -6,7 +6,7 @@ Keys are 16 bytes. `kind` is `tiers.base.Kind`: 1 object, 2 block.
 import os
 from collections.abc import Iterator
 
-from typing_extensions import Buffer
+from typing_extensions import Buffer, disjoint_base
 
 FREE: int
 DRAFT: int
@@ -24,6 +24,7 @@ MAX_LOAD_PERCENT: int
 def native_fields() -> list[tuple[str, str, int, int]]:
     """(structure, field, offset, size) of every field of formats.h."""
 
+@disjoint_base
 class Entry:
     """A consistent copy of one index entry."""
 
@@ -37,6 +38,7 @@ class Entry:
     hits: int
     last_access_s: int
 
+@disjoint_base
 class SlotHeader:
     """A consistent copy of one slot header."""
 
@@ -54,6 +56,7 @@ class SlotHeader:
     bucket_id: int
     sealed_at_ns: int
 
+@disjoint_base
 class Table:
     """One writer process (`create`), any number of readers (`attach`). Closed tables raise SessionClosed."""
 
@@ -101,7 +104,7 @@ class Table:
         """Every entry, in table order. Complete only while nobody writes."""
 
     def __len__(self) -> int: ...
-    def __contains__(self, key: bytes) -> bool: ...
+    def __contains__(self, key: bytes, /) -> bool: ...
     def begin(self, slot: int) -> int:
         """A free slot becomes a draft; its odd generation. Raises Superseded if it is not free."""
 

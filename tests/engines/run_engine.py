@@ -48,7 +48,7 @@ def watch_loads() -> list[str]:
         loaded.append(os.fspath(filename))
         return tensors
 
-    safetensors.torch.load_file = load_file
+    safetensors.torch.load_file = load_file  # type: ignore[assignment]
     return loaded
 
 

@@ -68,7 +68,8 @@ def write_model(directory: Path, seed: int = 0) -> None:
     rng = np.random.default_rng(seed)
 
     def normal(shape: tuple[int, int], gain: float) -> np.ndarray[Any, Any]:
-        return (rng.standard_normal(shape) * gain / np.sqrt(shape[1])).astype(np.float32)
+        scaled: np.ndarray[Any, Any] = rng.standard_normal(shape) * gain / np.sqrt(shape[1])
+        return scaled.astype(np.float32)
 
     ones = np.ones(HIDDEN, dtype=np.float32)
     tensors = {

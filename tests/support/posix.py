@@ -206,7 +206,7 @@ def opened(path: Path | str, flags: int, mode: int = 0o644) -> Iterator[int]:
         os.close(fd)
 
 
-def write_all(fd: int, data: bytes | memoryview) -> None:
+def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]

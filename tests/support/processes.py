@@ -6,16 +6,18 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 
 class Helper:
-    """A process that runs `code`; the two sides talk in lines. Killed at the end of the `with`."""
+    """A process that runs `code` (a snippet) or a program; the two sides talk in lines. Killed at the end."""
 
-    def __init__(self, code: str, *arguments: object) -> None:
+    def __init__(self, code: str | Path, *arguments: object) -> None:
+        command = [str(code)] if isinstance(code, Path) else [sys.executable, "-c", code]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code, *map(str, arguments)],
+            [*command, *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -184,9 +184,9 @@ class EvictionAgainstModel(RuleBasedStateMachine):
             elif what == "touch":
                 self.touch_key(unit[0])
                 gone.difference_update(unit)
-            elif what == "touch another" and (key := self.choose(data)) is not None:
-                gone.difference_update(self.model.unit(key))
-                self.touch_key(key)
+            elif what == "touch another" and (other := self.choose(data)) is not None:
+                gone.difference_update(self.model.unit(other))
+                self.touch_key(other)
             elif what == "stop":
                 return
             gone &= self.model.keys.keys()

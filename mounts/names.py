@@ -1,0 +1,104 @@
+"""Making, removing and renaming names on the mount: one function a system call, over the view.
+
+Responsibility: the steps and their order; errors leave as `kvfs.errors`. Both ways in use them: calls from
+the native loop (mounts.calls) and pyfuse3's handlers (mounts.operations).
+
+Concurrency: the service's trio thread; each is one step.
+"""
+
+from __future__ import annotations
+
+from kvfs.errors import CrossDevice, Exists, InvalidRequest, IsDirectory, NotDirectory, NotEmpty
+from mounts.nodes import Node
+from mounts.view import View
+from tiers.model import Attributes, Name, ObjectInfo
+
+RENAME_NOREPLACE = 1
+RENAME_EXCHANGE = 2
+"""Flags of renameat2(2)."""
+
+
+def make_directory(view: View, parent: Node, component: bytes, *, mode: int, uid: int, gid: int) -> Node:
+    """mkdir(2); on the mount's root it makes a bucket."""
+    if parent.parent is None:
+        view.store.create_bucket(component, uid=uid, gid=gid, mode=mode)
+    else:
+        place = view.place(parent, component)
+        known = view.nodes.child(parent, component)
+        if known is not None and known.draft is not None:
+            raise Exists(f"{place} is being written")
+        view.store.make_directory(
+            Name(place.bucket, place.key + b"/"), Attributes(mode=mode, uid=uid, gid=gid)
+        )
+    return view.need(parent, component)
+
+
+def remove_directory(view: View, parent: Node, component: bytes) -> None:
+    """rmdir(2)."""
+    node = view.need(parent, component)
+    if not node.directory:
+        raise NotDirectory(f"{component.decode(errors='replace')} is a file")
+    if view.nodes.has_drafts_below(node):
+        raise NotEmpty(f"files below {component.decode(errors='replace')} are being written")
+    with view.own_change():
+        if parent.parent is None:
+            view.store.remove_bucket(component)
+        else:
+            view.store.remove_directory(view.nodes.name(node))
+    view.gone(node)
+
+
+def remove_file(view: View, parent: Node, component: bytes) -> None:
+    """unlink(2)."""
+    node = view.need(parent, component)
+    if node.directory:
+        raise IsDirectory(f"{component.decode(errors='replace')} is a directory")
+    view.remove_sealed(view.nodes.name(node))
+    view.gone(node)
+
+
+def rename(view: View, above: Node, component: bytes, below: Node, new_component: bytes, flags: int) -> None:
+    """renameat2(2). A draft moves with its name; other doors see what it replaces until it is published."""
+    if flags & RENAME_EXCHANGE:
+        raise InvalidRequest("RENAME_EXCHANGE: two names cannot be exchanged in one step here")
+    node = view.need(above, component)
+    if above.parent is None or (below.parent is None and node.directory):
+        raise CrossDevice("a bucket is not renamed, and a directory becomes one by copying")
+    target = view.place(below, new_component)
+    known = view.find(below, new_component)
+    if known is node:
+        return
+    if known is not None:
+        _check_replaceable(view, node, known, replace=not flags & RENAME_NOREPLACE)
+    _rename_sealed(view, node, target)
+    if known is not None:
+        view.gone(known)
+    view.nodes.move(node, below, new_component)
+    if node.info is not None:
+        found = view.store.lookup(target)
+        if isinstance(found, ObjectInfo):
+            view.nodes.set_object(node, found)
+
+
+def _rename_sealed(view: View, node: Node, target: Name) -> None:
+    """What other doors see of the rename."""
+    source = view.nodes.name(node)
+    with view.own_change():
+        if node.draft is not None:
+            view.remove_sealed(source)
+        elif node.directory:
+            view.store.rename(source, Name(target.bucket, target.key + b"/"))
+        else:
+            view.store.rename(source, target)
+
+
+def _check_replaceable(view: View, node: Node, known: Node, *, replace: bool) -> None:
+    name = known.component.decode(errors="replace")
+    if not replace:
+        raise Exists(f"{name} exists")
+    if known.directory and not node.directory:
+        raise IsDirectory(f"{name} is a directory")
+    if node.directory and not known.directory:
+        raise NotDirectory(f"{name} is a file")
+    if known.directory and view.nodes.has_drafts_below(known):
+        raise NotEmpty(f"files below {name} are being written")
