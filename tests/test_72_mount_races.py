@@ -87,7 +87,8 @@ class Worker:
         data = content(key)
         try:
             with opened(self.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as fd:
-                if self.random.random() < 0.3:
+                # A mapping whose service is killed is SIGBUS, which is honest but ends the worker.
+                if not self.restarts and self.random.random() < 0.3:
                     os.ftruncate(fd, len(data))
                     with mmap.mmap(fd, len(data)) as mapping:
                         mapping[:] = data

@@ -287,6 +287,7 @@ class TieredStore:
         return self.lookup_block(digest)
 
     def _index(self, draft: Draft, key: StoreKey, slot: int, generation: int, size_bytes: int) -> None:
+        self._report_hits()
         self._close_draft(draft, size_bytes)
         self.table.put(key.digest, int(key.kind), slot, generation, size_bytes)
         self._counts["seals"] += 1
@@ -633,6 +634,7 @@ class TieredStore:
             self._evictor.run(wanted)
 
     def _report_hits(self) -> None:
+        """Reads that were answered natively count before what comes next, not when eviction happens to ask."""
         for report in self.before_eviction:
             report()
 

@@ -239,6 +239,10 @@ static int handle_write(struct fuse_loop *loop, const struct fw_in_header *in, c
     if (fd == -EAGAIN) return 0;
     size_t room = in->len - sizeof *in - sizeof *body;
     size_t size = body->size < room ? body->size : room;
+    if (fd >= 0 && body->offset + size > loop->largest_object) {
+        close(fd);
+        fd = -EFBIG;
+    }
     ssize_t written = fd < 0 ? -1 : pwrite(fd, body + 1, size, (off_t)body->offset);
     struct fw_write_out out = {.size = written < 0 ? 0 : (uint32_t)written};
     if (written < 0)
