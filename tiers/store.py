@@ -331,6 +331,11 @@ class TieredStore:
     def _find_bound(self, bucket: Bucket, name: Name) -> ObjectInfo | Directory | None:
         """The same in a bucket whose names under `kv/` are blocks."""
         try:
+            if _is_block_name(bucket, name.key) is None:
+                return self._directory(bucket, Name(name.bucket, name.key + b"/"))
+        except NotFound:
+            pass
+        try:
             return self.lookup(name)
         except NotFound:
             return None
@@ -529,16 +534,26 @@ class TieredStore:
         blocks = self._block_names(bucket, prefix, after, delimiter) if where.namespace else ()
         entries: list[tuple[bytes, ObjectInfo | Directory]] = []
         last = b""
+        end = page.entries[-1].name if page.truncated else None
         for key in merge(rows, blocks):
-            if len(entries) == limit:
-                return Page(entries, last)
             if key == last:
                 continue
+            if len(entries) == limit or (end is not None and key > end):
+                return Page(entries, last or None)
             last = key
-            found = self._listed(where, key, rows.get(key))
+            if delimiter and key.find(delimiter, len(prefix)) >= 0:
+                found = self._common(where, key)
+            else:
+                found = self._listed(where, key, rows.get(key))
             if found is not None:
                 entries.append((key, found))
         return Page(entries, last if page.truncated else None)
+
+    def _common(self, bucket: Bucket, prefix: bytes) -> Directory:
+        """A common prefix of a listing; one that ends in `/` may have a marker's attributes."""
+        row = self.names.get(bucket.name, prefix) if prefix.endswith(b"/") else None
+        name = Name(bucket.name, prefix)
+        return _directory_of_bucket(bucket, name) if row is None else _directory_of_row(name, row)
 
     def _listed(self, bucket: Bucket, key: bytes, row: NameRow | None) -> ObjectInfo | Directory | None:
         name = Name(bucket.name, key)
@@ -750,8 +765,7 @@ class TieredStore:
                 self._block_names(name.bucket, name.key, b"", b"/")
             ):
                 raise NotFound(f"no object {name}")
-        identity = xxhash.xxh3_64_intdigest(name.bucket + b"\0" + name.key) | 1 << 63
-        return Directory(name, identity, bucket.mode, bucket.uid, bucket.gid, bucket.mtime_ns)
+        return _directory_of_bucket(bucket, name)
 
     def _block_names(
         self, bucket: bytes, prefix: bytes, after: bytes, delimiter: bytes | None
@@ -761,6 +775,12 @@ class TieredStore:
     def _tell(self, change: Change) -> None:
         for listener in self.listeners:
             listener(change)
+
+
+def _directory_of_bucket(bucket: Bucket, name: Name) -> Directory:
+    """A directory without a marker."""
+    identity = xxhash.xxh3_64_intdigest(name.bucket + b"\0" + name.key) | 1 << 63
+    return Directory(name, identity, bucket.mode, bucket.uid, bucket.gid, bucket.mtime_ns)
 
 
 def _directory_of_row(name: Name, row: NameRow) -> Directory:
