@@ -214,6 +214,8 @@ class TieredStore:
         (the draft stays open in both cases), NotPermitted for the names of blocks.
         """
         bucket = self._check_name(name)
+        if name.key.endswith(b"/"):
+            raise InvalidRequest(f"{name} ends in '/': only a directory has such a name")
         if _is_block_name(bucket, name.key):
             raise NotPermitted(f"{name}: names under kv/ of a bound bucket are blocks, sealed by prefix hash")
         old = self._row(name)
@@ -221,25 +223,17 @@ class TieredStore:
             raise Exists(f"{name} exists")
         sequence = self.names.next_ids(1)
         key = object_key(sequence)
+        row = _new_row(sequence, attributes, 0)
         sealed = self.dram.seal(
             draft.extent, SealHeader(key, sequence, sequence, uid=attributes.uid), checksum=checksum
         )
-        now = time.time_ns()
-        row = NameRow(
-            object_id=sequence,
-            ino=attributes.ino or sequence,
-            size_bytes=sealed.size_bytes,
-            mode=attributes.mode & 0o7777,
-            uid=attributes.uid,
-            gid=attributes.gid,
-            mtime_ns=now if attributes.mtime_ns is None else attributes.mtime_ns,
-            ctime_ns=now,
-            sequence=sequence,
-            flags=PINNED if attributes.pinned else 0,
-            user_metadata=attributes.user_metadata,
-        )
+        row = _with_size(row, sealed.size_bytes)
         self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
-        self.names.put(name.bucket, name.key, row)
+        try:
+            self.names.put(name.bucket, name.key, row)
+        except BaseException:  # a full index, for one: without a name nothing would ever evict these bytes
+            self._discard(key, attributes.uid)
+            raise
         self._name_of[key.digest] = name
         unit = paths.unit_prefix(name.key)
         self._policy.insert(
@@ -271,6 +265,10 @@ class TieredStore:
         """
         if len(digest) != 16 or (parent is not None and len(parent) != 16):
             raise InvalidRequest("a prefix hash has 16 bytes")
+        if not any(digest[:8]):  # one hash in 2^64; an object of this id would read the block's bytes
+            raise InvalidRequest(
+                f"prefix hash {digest.hex()}: eight zero bytes begin the keys of named objects"
+            )
         if self.bucket(bucket).namespace is None:
             raise InvalidRequest(f"bucket {bucket.decode()} is bound to no namespace")
         if self._blocks.get(digest) is not None:
@@ -424,30 +422,23 @@ class TieredStore:
 
     def mark_directory(self, name: Name, attributes: Attributes) -> Directory:
         """Give a directory that is only a common prefix a marker, which can hold attributes."""
-        now = time.time_ns()
         identity = self.names.next_ids(1)
-        row = NameRow(
-            object_id=identity,
-            ino=attributes.ino or identity,
-            size_bytes=0,
-            mode=attributes.mode & 0o7777,
-            uid=attributes.uid,
-            gid=attributes.gid,
-            mtime_ns=now if attributes.mtime_ns is None else attributes.mtime_ns,
-            ctime_ns=now,
-            sequence=identity,
-            flags=DIRECTORY,
-        )
+        row = _new_row(identity, attributes, DIRECTORY)
         self.names.put(name.bucket, name.key, row)
         return _directory_of_row(name, row)
 
     def remove_directory(self, name: Name) -> None:
         """Raises NotFound, NotEmpty."""
-        directory = self._directory(self.bucket(name.bucket), name)
+        if not name.key.endswith(b"/"):
+            raise InvalidRequest(f"{name}: a directory's key ends in '/'")
+        self._directory(self.bucket(name.bucket), name)
+        self._check_empty(name)
+        self.names.remove(name.bucket, name.key)
+
+    def _check_empty(self, name: Name) -> None:
         page = self.names.list(name.bucket, prefix=name.key, after=name.key, limit=1)
         if page.entries or any(self._block_names(name.bucket, name.key, b"", b"/")):
             raise NotEmpty(f"{name} is not empty")
-        self.names.remove(name.bucket, directory.name.key)
 
     def remove(self, name: Name) -> None:
         """Raises NotFound, IsDirectory."""
@@ -475,9 +466,11 @@ class TieredStore:
 
         Raises NotFound, Exists, NotEmpty, IsDirectory, NotDirectory, CrossDevice (too many keys), NotPermitted.
         """
-        for bucket in (self._check_name(src), self._check_name(dst)):
-            if bucket.namespace is not None and (src.key.startswith(b"kv/") or dst.key.startswith(b"kv/")):
+        for name in (src, dst):
+            if self._check_name(name).namespace is not None and name.key.startswith(b"kv/"):
                 raise NotPermitted(f"{src} -> {dst}: blocks have the names that their prefix hashes give")
+        if src.key.endswith(b"/") != dst.key.endswith(b"/"):
+            raise InvalidRequest(f"{src} -> {dst}: both keys end in '/' or none does")
         if src.key.endswith(b"/"):
             self._rename_directory(src, dst, replace)
         else:
@@ -509,7 +502,7 @@ class TieredStore:
         if self.names.has_prefix(dst.bucket, dst.key) and src != dst:
             if not replace:
                 raise Exists(f"{dst} exists")
-            self.remove_directory(dst)
+            self._check_empty(dst)
         moved = self.names.rename_prefix(
             src.bucket, src.key, dst.bucket, dst.key, limit=limits.MAX_RENAME_KEYS
         )
@@ -775,6 +768,30 @@ class TieredStore:
     def _tell(self, change: Change) -> None:
         for listener in self.listeners:
             listener(change)
+
+
+def _new_row(identity: int, attributes: Attributes, flags: int) -> NameRow:
+    """The row of a new name, still without a size. Raises what its encoding would, before anything is done."""
+    now = time.time_ns()
+    row = NameRow(
+        object_id=identity,
+        ino=attributes.ino or identity,
+        size_bytes=0,
+        mode=attributes.mode & 0o7777,
+        uid=attributes.uid,
+        gid=attributes.gid,
+        mtime_ns=now if attributes.mtime_ns is None else attributes.mtime_ns,
+        ctime_ns=now,
+        sequence=identity,
+        flags=flags | (PINNED if attributes.pinned else 0),
+        user_metadata=attributes.user_metadata,
+    )
+    row.encode()
+    return row
+
+
+def _with_size(row: NameRow, size_bytes: int) -> NameRow:
+    return replace(row, size_bytes=size_bytes)
 
 
 def _directory_of_bucket(bucket: Bucket, name: Name) -> Directory:
