@@ -71,7 +71,9 @@ class TieredStore:
         """Called before victims are chosen: doors that answer hits natively report them here."""
         self.publishers: list[Callable[[Name], trio.Event | None]] = []
         """Asked to publish a closed draft of this name now; what they return ends when a pending one does."""
-        self.space = SpaceBook(dram.usage().capacity_bytes, quota_bytes)
+        usage = dram.usage()
+        self.space = SpaceBook(usage.capacity_bytes, quota_bytes)
+        self._largest_bytes = usage.largest_object_bytes
         self._policy: LruLeafFirst[bytes] = LruLeafFirst()
         self._evictor = Evictor(self._policy, self._is_held, self._evict_one, self._report_hits)
         self._blocks = BlockCatalog()
@@ -180,15 +182,24 @@ class TieredStore:
 
     def reserve(self, size_bytes: int = 0, *, uid: int) -> Draft:
         """Grant an empty draft, evicting for its room. Raises NoSpace, ObjectTooLarge, QuotaExceeded."""
-        self.space.check_quota(uid, held_bytes=self.dram.charged_bytes(uid), more_bytes=size_bytes)
+        if size_bytes <= self._largest_bytes:  # else the tier says that it is too large, whatever the quota
+            self.space.check_quota(uid, held_bytes=self.dram.charged_bytes(uid), more_bytes=size_bytes)
         try:
             extent = self.dram.reserve(size_bytes)
         except NoSpace:
-            self.make_room(size_bytes)
-            self._evictor.run(0, objects_wanted=SLOTS_AT_ONCE)
-            extent = self.dram.reserve(size_bytes)
+            extent = self._reserve_evicting(size_bytes)
         self.space.opened(uid, size_bytes)
         return Draft(extent, uid, size_bytes)
+
+    def _reserve_evicting(self, size_bytes: int) -> Extent:
+        self.make_room(size_bytes)
+        try:
+            return self.dram.reserve(size_bytes)
+        except NoSpace:  # what is free was promised to open drafts, or it is slots that are short
+            usage = self.dram.usage()
+            short_of_slots = usage.slots >= usage.max_slots
+            self._evictor.run(size_bytes, objects_wanted=SLOTS_AT_ONCE if short_of_slots else 0)
+            return self.dram.reserve(size_bytes)
 
     def open_draft(self, draft: Draft) -> int:
         return self.dram.open_draft(draft.extent)
@@ -235,19 +246,22 @@ class TieredStore:
             self._discard(key, attributes.uid)
             raise
         self._name_of[key.digest] = name
-        unit = paths.unit_prefix(name.key)
-        self._policy.insert(
-            key.digest,
-            size_bytes=sealed.size_bytes,
-            parent=None,
-            now=time.monotonic(),
-            pinned=attributes.pinned,
-            group=name.bucket + b"\0" + unit if unit else None,
-        )
+        self._enter(key.digest, name, row)
         if old is not None:
             self._discard(object_key(old.object_id), old.uid)
         self._tell(Change(ChangeKind.SEALED, name, key))
         return self._info(name, row, sealed.extent)
+
+    def _enter(self, digest: bytes, name: Name, row: NameRow) -> None:
+        """Have the policy count a named object, as used now, in the unit that its name puts it in."""
+        self._policy.insert(
+            digest,
+            size_bytes=row.size_bytes,
+            parent=None,
+            now=time.monotonic(),
+            pinned=bool(row.flags & PINNED),
+            group=_unit(name),
+        )
 
     def seal_block(
         self,
@@ -488,7 +502,7 @@ class TieredStore:
         if src == dst:
             return
         old = self.names.rename(src.bucket, src.key, dst.bucket, dst.key)
-        self._name_of[object_key(row.object_id).digest] = dst
+        self._renamed(row, src, dst)
         if old is not None:
             self._discard(object_key(old.object_id), old.uid)
 
@@ -506,10 +520,16 @@ class TieredStore:
         moved = self.names.rename_prefix(
             src.bucket, src.key, dst.bucket, dst.key, limit=limits.MAX_RENAME_KEYS
         )
-        for _, key in moved:
+        for old_key, key in moved:
             row = self.names.get(dst.bucket, key)
             if row is not None and not row.flags & DIRECTORY:
-                self._name_of[object_key(row.object_id).digest] = Name(dst.bucket, key)
+                self._renamed(row, Name(src.bucket, old_key), Name(dst.bucket, key))
+
+    def _renamed(self, row: NameRow, src: Name, dst: Name) -> None:
+        digest = object_key(row.object_id).digest
+        self._name_of[digest] = dst
+        if _unit(src) != _unit(dst):
+            self._enter(digest, dst, row)
 
     def list(
         self,
@@ -788,6 +808,12 @@ def _new_row(identity: int, attributes: Attributes, flags: int) -> NameRow:
     )
     row.encode()
     return row
+
+
+def _unit(name: Name) -> bytes | None:
+    """The eviction group of a name: the directory whose files are useful only together."""
+    unit = paths.unit_prefix(name.key)
+    return name.bucket + b"\0" + unit if unit else None
 
 
 def _with_size(row: NameRow, size_bytes: int) -> NameRow:
