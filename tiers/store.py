@@ -103,10 +103,14 @@ class TieredStore:
         home = open_home(data_dir)
         try:
             names = NameIndex.open(home.index, map_size_bytes=limits.DEFAULT_NAME_MAP_BYTES)
-            names.clear_objects()
-            dram = DramTier.open(
-                home.dram, dram_bytes, store_id=home.store_id, max_slots=max_slots, gid=gid, mode=backing
-            )
+            try:
+                names.clear_objects()
+                dram = DramTier.open(
+                    home.dram, dram_bytes, store_id=home.store_id, max_slots=max_slots, gid=gid, mode=backing
+                )
+            except BaseException:
+                names.close()
+                raise
         except BaseException:
             home.close(clean=False)
             raise
