@@ -558,6 +558,7 @@ class TieredStore:
             if len(entries) == limit or (end is not None and key > end):
                 return Page(entries, last or None)
             last = key
+            found: ObjectInfo | Directory | None
             if delimiter and key.find(delimiter, len(prefix)) >= 0:
                 found = self._common(where, key)
             else:
