@@ -71,7 +71,9 @@ class TieredStore:
         """Called before victims are chosen: doors that answer hits natively report them here."""
         self.publishers: list[Callable[[Name], trio.Event | None]] = []
         """Asked to publish a closed draft of this name now; what they return ends when a pending one does."""
-        self.space = SpaceBook(dram.usage().capacity_bytes, quota_bytes)
+        usage = dram.usage()
+        self.space = SpaceBook(usage.capacity_bytes, quota_bytes)
+        self._largest_bytes = usage.largest_object_bytes
         self._policy: LruLeafFirst[bytes] = LruLeafFirst()
         self._evictor = Evictor(self._policy, self._is_held, self._evict_one, self._report_hits)
         self._blocks = BlockCatalog()
@@ -101,10 +103,14 @@ class TieredStore:
         home = open_home(data_dir)
         try:
             names = NameIndex.open(home.index, map_size_bytes=limits.DEFAULT_NAME_MAP_BYTES)
-            names.clear_objects()
-            dram = DramTier.open(
-                home.dram, dram_bytes, store_id=home.store_id, max_slots=max_slots, gid=gid, mode=backing
-            )
+            try:
+                names.clear_objects()
+                dram = DramTier.open(
+                    home.dram, dram_bytes, store_id=home.store_id, max_slots=max_slots, gid=gid, mode=backing
+                )
+            except BaseException:
+                names.close()
+                raise
         except BaseException:
             home.close(clean=False)
             raise
@@ -180,15 +186,24 @@ class TieredStore:
 
     def reserve(self, size_bytes: int = 0, *, uid: int) -> Draft:
         """Grant an empty draft, evicting for its room. Raises NoSpace, ObjectTooLarge, QuotaExceeded."""
-        self.space.check_quota(uid, held_bytes=self.dram.charged_bytes(uid), more_bytes=size_bytes)
+        if size_bytes <= self._largest_bytes:  # else the tier says that it is too large, whatever the quota
+            self.space.check_quota(uid, held_bytes=self.dram.charged_bytes(uid), more_bytes=size_bytes)
         try:
             extent = self.dram.reserve(size_bytes)
         except NoSpace:
-            self.make_room(size_bytes)
-            self._evictor.run(0, objects_wanted=SLOTS_AT_ONCE)
-            extent = self.dram.reserve(size_bytes)
+            extent = self._reserve_evicting(size_bytes)
         self.space.opened(uid, size_bytes)
         return Draft(extent, uid, size_bytes)
+
+    def _reserve_evicting(self, size_bytes: int) -> Extent:
+        self.make_room(size_bytes)
+        try:
+            return self.dram.reserve(size_bytes)
+        except NoSpace:  # what is free was promised to open drafts, or it is slots that are short
+            usage = self.dram.usage()
+            short_of_slots = usage.slots >= usage.max_slots
+            self._evictor.run(size_bytes, objects_wanted=SLOTS_AT_ONCE if short_of_slots else 0)
+            return self.dram.reserve(size_bytes)
 
     def open_draft(self, draft: Draft) -> int:
         return self.dram.open_draft(draft.extent)
@@ -214,6 +229,8 @@ class TieredStore:
         (the draft stays open in both cases), NotPermitted for the names of blocks.
         """
         bucket = self._check_name(name)
+        if name.key.endswith(b"/"):
+            raise InvalidRequest(f"{name} ends in '/': only a directory has such a name")
         if _is_block_name(bucket, name.key):
             raise NotPermitted(f"{name}: names under kv/ of a bound bucket are blocks, sealed by prefix hash")
         old = self._row(name)
@@ -221,39 +238,34 @@ class TieredStore:
             raise Exists(f"{name} exists")
         sequence = self.names.next_ids(1)
         key = object_key(sequence)
+        row = _new_row(sequence, attributes, 0)
         sealed = self.dram.seal(
             draft.extent, SealHeader(key, sequence, sequence, uid=attributes.uid), checksum=checksum
         )
-        now = time.time_ns()
-        row = NameRow(
-            object_id=sequence,
-            ino=attributes.ino or sequence,
-            size_bytes=sealed.size_bytes,
-            mode=attributes.mode & 0o7777,
-            uid=attributes.uid,
-            gid=attributes.gid,
-            mtime_ns=now if attributes.mtime_ns is None else attributes.mtime_ns,
-            ctime_ns=now,
-            sequence=sequence,
-            flags=PINNED if attributes.pinned else 0,
-            user_metadata=attributes.user_metadata,
-        )
+        row = _with_size(row, sealed.size_bytes)
         self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
-        self.names.put(name.bucket, name.key, row)
+        try:
+            self.names.put(name.bucket, name.key, row)
+        except BaseException:  # a full index, for one: without a name nothing would ever evict these bytes
+            self._discard(key, attributes.uid)
+            raise
         self._name_of[key.digest] = name
-        unit = paths.unit_prefix(name.key)
-        self._policy.insert(
-            key.digest,
-            size_bytes=sealed.size_bytes,
-            parent=None,
-            now=time.monotonic(),
-            pinned=attributes.pinned,
-            group=name.bucket + b"\0" + unit if unit else None,
-        )
+        self._enter(key.digest, name, row)
         if old is not None:
             self._discard(object_key(old.object_id), old.uid)
         self._tell(Change(ChangeKind.SEALED, name, key))
         return self._info(name, row, sealed.extent)
+
+    def _enter(self, digest: bytes, name: Name, row: NameRow) -> None:
+        """Have the policy count a named object, as used now, in the unit that its name puts it in."""
+        self._policy.insert(
+            digest,
+            size_bytes=row.size_bytes,
+            parent=None,
+            now=time.monotonic(),
+            pinned=bool(row.flags & PINNED),
+            group=_unit(name),
+        )
 
     def seal_block(
         self,
@@ -271,6 +283,10 @@ class TieredStore:
         """
         if len(digest) != 16 or (parent is not None and len(parent) != 16):
             raise InvalidRequest("a prefix hash has 16 bytes")
+        if not any(digest[:8]):  # one hash in 2^64; an object of this id would read the block's bytes
+            raise InvalidRequest(
+                f"prefix hash {digest.hex()}: eight zero bytes begin the keys of named objects"
+            )
         if self.bucket(bucket).namespace is None:
             raise InvalidRequest(f"bucket {bucket.decode()} is bound to no namespace")
         if self._blocks.get(digest) is not None:
@@ -331,6 +347,11 @@ class TieredStore:
 
     def _find_bound(self, bucket: Bucket, name: Name) -> ObjectInfo | Directory | None:
         """The same in a bucket whose names under `kv/` are blocks."""
+        try:
+            if _is_block_name(bucket, name.key) is None:
+                return self._directory(bucket, Name(name.bucket, name.key + b"/"))
+        except NotFound:
+            pass
         try:
             return self.lookup(name)
         except NotFound:
@@ -420,30 +441,23 @@ class TieredStore:
 
     def mark_directory(self, name: Name, attributes: Attributes) -> Directory:
         """Give a directory that is only a common prefix a marker, which can hold attributes."""
-        now = time.time_ns()
         identity = self.names.next_ids(1)
-        row = NameRow(
-            object_id=identity,
-            ino=attributes.ino or identity,
-            size_bytes=0,
-            mode=attributes.mode & 0o7777,
-            uid=attributes.uid,
-            gid=attributes.gid,
-            mtime_ns=now if attributes.mtime_ns is None else attributes.mtime_ns,
-            ctime_ns=now,
-            sequence=identity,
-            flags=DIRECTORY,
-        )
+        row = _new_row(identity, attributes, DIRECTORY)
         self.names.put(name.bucket, name.key, row)
         return _directory_of_row(name, row)
 
     def remove_directory(self, name: Name) -> None:
         """Raises NotFound, NotEmpty."""
-        directory = self._directory(self.bucket(name.bucket), name)
+        if not name.key.endswith(b"/"):
+            raise InvalidRequest(f"{name}: a directory's key ends in '/'")
+        self._directory(self.bucket(name.bucket), name)
+        self._check_empty(name)
+        self.names.remove(name.bucket, name.key)
+
+    def _check_empty(self, name: Name) -> None:
         page = self.names.list(name.bucket, prefix=name.key, after=name.key, limit=1)
         if page.entries or any(self._block_names(name.bucket, name.key, b"", b"/")):
             raise NotEmpty(f"{name} is not empty")
-        self.names.remove(name.bucket, directory.name.key)
 
     def remove(self, name: Name) -> None:
         """Raises NotFound, IsDirectory."""
@@ -471,9 +485,11 @@ class TieredStore:
 
         Raises NotFound, Exists, NotEmpty, IsDirectory, NotDirectory, CrossDevice (too many keys), NotPermitted.
         """
-        for bucket in (self._check_name(src), self._check_name(dst)):
-            if bucket.namespace is not None and (src.key.startswith(b"kv/") or dst.key.startswith(b"kv/")):
+        for name in (src, dst):
+            if self._check_name(name).namespace is not None and name.key.startswith(b"kv/"):
                 raise NotPermitted(f"{src} -> {dst}: blocks have the names that their prefix hashes give")
+        if src.key.endswith(b"/") != dst.key.endswith(b"/"):
+            raise InvalidRequest(f"{src} -> {dst}: both keys end in '/' or none does")
         if src.key.endswith(b"/"):
             self._rename_directory(src, dst, replace)
         else:
@@ -491,7 +507,7 @@ class TieredStore:
         if src == dst:
             return
         old = self.names.rename(src.bucket, src.key, dst.bucket, dst.key)
-        self._name_of[object_key(row.object_id).digest] = dst
+        self._renamed(row, src, dst)
         if old is not None:
             self._discard(object_key(old.object_id), old.uid)
 
@@ -505,14 +521,20 @@ class TieredStore:
         if self.names.has_prefix(dst.bucket, dst.key) and src != dst:
             if not replace:
                 raise Exists(f"{dst} exists")
-            self.remove_directory(dst)
+            self._check_empty(dst)
         moved = self.names.rename_prefix(
             src.bucket, src.key, dst.bucket, dst.key, limit=limits.MAX_RENAME_KEYS
         )
-        for _, key in moved:
+        for old_key, key in moved:
             row = self.names.get(dst.bucket, key)
             if row is not None and not row.flags & DIRECTORY:
-                self._name_of[object_key(row.object_id).digest] = Name(dst.bucket, key)
+                self._renamed(row, Name(src.bucket, old_key), Name(dst.bucket, key))
+
+    def _renamed(self, row: NameRow, src: Name, dst: Name) -> None:
+        digest = object_key(row.object_id).digest
+        self._name_of[digest] = dst
+        if _unit(src) != _unit(dst):
+            self._enter(digest, dst, row)
 
     def list(
         self,
@@ -530,16 +552,27 @@ class TieredStore:
         blocks = self._block_names(bucket, prefix, after, delimiter) if where.namespace else ()
         entries: list[tuple[bytes, ObjectInfo | Directory]] = []
         last = b""
+        end = page.entries[-1].name if page.truncated else None
         for key in merge(rows, blocks):
-            if len(entries) == limit:
-                return Page(entries, last)
             if key == last:
                 continue
+            if len(entries) == limit or (end is not None and key > end):
+                return Page(entries, last or None)
             last = key
-            found = self._listed(where, key, rows.get(key))
+            found: ObjectInfo | Directory | None
+            if delimiter and key.find(delimiter, len(prefix)) >= 0:
+                found = self._common(where, key)
+            else:
+                found = self._listed(where, key, rows.get(key))
             if found is not None:
                 entries.append((key, found))
         return Page(entries, last if page.truncated else None)
+
+    def _common(self, bucket: Bucket, prefix: bytes) -> Directory:
+        """A common prefix of a listing; one that ends in `/` may have a marker's attributes."""
+        row = self.names.get(bucket.name, prefix) if prefix.endswith(b"/") else None
+        name = Name(bucket.name, prefix)
+        return _directory_of_bucket(bucket, name) if row is None else _directory_of_row(name, row)
 
     def _listed(self, bucket: Bucket, key: bytes, row: NameRow | None) -> ObjectInfo | Directory | None:
         name = Name(bucket.name, key)
@@ -752,8 +785,7 @@ class TieredStore:
                 self._block_names(name.bucket, name.key, b"", b"/")
             ):
                 raise NotFound(f"no object {name}")
-        identity = xxhash.xxh3_64_intdigest(name.bucket + b"\0" + name.key) | 1 << 63
-        return Directory(name, identity, bucket.mode, bucket.uid, bucket.gid, bucket.mtime_ns)
+        return _directory_of_bucket(bucket, name)
 
     def _block_names(
         self, bucket: bytes, prefix: bytes, after: bytes, delimiter: bytes | None
@@ -763,6 +795,42 @@ class TieredStore:
     def _tell(self, change: Change) -> None:
         for listener in self.listeners:
             listener(change)
+
+
+def _new_row(identity: int, attributes: Attributes, flags: int) -> NameRow:
+    """The row of a new name, still without a size. Raises what its encoding would, before anything is done."""
+    now = time.time_ns()
+    row = NameRow(
+        object_id=identity,
+        ino=attributes.ino or identity,
+        size_bytes=0,
+        mode=attributes.mode & 0o7777,
+        uid=attributes.uid,
+        gid=attributes.gid,
+        mtime_ns=now if attributes.mtime_ns is None else attributes.mtime_ns,
+        ctime_ns=now,
+        sequence=identity,
+        flags=flags | (PINNED if attributes.pinned else 0),
+        user_metadata=attributes.user_metadata,
+    )
+    row.encode()
+    return row
+
+
+def _unit(name: Name) -> bytes | None:
+    """The eviction group of a name: the directory whose files are useful only together."""
+    unit = paths.unit_prefix(name.key)
+    return name.bucket + b"\0" + unit if unit else None
+
+
+def _with_size(row: NameRow, size_bytes: int) -> NameRow:
+    return replace(row, size_bytes=size_bytes)
+
+
+def _directory_of_bucket(bucket: Bucket, name: Name) -> Directory:
+    """A directory without a marker."""
+    identity = xxhash.xxh3_64_intdigest(name.bucket + b"\0" + name.key) | 1 << 63
+    return Directory(name, identity, bucket.mode, bucket.uid, bucket.gid, bucket.mtime_ns)
 
 
 def _directory_of_row(name: Name, row: NameRow) -> Directory:
