@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -216,7 +217,13 @@ def test_names_over_their_limits_are_refused_by_the_mount(service: Service) -> N
     assert service.signal(signal.SIGTERM) == 0
 
 
-def test_it_takes_the_descriptors_that_the_hard_limit_allows(service: Service) -> None:
+def test_it_takes_the_descriptors_that_the_hard_limit_allows(stopped: Service) -> None:
+    own = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, own[1]))
+    try:
+        service = stopped.start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, own)
     lines = Path(f"/proc/{service.pid}/limits").read_text().splitlines()
     soft, hard = next(line.split()[3:5] for line in lines if line.startswith("Max open files"))
     assert soft == hard

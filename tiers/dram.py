@@ -204,7 +204,9 @@ class DramTier:
     def reserve(self, size_bytes: int = 0) -> Extent:
         """An empty draft, `size_bytes` promised to it until it is sealed. Raises NoSpace, ObjectTooLarge."""
         if size_bytes > self.largest_object_bytes:
-            raise ObjectTooLarge(f"{size_bytes} bytes; the DRAM tier takes objects up to {self.largest_object_bytes}")
+            raise ObjectTooLarge(
+                f"{size_bytes} bytes; the DRAM tier takes objects up to {self.largest_object_bytes}"
+            )
         promised = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
         self._check_space(promised)
         slot = self._take_slot()
@@ -246,7 +248,9 @@ class DramTier:
         """(size, physical bytes) of a draft that may be sealed now."""
         size_bytes, physical_bytes = native.check_no_writer(self._slotfd, draft.slot)
         if size_bytes > self.largest_object_bytes:
-            raise ObjectTooLarge(f"{size_bytes} bytes; the DRAM tier takes objects up to {self.largest_object_bytes}")
+            raise ObjectTooLarge(
+                f"{size_bytes} bytes; the DRAM tier takes objects up to {self.largest_object_bytes}"
+            )
         books = self._books
         over = books.sealed_total + books.held_total + physical_bytes - self._capacity
         if self.backing == "directory" and over > 0:
