@@ -179,12 +179,15 @@ def umount(
     mount: Annotated[str | None, typer.Argument(help="A kvfs mount, of a running or a dead service.")] = None,
 ) -> None:
     """Unmount; the service behind it, where there is one, stops cleanly."""
-    from mounts.mount import unmount
+    from mounts.mount import abort, answers, unmount
 
     where = Path(os.path.abspath(mount)) if mount else addresses.only_mount()
     if where not in addresses.mounts():
         raise NotFound(f"{where}: no kvfs mount")
-    unmount(where)
+    if answers(where):
+        unmount(where)
+    else:
+        abort(where)
 
 
 @app.command(

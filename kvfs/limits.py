@@ -117,6 +117,10 @@ STOP_WAIT_S: Final = 10.0
 """How long a clean stop waits for the requests in flight."""
 DETACH_WAIT_S: Final = 1.0
 """How long a hard stop waits for the kernel to take the mount away before the process leaves without."""
+ANSWER_WAIT_S: Final = 2.0
+"""How long a mount may take to answer statfs before it counts as one that nobody serves."""
+KILLED_WAIT_S: Final = 5.0
+"""How long a start waits for a killed service, whose requests it has just aborted, to let go of the data."""
 MAINTAIN_INTERVAL_S: Final = 1.0
 """Upkeep of the store runs at least this often; a seal brings it forward."""
 MAINTAIN_PAUSE_S: Final = 0.02

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_NOATIME = 2, 4, 8, 32, 1024
-MNT_DETACH = 2
+MNT_FORCE, MNT_DETACH = 1, 2
 
 _OCTAL = re.compile(r"\\([0-7]{3})")
 

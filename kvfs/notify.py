@@ -29,6 +29,13 @@ def notify(*states: str) -> None:
         log.warning("the service manager at %s was not told %s: %s", address, states[0], error.strerror)
 
 
+def watchdog_wanted() -> bool:
+    """Whether the service manager restarts a service that stops sending WATCHDOG=1 (sd_watchdog_enabled(3))."""
+    return bool(os.environ.get("WATCHDOG_USEC")) and os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(
+        os.getpid()
+    )
+
+
 class JournalFormatter(logging.Formatter):
     """`<priority>name: message` on each line: journald takes the priority off and has the time itself."""
 

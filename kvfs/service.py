@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import grp
 import logging
+import math
 import os
 import resource
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,18 +31,20 @@ from typing import Any, Self
 
 import trio
 
-from kvfs import limits
+from kvfs import addresses, limits
 from kvfs.config import Settings
 from kvfs.errors import ConfigError, KvfsError
-from kvfs.notify import notify
+from kvfs.notify import notify, watchdog_wanted
 from kvfs.sizes import format_size
-from mounts.mount import Mount, recover, unmount
+from mounts.mount import Mount, abort, recover
+from tiers.home import lock_holder
 from tiers.sessions import SessionServer
 from tiers.store import TieredStore
 
 log = logging.getLogger("kvfs.service")
 
 DEFAULT_GROUP = "kvfs"
+_KILLED_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +98,38 @@ def prepare_mountpoint(path: Path) -> Path:
     return path
 
 
+def release_killed(settings: Settings) -> None:
+    """Make a service that was killed, and that the kernel does not let go, give up the data directory.
+
+    Its main thread is a zombie then, while another one waits in the kernel for a caller of its own mount.
+    """
+    deadline = time.monotonic() + limits.KILLED_WAIT_S
+    while (holder := lock_holder(settings.store.data)) is not None and _is_zombie(holder):
+        if time.monotonic() > deadline:
+            return
+        if settings.mount.path in addresses.mounts():
+            log.warning(
+                "process %d was killed and cannot end: aborting its mount %s", holder, settings.mount.path
+            )
+            abort(settings.mount.path)
+        time.sleep(_KILLED_POLL_S)
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        # The name, in parentheses, may hold anything; the state is the first field after it.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return False
+
+
 @contextmanager
 def open_store(settings: Settings) -> Iterator[TieredStore]:
     """The store; its DRAM tier is given back when the service stops.
 
     Raises StoreLocked, FormatMismatch, DeviceMissing, ConfigError.
     """
+    release_killed(settings)
     try:
         store = TieredStore.open(
             settings.store.data,
@@ -169,6 +199,11 @@ def _tell_started(running: Running, started: Callable[[Running], None]) -> None:
     notify("READY=1", f"STATUS={capacity} of DRAM, {running.mode} mount on {running.mountpoint}")
 
 
+def _abort_mount(mountpoint: Path) -> None:
+    if mountpoint in addresses.mounts():
+        abort(mountpoint)
+
+
 class _Watchdog:
     """Bounds a clean stop. Its timer has a thread of its own: it fires even when the event loop is stuck."""
 
@@ -189,9 +224,9 @@ class _Watchdog:
     def stop_hard(self, why: str) -> None:
         """Leave as after a crash; the next start clears what is left."""
         log.error("%s: leaving at once", why)
-        detaching = threading.Thread(target=unmount, args=[self._mountpoint], daemon=True)
-        detaching.start()
-        detaching.join(limits.DETACH_WAIT_S)
+        aborting = threading.Thread(target=_abort_mount, args=[self._mountpoint], daemon=True)
+        aborting.start()
+        aborting.join(limits.DETACH_WAIT_S)
         os._exit(1)
 
 
@@ -224,14 +259,18 @@ def _begin_stop(stop: trio.CancelScope, watchdog: _Watchdog, why: str) -> None:
 
 
 async def _maintain(store: TieredStore) -> None:
-    """Upkeep, MAINTAIN_INTERVAL_S apart, and soon after a change."""
+    """Upkeep, MAINTAIN_INTERVAL_S apart, and soon after a change; shows the manager that the loop turns."""
     changed = trio.Event()
 
     def wake(_: object) -> None:
         changed.set()
 
     store.listeners.append(wake)
+    watched, said = watchdog_wanted(), -math.inf
     while True:
+        if watched and trio.current_time() - said >= limits.MAINTAIN_INTERVAL_S:
+            notify("WATCHDOG=1")
+            said = trio.current_time()
         with trio.move_on_after(limits.MAINTAIN_INTERVAL_S):
             await changed.wait()
         changed = trio.Event()

@@ -19,6 +19,7 @@ import os
 import shutil
 import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -305,21 +306,58 @@ def unmount(point: Path) -> None:
 def recover(point: Path) -> bool:
     """Clear mounts that a killed service left at `point`; whether there were any.
 
-    Raises ConfigError when a living file system of ours is mounted there.
+    Raises ConfigError when a file system is mounted there that answers, or that may only be slow.
     """
     found = False
     while (top := linux.top_mount(point)) is not None and top.kind.startswith("fuse"):
-        try:
-            os.statvfs(point)
-        except OSError as error:
-            if error.errno not in (errno.ENOTCONN, errno.ECONNABORTED):
-                raise
-        else:
+        alive = answers(point)
+        if alive is None:
+            raise ConfigError(
+                f"{point} is in use: {top.source} ({top.kind}) is mounted there and has not answered in "
+                f"{limits.ANSWER_WAIT_S:g} s; `kvfs umount {point}` clears it"
+            )
+        if alive:
             raise ConfigError(f"{point} is in use: {top.source} ({top.kind}) is mounted there and answers")
         log.warning("%s: clearing the mount that a killed service left behind", point)
-        try:
-            linux.unmount(point, linux.MNT_DETACH)
-        except PermissionError:
-            subprocess.run(["fusermount3", "-u", "-z", "--", str(point)], check=True)
+        abort(point)
         found = True
     return found
+
+
+def answers(point: Path) -> bool | None:
+    """Whether a service answers for the mount; None when nothing comes within limits.ANSWER_WAIT_S.
+
+    Raises OSError where statfs says anything but that the service is gone.
+    """
+    said: list[OSError | None] = []
+
+    def ask() -> None:
+        try:
+            os.statvfs(point)
+            said.append(None)
+        except OSError as error:
+            said.append(error)
+
+    # Nothing interrupts a call that waits for FUSE, so it waits in a thread that may be left behind.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(limits.ANSWER_WAIT_S)
+    if not said:
+        return None
+    if said[0] is None:
+        return True
+    if said[0].errno in (errno.ENOTCONN, errno.ECONNABORTED):
+        return False
+    raise said[0]
+
+
+def abort(point: Path) -> None:
+    """Fail every request of the mount at `point`, whoever waits for it, and take the mount away.
+
+    A service that is killed while one of its threads notifies the kernel of a name cannot end: that thread
+    waits for a directory's lock, which a caller holds who waits for the service. Only this breaks the circle.
+    """
+    try:
+        linux.unmount(point, linux.MNT_FORCE | linux.MNT_DETACH)
+    except PermissionError:
+        subprocess.run(["fusermount3", "-u", "-z", "--", str(point)], check=True)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from time import sleep
 
 import pytest
 
@@ -61,6 +62,17 @@ def test_it_says_what_runs_and_tells_its_manager(service: Service) -> None:
         assert expected in shown
     assert "\nready\n" in shown
     assert "try, in another terminal" not in shown
+
+
+def test_it_shows_a_watchdog_that_it_lives_where_one_watches(stopped: Service) -> None:
+    stopped.environment["WATCHDOG_USEC"] = "30000000"
+    stopped.start().wait_told("WATCHDOG=1")
+
+
+def test_without_a_watchdog_it_says_nothing(service: Service) -> None:
+    assert service.signal(signal.SIGTERM) == 0
+    service.wait_told("STOPPING=1")
+    assert not any(told.startswith("WATCHDOG") for told in service.told)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -210,6 +222,65 @@ def test_it_takes_the_descriptors_that_the_hard_limit_allows(service: Service) -
     assert soft == hard
 
 
+CREATOR = """
+import os, sys
+from itertools import count
+
+try:
+    for n in count():
+        open(f"{sys.argv[1]}/created-{os.getpid()}-{n}", "wb").close()
+        if n == 0:
+            print("ready", flush=True)
+except OSError:
+    pass  # the service was killed
+"""
+EVICTOR = """
+import sys
+from kvfs.client import connect
+
+with connect(sys.argv[1]) as client:
+    names = [entry.name for entry in client.list("bucket/")]
+    print("ready", flush=True)
+    try:
+        client.evict(*names)
+    except Exception:
+        pass  # the service was killed
+"""
+
+
+def _python(code: str, argument: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(argument)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_a_kill_amid_notifications_holds_nobody_up(service: Service) -> None:
+    """While the service evicts many names of a directory, callers who create in it wait for the service, and its
+    notifying thread waits for them. A kill at that moment leaves both waiting, with the data still locked."""
+    bucket = service.mount / "bucket"
+    for round_number in range(3):
+        bucket.mkdir(exist_ok=True)
+        for n in range(500):
+            (bucket / f"evicted-{n}").write_bytes(b"x")
+        with (
+            _python(CREATOR, bucket) as one,
+            _python(CREATOR, bucket) as two,
+            _python(EVICTOR, service.mount) as evictor,
+        ):
+            for caller in (one, two, evictor):
+                assert caller.stdout is not None
+                caller.stdout.readline()
+            # Not synchronisation: each round meets another moment of the eviction.
+            sleep(0.02 + 0.01 * round_number)
+            killed = service.running
+            killed.kill()
+            service.start()
+            assert killed.wait(STOP_WAIT_S) == -signal.SIGKILL
+            for caller in (one, two, evictor):
+                caller.wait(STOP_WAIT_S)
+    assert service.signal(signal.SIGTERM) == 0
+
+
 def _write_with_parent(path: Path) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"1")
@@ -218,6 +289,7 @@ def _write_with_parent(path: Path) -> None:
 STUCK = """
 import os, signal, sys, threading, time
 from pathlib import Path
+from time import sleep
 import trio
 from kvfs import limits, service
 

@@ -65,6 +65,22 @@ def open_home(path: Path) -> Home:
     return Home(path, store_id, clean, lock_fd)
 
 
+def lock_holder(path: Path) -> int | None:
+    """The process that holds the lock of `path` now; None when nobody does, or it does not say."""
+    try:
+        lock_fd = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        text = os.pread(lock_fd, 32, 0).strip()
+        return int(text) if text.isdigit() else None
+    finally:
+        os.close(lock_fd)
+    return None
+
+
 def _lock(path: Path) -> int:
     lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
