@@ -50,6 +50,25 @@ static int needs_patch(uint32_t opcode) {
     }
 }
 
+/* Waits for `fd` or for the stop; 0 when stopping. */
+static int wait_for(struct fuse_loop *loop, int fd, short events) {
+    struct pollfd watched[2] = {{fd, events, 0}, {loop->stop_fd, POLLIN, 0}};
+    for (;;) {
+        int count = poll(watched, 2, -1);
+        if (count < 0 && errno == EINTR) continue;
+        return count > 0 && watched[1].revents == 0;
+    }
+}
+
+/* Waits while the library's socket is full, but not beyond the stop. 0, or -EIO. */
+static int send_to_library(struct fuse_loop *loop, const void *message, size_t size) {
+    while (send(loop->sockets[0], message, size, MSG_NOSIGNAL | MSG_DONTWAIT) < 0) {
+        if (errno == EINTR) continue;
+        if (errno != EAGAIN || !wait_for(loop, loop->sockets[0], POLLOUT)) return -EIO;
+    }
+    return 0;
+}
+
 static void relay(struct fuse_loop *loop, struct fw_in_header *in, size_t size) {
     if (in->opcode == FW_INIT && size >= sizeof *in + sizeof(struct fw_init_in)) {
         const struct fw_init_in *init = (const struct fw_init_in *)(in + 1);
@@ -66,26 +85,24 @@ static void relay(struct fuse_loop *loop, struct fw_in_header *in, size_t size) 
         }
     }
     fl_count(&loop->stats.relayed);
-    if (send(loop->sockets[0], in, size, MSG_NOSIGNAL) < 0) fl_answer(loop, in->unique, -EIO, NULL, 0);
-}
-
-/* Waits for `fd` or for the stop; 0 when stopping. */
-static int wait_for(struct fuse_loop *loop, int fd) {
-    struct pollfd watched[2] = {{fd, POLLIN, 0}, {loop->stop_fd, POLLIN, 0}};
-    for (;;) {
-        int count = poll(watched, 2, -1);
-        if (count < 0 && errno == EINTR) continue;
-        return count > 0 && watched[1].revents == 0;
-    }
+    if (send_to_library(loop, in, size) == 0) return;
+    struct fl_pending unsent;
+    pthread_mutex_lock(&loop->nodes_lock);
+    fl_pending_take(loop, in->unique, &unsent);
+    pthread_mutex_unlock(&loop->nodes_lock);
+    fl_answer(loop, in->unique, -EIO, NULL, 0);
 }
 
 /* One request into the buffer: its size, 0 to stop, -EAGAIN to try again. `read_lock` is held. */
 static ssize_t read_request(struct fuse_loop *loop, struct fl_buffers *buffers) {
     ssize_t size = read(loop->config.dev_fd, buffers->request, loop->request_size);
-    if (size >= 0) return size;
+    if (size >= 0) {
+        memset(buffers->request + size, 0, FL_REQUEST_END);
+        return size;
+    }
     switch (errno) {
     case EAGAIN:
-        return wait_for(loop, loop->config.dev_fd) ? -EAGAIN : 0;
+        return wait_for(loop, loop->config.dev_fd, POLLIN) ? -EAGAIN : 0;
     case EINTR:
     case ENOENT: /* the caller gave up before the request was read */
         return -EAGAIN;
@@ -94,7 +111,51 @@ static ssize_t read_request(struct fuse_loop *loop, struct fl_buffers *buffers) 
     }
 }
 
+/* What of a request's body this loop reads, names not counted. */
+static size_t least_body(uint32_t opcode) {
+    switch (opcode) {
+    case FW_FORGET:
+        return sizeof(uint64_t);
+    case FW_BATCH_FORGET:
+        return sizeof(struct fw_batch_forget_in);
+    case FW_OPEN:
+        return sizeof(struct fw_open_in);
+    case FW_RELEASE:
+        return sizeof(struct fw_release_in);
+    case FW_READ:
+        return sizeof(struct fw_read_in);
+    case FW_WRITE:
+        return sizeof(struct fw_write_in);
+    case FW_GETXATTR:
+        return sizeof(struct fw_getxattr_in);
+    case FW_FALLOCATE:
+        return sizeof(struct fw_fallocate_in);
+    case FW_LSEEK:
+        return sizeof(struct fw_lseek_in);
+    case FW_FSYNC:
+        return sizeof(uint64_t);
+    case FW_CREATE:
+        return sizeof(struct fw_create_in);
+    case FW_RENAME:
+        return sizeof(struct fw_rename_in);
+    case FW_RENAME2:
+        return sizeof(struct fw_rename2_in);
+    default:
+        return 0;
+    }
+}
+
+/* A request shorter than its kind or its length says would be read into what the last one left behind. */
+static int is_whole(const struct fw_in_header *in, size_t size) {
+    return in->len == size && size - sizeof *in >= least_body(in->opcode);
+}
+
 static void pass_on(struct fuse_loop *loop, struct fl_buffers *buffers, struct fw_in_header *in, size_t size) {
+    if (!is_whole(in, size)) {
+        int answered = in->opcode != FW_FORGET && in->opcode != FW_BATCH_FORGET && in->opcode != FW_INTERRUPT;
+        if (answered) fl_answer(loop, in->unique, -EIO, NULL, 0);
+        return;
+    }
     if (fl_answers(in->opcode) && fl_handle_natively(loop, buffers, in)) return;
     if (fl_queue_call(loop, in)) return;
     relay(loop, in, size);
@@ -125,7 +186,7 @@ static void *read_requests(void *argument) {
 static void *write_replies(void *argument) {
     struct fuse_loop *loop = argument;
     char *buffer = malloc(loop->request_size);
-    while (buffer != NULL && wait_for(loop, loop->sockets[0])) {
+    while (buffer != NULL && wait_for(loop, loop->sockets[0], POLLIN)) {
         ssize_t size = recv(loop->sockets[0], buffer, loop->request_size, 0);
         if (size < 0 && errno == EINTR) continue;
         if (size < (ssize_t)sizeof(struct fw_out_header)) break;

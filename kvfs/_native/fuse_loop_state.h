@@ -19,6 +19,7 @@
 #define FL_NOTICES 65536u
 #define FL_CALLS 1024u /* more than that are relayed */
 #define FL_NAME_MAX 255
+#define FL_REQUEST_END 2u /* zeros behind a request: names in it end, two of RENAME at the most */
 #define FL_MAX_THREADS 16
 
 struct fl_node {
