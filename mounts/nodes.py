@@ -147,6 +147,8 @@ class NodeTable:
         self._edges[parent.nodeid, component] = node
         self.mirror.link(parent.nodeid, component, node.nodeid)
         parent.children += 1
+        if old is not None:
+            self.release(old)
         return node
 
     def set_object(self, node: Node, info: ObjectInfo | None) -> None:
@@ -202,6 +204,8 @@ class NodeTable:
         self.mirror.link(parent.nodeid, component, node.nodeid)
         self._note_draft(node)
         self.release(former)
+        if old is not None:
+            self.release(old)
 
     def forget(self, node: Node, lookups: int) -> None:
         """The kernel drops lookups."""

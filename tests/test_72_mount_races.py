@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.door import BUCKET, ON_DIRECTORY, TEST_MODES, eventually
+from tests.support.holder import read_whole
 from tests.support.posix import opened, pattern, start_child, wait_child, write_all
 from tests.support.service import Service
 from tests.support.small_store import MIB, check, small_service
@@ -86,7 +87,8 @@ class Worker:
         data = content(key)
         try:
             with opened(self.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as fd:
-                if self.random.random() < 0.3:
+                # As a lost mapping is SIGBUS, which is honest but ends the worker.
+                if self.random.random() < 0.3 and not self.restarts:
                     os.ftruncate(fd, len(data))
                     with mmap.mmap(fd, len(data)) as mapping:
                         mapping[:] = data
@@ -106,13 +108,13 @@ class Worker:
 
     def read(self, key: int, path: Path) -> None:
         with opened(path, os.O_RDONLY) as fd:
-            self.compare(key, os.pread(fd, MIB, 0))
+            self.compare(key, read_whole(fd))
 
     def map(self, key: int, path: Path) -> None:
         with opened(path, os.O_RDONLY) as fd:
             mapping = mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ)
         if self.restarts:
-            mapping.close()  # a lost mapping is SIGBUS, which is honest but ends the worker
+            mapping.close()
             return
         self.compare(key, mapping[:])
         mapping.close()
@@ -120,6 +122,8 @@ class Worker:
     def direct(self, key: int, path: Path) -> None:
         with mmap.mmap(-1, MIB) as memory, opened(path, os.O_RDONLY | os.O_DIRECT) as fd:
             size = os.readv(fd, [memory])
+            if size < len(content(key)):
+                os.fsync(fd)  # a service that dies within a read makes it short, and the next call fails
             self.compare(key, memory[:size])
 
     def evict(self, key: int, path: Path) -> None:
@@ -168,6 +172,8 @@ def test_every_read_is_right_or_a_miss(service: Service, bucket: Path, restarts:
         if restarts:
             service.kill()
             service.restart()
+            while select.select([progress], [], [], 0)[0]:  # what was done before
+                os.read(progress, 65_536)
         make_progress()
     os.write(stop, b"all of you")
     while os.read(progress, 65_536):

@@ -68,34 +68,31 @@ class BlockCatalog:
     ) -> Iterator[bytes]:
         """Block names under `prefix` and past `after`, in order; common prefixes where a delimiter collapses."""
         shelves = self._by_bucket.get(bucket, {})
-        previous = b""
+        previous = after
         for first in list(self._first_bytes.get(bucket, ())):
             directory = b"kv/%02x/" % first
             if not (directory.startswith(prefix) or prefix.startswith(directory)):
                 continue
-            if after.startswith(directory) or after < directory or directory.startswith(after):
-                for name in self._shelf_names(shelves[first], directory, prefix, delimiter):
-                    if (
-                        name > after
-                        and not (after.endswith(b"/") and name.startswith(after))
-                        and name != previous
-                    ):
-                        previous = name
-                        yield name
+            if directory < after and not after.startswith(directory):
+                continue
+            for name in self._shelf_names(shelves[first], directory, prefix, delimiter):
+                if name > previous:  # names in order: so a common prefix comes once
+                    previous = name
+                    yield name
 
     @staticmethod
     def _shelf_names(
         shelf: set[bytes], directory: bytes, prefix: bytes, delimiter: bytes | None
     ) -> Iterator[bytes]:
-        if delimiter:
-            end = directory.find(delimiter, len(prefix))
-            if end >= 0:
-                yield directory[: end + len(delimiter)]
-                return
+        """The names of one first byte, each cut behind the delimiter: a common prefix may come many times."""
+        if delimiter and (cut := directory.find(delimiter, len(prefix))) >= 0:
+            yield directory[: cut + len(delimiter)]
+            return
         for digest in sorted(shelf):
             name = block_name(digest)
             if name.startswith(prefix):
-                yield name
+                cut = name.find(delimiter, len(prefix)) if delimiter else -1
+                yield name if cut < 0 else name[: cut + len(delimiter or b"")]
 
 
 __all__ = ["Block", "BlockCatalog", "block_name", "parse_block_name"]

@@ -31,17 +31,21 @@ class Evictor:
         """Evict until so many bytes are free and so many objects are gone, as far as possible; the bytes freed."""
         self.before_choice()
         freed = gone = skipped = 0
-        while (freed < bytes_wanted or gone < objects_wanted) and skipped < MAX_HELD_SKIPS:
-            groups = list(self.policy.victims(max(bytes_wanted - freed, 1), time.monotonic()))
-            if not groups:
-                break
-            for group in groups:
+        while freed < bytes_wanted or gone < objects_wanted:
+            found = False
+            # Not all at once: a held block that was used in between keeps its ancestors from being chosen.
+            for group in self.policy.victims(max(bytes_wanted - freed, 1), time.monotonic()):
+                found = True
                 if any(self.is_held(digest) for digest in group):
                     skipped += 1
                     self._use(group)
+                    if skipped >= MAX_HELD_SKIPS:
+                        return freed
                 else:
                     gone += len(group)
                     freed += sum([self.evict_one(digest) for digest in group])
+            if not found:
+                break
         return freed
 
     def _use(self, group: list[bytes]) -> None:

@@ -108,7 +108,7 @@ def _read_format(path: Path) -> tuple[bytes, bool]:
         )
     except FileNotFoundError:
         return secrets.token_bytes(16), True
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise FormatMismatch(f"{file} is not a kvfs format file: {error}") from None
     if version > FORMAT_VERSION:
         raise FormatMismatch(

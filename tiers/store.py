@@ -1,8 +1,8 @@
 """The store that all doors share: names, objects and blocks over the tiers.
 
-Responsibility: reserve -> write -> seal, lookups, leases, names, removal and eviction, each as one step
-that is complete when it returns. Policy is `tiers.eviction`, bytes are `tiers.dram`, ordered names are
-`kvfs.names`, and where each object lies is the shared table.
+Responsibility: reserve -> write -> seal, leases, names, removal and eviction, each as one step that is
+complete when it returns. Lookups and listings are `tiers.catalog`, policy is `tiers.eviction`, bytes are
+`tiers.dram`, ordered names are `kvfs.names`, and where each object lies is the shared table.
 
 Invariants:
 - An object is in the table exactly while its extent is sealed; a name row without a table entry is stale
@@ -20,12 +20,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
-from heapq import merge
 from pathlib import Path
 from typing import Any, Self
 
 import trio
-import xxhash
 
 from kvfs import limits, paths
 from kvfs.errors import (
@@ -38,46 +36,41 @@ from kvfs.errors import (
     NotFound,
     NotPermitted,
 )
-from kvfs.keys import Namespace, parse_block_name
 from kvfs.names import NameIndex, NameRow
-from tiers import buckets
 from tiers.base import Extent, Kind, SealHeader, StoreKey, object_key
-from tiers.blocks import Block, BlockCatalog
+from tiers.blocks import Block
+from tiers.catalog import DIRECTORY, PINNED, Catalog, block_digest, directory_of_row
 from tiers.dram import DramTier
 from tiers.eviction import LruLeafFirst
 from tiers.evictor import Evictor
 from tiers.home import Home, open_home
-from tiers.model import Attributes, Bucket, Change, ChangeKind, Directory, Draft, Name, ObjectInfo, Page
+from tiers.model import Attributes, Change, ChangeKind, Directory, Draft, Name, ObjectInfo
 from tiers.space import SpaceBook
 
 log = logging.getLogger("kvfs.store")
 
-PINNED = 1
-DIRECTORY = 2
 SLOTS_AT_ONCE = 64
 """Objects evicted when no slot is free: their bytes may be none."""
 
 
-class TieredStore:
+class TieredStore(Catalog):
     """See the module's header. Make one with `TieredStore.open`."""
 
     def __init__(self, home: Home, names: NameIndex, dram: DramTier, quota_bytes: int) -> None:
+        super().__init__(names, dram.table)
         self.home = home
-        self.names = names
         self.dram = dram
-        self.table = dram.table
         self.listeners: list[Callable[[Change], None]] = []
         self.before_eviction: list[Callable[[], None]] = []
         """Called before victims are chosen: doors that answer hits natively report them here."""
         self.publishers: list[Callable[[Name], trio.Event | None]] = []
         """Asked to publish a closed draft of this name now; what they return ends when a pending one does."""
-        self.space = SpaceBook(dram.usage().capacity_bytes, quota_bytes)
+        usage = dram.usage()
+        self.space = SpaceBook(usage.capacity_bytes, quota_bytes)
+        self._largest_bytes = usage.largest_object_bytes
         self._policy: LruLeafFirst[bytes] = LruLeafFirst()
         self._evictor = Evictor(self._policy, self._is_held, self._evict_one, self._report_hits)
-        self._blocks = BlockCatalog()
-        self._name_of: dict[bytes, Name] = {}
         self._last_reader: dict[int, int] = {}
-        self._counts = {"seals": 0, "evictions": 0, "removals": 0, "hits": 0, "misses": 0}
 
     # --- life ---------------------------------------------------------------------------------------------
 
@@ -101,10 +94,14 @@ class TieredStore:
         home = open_home(data_dir)
         try:
             names = NameIndex.open(home.index, map_size_bytes=limits.DEFAULT_NAME_MAP_BYTES)
-            names.clear_objects()
-            dram = DramTier.open(
-                home.dram, dram_bytes, store_id=home.store_id, max_slots=max_slots, gid=gid, mode=backing
-            )
+            try:
+                names.clear_objects()
+                dram = DramTier.open(
+                    home.dram, dram_bytes, store_id=home.store_id, max_slots=max_slots, gid=gid, mode=backing
+                )
+            except BaseException:
+                names.close()
+                raise
         except BaseException:
             home.close(clean=False)
             raise
@@ -129,45 +126,6 @@ class TieredStore:
     def data_dir(self) -> Path:
         return self.home.path
 
-    # --- buckets ------------------------------------------------------------------------------------------
-
-    def create_bucket(
-        self,
-        name: bytes,
-        *,
-        uid: int,
-        gid: int,
-        mode: int = 0o755,
-        durable: bool = False,
-        namespace: Namespace | None = None,
-    ) -> Bucket:
-        """Raises Exists, InvalidRequest, LimitExceeded."""
-        return buckets.create(
-            self.names, name, uid=uid, gid=gid, mode=mode, durable=durable, namespace=namespace
-        )
-
-    def bucket(self, name: bytes) -> Bucket:
-        """Raises BucketNotFound."""
-        return buckets.get(self.names, name)
-
-    def buckets(self) -> list[Bucket]:
-        return buckets.every(self.names)
-
-    def set_bucket(
-        self,
-        name: bytes,
-        *,
-        mode: int | None = None,
-        uid: int | None = None,
-        gid: int | None = None,
-        mtime_ns: int | None = None,
-        namespace: Namespace | None = None,
-    ) -> Bucket:
-        """Change what is given. Raises BucketNotFound; Exists, NotEmpty for a namespace that cannot be bound."""
-        return buckets.change(
-            self.names, name, mode=mode, uid=uid, gid=gid, mtime_ns=mtime_ns, namespace=namespace
-        )
-
     def remove_bucket(self, name: bytes) -> None:
         """Raises NotEmpty while any name or block is in it."""
         self.bucket(name)
@@ -180,15 +138,24 @@ class TieredStore:
 
     def reserve(self, size_bytes: int = 0, *, uid: int) -> Draft:
         """Grant an empty draft, evicting for its room. Raises NoSpace, ObjectTooLarge, QuotaExceeded."""
-        self.space.check_quota(uid, held_bytes=self.dram.charged_bytes(uid), more_bytes=size_bytes)
+        if size_bytes <= self._largest_bytes:  # else the tier says that it is too large, whatever the quota
+            self.space.check_quota(uid, held_bytes=self.dram.charged_bytes(uid), more_bytes=size_bytes)
         try:
             extent = self.dram.reserve(size_bytes)
         except NoSpace:
-            self.make_room(size_bytes)
-            self._evictor.run(0, objects_wanted=SLOTS_AT_ONCE)
-            extent = self.dram.reserve(size_bytes)
+            extent = self._reserve_evicting(size_bytes)
         self.space.opened(uid, size_bytes)
         return Draft(extent, uid, size_bytes)
+
+    def _reserve_evicting(self, size_bytes: int) -> Extent:
+        self.make_room(size_bytes)
+        try:
+            return self.dram.reserve(size_bytes)
+        except NoSpace:  # what is free was promised to open drafts, or it is slots that are short
+            usage = self.dram.usage()
+            short_of_slots = usage.slots >= usage.max_slots
+            self._evictor.run(size_bytes, objects_wanted=SLOTS_AT_ONCE if short_of_slots else 0)
+            return self.dram.reserve(size_bytes)
 
     def open_draft(self, draft: Draft) -> int:
         return self.dram.open_draft(draft.extent)
@@ -214,46 +181,43 @@ class TieredStore:
         (the draft stays open in both cases), NotPermitted for the names of blocks.
         """
         bucket = self._check_name(name)
-        if _is_block_name(bucket, name.key):
+        if name.key.endswith(b"/"):
+            raise InvalidRequest(f"{name} ends in '/': only a directory has such a name")
+        if block_digest(bucket, name.key):
             raise NotPermitted(f"{name}: names under kv/ of a bound bucket are blocks, sealed by prefix hash")
         old = self._row(name)
         if old is not None and not replace:
             raise Exists(f"{name} exists")
         sequence = self.names.next_ids(1)
         key = object_key(sequence)
+        row = _new_row(sequence, attributes, 0)
         sealed = self.dram.seal(
             draft.extent, SealHeader(key, sequence, sequence, uid=attributes.uid), checksum=checksum
         )
-        now = time.time_ns()
-        row = NameRow(
-            object_id=sequence,
-            ino=attributes.ino or sequence,
-            size_bytes=sealed.size_bytes,
-            mode=attributes.mode & 0o7777,
-            uid=attributes.uid,
-            gid=attributes.gid,
-            mtime_ns=now if attributes.mtime_ns is None else attributes.mtime_ns,
-            ctime_ns=now,
-            sequence=sequence,
-            flags=PINNED if attributes.pinned else 0,
-            user_metadata=attributes.user_metadata,
-        )
+        row = _with_size(row, sealed.size_bytes)
         self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
-        self.names.put(name.bucket, name.key, row)
+        try:
+            self.names.put(name.bucket, name.key, row)
+        except BaseException:  # a full index, for one: without a name nothing would ever evict these bytes
+            self._discard(key, attributes.uid)
+            raise
         self._name_of[key.digest] = name
-        unit = paths.unit_prefix(name.key)
-        self._policy.insert(
-            key.digest,
-            size_bytes=sealed.size_bytes,
-            parent=None,
-            now=time.monotonic(),
-            pinned=attributes.pinned,
-            group=name.bucket + b"\0" + unit if unit else None,
-        )
+        self._enter(key.digest, name, row)
         if old is not None:
             self._discard(object_key(old.object_id), old.uid)
         self._tell(Change(ChangeKind.SEALED, name, key))
         return self._info(name, row, sealed.extent)
+
+    def _enter(self, digest: bytes, name: Name, row: NameRow) -> None:
+        """Have the policy count a named object, as used now, in the unit that its name puts it in."""
+        self._policy.insert(
+            digest,
+            size_bytes=row.size_bytes,
+            parent=None,
+            now=time.monotonic(),
+            pinned=bool(row.flags & PINNED),
+            group=_unit(name),
+        )
 
     def seal_block(
         self,
@@ -271,6 +235,10 @@ class TieredStore:
         """
         if len(digest) != 16 or (parent is not None and len(parent) != 16):
             raise InvalidRequest("a prefix hash has 16 bytes")
+        if not any(digest[:8]):  # one hash in 2^64; an object of this id would read the block's bytes
+            raise InvalidRequest(
+                f"prefix hash {digest.hex()}: eight zero bytes begin the keys of named objects"
+            )
         if self.bucket(bucket).namespace is None:
             raise InvalidRequest(f"bucket {bucket.decode()} is bound to no namespace")
         if self._blocks.get(digest) is not None:
@@ -287,6 +255,7 @@ class TieredStore:
         return self.lookup_block(digest)
 
     def _index(self, draft: Draft, key: StoreKey, slot: int, generation: int, size_bytes: int) -> None:
+        self._report_hits()
         self._close_draft(draft, size_bytes)
         self.table.put(key.digest, int(key.kind), slot, generation, size_bytes)
         self._counts["seals"] += 1
@@ -297,83 +266,6 @@ class TieredStore:
             self.space.closed(draft.uid, draft.size_hint_bytes, sealed_bytes)
 
     # --- reading ------------------------------------------------------------------------------------------
-
-    def lookup(self, name: Name) -> ObjectInfo | Directory:
-        """What an exact key names: an object first, else a directory. Raises NotFound, BucketNotFound."""
-        bucket = self.bucket(name.bucket)
-        if digest := _is_block_name(bucket, name.key):
-            return self._block_of(bucket, digest)
-        if name.key and not name.key.endswith(b"/"):
-            row = self._row(name)
-            if row is not None:
-                return self._info_of_row(name, row)
-        return self._directory(bucket, Name(name.bucket, _as_prefix(name.key)))
-
-    def find_path(self, name: Name) -> ObjectInfo | Directory | None:
-        """What the path view shows: where both `a` and `a/b` exist, the directory. None where there is nothing.
-
-        `name.key` has no trailing `/`. Raises BucketNotFound.
-        """
-        bucket = self.bucket(name.bucket)
-        if bucket.namespace is not None and name.key.startswith(b"kv"):
-            return self._find_bound(bucket, name)
-        row = self._row(name)
-        directory = Name(name.bucket, name.key + b"/")
-        if self.names.has_prefix(directory.bucket, directory.key):
-            return self._directory(bucket, directory)
-        if row is not None:
-            entry = self.table.get(object_key(row.object_id).digest)
-            if entry is not None:
-                return self._info(name, row, Extent(entry.slot, entry.generation), entry.hits)
-        self._counts["misses"] += 1
-        return None
-
-    def _find_bound(self, bucket: Bucket, name: Name) -> ObjectInfo | Directory | None:
-        """The same in a bucket whose names under `kv/` are blocks."""
-        try:
-            return self.lookup(name)
-        except NotFound:
-            return None
-
-    def lookup_block(self, digest: bytes) -> ObjectInfo:
-        block, entry = self._blocks.get(digest), self.table.get(digest)
-        if block is None or entry is None:
-            self._counts["misses"] += 1
-            raise NotFound(f"no block {digest.hex()}")
-        bucket = self.bucket(block.bucket)
-        return ObjectInfo(
-            name=None,
-            key=StoreKey(Kind.BLOCK, digest),
-            extent=Extent(entry.slot, entry.generation),
-            tier="dram",
-            object_id=block.sequence,
-            ino=block.sequence,
-            size_bytes=entry.size_bytes,
-            mode=bucket.mode & 0o444,
-            uid=bucket.uid,
-            gid=bucket.gid,
-            mtime_ns=block.sealed_ns,
-            ctime_ns=block.sealed_ns,
-            sequence=block.sequence,
-            pinned=block.pinned,
-            hits=entry.hits,
-        )
-
-    def _block_of(self, bucket: Bucket, digest: bytes) -> ObjectInfo:
-        """A block by its name: only in the bucket that it was sealed into, whose rights are its own."""
-        if self.block_bucket(digest) != bucket.name:
-            self._counts["misses"] += 1
-            raise NotFound(f"no block {digest.hex()} in bucket {bucket.name.decode()}")
-        return self.lookup_block(digest)
-
-    def block_bucket(self, digest: bytes) -> bytes | None:
-        """The bucket that a block was sealed into, whose rights are the block's; None for no such block."""
-        block = self._blocks.get(digest)
-        return None if block is None else block.bucket
-
-    def match(self, digests: bytes | memoryview) -> int:
-        """How many prefix hashes (16 bytes each) are present without a gap from the first on."""
-        return self.table.match(digests)
 
     def open_read(self, info: ObjectInfo, *, uid: int) -> int:
         """A read-only descriptor, which is the lease. Raises Superseded, QuotaExceeded; the caller closes it."""
@@ -419,30 +311,23 @@ class TieredStore:
 
     def mark_directory(self, name: Name, attributes: Attributes) -> Directory:
         """Give a directory that is only a common prefix a marker, which can hold attributes."""
-        now = time.time_ns()
         identity = self.names.next_ids(1)
-        row = NameRow(
-            object_id=identity,
-            ino=attributes.ino or identity,
-            size_bytes=0,
-            mode=attributes.mode & 0o7777,
-            uid=attributes.uid,
-            gid=attributes.gid,
-            mtime_ns=now if attributes.mtime_ns is None else attributes.mtime_ns,
-            ctime_ns=now,
-            sequence=identity,
-            flags=DIRECTORY,
-        )
+        row = _new_row(identity, attributes, DIRECTORY)
         self.names.put(name.bucket, name.key, row)
-        return _directory_of_row(name, row)
+        return directory_of_row(name, row)
 
     def remove_directory(self, name: Name) -> None:
         """Raises NotFound, NotEmpty."""
-        directory = self._directory(self.bucket(name.bucket), name)
+        if not name.key.endswith(b"/"):
+            raise InvalidRequest(f"{name}: a directory's key ends in '/'")
+        self._directory(self.bucket(name.bucket), name)
+        self._check_empty(name)
+        self.names.remove(name.bucket, name.key)
+
+    def _check_empty(self, name: Name) -> None:
         page = self.names.list(name.bucket, prefix=name.key, after=name.key, limit=1)
         if page.entries or any(self._block_names(name.bucket, name.key, b"", b"/")):
             raise NotEmpty(f"{name} is not empty")
-        self.names.remove(name.bucket, directory.name.key)
 
     def remove(self, name: Name) -> None:
         """Raises NotFound, IsDirectory."""
@@ -470,9 +355,11 @@ class TieredStore:
 
         Raises NotFound, Exists, NotEmpty, IsDirectory, NotDirectory, CrossDevice (too many keys), NotPermitted.
         """
-        for bucket in (self._check_name(src), self._check_name(dst)):
-            if bucket.namespace is not None and (src.key.startswith(b"kv/") or dst.key.startswith(b"kv/")):
+        for name in (src, dst):
+            if self._check_name(name).namespace is not None and name.key.startswith(b"kv/"):
                 raise NotPermitted(f"{src} -> {dst}: blocks have the names that their prefix hashes give")
+        if src.key.endswith(b"/") != dst.key.endswith(b"/"):
+            raise InvalidRequest(f"{src} -> {dst}: both keys end in '/' or none does")
         if src.key.endswith(b"/"):
             self._rename_directory(src, dst, replace)
         else:
@@ -490,7 +377,7 @@ class TieredStore:
         if src == dst:
             return
         old = self.names.rename(src.bucket, src.key, dst.bucket, dst.key)
-        self._name_of[object_key(row.object_id).digest] = dst
+        self._renamed(row, src, dst)
         if old is not None:
             self._discard(object_key(old.object_id), old.uid)
 
@@ -504,50 +391,20 @@ class TieredStore:
         if self.names.has_prefix(dst.bucket, dst.key) and src != dst:
             if not replace:
                 raise Exists(f"{dst} exists")
-            self.remove_directory(dst)
+            self._check_empty(dst)
         moved = self.names.rename_prefix(
             src.bucket, src.key, dst.bucket, dst.key, limit=limits.MAX_RENAME_KEYS
         )
-        for _, key in moved:
+        for old_key, key in moved:
             row = self.names.get(dst.bucket, key)
             if row is not None and not row.flags & DIRECTORY:
-                self._name_of[object_key(row.object_id).digest] = Name(dst.bucket, key)
+                self._renamed(row, Name(src.bucket, old_key), Name(dst.bucket, key))
 
-    def list(
-        self,
-        bucket: bytes,
-        *,
-        prefix: bytes = b"",
-        after: bytes = b"",
-        delimiter: bytes | None = None,
-        limit: int = limits.MAX_LIST_ENTRIES,
-    ) -> Page:
-        """Names in byte order past `after`, at most `limit`; names that share `delimiter` past the prefix are one."""
-        where = self.bucket(bucket)
-        page = self.names.list(bucket, prefix=prefix, after=after, delimiter=delimiter, limit=limit)
-        rows = {entry.name: entry.row for entry in page.entries}
-        blocks = self._block_names(bucket, prefix, after, delimiter) if where.namespace else ()
-        entries: list[tuple[bytes, ObjectInfo | Directory]] = []
-        last = b""
-        for key in merge(rows, blocks):
-            if len(entries) == limit:
-                return Page(entries, last)
-            if key == last:
-                continue
-            last = key
-            found = self._listed(where, key, rows.get(key))
-            if found is not None:
-                entries.append((key, found))
-        return Page(entries, last if page.truncated else None)
-
-    def _listed(self, bucket: Bucket, key: bytes, row: NameRow | None) -> ObjectInfo | Directory | None:
-        name = Name(bucket.name, key)
-        try:
-            if row is None or row.flags & DIRECTORY:
-                return self.lookup(name)
-            return self._info_of_row(name, row)
-        except NotFound:
-            return None
+    def _renamed(self, row: NameRow, src: Name, dst: Name) -> None:
+        digest = object_key(row.object_id).digest
+        self._name_of[digest] = dst
+        if _unit(src) != _unit(dst):
+            self._enter(digest, dst, row)
 
     def set_attributes(
         self,
@@ -633,6 +490,7 @@ class TieredStore:
             self._evictor.run(wanted)
 
     def _report_hits(self) -> None:
+        """Reads that were answered natively count before what comes next, not when eviction happens to ask."""
         for report in self.before_eviction:
             report()
 
@@ -701,76 +559,36 @@ class TieredStore:
             "tiers": [{"name": self.dram.name, "backing": self.dram.backing, **asdict(self.dram.usage())}],
         }
 
-    # --- helpers ------------------------------------------------------------------------------------------
-
-    def _check_name(self, name: Name) -> Bucket:
-        paths.check_key(name.key)
-        return self.bucket(name.bucket)
-
-    def _row(self, name: Name) -> NameRow | None:
-        row = self.names.get(name.bucket, name.key)
-        return None if row is None or row.flags & DIRECTORY else row
-
-    def _info_of_row(self, name: Name, row: NameRow) -> ObjectInfo:
-        entry = self.table.get(object_key(row.object_id).digest)
-        if entry is None:
-            self._counts["misses"] += 1
-            raise NotFound(f"{name} has no bytes in any tier")
-        return self._info(name, row, Extent(entry.slot, entry.generation), entry.hits)
-
-    def _info(self, name: Name, row: NameRow, extent: Any, hits: int = 0) -> ObjectInfo:
-        return ObjectInfo(
-            name=name,
-            key=object_key(row.object_id),
-            extent=extent,
-            tier="dram",
-            object_id=row.object_id,
-            ino=row.ino,
-            size_bytes=row.size_bytes,
-            mode=row.mode,
-            uid=row.uid,
-            gid=row.gid,
-            mtime_ns=row.mtime_ns,
-            ctime_ns=row.ctime_ns,
-            sequence=row.sequence,
-            pinned=bool(row.flags & PINNED),
-            hits=hits,
-            user_metadata=row.user_metadata,
-        )
-
-    def _directory(self, bucket: Bucket, name: Name) -> Directory:
-        """`name.key` ends in `/` or is empty. Raises NotFound."""
-        if len(name.key) > limits.MAX_KEY_BYTES:  # the longest key, taken for a directory's
-            raise NotFound(f"no object {name}")
-        if name.key:
-            row = self.names.get(name.bucket, name.key)
-            if row is not None:
-                return _directory_of_row(name, row)
-            if not self.names.has_prefix(name.bucket, name.key) and not any(
-                self._block_names(name.bucket, name.key, b"", b"/")
-            ):
-                raise NotFound(f"no object {name}")
-        identity = xxhash.xxh3_64_intdigest(name.bucket + b"\0" + name.key) | 1 << 63
-        return Directory(name, identity, bucket.mode, bucket.uid, bucket.gid, bucket.mtime_ns)
-
-    def _block_names(
-        self, bucket: bytes, prefix: bytes, after: bytes, delimiter: bytes | None
-    ) -> Iterable[bytes]:
-        return self._blocks.names(bucket, prefix=prefix, after=after, delimiter=delimiter)
-
     def _tell(self, change: Change) -> None:
         for listener in self.listeners:
             listener(change)
 
 
-def _directory_of_row(name: Name, row: NameRow) -> Directory:
-    return Directory(name, row.ino, row.mode, row.uid, row.gid, row.mtime_ns)
+def _new_row(identity: int, attributes: Attributes, flags: int) -> NameRow:
+    """The row of a new name, still without a size. Raises what its encoding would, before anything is done."""
+    now = time.time_ns()
+    row = NameRow(
+        object_id=identity,
+        ino=attributes.ino or identity,
+        size_bytes=0,
+        mode=attributes.mode & 0o7777,
+        uid=attributes.uid,
+        gid=attributes.gid,
+        mtime_ns=now if attributes.mtime_ns is None else attributes.mtime_ns,
+        ctime_ns=now,
+        sequence=identity,
+        flags=flags | (PINNED if attributes.pinned else 0),
+        user_metadata=attributes.user_metadata,
+    )
+    row.encode()
+    return row
 
 
-def _as_prefix(key: bytes) -> bytes:
-    return key if not key or key.endswith(b"/") else key + b"/"
+def _unit(name: Name) -> bytes | None:
+    """The eviction group of a name: the directory whose files are useful only together."""
+    unit = paths.unit_prefix(name.key)
+    return name.bucket + b"\0" + unit if unit else None
 
 
-def _is_block_name(bucket: Bucket, key: bytes) -> bytes | None:
-    """The prefix hash that `key` spells in a bound bucket, else None."""
-    return parse_block_name(key) if bucket.namespace is not None else None
+def _with_size(row: NameRow, size_bytes: int) -> NameRow:
+    return replace(row, size_bytes=size_bytes)

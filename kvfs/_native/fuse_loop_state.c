@@ -30,9 +30,11 @@ struct fl_node *fl_find(struct fuse_loop *loop, uint64_t nodeid) {
 int fl_node_set(struct fuse_loop *loop, uint64_t nodeid, enum fl_state state, uint32_t slot, uint32_t generation,
                 const struct fw_attr *attr) {
     pthread_mutex_lock(&loop->nodes_lock);
-    struct fl_node *node = node_at(loop, nodeid, 1);
+    struct fl_node *node = node_at(loop, nodeid, state != FL_DEAD);
     int status = node == NULL ? -ENOMEM : node->nodeid != 0 && node->nodeid != nodeid ? -EEXIST : 0;
-    if (status == 0) {
+    int gone = state == FL_DEAD && (node == NULL || node->nodeid != nodeid); /* dropped: nothing to mark */
+    if (gone) status = 0;
+    if (status == 0 && !gone) {
         node->nodeid = nodeid;
         node->state = (uint8_t)state;
         node->slot = slot;
@@ -185,14 +187,14 @@ uint32_t fl_drain_opens(struct fuse_loop *loop, struct fl_open_record *out, uint
 int fl_call_put(struct fuse_loop *loop, const struct fl_call *call) {
     pthread_mutex_lock(&loop->calls_lock);
     int status = loop->call_count == FL_CALLS ? -EAGAIN : 0;
-    int wake = loop->call_count == 0;
+    int wake = status == 0 && loop->call_count == 0;
     if (status == 0) loop->calls[(loop->call_first + loop->call_count++) % FL_CALLS] = *call;
-    pthread_mutex_unlock(&loop->calls_lock);
-    if (status == 0 && wake) {
+    if (wake) { /* under the lock: written after a take that emptied the queue, it would wake for ever */
         uint64_t one = 1;
         ssize_t written = write(loop->calls_fd, &one, sizeof one);
         (void)written;
     }
+    pthread_mutex_unlock(&loop->calls_lock);
     return status;
 }
 
@@ -204,7 +206,7 @@ uint32_t fl_take_calls(struct fuse_loop *loop, struct fl_call *out, uint32_t cap
     loop->call_first = (loop->call_first + count) % FL_CALLS;
     __atomic_store_n(&loop->call_count, loop->call_count - count, __ATOMIC_RELEASE);
     uint64_t seen;
-    if (loop->call_count == 0 && read(loop->calls_fd, &seen, sizeof seen) < 0) seen = 0; /* EAGAIN: not woken yet */
+    if (loop->call_count == 0 && read(loop->calls_fd, &seen, sizeof seen) < 0) seen = 0;
     pthread_mutex_unlock(&loop->calls_lock);
     return count;
 }
@@ -267,7 +269,7 @@ void fl_notice_stop(struct fuse_loop *loop) {
 
 int fl_buffers_make(struct fuse_loop *loop, struct fl_buffers *out) {
     out->request = out->reply = NULL;
-    if (posix_memalign((void **)&out->request, 4096, loop->request_size) != 0) return -ENOMEM;
+    if (posix_memalign((void **)&out->request, 4096, loop->request_size + FL_REQUEST_END) != 0) return -ENOMEM;
     if (posix_memalign((void **)&out->reply, 4096, loop->config.buffer_size) != 0) {
         free(out->request);
         return -ENOMEM;

@@ -1,6 +1,6 @@
 /* The loop's shared state: nodes, requests in flight, opens to report, invalidations to send.
  *
- * Pure bookkeeping, no protocol and no I/O. Concurrency: callers hold `nodes_lock`, except for the queues of
+ * The functions of fuse_loop_state.c are pure bookkeeping, no protocol and no I/O. Concurrency: callers hold `nodes_lock`, except for the queues of
  * calls and of notices, which have locks of their own.
  */
 #ifndef KVFS_FUSE_LOOP_STATE_H
@@ -19,6 +19,7 @@
 #define FL_NOTICES 65536u
 #define FL_CALLS 1024u /* more than that are relayed */
 #define FL_NAME_MAX 255
+#define FL_REQUEST_END 2u /* zeros behind a request: names in it end, two of RENAME at the most */
 #define FL_MAX_THREADS 16
 
 struct fl_node {
@@ -115,6 +116,25 @@ void fl_record_open(struct fuse_loop *loop, uint64_t nodeid, uint32_t uid, uint3
 int fl_call_put(struct fuse_loop *loop, const struct fl_call *call);
 int fl_notice_wait(struct fuse_loop *loop, struct fl_notice *out);
 void fl_notice_stop(struct fuse_loop *loop);
+/* fuse_loop_core.c */
+struct iovec;
+void fl_write_device(struct fuse_loop *loop, const struct iovec *parts, int count);
+void fl_answer(struct fuse_loop *loop, uint64_t unique, int error, const void *body, uint32_t size);
+
+/* fuse_loop_answers.c */
+int fl_handle_natively(struct fuse_loop *loop, struct fl_buffers *buffers, struct fw_in_header *in);
+int fl_current_attr(struct fuse_loop *loop, const struct fl_node *node, struct fw_attr *attr, uint64_t *valid_s);
+int fl_attach_backing(struct fuse_loop *loop, struct fl_node *node, int fd);
+void fl_detach_backing(struct fuse_loop *loop, struct fl_node *node);
+
+/* fuse_loop_calls.c */
+int fl_queue_call(struct fuse_loop *loop, const struct fw_in_header *in);
+
+/* fuse_loop_replies.c */
+void fl_patch_open(struct fuse_loop *loop, uint64_t nodeid, struct fw_open_out *out);
+void fl_patch_reply(struct fuse_loop *loop, const struct fl_pending *request, char *body, uint32_t size);
+
+/* fuse_loop_state.c */
 int fl_buffers_make(struct fuse_loop *loop, struct fl_buffers *out);
 void fl_buffers_free(struct fl_buffers *buffers);
 

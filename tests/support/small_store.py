@@ -29,7 +29,8 @@ def small_service(mode: str) -> Iterator[Service]:
         with watched(service):
             (service.mount / BUCKET).mkdir()
             yield service
-        assert service.complaints() == ""
+        complaints = service.complaints()
+        assert not complaints, complaints
 
 
 @contextmanager

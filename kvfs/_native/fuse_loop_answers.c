@@ -1,0 +1,373 @@
+/* What the loop answers by itself: sealed files, files being written, names that it knows. See fuse_loop_core.h.
+ *
+ * Each handler returns whether it has answered; 0 leaves the request to the calls and the relay.
+ */
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include "fuse_loop_state.h"
+
+static int open_slot(struct fuse_loop *loop, uint32_t slot, int flags) {
+    char name[16];
+    snprintf(name, sizeof name, "%08x", slot);
+    int fd = openat(loop->config.slots_dir_fd, name, flags | O_CLOEXEC | O_NONBLOCK);
+    return fd < 0 ? -errno : fd;
+}
+
+static int slot_is(struct fuse_loop *loop, uint32_t slot, uint32_t generation) {
+    if (slot >= loop->config.slot_count) return 0;
+    const char *at = loop->config.generations + (uint64_t)slot * loop->config.generation_stride;
+    return __atomic_load_n((const uint32_t *)at, __ATOMIC_ACQUIRE) == generation;
+}
+
+/* Makes `fd` the node's backing. Takes over nothing: the caller closes `fd`. */
+int fl_attach_backing(struct fuse_loop *loop, struct fl_node *node, int fd) {
+    if (loop->passthrough) {
+        struct fw_backing_map map = {.fd = fd};
+        int id = ioctl(loop->config.dev_fd, FW_IOC_BACKING_OPEN, &map);
+        if (id >= 0) {
+            node->backing_id = id;
+            return 0;
+        }
+        /* EPERM: no CAP_SYS_ADMIN; EOPNOTSUPP, ENOTTY, EINVAL: a kernel without it. Others may pass. */
+        if (loop->passthrough_used || (errno != EPERM && errno != EOPNOTSUPP && errno != ENOTTY && errno != EINVAL))
+            return -errno;
+        loop->passthrough = 0;
+    }
+    if (!loop->passthrough) {
+        int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+        if (copy < 0) return -errno;
+        node->fd = copy;
+    }
+    return 0;
+}
+
+void fl_detach_backing(struct fuse_loop *loop, struct fl_node *node) {
+    if (node->backing_id > 0) {
+        uint32_t id = (uint32_t)node->backing_id;
+        ioctl(loop->config.dev_fd, FW_IOC_BACKING_CLOSE, &id);
+        node->backing_id = 0;
+    }
+    if (node->fd >= 0) {
+        close(node->fd);
+        node->fd = -1;
+    }
+}
+
+/* A handle that this loop gave out: the library's handles are small counters. */
+#define NATIVE_HANDLE (1ull << 63)
+
+/* Opens a sealed node for reading. -EAGAIN: not ours, relay it. */
+static int open_sealed(struct fuse_loop *loop, const struct fw_in_header *in, struct fw_open_out *out) {
+    struct fl_node *node = fl_find(loop, in->nodeid);
+    if (node == NULL || loop->relay_opens) return -EAGAIN;
+    if (node->state == FL_DEAD) return -ESTALE;
+    if (node->state != FL_SEALED) return -EAGAIN;
+    if (!slot_is(loop, node->slot, node->generation)) return -ESTALE;
+    if (node->opens == 0) {
+        int fd = open_slot(loop, node->slot, O_RDONLY);
+        if (fd < 0) return fd == -EWOULDBLOCK || fd == -ENOENT ? -ESTALE : fd;
+        int status = slot_is(loop, node->slot, node->generation) ? fl_attach_backing(loop, node, fd) : -ESTALE;
+        close(fd);
+        if (status < 0) return status;
+    }
+    node->opens++;
+    out->fh = NATIVE_HANDLE | in->nodeid;
+    out->backing_id = node->backing_id;
+    out->open_flags = FW_FOPEN_NOFLUSH | (loop->passthrough ? FW_FOPEN_PASSTHROUGH : FW_FOPEN_KEEP_CACHE);
+    fl_record_open(loop, in->nodeid, in->uid, in->pid);
+    return 0;
+}
+
+static int handle_open(struct fuse_loop *loop, const struct fw_in_header *in, const struct fw_open_in *body) {
+    struct fw_open_out out = {0};
+    if ((body->flags & O_ACCMODE) != O_RDONLY || (body->flags & O_TRUNC)) return 0;
+    pthread_mutex_lock(&loop->nodes_lock);
+    int status = open_sealed(loop, in, &out);
+    pthread_mutex_unlock(&loop->nodes_lock);
+    if (status == -EAGAIN) return 0;
+    if (status == 0)
+        fl_answer(loop, in->unique, 0, &out, sizeof out);
+    else
+        fl_answer(loop, in->unique, status, NULL, 0);
+    fl_count(&loop->stats.native_opens);
+    return 1;
+}
+
+static int handle_release(struct fuse_loop *loop, const struct fw_in_header *in, const struct fw_release_in *body) {
+    if (!(body->fh & NATIVE_HANDLE)) return 0;
+    fl_release(loop, body->fh & ~NATIVE_HANDLE);
+    fl_answer(loop, in->unique, 0, NULL, 0);
+    return 1;
+}
+
+/* The node's attributes as they are now: a draft's size and times are the slot file's. 0, or -errno. */
+int fl_current_attr(struct fuse_loop *loop, const struct fl_node *node, struct fw_attr *attr, uint64_t *valid_s) {
+    *attr = node->attr;
+    *valid_s = loop->config.attr_valid_s;
+    if (node->state != FL_DRAFT) return node->attr.mode == 0 ? -EAGAIN : 0;
+    struct stat status;
+    char name[16];
+    snprintf(name, sizeof name, "%08x", node->slot);
+    if (fstatat(loop->config.slots_dir_fd, name, &status, 0) < 0 || !slot_is(loop, node->slot, node->generation))
+        return -EAGAIN;
+    *valid_s = 0; /* passthrough writes change it without a request */
+    attr->size = (uint64_t)status.st_size;
+    attr->blocks = (uint64_t)status.st_blocks;
+    attr->atime = (uint64_t)status.st_atim.tv_sec;
+    attr->atimensec = (uint32_t)status.st_atim.tv_nsec;
+    attr->mtime = (uint64_t)status.st_mtim.tv_sec;
+    attr->mtimensec = (uint32_t)status.st_mtim.tv_nsec;
+    attr->ctime = (uint64_t)status.st_ctim.tv_sec;
+    attr->ctimensec = (uint32_t)status.st_ctim.tv_nsec;
+    return 0;
+}
+
+static int handle_getattr(struct fuse_loop *loop, const struct fw_in_header *in) {
+    struct fw_attr_out out = {0};
+    pthread_mutex_lock(&loop->nodes_lock);
+    struct fl_node *node = fl_find(loop, in->nodeid);
+    int ours = node != NULL && node->state != FL_DEAD && fl_current_attr(loop, node, &out.attr, &out.attr_valid) == 0;
+    pthread_mutex_unlock(&loop->nodes_lock);
+    if (!ours) return 0;
+    fl_answer(loop, in->unique, 0, &out, sizeof out);
+    fl_count(&loop->stats.native_getattrs);
+    return 1;
+}
+
+/* Names that the library has linked. What is unknown here may well exist: it is relayed. */
+static int handle_lookup(struct fuse_loop *loop, const struct fw_in_header *in, const char *name) {
+    struct fw_entry_out out = {.entry_valid = loop->config.attr_valid_s};
+    pthread_mutex_lock(&loop->nodes_lock);
+    struct fl_node *node = fl_child(loop, in->nodeid, name, (uint32_t)strlen(name));
+    int ours = node != NULL && (node->state == FL_DRAFT || node->state == FL_OTHER ||
+                                (node->state == FL_SEALED && slot_is(loop, node->slot, node->generation)));
+    if (ours) ours = fl_current_attr(loop, node, &out.attr, &out.attr_valid) == 0;
+    if (ours) {
+        out.nodeid = node->nodeid;
+        node->lookups++;
+    }
+    pthread_mutex_unlock(&loop->nodes_lock);
+    if (!ours) return 0;
+    fl_answer(loop, in->unique, 0, &out, sizeof out);
+    fl_count(&loop->stats.native_lookups);
+    return 1;
+}
+
+/* Takes from the lookups counted here first; `lookups` becomes what is left for the library. When none are
+ * left here, the library is told by a call, since it may have kept the node for them alone.
+ * 0: that call found no room, and the message has to be relayed. */
+static int forget_node(struct fuse_loop *loop, uint64_t nodeid, uint64_t *lookups) {
+    pthread_mutex_lock(&loop->nodes_lock);
+    struct fl_node *node = fl_find(loop, nodeid);
+    uint64_t here = node == NULL ? 0 : node->lookups;
+    uint64_t taken = here < *lookups ? here : *lookups;
+    if (node != NULL) node->lookups -= taken;
+    pthread_mutex_unlock(&loop->nodes_lock);
+    *lookups -= taken;
+    if (here > taken) return 1;
+    struct fl_call call = {.opcode = FW_FORGET, .nodeid = nodeid, .other = *lookups};
+    if (fl_call_put(loop, &call) < 0) return 0;
+    *lookups = 0;
+    return 1;
+}
+
+static int handle_batch_forget(struct fuse_loop *loop, const struct fw_in_header *in, struct fw_batch_forget_in *body) {
+    struct fw_forget_one *each = (struct fw_forget_one *)(body + 1);
+    uint64_t room = (in->len - sizeof *in - sizeof *body) / sizeof *each;
+    int handled = 1;
+    for (uint32_t i = 0; i < body->count && i < room; i++)
+        handled &= forget_node(loop, each[i].nodeid, &each[i].nlookup);
+    return handled;
+}
+
+/* A descriptor of the node's bytes that stays valid after the lock is gone, or -EAGAIN. The caller closes it. */
+static int node_descriptor(struct fuse_loop *loop, uint64_t nodeid) {
+    pthread_mutex_lock(&loop->nodes_lock);
+    struct fl_node *node = fl_find(loop, nodeid);
+    int fd = -EAGAIN;
+    if (node != NULL && node->fd >= 0) {
+        fd = fcntl(node->fd, F_DUPFD_CLOEXEC, 0);
+        if (fd < 0) fd = -errno;
+    }
+    pthread_mutex_unlock(&loop->nodes_lock);
+    return fd;
+}
+
+static int handle_read(struct fuse_loop *loop, struct fl_buffers *buffers, const struct fw_in_header *in,
+                       const struct fw_read_in *body) {
+    int fd = node_descriptor(loop, in->nodeid);
+    if (fd == -EAGAIN) return 0;
+    uint32_t size = body->size < loop->config.buffer_size ? body->size : loop->config.buffer_size;
+    ssize_t got = fd < 0 ? -1 : pread(fd, buffers->reply, size, (off_t)body->offset);
+    if (got < 0)
+        fl_answer(loop, in->unique, fd < 0 ? fd : -errno, NULL, 0);
+    else
+        fl_answer(loop, in->unique, 0, buffers->reply, (uint32_t)got);
+    if (fd >= 0) close(fd);
+    fl_count(&loop->stats.native_reads);
+    return 1;
+}
+
+static int handle_write(struct fuse_loop *loop, const struct fw_in_header *in, const struct fw_write_in *body) {
+    int fd = node_descriptor(loop, in->nodeid);
+    if (fd == -EAGAIN) return 0;
+    size_t room = in->len - sizeof *in - sizeof *body;
+    size_t size = body->size < room ? body->size : room;
+    if (fd >= 0 && body->offset + size > loop->largest_object) {
+        close(fd);
+        fd = -EFBIG;
+    }
+    ssize_t written = fd < 0 ? -1 : pwrite(fd, body + 1, size, (off_t)body->offset);
+    struct fw_write_out out = {.size = written < 0 ? 0 : (uint32_t)written};
+    if (written < 0)
+        fl_answer(loop, in->unique, fd < 0 ? fd : -errno, NULL, 0);
+    else
+        fl_answer(loop, in->unique, 0, &out, sizeof out);
+    if (fd >= 0) close(fd);
+    fl_count(&loop->stats.native_writes);
+    return 1;
+}
+
+static int handle_getxattr(struct fuse_loop *loop, const struct fw_in_header *in, const char *name) {
+    /* The kernel asks for security.capability before the first write to every inode. */
+    if (strncmp(name, "security.", 9) != 0 && strncmp(name, "system.", 7) != 0) return 0;
+    fl_answer(loop, in->unique, -ENODATA, NULL, 0);
+    return 1;
+}
+
+/* Opens the slot behind a node, checking that it still is that slot. -EAGAIN: the node has none. */
+static int open_node_slot(struct fuse_loop *loop, uint64_t nodeid, int writable) {
+    pthread_mutex_lock(&loop->nodes_lock);
+    struct fl_node *node = fl_find(loop, nodeid);
+    int fd = -EAGAIN;
+    if (node != NULL && (node->state == FL_DRAFT || node->state == FL_SEALED)) {
+        if (writable && node->state != FL_DRAFT)
+            fd = -EBADF;
+        else
+            fd = open_slot(loop, node->slot, writable ? O_RDWR : O_RDONLY);
+        if (fd >= 0 && !slot_is(loop, node->slot, node->generation)) {
+            close(fd);
+            fd = -ESTALE;
+        }
+    }
+    pthread_mutex_unlock(&loop->nodes_lock);
+    return fd;
+}
+
+static int handle_fallocate(struct fuse_loop *loop, const struct fw_in_header *in,
+                            const struct fw_fallocate_in *body) {
+    int fd = open_node_slot(loop, in->nodeid, 1);
+    int status = fd == -EAGAIN ? -EOPNOTSUPP : fd;
+    if (fd >= 0) {
+        uint64_t end = body->offset + body->length;
+        if (end > loop->largest_object)
+            status = -EFBIG;
+        else
+            status = fallocate(fd, (int)body->mode, (off_t)body->offset, (off_t)body->length) < 0 ? -errno : 0;
+        close(fd);
+    }
+    fl_answer(loop, in->unique, status, NULL, 0);
+    return 1;
+}
+
+static int handle_lseek(struct fuse_loop *loop, const struct fw_in_header *in, const struct fw_lseek_in *body) {
+    int fd = open_node_slot(loop, in->nodeid, 0);
+    struct fw_lseek_out out = {0};
+    int status = fd == -EAGAIN ? -EINVAL : fd;
+    if (fd >= 0) {
+        off_t found = lseek(fd, (off_t)body->offset, (int)body->whence);
+        status = found < 0 ? -errno : 0;
+        out.offset = found < 0 ? 0 : (uint64_t)found;
+        close(fd);
+    }
+    fl_answer(loop, in->unique, status < 0 ? status : 0, &out, status < 0 ? 0 : sizeof out);
+    return 1;
+}
+
+/* Whether a task is exiting because of a signal. close() waits for FLUSH, so the task is still there.
+ * Source: proc_pid_stat(5): field 9 is the task's flags (PF_EXITING = 4), field 52 the exit code. */
+int fl_died_by_signal(uint32_t pid) {
+    char path[32], text[1024];
+    snprintf(path, sizeof path, "/proc/%u/stat", pid);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    ssize_t size = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
+    if (fd >= 0) close(fd);
+    if (size <= 0) return 0;
+    text[size] = 0;
+    const char *at = strrchr(text, ')'); /* the command's name may hold blanks */
+    unsigned long flags = 0, exit_code = 0;
+    for (int field = 3; at != NULL && field <= 52; field++) {
+        at = strchr(at + 1, ' ');
+        if (at == NULL) return 0;
+        if (field == 9) flags = strtoul(at + 1, NULL, 10);
+        if (field == 52) exit_code = strtoul(at + 1, NULL, 10);
+    }
+    return at != NULL && (flags & 4) != 0 && (exit_code & 0x7f) != 0;
+}
+
+/* close() of a handle: an object over the limit is refused while the writer can still be told, and a writer
+ * that dies by a signal is remembered, so that what it leaves is not published. */
+static int handle_flush(struct fuse_loop *loop, const struct fw_in_header *in) {
+    int fd = open_node_slot(loop, in->nodeid, 0);
+    if (fd == -EAGAIN) return 0;
+    struct stat status;
+    int killed = fl_died_by_signal(in->pid);
+    int result = fd >= 0 && fstat(fd, &status) == 0 && (uint64_t)status.st_size > loop->largest_object ? -EFBIG : 0;
+    if (fd >= 0) close(fd);
+    pthread_mutex_lock(&loop->nodes_lock);
+    struct fl_node *node = fl_find(loop, in->nodeid);
+    if (node != NULL) {
+        node->killed = (uint8_t)killed;
+        node->flushed = 1;
+    }
+    pthread_mutex_unlock(&loop->nodes_lock);
+    fl_answer(loop, in->unique, result, NULL, 0);
+    return 1;
+}
+
+/* Whether a request is one that this loop answers by itself; then it has been answered. */
+int fl_handle_natively(struct fuse_loop *loop, struct fl_buffers *buffers, struct fw_in_header *in) {
+    void *body = in + 1;
+    switch (in->opcode) {
+    case FW_LOOKUP:
+        return handle_lookup(loop, in, body);
+    case FW_FORGET:
+        return forget_node(loop, in->nodeid, body);
+    case FW_BATCH_FORGET:
+        return handle_batch_forget(loop, in, body);
+    case FW_GETATTR:
+        return handle_getattr(loop, in);
+    case FW_OPEN:
+        return handle_open(loop, in, body);
+    case FW_RELEASE:
+        return handle_release(loop, in, body);
+    case FW_READ:
+        return handle_read(loop, buffers, in, body);
+    case FW_WRITE:
+        return handle_write(loop, in, body);
+    case FW_GETXATTR:
+        return handle_getxattr(loop, in, (const char *)body + sizeof(struct fw_getxattr_in));
+    case FW_FALLOCATE:
+        return handle_fallocate(loop, in, body);
+    case FW_LSEEK:
+        return handle_lseek(loop, in, body);
+    case FW_FLUSH:
+        return handle_flush(loop, in);
+    case FW_FSYNC:
+        if (!(*(const uint64_t *)body & NATIVE_HANDLE)) return 0;
+        fl_answer(loop, in->unique, 0, NULL, 0);
+        return 1;
+    case FW_INTERRUPT:
+        return 1;
+    default:
+        return 0;
+    }
+}

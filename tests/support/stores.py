@@ -1,0 +1,74 @@
+"""A store in a temporary directory without any door, and the calls that tests of it make most."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from kvfs import Namespace
+from tiers.model import Attributes, Draft, Name, ObjectInfo
+from tiers.store import TieredStore
+
+CAPACITY_BYTES: Final = 16 << 20
+SLOTS: Final = 256
+BUCKET: Final = b"b"
+BOUND: Final = b"bound"
+"""A bucket that is bound to NAMESPACE."""
+NAMESPACE: Final = Namespace(
+    model="test",
+    revision="1",
+    dtype="bfloat16",
+    layout="LKTHD",
+    block_tokens=16,
+    tensor_shards=1,
+    tensor_rank=0,
+    pipeline_shards=1,
+    pipeline_rank=0,
+    lora="",
+    salt="",
+    hash="sha256",
+)
+
+
+def open_store(
+    path: Path, *, max_slots: int = SLOTS, backing: str = "directory", quota_bytes: int | None = None
+) -> TieredStore:
+    """A small store with two buckets."""
+    store = TieredStore.open(
+        path, dram_bytes=CAPACITY_BYTES, max_slots=max_slots, backing=backing, quota_bytes=quota_bytes
+    )
+    store.create_bucket(BUCKET, uid=0, gid=0)
+    store.create_bucket(BOUND, uid=0, gid=0, namespace=NAMESPACE)
+    return store
+
+
+def draft_of(store: TieredStore, data: bytes, *, uid: int = 0) -> Draft:
+    """A draft that holds `data` and has no writer left."""
+    draft = store.reserve(len(data), uid=uid)
+    descriptor = store.open_draft(draft)
+    try:
+        assert os.write(descriptor, data) == len(data)
+    finally:
+        os.close(descriptor)
+    return draft
+
+
+def put(store: TieredStore, key: bytes, data: bytes, *, bucket: bytes = BUCKET, uid: int = 0) -> ObjectInfo:
+    return store.seal(draft_of(store, data, uid=uid), Name(bucket, key), Attributes(uid=uid))
+
+
+def put_block(store: TieredStore, digest: bytes, data: bytes, *, parent: bytes | None = None) -> ObjectInfo:
+    return store.seal_block(draft_of(store, data), BOUND, digest, parent=parent, uid=0)
+
+
+def read(store: TieredStore, info: ObjectInfo) -> bytes:
+    descriptor = store.open_read(info, uid=0)
+    try:
+        return os.pread(descriptor, info.size_bytes + 1, 0)
+    finally:
+        os.close(descriptor)
+
+
+def keys(store: TieredStore, bucket: bytes = BUCKET) -> list[bytes]:
+    return [key for key, _ in store.list(bucket).entries]
