@@ -38,7 +38,7 @@ from kvfs.errors import (
     NotFound,
     NotPermitted,
 )
-from kvfs.keys import Namespace, parse_block_name
+from kvfs.keys import Namespace, block_name, parse_block_name
 from kvfs.names import NameIndex, NameRow
 from tiers import buckets
 from tiers.base import Extent, Kind, SealHeader, StoreKey, object_key
@@ -164,9 +164,11 @@ class TieredStore:
         namespace: Namespace | None = None,
     ) -> Bucket:
         """Change what is given. Raises BucketNotFound; Exists, NotEmpty for a namespace that cannot be bound."""
-        return buckets.change(
+        changed = buckets.change(
             self.names, name, mode=mode, uid=uid, gid=gid, mtime_ns=mtime_ns, namespace=namespace
         )
+        self._tell(Change(ChangeKind.ATTRIBUTES, Name(name, b""), None))
+        return changed
 
     def remove_bucket(self, name: bytes) -> None:
         """Raises NotEmpty while any name or block is in it."""
@@ -283,7 +285,7 @@ class TieredStore:
         self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
         self._blocks.add(digest, Block(bucket, uid, sealed.size_bytes, sequence, time.time_ns()))
         self._policy.insert(digest, size_bytes=sealed.size_bytes, parent=parent, now=time.monotonic())
-        self._tell(Change(ChangeKind.SEALED, None, key))
+        self._tell(Change(ChangeKind.SEALED, Name(bucket, block_name(digest)), key))
         return self.lookup_block(digest)
 
     def _index(self, draft: Draft, key: StoreKey, slot: int, generation: int, size_bytes: int) -> None:
@@ -443,6 +445,7 @@ class TieredStore:
         if page.entries or any(self._block_names(name.bucket, name.key, b"", b"/")):
             raise NotEmpty(f"{name} is not empty")
         self.names.remove(name.bucket, directory.name.key)
+        self._tell(Change(ChangeKind.REMOVED, directory.name, None))
 
     def remove(self, name: Name) -> None:
         """Raises NotFound, IsDirectory."""
@@ -461,9 +464,10 @@ class TieredStore:
         block = self._blocks.get(digest)
         if block is None:
             raise NotFound(f"no block {digest.hex()}")
-        self._discard(StoreKey(Kind.BLOCK, digest), block.uid)
+        key = StoreKey(Kind.BLOCK, digest)
+        self._discard(key, block.uid)
         self._counts["removals"] += 1
-        self._tell(Change(ChangeKind.REMOVED, None, StoreKey(Kind.BLOCK, digest)))
+        self._tell(Change(ChangeKind.REMOVED, Name(block.bucket, block_name(digest)), key))
 
     def rename(self, src: Name, dst: Name, *, replace: bool = True) -> None:
         """Move a name, or every name of a directory (both keys then end in `/`), in one transaction.
@@ -651,6 +655,8 @@ class TieredStore:
             row = self.names.remove(name.bucket, name.key)
             uid = row.uid if row else 0
             self._drop_empty_unit(name)
+        elif block is not None:
+            name = Name(block.bucket, block_name(digest))
         freed = self._discard(key, uid)
         self._counts["evictions"] += 1
         self._tell(Change(ChangeKind.REMOVED, name, key, evicted=True))
