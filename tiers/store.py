@@ -68,7 +68,7 @@ class TieredStore:
         self.table = dram.table
         self.listeners: list[Callable[[Change], None]] = []
         self.before_eviction: list[Callable[[], None]] = []
-        """Called before victims are chosen: doors that answer hits natively report them here."""
+        """Called before victims are chosen and objects added: doors that answer hits natively report them here."""
         self.publishers: list[Callable[[Name], trio.Event | None]] = []
         """Asked to publish a closed draft of this name now; what they return ends when a pending one does."""
         self.space = SpaceBook(dram.usage().capacity_bytes, quota_bytes)
@@ -243,6 +243,7 @@ class TieredStore:
         self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
         self.names.put(name.bucket, name.key, row)
         self._name_of[key.digest] = name
+        self._report_hits()  # what was used before this must count as older
         unit = paths.unit_prefix(name.key)
         self._policy.insert(
             key.digest,
@@ -284,6 +285,7 @@ class TieredStore:
         sealed = self.dram.seal(draft.extent, header, checksum=checksum)
         self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
         self._blocks.add(digest, Block(bucket, uid, sealed.size_bytes, sequence, time.time_ns()))
+        self._report_hits()
         self._policy.insert(digest, size_bytes=sealed.size_bytes, parent=parent, now=time.monotonic())
         self._tell(Change(ChangeKind.SEALED, Name(bucket, block_name(digest)), key))
         return self.lookup_block(digest)
