@@ -223,7 +223,7 @@ class View:
         """Tell the store of opens that were answered natively: hits, and who reads which slot."""
         for nodeid, uid, _ in self.backings.drain_opens():
             node = self.nodes.find(nodeid)
-            if node is not None and node.info is not None:
+            if node is not None and node.info is not None and self._is_current(node):
                 self.store.note_reader(node.info.extent.slot, uid)
                 self.store.touch(node.info.key)
 

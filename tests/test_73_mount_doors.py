@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.door import BUCKET, ON_DIRECTORY, TEST_MODES, eventually
+from tests.support.posix import NOBODY, SOMEBODY, expect_errno
 from tests.support.service import Service
-from tests.support.small_store import small_service, watched, write_sealed
+from tests.support.small_store import MIB, small_service, watched, write_sealed
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
 
@@ -138,3 +140,41 @@ def test_what_another_door_does_to_rights_is_on_the_path(service: Service, bucke
         eventually(lambda: place.stat().st_mode & 0o777 == 0o700, "the bucket's mode")
         eventually(lambda: (place / "prefix").stat().st_mode & 0o777 == 0o700, "the mode of what has the bucket's")
     shutil.rmtree(place)
+
+
+# --- quotas ------------------------------------------------------------------------------------------------
+def open_as(uid: int, path: Path) -> int:
+    os.seteuid(uid)
+    try:
+        return os.open(path, os.O_RDONLY)
+    finally:
+        os.seteuid(0)
+
+
+def test_who_holds_more_than_the_quota_opens_nothing(service: Service, bucket: Path) -> None:
+    bucket.chmod(0o755)
+    small_file = bucket / "small"
+    write_sealed(small_file, b"small")
+    held = []
+    os.setxattr(small_file, "user.kvfs.pin", b"1")
+    for i in range(17):  # 17 MiB; the quota is half of 32
+        path = bucket / f"held-{i}"
+        write_sealed(path, bytes(MIB))
+        held.append(open_as(NOBODY, path))
+        path.unlink()
+    with expect_errno(errno.EDQUOT):
+        os.close(open_as(NOBODY, small_file))
+    assert small_file.read_bytes() == b"small"
+    os.close(open_as(SOMEBODY, small_file))
+    for fd in held:
+        os.close(fd)
+
+    def opens() -> bool:
+        try:
+            os.close(open_as(NOBODY, small_file))
+        except OSError as error:
+            assert error.errno == errno.EDQUOT
+            return False
+        return True
+
+    eventually(opens, "what was held is given back")

@@ -71,6 +71,9 @@ class TieredStore:
         """Called before victims are chosen and objects added: doors that answer hits natively report them here."""
         self.publishers: list[Callable[[Name], trio.Event | None]] = []
         """Asked to publish a closed draft of this name now; what they return ends when a pending one does."""
+        self.quota_listeners: list[Callable[[bool], None]] = []
+        """Told when some uid comes to be charged for more than its quota, and when none is any more."""
+        self.over_quota = False
         self.space = SpaceBook(dram.usage().capacity_bytes, quota_bytes)
         self._policy: LruLeafFirst[bytes] = LruLeafFirst()
         self._evictor = Evictor(self._policy, self._is_held, self._evict_one, self._report_hits)
@@ -200,6 +203,7 @@ class TieredStore:
         if draft.open:
             self._close_draft(draft, None)
             self.dram.abort(draft.extent, charge_uid=draft.uid)
+            self._watch_quota()
 
     def seal(
         self,
@@ -633,10 +637,21 @@ class TieredStore:
     def make_room(self, size_bytes: int) -> None:
         """Evict until `size_bytes` and the headroom fit, as far as anything can be evicted."""
         usage = self.dram.usage()
-        self.dram.sweep()
+        self._sweep()
         wanted = max(size_bytes, self.space.headroom_bytes()) - (usage.capacity_bytes - usage.used_bytes)
         if wanted > 0:
             self._evictor.run(wanted)
+
+    def _sweep(self) -> None:
+        self.dram.sweep()
+        self._watch_quota()
+
+    def _watch_quota(self) -> None:
+        over = self.dram.most_charged_bytes > self.space.quota_bytes
+        if over != self.over_quota:
+            self.over_quota = over
+            for listener in self.quota_listeners:
+                listener(over)
 
     def _report_hits(self) -> None:
         for report in self.before_eviction:
@@ -673,6 +688,7 @@ class TieredStore:
 
     def _discard(self, key: StoreKey, uid: int) -> int:
         """Take an object out of table, policy and tier; the bytes that became free."""
+        self._report_hits()  # the last reader is charged
         entry = self.table.get(key.digest)
         self.table.remove(key.digest)
         if key.digest in self._policy:
@@ -684,11 +700,12 @@ class TieredStore:
         held = self.dram.free(
             Extent(entry.slot, entry.generation), charge_uid=self._last_reader.pop(entry.slot, uid)
         )
+        self._watch_quota()
         return 0 if held else entry.size_bytes
 
     def maintain(self) -> None:
         """Sweep what holders let go, and evict down to the headroom. Cheap when there is nothing to do."""
-        self.dram.sweep()
+        self._sweep()
         usage = self.dram.usage()
         short = self.space.headroom_bytes() - (usage.capacity_bytes - usage.used_bytes)
         if short > 0:
