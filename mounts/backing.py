@@ -10,6 +10,7 @@ Concurrency: the service's trio thread, except for what `FuseLoop` does in its o
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Protocol
 
 import pyfuse3
@@ -126,7 +127,8 @@ class PlainBackings:
         pyfuse3.invalidate_entry_async(pyfuse3.InodeT(parent), pyfuse3.FileNameT(name), ignore_enoent=True)
 
     def invalidate_attr(self, nodeid: int) -> None:
-        """Attributes are cached for a moment only in this mode."""
+        with suppress(OSError):  # the kernel may not know it any more
+            pyfuse3.invalidate_inode(pyfuse3.InodeT(nodeid), attr_only=True)
 
     def stats(self) -> dict[str, int]:
         return {}

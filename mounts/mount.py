@@ -214,16 +214,22 @@ class Mount:
 
     @contextmanager
     def _attached(self, view: View) -> Iterator[None]:
-        """While attached, the store tells the mount of changes and asks it for what was opened natively."""
+        """While attached, the store tells the mount of changes and asks it for what was opened natively.
+
+        OPENs come to Python, which refuses those of a uid over its quota, while there is such a uid.
+        """
         self._store.listeners.append(view.on_change)
         self._store.before_eviction.append(view.drain_opens)
         self._store.publishers.append(view.drafts.publish_now)
+        self._store.quota_listeners.append(view.backings.relay_opens)
+        view.backings.relay_opens(self._store.over_quota)
         try:
             yield
         finally:
             self._store.listeners.remove(view.on_change)
             self._store.before_eviction.remove(view.drain_opens)
             self._store.publishers.remove(view.drafts.publish_now)
+            self._store.quota_listeners.remove(view.backings.relay_opens)
 
     async def _keep_headroom(self, view: View) -> None:
         """Evict ahead of writers, whose bytes come without a request."""

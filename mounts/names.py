@@ -45,6 +45,7 @@ def remove_directory(view: View, parent: Node, component: bytes) -> None:
             view.store.remove_bucket(component)
         else:
             view.store.remove_directory(view.nodes.name(node))
+            view.keep_above(view.nodes.name(node))
     view.gone(node)
 
 
@@ -88,8 +89,10 @@ def _rename_sealed(view: View, node: Node, target: Name) -> None:
             view.remove_sealed(source)
         elif node.directory:
             view.store.rename(source, Name(target.bucket, target.key + b"/"))
+            view.keep_above(source)
         else:
             view.store.rename(source, target)
+            view.keep_above(source)
 
 
 def _check_replaceable(view: View, node: Node, known: Node, *, replace: bool) -> None:

@@ -129,6 +129,10 @@ class NodeTable:
                 above = above.parent
         return False
 
+    def below(self, directory: Node) -> list[Node]:
+        """All nodes under a directory. Looks at every node, unless there are none."""
+        return [node for node in self if _is_below(node, directory)] if directory.children else []
+
     def add(self, parent: Node, component: bytes, *, directory: bool, ino: int) -> Node:
         """A new node, linked under its name in place of whatever was there."""
         if not self._free and self._next_index >= MAX_NODES:
@@ -263,3 +267,10 @@ class NodeTable:
 
     def __iter__(self) -> Iterator[Node]:
         return iter(list(self._by_id.values()))
+
+
+def _is_below(node: Node, directory: Node) -> bool:
+    above = node.parent
+    while above is not None and above is not directory:
+        above = above.parent
+    return above is directory

@@ -172,6 +172,7 @@ class View:
                 self.drafts.show_sealed(node, found)
             else:
                 self._show_directory(node, found)
+                self._refresh_heirs(node)
         return self.attributes(node)
 
     def _keep_directory(self, name: Name) -> None:
@@ -193,6 +194,18 @@ class View:
         """Remove what other doors see under this name, if anything."""
         with self.own_change(), suppress(NotFound):
             self.store.remove(name)
+            self.keep_above(name)
+
+    def keep_above(self, name: Name) -> None:
+        """On a path a directory outlives its last name: what was a common prefix only is marked now."""
+        above = Name(name.bucket, paths.parent_prefix(name.key))
+        if not above.key or self.store.names.has_prefix(above.bucket, above.key):
+            return
+        node, bucket = self.nodes.resolve(above), self.store.bucket(name.bucket)
+        if node is not None and not (bucket.namespace is not None and above.key.startswith(b"kv/")):
+            self.store.mark_directory(
+                above, Attributes(mode=bucket.mode, uid=bucket.uid, gid=bucket.gid, ino=node.ino)
+            )
 
     def gone(self, node: Node) -> None:
         """The node's name no longer leads to it; a draft that nobody has open goes with it."""
@@ -210,7 +223,7 @@ class View:
         """Tell the store of opens that were answered natively: hits, and who reads which slot."""
         for nodeid, uid, _ in self.backings.drain_opens():
             node = self.nodes.find(nodeid)
-            if node is not None and node.info is not None:
+            if node is not None and node.info is not None and self._is_current(node):
                 self.store.note_reader(node.info.extent.slot, uid)
                 self.store.touch(node.info.key)
 
@@ -233,16 +246,52 @@ class View:
             node = self.nodes.resolve(change.name)
         else:
             node = None
-        if node is None or node.draft is not None or node.parent is None:
-            return
         if change.kind is ChangeKind.ATTRIBUTES:
-            self._refresh(node)
-        elif change.kind is not ChangeKind.SEALED or node.info is None or node.info.key != change.key:
+            if node is not None and node.draft is None and node.parent is not None:
+                self._refresh(node)
+                self._refresh_heirs(node)
+            return
+        if node is not None and (
+            change.kind is not ChangeKind.SEALED or node.info is None or node.info.key != change.key
+        ):
             self._forget_name(node)
         if change.new_name is not None:
             target = self.nodes.resolve(change.new_name)
-            if target is not None and target.draft is None:
+            if target is not None:
                 self._forget_name(target)
+        self._check_above(change)
+
+    def _check_above(self, change: Change) -> None:
+        """A common prefix ends with its last name; a file gives way to a directory of its name."""
+        come = change.name if change.kind is ChangeKind.SEALED else change.new_name
+        for above in self._nodes_above(come):
+            if not above.directory:
+                self._forget_name(above)
+        gone = None if change.kind is ChangeKind.SEALED else change.name
+        for above in self._nodes_above(gone):
+            assert above.parent is not None
+            if isinstance(self._find_sealed(above.parent, above.component), Directory):
+                return
+            if not self.nodes.has_drafts_below(above):
+                self._forget_name(above)
+
+    def _nodes_above(self, name: Name | None) -> Iterator[Node]:
+        """The known nodes between a name and its bucket, the lowest first."""
+        prefix = paths.parent_prefix(name.key) if name is not None else b""
+        while name is not None and prefix:
+            node = self.nodes.resolve(Name(name.bucket, prefix))
+            if node is not None:
+                yield node
+            prefix = paths.parent_prefix(prefix)
+
+    def _refresh_heirs(self, bucket: Node) -> None:
+        """What has its bucket's rights: blocks, and directories without a marker."""
+        if bucket.parent is not self.nodes.root:
+            return
+        for node in self.nodes.below(bucket):
+            if node.linked and (node.directory or (node.info is not None and node.info.name is None)):
+                with suppress(NotFound):
+                    self._refresh(node)
 
     def _refresh(self, node: Node) -> None:
         found = self.store.lookup(self.nodes.name(node))
@@ -254,9 +303,12 @@ class View:
         self.backings.invalidate_attr(node.nodeid)
 
     def _forget_name(self, node: Node) -> None:
-        assert node.parent is not None
+        """A name, and with a directory's all below it, does not lead to its node any more. Drafts keep theirs."""
+        if node.parent is None or node.draft is not None:
+            return
         self.backings.invalidate_entry(node.parent.nodeid, node.component)
-        if not node.directory:
-            self.backings.node_dead(node.nodeid)
-            self.nodes.unlink(node)
-            self.nodes.release(node)
+        for gone in (*self.nodes.below(node), node):
+            if gone.draft is None and gone.linked:
+                self.backings.node_dead(gone.nodeid)
+                self.nodes.unlink(gone)
+                self.nodes.release(gone)

@@ -64,21 +64,6 @@ class Catalog:
     def buckets(self) -> list[Bucket]:
         return buckets.every(self.names)
 
-    def set_bucket(
-        self,
-        name: bytes,
-        *,
-        mode: int | None = None,
-        uid: int | None = None,
-        gid: int | None = None,
-        mtime_ns: int | None = None,
-        namespace: Namespace | None = None,
-    ) -> Bucket:
-        """Change what is given. Raises BucketNotFound; Exists, NotEmpty for a namespace that cannot be bound."""
-        return buckets.change(
-            self.names, name, mode=mode, uid=uid, gid=gid, mtime_ns=mtime_ns, namespace=namespace
-        )
-
     def lookup(self, name: Name) -> ObjectInfo | Directory:
         """What an exact key names: an object first, else a directory. Raises NotFound, BucketNotFound."""
         bucket = self.bucket(name.bucket)

@@ -199,6 +199,11 @@ class DramTier:
     def charged_bytes(self, uid: int) -> int:
         return self._books.charged.get(uid, 0)
 
+    @property
+    def most_charged_bytes(self) -> int:
+        """What the uid that is charged most is charged."""
+        return max(self._books.charged.values(), default=0)
+
     # --- drafts --------------------------------------------------------------------------------------------
 
     def reserve(self, size_bytes: int = 0) -> Extent:

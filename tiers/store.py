@@ -36,7 +36,9 @@ from kvfs.errors import (
     NotFound,
     NotPermitted,
 )
+from kvfs.keys import Namespace, block_name
 from kvfs.names import NameIndex, NameRow
+from tiers import buckets
 from tiers.base import Extent, Kind, SealHeader, StoreKey, object_key
 from tiers.blocks import Block
 from tiers.catalog import DIRECTORY, PINNED, Catalog, block_digest, directory_of_row
@@ -44,7 +46,7 @@ from tiers.dram import DramTier
 from tiers.eviction import LruLeafFirst
 from tiers.evictor import Evictor
 from tiers.home import Home, open_home
-from tiers.model import Attributes, Change, ChangeKind, Directory, Draft, Name, ObjectInfo
+from tiers.model import Attributes, Bucket, Change, ChangeKind, Directory, Draft, Name, ObjectInfo
 from tiers.space import SpaceBook
 
 log = logging.getLogger("kvfs.store")
@@ -62,9 +64,12 @@ class TieredStore(Catalog):
         self.dram = dram
         self.listeners: list[Callable[[Change], None]] = []
         self.before_eviction: list[Callable[[], None]] = []
-        """Called before victims are chosen: doors that answer hits natively report them here."""
+        """Called before victims are chosen and objects added: doors that answer hits natively report them here."""
         self.publishers: list[Callable[[Name], trio.Event | None]] = []
         """Asked to publish a closed draft of this name now; what they return ends when a pending one does."""
+        self.quota_listeners: list[Callable[[bool], None]] = []
+        """Told when some uid comes to be charged for more than its quota, and when none is any more."""
+        self.over_quota = False
         usage = dram.usage()
         self.space = SpaceBook(usage.capacity_bytes, quota_bytes)
         self._largest_bytes = usage.largest_object_bytes
@@ -126,6 +131,23 @@ class TieredStore(Catalog):
     def data_dir(self) -> Path:
         return self.home.path
 
+    def set_bucket(
+        self,
+        name: bytes,
+        *,
+        mode: int | None = None,
+        uid: int | None = None,
+        gid: int | None = None,
+        mtime_ns: int | None = None,
+        namespace: Namespace | None = None,
+    ) -> Bucket:
+        """Change what is given. Raises BucketNotFound; Exists, NotEmpty for a namespace that cannot be bound."""
+        changed = buckets.change(
+            self.names, name, mode=mode, uid=uid, gid=gid, mtime_ns=mtime_ns, namespace=namespace
+        )
+        self._tell(Change(ChangeKind.ATTRIBUTES, Name(name, b""), None))
+        return changed
+
     def remove_bucket(self, name: bytes) -> None:
         """Raises NotEmpty while any name or block is in it."""
         self.bucket(name)
@@ -165,6 +187,7 @@ class TieredStore(Catalog):
         if draft.open:
             self._close_draft(draft, None)
             self.dram.abort(draft.extent, charge_uid=draft.uid)
+            self._watch_quota()
 
     def seal(
         self,
@@ -251,7 +274,7 @@ class TieredStore(Catalog):
         self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
         self._blocks.add(digest, Block(bucket, uid, sealed.size_bytes, sequence, time.time_ns()))
         self._policy.insert(digest, size_bytes=sealed.size_bytes, parent=parent, now=time.monotonic())
-        self._tell(Change(ChangeKind.SEALED, None, key))
+        self._tell(Change(ChangeKind.SEALED, Name(bucket, block_name(digest)), key))
         return self.lookup_block(digest)
 
     def _index(self, draft: Draft, key: StoreKey, slot: int, generation: int, size_bytes: int) -> None:
@@ -323,6 +346,7 @@ class TieredStore(Catalog):
         self._directory(self.bucket(name.bucket), name)
         self._check_empty(name)
         self.names.remove(name.bucket, name.key)
+        self._tell(Change(ChangeKind.REMOVED, name, None))
 
     def _check_empty(self, name: Name) -> None:
         page = self.names.list(name.bucket, prefix=name.key, after=name.key, limit=1)
@@ -346,9 +370,10 @@ class TieredStore(Catalog):
         block = self._blocks.get(digest)
         if block is None:
             raise NotFound(f"no block {digest.hex()}")
-        self._discard(StoreKey(Kind.BLOCK, digest), block.uid)
+        key = StoreKey(Kind.BLOCK, digest)
+        self._discard(key, block.uid)
         self._counts["removals"] += 1
-        self._tell(Change(ChangeKind.REMOVED, None, StoreKey(Kind.BLOCK, digest)))
+        self._tell(Change(ChangeKind.REMOVED, Name(block.bucket, block_name(digest)), key))
 
     def rename(self, src: Name, dst: Name, *, replace: bool = True) -> None:
         """Move a name, or every name of a directory (both keys then end in `/`), in one transaction.
@@ -484,10 +509,21 @@ class TieredStore(Catalog):
     def make_room(self, size_bytes: int) -> None:
         """Evict until `size_bytes` and the headroom fit, as far as anything can be evicted."""
         usage = self.dram.usage()
-        self.dram.sweep()
+        self._sweep()
         wanted = max(size_bytes, self.space.headroom_bytes()) - (usage.capacity_bytes - usage.used_bytes)
         if wanted > 0:
             self._evictor.run(wanted)
+
+    def _sweep(self) -> None:
+        self.dram.sweep()
+        self._watch_quota()
+
+    def _watch_quota(self) -> None:
+        over = self.dram.most_charged_bytes > self.space.quota_bytes
+        if over != self.over_quota:
+            self.over_quota = over
+            for listener in self.quota_listeners:
+                listener(over)
 
     def _report_hits(self) -> None:
         """Reads that were answered natively count before what comes next, not when eviction happens to ask."""
@@ -509,6 +545,8 @@ class TieredStore(Catalog):
             row = self.names.remove(name.bucket, name.key)
             uid = row.uid if row else 0
             self._drop_empty_unit(name)
+        elif block is not None:
+            name = Name(block.bucket, block_name(digest))
         freed = self._discard(key, uid)
         self._counts["evictions"] += 1
         self._tell(Change(ChangeKind.REMOVED, name, key, evicted=True))
@@ -523,6 +561,7 @@ class TieredStore(Catalog):
 
     def _discard(self, key: StoreKey, uid: int) -> int:
         """Take an object out of table, policy and tier; the bytes that became free."""
+        self._report_hits()
         entry = self.table.get(key.digest)
         self.table.remove(key.digest)
         if key.digest in self._policy:
@@ -534,11 +573,12 @@ class TieredStore(Catalog):
         held = self.dram.free(
             Extent(entry.slot, entry.generation), charge_uid=self._last_reader.pop(entry.slot, uid)
         )
+        self._watch_quota()
         return 0 if held else entry.size_bytes
 
     def maintain(self) -> None:
         """Sweep what holders let go, and evict down to the headroom. Cheap when there is nothing to do."""
-        self.dram.sweep()
+        self._sweep()
         usage = self.dram.usage()
         short = self.space.headroom_bytes() - (usage.capacity_bytes - usage.used_bytes)
         if short > 0:

@@ -1,0 +1,43 @@
+"""The store by itself: order of use, failures half-way, and who is charged."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tiers.model import Attributes, Name, ObjectInfo
+from tiers.store import TieredStore
+
+MIB = 1 << 20
+BUCKET = b"bucket"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[TieredStore]:
+    with TieredStore.open(tmp_path / "data", dram_bytes=16 * MIB, max_slots=64, backing="directory") as store:
+        store.create_bucket(BUCKET, uid=0, gid=0)
+        yield store
+
+
+def put(store: TieredStore, key: bytes, data: bytes = b"bytes", uid: int = 0) -> ObjectInfo:
+    draft = store.reserve(len(data), uid=uid)
+    fd = store.open_draft(draft)
+    os.pwrite(fd, data, 0)
+    os.close(fd)
+    return store.seal(draft, Name(BUCKET, key), Attributes(uid=uid))
+
+
+def test_hits_reported_late_do_not_make_the_newest_object_the_oldest(store: TieredStore) -> None:
+    unreported = [put(store, b"read-%d" % i, bytes(MIB)).key for i in range(4)]
+
+    def report() -> None:
+        while unreported:
+            store.touch(unreported.pop())
+
+    store.before_eviction.append(report)
+    put(store, b"newest", bytes(MIB))
+    store.evict(4 * MIB)
+    assert isinstance(store.lookup(Name(BUCKET, b"newest")), ObjectInfo)

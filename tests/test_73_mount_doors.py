@@ -1,0 +1,184 @@
+"""What the kernel and the native loop remember of names and rights, when another door changes them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.door import BUCKET, ON_DIRECTORY, TEST_MODES, eventually
+from tests.support.posix import NOBODY, SOMEBODY, expect_errno
+from tests.support.service import Service
+from tests.support.small_store import MIB, small_service, watched, write_sealed
+
+pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
+
+HASH_NAME = "0123456789abcdef" * 2
+
+
+@pytest.fixture(scope="module", params=TEST_MODES)
+def small(request: pytest.FixtureRequest) -> Iterator[Service]:
+    with small_service(request.param) as running:
+        yield running
+
+
+@pytest.fixture
+def service(small: Service) -> Iterator[Service]:
+    """The module's service, that must live and not complain."""
+    known = small.complaints()
+    with watched(small):
+        yield small
+    assert small.running.poll() is None, f"the service died\n{small.log()}"
+    assert small.complaints() == known
+
+
+@pytest.fixture
+def bucket(service: Service) -> Iterator[Path]:
+    """A directory of the bucket, for one test."""
+    path = Path(tempfile.mkdtemp(dir=service.mount / BUCKET))
+    yield path
+    shutil.rmtree(path)
+
+
+# --- directories -------------------------------------------------------------------------------------------
+def test_a_directory_that_another_door_removes_is_gone(service: Service, bucket: Path) -> None:
+    path = bucket / "directory"
+    path.mkdir()
+    assert path.is_dir()
+    with service.client() as client:
+        client.remove(service.name(path) + "/")
+    eventually(lambda: not path.exists(), "the directory is gone")
+    assert os.listdir(bucket) == []
+
+
+def test_a_common_prefix_goes_with_its_last_object(service: Service, bucket: Path) -> None:
+    path = bucket / "a/b/file"
+    with service.client() as client:
+        client.put(service.name(path), b"bytes")
+        assert path.read_bytes() == b"bytes"
+        client.remove(service.name(path))
+        eventually(lambda: not (bucket / "a/b").exists(), "the inner prefix is gone")
+        eventually(lambda: not (bucket / "a").exists(), "the outer prefix is gone")
+        client.put(service.name(path), b"again")
+        assert path.read_bytes() == b"again"
+
+
+def test_a_unit_that_is_evicted_is_no_hit(service: Service, bucket: Path) -> None:
+    unit = bucket / HASH_NAME
+    unit.mkdir()
+    write_sealed(unit / "layer", b"bytes")
+    assert unit.is_dir()
+    service.evict(unit / "layer")
+    eventually(lambda: not unit.exists(), "the directory, which reads as a hit, is gone")
+
+
+def test_a_directory_that_another_door_renames_has_its_new_name_alone(service: Service, bucket: Path) -> None:
+    old, new = bucket / "old", bucket / "new"
+    (old / "below").mkdir(parents=True)
+    (old / "below/file").write_bytes(b"bytes")
+    assert (old / "below/file").read_bytes() == b"bytes"
+    with service.client() as client:
+        client.rename(service.name(old) + "/", service.name(new) + "/")
+    eventually(lambda: not old.exists(), "the old name is gone")
+    assert (new / "below/file").read_bytes() == b"bytes"
+
+
+def test_a_bucket_made_anew_has_its_new_rights(service: Service) -> None:
+    path = service.mount / "short-lived"
+    with service.client() as client:
+        client.create_bucket(path.name, mode=0o755)
+        assert path.stat().st_mode & 0o777 == 0o755
+        client.remove_bucket(path.name)
+        eventually(lambda: not path.exists(), "the bucket is gone")
+        client.create_bucket(path.name, mode=0o700)
+        assert path.stat().st_mode & 0o777 == 0o700
+        client.remove_bucket(path.name)
+
+
+def test_where_a_file_becomes_a_directory_the_path_shows_the_directory(
+    service: Service, bucket: Path
+) -> None:
+    path = bucket / "both"
+    with service.client() as client:
+        client.put(service.name(path), b"file")
+        assert path.read_bytes() == b"file"
+        client.put(service.name(path) + "/below", b"below")
+        eventually(path.is_dir, "the directory")
+        client.remove(service.name(path) + "/below")
+        eventually(path.is_file, "the file again")
+        assert path.read_bytes() == b"file"
+
+
+def test_a_tree_that_another_door_made_is_taken_apart_by_path(service: Service, bucket: Path) -> None:
+    with service.client() as client:
+        for name in ("a/b/c/file", "a/b/d/file"):
+            client.put(service.name(bucket / name), b"bytes")
+    (bucket / "a/b/c/file").rename(bucket / "moved")
+    assert os.listdir(bucket / "a/b/c") == []
+    (bucket / "a/b/d/file").unlink()
+    (bucket / "a/b/d/new").write_bytes(b"bytes")
+    (bucket / "a/b/d").rename(bucket / "d")
+    os.rmdir(bucket / "a/b/c")
+    shutil.rmtree(bucket / "a")
+    assert sorted(os.listdir(bucket)) == ["d", "moved"]
+
+
+# --- rights ------------------------------------------------------------------------------------------------
+def test_what_another_door_does_to_rights_is_on_the_path(service: Service, bucket: Path) -> None:
+    place = service.mount / "another"
+    place.mkdir(mode=0o755)
+    with service.client() as client:
+        client.put("another/prefix/file", b"bytes", mode=0o644)
+        for path in (place, place / "prefix", place / "prefix/file"):
+            assert path.stat().st_mode & 0o044 == 0o044
+        client.set_attributes("another/prefix/file", mode=0o600)
+        eventually(lambda: (place / "prefix/file").stat().st_mode & 0o777 == 0o600, "the file's mode")
+        client.set_attributes("another", mode=0o700)
+        eventually(lambda: place.stat().st_mode & 0o777 == 0o700, "the bucket's mode")
+        eventually(
+            lambda: (place / "prefix").stat().st_mode & 0o777 == 0o700, "the mode of what has the bucket's"
+        )
+    shutil.rmtree(place)
+
+
+# --- quotas ------------------------------------------------------------------------------------------------
+def open_as(uid: int, path: Path) -> int:
+    os.seteuid(uid)
+    try:
+        return os.open(path, os.O_RDONLY)
+    finally:
+        os.seteuid(0)
+
+
+def test_who_holds_more_than_the_quota_opens_nothing(service: Service, bucket: Path) -> None:
+    bucket.chmod(0o755)
+    small_file = bucket / "small"
+    write_sealed(small_file, b"small")
+    held = []
+    os.setxattr(small_file, "user.kvfs.pin", b"1")
+    for i in range(17):  # 17 MiB; the quota is half of 32
+        path = bucket / f"held-{i}"
+        write_sealed(path, bytes(MIB))
+        held.append(open_as(NOBODY, path))
+        path.unlink()
+    with expect_errno(errno.EDQUOT):
+        os.close(open_as(NOBODY, small_file))
+    assert small_file.read_bytes() == b"small"
+    os.close(open_as(SOMEBODY, small_file))
+    for fd in held:
+        os.close(fd)
+
+    def opens() -> bool:
+        try:
+            os.close(open_as(NOBODY, small_file))
+        except OSError as error:
+            assert error.errno == errno.EDQUOT  # noqa: PT017
+            return False
+        return True
+
+    eventually(opens, "what was held is given back")
