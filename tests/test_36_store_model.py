@@ -25,6 +25,7 @@ from kvfs.keys import block_name
 from tests.support.door import need_mount
 from tests.support.posix import pattern
 from tests.support.stores import BOUND, BUCKET, CAPACITY_BYTES, SLOTS, draft_of, open_store, read
+from tiers.base import Kind
 from tiers.model import Attributes, Change, ChangeKind, Directory, Draft, Name, ObjectInfo
 
 UNIT = b"0123456789abcdef0123456789abcdef/"
@@ -88,7 +89,8 @@ class Store(RuleBasedStateMachine):
             assert change.name.key == UNIT
             self.markers.discard(change.name)
             return
-        thing: Thing = change.name or change.key.digest
+        assert change.name is not None
+        thing: Thing = change.key.digest if change.key.kind is Kind.BLOCK else change.name
         del self.things[thing]
         self.evicted.append(thing)
 
