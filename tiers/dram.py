@@ -209,7 +209,9 @@ class DramTier:
     def reserve(self, size_bytes: int = 0) -> Extent:
         """An empty draft, `size_bytes` promised to it until it is sealed. Raises NoSpace, ObjectTooLarge."""
         if size_bytes > self.largest_object_bytes:
-            raise ObjectTooLarge(f"{size_bytes} bytes; the DRAM tier takes objects up to {self.largest_object_bytes}")
+            raise ObjectTooLarge(
+                f"{size_bytes} bytes; the DRAM tier takes objects up to {self.largest_object_bytes}"
+            )
         promised = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
         self._check_space(promised)
         slot = self._take_slot()
@@ -251,7 +253,9 @@ class DramTier:
         """(size, physical bytes) of a draft that may be sealed now."""
         size_bytes, physical_bytes = native.check_no_writer(self._slotfd, draft.slot)
         if size_bytes > self.largest_object_bytes:
-            raise ObjectTooLarge(f"{size_bytes} bytes; the DRAM tier takes objects up to {self.largest_object_bytes}")
+            raise ObjectTooLarge(
+                f"{size_bytes} bytes; the DRAM tier takes objects up to {self.largest_object_bytes}"
+            )
         books = self._books
         over = books.sealed_total + books.held_total + physical_bytes - self._capacity
         if self.backing == "directory" and over > 0:
@@ -346,7 +350,10 @@ class DramTier:
             return 0
         if len(books.held) >= limits.MAX_HELD_SLOTS:
             return self._make_zombie(slot, uid)
-        fd, physical_bytes = native.detach(self._slotfd, slot)
+        try:
+            fd, physical_bytes = native.detach(self._slotfd, slot)
+        except OSError:  # out of descriptors
+            return self._make_zombie(slot, uid)
         books.add_held(Held(fd, physical_bytes, uid))
         books.bare.append(slot)
         return physical_bytes
@@ -355,7 +362,10 @@ class DramTier:
         """Empty the slot, if nobody holds it."""
         try:
             return native.recycle(self._slotfd, slot)
-        except Unsupported:  # leases stopped working: then everybody may be a reader
+        except (
+            Unsupported,
+            OSError,
+        ):  # no leases any more, or no descriptors: then everybody may be a reader
             return False
 
     def _make_zombie(self, slot: int, uid: int) -> int:

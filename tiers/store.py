@@ -244,8 +244,13 @@ class TieredStore:
             flags=PINNED if attributes.pinned else 0,
             user_metadata=attributes.user_metadata,
         )
+        try:
+            self.names.put(name.bucket, name.key, row)
+        except BaseException:  # a full index: nothing would ever find or evict the extent
+            self._close_draft(draft, None)
+            self.dram.free(sealed.extent, charge_uid=draft.uid)
+            raise
         self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
-        self.names.put(name.bucket, name.key, row)
         self._name_of[key.digest] = name
         self._report_hits()  # what was used before this must count as older
         unit = paths.unit_prefix(name.key)
