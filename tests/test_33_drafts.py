@@ -35,14 +35,17 @@ async def test_a_reader_publishes_no_draft_that_its_writer_has_not_opened(
             nodes.set_object(node, info)
             await keeper.rewrite(node, info, uid=0, keep_bytes=False)
             replacement = nodes.child(parent, b"file")
-            assert replacement is not None and replacement.draft is not None
+            assert replacement is not None
+            assert replacement.draft is not None
             opened = replacement.draft
             keeper.open(replacement, opened, writable=False)
             keeper.close(replacement, opened, writable=False)
             await trio.sleep(REWRITE_GRACE_S / 2)
             assert replacement.draft is opened
             await trio.sleep(REWRITE_GRACE_S)
-            assert replacement.draft is None and not replacement.linked
+            assert replacement.draft is None
+            assert not replacement.linked
             found = store.lookup(name)
-            assert isinstance(found, ObjectInfo) and found.key == info.key
+            assert isinstance(found, ObjectInfo)
+            assert found.key == info.key
             nursery.cancel_scope.cancel()
