@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvfs.errors import NoSpace
 from tiers.model import Attributes, Name, ObjectInfo
 from tiers.store import TieredStore
 

@@ -77,6 +77,9 @@ def test_a_directory_that_another_door_removes_is_gone(service: Service, bucket:
     assert os.listdir(bucket) == []
 
 
+DIGEST = b"\x80" + bytes(15)
+
+
 def test_a_common_prefix_goes_with_its_last_object(service: Service, bucket: Path) -> None:
     path = bucket / "a/b/file"
     with service.client() as client:
@@ -228,16 +231,16 @@ def test_a_file_being_written_does_not_become_a_block_by_rename(service: Service
     place = service.mount / "bound"
     with service.client() as client:
         namespace = client.open_namespace(NAMESPACE, bucket=place.name)
-        client.put_blocks(namespace, [Block(bytes(16), b"block")])
-        assert (place / "kv/00" / bytes(16).hex()).read_bytes() == b"block"
+        client.put_blocks(namespace, [Block(DIGEST, b"block")])
+        assert (place / "kv/80" / DIGEST.hex()).read_bytes() == b"block"
     with opened(place / "draft", os.O_WRONLY | os.O_CREAT) as fd:
         write_all(fd, b"bytes")
         with expect_errno(errno.EPERM):
-            os.rename(place / "draft", place / "kv/00/name")
+            os.rename(place / "draft", place / "kv/80/name")
     assert (place / "draft").read_bytes() == b"bytes"
     with service.client() as client:
         namespace = client.open_namespace(NAMESPACE, bucket=place.name)
-        client.remove_blocks(namespace, [bytes(16)])
+        client.remove_blocks(namespace, [DIGEST])
     eventually(lambda: not (place / "kv").exists(), "the directories above the block are gone")
     shutil.rmtree(place)
 

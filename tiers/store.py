@@ -599,67 +599,6 @@ class TieredStore(Catalog):
             "tiers": [{"name": self.dram.name, "backing": self.dram.backing, **asdict(self.dram.usage())}],
         }
 
-<<<<<<< HEAD
-=======
-    # --- helpers ------------------------------------------------------------------------------------------
-
-    def _check_name(self, name: Name) -> Bucket:
-        paths.check_key(name.key)
-        return self.bucket(name.bucket)
-
-    def _row(self, name: Name) -> NameRow | None:
-        row = self.names.get(name.bucket, name.key)
-        return None if row is None or row.flags & DIRECTORY else row
-
-    def _info_of_row(self, name: Name, row: NameRow) -> ObjectInfo:
-        entry = self.table.get(object_key(row.object_id).digest)
-        if entry is None:
-            self._counts["misses"] += 1
-            raise NotFound(f"{name} has no bytes in any tier")
-        return self._info(name, row, Extent(entry.slot, entry.generation), entry.hits)
-
-    def _info(self, name: Name, row: NameRow, extent: Any, hits: int = 0) -> ObjectInfo:
-        return ObjectInfo(
-            name=name,
-            key=object_key(row.object_id),
-            extent=extent,
-            tier="dram",
-            object_id=row.object_id,
-            ino=row.ino,
-            size_bytes=row.size_bytes,
-            mode=row.mode,
-            uid=row.uid,
-            gid=row.gid,
-            mtime_ns=row.mtime_ns,
-            ctime_ns=row.ctime_ns,
-            sequence=row.sequence,
-            pinned=bool(row.flags & PINNED),
-            hits=hits,
-            user_metadata=row.user_metadata,
-        )
-
-    def _directory(self, bucket: Bucket, name: Name) -> Directory:
-        """`name.key` ends in `/` or is empty. Raises NotFound."""
-        if len(name.key) > limits.MAX_KEY_BYTES:  # the longest key, taken for a directory's
-            raise NotFound(f"no object {name}")
-        if name.key:
-            row = self.names.get(name.bucket, name.key)
-            if row is not None:
-                return _directory_of_row(name, row)
-            if not self._has_directory(name.bucket, name.key):
-                raise NotFound(f"no object {name}")
-        return _directory_of_bucket(bucket, name)
-
-    def _has_directory(self, bucket: bytes, prefix: bytes) -> bool:
-        """Whether any name, a block's included, starts with `prefix`."""
-        return self.names.has_prefix(bucket, prefix) or any(self._block_names(bucket, prefix, b"", b"/"))
-
-    def _block_names(
-        self, bucket: bytes, prefix: bytes, after: bytes, delimiter: bytes | None
-    ) -> Iterable[bytes]:
-        return self._blocks.names(bucket, prefix=prefix, after=after, delimiter=delimiter)
-
->>>>>>> storetests
     def _tell(self, change: Change) -> None:
         for listener in self.listeners:
             listener(change)
