@@ -72,13 +72,11 @@ class OpenFiles:
             if flags & os.O_TRUNC:
                 drafts.truncate(node.draft, 0)
             return self._open_draft(node, node.draft, flags, pid), False
+        if _writes(flags) or flags & os.O_TRUNC:
+            await self._rewrite(node, flags, uid)
+            raise stale()
         if node.info is None or not node.linked:
             raise Superseded(f"node {node.nodeid} was replaced")
-        if _writes(flags) or flags & os.O_TRUNC:
-            if node.info.name is None:
-                raise NotPermitted("a block is immutable")
-            await drafts.rewrite(node, node.info, uid=uid, keep_bytes=not flags & os.O_TRUNC)
-            raise stale()
         descriptor = self._view.store.open_read(node.info, uid=uid)
         try:
             self._view.backings.acquire(node.nodeid, descriptor)
@@ -86,6 +84,16 @@ class OpenFiles:
             os.close(descriptor)
         node.handles += 1
         return self._handle(Handle(node, None, writable=False, pid=pid)), True
+
+    async def _rewrite(self, node: Node, flags: int, uid: int) -> None:
+        """Put a draft in the place of what the node's name leads to now: the kernel asks only once more."""
+        view, parent = self._view, node.parent
+        current = view.find(parent, node.component) if parent is not None and parent.linked else None
+        if current is None or current.info is None:
+            return
+        if current.info.name is None:
+            raise NotPermitted("a block is immutable")
+        await view.drafts.rewrite(current, current.info, uid=uid, keep_bytes=not flags & os.O_TRUNC)
 
     def _open_draft(self, node: Node, opened: OpenDraft, flags: int, pid: int) -> int:
         self._view.drafts.open(node, opened, writable=_writes(flags))

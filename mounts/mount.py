@@ -87,6 +87,10 @@ class Mount:
             return
         try:
             await self._serve_native(device, task_status)
+        except BaseException:
+            with trio.CancelScope(shield=True):
+                await self._unmount()
+            raise
         finally:
             os.close(device)
 
