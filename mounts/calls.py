@@ -44,6 +44,7 @@ class CallServer:
             fuse_loop.CREATE: self._create,
             fuse_loop.UNLINK: self._unlink,
             fuse_loop.RENAME: self._rename,
+            fuse_loop.FALLOCATE: self._allocate,
             fuse_loop.RELEASE: self._release,
         }
         view.catch_up = self.catch_up
@@ -98,6 +99,12 @@ class CallServer:
         above, below = self._view.directory(call.nodeid), self._view.directory(call.other)
         names.rename(self._view, above, call.name, below, call.new_name, call.flags)
         self._loop.answer_status(call.unique, 0)
+
+    def _allocate(self, call: Call) -> None:
+        """What found no room natively, once more after eviction; `other` is the length."""
+        self._view.store.make_room(call.other)
+        number = self._loop.allocate(call.nodeid, call.mode, call.offset, call.other)
+        self._loop.answer_status(call.unique, number)
 
     def _release(self, call: Call) -> None:
         try:

@@ -6,6 +6,7 @@ from kvfs._native.table import Table
 
 LOOKUP: int
 FORGET: int
+FALLOCATE: int
 CREATE: int
 UNLINK: int
 RENAME: int
@@ -16,6 +17,7 @@ class Call:
     opcode: int
     unique: int
     nodeid: int
+    offset: int
     other: int
     uid: int
     gid: int
@@ -86,6 +88,7 @@ class FuseLoop:
     def answer_status(self, unique: int, error: int) -> None: ...
     def answer_entry(self, unique: int, nodeid: int) -> None: ...
     def answer_created(self, unique: int, nodeid: int, fh: int) -> None: ...
+    def allocate(self, nodeid: int, mode: int, offset: int, length: int) -> int: ...
     def drain_opens(self) -> list[tuple[int, int, int]]: ...
     def probe(self, fd: int) -> bool: ...
     def invalidate_entry(self, parent: int, name: bytes) -> None: ...

@@ -32,10 +32,11 @@ cdef extern from "fuse_loop_core.h" nogil:
         uint32_t uid
         uint32_t pid
     enum fw_opcode:
-        FW_LOOKUP, FW_FORGET, FW_CREATE, FW_UNLINK, FW_RENAME2, FW_RELEASE
+        FW_LOOKUP, FW_FORGET, FW_FALLOCATE, FW_CREATE, FW_UNLINK, FW_RENAME2, FW_RELEASE
     struct fl_call:
         uint64_t unique
         uint64_t nodeid
+        uint64_t offset
         uint64_t other
         uint32_t opcode
         uint32_t uid
@@ -95,6 +96,7 @@ cdef extern from "fuse_loop_core.h" nogil:
     void fl_answer_status(fuse_loop *loop, uint64_t unique, int status)
     int fl_answer_entry(fuse_loop *loop, uint64_t unique, uint64_t nodeid)
     int fl_answer_created(fuse_loop *loop, uint64_t unique, uint64_t nodeid, uint64_t fh)
+    int fl_allocate(fuse_loop *loop, uint64_t nodeid, uint32_t mode, uint64_t offset, uint64_t length)
     int fl_probe(fuse_loop *loop, int fd)
     int fl_killed(fuse_loop *loop, uint64_t nodeid)
     int fl_flushed(fuse_loop *loop, uint64_t nodeid)
@@ -110,6 +112,7 @@ cdef enum:
 
 LOOKUP = FW_LOOKUP
 FORGET = FW_FORGET
+FALLOCATE = FW_FALLOCATE
 CREATE = FW_CREATE
 UNLINK = FW_UNLINK
 RENAME = FW_RENAME2
@@ -129,6 +132,7 @@ cdef class Call:
     cdef readonly int opcode
     cdef readonly uint64_t unique
     cdef readonly uint64_t nodeid
+    cdef readonly uint64_t offset
     cdef readonly uint64_t other
     cdef readonly uint32_t uid
     cdef readonly uint32_t gid
@@ -144,6 +148,7 @@ cdef Call _call(const fl_call *raw):
     call.opcode = <int> raw.opcode
     call.unique = raw.unique
     call.nodeid = raw.nodeid
+    call.offset = raw.offset
     call.other = raw.other
     call.uid = raw.uid
     call.gid = raw.gid
@@ -343,6 +348,13 @@ cdef class FuseLoop:
     def answer_created(self, uint64_t unique, uint64_t nodeid, uint64_t fh):
         """The same for CREATE, with an open handle on the backing that `acquire` attached."""
         fl_answer_created(self._loop, unique, nodeid, fh)
+
+    def allocate(self, uint64_t nodeid, uint32_t mode, uint64_t offset, uint64_t length):
+        """fallocate(2) on a file being written; an errno, 0 for success."""
+        cdef int status
+        with nogil:
+            status = fl_allocate(self._loop, nodeid, mode, offset, length)
+        return -status
 
     def drain_opens(self):
         """(nodeid, uid, pid) of opens answered natively since the last call, oldest first."""

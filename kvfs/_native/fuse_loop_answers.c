@@ -264,18 +264,20 @@ static int open_node_slot(struct fuse_loop *loop, uint64_t nodeid, int writable)
     return fd;
 }
 
+int fl_allocate(struct fuse_loop *loop, uint64_t nodeid, uint32_t mode, uint64_t offset, uint64_t length) {
+    if (length > loop->largest_object || offset > loop->largest_object - length) return -EFBIG;
+    int fd = open_node_slot(loop, nodeid, 1);
+    if (fd < 0) return fd == -EAGAIN ? -EOPNOTSUPP : fd;
+    int status = fallocate(fd, (int)mode, (off_t)offset, (off_t)length) < 0 ? -errno : 0;
+    close(fd);
+    return status;
+}
+
+/* A full tier: the store makes room first. Never relayed: the library's ENOSYS would end FALLOCATE for good. */
 static int handle_fallocate(struct fuse_loop *loop, const struct fw_in_header *in,
                             const struct fw_fallocate_in *body) {
-    int fd = open_node_slot(loop, in->nodeid, 1);
-    int status = fd == -EAGAIN ? -EOPNOTSUPP : fd;
-    if (fd >= 0) {
-        uint64_t end = body->offset + body->length;
-        if (end > loop->largest_object)
-            status = -EFBIG;
-        else
-            status = fallocate(fd, (int)body->mode, (off_t)body->offset, (off_t)body->length) < 0 ? -errno : 0;
-        close(fd);
-    }
+    int status = fl_allocate(loop, in->nodeid, body->mode, body->offset, body->length);
+    if (status == -ENOSPC && fl_queue_call(loop, in)) return 1;
     fl_answer(loop, in->unique, status, NULL, 0);
     return 1;
 }

@@ -41,6 +41,11 @@ static int as_call(const struct fw_in_header *in, struct fl_call *call) {
         call->flags = ((const struct fw_rename2_in *)body)->flags;
         return set_names(call, ((const struct fw_rename2_in *)body)->newdir,
                          (const char *)body + sizeof(struct fw_rename2_in)) == 0;
+    case FW_FALLOCATE:
+        call->mode = ((const struct fw_fallocate_in *)body)->mode;
+        call->offset = ((const struct fw_fallocate_in *)body)->offset;
+        call->other = ((const struct fw_fallocate_in *)body)->length;
+        return 1;
     case FW_RELEASE:
         call->other = ((const struct fw_release_in *)body)->fh;
         return 1;

@@ -51,9 +51,10 @@ struct fl_open_record {
 
 #define FL_CALL_NAME_MAX 255
 
-/* LOOKUP, CREATE, RENAME, UNLINK; RELEASE of a library handle and FORGET, which need no answer. */
+/* LOOKUP, CREATE, RENAME, UNLINK; FALLOCATE that found no room; RELEASE of a library handle and
+ * FORGET, which need no answer. */
 struct fl_call {
-    uint64_t unique, nodeid, other; /* other: RENAME's new parent, RELEASE's handle, FORGET's lookups */
+    uint64_t unique, nodeid, offset, other; /* other: RENAME's new parent, RELEASE's handle, FORGET's lookups, FALLOCATE's length */
     uint32_t opcode, uid, gid, pid, flags, mode;
     uint16_t name_length, new_length;
     char name[FL_CALL_NAME_MAX + 1], new_name[FL_CALL_NAME_MAX + 1];
@@ -87,6 +88,7 @@ uint32_t fl_take_calls(struct fuse_loop *loop, struct fl_call *out, uint32_t cap
 void fl_answer_status(struct fuse_loop *loop, uint64_t unique, int status);
 int fl_answer_entry(struct fuse_loop *loop, uint64_t unique, uint64_t nodeid);
 int fl_answer_created(struct fuse_loop *loop, uint64_t unique, uint64_t nodeid, uint64_t fh);
+int fl_allocate(struct fuse_loop *loop, uint64_t nodeid, uint32_t mode, uint64_t offset, uint64_t length);
 int fl_probe(struct fuse_loop *loop, int fd); /* 1: passthrough works; 0: it is off from now on */
 int fl_killed(struct fuse_loop *loop, uint64_t nodeid); /* whether the last FLUSH came from a process dying by a signal */
 int fl_flushed(struct fuse_loop *loop, uint64_t nodeid); /* whether a handle of it was closed */
