@@ -107,4 +107,5 @@ def _print_table(results: list[Result]) -> None:
             BASELINES.get(result.name, "information"),
             "" if result.ratio is None else f"{result.ratio:.2f}",
         )
-    Console().print(table)
+    # Figures cut short are no figures: wider than a narrow terminal rather.
+    Console(width=max(Console().width, 110)).print(table)

@@ -103,6 +103,7 @@ class DraftKeeper:
         opened = OpenDraft(
             draft, mode=info.mode, uid=info.uid, gid=info.gid, ctime_ns=time.time_ns(), pinned=info.pinned
         )
+        opened.awaited = True
         self._nodes.set_draft(replacement, opened)
         self.show_draft(replacement, opened)
         self._backings.node_dead(node.nodeid)
@@ -121,7 +122,7 @@ class DraftKeeper:
     async def _expire(self, node: Node) -> None:
         await trio.sleep(REWRITE_GRACE_S)
         opened = node.draft
-        if opened is not None and opened.handles == 0 and not opened.closed:
+        if opened is not None and opened.awaited:
             log.info(
                 "%s was opened for writing by a process that never came back for it", self._nodes.name(node)
             )
@@ -141,7 +142,7 @@ class DraftKeeper:
         opened.handles += 1
         node.handles += 1
         if writable:
-            opened.closed = False
+            opened.closed = opened.awaited = False
             opened.writers += 1
             self.writers += 1
             self.writers_changed.set()
@@ -164,6 +165,8 @@ class DraftKeeper:
         if opened.torn or not node.linked:
             if opened.torn or opened.handles == 0:
                 self.discard(node)
+            return
+        if opened.awaited:
             return
         opened.closed = True
         if not opened.lingering and node.nodeid not in self._due:
@@ -237,6 +240,9 @@ class DraftKeeper:
             )
             info = self._store.seal(opened.draft, name, attributes)
         except WriterActive:
+            return False
+        except OSError as error:  # out of descriptors or memory: later
+            log.warning("%s cannot be published yet: %s", name, error)
             return False
         except KvfsError as error:
             log.log(error.log_level, "%s was not published: %s", name, error)
@@ -319,6 +325,7 @@ class DraftKeeper:
                 os.ftruncate(descriptor, size_bytes)
         finally:
             os.close(descriptor)
+        opened.awaited = False
 
     def set_times(self, opened: OpenDraft, atime_ns: int | None, mtime_ns: int | None) -> None:
         descriptor = self._store.open_draft(opened.draft)

@@ -29,7 +29,7 @@ import trio
 
 from kvfs import limits, linux
 from kvfs._native.fuse_loop import FuseLoop
-from kvfs.errors import ConfigError, DeviceMissing
+from kvfs.errors import ConfigError, DeviceMissing, KvfsError
 from mounts.backing import PlainBackings
 from mounts.calls import CallServer
 from mounts.files import OpenFiles
@@ -238,7 +238,10 @@ class Mount:
             await drafts.writers_changed.wait()
             drafts.writers_changed = trio.Event()
             while drafts.writers > 0:
-                self._store.maintain()
+                try:
+                    self._store.maintain()
+                except (KvfsError, OSError) as error:
+                    log.error("no room is made ahead of writers: %s", error)
                 await trio.sleep(HEADROOM_INTERVAL_S)
 
     async def _unmount(self) -> None:

@@ -42,6 +42,8 @@ class OpenDraft:
     torn: bool = False
     """The last writer died by a signal in the middle."""
     pinned: bool = False
+    awaited: bool = False
+    """Made for an open or truncate that has not come back for it yet: nothing of it is published."""
     closed: bool = False
     """Its last writer has closed it, and it waits to be published."""
     lingering: bool = False

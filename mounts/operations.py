@@ -321,6 +321,11 @@ class Operations(pyfuse3.Operations):
         self, inode: pyfuse3.InodeT, name: pyfuse3.XAttrNameT, value: bytes, ctx: pyfuse3.RequestContext
     ) -> None:
         node = self.view.nodes.get(inode)
+        # The kernel asks for the right to write only; pinning and binding take ownership, as at other doors.
+        if ctx.uid not in (0, os.geteuid(), self.view.attributes(node).st_uid):
+            raise NotPermitted(
+                f"uid {ctx.uid} does not own what it would change {name.decode(errors='replace')} of"
+            )
         self.view.xattrs.set(node, name, value)
         if node.info is not None and node.linked:
             found = self.view.store.lookup(self.view.nodes.name(node))

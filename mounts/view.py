@@ -188,6 +188,8 @@ class View:
             raise NotPermitted("the mount's root holds buckets only: make a directory there, and files in it")
         name = self.nodes.child_name(parent, component)
         paths.check_key(name.key)
+        if name.key.startswith(b"kv/") and self.store.bucket(name.bucket).namespace is not None:
+            raise NotPermitted(f"{name}: blocks of a bound bucket are sealed by prefix hash, not by name")
         return name
 
     def remove_sealed(self, name: Name) -> None:

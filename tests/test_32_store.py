@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvfs.errors import NoSpace
 from tiers.model import Attributes, Name, ObjectInfo
 from tiers.store import TieredStore
 
@@ -41,3 +43,35 @@ def test_hits_reported_late_do_not_make_the_newest_object_the_oldest(store: Tier
     put(store, b"newest", bytes(MIB))
     store.evict(4 * MIB)
     assert isinstance(store.lookup(Name(BUCKET, b"newest")), ObjectInfo)
+
+
+def test_a_seal_that_the_index_refuses_leaves_nothing(
+    store: TieredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = store.dram.usage().slots
+
+    def full(*_: object) -> None:
+        raise NoSpace("the index is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store.names, "put", full)
+        with pytest.raises(NoSpace):
+            put(store, b"name", uid=7)
+    assert store.dram.usage().slots == before
+    assert store.space.open_drafts == 0
+    put(store, b"name")
+
+
+def test_without_descriptors_an_object_is_removed_and_its_slot_comes_back(store: TieredStore) -> None:
+    put(store, b"name")
+    before = store.dram.usage().slots
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        store.remove(Name(BUCKET, b"name"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    store.maintain()
+    assert store.dram.usage().slots == before - 1

@@ -18,13 +18,21 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kvfs.errors import Exists, KvfsError, NoSpace, NotEmpty, NotFound, NotPermitted, WriterActive
 from kvfs.keys import block_name
 from tests.support.door import need_mount
 from tests.support.posix import pattern
 from tests.support.stores import BOUND, BUCKET, CAPACITY_BYTES, SLOTS, draft_of, open_store, read
+from tiers.base import Kind
 from tiers.model import Attributes, Change, ChangeKind, Directory, Draft, Name, ObjectInfo
 
 UNIT = b"0123456789abcdef0123456789abcdef/"
@@ -88,7 +96,8 @@ class Store(RuleBasedStateMachine):
             assert change.name.key == UNIT
             self.markers.discard(change.name)
             return
-        thing: Thing = change.name or change.key.digest
+        assert change.name is not None
+        thing: Thing = change.key.digest if change.key.kind is Kind.BLOCK else change.name
         del self.things[thing]
         self.evicted.append(thing)
 
@@ -137,6 +146,19 @@ class Store(RuleBasedStateMachine):
         assert found.pinned == held.pinned
         assert read(self.store, found) == held.data
         return found
+
+    @initialize(
+        present=st.lists(names, min_size=4, max_size=16, unique=True),
+        chain=st.integers(0, len(DIGESTS)),
+        pinned=st.sets(st.integers(0, 16), max_size=2),
+    )
+    def fill(self, present: list[Name], chain: int, pinned: set[int]) -> None:
+        """Begin with things to meet: objects, and blocks that stand on each other."""
+        for i, name in enumerate(present):
+            self.put(name, 4096)
+            self.pin(name, i in pinned)
+        for parent, digest in zip([None, *DIGESTS], DIGESTS[:chain], strict=False):
+            self.put_block(digest, parent, 4096)
 
     # --- writing ------------------------------------------------------------------------------------------
 
@@ -375,6 +397,12 @@ class Store(RuleBasedStateMachine):
 
     # --- listings -----------------------------------------------------------------------------------------
 
+    @invariant()
+    def listings_agree(self) -> None:
+        for bucket in BUCKETS:
+            self.list(bucket, b"", b"", None, 3)
+            self.list(bucket, b"", b"", b"/", 2)
+
     @rule(
         bucket=st.sampled_from(BUCKETS),
         prefix=st.sampled_from(PARTS),
@@ -512,7 +540,7 @@ def test_the_store_follows_the_model(tmp_path: Path, backing: str) -> None:
     run_state_machine_as_test(
         lambda: Store(tmp_path, backing),  # type: ignore[arg-type]
         settings=settings(
-            max_examples=60 if backing == "directory" else 20,
+            max_examples=150 if backing == "directory" else 30,
             stateful_step_count=40,
             deadline=None,
             print_blob=True,

@@ -20,6 +20,7 @@ from kvfs.errors import (
     Exists,
     FormatMismatch,
     InvalidRequest,
+    IsDirectory,
     LimitExceeded,
     NameTooLong,
     NoSpace,
@@ -151,6 +152,13 @@ def test_the_directory_of_blocks_hides_an_object_of_its_name(store: TieredStore)
     assert isinstance(store.lookup(Name(BOUND, b"kv")), ObjectInfo)
     assert isinstance(store.find_path(Name(BOUND, block_name(b"\x11" * 16))), ObjectInfo)
     assert store.find_path(Name(BOUND, block_name(b"\x12" * 16))) is None
+
+
+def test_no_object_is_renamed_over_the_directory_of_blocks(store: TieredStore) -> None:
+    put(store, b"a", b"object", bucket=BOUND)
+    put_block(store, b"\x11" * 16, b"block")
+    with pytest.raises(IsDirectory):
+        store.rename(Name(BOUND, b"a"), Name(BOUND, b"kv"))
 
 
 # --- room ---------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def client(server: Server) -> Iterator[kvfs.Client]:
 
 
 def digest(number: int) -> bytes:
-    return (number + (1 << 127)).to_bytes(16, "big")
+    return (number + (1 << 119)).to_bytes(16, "big")
 
 
 def extents(answers: list[ReceivedAnswer]) -> list[ExtentResult]:

@@ -5,20 +5,41 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
+import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from kvfs import Block
+from kvfs.keys import Namespace
 from tests.support.door import BUCKET, ON_DIRECTORY, TEST_MODES, eventually
-from tests.support.posix import NOBODY, SOMEBODY, expect_errno
+from tests.support.posix import NOBODY, SOMEBODY, expect_errno, mapped_pages, opened, run_as, write_all
 from tests.support.service import Service
-from tests.support.small_store import MIB, small_service, watched, write_sealed
+from tests.support.small_store import MIB, small_service, state, watched, write_sealed
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
 
 HASH_NAME = "0123456789abcdef" * 2
+DYING_READER = "import os, sys; os.open(sys.argv[1], os.O_RDONLY); os.kill(os.getpid(), 9)"
+"""In a process of its own: a forked one would inherit the mapping."""
+NAMESPACE = Namespace(
+    model="test",
+    revision="1",
+    dtype="bfloat16",
+    layout="LKTHD",
+    block_tokens=16,
+    tensor_shards=1,
+    tensor_rank=0,
+    pipeline_shards=1,
+    pipeline_rank=0,
+    lora="",
+    salt="",
+    hash="sha256",
+)
 
 
 @pytest.fixture(scope="module", params=TEST_MODES)
@@ -54,6 +75,9 @@ def test_a_directory_that_another_door_removes_is_gone(service: Service, bucket:
         client.remove(service.name(path) + "/")
     eventually(lambda: not path.exists(), "the directory is gone")
     assert os.listdir(bucket) == []
+
+
+DIGEST = b"\x80" + bytes(15)
 
 
 def test_a_common_prefix_goes_with_its_last_object(service: Service, bucket: Path) -> None:
@@ -146,6 +170,23 @@ def test_what_another_door_does_to_rights_is_on_the_path(service: Service, bucke
     shutil.rmtree(place)
 
 
+def test_only_the_owner_pins_and_binds_by_path(service: Service, bucket: Path) -> None:
+    place = service.mount / "shared"
+    place.mkdir()
+    place.chmod(0o777)
+    bucket.chmod(0o777)
+    path = bucket / "file"
+    write_sealed(path, b"bytes")
+    path.chmod(0o666)
+    with expect_errno(errno.EPERM):
+        run_as(NOBODY, lambda: os.setxattr(path, "user.kvfs.pin", b"1"))
+    with expect_errno(errno.EPERM):
+        run_as(NOBODY, lambda: os.setxattr(place, "user.kvfs.namespace", NAMESPACE.canonical))
+    os.chown(path, NOBODY, NOBODY)
+    run_as(NOBODY, lambda: os.setxattr(path, "user.kvfs.pin", b"1"))
+    shutil.rmtree(place)
+
+
 # --- quotas ------------------------------------------------------------------------------------------------
 def open_as(uid: int, path: Path) -> int:
     os.seteuid(uid)
@@ -177,8 +218,42 @@ def test_who_holds_more_than_the_quota_opens_nothing(service: Service, bucket: P
         try:
             os.close(open_as(NOBODY, small_file))
         except OSError as error:
-            assert error.errno == errno.EDQUOT  # noqa: PT017
+            if error.errno != errno.EDQUOT:
+                raise
             return False
         return True
 
     eventually(opens, "what was held is given back")
+
+
+# --- drafts ------------------------------------------------------------------------------------------------
+def test_a_file_being_written_does_not_become_a_block_by_rename(service: Service) -> None:
+    place = service.mount / "bound"
+    with service.client() as client:
+        namespace = client.open_namespace(NAMESPACE, bucket=place.name)
+        client.put_blocks(namespace, [Block(DIGEST, b"block")])
+        assert (place / "kv/80" / DIGEST.hex()).read_bytes() == b"block"
+    with opened(place / "draft", os.O_WRONLY | os.O_CREAT) as fd:
+        write_all(fd, b"bytes")
+        with expect_errno(errno.EPERM):
+            os.rename(place / "draft", place / "kv/80/name")
+    assert (place / "draft").read_bytes() == b"bytes"
+    with service.client() as client:
+        namespace = client.open_namespace(NAMESPACE, bucket=place.name)
+        client.remove_blocks(namespace, [DIGEST])
+    eventually(lambda: not (place / "kv").exists(), "the directories above the block are gone")
+    shutil.rmtree(place)
+
+
+def test_a_killed_reader_takes_nothing_from_the_writer(service: Service, bucket: Path) -> None:
+    path = bucket / "file"
+    with ExitStack() as mapped:  # the last reference to the writer's file, which ends without another FLUSH
+        with opened(path, os.O_RDWR | os.O_CREAT) as fd:
+            write_all(fd, b"bytes")
+            mapped.enter_context(mapped_pages(fd, 5))
+        assert (
+            os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", DYING_READER, str(path)])
+            == -signal.SIGKILL
+        )
+    eventually(lambda: state(path) == b"sealed", "the file is sealed")
+    assert path.read_bytes() == b"bytes"

@@ -236,11 +236,13 @@ class Catalog:
             row = self.names.get(name.bucket, name.key)
             if row is not None:
                 return directory_of_row(name, row)
-            if not self.names.has_prefix(name.bucket, name.key) and not any(
-                self._block_names(name.bucket, name.key, b"", b"/")
-            ):
+            if not self._has_directory(name.bucket, name.key):
                 raise NotFound(f"no object {name}")
         return _directory_of_bucket(bucket, name)
+
+    def _has_directory(self, bucket: bytes, prefix: bytes) -> bool:
+        """Whether any name, a block's included, starts with `prefix`."""
+        return self.names.has_prefix(bucket, prefix) or any(self._block_names(bucket, prefix, b"", b"/"))
 
     def _block_names(
         self, bucket: bytes, prefix: bytes, after: bytes, delimiter: bytes | None

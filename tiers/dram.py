@@ -350,7 +350,10 @@ class DramTier:
             return 0
         if len(books.held) >= limits.MAX_HELD_SLOTS:
             return self._make_zombie(slot, uid)
-        fd, physical_bytes = native.detach(self._slotfd, slot)
+        try:
+            fd, physical_bytes = native.detach(self._slotfd, slot)
+        except OSError:  # out of descriptors
+            return self._make_zombie(slot, uid)
         books.add_held(Held(fd, physical_bytes, uid))
         books.bare.append(slot)
         return physical_bytes
@@ -359,7 +362,10 @@ class DramTier:
         """Empty the slot, if nobody holds it."""
         try:
             return native.recycle(self._slotfd, slot)
-        except Unsupported:  # leases stopped working: then everybody may be a reader
+        except (
+            Unsupported,
+            OSError,
+        ):  # no leases any more, or no descriptors: then everybody may be a reader
             return False
 
     def _make_zombie(self, slot: int, uid: int) -> int:

@@ -395,7 +395,7 @@ class TieredStore(Catalog):
         row = self._row(src)
         if row is None:
             raise NotFound(f"no object {src}")
-        if self.names.has_prefix(dst.bucket, dst.key + b"/"):
+        if self._has_directory(dst.bucket, dst.key + b"/"):
             raise IsDirectory(f"{dst} is a directory")
         if not replace and self._row(dst) is not None:
             raise Exists(f"{dst} exists")

@@ -63,6 +63,8 @@ void fl_detach_backing(struct fuse_loop *loop, struct fl_node *node) {
 
 /* A handle that this loop gave out: the library's handles are small counters. */
 #define NATIVE_HANDLE (1ull << 63)
+/* A handle of the library that may write (mounts/files.py). */
+#define WRITABLE_HANDLE 1ull
 
 /* Opens a sealed node for reading. -EAGAIN: not ours, relay it. */
 static int open_sealed(struct fuse_loop *loop, const struct fw_in_header *in, struct fw_open_out *out) {
@@ -315,7 +317,7 @@ int fl_died_by_signal(uint32_t pid) {
 
 /* close() of a handle: an object over the limit is refused while the writer can still be told, and a writer
  * that dies by a signal is remembered, so that what it leaves is not published. */
-static int handle_flush(struct fuse_loop *loop, const struct fw_in_header *in) {
+static int handle_flush(struct fuse_loop *loop, const struct fw_in_header *in, const uint64_t *handle) {
     int fd = open_node_slot(loop, in->nodeid, 0);
     if (fd == -EAGAIN) return 0;
     struct stat status;
@@ -325,7 +327,7 @@ static int handle_flush(struct fuse_loop *loop, const struct fw_in_header *in) {
     pthread_mutex_lock(&loop->nodes_lock);
     struct fl_node *node = fl_find(loop, in->nodeid);
     if (node != NULL) {
-        node->killed = (uint8_t)killed;
+        if (*handle & WRITABLE_HANDLE) node->killed = (uint8_t)killed; /* a reader's end says nothing of the bytes */
         node->flushed = 1;
     }
     pthread_mutex_unlock(&loop->nodes_lock);
@@ -360,7 +362,7 @@ int fl_handle_natively(struct fuse_loop *loop, struct fl_buffers *buffers, struc
     case FW_LSEEK:
         return handle_lseek(loop, in, body);
     case FW_FLUSH:
-        return handle_flush(loop, in);
+        return handle_flush(loop, in, body);
     case FW_FSYNC:
         if (!(*(const uint64_t *)body & NATIVE_HANDLE)) return 0;
         fl_answer(loop, in->unique, 0, NULL, 0);

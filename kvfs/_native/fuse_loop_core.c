@@ -132,6 +132,7 @@ static size_t least_body(uint32_t opcode) {
         return sizeof(struct fw_fallocate_in);
     case FW_LSEEK:
         return sizeof(struct fw_lseek_in);
+    case FW_FLUSH:
     case FW_FSYNC:
         return sizeof(uint64_t);
     case FW_CREATE:

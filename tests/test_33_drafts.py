@@ -1,0 +1,51 @@
+"""The drafts of a mount over a real store, without the kernel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import trio
+from trio.testing import MockClock
+
+from mounts.backing import PlainBackings
+from mounts.drafts import REWRITE_GRACE_S, DraftKeeper
+from mounts.nodes import NodeTable
+from tiers.model import Attributes, Name, ObjectInfo
+from tiers.store import TieredStore
+
+MIB = 1 << 20
+
+
+async def test_a_reader_publishes_no_draft_that_its_writer_has_not_opened(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    with TieredStore.open(tmp_path / "data", dram_bytes=16 * MIB, max_slots=64, backing="directory") as store:
+        store.create_bucket(b"bucket", uid=0, gid=0)
+        name = Name(b"bucket", b"file")
+        info = store.seal(store.reserve(uid=0), name, Attributes())
+        backings = PlainBackings()
+        backings.invalidate_entry = lambda parent, name: None  # type: ignore[method-assign]
+        nodes = NodeTable(backings)
+        keeper = DraftKeeper(store, nodes, backings)
+        async with trio.open_nursery() as nursery:
+            keeper.run_in(nursery)
+            parent = nodes.add(nodes.root, b"bucket", directory=True, ino=2)
+            node = nodes.add(parent, b"file", directory=False, ino=info.ino)
+            node.lookups = 1
+            nodes.set_object(node, info)
+            await keeper.rewrite(node, info, uid=0, keep_bytes=False)
+            replacement = nodes.child(parent, b"file")
+            assert replacement is not None
+            assert replacement.draft is not None
+            opened = replacement.draft
+            keeper.open(replacement, opened, writable=False)
+            keeper.close(replacement, opened, writable=False)
+            await trio.sleep(REWRITE_GRACE_S / 2)
+            assert replacement.draft is opened
+            await trio.sleep(REWRITE_GRACE_S)
+            assert replacement.draft is None
+            assert not replacement.linked
+            found = store.lookup(name)
+            assert isinstance(found, ObjectInfo)
+            assert found.key == info.key
+            nursery.cancel_scope.cancel()
