@@ -12,12 +12,13 @@ import os
 import socket
 import stat
 import threading
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from tests.support.door import Door, eventually
+from tests.support.door import Door, eventually, replaced_twice
 from tests.support.posix import (
     FALLOC_FL_KEEP_SIZE,
     FALLOC_FL_PUNCH_HOLE,
@@ -382,6 +383,34 @@ def test_inode_number_is_stable(door: Door) -> None:
         assert [entry.inode() for entry in entries] == [number]
     with opened(moved, os.O_RDONLY) as fd:
         assert os.fstat(fd).st_ino == number
+
+
+@replaced_twice
+def test_a_name_that_is_replaced_all_the_time_is_always_there(door: Door) -> None:
+    """Replacing by rename is how readers are spared half a file: they must not meet an error instead."""
+    path, contents = door.path / "file", [pattern(i, 100_000 + i) for i in range(2)]
+    path.write_bytes(contents[0])
+    done = threading.Event()
+
+    def replace(number: int) -> None:
+        temporary = door.path / f".tmp-{number}"
+        while not done.is_set():
+            temporary.write_bytes(contents[number])
+            os.rename(temporary, path)
+
+    writers = [threading.Thread(target=replace, args=(i,)) for i in range(2)]
+    for writer in writers:
+        writer.start()
+    errors: Counter[str] = Counter()
+    for _ in range(1000):
+        try:
+            assert path.read_bytes() in contents
+        except OSError as error:
+            errors[errno.errorcode[error.errno or 0]] += 1
+    done.set()
+    for writer in writers:
+        writer.join()
+    assert errors == {}
 
 
 # --- descriptors -------------------------------------------------------------------------------------------

@@ -131,6 +131,7 @@ class Service:
             environment = {"NOTIFY_SOCKET": str(path), "PYTHONPATH": python_path, **self.environment}
             self.process = subprocess.Popen(
                 self.command(),
+                cwd=ROOT,  # `python -m` looks there first
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
