@@ -466,6 +466,17 @@ class Store(RuleBasedStateMachine):
             for thing, held in self.things.items():
                 assert held.pinned or self.stands_under_a_pin(thing)
 
+    @rule(thing=st.one_of(names, digests), wanted=st.sampled_from([1, CAPACITY_BYTES]))
+    def evict_around_a_reader(self, thing: Thing, wanted: int) -> None:
+        if thing in self.things:
+            held = self.things[thing]
+            descriptor = self.store.open_read(self.right(thing), uid=0)
+            try:
+                self.legally(lambda: self.store.evict(wanted))
+                assert self.things.get(thing) is held
+            finally:
+                os.close(descriptor)
+
     def stands_under_a_pin(self, thing: Thing) -> bool:
         if isinstance(thing, bytes):
             children = [key for key, held in self.things.items() if held.parent == thing]
