@@ -90,6 +90,7 @@ class CallServer:
         node = self._files.create(parent, call.name, call.flags, mode, uid=call.uid, gid=call.gid)
         number = self._files.open_new(node, call.flags, pid=call.pid)
         self._loop.answer_created(call.unique, node.nodeid, number)
+        self._view.drafts.publish_due()
 
     def _unlink(self, call: Call) -> None:
         names.remove_file(self._view, self._view.directory(call.nodeid), call.name)

@@ -63,7 +63,7 @@ class DraftKeeper:
     def run_in(self, nursery: trio.Nursery) -> None:
         """Where lingering drafts wait."""
         self._nursery = nursery
-        nursery.start_soon(self._publish_due)
+        nursery.start_soon(self._publish_later)
 
     # --- beginning ----------------------------------------------------------------------------------------
 
@@ -187,15 +187,22 @@ class DraftKeeper:
             return None
         return opened.ended
 
-    async def _publish_due(self) -> None:
+    async def _publish_later(self) -> None:
         while True:
             await self._due_changed.wait()
             await trio.sleep(PUBLISH_DELAY_S)
-            self._due_changed = trio.Event()
-            due, self._due = self._due, {}
-            for node, opened in due.values():
-                if node.draft is opened and opened.closed:
-                    self._settle_now(node, opened)
+            self.publish_due()
+
+    def publish_due(self) -> None:
+        """Publish what was closed a moment ago. A good moment is when a writer has just been given a new file:
+        it is busy writing for as long as this takes (50 us for 1 MiB, 80 us)."""
+        self._due_changed = trio.Event()
+        due, self._due = self._due, {}
+        for node, opened in due.values():
+            if node.draft is opened and opened.closed:
+                self._settle_now(node, opened)
+        if due:
+            self._store.maintain()
 
     def _settle_now(self, node: Node, opened: OpenDraft) -> None:
         if not node.linked:

@@ -205,7 +205,7 @@ def test_blocks_are_matched_read_and_removed(client: kvfs.Client) -> None:
     found = client.get_blocks(namespace, [*wanted, digest(999)])
     assert found == [*[bytes(block.data) for block in blocks], None]
     assert client.touch(namespace, [*wanted, digest(999)]) == 300
-    assert client.stat(f"{namespace.bucket}/kv/80/{digest(1).hex()}").hits >= 1
+    assert client.stat(f"{namespace.bucket}/kv/{digest(1).hex()[:2]}/{digest(1).hex()}").hits >= 1
     assert client.remove_blocks(namespace, [*wanted[:10], digest(999)]) == 10
     assert client.match(namespace, wanted) == 0
     assert client.status()["open_drafts"] == 0
@@ -219,9 +219,9 @@ def test_a_block_belongs_to_the_bucket_it_was_sealed_into(client: kvfs.Client) -
     assert client.remove_blocks(theirs, [digest(1)]) == 0
     for call in (client.get, client.stat, client.remove, client.evict):
         with pytest.raises(errors.NotFound):
-            call(f"{theirs.bucket}/kv/80/{digest(1).hex()}")
+            call(f"{theirs.bucket}/kv/{digest(1).hex()[:2]}/{digest(1).hex()}")
     assert client.get_blocks(ours, [digest(1)]) == [b"ours"]
-    assert client.get(f"{ours.bucket}/kv/80/{digest(1).hex()}") == b"ours"
+    assert client.get(f"{ours.bucket}/kv/{digest(1).hex()[:2]}/{digest(1).hex()}") == b"ours"
 
 
 def test_namespaces_are_found_by_digest_and_bound_once(client: kvfs.Client) -> None:
@@ -682,7 +682,7 @@ def test_blocks_have_their_buckets_rights(server: Server) -> None:
     assert server.run(denied(write), uid=BOB) == "AccessDenied"
 
     def by_name(c: kvfs.Client) -> bytes:
-        return c.get(f"{bucket.name}/kv/80/{digest(1).hex()}")
+        return c.get(f"{bucket.name}/kv/{digest(1).hex()[:2]}/{digest(1).hex()}")
 
     assert server.run(by_name, uid=BOB) == b"kv"
 
