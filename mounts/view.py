@@ -194,8 +194,9 @@ class View:
 
     def remove_sealed(self, name: Name) -> None:
         """Remove what other doors see under this name, if anything."""
-        with self.own_change(), suppress(NotFound):
-            self.store.remove(name)
+        if self.store.names.get(name.bucket, name.key) is not None:
+            with self.own_change(), suppress(NotFound):
+                self.store.remove(name)
             self.keep_above(name)
 
     def keep_above(self, name: Name) -> None:
