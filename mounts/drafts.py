@@ -196,13 +196,14 @@ class DraftKeeper:
     def publish_due(self) -> None:
         """Publish what was closed a moment ago. A good moment is when a writer has just been given a new file:
         it is busy writing for as long as this takes (50 us for 1 MiB, 80 us)."""
+        if not self._due:
+            return  # the event that is waited for must stay the one that the next close sets
         self._due_changed = trio.Event()
         due, self._due = self._due, {}
         for node, opened in due.values():
             if node.draft is opened and opened.closed:
                 self._settle_now(node, opened)
-        if due:
-            self._store.maintain()
+        self._store.maintain()
 
     def _settle_now(self, node: Node, opened: OpenDraft) -> None:
         if not node.linked:

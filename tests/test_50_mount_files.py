@@ -41,6 +41,19 @@ SIZES = [0, 1, 4095, 4096, 4097, 64 * KIB + 1, MIB + 13, 3 * MIB + 1]
 
 
 # --- reading and writing -----------------------------------------------------------------------------------
+def test_every_closed_file_is_published_without_another_call(door: Door) -> None:
+    """Whatever came before: the first file, one after a lone create, several at once."""
+    door.need_service()
+    for count in (1, 1, 3, 1):
+        paths = [door.path / f"file-{count}-{i}" for i in range(count)]
+        for path in paths:
+            path.write_bytes(b"bytes")
+        for path in paths:
+            eventually(
+                lambda path=path: os.getxattr(path, "user.kvfs.state") == b"sealed", f"{path.name} is sealed"
+            )
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_what_is_written_is_read_back(door: Door, size: int) -> None:
     path, data = door.path / "file", pattern(size, size)
