@@ -112,7 +112,7 @@ CLIENT_TIMEOUT_S: Final = 30.0
 PUBLISH_WAIT_S: Final = 0.5
 """How long another door waits for a flushed draft whose RELEASE is still on its way (it follows close())."""
 SPACE_WAIT_S: Final = 2.0
-"""How long a reservation waits for eviction before it answers ENOSPC."""
+"""No reservation takes longer, the eviction that it runs included, before it answers or is refused."""
 STOP_WAIT_S: Final = 10.0
 """How long a clean stop waits for the requests in flight."""
 DETACH_WAIT_S: Final = 1.0
