@@ -6,7 +6,8 @@ Invariants:
 - One `write` is one transaction: after an error, or a crash in the middle, all of it happened or nothing. A
   full map grows and the change runs again, so a change has no side effect outside its transaction.
 - Object ids never repeat: ranges are reserved in `meta` before use, and a new environment starts at the wall
-  clock (seconds << 20), so also when the index was lost and built anew.
+  clock (seconds << 20), so also when the index was lost and built anew. Bucket ids, of 32 bits, start at the
+  seconds themselves.
 
 Durability: soft state by default (`sync=False`): the file survives the process, `kill -9` included, since
 LMDB writes no live page in place; after a power failure it is doubtful, and the caller builds a new one. The
@@ -26,8 +27,9 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import lmdb
 
-from kvfs.errors import Corrupt, FormatMismatch, InvalidRequest, KvfsError, NoSpace
+from kvfs.errors import Corrupt, FormatMismatch, InvalidRequest, KvfsError, LimitExceeded, NoSpace
 from kvfs.limits import MAX_META_KEY_BYTES, MAX_NAME_MAP_BYTES, OBJECT_ID_RANGE
+from kvfs.name_rows import MAX_BUCKET_ID
 
 if TYPE_CHECKING:
     Txn = lmdb.Transaction[bytes]
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
 FORMAT_VERSION: Final = 1
 _FORMAT_KEY: Final = b"format"
 _IDS_KEY: Final = b"ids"
-_RESERVED_META: Final = frozenset((_FORMAT_KEY, _IDS_KEY))
+_BUCKET_IDS_KEY: Final = b"bucket_ids"
+_RESERVED_META: Final = frozenset((_FORMAT_KEY, _IDS_KEY, _BUCKET_IDS_KEY))
 _U64 = struct.Struct("<Q")
 _ID_CLOCK_SHIFT: Final = 20
 """A new index starts its ids at seconds << 20: a million ids a second before it could meet a lost index's
@@ -184,6 +187,27 @@ class NameEnvironment:
             self.write(change)
             self._next_id = self._id_end = 0
 
+    def next_bucket_id(self) -> int:
+        """An id that no bucket ever had, 1 to MAX_BUCKET_ID. Raises LimitExceeded when all are used up."""
+
+        def change(txn: Txn) -> int:
+            given = self._stored(txn, _BUCKET_IDS_KEY, int(time.time()))
+            if given > MAX_BUCKET_ID:
+                raise LimitExceeded(f"{self._path}: all bucket ids up to {MAX_BUCKET_ID} were given out")
+            txn.put(_BUCKET_IDS_KEY, _U64.pack(given + 1), db=self._meta_db)
+            return given
+
+        return self.write(change)
+
+    def skip_bucket_ids(self, past: int) -> None:
+        """Give out no bucket id at or below `past`: for ids that were found in the data itself."""
+
+        def change(txn: Txn) -> None:
+            end = max(self._stored(txn, _BUCKET_IDS_KEY, int(time.time())), past + 1)
+            txn.put(_BUCKET_IDS_KEY, _U64.pack(end), db=self._meta_db)
+
+        self.write(change)
+
     def _reserve_ids(self, n: int) -> int:
         def change(txn: Txn) -> int:
             start = self._stored_ids(txn)
@@ -203,9 +227,12 @@ class NameEnvironment:
         self._next_id = self._id_end = 0
 
     def _stored_ids(self, txn: Txn) -> int:
-        data = txn.get(_IDS_KEY, db=self._meta_db)
+        return self._stored(txn, _IDS_KEY, int(time.time()) << _ID_CLOCK_SHIFT)
+
+    def _stored(self, txn: Txn, key: bytes, default: int) -> int:
+        data = txn.get(key, db=self._meta_db)
         if data is None:
-            return int(time.time()) << _ID_CLOCK_SHIFT
+            return default
         if len(data) != _U64.size:
-            raise Corrupt(f"name index: the id row has {len(data)} bytes")
+            raise Corrupt(f"name index {self._path}: the row {key.decode()} has {len(data)} bytes")
         return int(_U64.unpack(data)[0])

@@ -8,8 +8,8 @@ length or with a non-zero reserved field is `Corrupt`.
                | uid u32 | gid u32 | object_id u64 | ino u64 | size_bytes u64 | sequence u64
                | mtime_ns i64 | ctime_ns i64 | digest | user metadata (the rest)
     BucketRow  version u8 = 1 | class u8 (1 cache, 2 durable) | namespace digest length u8 (0 or 16)
-               | reserved u8 = 0 | uid u32 | gid u32 | mode u32 | created_ns i64 | mtime_ns i64
-               | namespace digest | namespace description (the rest)
+               | reserved u8 = 0 | bucket_id u32 | uid u32 | gid u32 | mode u32 | created_ns i64
+               | mtime_ns i64 | namespace digest | namespace description (the rest)
 
 Concurrency: values only.
 """
@@ -30,14 +30,17 @@ DIRECTORY: Final = 2
 
 DIGEST_BYTES: Final = 16
 ROW_VERSION: Final = 1
+MAX_BUCKET_ID: Final = (1 << 32) - 1
+"""The slot header and the records of segments have four bytes for it; 0 stands for no bucket."""
 
 _NAME = struct.Struct("<BBHIIIIQQQQqq")
-_BUCKET = struct.Struct("<BBBBIIIqq")
+_BUCKET = struct.Struct("<BBBBIIIIqq")
 _FLAGS_OFFSET: Final = 4
 _U32 = (0, (1 << 32) - 1)
 _U64 = (0, (1 << 64) - 1)
 _I64 = (-(1 << 63), (1 << 63) - 1)
 _RANGES: Final = {
+    "bucket_id": (1, MAX_BUCKET_ID),
     "flags": _U32,
     "mode": _U32,
     "uid": _U32,
@@ -59,7 +62,7 @@ _CLASSES: Final[dict[int, BucketClass]] = {1: "cache", 2: "durable"}
 def _out_of_range(row: object) -> InvalidRequest:
     """Which field made `struct` refuse `row`."""
     for name, (low, high) in _RANGES.items():
-        value = getattr(row, name, 0)
+        value = getattr(row, name, low)
         if not isinstance(value, int) or not low <= value <= high:
             return InvalidRequest(f"{type(row).__name__}.{name} is {value!r}, outside {low} to {high}")
     return InvalidRequest(f"{type(row).__name__} cannot be encoded: {row!r}")
@@ -135,9 +138,14 @@ def is_directory_row(data: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class BucketRow:
-    """A bucket. `namespace` is the 16-byte digest of the namespace that it is bound to, if any."""
+    """A bucket. `namespace` is the 16-byte digest of the namespace that it is bound to, if any.
+
+    `bucket_id` stands for it where a name would be too long, such as in the headers of its blocks; it is never
+    0, never changes, and is not given out again (`NameIndex.next_bucket_id`).
+    """
 
     name: bytes
+    bucket_id: int
     class_: BucketClass
     uid: int
     gid: int
@@ -160,12 +168,15 @@ class BucketRow:
                 f"bucket {self.name!r}: a namespace of {len(self.namespace_json)} bytes, "
                 f"the limit is {MAX_NAMESPACE_BYTES}"
             )
+        if self.bucket_id == 0:
+            raise _out_of_range(self)
         try:
             head = _BUCKET.pack(
                 ROW_VERSION,
                 code,
                 len(digest),
                 0,
+                self.bucket_id,
                 self.uid,
                 self.gid,
                 self.mode,
@@ -181,13 +192,13 @@ class BucketRow:
         """The row that `encode` wrote under `name`. Raises Corrupt."""
         if len(data) < _BUCKET.size:
             raise Corrupt(f"row of bucket {name!r} has {len(data)} bytes, fewer than {_BUCKET.size}")
-        version, code, digest_length, reserved, uid, gid, mode, created_ns, mtime_ns = _BUCKET.unpack_from(
-            data
-        )
+        (
+            version, code, digest_length, reserved, bucket_id, uid, gid, mode, created_ns, mtime_ns,
+        ) = _BUCKET.unpack_from(data)  # fmt: skip
         end = _BUCKET.size + digest_length
         known = version == ROW_VERSION and code in _CLASSES and digest_length in (0, DIGEST_BYTES)
-        if not known or reserved or end > len(data):
+        if not known or not bucket_id or reserved or end > len(data):
             raise Corrupt(f"row of bucket {name!r}: version {version}, class {code}, digest {digest_length}")
         class_ = _CLASSES[code]
         namespace = data[_BUCKET.size : end] or None
-        return cls(name, class_, uid, gid, mode, created_ns, mtime_ns, namespace, data[end:])
+        return cls(name, bucket_id, class_, uid, gid, mode, created_ns, mtime_ns, namespace, data[end:])

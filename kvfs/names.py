@@ -379,6 +379,14 @@ class NameIndex:
         """Give out no id at or below `past`: for ids that were found in the data itself."""
         self._env.skip_ids(past)
 
+    def next_bucket_id(self) -> int:
+        """An id for a bucket to be made; none ever had it. Raises LimitExceeded."""
+        return self._env.next_bucket_id()
+
+    def skip_bucket_ids(self, past: int) -> None:
+        """Give out no bucket id at or below `past`: for ids that were found in the data itself."""
+        self._env.skip_bucket_ids(past)
+
     def _count(self, bucket: bytes, change: int) -> None:
         if bucket in self._counts:
             self._counts[bucket] += change

@@ -28,6 +28,7 @@ from kvfs.errors import (
     NotFound,
 )
 from kvfs.limits import KIB, MAX_LIST_ENTRIES, MAX_USER_METADATA_BYTES, MIB, OBJECT_ID_RANGE
+from kvfs.name_rows import MAX_BUCKET_ID
 from kvfs.name_tree import NameScan
 from kvfs.names import DIRECTORY, PINNED, BucketRow, ListEntry, NameIndex, NameRow
 
@@ -322,7 +323,7 @@ def test_a_page_over_the_limit_is_refused(index: NameIndex) -> None:
 
 
 def bucket(name: bytes = b"models", **changes: Any) -> BucketRow:
-    plain = BucketRow(name, "cache", 0, 0, 0o755, 10, 11)
+    plain = BucketRow(name, 7, "cache", 0, 0, 0o755, 10, 11)
     return dataclasses.replace(plain, **changes)
 
 
@@ -363,6 +364,28 @@ def test_ids_never_repeat(tmp_path: Path) -> None:
         assert index.next_ids(1) > max(taken)
         with pytest.raises(InvalidRequest, match="0 object ids"):
             index.next_ids(0)
+
+
+def test_bucket_ids_never_repeat(tmp_path: Path) -> None:
+    with NameIndex.open(tmp_path / "names") as index:
+        taken = [index.next_bucket_id() for _ in range(3)]
+    with NameIndex.open(tmp_path / "names") as index:
+        taken.append(index.next_bucket_id())
+        assert sorted(set(taken)) == taken
+        assert taken[0] > 0
+        index.skip_bucket_ids(taken[-1] + 100)
+        assert index.next_bucket_id() == taken[-1] + 101
+        index.skip_bucket_ids(5)
+        assert index.next_bucket_id() == taken[-1] + 102
+        index.skip_bucket_ids(MAX_BUCKET_ID)
+        with pytest.raises(LimitExceeded, match=str(MAX_BUCKET_ID)):
+            index.next_bucket_id()
+
+
+@pytest.mark.parametrize("bucket_id", [0, -1, MAX_BUCKET_ID + 1])
+def test_a_bucket_id_out_of_range_is_named(index: NameIndex, bucket_id: int) -> None:
+    with pytest.raises(InvalidRequest, match="bucket_id"):
+        index.put_bucket(bucket(bucket_id=bucket_id))
 
 
 def test_a_clean_close_gives_ids_back(tmp_path: Path) -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvfs.errors import NoSpace
+from tests.support.stores import BOUND, open_store, put_block
+from tests.support.stores import put as put_object
+from tiers.base import Kind
 from tiers.model import Attributes, Name, ObjectInfo
 from tiers.store import TieredStore
 
@@ -75,3 +78,12 @@ def test_without_descriptors_an_object_is_removed_and_its_slot_comes_back(store:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     store.maintain()
     assert store.dram.usage().slots == before - 1
+
+
+def test_a_block_carries_the_id_of_its_bucket(tmp_path: Path) -> None:
+    with open_store(tmp_path / "data") as store:
+        put_block(store, b"\1" * 16, b"of a block")
+        put_object(store, b"name", b"of a name")
+        ids = {sealed.header.key.kind: sealed.header.bucket_id for sealed in store.dram.sealed()}
+        assert ids == {Kind.BLOCK: store.bucket(BOUND).bucket_id, Kind.OBJECT: 0}
+        assert len({bucket.bucket_id for bucket in store.buckets()}) == 2

@@ -62,6 +62,8 @@ class SealHeader:
     flags: int = 0
     uid: int = 0
     """Who wrote it."""
+    bucket_id: int = 0
+    """Of the bucket that a block was sealed into; 0 for named objects, whose rows say it."""
 
 
 @dataclass(frozen=True, slots=True)

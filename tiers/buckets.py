@@ -37,6 +37,7 @@ def create(
     now = time.time_ns()
     row = BucketRow(
         name=name,
+        bucket_id=names.next_bucket_id(),
         class_="durable" if durable else "cache",
         uid=uid,
         gid=gid,
@@ -104,6 +105,7 @@ def _row(names: NameIndex, name: bytes) -> BucketRow:
 def _bucket(row: BucketRow) -> Bucket:
     return Bucket(
         name=row.name,
+        bucket_id=row.bucket_id,
         durable=row.class_ == "durable",
         uid=row.uid,
         gid=row.gid,

@@ -282,6 +282,7 @@ class DramTier:
             checksum=checksum,
             parent=header.parent,
             uid=header.uid,
+            bucket_id=header.bucket_id,
             sealed_at_ns=time.time_ns(),
         )
         self._books.close_draft(draft.slot)
@@ -437,6 +438,7 @@ class DramTier:
                 parent=raw.parent,
                 flags=raw.flags,
                 uid=raw.uid,
+                bucket_id=raw.bucket_id,
             )
             yield Sealed(Extent(slot, raw.generation), header, raw.size_bytes, raw.checksum)
 

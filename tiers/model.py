@@ -79,6 +79,8 @@ class Bucket:
     """A bucket and, where it is bound, the namespace whose blocks appear in it as `kv/<2 hex>/<32 hex>`."""
 
     name: bytes
+    bucket_id: int
+    """Never 0, never another bucket's."""
     durable: bool
     uid: int
     gid: int

@@ -262,14 +262,17 @@ class TieredStore(Catalog):
             raise InvalidRequest(
                 f"prefix hash {digest.hex()}: eight zero bytes begin the keys of named objects"
             )
-        if self.bucket(bucket).namespace is None:
+        where = self.bucket(bucket)
+        if where.namespace is None:
             raise InvalidRequest(f"bucket {bucket.decode()} is bound to no namespace")
         if self._blocks.get(digest) is not None:
             self.abort(draft)
             return self.lookup_block(digest)
         key = StoreKey(Kind.BLOCK, digest)
         sequence = self.names.next_ids(1)
-        header = SealHeader(key, sequence, sequence, parent=parent or bytes(16), uid=uid)
+        header = SealHeader(
+            key, sequence, sequence, parent=parent or bytes(16), uid=uid, bucket_id=where.bucket_id
+        )
         sealed = self.dram.seal(draft.extent, header, checksum=checksum)
         self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
         self._blocks.add(digest, Block(bucket, uid, sealed.size_bytes, sequence, time.time_ns()))

@@ -44,6 +44,7 @@ def block_header(number: int) -> SealHeader:
         parent=(number + 1).to_bytes(16, "big"),
         flags=number % 251,
         uid=1000 + number,
+        bucket_id=2000 + number,
     )
 
 
