@@ -194,10 +194,9 @@ class RecordType(IntEnum):
 
     DATA = 1
     META = 2
-    RENAME = 3
-    TOMBSTONE = 4
+    TOMBSTONE = 3
+    BUCKET = 4
     FOOTER = 5
-    PADDING = 6
 
 
 RECORD_HEADER: Final = Layout(
@@ -302,6 +301,73 @@ class RecordHeader:
             )
         if max(body_end, self.payload_offset + self.payload_bytes) > self.record_bytes:
             raise InvalidRequest(f"record of {self.record_bytes} bytes: its parts are longer")
+
+
+SEGMENT_MAGIC: Final = b"KVFSEGMT"
+TRAILER_MAGIC: Final = b"KVFSTRLR"
+SEGMENT_VERSION: Final = 1
+SEGMENT_HEADER_COPIES: Final = (0, 4096)
+"""Where a segment's header stands: twice, so that no single damaged sector hides which life the file is in."""
+SEGMENT_DATA_START: Final = 8192
+SEGMENT_TRAILER_BYTES: Final = 4096
+"""The last page of a segment, written once its footer is."""
+
+
+class SegmentState(IntEnum):
+    """Of a segment file, as its header says."""
+
+    FREE = 1
+    IN_USE = 2
+
+
+SEGMENT_HEADER: Final = Layout(
+    "segment header",
+    (
+        ("magic", "8s"),
+        ("version", "I"),
+        ("state", "I"),
+        ("store_id", "16s"),
+        ("segment_sequence", "Q"),
+        ("segment_bytes", "Q"),
+        ("written_ns", "Q"),
+        ("header_checksum", "Q"),
+    ),
+)
+
+SEGMENT_TRAILER: Final = Layout(
+    "segment trailer",
+    (
+        ("magic", "8s"),
+        ("version", "I"),
+        ("reserved0", "I"),
+        ("store_id", "16s"),
+        ("segment_sequence", "Q"),
+        ("footer_offset", "Q"),
+        ("footer_bytes", "Q"),
+        ("first_sequence", "Q"),
+        ("last_sequence", "Q"),
+        ("records", "Q"),
+        ("trailer_checksum", "Q"),
+    ),
+)
+
+
+def encode_page(layout: Layout, **values: Any) -> bytes:
+    """A segment's header or trailer with its checksum, in the last eight bytes of the layout, as a whole page."""
+    head = layout.encode(**values)[:-8]
+    return (head + xxh3_64(head).to_bytes(8, "little")).ljust(SEGMENT_TRAILER_BYTES, b"\0")
+
+
+def decode_page(layout: Layout, magic: bytes, data: bytes | memoryview) -> dict[str, Any]:
+    """The fields of what `encode_page` wrote. Raises Corrupt, FormatMismatch for another version."""
+    raw = layout.decode(data)
+    if raw["magic"] != magic:
+        raise Corrupt(f"{layout.name}: magic {raw['magic']!r} instead of {magic!r}")
+    if raw[layout.names[-1]] != xxh3_64(data[: layout.size - 8]):
+        raise Corrupt(f"{layout.name}: it does not match its checksum")
+    if raw["version"] != SEGMENT_VERSION:
+        raise FormatMismatch(f"{layout.name}: version {raw['version']}, this code reads {SEGMENT_VERSION}")
+    return raw
 
 
 def record_extent(start: int, body_bytes: int, payload_bytes: int) -> tuple[int, int]:

@@ -70,6 +70,37 @@ TABLE_ENTRIES_PER_SLOT: Final = 2
 TABLE_READER_WAIT_S: Final = 0.1
 """How long a reader of the table waits for a writer that stopped in mid-change (KVFS_READER_WAIT_NS)."""
 
+# --- NVMe tier -------------------------------------------------------------------------------------------
+MAX_EXTENT_BYTES: Final = 4 * MIB
+"""One DATA record's payload: what a small read of a large object has to verify."""
+EXTENT_SHARE_OF_SEGMENT: Final = 4
+"""An extent is at most the segment divided by this, so that segments fill well."""
+MIN_SEGMENT_BYTES: Final = 1 * MIB
+MAX_SEGMENT_BYTES: Final = 1 * GIB
+"""Space comes back by segment: one this large is read and rewritten in about a second."""
+SEGMENTS_WANTED: Final = 64
+"""The default segment is the capacity divided by this, so that reclaim frees 1.5 percent at a time."""
+MIN_SEGMENTS: Final = 8
+"""Below this the reserve would be most of the tier."""
+MAX_SEGMENTS: Final = 1 << 16
+"""Each keeps a descriptor open."""
+RESERVED_SEGMENTS: Final = 2
+"""Free segments that only reclaim may take: it needs one to write what it keeps, the other if the device fails that."""
+REAPPEND_SHARE: Final = 4
+"""Of a reclaimed segment at most this fraction is rewritten because it is hot: write amplification stays below 4/3."""
+MAX_TOMBSTONE_IDS: Final = 4_096
+"""Deletions in one record: 32 KiB."""
+MAX_LOG_QUEUE: Final = 1 << 17
+"""Records that wait to be written; beyond it cache objects are not written and durable ones are refused."""
+SCAN_BYTES: Final = 4 * MIB
+"""Read at once when a segment without a footer is scanned."""
+UNSYNCED_RECORDS: Final = 8_192
+"""The log is synced at least after so many records..."""
+SYNC_INTERVAL_S: Final = 1.0
+"""...and so long after a record was written, even if nobody waits for it."""
+DEVICE_RETRY_S: Final = 0.25
+"""How long the log waits after the device failed before it tries again."""
+
 # --- sessions --------------------------------------------------------------------------------------------
 MAX_SESSIONS: Final = 1_024
 """Each session holds a descriptor and a bounded receive buffer."""

@@ -1,34 +1,33 @@
-"""The bodies of a segment's META, RENAME and TOMBSTONE records: names as the log keeps them.
+"""The bodies of a segment's META, BUCKET and TOMBSTONE records, and of its footer.
 
 Responsibility: turn a body into bytes and back; the header around it is `kvfs.formats.RecordHeader`, which
 carries object id, key, sequence, generation and the body's checksum.
 
 Invariants: a body is a fixed part, then byte strings, each behind its u32 length, and nothing after them;
-decoding any other bytes raises Corrupt.
+decoding any other bytes raises Corrupt. A META says all there is to know of a name, so that one record
+suffices and older ones of the same object count no more: a rename, too, is a META with the new name.
 Concurrency: pure functions.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from kvfs import limits
 from kvfs.errors import Corrupt, InvalidRequest
+from kvfs.formats import RECORD_HEADER, RecordType
+from kvfs.name_rows import BucketRow, NameRow
 
-_META: Final = struct.Struct("<QQqqIIII")
-_RENAME: Final = struct.Struct("<QQ")
-_TOMBSTONE: Final = struct.Struct("<QQ")
 _LENGTH: Final = struct.Struct("<I")
+_TOMBSTONE: Final = struct.Struct("<QQ")
 
 _LONGEST: Final = {
     "bucket": limits.MAX_BUCKET_NAME_BYTES,
     "key": limits.MAX_KEY_BYTES,
-    "new_bucket": limits.MAX_BUCKET_NAME_BYTES,
-    "new_key": limits.MAX_KEY_BYTES,
-    "etag": limits.MAX_KEY_BYTES,
-    "user_metadata": limits.MAX_XATTR_VALUE_BYTES,
+    "row": limits.MAX_USER_METADATA_BYTES + limits.MAX_NAMESPACE_BYTES,
 }
 
 
@@ -41,8 +40,9 @@ def _pack_strings(**parts: bytes) -> bytes:
     return bytes(out)
 
 
-def _unpack_strings(body: bytes, offset: int, *names: str) -> list[bytes]:
+def _unpack_strings(body: bytes, *names: str) -> list[bytes]:
     parts = []
+    offset = 0
     for name in names:
         if offset + _LENGTH.size > len(body):
             raise Corrupt(f"record body: it ends before the length of {name}")
@@ -57,96 +57,80 @@ def _unpack_strings(body: bytes, offset: int, *names: str) -> list[bytes]:
     return parts
 
 
-def _fixed(layout: struct.Struct, body: bytes) -> tuple[int, ...]:
-    if len(body) < layout.size:
-        raise Corrupt(f"record body: {len(body)} bytes where {layout.size} are needed")
-    return layout.unpack_from(body)
-
-
 @dataclass(frozen=True, slots=True)
 class MetaBody:
-    """A name and the object that it stands for from this record's sequence on."""
+    """The name that an object has from this record's sequence on, and its row (`kvfs.name_rows`)."""
 
     bucket: bytes
     key: bytes
-    object_id: int
-    size_bytes: int
-    mtime_ns: int
-    ctime_ns: int
-    mode: int
-    uid: int
-    gid: int
-    flags: int = 0
-    """Bit 0: pinned. The bucket's class decides about eviction, not the name."""
-    etag: bytes = b""
-    user_metadata: bytes = b""
+    row: NameRow
 
     def encode(self) -> bytes:
-        fixed = (
-            self.object_id,
-            self.size_bytes,
-            self.mtime_ns,
-            self.ctime_ns,
-            self.mode,
-            self.uid,
-            self.gid,
-            self.flags,
-        )
-        return _META.pack(*fixed) + _pack_strings(
-            bucket=self.bucket, key=self.key, etag=self.etag, user_metadata=self.user_metadata
-        )
+        return _pack_strings(bucket=self.bucket, key=self.key, row=self.row.encode())
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
-        object_id, size, mtime, ctime, mode, uid, gid, flags = _fixed(_META, body)
-        bucket, key, etag, metadata = _unpack_strings(
-            body, _META.size, "bucket", "key", "etag", "user_metadata"
-        )
-        return cls(bucket, key, object_id, size, mtime, ctime, mode, uid, gid, flags, etag, metadata)
+        bucket, key, row = _unpack_strings(body, "bucket", "key", "row")
+        return cls(bucket, key, NameRow.decode(row))
 
 
 @dataclass(frozen=True, slots=True)
-class RenameBody:
-    """The object `object_id` has another name from this record's sequence on; what had that name is gone."""
+class BucketBody:
+    """A bucket as it is from this record's sequence on; a TOMBSTONE of its id ends it."""
 
-    bucket: bytes
-    key: bytes
-    new_bucket: bytes
-    new_key: bytes
-    object_id: int
-    replaced_object_id: int = 0
+    row: BucketRow
 
     def encode(self) -> bytes:
-        return _RENAME.pack(self.object_id, self.replaced_object_id) + _pack_strings(
-            bucket=self.bucket, key=self.key, new_bucket=self.new_bucket, new_key=self.new_key
-        )
+        return _pack_strings(bucket=self.row.name, row=self.row.encode())
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
-        object_id, replaced = _fixed(_RENAME, body)
-        bucket, key, new_bucket, new_key = _unpack_strings(
-            body, _RENAME.size, "bucket", "key", "new_bucket", "new_key"
-        )
-        return cls(bucket, key, new_bucket, new_key, object_id, replaced)
+        name, row = _unpack_strings(body, "bucket", "row")
+        return cls(BucketRow.decode(name, row))
 
 
 @dataclass(frozen=True, slots=True)
 class TombstoneBody:
-    """Older records of this name, or (without a name) of the header's key, count no more."""
+    """Objects and buckets, by id, of which no record counts any more: all at once, since the body has one checksum."""
 
-    object_id: int
     deleted_sequence: int
-    """The newest record that it deletes; reclaim keeps the tombstone while one that old exists."""
-    bucket: bytes = b""
-    key: bytes = b""
+    """Every record that it deletes is older; reclaim keeps the tombstone while a segment that old exists."""
+    object_ids: tuple[int, ...]
 
     def encode(self) -> bytes:
-        return _TOMBSTONE.pack(self.object_id, self.deleted_sequence) + _pack_strings(
-            bucket=self.bucket, key=self.key
-        )
+        count = len(self.object_ids)
+        if not 0 < count <= limits.MAX_TOMBSTONE_IDS:
+            raise InvalidRequest(f"tombstone of {count} ids: 1 to {limits.MAX_TOMBSTONE_IDS} are possible")
+        return _TOMBSTONE.pack(self.deleted_sequence, count) + struct.pack(f"<{count}Q", *self.object_ids)
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
-        object_id, deleted = _fixed(_TOMBSTONE, body)
-        bucket, key = _unpack_strings(body, _TOMBSTONE.size, "bucket", "key")
-        return cls(object_id, deleted, bucket, key)
+        if len(body) < _TOMBSTONE.size:
+            raise Corrupt(f"record body: {len(body)} bytes where {_TOMBSTONE.size} are needed")
+        deleted, count = _TOMBSTONE.unpack_from(body)
+        if not 0 < count <= limits.MAX_TOMBSTONE_IDS or len(body) != _TOMBSTONE.size + 8 * count:
+            raise Corrupt(f"record body: {count} ids in {len(body)} bytes")
+        return cls(deleted, struct.unpack_from(f"<{count}Q", body, _TOMBSTONE.size))
+
+
+def encode_footer(headers: Sequence[bytes], bodies: Sequence[bytes]) -> bytes:
+    """The headers of a segment's records in order, then the bodies of those that have one."""
+    return b"".join((*headers, *bodies))
+
+
+def footer_records(footer: bytes | memoryview, records: int) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """(header fields, body) of each record of a footer whose checksum was found right. Raises Corrupt."""
+    body_at = records * RECORD_HEADER.size
+    if body_at > len(footer):
+        raise Corrupt(f"footer of {len(footer)} bytes: too short for {records} records")
+    names = RECORD_HEADER.names
+    for fields in RECORD_HEADER.struct.iter_unpack(footer[:body_at]):
+        raw = dict(zip(names, fields, strict=True))
+        length = raw["body_bytes"]
+        body = bytes(footer[body_at : body_at + length]) if length else b""
+        if len(body) != length or raw["type"] == RecordType.FOOTER:
+            raise Corrupt(f"footer of {len(footer)} bytes: it ends inside a body")
+        body_at += length
+        yield raw, body
+    if body_at != len(footer):
+        raise Corrupt(f"footer: {len(footer) - body_at} bytes after its end")

@@ -1,0 +1,84 @@
+"""Which segment of the NVMe tier gives its space back, and what of it is worth moving: pure policy.
+
+Responsibility: two decisions over explicit state. The log's reclaim carries them out.
+
+The oldest segment goes first, so that a cache forgets what is oldest and a deletion's record outlives what it
+deletes. Only a segment that would mostly be moved, because durable objects fill it, gives way to the one where
+least has to be. What may be evicted is moved only if it was read since it was written, and of that at most
+1/REAPPEND_SHARE of the segment: so each segment frees most of its bytes, and write amplification stays below
+1 / (1 - 1/REAPPEND_SHARE) as long as durable objects do not fill the tier.
+
+Concurrency: pure functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from kvfs import limits
+
+FULL_OF_KEPT = 0.75
+"""A segment with more durable bytes than this fraction is passed over while another one has fewer."""
+WORTHLESS = 0.95
+"""Moving more than this fraction of a segment gains nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentView:
+    """What the choice depends on."""
+
+    number: int
+    sequence: int
+    size_bytes: int
+    kept_bytes: int
+    """Of durable and pinned objects: they must be moved."""
+
+
+class Fate(Enum):
+    """Of one record of a reclaimed segment."""
+
+    DEAD = auto()
+    """Nothing refers to it."""
+    MOVE = auto()
+    EVICT = auto()
+    """The object leaves the tier."""
+
+
+def choose_segment(segments: Sequence[SegmentView]) -> SegmentView | None:
+    """The segment to reclaim, of those closed; None when none would gain anything."""
+    if not segments:
+        return None
+    oldest = min(segments, key=lambda view: view.sequence)
+    if oldest.kept_bytes <= FULL_OF_KEPT * oldest.size_bytes:
+        return oldest
+    emptiest = min(segments, key=lambda view: (view.kept_bytes / view.size_bytes, view.sequence))
+    return emptiest if emptiest.kept_bytes <= WORTHLESS * emptiest.size_bytes else None
+
+
+@dataclass(slots=True)
+class MoveBudget:
+    """How much of one segment may still be moved because it is hot."""
+
+    left_bytes: int
+
+    @classmethod
+    def of_segment(cls, size_bytes: int) -> MoveBudget:
+        return cls(size_bytes // limits.REAPPEND_SHARE)
+
+    def data_fate(self, *, live: bool, kept: bool, hot: bool, record_bytes: int) -> Fate:
+        """Of a DATA record. `kept`: durable or pinned; `hot`: read since it was written."""
+        if not live:
+            return Fate.DEAD
+        if kept:
+            return Fate.MOVE
+        if hot and record_bytes <= self.left_bytes:
+            self.left_bytes -= record_bytes
+            return Fate.MOVE
+        return Fate.EVICT
+
+
+def tombstone_counts(deleted_sequence: int, other_first_sequences: Sequence[int]) -> bool:
+    """Whether any other segment may hold a record that a TOMBSTONE deletes."""
+    return any(0 < first < deleted_sequence for first in other_first_sequences)
