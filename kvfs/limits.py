@@ -88,6 +88,8 @@ RESERVED_SEGMENTS: Final = 2
 """Free segments that only reclaim may take: it needs one to write what it keeps, the other if the device fails that."""
 REAPPEND_SHARE: Final = 4
 """Of a reclaimed segment at most this fraction is rewritten because it is hot: write amplification stays below 4/3."""
+DURABLE_PERCENT: Final = 90
+"""Of the tier's usable segments durable objects may fill this much: reclaim gains a tenth of what it moves."""
 MAX_TOMBSTONE_IDS: Final = 4_096
 """Deletions in one record: 32 KiB."""
 MAX_LOG_QUEUE: Final = 1 << 17

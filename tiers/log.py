@@ -49,7 +49,10 @@ class Payload(Protocol):
     """XXH3-64 if it is known: then other bytes are refused."""
 
     async def read_into(self, view: memoryview) -> int:
-        """Fill `view`; the XXH3-64 of its bytes. Raises Superseded when there is nothing to write any more, Corrupt."""
+        """Put the bytes at the start of `view`, which has whole RECORD_ALIGNMENT units; their XXH3-64.
+
+        Raises Superseded when there is nothing to write any more, Corrupt.
+        """
         ...
 
 
@@ -467,7 +470,7 @@ class _Batch:
         if record.payload is not None:
             at = self._used + payload_at
             try:
-                checksum = await record.payload.read_into(view[at : at + payload_bytes])
+                checksum = await record.payload.read_into(view[at : at + record_bytes - payload_at])
             except (Superseded, Corrupt) as error:
                 if record.lost is not None:
                     record.lost(error)

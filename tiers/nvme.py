@@ -1,0 +1,594 @@
+"""The NVMe tier: objects as extents in a log of segment files, found again by object id.
+
+Responsibility: which object's extents and names lie where, reading and verifying them, and carrying out
+reclaim. Record order, batches and durability are `tiers.log`; the policy of reclaim is `tiers.reclaim`; what
+is written, and when, the store decides.
+
+Invariants:
+- `objects` has an entry from the moment an object's first record is queued until it is dropped or evicted.
+- An object can be read once all of its extents are written (`holds`), and is complete for a restart once its
+  META, or for a block its last extent, is durable.
+- Whatever was queued for an object is ended by a Deletion when it is dropped. An object that reclaim evicts
+  needs none: without its extents its other records mean nothing.
+- Bytes leave this module only after their checksum was found right.
+
+Concurrency: the service's trio thread. Reads may overlap reclaim: one that met a segment's next life fails its
+checksum and looks the extent up again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import trio
+
+from kvfs import crashpoints, limits
+from kvfs.errors import Corrupt, DeviceFailed, KvfsError, NoSpace, Superseded
+from kvfs.formats import RECORD_ALIGNMENT, RecordType, record_extent
+from kvfs.name_rows import BucketRow
+from kvfs.records import BucketBody, MetaBody, TombstoneBody
+from tiers.base import Kind, StoreKey
+from tiers.device import Device
+from tiers.log import Deletion, Entry, Location, Log, Payload, Record
+from tiers.reclaim import Fate, MoveBudget, SegmentView, choose_segment, tombstone_counts
+from tiers.segments import Found, Segment, SegmentPool
+
+_log = logging.getLogger("kvfs.nvme")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One extent on the device."""
+
+    segment: int
+    offset: int
+    """Of its record."""
+    record_bytes: int
+    payload_bytes: int
+    checksum: int
+
+    @property
+    def payload_at(self) -> int:
+        """In the segment."""
+        return self.offset + record_extent(self.offset, 0, self.payload_bytes)[0]
+
+
+@dataclass(slots=True, eq=False)
+class Stored:
+    """One object of the tier, or the marker of a directory (which has no extents)."""
+
+    key: StoreKey
+    object_id: int
+    size_bytes: int
+    bucket_id: int = 0
+    parent: bytes = bytes(16)
+    uid: int = 0
+    sealed_at_ns: int = 0
+    kept: bool = False
+    """Durable: reclaim moves it."""
+    hits: int = 0
+    """That it had when it was written: with more it counts as hot."""
+    pieces: list[Piece | None] = field(default_factory=list)
+    meta: tuple[Location, int] | None = None
+    """Where its newest META is, and that record's size."""
+    dropped: bool = False
+
+    @property
+    def readable(self) -> bool:
+        return all(piece is not None for piece in self.pieces)
+
+
+@dataclass(slots=True)
+class NvmeCounts:
+    """What status and metrics show."""
+
+    objects_written: int = 0
+    bytes_written: int = 0
+    objects_evicted: int = 0
+    reads: int = 0
+    read_bytes: int = 0
+    corrupt: int = 0
+
+
+@dataclass(slots=True)
+class _BucketPlace:
+    row: BucketRow
+    place: tuple[Location, int] | None = None
+
+
+class SegmentPayload:
+    """An extent that reclaim moves."""
+
+    def __init__(self, device: Device, fd: int, piece: Piece) -> None:
+        self.size_bytes = piece.payload_bytes
+        self.checksum: int | None = piece.checksum
+        self._device, self._fd, self._at = device, fd, piece.payload_at
+
+    async def read_into(self, view: memoryview) -> int:
+        return await self._device.read(
+            self._fd, self._at, view, checksum=self.checksum, payload_bytes=self.size_bytes
+        )
+
+
+class NvmeTier:
+    """See the module's header. Made by `tiers.replay.open_nvme`."""
+
+    name = "nvme"
+
+    def __init__(self, pool: SegmentPool, next_sequence: int) -> None:
+        self.pool = pool
+        self.device = pool.device
+        self.log = Log(pool, next_sequence)
+        self.log.reclaim = self.reclaim
+        self.objects: dict[int, Stored] = {}
+        self.counts = NvmeCounts()
+        self.evicted: Callable[[Stored], list[int]] = lambda stored: [stored.object_id]
+        """Told that reclaim lets an object go; the ids that leave with it."""
+        self.hits_of: Callable[[Stored], int] = lambda stored: 0
+        """How often the object was read so far."""
+        self.damaged: Callable[[Stored], None] = lambda stored: None
+        """Told that an object lost an extent and left the tier."""
+        self._buckets: dict[int, _BucketPlace] = {}
+        self._by_number = {segment.number: segment for segment in pool.segments}
+        self._loads = trio.CapacityLimiter(limits.DEVICE_BUFFERS)
+
+    # --- capacity -----------------------------------------------------------------------------------------
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.pool.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Physical: whole segments."""
+        return self.capacity_bytes - len(self.pool.free) * self.pool.segment_bytes
+
+    @property
+    def live_bytes(self) -> int:
+        """Of records that still count."""
+        return sum(segment.live_bytes for segment in self.pool.segments)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of durable objects."""
+        return sum(segment.kept_bytes for segment in self.pool.segments)
+
+    @property
+    def durable_capacity_bytes(self) -> int:
+        """What durable objects may fill: the rest keeps reclaim moving."""
+        usable = len(self.pool.segments) - limits.RESERVED_SEGMENTS - 1
+        return usable * self.pool.segment_bytes * limits.DURABLE_PERCENT // 100
+
+    @property
+    def write_amplification(self) -> float:
+        """Bytes written for each byte that the store asked for."""
+        counts = self.log.counts
+        asked = counts.appended_bytes - counts.rewritten_bytes
+        return counts.appended_bytes / asked if asked else 1.0
+
+    def usage(self) -> dict[str, Any]:
+        counts = self.log.counts
+        return {
+            "name": self.name,
+            "backing": self.device.backend,
+            "capacity_bytes": self.capacity_bytes,
+            "used_bytes": self.used_bytes,
+            "live_bytes": self.live_bytes,
+            "durable_bytes": self.kept_bytes,
+            "durable_capacity_bytes": self.durable_capacity_bytes,
+            "segments": len(self.pool.segments),
+            "free_segments": len(self.pool.free),
+            "bad_segments": sum(segment.bad for segment in self.pool.segments),
+            "segment_bytes": self.pool.segment_bytes,
+            "objects": len(self.objects),
+            "backlog": self.log.backlog,
+            "write_amplification": round(self.write_amplification, 4),
+            "appended_bytes": counts.appended_bytes,
+            "rewritten_bytes": counts.rewritten_bytes,
+            "syncs": counts.syncs,
+            "segments_reclaimed": counts.segments_reclaimed,
+            "write_errors": counts.write_errors,
+            "objects_written": self.counts.objects_written,
+            "objects_evicted": self.counts.objects_evicted,
+            "reads": self.counts.reads,
+            "read_bytes": self.counts.read_bytes,
+            "corrupt": self.counts.corrupt,
+            "trouble": None if self.log.trouble is None else str(self.log.trouble),
+        }
+
+    def record_bytes(self, size_bytes: int) -> int:
+        """What an object of this size takes in the log, its META apart."""
+        extent = self.pool.extent_bytes
+        whole, rest = divmod(size_bytes, extent)
+        total = whole * (record_extent(0, 0, extent)[1])
+        return total + (record_extent(0, 0, rest)[1] if rest or not whole else 0)
+
+    def check_durable_room(self, size_bytes: int) -> None:
+        """Raises NoSpace when another durable object of this size would not fit."""
+        wanted = self.kept_bytes + self.record_bytes(size_bytes)
+        if wanted > self.durable_capacity_bytes:
+            raise NoSpace(
+                f"durable objects would take {wanted} bytes of the NVMe tier, which has room for "
+                f"{self.durable_capacity_bytes}"
+            )
+
+    # --- writing ------------------------------------------------------------------------------------------
+
+    def extent_count(self, size_bytes: int) -> int:
+        return max(1, -(-size_bytes // self.pool.extent_bytes))
+
+    def holds(self, object_id: int) -> bool:
+        """Whether the object's bytes can be read from this tier."""
+        stored = self.objects.get(object_id)
+        return stored is not None and stored.readable
+
+    def begin(self, stored: Stored) -> None:
+        """Make an object known whose extents follow with `put_extent`."""
+        if stored.object_id in self.objects:
+            raise Superseded(f"object {stored.object_id} is in the NVMe tier already")
+        self.objects[stored.object_id] = stored
+
+    def put(self, stored: Stored, payloads: Sequence[Payload], meta: MetaBody | None) -> int:
+        """Queue an object, all of its extents and then its name; the ticket that makes it durable."""
+        self.begin(stored)
+        stored.pieces = [None] * len(payloads)
+        for number, payload in enumerate(payloads):
+            self.put_extent(stored, number, payload)
+        if meta is not None:
+            self.put_name(stored, meta)
+        self.counts.objects_written += 1
+        self.counts.bytes_written += stored.size_bytes
+        return self.log.ticket
+
+    def put_extent(self, stored: Stored, number: int, payload: Payload) -> int:
+        """Queue one extent; over an earlier one of the same number once it is written."""
+
+        def written(location: Location, record_bytes: int, checksum: int) -> None:
+            if stored.dropped:
+                return
+            self._set_piece(stored, number, Piece(*location, record_bytes, payload.size_bytes, checksum))
+
+        def lost(error: KvfsError) -> None:
+            if stored.dropped or stored.pieces[number] is not None:
+                return
+            if not isinstance(error, Superseded):
+                _log.error("object %d is not written to NVMe: %s", stored.object_id, error)
+            self.drop(stored.object_id)
+            self.damaged(stored)
+
+        return self.log.append(
+            Record(
+                RecordType.DATA,
+                stored.object_id,
+                _data_header(stored, number),
+                payload=_Guarded(stored, payload) if payload.size_bytes else None,
+                written=written,
+                lost=lost,
+            )
+        )
+
+    def put_name(self, stored: Stored, meta: MetaBody) -> int:
+        """Queue what the object is called from here on; the ticket."""
+        return self.log.append(self._meta_record(stored, meta.encode()))
+
+    def put_marker(self, object_id: int, bucket_id: int, meta: MetaBody, *, kept: bool) -> int:
+        """Queue the name of a directory; the ticket."""
+        stored = self.objects.get(object_id)
+        if stored is None:
+            key = StoreKey(Kind.OBJECT, object_id.to_bytes(16, "big"))
+            stored = Stored(key, object_id, 0, bucket_id, kept=kept)
+            self.objects[object_id] = stored
+        return self.put_name(stored, meta)
+
+    def _meta_record(self, stored: Stored, body: bytes) -> Record:
+        def written(location: Location, record_bytes: int, _: int) -> None:
+            if not stored.dropped:
+                self._set_meta(stored, (location, record_bytes))
+
+        header: dict[str, int | bytes] = {
+            "kind": int(stored.key.kind),
+            "key": stored.key.digest,
+            "object_bytes": stored.size_bytes,
+            "bucket_id": stored.bucket_id,
+        }
+        return Record(RecordType.META, stored.object_id, header, body, written=written)
+
+    def drop(self, object_id: int) -> int | None:
+        """The object or directory is no more; the ticket of its deletion, None when the log never heard of it."""
+        stored = self.objects.get(object_id)
+        if stored is None:
+            return None
+        self._forget(stored)
+        return self.log.append(Deletion(object_id))
+
+    def _forget(self, stored: Stored) -> None:
+        del self.objects[stored.object_id]
+        stored.dropped = True
+        for number in range(len(stored.pieces)):
+            self._set_piece(stored, number, None)
+        self._set_meta(stored, None)
+
+    def put_bucket(self, row: BucketRow) -> int:
+        """Queue a bucket as it is now; the ticket."""
+        place = self._buckets.setdefault(row.bucket_id, _BucketPlace(row))
+        place.row = row
+        return self.log.append(self._bucket_record(place))
+
+    def _bucket_record(self, place: _BucketPlace) -> Record:
+        bucket_id = place.row.bucket_id
+
+        def written(location: Location, record_bytes: int, _: int) -> None:
+            if self._buckets.get(bucket_id) is place:
+                self._account(place.place, -1)
+                place.place = (location, record_bytes)
+                self._account(place.place, 1)
+
+        header: dict[str, int | bytes] = {"bucket_id": bucket_id}
+        return Record(RecordType.BUCKET, bucket_id, header, BucketBody(place.row).encode(), written=written)
+
+    def drop_bucket(self, bucket_id: int) -> int | None:
+        place = self._buckets.pop(bucket_id, None)
+        if place is None:
+            return None
+        self._account(place.place, -1)
+        return self.log.append(Deletion(bucket_id))
+
+    # --- books --------------------------------------------------------------------------------------------
+
+    def adopt(self, stored: Stored) -> None:
+        """Count an object that a replay found, whose places are set."""
+        self.objects[stored.object_id] = stored
+        for piece in stored.pieces:
+            if piece is not None:
+                self._count_piece(piece, stored.kept, 1)
+        self._account(stored.meta, 1)
+
+    def adopt_bucket(self, row: BucketRow, place: tuple[Location, int]) -> None:
+        self._buckets[row.bucket_id] = _BucketPlace(row, place)
+        self._account(place, 1)
+
+    def _set_piece(self, stored: Stored, number: int, piece: Piece | None) -> None:
+        old = stored.pieces[number]
+        if old is not None:
+            self._count_piece(old, stored.kept, -1)
+        stored.pieces[number] = piece
+        if piece is not None:
+            self._count_piece(piece, stored.kept, 1)
+
+    def _count_piece(self, piece: Piece, kept: bool, sign: int) -> None:
+        segment = self._by_number[piece.segment]
+        segment.live_bytes += sign * piece.record_bytes
+        if kept:
+            segment.kept_bytes += sign * piece.record_bytes
+
+    def _set_meta(self, stored: Stored, place: tuple[Location, int] | None) -> None:
+        self._account(stored.meta, -1)
+        stored.meta = place
+        self._account(place, 1)
+
+    def _account(self, place: tuple[Location, int] | None, sign: int) -> None:
+        """Names and buckets always move, so they count as kept."""
+        if place is not None:
+            (number, _), record_bytes = place
+            segment = self._by_number[number]
+            segment.live_bytes += sign * record_bytes
+            segment.kept_bytes += sign * record_bytes
+
+    # --- reading ------------------------------------------------------------------------------------------
+
+    async def read_extent(self, stored: Stored, number: int, into: memoryview) -> int:
+        """Read one extent, verified; its length. `into` has room for whole RECORD_ALIGNMENT units.
+
+        Raises Superseded when the object left the tier, Corrupt (and then it leaves), DeviceFailed.
+        """
+        while True:
+            piece = None if stored.dropped else stored.pieces[number]
+            if piece is None:
+                raise Superseded(f"object {stored.object_id} has left the NVMe tier")
+            aligned = -(-piece.payload_bytes // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
+            if not aligned:
+                return 0
+            try:
+                await self.device.read(
+                    self._by_number[piece.segment].fd,
+                    piece.payload_at,
+                    into[:aligned],
+                    checksum=piece.checksum,
+                    payload_bytes=piece.payload_bytes,
+                )
+            except Corrupt as error:
+                if not stored.dropped and stored.pieces[number] is piece:
+                    self._damage(stored, number, error)
+                    raise
+                continue
+            self.counts.reads += 1
+            self.counts.read_bytes += piece.payload_bytes
+            return piece.payload_bytes
+
+    def _damage(self, stored: Stored, number: int, error: KvfsError) -> None:
+        """An extent is not what was written: the object leaves the tier, and is a miss unless DRAM has it."""
+        self.counts.corrupt += 1
+        _log.error("object %d, extent %d on NVMe: %s", stored.object_id, number, error)
+        self.drop(stored.object_id)
+        self.damaged(stored)
+
+    async def load(self, stored: Stored, into: memoryview) -> None:
+        """Read a whole object, verified extent by extent. `into` is page-aligned and has whole pages.
+
+        Raises Superseded, Corrupt, DeviceFailed.
+        """
+        extent = self.pool.extent_bytes
+        numbers = range(len(stored.pieces))
+        if len(numbers) == 1:
+            await self.read_extent(stored, 0, into)
+            return
+        failures: list[KvfsError] = []
+
+        async def one(number: int) -> None:
+            async with self._loads:
+                if not failures:
+                    try:
+                        await self.read_extent(stored, number, into[number * extent :])
+                    except KvfsError as error:
+                        failures.append(error)
+
+        async with trio.open_nursery() as nursery:
+            for number in numbers:
+                nursery.start_soon(one, number)
+        if failures:
+            raise failures[0]
+
+    async def read(self, stored: Stored, offset: int, into: memoryview) -> int:
+        """Read a range, each extent that it touches verified whole; the count, short only at the object's end.
+
+        Raises Superseded, Corrupt, DeviceFailed.
+        """
+        extent = self.pool.extent_bytes
+        end = min(offset + len(into), stored.size_bytes)
+        done = 0
+        async with self.device.buffer() as view:
+            while offset + done < end:
+                number, start = divmod(offset + done, extent)
+                length = await self.read_extent(stored, number, view)
+                count = min(length - start, end - offset - done)
+                into[done : done + count] = view[start : start + count]
+                done += count
+        return done
+
+    # --- reclaim ------------------------------------------------------------------------------------------
+
+    async def reclaim(self) -> bool:
+        """Free one segment, moving what must stay; False when none would gain anything. Raises DeviceFailed, NoSpace."""
+        closed = [s for s in self.pool.used() if s.closed and not s.bad]
+        views = [SegmentView(s.number, s.sequence, self.pool.segment_bytes, s.kept_bytes) for s in closed]
+        choice = choose_segment(views)
+        if choice is None:
+            return False
+        victim = self._by_number[choice.number]
+        try:
+            records = await self.pool.records(victim)
+        except DeviceFailed as error:
+            _log.error("segment %d cannot be reclaimed: %s", victim.number, error)
+            victim.bad = True
+            return True
+        entries = self._sort_out(victim, records)
+        crashpoints.reach("reclaim.before_rewrite")
+        while entries:
+            await self.log.write_now(entries)
+        await self.log.sync_now()
+        crashpoints.reach("reclaim.after_rewrite")
+        await self.pool.release(victim)
+        crashpoints.reach("reclaim.after_release")
+        self.log.counts.segments_reclaimed += 1
+        return True
+
+    def _sort_out(self, victim: Segment, records: Sequence[Found]) -> deque[Entry]:
+        """Evict what may go; what is to be moved, in order."""
+        budget = MoveBudget.of_segment(self.pool.segment_bytes)
+        others = [s.first_sequence for s in self.pool.used() if s is not victim]
+        entries: deque[Entry] = deque()
+        for found in records:
+            record = self._kept_record(victim, found, budget, others)
+            if record is not None:
+                entries.append(record)
+        return entries
+
+    def _kept_record(
+        self, victim: Segment, found: Found, budget: MoveBudget, others: Sequence[int]
+    ) -> Record | None:
+        kind, object_id = found.header["type"], found.header["object_id"]
+        here = (victim.number, found.offset)
+        if kind == RecordType.DATA:
+            return self._kept_data(here, found, budget)
+        if kind == RecordType.META:
+            stored = self.objects.get(object_id)
+            live = stored is not None and stored.meta is not None and stored.meta[0] == here
+            return self._meta_record(stored, found.body) if stored is not None and live else None
+        if kind == RecordType.BUCKET:
+            place = self._buckets.get(object_id)
+            live = place is not None and place.place is not None and place.place[0] == here
+            return self._bucket_record(place) if place is not None and live else None
+        if kind == RecordType.TOMBSTONE:
+            body = TombstoneBody.decode(found.body)
+            if tombstone_counts(body.deleted_sequence, others):
+                return Record(RecordType.TOMBSTONE, 0, body=found.body)
+        return None
+
+    def _kept_data(self, here: Location, found: Found, budget: MoveBudget) -> Record | None:
+        stored = self.objects.get(found.header["object_id"])
+        number = found.header["extent_number"]
+        piece = stored.pieces[number] if stored is not None and number < len(stored.pieces) else None
+        live = piece is not None and (piece.segment, piece.offset) == here
+        fate = budget.data_fate(
+            live=live,
+            kept=live and stored is not None and stored.kept,
+            hot=live and stored is not None and self.hits_of(stored) > stored.hits,
+            record_bytes=found.header["record_bytes"],
+        )
+        if fate is Fate.DEAD or stored is None or piece is None:
+            return None
+        if fate is Fate.MOVE:
+            return self._move(stored, number, piece)
+        for object_id in self.evicted(stored):
+            leaving = self.objects.get(object_id)
+            if leaving is not None:
+                self._forget(leaving)
+                self.counts.objects_evicted += 1
+        return None
+
+    def _move(self, stored: Stored, number: int, piece: Piece) -> Record:
+        payload = SegmentPayload(self.device, self._by_number[piece.segment].fd, piece)
+
+        def written(location: Location, record_bytes: int, checksum: int) -> None:
+            if not stored.dropped:
+                moved = Piece(*location, record_bytes, piece.payload_bytes, checksum)
+                self._set_piece(stored, number, moved)
+
+        def lost(error: KvfsError) -> None:
+            if stored.dropped:
+                return
+            if isinstance(error, Corrupt):
+                self._damage(stored, number, error)
+            else:  # the copy may not count, and the original is still there
+                self._set_piece(stored, number, piece)
+
+        stored.hits = self.hits_of(stored)
+        return Record(
+            RecordType.DATA,
+            stored.object_id,
+            _data_header(stored, number),
+            payload=_Guarded(stored, payload) if piece.payload_bytes else None,
+            written=written,
+            lost=lost,
+        )
+
+
+class _Guarded:
+    """A payload whose object may be dropped before it is written."""
+
+    def __init__(self, stored: Stored, payload: Payload) -> None:
+        self.size_bytes = payload.size_bytes
+        self.checksum = payload.checksum
+        self._stored, self._payload = stored, payload
+
+    async def read_into(self, view: memoryview) -> int:
+        if self._stored.dropped:
+            raise Superseded(f"object {self._stored.object_id} is no more")
+        return await self._payload.read_into(view)
+
+
+def _data_header(stored: Stored, number: int) -> dict[str, int | bytes]:
+    return {
+        "kind": int(stored.key.kind),
+        "key": stored.key.digest,
+        "parent": stored.parent,
+        "extent_number": number,
+        "object_bytes": stored.size_bytes,
+        "sealed_at_ns": stored.sealed_at_ns,
+        "uid": stored.uid,
+        "bucket_id": stored.bucket_id,
+    }
