@@ -70,6 +70,20 @@ TABLE_ENTRIES_PER_SLOT: Final = 2
 TABLE_READER_WAIT_S: Final = 0.1
 """How long a reader of the table waits for a writer that stopped in mid-change (KVFS_READER_WAIT_NS)."""
 
+# --- devices ---------------------------------------------------------------------------------------------
+DEVICE_BUFFER_BYTES: Final = 8 * MIB + 64 * KIB
+"""One pooled buffer: two extents of 4 MiB, and their record headers."""
+DEVICE_BUFFERS: Final = 8
+"""Pooled buffers of one device: 65 MiB, pinned where io_uring registers them."""
+DEVICE_DEPTH: Final = 32
+"""Operations in flight on one device; one NVMe drive reaches its bandwidth at a depth of 8 with 1 MiB each."""
+MAX_DEVICE_IO_BYTES: Final = 1 * GIB
+"""One read or write of a device; Linux moves at most 2 GiB less a page in one call."""
+DEVICE_ALIGNMENT_BYTES: Final = 4_096
+"""Offsets, lengths and addresses of direct I/O: a multiple of every logical block size in use."""
+DEVICE_CLOSE_WAIT_S: Final = 10.0
+"""How long closing a device waits for the operations in flight before it leaves their memory behind."""
+
 # --- sessions --------------------------------------------------------------------------------------------
 MAX_SESSIONS: Final = 1_024
 """Each session holds a descriptor and a bounded receive buffer."""
