@@ -5,7 +5,8 @@ the errno that the mount answers, the S3 error code and status that the gateway 
 which it is logged. Nothing else maps errors.
 
 Invariants: a message names the offending thing and, where there is one, its limit. Native code reports
-`-errno`; `from_errno` is the only place that turns one into an exception.
+`-errno`; `from_errno` is the only place that turns one into an exception, and `from_device_errno` for the
+files of a storage device.
 """
 
 from __future__ import annotations
@@ -231,6 +232,14 @@ class DeviceMissing(KvfsError):
     s3_code, s3_status = "ServiceUnavailable", 503
 
 
+class DeviceFailed(KvfsError):
+    """A storage device refused or lost an operation; what it held there is unknown."""
+
+    errno = errno.EIO
+    s3_code, s3_status = "InternalError", 500
+    log_level = logging.ERROR
+
+
 _FROM_ERRNO: dict[int, type[KvfsError]] = {
     errno.ENOENT: NotFound,
     errno.ENODATA: NoAttribute,
@@ -257,6 +266,15 @@ _FROM_ERRNO: dict[int, type[KvfsError]] = {
     errno.EIO: Corrupt,
 }
 
+_FROM_DEVICE_ERRNO: dict[int, type[KvfsError]] = {
+    errno.ENOENT: NotFound,
+    errno.EEXIST: Exists,
+    errno.ENOSPC: NoSpace,
+    errno.EDQUOT: NoSpace,
+    errno.EINVAL: InvalidRequest,
+}
+"""What a file of the service's own means by it: EDQUOT is no uid's quota, EIO no checksum that failed."""
+
 
 def from_errno(code: int, what: str) -> KvfsError | OSError:
     """The exception for a native result: `code` is an errno (either sign), `what` names the thing it is about.
@@ -267,4 +285,11 @@ def from_errno(code: int, what: str) -> KvfsError | OSError:
     kind = _FROM_ERRNO.get(number)
     if kind is None:
         return OSError(number, os.strerror(number), what)
+    return kind(f"{what}: {os.strerror(number)}")
+
+
+def from_device_errno(code: int, what: str) -> KvfsError:
+    """The exception for an operation on a device's file: `code` is an errno (either sign)."""
+    number = abs(code)
+    kind = _FROM_DEVICE_ERRNO.get(number, DeviceFailed)
     return kind(f"{what}: {os.strerror(number)}")

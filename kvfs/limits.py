@@ -103,6 +103,20 @@ SYNC_INTERVAL_S: Final = 1.0
 DEVICE_RETRY_S: Final = 0.25
 """How long the log waits after the device failed before it tries again."""
 
+# --- devices ---------------------------------------------------------------------------------------------
+DEVICE_BUFFER_BYTES: Final = 8 * MIB + 64 * KIB
+"""One pooled buffer: two extents of 4 MiB, and their record headers."""
+DEVICE_BUFFERS: Final = 8
+"""Pooled buffers of one device: 65 MiB, pinned where io_uring registers them."""
+DEVICE_DEPTH: Final = 32
+"""Operations in flight on one device; one NVMe drive reaches its bandwidth at a depth of 8 with 1 MiB each."""
+MAX_DEVICE_IO_BYTES: Final = 1 * GIB
+"""One read or write of a device; Linux moves at most 2 GiB less a page in one call."""
+DEVICE_ALIGNMENT_BYTES: Final = 4_096
+"""Offsets, lengths and addresses of direct I/O: a multiple of every logical block size in use."""
+DEVICE_CLOSE_WAIT_S: Final = 10.0
+"""How long closing a device waits for the operations in flight before it leaves their memory behind."""
+
 # --- sessions --------------------------------------------------------------------------------------------
 MAX_SESSIONS: Final = 1_024
 """Each session holds a descriptor and a bounded receive buffer."""

@@ -386,6 +386,10 @@ class Log:
             self._durable = self._queued_before
             self._wake_settled()
 
+    def start_at(self, sequence: int) -> None:
+        """The next record's sequence: above all that a replay found."""
+        self._next_sequence = sequence
+
     # --- used by batches ----------------------------------------------------------------------------------
 
     @property

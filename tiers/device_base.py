@@ -1,0 +1,214 @@
+"""What every device does alike: its files, its pool of buffers, its turns, its arguments and its close.
+
+Responsibility: everything of the `Device` protocol but moving bytes, which a subclass does in `_read`,
+`_write` and `_sync`.
+
+Invariants: a descriptor is written through the page cache only where its filesystem has no O_DIRECT, and
+`direct` says so. At most `depth` operations are in a subclass at once, and none after `aclose`. A buffer is
+never handed out twice, nor freed while an operation that was started on it may still run.
+
+Concurrency: the trio thread; the subclass says where its operations run. Only the async calls await.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from kvfs import limits
+from kvfs.errors import Corrupt, DeviceFailed, InvalidRequest, from_device_errno
+
+_PUNCH_HOLE, _KEEP_SIZE = 2, 1
+_MODE: Final = 0o600
+
+_log = logging.getLogger("kvfs.device")
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+class FileDevice(ABC):
+    """A `Device` less its three operations."""
+
+    backend: str
+
+    def __init__(self, depth: int) -> None:
+        if not 1 <= depth <= limits.DEVICE_DEPTH:
+            raise InvalidRequest(f"device depth {depth}: must be 1 to {limits.DEVICE_DEPTH}")
+        self.depth = depth
+        self._direct = True
+        self._closed = False
+        self._paths: dict[int, Path] = {}
+        self._turns = trio.Semaphore(depth, max_value=depth)
+        self._buffer_turns = trio.Semaphore(limits.DEVICE_BUFFERS, max_value=limits.DEVICE_BUFFERS)
+        self._free_buffers: list[memoryview] = []
+
+    # --- files -------------------------------------------------------------------------------------------
+    @property
+    def direct(self) -> bool:
+        return self._direct
+
+    def open_file(self, path: Path, size_bytes: int, *, create: bool) -> int:
+        self._check_open()
+        try:
+            if create:
+                _create(path, size_bytes)
+            descriptor, direct = _open_direct(path)
+        except OSError as error:
+            raise from_device_errno(error.errno or errno.EIO, f"open {path}") from error
+        if not direct and self._direct:
+            _log.warning("%s: this filesystem has no O_DIRECT; bytes also pass the page cache", path)
+            self._direct = False
+        self._paths[descriptor] = path
+        return descriptor
+
+    def close_file(self, fd: int) -> None:
+        if self._paths.pop(fd, None) is None:
+            raise InvalidRequest(f"descriptor {fd}: this device did not open it")
+        os.close(fd)
+
+    def discard(self, fd: int, offset: int, length: int) -> None:
+        for mode in (_PUNCH_HOLE | _KEEP_SIZE, 0):
+            if _libc.fallocate(fd, mode, offset, length) != 0:
+                reason = os.strerror(ctypes.get_errno())
+                _log.info("discard %d bytes of %s at %d: %s", length, self._name(fd), offset, reason)
+                return
+
+    def _name(self, fd: int) -> str:
+        path = self._paths.get(fd)
+        return f"descriptor {fd}" if path is None else str(path)
+
+    # --- buffers -----------------------------------------------------------------------------------------
+    @asynccontextmanager
+    async def buffer(self) -> AsyncIterator[memoryview]:
+        self._check_open()
+        async with self._buffer_turns:
+            self._check_open()
+            view = self._free_buffers.pop() if self._free_buffers else self._new_buffer()
+            try:
+                yield view
+            finally:
+                self._free_buffers.append(view)
+
+    def _new_buffer(self) -> memoryview:
+        """Anonymous pages: aligned, zeroed, and in huge pages where the system has them (1 fault, not 512)."""
+        area = mmap.mmap(-1, limits.DEVICE_BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        area.madvise(mmap.MADV_HUGEPAGE)
+        return memoryview(area)
+
+    # --- operations --------------------------------------------------------------------------------------
+    async def read(
+        self,
+        fd: int,
+        offset: int,
+        into: memoryview,
+        *,
+        checksum: int | None = None,
+        payload_bytes: int | None = None,
+    ) -> int:
+        what = f"read {into.nbytes} bytes of {self._name(fd)} at {offset}"
+        _check_range(what, offset, into)
+        payload = into.nbytes if payload_bytes is None else payload_bytes
+        if not 0 <= payload <= into.nbytes:
+            raise InvalidRequest(f"{what}: a payload of {payload} bytes does not fit")
+        if into.readonly:
+            raise InvalidRequest(f"{what}: into a read-only buffer")
+        async with self._turns:
+            self._check_open()
+            found = await self._read(fd, offset, into, payload, what)
+        if checksum is not None and found != checksum:
+            raise Corrupt(f"{what}: checksum {found:016x}, not {checksum:016x}")
+        return found
+
+    async def write(self, fd: int, offset: int, data: memoryview) -> None:
+        what = f"write {data.nbytes} bytes of {self._name(fd)} at {offset}"
+        _check_range(what, offset, data)
+        async with self._turns:
+            self._check_open()
+            await self._write(fd, offset, data, what)
+
+    async def sync(self, fd: int) -> None:
+        async with self._turns:
+            self._check_open()
+            await self._sync(fd, f"sync {self._name(fd)}")
+
+    @abstractmethod
+    async def _read(self, fd: int, offset: int, into: memoryview, payload_bytes: int, what: str) -> int:
+        """Fill `into`; the XXH3-64 of its first `payload_bytes`. Ends only when the kernel is done with it."""
+
+    @abstractmethod
+    async def _write(self, fd: int, offset: int, data: memoryview, what: str) -> None: ...
+
+    @abstractmethod
+    async def _sync(self, fd: int, what: str) -> None: ...
+
+    # --- the end -----------------------------------------------------------------------------------------
+    async def aclose(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with trio.move_on_after(limits.DEVICE_CLOSE_WAIT_S, shield=True) as wait:
+            for _ in range(self.depth):
+                await self._turns.acquire()
+        if wait.cancelled_caught:
+            _log.error(
+                "operations did not end in %s s; their memory is left behind", limits.DEVICE_CLOSE_WAIT_S
+            )
+        for fd in list(self._paths):
+            self.close_file(fd)
+        self._free_buffers.clear()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise DeviceFailed("the device is closed")
+
+
+def _check_range(what: str, offset: int, view: memoryview) -> None:
+    if offset < 0 or view.nbytes > limits.MAX_DEVICE_IO_BYTES or not view.c_contiguous:
+        raise InvalidRequest(f"{what}: not a contiguous run of at most {limits.MAX_DEVICE_IO_BYTES} bytes")
+
+
+def _open_direct(path: Path) -> tuple[int, bool]:
+    """A descriptor, and whether it is direct. Raises OSError."""
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags | os.O_DIRECT), True
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags), False
+
+
+def _create(path: Path, size_bytes: int) -> None:
+    """The file with all its blocks, durable with its name; nothing is left of a failure. Raises OSError.
+
+    Not through the direct descriptor: where a filesystem has no fallocate, libc writes single bytes instead.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
+    try:
+        if size_bytes:
+            os.posix_fallocate(descriptor, 0, size_bytes)
+        os.fsync(descriptor)
+        _sync_directory(path.parent)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
