@@ -377,7 +377,9 @@ class Log:
             if ticket:
                 self._queue.appendleft(entry)
                 self._queued_before -= 1
-            elif isinstance(entry, Record) and entry.lost is not None:  # reclaim's: the old copy is still there
+            elif (
+                isinstance(entry, Record) and entry.lost is not None
+            ):  # reclaim's: the old copy is still there
                 entry.lost(error)
         self._unsynced.clear()
 
@@ -482,7 +484,8 @@ class _Batch:
         head_end = self._used + RECORD_HEADER.size + len(record.body)
         view[self._used + RECORD_HEADER.size : head_end] = record.body
         _clear(view, head_end, self._used + (payload_at or record_bytes))
-        _clear(view, self._used + payload_at + payload_bytes, self._used + record_bytes)
+        if payload_at:
+            _clear(view, self._used + payload_at + payload_bytes, self._used + record_bytes)
         header = RecordHeader(
             record.type,
             sequence=self._sequence,

@@ -462,7 +462,7 @@ class NvmeTier:
     # --- reclaim ------------------------------------------------------------------------------------------
 
     async def reclaim(self) -> bool:
-        """Free one segment, moving what must stay; False when none would gain anything. Raises DeviceFailed, NoSpace."""
+        """Free one segment, moving what must stay; False if none would gain anything. Raises DeviceFailed, NoSpace."""
         closed = [s for s in self.pool.used() if s.closed and not s.bad]
         views = [SegmentView(s.number, s.sequence, self.pool.segment_bytes, s.kept_bytes) for s in closed]
         choice = choose_segment(views)

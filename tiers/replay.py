@@ -93,7 +93,7 @@ class _Replay:
         object_id = int(header["object_id"])
         seen = self.seen.get(object_id)
         if seen is None:
-            key = StoreKey(Kind(int(header["kind"])), bytes(header["key"]))  # type: ignore[arg-type]
+            key = StoreKey(Kind(int(header["kind"])), bytes(header["key"]))
             size, bucket_id = int(header["object_bytes"]), int(header["bucket_id"])
             seen = self.seen[object_id] = _Seen(Stored(key, object_id, size, bucket_id))
             self.found.highest_id = max(self.found.highest_id, object_id)

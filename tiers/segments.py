@@ -173,7 +173,7 @@ class SegmentPool:
             written_ns=time.time_ns(),
         )
         async with self.device.buffer() as view:
-            both = view[: SEGMENT_DATA_START]
+            both = view[:SEGMENT_DATA_START]
             both[:] = page * len(SEGMENT_HEADER_COPIES)
             await self.device.write(segment.fd, 0, both)
 
@@ -261,8 +261,12 @@ class SegmentPool:
         if trailer["store_id"] != self.store_id or trailer["segment_sequence"] != segment.sequence:
             raise Corrupt("the trailer belongs to another life of the file")
         start, length = trailer["footer_offset"], trailer["footer_bytes"]
-        if start % PAGE_BYTES or length % PAGE_BYTES or not (
-            SEGMENT_DATA_START <= start <= start + length <= self.segment_bytes - SEGMENT_TRAILER_BYTES
+        if (
+            start % PAGE_BYTES
+            or length % PAGE_BYTES
+            or not (
+                SEGMENT_DATA_START <= start <= start + length <= self.segment_bytes - SEGMENT_TRAILER_BYTES
+            )
         ):
             raise Corrupt(f"a footer of {length} bytes at {start} does not fit")
         return trailer
@@ -305,9 +309,7 @@ class SegmentPool:
             segment.last_sequence = found[-1].header["sequence"]
         return found
 
-    def _header_at(
-        self, segment: Segment, data: bytes, at: int, found: list[Found]
-    ) -> dict[str, Any] | None:
+    def _header_at(self, segment: Segment, data: bytes, at: int, found: list[Found]) -> dict[str, Any] | None:
         """The header there, if it is one of this life and younger than the record before it."""
         if data[at : at + 4] != formats.RECORD_MAGIC:
             return None
@@ -334,8 +336,9 @@ async def open_pool(
     A directory that has files keeps their size. Raises ConfigError for a capacity out of bounds, NoSpace when
     the filesystem cannot hold it, FormatMismatch for the files of another store or a newer format.
     """
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    segment_bytes = _settle_geometry(directory, store_id, segment_bytes or default_segment_bytes(capacity_bytes))
+    segment_bytes, highest = _look(
+        directory, store_id, segment_bytes or default_segment_bytes(capacity_bytes)
+    )
     count = capacity_bytes // segment_bytes
     if not limits.MIN_SEGMENTS <= count <= limits.MAX_SEGMENTS:
         raise ConfigError(
@@ -343,9 +346,8 @@ async def open_pool(
             f"{limits.MIN_SEGMENTS} to {limits.MAX_SEGMENTS} are possible"
         )
     pool = SegmentPool(device, directory, store_id, segment_bytes)
-    found = sorted(int(path.stem, 16) for path in directory.glob("*.seg"))
     try:
-        for number in range(max(count, found[-1] + 1 if found else 0)):
+        for number in range(max(count, highest + 1)):
             await _open_segment(pool, number, wanted=number < count)
     except BaseException:
         pool.close_files()
@@ -361,12 +363,23 @@ def default_segment_bytes(capacity_bytes: int) -> int:
     return min(max(1 << share.bit_length() - 1, limits.MIN_SEGMENT_BYTES), limits.MAX_SEGMENT_BYTES)
 
 
+def _look(directory: Path, store_id: bytes, segment_bytes: int) -> tuple[int, int]:
+    """(bytes of a segment, highest number of a file) of the directory, which is made where it is missing."""
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    size = _settle_geometry(directory, store_id, segment_bytes)
+    return size, max((int(path.stem, 16) for path in directory.glob("*.seg")), default=-1)
+
+
 def _settle_geometry(directory: Path, store_id: bytes, segment_bytes: int) -> int:
     """The size that the files there have, else the wanted one, written down. Raises ConfigError, FormatMismatch."""
     path = directory / _GEOMETRY
     try:
         found = json.loads(path.read_text())
-        version, owner, size = int(found["format"]), bytes.fromhex(found["store_id"]), int(found["segment_bytes"])
+        version, owner, size = (
+            int(found["format"]),
+            bytes.fromhex(found["store_id"]),
+            int(found["segment_bytes"]),
+        )
     except FileNotFoundError:
         if segment_bytes % PAGE_BYTES or not (
             limits.MIN_SEGMENT_BYTES <= segment_bytes <= limits.MAX_SEGMENT_BYTES
@@ -391,7 +404,9 @@ def _settle_geometry(directory: Path, store_id: bytes, segment_bytes: int) -> in
     if version > formats.SEGMENT_VERSION:
         raise FormatMismatch(f"{path} says format {version}, this kvfs reads up to {formats.SEGMENT_VERSION}")
     if owner != store_id:
-        raise FormatMismatch(f"{directory} holds the segments of store {owner.hex()}, not of {store_id.hex()}")
+        raise FormatMismatch(
+            f"{directory} holds the segments of store {owner.hex()}, not of {store_id.hex()}"
+        )
     return size
 
 

@@ -1,0 +1,290 @@
+"""The NVMe tier against a plain dict: written, renamed, dropped, reclaimed, and found again by a replay."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import trio
+
+from kvfs._native.slots import xxh3_64
+from kvfs.errors import ConfigError, FormatMismatch, NoSpace
+from kvfs.limits import MIB
+from kvfs.name_rows import BucketRow, NameRow
+from kvfs.records import MetaBody
+from tiers.base import Kind, StoreKey, object_key
+from tiers.device import ThreadDevice
+from tiers.log import Barrier
+from tiers.nvme import NvmeTier, Stored
+from tiers.replay import Replayed, open_nvme
+
+STORE = bytes(range(16))
+CAPACITY = 16 * MIB
+SEGMENT = 1 * MIB
+CACHE, DURABLE = 1, 2
+
+
+class Bytes:
+    """A payload in memory."""
+
+    def __init__(self, data: bytes) -> None:
+        self.size_bytes = len(data)
+        self.checksum: int | None = xxh3_64(data)
+        self._data = data
+
+    async def read_into(self, view: memoryview) -> int:
+        await trio.lowlevel.checkpoint()
+        view[: len(self._data)] = self._data
+        return xxh3_64(self._data)
+
+
+def content(object_id: int, size: int) -> bytes:
+    return random.Random(object_id).randbytes(size)
+
+
+def bucket_row(bucket_id: int) -> BucketRow:
+    class_ = "durable" if bucket_id == DURABLE else "cache"
+    return BucketRow(f"b{bucket_id}".encode(), bucket_id, class_, 0, 0, 0o755, 0, 0)  # type: ignore[arg-type]
+
+
+def row(object_id: int, size: int) -> NameRow:
+    return NameRow(object_id, object_id, size, 0o644, 0, 0, 7, 8, object_id, 0)
+
+
+@dataclass
+class Bench:
+    """A tier, and what it should hold."""
+
+    directory: Path
+    tier: NvmeTier
+    found: Replayed
+    names: dict[bytes, int] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)
+    next_id: int = 100
+
+    def put(self, name: bytes, size: int, bucket_id: int = CACHE) -> int:
+        object_id, self.next_id = self.next_id, self.next_id + 1
+        stored = Stored(object_key(object_id), object_id, size, bucket_id, kept=bucket_id == DURABLE)
+        data, extent = content(object_id, size), self.tier.pool.extent_bytes
+        payloads = [Bytes(data[start : start + extent]) for start in range(0, max(size, 1), extent)]
+        bucket = f"b{bucket_id}".encode()
+        self.tier.put(stored, payloads, MetaBody(bucket, name, row(object_id, size)))
+        old = self.names.get(name)
+        self.names[name], self.sizes[object_id] = object_id, size
+        if old is not None:
+            self.tier.log.append(Barrier())
+            self.tier.drop(old)
+            self.sizes.pop(old)
+        return object_id
+
+    def drop(self, name: bytes) -> None:
+        object_id = self.names.pop(name)
+        self.tier.drop(object_id)
+        self.sizes.pop(object_id)
+
+    def rename(self, old: bytes, new: bytes) -> None:
+        object_id = self.names.pop(old)
+        stored = self.tier.objects.get(object_id)
+        if stored is not None:
+            bucket = f"b{stored.bucket_id}".encode()
+            self.tier.put_name(stored, MetaBody(bucket, new, row(object_id, stored.size_bytes)))
+        self.names[new] = object_id
+
+    async def check(self, *, evictable: bool) -> int:
+        """Every object is right or, if that may be, gone; how many are there."""
+        there = 0
+        for name, object_id in self.names.items():
+            stored = self.tier.objects.get(object_id)
+            if stored is None:
+                assert evictable, f"{name!r}, object {object_id}, is gone"
+                continue
+            there += 1
+            size = self.sizes[object_id]
+            out = bytearray(size)
+            assert await self.tier.read(stored, 0, memoryview(out)) == size
+            assert out == content(object_id, size)
+        unknown = {s.object_id for s in self.tier.objects.values()} - set(self.names.values())
+        assert not unknown, f"objects {sorted(unknown)} should not be there"
+        return there
+
+
+@asynccontextmanager
+async def tier_at(
+    directory: Path, capacity: int = CAPACITY, *, run: bool = True
+) -> AsyncIterator[tuple[NvmeTier, Replayed]]:
+    """A tier that is left as a crash would leave it: whatever was not written is lost."""
+    device = ThreadDevice()
+    tier, found = await open_nvme(
+        device, directory, store_id=STORE, capacity_bytes=capacity, segment_bytes=SEGMENT
+    )
+    try:
+        async with trio.open_nursery() as nursery:
+            if run:
+                nursery.start_soon(tier.log.run)
+            yield tier, found
+            nursery.cancel_scope.cancel()
+    finally:
+        with trio.CancelScope(shield=True):
+            await device.aclose()
+
+
+def fresh(tier: NvmeTier) -> None:
+    for bucket_id in (CACHE, DURABLE):
+        tier.put_bucket(bucket_row(bucket_id))
+
+
+async def reopened(bench: Bench, check: Callable[[Bench], None] = lambda bench: None) -> int:
+    async with tier_at(bench.directory, run=False) as (tier, found):
+        bench.tier, bench.found = tier, found
+        names = {}
+        for body, claim in found.names.values():
+            meta = MetaBody.decode(body)
+            assert claim == meta.bucket + b"\0" + meta.key
+            names[meta.key] = meta.row.object_id
+        for name, object_id in names.items():
+            assert bench.names.get(name) == object_id
+        check(bench)
+        return await bench.check(evictable=True)
+
+
+async def test_what_was_written_is_read_and_found_again(tmp_path: Path) -> None:
+    async with tier_at(tmp_path) as (tier, found):
+        fresh(tier)
+        bench = Bench(tmp_path, tier, found)
+        for number, size in enumerate((0, 1, 511, 512, 4095, 4096, 4097, 70_000, MIB // 4, MIB, 3 * MIB + 5)):
+            bench.put(b"n%d" % number, size)
+        bench.rename(b"n3", b"moved/n3")
+        bench.put(b"n4", 5_000)
+        bench.drop(b"n5")
+        await tier.log.settle()
+        assert await bench.check(evictable=False) == 10
+    assert await reopened(bench) == 10
+    assert not bench.found.losers
+
+
+async def test_blocks_need_no_name(tmp_path: Path) -> None:
+    digest, parent = b"\xaa" * 16, b"\xbb" * 16
+    async with tier_at(tmp_path) as (tier, _):
+        fresh(tier)
+        stored = Stored(StoreKey(Kind.BLOCK, digest), 7, 4096, CACHE, parent, uid=5, sealed_at_ns=9)
+        tier.put(stored, [Bytes(content(7, 4096))], None)
+        await tier.log.settle()
+    async with tier_at(tmp_path, run=False) as (tier, _):
+        again = tier.objects[7]
+        assert (again.key.digest, again.parent, again.uid, again.sealed_at_ns) == (digest, parent, 5, 9)
+
+
+async def test_a_removed_name_stays_removed_without_a_footer(tmp_path: Path) -> None:
+    async with tier_at(tmp_path) as (tier, found):
+        fresh(tier)
+        bench = Bench(tmp_path, tier, found)
+        for number in range(50):
+            bench.put(b"%d" % number, 10_000)
+        for number in range(0, 50, 2):
+            bench.drop(b"%d" % number)
+        await tier.log.settle()
+    assert await reopened(bench) == 25
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_a_random_life_with_reclaim_and_restarts(tmp_path: Path, seed: int) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    bench: Bench | None = None
+    for life in range(4):
+        async with tier_at(tmp_path) as (tier, found):
+            if bench is None:
+                fresh(tier)
+                bench = Bench(tmp_path, tier, found)
+            bench.tier, bench.found = tier, found
+            tier.evicted = lambda stored: [stored.object_id]
+            bench.names = {name: i for name, i in bench.names.items() if i in tier.objects}
+            for _ in range(250):
+                names = list(bench.names)
+                action = rng.random()
+                if action < 0.7 or not names:
+                    durable = rng.random() < 0.05
+                    size = rng.choice((0, 100, 5_000, 50_000, 200_000, 600_000))
+                    name = rng.choice(names) if names and rng.random() < 0.3 else b"n%d" % bench.next_id
+                    stored = tier.objects.get(bench.names.get(name, -1))
+                    if stored is not None:
+                        durable = stored.kept
+                    bench.put(name, 20_000 if durable else size, DURABLE if durable else CACHE)
+                elif action < 0.85:
+                    bench.drop(rng.choice(names))
+                else:
+                    bench.rename(rng.choice(names), b"r%d" % rng.randrange(10**9))
+                if rng.random() < 0.05:
+                    await tier.log.settle()
+            await tier.log.settle()
+            await bench.check(evictable=True)
+            for name, object_id in bench.names.items():
+                stored = tier.objects.get(object_id)
+                assert stored is not None or name not in bench.names or bench.sizes[object_id] != 20_000
+            live = sum(s.live_bytes for s in tier.pool.segments)
+            assert 0 <= live <= tier.used_bytes <= tier.capacity_bytes
+            if life % 2:
+                await tier.log.close()
+        there = {i for i in bench.names.values() if i in tier.objects}
+
+        def same_as_before(bench: Bench, there: set[int] = there) -> None:
+            assert set(bench.tier.objects) == there
+
+        await reopened(bench, same_as_before)
+    assert tier.log.counts.segments_reclaimed > 0
+
+
+async def test_durable_objects_are_refused_when_they_fill_the_tier(tmp_path: Path) -> None:
+    async with tier_at(tmp_path, 8 * MIB) as (tier, found):
+        fresh(tier)
+        bench = Bench(tmp_path, tier, found)
+        full = 0
+        while tier.kept_bytes + tier.record_bytes(100_000) <= tier.durable_capacity_bytes:
+            bench.put(b"%d" % full, 100_000, DURABLE)
+            await tier.log.settle()
+            full += 1
+        with pytest.raises(NoSpace, match="durable objects would take"):
+            tier.check_durable_room(100_000)
+        for number in range(300):  # and it goes on: overwritten, dropped, cache objects in between
+            name = b"%d" % (number % full)
+            bench.put(name, 100_000, DURABLE)
+            bench.put(b"c%d" % number, 100_000)
+            await tier.log.settle()
+        bench.names = {n: i for n, i in bench.names.items() if i in tier.objects or not n.startswith(b"c")}
+        assert await bench.check(evictable=False) >= full
+
+
+async def test_hot_objects_stay_and_amplification_is_bounded(tmp_path: Path) -> None:
+    rng = random.Random(4)
+    async with tier_at(tmp_path) as (tier, found):
+        fresh(tier)
+        bench = Bench(tmp_path, tier, found)
+        hits: dict[int, int] = {}
+        tier.hits_of = lambda stored: hits.get(stored.object_id, 0)
+        hot: list[int] = []
+        for number in range(1_000):
+            if number % 10 == 0 and len(hot) < 20:
+                hot.append(bench.put(b"hot%d" % number, 50_000))
+            bench.put(b"c%d" % number, 50_000)
+            for object_id in rng.sample(hot, min(len(hot), 5)):
+                hits[object_id] = hits.get(object_id, 0) + 1
+            if number % 10 == 0:
+                await tier.log.settle()
+        await tier.log.settle()
+        assert sum(object_id in tier.objects for object_id in hot) >= 18
+        assert tier.write_amplification < 1.34
+
+
+async def test_another_store_or_geometry_is_refused(tmp_path: Path) -> None:
+    async with tier_at(tmp_path, run=False):
+        pass
+    device = ThreadDevice()
+    with pytest.raises(FormatMismatch, match="segments of store"):
+        await open_nvme(device, tmp_path, store_id=bytes(16), capacity_bytes=CAPACITY)
+    with pytest.raises(ConfigError, match="makes 4 segments"):
+        await open_nvme(device, tmp_path, store_id=STORE, capacity_bytes=4 * MIB)
+    await device.aclose()
