@@ -1,0 +1,36 @@
+"""What is worth writing to a device: pure policy.
+
+Responsibility: a ghost queue, the keys that were sealed of late and not written. A key that is sealed again
+while the queue remembers it was wanted after it was gone, so it is written this time; so is whatever is read
+while it is in DRAM. Of the public conversation trace three blocks in four are never read again: those cost no
+write (S3-FIFO, SOSP'23, keeps such a queue for the same reason).
+
+Concurrency: the service's trio thread.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from kvfs import limits
+
+
+class GhostQueue:
+    """Keys (any 64-bit numbers) in the order in which they were turned away, the oldest forgotten first."""
+
+    def __init__(self, capacity: int = limits.GHOST_KEYS) -> None:
+        self._capacity = capacity
+        self._keys: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def admits(self, key: int) -> bool:
+        """Whether `key` was here before; it is remembered if not, forgotten if so."""
+        if key in self._keys:
+            del self._keys[key]
+            return True
+        self._keys[key] = None
+        if len(self._keys) > self._capacity:
+            self._keys.popitem(last=False)
+        return False

@@ -1,0 +1,426 @@
+"""How the store's changes reach the NVMe tier, and what that tier decides comes back.
+
+Responsibility: write objects behind (cache buckets) or at once (durable ones), log names, deletions and
+buckets, and keep the table's tier bits true. `Journal` is a store without the tier: nothing to do, nothing to
+wait for. `NvmeJournal` is one with it.
+
+Invariants:
+- A change of the store is complete in memory first; its records are queued in the same step, in the order of
+  the changes. So the log is never ahead of what any door has seen.
+- `settle` returns once everything is durable that was promised so far: durable objects, their names, and all
+  deletions of what the log had heard of.
+- An object is queued for writing only while it is in DRAM; what leaves DRAM unwritten was a cache's.
+
+Concurrency: the service's trio thread. `run` writes behind; `settle` and `persist` await the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import trio
+import xxhash
+
+from kvfs import limits
+from kvfs._native import slots as native
+from kvfs.errors import Corrupt, DeviceFailed, DeviceMissing, KvfsError, NoSpace, Superseded
+from kvfs.name_rows import BucketRow, NameRow
+from kvfs.records import MetaBody
+from tiers.admission import GhostQueue
+from tiers.base import Extent, Kind, StoreKey
+from tiers.log import Barrier, Payload
+from tiers.model import Bucket, Name
+from tiers.nvme import NvmeTier, Stored
+
+if TYPE_CHECKING:
+    from tiers.dram import DramTier
+    from tiers.store import TieredStore
+
+_log = logging.getLogger("kvfs.nvme")
+
+
+class Journal:
+    """A store that keeps its objects in DRAM only: nothing is written, everything is settled."""
+
+    def usage(self) -> list[dict[str, Any]]:
+        """Of the tiers below DRAM."""
+        return []
+
+    def check_durable(self, size_bytes: int) -> None:
+        """Raises DeviceMissing: there is nothing durable here."""
+        raise DeviceMissing("a durable bucket needs the NVMe tier, and this store has none")
+
+    def holds(self, object_id: int) -> bool:
+        """Whether a copy outside of DRAM can be read."""
+        return False
+
+    def is_needed(self, object_id: int) -> bool:
+        """Whether the copy in DRAM may not go yet, since the object is durable and not on the device."""
+        return False
+
+    def sealed(
+        self,
+        key: StoreKey,
+        object_id: int,
+        extent: Extent,
+        size_bytes: int,
+        bucket: Bucket,
+        *,
+        named: tuple[Name, NameRow] | None = None,
+        parent: bytes = bytes(16),
+        uid: int = 0,
+        replaced: int | None = None,
+    ) -> None:
+        """An object was sealed into DRAM, in the place of object `replaced`."""
+
+    def named(self, object_id: int, name: Name, row: NameRow, replaced: int | None = None) -> None:
+        """An object or directory has another name or other attributes; `replaced` had the name before."""
+
+    def directory(self, bucket: Bucket, name: Name, row: NameRow) -> None:
+        """A directory was made."""
+
+    def removed(self, object_id: int) -> None:
+        """An object or directory was removed."""
+
+    def evicted(self, key: StoreKey, name: Name | None) -> None:
+        """An object left DRAM, and the store."""
+
+    def touched(self, key: StoreKey) -> None:
+        """An object in DRAM was read."""
+
+    def pinned(self, object_id: int, pinned: bool) -> None: ...
+
+    def bucket(self, row: BucketRow) -> None:
+        """A bucket was made or changed."""
+
+    def bucket_removed(self, bucket_id: int) -> None: ...
+
+    @property
+    def is_settled(self) -> bool:
+        return True
+
+    async def settle(self) -> None:
+        """Wait until what was promised so far is durable. Raises NoSpace, DeviceFailed for durable objects."""
+
+    async def persist(self, object_id: int) -> None:
+        """Wait until a sealed object is durable, whatever its bucket."""
+
+
+class SlotPayload:
+    """A piece of a sealed slot, read when its turn to be written comes."""
+
+    def __init__(
+        self, nvme: NvmeTier, dram: DramTier, extent: Extent, offset: int, size_bytes: int, checksum: int | None
+    ) -> None:
+        self.size_bytes = size_bytes
+        self.checksum = checksum
+        self._nvme, self._dram, self._extent, self._offset = nvme, dram, extent, offset
+
+    async def read_into(self, view: memoryview) -> int:
+        descriptor = self._dram.open_sealed(self._extent)
+        try:
+            os.set_blocking(descriptor, True)  # with O_NONBLOCK io_uring answers EAGAIN where it would wait
+            return await self._nvme.device.read(
+                descriptor, self._offset, view[: self.size_bytes], checksum=self.checksum
+            )
+        finally:
+            os.close(descriptor)
+
+
+class NvmeJournal(Journal):
+    """See the module's header."""
+
+    def __init__(self, store: TieredStore, nvme: NvmeTier) -> None:
+        self.nvme = nvme
+        self._store = store
+        self._ghosts = GhostQueue()
+        self._behind: OrderedDict[bytes, None] = OrderedDict()
+        """Keys of objects that are to be written when their turn comes."""
+        self._more = trio.Event()
+        self._must = 0
+        """Ticket of the newest entry that a durable object depends on..."""
+        self._should = 0
+        """...and of the newest deletion: both are waited for, only the first may fail a request."""
+        self._skipped = 0
+        nvme.evicted = self._let_go
+        nvme.hits_of = self._hits_of
+        nvme.damaged = self._damaged
+        nvme.written = self._written
+
+    def usage(self) -> list[dict[str, Any]]:
+        return [self.nvme.usage() | {"write_behind": len(self._behind), "not_admitted": self._skipped}]
+
+    # --- what the store tells -----------------------------------------------------------------------------
+
+    def check_durable(self, size_bytes: int) -> None:
+        self.nvme.check_durable_room(size_bytes)
+
+    def holds(self, object_id: int) -> bool:
+        return self.nvme.holds(object_id)
+
+    def is_needed(self, object_id: int) -> bool:
+        stored = self.nvme.objects.get(object_id)
+        return stored is not None and stored.kept and stored.ticket > self.nvme.log.durable_ticket
+
+    def sealed(
+        self,
+        key: StoreKey,
+        object_id: int,
+        extent: Extent,
+        size_bytes: int,
+        bucket: Bucket,
+        *,
+        named: tuple[Name, NameRow] | None = None,
+        parent: bytes = bytes(16),
+        uid: int = 0,
+        replaced: int | None = None,
+    ) -> None:
+        if bucket.durable:
+            self._must = self._put(key, object_id, extent, size_bytes, bucket, named, parent, uid)
+            self._drop(replaced, behind=True)
+            return
+        self._drop(replaced)
+        if not bucket.admits_all and not self._ghosts.admits(_ghost_key(key, named)):
+            self._skipped += 1
+        else:
+            self._queue(key)
+
+    def _put(
+        self,
+        key: StoreKey,
+        object_id: int,
+        extent: Extent,
+        size_bytes: int,
+        bucket: Bucket,
+        named: tuple[Name, NameRow] | None,
+        parent: bytes,
+        uid: int,
+    ) -> int:
+        """Queue an object's records; the ticket of the last."""
+        stored = Stored(
+            key,
+            object_id,
+            size_bytes,
+            bucket.bucket_id,
+            parent,
+            uid,
+            sealed_at_ns=named[1].mtime_ns if named else time.time_ns(),
+            kept=bucket.durable or bool(named and named[1].flags & 1),
+            hits=self._hits(key.digest),
+        )
+        meta = MetaBody(named[0].bucket, named[0].key, named[1]) if named else None
+        stored.ticket = self.nvme.put(stored, self._payloads(extent, size_bytes), meta)
+        return stored.ticket
+
+    def _payloads(self, extent: Extent, size_bytes: int) -> list[Payload]:
+        step = self.nvme.pool.extent_bytes
+        whole = self._store.dram.checksum(extent) if size_bytes <= step else None
+        return [
+            SlotPayload(
+                self.nvme, self._store.dram, extent, start, min(step, size_bytes - start), whole
+            )
+            for start in range(0, max(size_bytes, 1), step)
+        ]
+
+    def _queue(self, key: StoreKey) -> None:
+        self._behind[key.digest] = None
+        self._more.set()
+
+    def named(self, object_id: int, name: Name, row: NameRow, replaced: int | None = None) -> None:
+        stored = self.nvme.objects.get(object_id)
+        if stored is None:
+            self._drop(replaced)
+            return
+        ticket = self.nvme.put_name(stored, MetaBody(name.bucket, name.key, row))
+        stored.ticket = max(stored.ticket, ticket) if stored.kept else stored.ticket
+        if stored.kept:
+            self._must = ticket
+        self._drop(replaced, behind=True)
+
+    def directory(self, bucket: Bucket, name: Name, row: NameRow) -> None:
+        meta = MetaBody(name.bucket, name.key, row)
+        ticket = self.nvme.put_marker(row.object_id, bucket.bucket_id, meta, kept=bucket.durable)
+        if bucket.durable:
+            self._must = ticket
+
+    def removed(self, object_id: int) -> None:
+        self._drop(object_id)
+
+    def _drop(self, object_id: int | None, *, behind: bool = False) -> None:
+        """`behind`: only once what was queued before is durable."""
+        if object_id is None or object_id not in self.nvme.objects:
+            return
+        if behind:
+            self.nvme.log.append(Barrier())
+        kept = self.nvme.objects[object_id].kept
+        ticket = self.nvme.drop(object_id)
+        if ticket is not None and not behind:
+            self._should = ticket
+            if kept:
+                self._must = ticket
+
+    def evicted(self, key: StoreKey, name: Name | None) -> None:
+        self._behind.pop(key.digest, None)
+
+    def touched(self, key: StoreKey) -> None:
+        if self._skipped and key.digest not in self._behind:
+            object_id = self._store.object_id_of(key.digest)
+            if object_id is not None and object_id not in self.nvme.objects:
+                self._queue(key)
+
+    def pinned(self, object_id: int, pinned: bool) -> None:
+        stored = self.nvme.objects.get(object_id)
+        if stored is not None:
+            self.nvme.keep(stored, pinned or self._is_durable(stored))
+
+    def _is_durable(self, stored: Stored) -> bool:
+        return any(
+            row.bucket_id == stored.bucket_id and row.class_ == "durable"
+            for row in self._store.names.buckets()
+        )
+
+    def bucket(self, row: BucketRow) -> None:
+        self._should = self.nvme.put_bucket(row)
+        if row.class_ == "durable":
+            self._must = self._should
+
+    def bucket_removed(self, bucket_id: int) -> None:
+        ticket = self.nvme.drop_bucket(bucket_id)
+        if ticket is not None:
+            self._should = ticket
+
+    # --- waiting ------------------------------------------------------------------------------------------
+
+    @property
+    def is_settled(self) -> bool:
+        return self.nvme.log.durable_ticket >= max(self._must, self._should)
+
+    async def settle(self) -> None:
+        must, should = self._must, self._should
+        log = self.nvme.log
+        try:
+            await log.settle(max(must, should))
+        except (NoSpace, DeviceFailed):
+            if log.durable_ticket < must:
+                raise
+            # A cache's deletion that the device does not take is done in memory, stays queued, and status says so.
+
+    async def persist(self, object_id: int) -> None:
+        stored = self.nvme.objects.get(object_id)
+        if stored is None:
+            found = self._store.in_dram(object_id)
+            if found is None:
+                raise Superseded(f"object {object_id} is no more")
+            self._behind.pop(found.key.digest, None)
+            ticket = self._put(*found.to_put())
+        else:
+            ticket = stored.ticket
+        await self.nvme.log.settle(ticket)
+        if not self.nvme.holds(object_id):
+            raise NoSpace(f"object {object_id} found no room in the NVMe tier")
+
+    # --- writing behind -----------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Write, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.nvme.log.run)
+            nursery.start_soon(self._write_behind)
+
+    async def _write_behind(self) -> None:
+        while True:
+            if not self._behind:
+                self._more = trio.Event()
+                await self._more.wait()
+            await self._wait_for(lambda: self.nvme.log.backlog < limits.WRITE_BEHIND_RECORDS)
+            digest, _ = self._behind.popitem(last=False)
+            try:
+                await self._write_one(digest)
+            except (Superseded, KeyError):
+                pass
+            except KvfsError as error:
+                _log.log(type(error).log_level, "write behind: %s", error)
+
+    @staticmethod
+    async def _wait_for(ready: Callable[[], bool]) -> None:
+        await trio.lowlevel.checkpoint()
+        while not ready():
+            await trio.sleep(limits.WRITE_BEHIND_POLL_S)
+
+    async def _write_one(self, digest: bytes) -> None:
+        """Queue one object's records, once its checksum is known. Raises Superseded, Corrupt."""
+        object_id = self._store.object_id_of(digest)
+        found = None if object_id is None else self._store.in_dram(object_id)
+        if found is None or object_id is None or object_id in self.nvme.objects:
+            return
+        checksum = self._store.dram.checksum(found.extent)
+        if checksum is None:
+            self._behind[digest] = None
+            await trio.sleep(limits.WRITE_BEHIND_POLL_S)
+            return
+        if found.size_bytes > self.nvme.pool.extent_bytes:
+            await self._verify(found.extent, checksum)
+            again = self._store.in_dram(object_id)
+            if again is None or object_id in self.nvme.objects:
+                return
+            found = again
+        self._put(*found.to_put())
+
+    async def _verify(self, extent: Extent, checksum: int) -> None:
+        """A slot of several extents, whose checksum is of the whole. Raises Corrupt, Superseded."""
+        descriptor = self._store.dram.open_sealed(extent)
+        try:
+            found = await trio.to_thread.run_sync(native.fd_xxh3_64, descriptor)
+        finally:
+            os.close(descriptor)
+        if found != checksum:
+            raise Corrupt(f"slot {extent.slot} does not match its checksum")
+
+    async def drain(self) -> None:
+        """Write what is queued, and make it durable. Raises NoSpace, DeviceFailed."""
+        while self._behind:
+            digest, _ = self._behind.popitem(last=False)
+            try:
+                await self._write_one(digest)
+            except (Superseded, Corrupt):
+                continue
+            if self.nvme.log.backlog >= limits.WRITE_BEHIND_RECORDS:
+                await self.nvme.log.drain()
+        await self.nvme.log.drain()
+
+    # --- what the tier tells ------------------------------------------------------------------------------
+
+    def _written(self, stored: Stored) -> None:
+        self._store.note_copy(stored.key, there=True)
+
+    def _let_go(self, stored: Stored) -> list[int]:
+        """Reclaim lets an object go: it stays in DRAM if it is there, else it leaves the store, with its unit."""
+        return self._store.lose_copy(stored.key, stored.object_id)
+
+    def _damaged(self, stored: Stored) -> None:
+        for object_id in self._store.lose_copy(stored.key, stored.object_id):
+            self.nvme.drop(object_id)
+        if self._store.in_dram(stored.object_id) is not None:
+            self._queue(stored.key)
+
+    def _hits_of(self, stored: Stored) -> int:
+        return self._hits(stored.key.digest)
+
+    def _hits(self, digest: bytes) -> int:
+        entry = self._store.table.get(digest)
+        return 0 if entry is None else entry.hits
+
+
+def _ghost_key(key: StoreKey, named: tuple[Name, NameRow] | None) -> int:
+    """What stays the same when an object is computed again: its prefix hash, or its name."""
+    if key.kind is Kind.BLOCK or named is None:
+        return int.from_bytes(key.digest[:8], "little")
+    return xxhash.xxh3_64_intdigest(named[0].bucket + b"\0" + named[0].key)
+
+
+__all__ = ["Awaitable", "Journal", "NvmeJournal"]
