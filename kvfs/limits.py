@@ -65,6 +65,8 @@ CHECKSUM_QUEUE: Final = 8_192
 """Sealed slots that wait for the background checksum; beyond it they are offered again at a seal or sweep."""
 CHECKSUM_PAUSE_WAIT_S: Final = 0.05
 """How long a probe waits for the checksum thread to close the slot (20 us when it is scheduled)."""
+KEEP_WAIT_S: Final = 3.0
+"""How long a stop that keeps the tier waits for checksums: within STOP_WAIT_S, and 20 GB of hashing."""
 TABLE_ENTRIES_PER_SLOT: Final = 2
 """Index entries per slot: a table whose slots are all used is half full, so a miss costs 2.5 probes."""
 TABLE_READER_WAIT_S: Final = 0.1

@@ -1,6 +1,6 @@
-"""mount(2) and umount2(2), which Python's standard library lacks, and what is mounted where.
+"""mount(2) and umount2(2), which Python's standard library lacks, what is mounted where, and which boot this is.
 
-Responsibility: the two system calls with errors as OSError, and mountinfo as values. No state.
+Responsibility: the two system calls with errors as OSError, and files of /proc as values. No state.
 """
 
 from __future__ import annotations
@@ -65,6 +65,11 @@ def mounts(table: str | None = None) -> list[MountEntry]:
 def _unescape(text: str) -> str:
     """The kernel writes space, tab, newline and backslash as `\\ooo`, and everything else as it is."""
     return _OCTAL.sub(lambda match: chr(int(match[1], 8)), text)
+
+
+def boot_id() -> str:
+    """The random id of this boot of the machine (random(4))."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def top_mount(point: Path) -> MountEntry | None:

@@ -146,8 +146,10 @@ class NameEnvironment:
             return data
 
         data = self.write(change)
-        if data != _U64.pack(FORMAT_VERSION):
-            found = int.from_bytes(data, "little")
+        found = int.from_bytes(data, "little")
+        if found < FORMAT_VERSION:  # there was none
+            raise Corrupt(f"name index {self._path} has format {found}")
+        if found > FORMAT_VERSION:
             raise FormatMismatch(
                 f"name index {self._path} has format {found}, this is format {FORMAT_VERSION}"
             )

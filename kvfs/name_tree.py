@@ -85,11 +85,6 @@ class NameTree:
             txn.delete(key, db=db)
         return value
 
-    def clear(self, txn: Txn) -> None:
-        """Remove every name."""
-        txn.drop(self.heads, delete=False)
-        txn.drop(self.tails, delete=False)
-
     def _descend(
         self, txn: Txn, name: bytes
     ) -> tuple[list[tuple[lmdb._Database, bytes, bytes]], bytes | None]:

@@ -16,12 +16,13 @@ index is synchronous or a page has to be read back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from kvfs.errors import CrossDevice, InvalidRequest, LimitExceeded, NameTooLong, NotEmpty, NotFound
+from kvfs.errors import Corrupt, CrossDevice, InvalidRequest, LimitExceeded, NameTooLong, NotEmpty, NotFound
 from kvfs.limits import (
     DEFAULT_NAME_MAP_BYTES,
     MAX_BUCKET_NAME_BYTES,
@@ -125,7 +126,7 @@ class NameIndex:
     ) -> NameIndex:
         """Open or create the index in the directory `path`.
 
-        Raises InvalidRequest for a map size over its limit, FormatMismatch for an index of another version,
+        Raises InvalidRequest for a map size over its limit, FormatMismatch for an index of a newer version,
         Corrupt for anything that LMDB refuses: the caller removes the directory and builds a new one.
         """
         env = NameEnvironment(path, map_size_bytes=map_size_bytes, max_map_bytes=max_map_bytes, sync=sync)
@@ -262,27 +263,45 @@ class NameIndex:
             self._counts[bucket] = self._env.read(walk)
         return self._counts[bucket]
 
-    def clear_objects(self) -> int:
-        """Remove every row but the DIRECTORY markers; how many went. For a start without the bytes."""
+    def rows(self) -> Iterator[tuple[bytes, bytes, NameRow | None]]:
+        """Every (bucket, key, row) in order, None for a row that cannot be read. Read in pages: the index may
+        change meanwhile, and what is then behind the iteration is not seen again."""
 
-        def change(txn: Txn) -> int:
-            kept: _Pairs = []
-            removed = 0
+        def look(txn: Txn, start: bytes) -> _Pairs:
             scan = NameScan(self._tree, txn)
-            found = scan.seek(b"\1")
-            while found:
-                data = scan.value()
-                if is_directory_row(data):
-                    kept.append((scan.name, data))
-                else:
-                    removed += 1
+            page: _Pairs = []
+            found = scan.seek(start)
+            while found and len(page) < MAX_LIST_ENTRIES:
+                page.append((scan.name, scan.value()))
                 found = scan.step()
-            self._tree.clear(txn)
-            for name, data in kept:
-                self._tree.put(txn, name, data)
-            return removed
+            return page
 
-        removed = self._env.write(change)
+        start = b"\0"
+        while page := self._env.read(partial(look, start=start)):
+            for name, data in page:
+                bucket, _, key = name.partition(b"\0")
+                try:
+                    yield bucket, key, NameRow.decode(data)
+                except Corrupt:
+                    yield bucket, key, None
+            start = page[-1][0] + b"\0"
+
+    def prune(self, keep: Callable[[bytes, bytes, NameRow | None], bool]) -> int:
+        """Remove every row of which `keep(bucket, key, row)` is false, page by page; how many went."""
+        removed = 0
+        doomed: list[bytes] = []
+
+        def flush() -> None:
+            self._env.write(lambda txn: [self._tree.remove(txn, name) for name in doomed])
+            doomed.clear()
+
+        for bucket, key, row in self.rows():
+            if not keep(bucket, key, row):
+                doomed.append(bucket + b"\0" + key)
+                removed += 1
+            if len(doomed) == MAX_LIST_ENTRIES:
+                flush()
+        flush()
         self._counts.clear()
         return removed
 

@@ -172,10 +172,18 @@ class NamesAgainstModel(RuleBasedStateMachine):
     def get(self, bucket: bytes, key: bytes) -> None:
         assert self.index.get(bucket, key) == self.model.get((bucket, key))
 
-    @rule()
-    def clear_objects(self) -> None:
-        kept = {name: value for name, value in self.model.items() if value.flags & DIRECTORY}
-        assert self.index.clear_objects() == len(self.model) - len(kept)
+    @rule(serial=st.integers(0, 5))
+    def prune(self, serial: int) -> None:
+        kept = {name: value for name, value in self.model.items() if value.object_id % 6 != serial}
+        seen = []
+
+        def keep(bucket: bytes, key: bytes, value: NameRow | None) -> bool:
+            seen.append((bucket, key))
+            assert value == self.model[bucket, key]
+            return (bucket, key) in kept
+
+        assert self.index.prune(keep) == len(self.model) - len(kept)
+        assert seen == sorted(self.model, key=lambda name: name[0] + b"\0" + name[1])
         self.model = kept
 
     @rule()

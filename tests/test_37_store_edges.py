@@ -469,13 +469,16 @@ def test_a_directory_knows_its_store_and_how_it_was_left(tmp_path: Path) -> None
     assert first.clean
     with pytest.raises(StoreLocked):
         open_home(tmp_path)
+    first.begin("")
     first.close(clean=False)
     second = open_home(tmp_path)
     assert not second.clean
     assert second.store_id == first.store_id
+    second.begin(first.start)
     second.close()
     third = open_home(tmp_path)
     assert third.clean
+    third.begin(second.start)
     assert json.loads((tmp_path / "format.json").read_text())["clean"] is False  # while it is in use
     third.close()
 

@@ -18,9 +18,11 @@ reading; every probe for holders pauses it for that slot, so that it is never ta
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -30,11 +32,14 @@ import trio
 from kvfs import limits
 from kvfs._native import slots as native
 from kvfs._native.checksummer import Checksummer
-from kvfs.errors import NoSpace, ObjectTooLarge, Superseded, Unsupported
+from kvfs.errors import DeadlinePassed, NoSpace, ObjectTooLarge, Superseded, Unsupported
 from tiers import dram_layout
+from tiers.adoption import Choose
 from tiers.base import Extent, Kind, Sealed, SealHeader, StoreKey, Usage
 from tiers.dram_books import Books, Held
 from tiers.dram_layout import PAGE_BYTES, Layout
+
+log = logging.getLogger("kvfs.dram")
 
 _READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK
 _RECOUNT_SHARE = 16
@@ -85,7 +90,11 @@ class DramTier:
         self._capacity = capacity_bytes
         self.largest_object_bytes = capacity_bytes // limits.OBJECT_SHARE_OF_DRAM
         self._gid = -1 if gid is None else gid
-        self._books = Books(layout.table.slots)
+        self._books = _books_of(layout)
+        self.adopted = layout.estate.survivors
+        """What was taken over from an earlier service; the store takes it out."""
+        self.verify_s = layout.estate.verify_s
+        """How long it took to verify that."""
         self._lockfd = layout.lockfd
         self._rootfd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._slotfd = os.open(root / "slots", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -113,8 +122,10 @@ class DramTier:
         max_slots: int = limits.DEFAULT_SLOTS,
         gid: int | None = None,
         mode: str = "auto",
+        choose: Choose | None = None,
     ) -> DramTier:
-        """A fresh tier at `root`; what an earlier process left there is dropped.
+        """A tier at `root`. Of what an earlier process left there, it takes over the sealed slots that are whole
+        and that `choose` wants (see `tiers.adoption`; `adopted` lists them), and drops the rest.
 
         `mode`: "tmpfs" (raises DeviceMissing without the right to mount), "directory", or "auto": tmpfs if
         possible. Raises ConfigError for a size out of bounds, StoreLocked while another process has it open,
@@ -123,12 +134,14 @@ class DramTier:
         capacity_bytes = dram_layout.checked_capacity(capacity_bytes, max_slots, mode)
         # A page is the least that an object with bytes takes: more slots than that would cost table and hold nothing.
         slots = min(max_slots, capacity_bytes // PAGE_BYTES)
-        layout = dram_layout.prepare(root, capacity_bytes, store_id=store_id, slots=slots, gid=gid, mode=mode)
+        layout = dram_layout.prepare(
+            root, capacity_bytes, store_id=store_id, slots=slots, gid=gid, mode=mode, choose=choose
+        )
         tier = cls(root, capacity_bytes, layout, gid)
         try:
             tier._check_leases()
         except BaseException:
-            tier.close()
+            tier.close(keep=bool(tier.adopted))
             raise
         return tier
 
@@ -445,10 +458,15 @@ class DramTier:
     # --- the end -------------------------------------------------------------------------------------------
 
     def close(self, keep: bool = False) -> None:
-        """Stop. Unless `keep`, files go and the tmpfs is unmounted (lazily, while somebody holds a file)."""
+        """Stop. Unless `keep`, files go and the tmpfs is unmounted (lazily, while somebody holds a file).
+
+        With `keep`, what is sealed stays for the next `open`: waits KEEP_WAIT_S at most for its checksums.
+        """
         if self._closed:
             return
         self._closed = True
+        if keep:
+            self._settle()
         self._checksummer.close()
         self.table.clean = keep
         self.table.close()
@@ -458,3 +476,28 @@ class DramTier:
             os.close(self._lockfd)
         else:
             dram_layout.remove(self.root, self.backing, self._lockfd)
+
+    def _settle(self) -> None:
+        """Nothing that the next start would drop stays in memory: checksums are there, drafts are gone."""
+        for slot in self._books.drafts:
+            with suppress(OSError):
+                os.unlink(native.slot_name(slot), dir_fd=self._slotfd)
+        try:
+            self.wait_checksums(limits.KEEP_WAIT_S)
+        except DeadlinePassed:
+            log.warning("%s: some objects have no checksum yet, and will not outlive this stop", self.root)
+
+
+def _books_of(layout: Layout) -> Books:
+    """The books of a tier that begins with what was taken over."""
+    books, estate = Books(layout.table.slots), layout.estate
+    for survivor in estate.survivors:
+        books.add_sealed(survivor.sealed.extent.slot, survivor.physical_bytes)
+    for held in estate.held:
+        books.add_held(held)
+    for slot, (uid, physical_bytes) in estate.zombies.items():
+        books.add_zombie(slot, uid, physical_bytes)
+    taken = books.sealed_bytes.keys() | books.zombies.keys()
+    books.fresh = min(max(len(estate.generations), max(taken, default=-1) + 1), books.max_slots)
+    books.bare = [slot for slot in reversed(range(books.fresh)) if slot not in taken]
+    return books

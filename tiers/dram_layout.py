@@ -1,10 +1,15 @@
 """What the DRAM tier keeps on disk or tmpfs, and how it comes and goes.
 
-Responsibility: mount or directory, the lock, leftovers of an earlier process, the fresh layout
-(`root/table`, `root/slots/`, `root/lock`).
+Responsibility: mount or directory, the lock, the layout (`root/table`, `root/slots/`, `root/lock`). What an
+earlier process left in it is sorted out by `tiers.adoption`.
 
-Invariants: one process at a time has a root (flock). An old table is marked dead before its name goes, so
-attached readers notice; what holders have open is unlinked, never truncated.
+Invariants:
+- One process at a time has a root (flock).
+- A start writes a table of its own, whole before it takes the old one's place: a kill at any moment leaves one
+  or the other. The old one is marked dead before its name goes, so attached readers notice, and no slot is
+  reused before that.
+- What holders have open is unlinked, never truncated.
+
 Concurrency: called while a tier opens or closes.
 """
 
@@ -18,9 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvfs import limits
-from kvfs._native.table import Table
+from kvfs._native.table import SEALED, Table
 from kvfs.errors import ConfigError, DeviceMissing, NotFound, StoreLocked
-from tiers import tmpfs
+from kvfs.formats import INDEX_ENTRY, SLOT_HEADER, TABLE_HEADER_BYTES
+from tiers import adoption, tmpfs
+from tiers.adoption import Choose, Estate
 
 PAGE_BYTES = 4096
 
@@ -29,35 +36,80 @@ _log = logging.getLogger("kvfs.dram")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What `prepare` made: everything is open, locked and empty."""
+    """What `prepare` made: open, locked, and empty but for what was taken over."""
 
     backing: str
     lockfd: int
     table: Table
+    estate: Estate
 
 
 def prepare(
-    root: Path, capacity_bytes: int, *, store_id: bytes, slots: int, gid: int | None, mode: str
+    root: Path,
+    capacity_bytes: int,
+    *,
+    store_id: bytes,
+    slots: int,
+    gid: int | None,
+    mode: str,
+    choose: Choose | None,
 ) -> Layout:
-    """An empty layout at `root`. Raises DeviceMissing (mode "tmpfs" without the right to mount), StoreLocked,
-    ConfigError, NoSpace."""
+    """A layout at `root`, with what `choose` wants of an earlier one; nothing without it.
+
+    Raises DeviceMissing (mode "tmpfs" without the right to mount), StoreLocked, ConfigError, NoSpace.
+    """
     root.mkdir(parents=True, exist_ok=True, mode=0o750)
-    was_mounted = mode != "directory" and tmpfs.is_mounted(root)
+    was_mounted = _clear_other_backing(root, mode)
     mounted = was_mounted or (mode != "directory" and _try_mount(root, capacity_bytes, slots, gid, mode))
-    lockfd = -1
+    lockfd, estate = -1, Estate()
     try:
         lockfd = _lock(root)
-        drop_files(root)
-        if was_mounted:
+        os.makedirs(root / "slots", mode=0o750, exist_ok=True)
+        growing = was_mounted and capacity_bytes >= tmpfs.size_bytes(root)
+        if growing:
             tmpfs.resize(root, capacity_bytes, inodes=_inodes(slots))
-        table = _new_files(root, store_id, slots, gid)
+        _drop(root, "table.new", "table.next", "table.next.new")
+        estate = adoption.take_over(
+            root,
+            store_id,
+            slots=slots,
+            capacity_bytes=capacity_bytes,
+            table_bytes=_tables_bytes(root, slots) if mounted else 0,
+            choose=choose,
+        )
+        table = _new_table(root, store_id, slots, gid, estate)
+        if was_mounted and not growing:
+            tmpfs.resize(root, capacity_bytes, inodes=_inodes(slots))
     except BaseException:
+        estate.close()
         if lockfd >= 0:
             os.close(lockfd)
         if mounted and not was_mounted:
             tmpfs.unmount(root)
         raise
-    return Layout("tmpfs" if mounted else "directory", lockfd, table)
+    return Layout("tmpfs" if mounted else "directory", lockfd, table, estate)
+
+
+def _clear_other_backing(root: Path, mode: str) -> bool:
+    """Drop what lies there in another backing than the one to use; whether the tmpfs of this one is mounted."""
+    was_mounted = tmpfs.is_mounted(root)
+    if was_mounted and mode == "directory":
+        _log.warning("%s: dropping the tmpfs of an earlier service, for a plain directory", root)
+        discard(root)
+        return False
+    return was_mounted
+
+
+def discard(root: Path) -> int:
+    """Give back what a service kept in `root`; the bytes of its slots. Raises StoreLocked while one runs."""
+    if not root.is_dir():
+        return 0
+    lockfd = _lock(root)
+    freed = 0
+    with suppress(FileNotFoundError), os.scandir(root / "slots") as entries:
+        freed = sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries)
+    remove(root, "tmpfs" if tmpfs.is_mounted(root) else "directory", lockfd)
+    return freed
 
 
 def remove(root: Path, backing: str, lockfd: int) -> None:
@@ -77,8 +129,12 @@ def _inodes(slots: int) -> int:
 
 
 def _try_mount(root: Path, capacity_bytes: int, slots: int, gid: int | None, mode: str) -> bool:
+    below = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         tmpfs.mount(root, capacity_bytes, inodes=_inodes(slots), gid=gid)
+        drop_files(
+            Path(f"/proc/self/fd/{below}")
+        )  # of a plain directory before: hidden, they would lie there for good
     except DeviceMissing as error:
         if mode == "tmpfs":
             raise
@@ -88,6 +144,8 @@ def _try_mount(root: Path, capacity_bytes: int, slots: int, gid: int | None, mod
             error,
         )
         return False
+    finally:
+        os.close(below)
     return True
 
 
@@ -105,27 +163,83 @@ def _lock(root: Path) -> int:
         os.close(fd)
 
 
-def drop_files(root: Path) -> None:
-    """Unlink the table and every slot; whoever has them open keeps them, and readers see the table dead."""
+def drop_table(root: Path) -> None:
     with suppress(NotFound):
         Table.mark_dead(root / "table")
-    for name in ("table", "table.new"):
-        (root / name).unlink(missing_ok=True)
+    _drop(root, "table", "table.new", "table.next", "table.next.new")
+
+
+def drop_files(root: Path) -> None:
+    """Unlink the table and every slot; whoever has them open keeps them, and readers see the table dead."""
+    drop_table(root)
     with suppress(FileNotFoundError), os.scandir(root / "slots") as entries:
         for entry in entries:
             os.unlink(entry.path)
 
 
-def _new_files(root: Path, store_id: bytes, slots: int, gid: int | None) -> Table:
-    os.makedirs(root / "slots", mode=0o750, exist_ok=True)
-    entries = 1 << (slots * limits.TABLE_ENTRIES_PER_SLOT - 1).bit_length()
-    table = Table.create(root / "table", store_id, slots, entries)
-    for path in (root, root / "slots"):
-        os.chmod(path, 0o750)
-    if gid is not None:
-        for path in (root, root / "slots", root / "table"):
-            os.chown(path, -1, gid)
+def _drop(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).unlink(missing_ok=True)
+
+
+def _entry_count(slots: int) -> int:
+    return 1 << (slots * limits.TABLE_ENTRIES_PER_SLOT - 1).bit_length()
+
+
+def _tables_bytes(root: Path, slots: int) -> int:
+    """What the new table may take at most, and the old one until it is gone."""
+    try:
+        old_bytes = os.stat(root / "table").st_blocks * 512
+    except FileNotFoundError:
+        old_bytes = 0
+    new_bytes = TABLE_HEADER_BYTES + _entry_count(slots) * INDEX_ENTRY.size + slots * SLOT_HEADER.size
+    return old_bytes + new_bytes + 2 * PAGE_BYTES
+
+
+def _new_table(root: Path, store_id: bytes, slots: int, gid: int | None, estate: Estate) -> Table:
+    if not estate.survivors:  # nothing is lost with it, and on a full tmpfs its room is needed
+        drop_table(root)
+    table = Table.create(root / "table.next", store_id, slots, _entry_count(slots))
+    try:
+        _write_headers(table, estate)
+        for path in (root, root / "slots"):
+            os.chmod(path, 0o750)
+        if gid is not None:
+            for path in (root, root / "slots", root / "table.next"):
+                os.chown(path, -1, gid)
+        with suppress(NotFound):
+            Table.mark_dead(root / "table")
+        table.move(root / "table")
+    except BaseException:
+        table.close()
+        raise
     return table
+
+
+def _write_headers(table: Table, estate: Estate) -> None:
+    survivors = {survivor.sealed.extent.slot: survivor for survivor in estate.survivors}
+    for slot, generation in enumerate(estate.generations[: table.slots]):
+        survivor = survivors.get(slot)
+        if survivor is not None:
+            sealed, header = survivor.sealed, survivor.sealed.header
+            table.write_header(
+                slot,
+                state=SEALED,
+                generation=generation,
+                kind=header.key.kind,
+                key=header.key.digest,
+                size=sealed.size_bytes,
+                object_id=header.object_id,
+                sequence=header.sequence,
+                flags=header.flags,
+                checksum=sealed.checksum,
+                parent=header.parent,
+                uid=header.uid,
+                bucket_id=header.bucket_id,
+                sealed_at_ns=survivor.sealed_at_ns,
+            )
+        elif generation:
+            table.set_generation(slot, (generation + 1 | 1) & 0xFFFFFFFF)
 
 
 def checked_capacity(capacity_bytes: int, max_slots: int, mode: str) -> int:

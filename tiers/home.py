@@ -1,8 +1,14 @@
 """The data directory: whose it is, which format it has, and that one service at a time uses it.
 
-Responsibility: `lock` (an flock held for the life of the service), `format.json` (format version and store
-id), and the paths of everything below. Invariant: nothing below the directory is touched before the lock
-is held and the format is known.
+Responsibility: `lock` (an flock held for the life of the service), `format.json` (format version, store id,
+and how the last service ended), and the paths of everything below.
+
+Invariants:
+- Nothing below the directory is touched before the lock is held and the format is known.
+- An index is believed only if its last service stopped cleanly or the machine has not been booted since (its
+  pages may not have reached the device), and if it has the mark of the last start: an older copy has not.
+- A start whose process is killed at any moment costs no belief: the mark is changed in three steps, and until
+  the last both marks count. What is not believed is gone before `format.json` says that a service began.
 """
 
 from __future__ import annotations
@@ -11,13 +17,29 @@ import fcntl
 import json
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from kvfs import linux
 from kvfs.errors import FormatMismatch, StoreLocked
 
 FORMAT_VERSION = 1
 """Of the data directory as a whole; the formats inside have versions of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """What `format.json` says."""
+
+    store_id: bytes
+    clean: bool = True
+    """Whether the last service stopped cleanly."""
+    boot_id: str = ""
+    """Of the boot in which it began."""
+    start: str = ""
+    """The random mark of that start, which the index has too."""
+    previous_start: str = ""
+    """The mark before, while the index may still have that one."""
 
 
 @dataclass(slots=True)
@@ -25,10 +47,19 @@ class Home:
     """An open, locked data directory."""
 
     path: Path
-    store_id: bytes
-    clean: bool
-    """Whether the last service that used it stopped cleanly."""
+    _found: _Format
     _lock_fd: int
+    start: str = field(default_factory=lambda: secrets.token_hex(16))
+    """The random mark of this start."""
+
+    @property
+    def store_id(self) -> bytes:
+        return self._found.store_id
+
+    @property
+    def clean(self) -> bool:
+        """Whether the last service that used it stopped cleanly."""
+        return self._found.clean
 
     @property
     def dram(self) -> Path:
@@ -42,10 +73,31 @@ class Home:
     def socket(self) -> Path:
         return self.path / "kvfs.sock"
 
+    @property
+    def index_is_durable(self) -> bool:
+        """Whether what the last service wrote to its index is what a file of it holds now."""
+        return self._found.clean or self._found.boot_id == linux.boot_id()
+
+    def knows_mark(self, mark: str) -> bool:
+        """Whether the last start left this mark in the index."""
+        return mark != "" and mark in (self._found.start, self._found.previous_start)
+
+    def begin(self, mark: str) -> None:
+        """Record that a service begins, with an index that still has `mark`. Then the index takes `start`."""
+        self._write(previous_start=mark, start=self.start)
+
+    def begun(self) -> None:
+        """Record that the index has taken `start`."""
+        self._write(start=self.start)
+
     def close(self, *, clean: bool = True) -> None:
-        """Release the directory; `clean` records that everything in it was left consistent."""
-        _write_format(self.path, self.store_id, clean=clean)
+        """Release the directory; `clean` records that everything in it was left consistent and is on the device."""
+        if clean:
+            self._write(start=self.start, clean=True)
         os.close(self._lock_fd)
+
+    def _write(self, *, start: str, previous_start: str = "", clean: bool = False) -> None:
+        _write_format(self.path, _Format(self.store_id, clean, linux.boot_id(), start, previous_start))
 
 
 def open_home(path: Path) -> Home:
@@ -57,12 +109,11 @@ def open_home(path: Path) -> Home:
     path = path.resolve()
     lock_fd = _lock(path)
     try:
-        store_id, clean = _read_format(path)
-        _write_format(path, store_id, clean=False)
+        found = _read_format(path)
     except BaseException:
         os.close(lock_fd)
         raise
-    return Home(path, store_id, clean, lock_fd)
+    return Home(path, found, lock_fd)
 
 
 def lock_holder(path: Path) -> int | None:
@@ -97,31 +148,41 @@ def _lock(path: Path) -> int:
     return lock_fd
 
 
-def _read_format(path: Path) -> tuple[bytes, bool]:
+def _read_format(path: Path) -> _Format:
     file = path / "format.json"
     try:
         found = json.loads(file.read_text())
-        version, store_id, clean = (
-            int(found["format"]),
+        version = int(found["format"])
+        read = _Format(
             bytes.fromhex(found["store_id"]),
             bool(found["clean"]),
+            *(str(found.get(key, "")) for key in ("boot_id", "start", "previous_start")),
         )
     except FileNotFoundError:
-        return secrets.token_bytes(16), True
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        return _Format(secrets.token_bytes(16))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise FormatMismatch(f"{file} is not a kvfs format file: {error}") from None
     if version > FORMAT_VERSION:
         raise FormatMismatch(
             f"{file} says data format {version}, and this kvfs reads up to {FORMAT_VERSION}: "
             "use the newer kvfs, or another data directory"
         )
-    if len(store_id) != 16:
-        raise FormatMismatch(f"{file} has a store id of {len(store_id)} bytes: it must be 16")
-    return store_id, clean
+    if len(read.store_id) != 16:
+        raise FormatMismatch(f"{file} has a store id of {len(read.store_id)} bytes: it must be 16")
+    return read
 
 
-def _write_format(path: Path, store_id: bytes, *, clean: bool) -> None:
-    text = json.dumps({"format": FORMAT_VERSION, "store_id": store_id.hex(), "clean": clean}, indent=1)
+def _write_format(path: Path, new: _Format) -> None:
+    """Onto the device: an index must not look clean after a power failure because this came too late."""
+    values = {"format": FORMAT_VERSION, **asdict(new), "store_id": new.store_id.hex()}
     temporary = path / "format.json.new"
-    temporary.write_text(text + "\n")
+    with temporary.open("w") as file:
+        file.write(json.dumps(values, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     temporary.rename(path / "format.json")
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -39,12 +39,14 @@ from kvfs.errors import (
 from kvfs.keys import Namespace, block_name
 from kvfs.names import NameIndex, NameRow
 from tiers import buckets
+from tiers.adoption import ENTRY_PINNED
 from tiers.base import Extent, Kind, SealHeader, StoreKey, object_key
 from tiers.blocks import Block
 from tiers.catalog import DIRECTORY, PINNED, Catalog, block_digest, directory_of_row
 from tiers.dram import DramTier
 from tiers.eviction import LruLeafFirst
 from tiers.evictor import Evictor
+from tiers.heritage import Heritage, unit_of
 from tiers.home import Home, open_home
 from tiers.model import Attributes, Bucket, Change, ChangeKind, Directory, Draft, Name, ObjectInfo
 from tiers.space import SpaceBook
@@ -92,27 +94,37 @@ class TieredStore(Catalog):
     ) -> Self:
         """Open the store in `data_dir`, which it then owns until `close`.
 
+        What an earlier service left in it, killed or not, is there again as far as it is whole (`tiers.heritage`).
         Raises StoreLocked, FormatMismatch, DeviceMissing (backing "tmpfs" without the right to mount).
         """
         if dram_bytes < limits.MIN_DRAM_BYTES:
             raise InvalidRequest(f"DRAM capacity of {dram_bytes} bytes: at least {limits.MIN_DRAM_BYTES}")
         home = open_home(data_dir)
         try:
-            names = NameIndex.open(home.index, map_size_bytes=limits.DEFAULT_NAME_MAP_BYTES)
+            heritage = Heritage(home)
             try:
-                names.clear_objects()
                 dram = DramTier.open(
-                    home.dram, dram_bytes, store_id=home.store_id, max_slots=max_slots, gid=gid, mode=backing
+                    home.dram,
+                    dram_bytes,
+                    store_id=home.store_id,
+                    max_slots=max_slots,
+                    gid=gid,
+                    mode=backing,
+                    choose=heritage.choose,
                 )
             except BaseException:
-                names.close()
+                heritage.names.close()
                 raise
         except BaseException:
             home.close(clean=False)
             raise
-        return cls(home, names, dram, quota_bytes if quota_bytes is not None else dram_bytes // 2)
+        quota_bytes = quota_bytes if quota_bytes is not None else dram_bytes // 2
+        store = cls(home, heritage.names, dram, quota_bytes)
+        heritage.restore(store)
+        return store
 
     def close(self, *, keep: bool = False) -> None:
+        """With `keep`, what is sealed stays in DRAM for the next `open`."""
         self.dram.close(keep=keep)
         self.names.close()
         self.home.close()
@@ -224,22 +236,22 @@ class TieredStore(Catalog):
         except BaseException:  # a full index, for one: without a name nothing would ever evict these bytes
             self._discard(key, attributes.uid)
             raise
-        self._name_of[key.digest] = name
-        self._enter(key.digest, name, row)
+        self.enter(key.digest, name, row)
         if old is not None:
             self._discard(object_key(old.object_id), old.uid)
         self._tell(Change(ChangeKind.SEALED, name, key))
         return self._info(name, row, sealed.extent)
 
-    def _enter(self, digest: bytes, name: Name, row: NameRow) -> None:
-        """Have the policy count a named object, as used now, in the unit that its name puts it in."""
+    def enter(self, digest: bytes, name: Name, row: NameRow) -> None:
+        """Know a named object that is in the table, as used now, in the unit that its name puts it in."""
+        self._name_of[digest] = name
         self._policy.insert(
             digest,
             size_bytes=row.size_bytes,
             parent=None,
             now=time.monotonic(),
             pinned=bool(row.flags & PINNED),
-            group=_unit(name),
+            group=unit_of(name),
         )
 
     def seal_block(
@@ -275,10 +287,20 @@ class TieredStore(Catalog):
         )
         sealed = self.dram.seal(draft.extent, header, checksum=checksum)
         self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
-        self._blocks.add(digest, Block(bucket, uid, sealed.size_bytes, sequence, time.time_ns()))
-        self._policy.insert(digest, size_bytes=sealed.size_bytes, parent=parent, now=time.monotonic())
+        self.enter_block(digest, parent, Block(bucket, uid, sealed.size_bytes, sequence, time.time_ns()))
         self._tell(Change(ChangeKind.SEALED, Name(bucket, block_name(digest)), key))
         return self.lookup_block(digest)
+
+    def enter_block(self, digest: bytes, parent: bytes | None, block: Block) -> None:
+        """Know a block that is in the table, as used now."""
+        self._blocks.add(digest, block)
+        self._policy.insert(
+            digest,
+            size_bytes=block.size_bytes,
+            parent=parent,
+            now=time.monotonic(),
+            pinned=block.pinned,
+        )
 
     def _index(self, draft: Draft, key: StoreKey, slot: int, generation: int, size_bytes: int) -> None:
         self._report_hits()
@@ -431,8 +453,8 @@ class TieredStore(Catalog):
     def _renamed(self, row: NameRow, src: Name, dst: Name) -> None:
         digest = object_key(row.object_id).digest
         self._name_of[digest] = dst
-        if _unit(src) != _unit(dst):
-            self._enter(digest, dst, row)
+        if unit_of(src) != unit_of(dst):
+            self.enter(digest, dst, row)
 
     def set_attributes(
         self,
@@ -482,8 +504,24 @@ class TieredStore(Catalog):
         block = self._blocks.get(info.key.digest)
         if pinned is not None and block is not None:
             block.pinned = pinned
+            self._mark_pinned(info.key, pinned)
             self._pin(info.key.digest, pinned)
         return self.lookup(name)
+
+    def _mark_pinned(self, key: StoreKey, pinned: bool) -> None:
+        """A block has no row that could say it, so its table entry does."""
+        entry = self.table.get(key.digest)
+        if entry is not None:
+            self.table.put(
+                key.digest,
+                int(key.kind),
+                entry.slot,
+                entry.generation,
+                entry.size_bytes,
+                tiers=entry.tiers,
+                flags=entry.flags | ENTRY_PINNED if pinned else entry.flags & ~ENTRY_PINNED,
+                location=entry.location,
+            )
 
     def _pin(self, digest: bytes, pinned: bool) -> None:
         if pinned:
@@ -547,7 +585,7 @@ class TieredStore(Catalog):
         if name is not None:
             row = self.names.remove(name.bucket, name.key)
             uid = row.uid if row else 0
-            self._drop_empty_unit(name)
+            self.drop_empty_unit(name)
         elif block is not None:
             name = Name(block.bucket, block_name(digest))
         freed = self._discard(key, uid)
@@ -555,7 +593,7 @@ class TieredStore(Catalog):
         self._tell(Change(ChangeKind.REMOVED, name, key, evicted=True))
         return freed
 
-    def _drop_empty_unit(self, name: Name) -> None:
+    def drop_empty_unit(self, name: Name) -> None:
         """A directory named by a hash reads as a hit while it exists, so it goes with its last file."""
         unit = paths.unit_prefix(name.key)
         if unit and not self.names.list(name.bucket, prefix=unit, after=unit, limit=1).entries:
@@ -625,12 +663,6 @@ def _new_row(identity: int, attributes: Attributes, flags: int) -> NameRow:
     )
     row.encode()
     return row
-
-
-def _unit(name: Name) -> bytes | None:
-    """The eviction group of a name: the directory whose files are useful only together."""
-    unit = paths.unit_prefix(name.key)
-    return name.bucket + b"\0" + unit if unit else None
 
 
 def _with_size(row: NameRow, size_bytes: int) -> NameRow:

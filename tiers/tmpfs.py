@@ -90,6 +90,12 @@ def resize(root: Path, capacity_bytes: int, *, inodes: int) -> None:
         ) from error
 
 
+def size_bytes(root: Path) -> int:
+    """The capacity of a mounted tier."""
+    found = os.statvfs(root)
+    return found.f_blocks * found.f_frsize
+
+
 def unmount(root: Path) -> None:
     """Unmount; lazily where somebody still holds a file (the kernel then frees it with the last of them)."""
     for flags in (0, _MNT_DETACH):

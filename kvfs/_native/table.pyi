@@ -94,6 +94,9 @@ class Table:
     def touch(self, key: bytes) -> bool:
         """Count a hit and set the last access to now; False if the key is not there."""
 
+    def set_access(self, key: bytes, hits: int, last_access_s: int) -> bool:
+        """Set what `touch` counts; False if the key is not there."""
+
     def match(self, hashes: Buffer, kind: int = 2) -> int:
         """How many of the n x 16 bytes of hashes are present, from the first on. Drops the GIL."""
 
@@ -159,6 +162,9 @@ class Table:
 
     def set_checksum(self, slot: int, generation: int, value: int) -> bool:
         """Record the payload's XXH3-64 if the slot is still sealed with that generation."""
+
+    def move(self, path: str | os.PathLike[str]) -> None:
+        """Rename the file, over another table if one is there. Raises OSError."""
 
     def set_dead(self) -> None: ...
     @property

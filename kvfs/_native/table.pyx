@@ -256,6 +256,9 @@ cdef class Table:
     def touch(self, bytes key):
         return kvfs_table_touch(self.writer(), key_pointer(key)) == 1
 
+    def set_access(self, bytes key, uint32_t hits, uint32_t last_access_s):
+        return kvfs_table_set_access(self.writer(), key_pointer(key), hits, last_access_s) == 1
+
     def match(self, hashes, int kind=2):
         return self._match(hashes, kind, None)
 
@@ -388,6 +391,11 @@ cdef class Table:
     @clean.setter
     def clean(self, value):
         kvfs_table_set_clean(self.writer(), 1 if value else 0)
+
+    def move(self, path):
+        self.writer()
+        os.rename(self.path, path)
+        self.path = os.fsdecode(path)
 
     def set_dead(self):
         kvfs_table_set_dead(self.writer())

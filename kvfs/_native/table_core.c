@@ -357,6 +357,19 @@ int kvfs_table_touch(struct kvfs_table *t, const uint8_t *key)
     return at != NOT_FOUND;
 }
 
+/* What `touch` counted in an earlier table: 1, or 0 where the key is not there. */
+int kvfs_table_set_access(struct kvfs_table *t, const uint8_t *key, uint32_t hits, uint32_t last_access_s)
+{
+    uint64_t key0, key1;
+    kvfs_key_words(key, &key0, &key1);
+    lock(t);
+    uint32_t at = find(t, key0, key1, NULL);
+    if (at != NOT_FOUND)
+        KVFS_STORE(&kvfs_entry_words(&t->entries[at])[6], hits | (uint64_t)last_access_s << 32);
+    unlock(t);
+    return at != NOT_FOUND;
+}
+
 /* --- slot headers --------------------------------------------------------------------------------------- */
 
 static int back_slot(struct kvfs_table *t, uint32_t slot)
