@@ -102,6 +102,16 @@ UNSYNCED_RECORDS: Final = 8_192
 """The log is synced at least after so many records..."""
 SYNC_INTERVAL_S: Final = 1.0
 """...and so long after a record was written, even if nobody waits for it."""
+GHOST_KEYS: Final = 1 << 18
+"""Keys that the ghost queue of write admission remembers: about 30 MB."""
+WRITE_BEHIND_RECORDS: Final = 256
+"""Records of the log that writing behind keeps queued: 256 MiB of 1 MiB objects, a fraction of a second."""
+WRITE_BEHIND_POLL_S: Final = 0.01
+"""How often writing behind looks whether a checksum is there, or the log has room."""
+SEGMENT_OFFSET_BITS: Final = 32
+"""Of a table entry's `location`: the offset in the segment, whose number is above."""
+MAX_PROMOTIONS: Final = 16
+"""Objects that are read back into DRAM at once: each is a draft there."""
 DEVICE_RETRY_S: Final = 0.25
 """How long the log waits after the device failed before it tries again."""
 

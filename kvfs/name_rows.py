@@ -8,7 +8,7 @@ length or with a non-zero reserved field is `Corrupt`.
                | uid u32 | gid u32 | object_id u64 | ino u64 | size_bytes u64 | sequence u64
                | mtime_ns i64 | ctime_ns i64 | digest | user metadata (the rest)
     BucketRow  version u8 = 1 | class u8 (1 cache, 2 durable) | namespace digest length u8 (0 or 16)
-               | reserved u8 = 0 | bucket_id u32 | uid u32 | gid u32 | mode u32 | created_ns i64
+               | flags u8 (bit 0: ghost admission) | bucket_id u32 | uid u32 | gid u32 | mode u32 | created_ns i64
                | mtime_ns i64 | namespace digest | namespace description (the rest)
 
 Concurrency: values only.
@@ -27,6 +27,10 @@ PINNED: Final = 1
 """`NameRow.flags`: never evicted."""
 DIRECTORY: Final = 2
 """`NameRow.flags`: the marker of an empty directory; it has no bytes in any tier."""
+
+GHOST_ADMISSION: Final = 1
+"""`BucketRow.flags`: only what was wanted before is written to NVMe."""
+_BUCKET_FLAGS: Final = GHOST_ADMISSION
 
 DIGEST_BYTES: Final = 16
 ROW_VERSION: Final = 1
@@ -154,6 +158,7 @@ class BucketRow:
     mtime_ns: int
     namespace: bytes | None = None
     namespace_json: bytes = b""
+    flags: int = 0
 
     def encode(self) -> bytes:
         """The row's bytes; the name is the key and not part of them. Raises InvalidRequest, LimitExceeded."""
@@ -168,14 +173,14 @@ class BucketRow:
                 f"bucket {self.name!r}: a namespace of {len(self.namespace_json)} bytes, "
                 f"the limit is {MAX_NAMESPACE_BYTES}"
             )
-        if self.bucket_id == 0:
+        if self.bucket_id == 0 or self.flags & ~_BUCKET_FLAGS:
             raise _out_of_range(self)
         try:
             head = _BUCKET.pack(
                 ROW_VERSION,
                 code,
                 len(digest),
-                0,
+                self.flags,
                 self.bucket_id,
                 self.uid,
                 self.gid,
@@ -193,12 +198,14 @@ class BucketRow:
         if len(data) < _BUCKET.size:
             raise Corrupt(f"row of bucket {name!r} has {len(data)} bytes, fewer than {_BUCKET.size}")
         (
-            version, code, digest_length, reserved, bucket_id, uid, gid, mode, created_ns, mtime_ns,
+            version, code, digest_length, flags, bucket_id, uid, gid, mode, created_ns, mtime_ns,
         ) = _BUCKET.unpack_from(data)  # fmt: skip
         end = _BUCKET.size + digest_length
         known = version == ROW_VERSION and code in _CLASSES and digest_length in (0, DIGEST_BYTES)
-        if not known or not bucket_id or reserved or end > len(data):
+        if not known or not bucket_id or flags & ~_BUCKET_FLAGS or end > len(data):
             raise Corrupt(f"row of bucket {name!r}: version {version}, class {code}, digest {digest_length}")
         class_ = _CLASSES[code]
         namespace = data[_BUCKET.size : end] or None
-        return cls(name, bucket_id, class_, uid, gid, mode, created_ns, mtime_ns, namespace, data[end:])
+        return cls(
+            name, bucket_id, class_, uid, gid, mode, created_ns, mtime_ns, namespace, data[end:], flags
+        )

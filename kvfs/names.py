@@ -16,8 +16,9 @@ index is synchronous or a page has to be read back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -160,6 +161,20 @@ class NameIndex:
         old = self._env.write(lambda txn: self._tree.put(txn, name, data))
         if old is None:
             self._count(bucket, 1)
+
+    def put_many(self, rows: Iterable[tuple[bytes, bytes, NameRow]]) -> int:
+        """Put (bucket, key, row) triples, MAX_LIST_ENTRIES in one transaction; how many."""
+        total = 0
+        pairs = ((_full_name(bucket, key), row.encode()) for bucket, key, row in rows)
+        while page := list(islice(pairs, MAX_LIST_ENTRIES)):
+            self._env.write(partial(self._put_page, page))
+            total += len(page)
+        self._counts.clear()
+        return total
+
+    def _put_page(self, page: _Pairs, txn: Txn) -> None:
+        for name, data in page:
+            self._tree.put(txn, name, data)
 
     def remove(self, bucket: bytes, key: bytes) -> NameRow | None:
         """Remove a name; the row that it had, or None where there was none."""

@@ -50,6 +50,10 @@ class Extent:
     generation: int
 
 
+NO_SLOT = (1 << 32) - 1
+"""`slot` of a table entry whose object is not in DRAM."""
+
+
 @dataclass(frozen=True, slots=True)
 class SealHeader:
     """What the slot header records at the seal, enough to adopt the slot without any index."""

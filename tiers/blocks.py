@@ -25,6 +25,7 @@ class Block:
     sequence: int
     sealed_ns: int
     pinned: bool = False
+    parent: bytes | None = None
 
 
 @dataclass(slots=True)
@@ -34,6 +35,10 @@ class BlockCatalog:
     _blocks: dict[bytes, Block] = field(default_factory=dict)
     _by_bucket: dict[bytes, dict[int, set[bytes]]] = field(default_factory=dict)
     _first_bytes: dict[bytes, list[int]] = field(default_factory=dict)
+    _children: dict[bytes, set[bytes]] = field(default_factory=dict)
+    """Prefix hash -> those of the blocks that follow it, whether it is here or not."""
+
+    _by_sequence: dict[int, bytes] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -41,8 +46,15 @@ class BlockCatalog:
     def get(self, digest: bytes) -> Block | None:
         return self._blocks.get(digest)
 
+    def of_sequence(self, sequence: int) -> bytes | None:
+        """The prefix hash of the block with this object id."""
+        return self._by_sequence.get(sequence)
+
     def add(self, digest: bytes, block: Block) -> None:
+        self._by_sequence[block.sequence] = digest
         self._blocks[digest] = block
+        if block.parent is not None:
+            self._children.setdefault(block.parent, set()).add(digest)
         shelves = self._by_bucket.setdefault(block.bucket, {})
         if digest[0] not in shelves:
             shelves[digest[0]] = set()
@@ -53,12 +65,31 @@ class BlockCatalog:
         block = self._blocks.pop(digest, None)
         if block is None:
             return None
+        del self._by_sequence[block.sequence]
+        if block.parent is not None:
+            siblings = self._children[block.parent]
+            siblings.discard(digest)
+            if not siblings:
+                del self._children[block.parent]
         shelf = self._by_bucket[block.bucket][digest[0]]
         shelf.discard(digest)
         if not shelf:
             del self._by_bucket[block.bucket][digest[0]]
             self._first_bytes[block.bucket].remove(digest[0])
         return block
+
+    def descendants(self, digest: bytes) -> list[bytes]:
+        """The blocks that are of no use without this one, nearest first."""
+        found: list[bytes] = []
+        seen = {digest}
+        front = [digest]
+        while front:
+            front = [
+                child for parent in front for child in self._children.get(parent, ()) if child not in seen
+            ]
+            seen.update(front)
+            found += front
+        return found
 
     def count(self, bucket: bytes) -> int:
         return sum(len(shelf) for shelf in self._by_bucket.get(bucket, {}).values())

@@ -12,6 +12,7 @@ from dataclasses import replace
 from kvfs import limits, paths
 from kvfs.errors import BucketNotFound, Exists, LimitExceeded, NotEmpty
 from kvfs.keys import Namespace
+from kvfs.name_rows import GHOST_ADMISSION
 from kvfs.names import BucketRow, NameIndex
 from tiers.model import Bucket
 
@@ -24,6 +25,7 @@ def create(
     gid: int,
     mode: int,
     durable: bool,
+    admits_all: bool,
     namespace: Namespace | None,
 ) -> Bucket:
     """Raises Exists, InvalidRequest, NameTooLong, LimitExceeded."""
@@ -39,6 +41,7 @@ def create(
         name=name,
         bucket_id=names.next_bucket_id(),
         class_="durable" if durable else "cache",
+        flags=0 if admits_all else GHOST_ADMISSION,
         uid=uid,
         gid=gid,
         mode=mode & 0o7777,
@@ -113,4 +116,5 @@ def _bucket(row: BucketRow) -> Bucket:
         created_ns=row.created_ns,
         mtime_ns=row.mtime_ns,
         namespace=row.namespace,
+        admits_all=not row.flags & GHOST_ADMISSION,
     )

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from heapq import merge
-from typing import Any
 
 import xxhash
 
 from kvfs import limits, paths
-from kvfs._native.table import Table
+from kvfs._native.table import TIER_DRAM, Entry, Table
 from kvfs.errors import NotFound
-from kvfs.keys import Namespace, parse_block_name
+from kvfs.keys import parse_block_name
 from kvfs.names import NameIndex, NameRow
 from tiers import buckets
 from tiers.base import Extent, Kind, StoreKey, object_key
@@ -41,21 +40,7 @@ class Catalog:
         self._blocks = BlockCatalog()
         self._name_of: dict[bytes, Name] = {}
         self._counts = {"seals": 0, "evictions": 0, "removals": 0, "hits": 0, "misses": 0}
-
-    def create_bucket(
-        self,
-        name: bytes,
-        *,
-        uid: int,
-        gid: int,
-        mode: int = 0o755,
-        durable: bool = False,
-        namespace: Namespace | None = None,
-    ) -> Bucket:
-        """Raises Exists, InvalidRequest, LimitExceeded."""
-        return buckets.create(
-            self.names, name, uid=uid, gid=gid, mode=mode, durable=durable, namespace=namespace
-        )
+        self._counts |= {"promotions": 0, "demotions": 0}
 
     def bucket(self, name: bytes) -> Bucket:
         """Raises BucketNotFound."""
@@ -90,7 +75,7 @@ class Catalog:
         if row is not None:
             entry = self.table.get(object_key(row.object_id).digest)
             if entry is not None:
-                return self._info(name, row, Extent(entry.slot, entry.generation), entry.hits)
+                return self._info(name, row, extent_of(entry), entry.hits)
         self._counts["misses"] += 1
         return None
 
@@ -115,8 +100,8 @@ class Catalog:
         return ObjectInfo(
             name=None,
             key=StoreKey(Kind.BLOCK, digest),
-            extent=Extent(entry.slot, entry.generation),
-            tier="dram",
+            extent=extent_of(entry),
+            tier="dram" if entry.tiers & TIER_DRAM else "nvme",
             object_id=block.sequence,
             ino=block.sequence,
             size_bytes=entry.size_bytes,
@@ -136,6 +121,24 @@ class Catalog:
             self._counts["misses"] += 1
             raise NotFound(f"no block {digest.hex()} in bucket {bucket.name.decode()}")
         return self.lookup_block(digest)
+
+    def lookup_object(self, key: StoreKey) -> ObjectInfo | None:
+        """The object that has this key, whatever its name is now; None when there is none."""
+        try:
+            if key.kind is Kind.BLOCK:
+                return self.lookup_block(key.digest)
+            name = self._name_of.get(key.digest)
+            row = None if name is None else self._row(name)
+            return None if name is None or row is None else self._info_of_row(name, row)
+        except NotFound:
+            return None
+
+    def object_id_of(self, digest: bytes) -> int | None:
+        """The id of the object that has this key, if there is one."""
+        if digest in self._name_of:
+            return int.from_bytes(digest, "big")
+        block = self._blocks.get(digest)
+        return None if block is None else block.sequence
 
     def block_bucket(self, digest: bytes) -> bytes | None:
         """The bucket that a block was sealed into, whose rights are the block's; None for no such block."""
@@ -206,14 +209,14 @@ class Catalog:
         if entry is None:
             self._counts["misses"] += 1
             raise NotFound(f"{name} has no bytes in any tier")
-        return self._info(name, row, Extent(entry.slot, entry.generation), entry.hits)
+        return self._info(name, row, extent_of(entry), entry.hits)
 
-    def _info(self, name: Name, row: NameRow, extent: Any, hits: int = 0) -> ObjectInfo:
+    def _info(self, name: Name, row: NameRow, extent: Extent | None, hits: int = 0) -> ObjectInfo:
         return ObjectInfo(
             name=name,
             key=object_key(row.object_id),
             extent=extent,
-            tier="dram",
+            tier="nvme" if extent is None else "dram",
             object_id=row.object_id,
             ino=row.ino,
             size_bytes=row.size_bytes,
@@ -248,6 +251,11 @@ class Catalog:
         self, bucket: bytes, prefix: bytes, after: bytes, delimiter: bytes | None
     ) -> Iterable[bytes]:
         return self._blocks.names(bucket, prefix=prefix, after=after, delimiter=delimiter)
+
+
+def extent_of(entry: Entry) -> Extent | None:
+    """Where the table says that the object is in DRAM, if it is there."""
+    return Extent(entry.slot, entry.generation) if entry.tiers & TIER_DRAM else None
 
 
 def _directory_of_bucket(bucket: Bucket, name: Name) -> Directory:

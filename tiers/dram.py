@@ -262,6 +262,11 @@ class DramTier:
         self._check_draft(draft)
         return native.open_slot(self._slotfd, draft.slot, os.O_RDWR)
 
+    def draft_bytes(self, draft: Extent) -> int:
+        """How long the draft is now. Raises Superseded."""
+        self._check_draft(draft)
+        return os.stat(native.slot_name(draft.slot), dir_fd=self._slotfd).st_size
+
     def _check_sealable(self, draft: Extent) -> tuple[int, int]:
         """(size, physical bytes) of a draft that may be sealed now."""
         size_bytes, physical_bytes = native.check_no_writer(self._slotfd, draft.slot)

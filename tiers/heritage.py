@@ -21,7 +21,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,9 @@ from tiers.base import Kind
 from tiers.blocks import Block
 from tiers.home import Home
 from tiers.model import Name
+from tiers.nvme import NvmeTier
+from tiers.rebuild import rebuild_index, restore_copies, skip_ids
+from tiers.replay import Replayed
 
 if TYPE_CHECKING:
     from tiers.store import TieredStore
@@ -45,13 +48,31 @@ _MARK = b"start"
 log = logging.getLogger("kvfs.store")
 
 
-class Heritage:
-    """Opens the index of `home`; then `choose` is for `DramTier.open`, and `restore` for the store made of both."""
+@dataclass(frozen=True, slots=True)
+class Lower:
+    """The NVMe tier, and what a replay of its log found."""
 
-    def __init__(self, home: Home) -> None:
+    nvme: NvmeTier
+    found: Replayed
+
+
+class Heritage:
+    """Opens the index of `home`; then `choose` is for `DramTier.open`, and `restore` for the store made of both.
+
+    With a lower tier, an index that is not believed is built anew from its log.
+    """
+
+    def __init__(self, home: Home, lower: Lower | None = None) -> None:
         """Raises FormatMismatch for an index of a newer version."""
         began = time.monotonic()
-        self.names = _open_index(home)
+        self._lower = lower
+        self._rebuilt: int | None = None
+        self._killed = not home.clean
+        self.names, believed = _open_index(home)
+        if lower is not None:
+            if not believed:
+                self._rebuilt = rebuild_index(self.names, lower.found)
+            skip_ids(self.names, lower.found)
         self._buckets = {row.bucket_id: row for row in self.names.buckets()}
         self._named: dict[int, tuple[Name, NameRow]] = {}
         """Object id -> the name and row of a survivor."""
@@ -97,6 +118,8 @@ class Heritage:
             if row is not None and row.flags & DIRECTORY:
                 return self.names.get_bucket(bucket) is not None
             name = Name(bucket, key)
+            if row is not None and self._is_below(row):
+                return True
             if row is not None and row.object_id in there and self._named[row.object_id][0] == name:
                 return True
             if unit := paths.unit_prefix(key):
@@ -110,8 +133,14 @@ class Heritage:
             self.names.skip_ids(max(each.sealed.header.sequence for each in adopted))
         for unit in lost_units:
             _drop_unit(store, unit)
+        if self._lower is not None:
+            nvme, found = self._lower.nvme, self._lower.found
+            store.journal = restore_copies(store, nvme, found, compare=self._killed)
         self._report(adopted, dropped, store.dram.verify_s)
         self._named.clear()
+
+    def _is_below(self, row: NameRow) -> bool:
+        return self._lower is not None and row.object_id in self._lower.nvme.objects
 
     def _restore_one(self, store: TieredStore, survivor: Survivor) -> None:
         sealed, key = survivor.sealed, survivor.sealed.header.key
@@ -128,8 +157,7 @@ class Heritage:
         if key.kind is Kind.OBJECT:
             store.enter(key.digest, *self._named[sealed.header.object_id])
         else:
-            parent = sealed.header.parent
-            store.enter_block(key.digest, parent if any(parent) else None, self._block(survivor))
+            store.enter_block(key.digest, self._block(survivor))
 
     def _block(self, survivor: Survivor) -> Block:
         header = survivor.sealed.header
@@ -140,6 +168,7 @@ class Heritage:
             header.sequence,
             survivor.sealed_at_ns,
             survivor.pinned,
+            header.parent if any(header.parent) else None,
         )
 
     def _report(self, adopted: list[Survivor], dropped: int, verify_s: float) -> None:
@@ -153,6 +182,16 @@ class Heritage:
             adoption_s,
             verify_s,
         )
+        if self._lower is not None:
+            found = self._lower.found
+            log.info(
+                "read back: %d objects in %d segments, %d records; %s. log %.3f s",
+                len(self._lower.nvme.objects),
+                found.segments,
+                found.records,
+                "names from the index" if self._rebuilt is None else f"{self._rebuilt} names rebuilt",
+                found.seconds,
+            )
 
 
 def unit_of(name: Name) -> bytes | None:
@@ -229,9 +268,10 @@ def _chain(
 
 
 # --- the index ---------------------------------------------------------------------------------------------
-def _open_index(home: Home) -> NameIndex:
+def _open_index(home: Home) -> tuple[NameIndex, bool]:
     """The index of the last service if it may be believed, else an empty one; with the mark of this start."""
     names = _believed_index(home)
+    believed = names is not None
     if names is None:
         _clear(home.index)
         names = NameIndex.open(home.index, map_size_bytes=limits.DEFAULT_NAME_MAP_BYTES)
@@ -242,7 +282,7 @@ def _open_index(home: Home) -> NameIndex:
     except BaseException:
         names.close()
         raise
-    return names
+    return names, believed
 
 
 def _believed_index(home: Home) -> NameIndex | None:

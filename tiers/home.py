@@ -70,6 +70,10 @@ class Home:
         return self.path / "index"
 
     @property
+    def segments(self) -> Path:
+        return self.path / "nvme"
+
+    @property
     def socket(self) -> Path:
         return self.path / "kvfs.sock"
 

@@ -20,7 +20,7 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -29,7 +29,7 @@ import xxhash
 from kvfs import limits
 from kvfs._native import slots as native
 from kvfs.errors import Corrupt, DeviceFailed, DeviceMissing, KvfsError, NoSpace, Superseded
-from kvfs.name_rows import BucketRow, NameRow
+from kvfs.name_rows import PINNED, BucketRow, NameRow
 from kvfs.records import MetaBody
 from tiers.admission import GhostQueue
 from tiers.base import Extent, Kind, StoreKey
@@ -50,6 +50,13 @@ class Journal:
     def usage(self) -> list[dict[str, Any]]:
         """Of the tiers below DRAM."""
         return []
+
+    async def run(self) -> None:
+        """Write behind, until cancelled."""
+        await trio.sleep_forever()
+
+    async def finish(self) -> None:
+        """Write what is queued. Raises NoSpace, DeviceFailed."""
 
     def check_durable(self, size_bytes: int) -> None:
         """Raises DeviceMissing: there is nothing durable here."""
@@ -87,8 +94,8 @@ class Journal:
     def removed(self, object_id: int) -> None:
         """An object or directory was removed."""
 
-    def evicted(self, key: StoreKey, name: Name | None) -> None:
-        """An object left DRAM, and the store."""
+    def evicted(self, key: StoreKey) -> None:
+        """An object left the store, as a cache's may."""
 
     def touched(self, key: StoreKey) -> None:
         """An object in DRAM was read."""
@@ -111,11 +118,31 @@ class Journal:
         """Wait until a sealed object is durable, whatever its bucket."""
 
 
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """An object in DRAM, as a lower tier takes it."""
+
+    key: StoreKey
+    object_id: int
+    extent: Extent
+    size_bytes: int
+    bucket: Bucket
+    named: tuple[Name, NameRow] | None
+    parent: bytes
+    uid: int
+
+
 class SlotPayload:
     """A piece of a sealed slot, read when its turn to be written comes."""
 
     def __init__(
-        self, nvme: NvmeTier, dram: DramTier, extent: Extent, offset: int, size_bytes: int, checksum: int | None
+        self,
+        nvme: NvmeTier,
+        dram: DramTier,
+        extent: Extent,
+        offset: int,
+        size_bytes: int,
+        checksum: int | None,
     ) -> None:
         self.size_bytes = size_bytes
         self.checksum = checksum
@@ -181,7 +208,8 @@ class NvmeJournal(Journal):
         replaced: int | None = None,
     ) -> None:
         if bucket.durable:
-            self._must = self._put(key, object_id, extent, size_bytes, bucket, named, parent, uid)
+            found = Resident(key, object_id, extent, size_bytes, bucket, named, parent, uid)
+            self._must = self._put(found)
             self._drop(replaced, behind=True)
             return
         self._drop(replaced)
@@ -190,40 +218,29 @@ class NvmeJournal(Journal):
         else:
             self._queue(key)
 
-    def _put(
-        self,
-        key: StoreKey,
-        object_id: int,
-        extent: Extent,
-        size_bytes: int,
-        bucket: Bucket,
-        named: tuple[Name, NameRow] | None,
-        parent: bytes,
-        uid: int,
-    ) -> int:
+    def _put(self, found: Resident) -> int:
         """Queue an object's records; the ticket of the last."""
+        named = found.named
         stored = Stored(
-            key,
-            object_id,
-            size_bytes,
-            bucket.bucket_id,
-            parent,
-            uid,
+            found.key,
+            found.object_id,
+            found.size_bytes,
+            found.bucket.bucket_id,
+            found.parent,
+            found.uid,
             sealed_at_ns=named[1].mtime_ns if named else time.time_ns(),
-            kept=bucket.durable or bool(named and named[1].flags & 1),
-            hits=self._hits(key.digest),
+            kept=found.bucket.durable or bool(named and named[1].flags & PINNED),
+            hits=self._hits(found.key.digest),
         )
         meta = MetaBody(named[0].bucket, named[0].key, named[1]) if named else None
-        stored.ticket = self.nvme.put(stored, self._payloads(extent, size_bytes), meta)
+        stored.ticket = self.nvme.put(stored, self._payloads(found.extent, found.size_bytes), meta)
         return stored.ticket
 
     def _payloads(self, extent: Extent, size_bytes: int) -> list[Payload]:
         step = self.nvme.pool.extent_bytes
         whole = self._store.dram.checksum(extent) if size_bytes <= step else None
         return [
-            SlotPayload(
-                self.nvme, self._store.dram, extent, start, min(step, size_bytes - start), whole
-            )
+            SlotPayload(self.nvme, self._store.dram, extent, start, min(step, size_bytes - start), whole)
             for start in range(0, max(size_bytes, 1), step)
         ]
 
@@ -232,10 +249,16 @@ class NvmeJournal(Journal):
         self._more.set()
 
     def named(self, object_id: int, name: Name, row: NameRow, replaced: int | None = None) -> None:
+        bucket = self._store.bucket(name.bucket)
         stored = self.nvme.objects.get(object_id)
         if stored is None:
-            self._drop(replaced)
+            found = self._store.in_dram(object_id) if bucket.durable else None
+            if found is not None:
+                self._must = self._put(found)
+            self._drop(replaced, behind=found is not None)
             return
+        stored.bucket_id = bucket.bucket_id
+        self.nvme.keep(stored, bucket.durable or bool(row.flags & PINNED))
         ticket = self.nvme.put_name(stored, MetaBody(name.bucket, name.key, row))
         stored.ticket = max(stored.ticket, ticket) if stored.kept else stored.ticket
         if stored.kept:
@@ -264,7 +287,7 @@ class NvmeJournal(Journal):
             if kept:
                 self._must = ticket
 
-    def evicted(self, key: StoreKey, name: Name | None) -> None:
+    def evicted(self, key: StoreKey) -> None:
         self._behind.pop(key.digest, None)
 
     def touched(self, key: StoreKey) -> None:
@@ -275,14 +298,8 @@ class NvmeJournal(Journal):
 
     def pinned(self, object_id: int, pinned: bool) -> None:
         stored = self.nvme.objects.get(object_id)
-        if stored is not None:
-            self.nvme.keep(stored, pinned or self._is_durable(stored))
-
-    def _is_durable(self, stored: Stored) -> bool:
-        return any(
-            row.bucket_id == stored.bucket_id and row.class_ == "durable"
-            for row in self._store.names.buckets()
-        )
+        if stored is not None and not self.nvme.is_durable(stored.bucket_id):
+            self.nvme.keep(stored, pinned)
 
     def bucket(self, row: BucketRow) -> None:
         self._should = self.nvme.put_bucket(row)
@@ -317,7 +334,7 @@ class NvmeJournal(Journal):
             if found is None:
                 raise Superseded(f"object {object_id} is no more")
             self._behind.pop(found.key.digest, None)
-            ticket = self._put(*found.to_put())
+            ticket = self._put(found)
         else:
             ticket = stored.ticket
         await self.nvme.log.settle(ticket)
@@ -337,7 +354,7 @@ class NvmeJournal(Journal):
             if not self._behind:
                 self._more = trio.Event()
                 await self._more.wait()
-            await self._wait_for(lambda: self.nvme.log.backlog < limits.WRITE_BEHIND_RECORDS)
+            await self.nvme.log.wait_backlog(limits.WRITE_BEHIND_RECORDS)
             digest, _ = self._behind.popitem(last=False)
             try:
                 await self._write_one(digest)
@@ -345,12 +362,6 @@ class NvmeJournal(Journal):
                 pass
             except KvfsError as error:
                 _log.log(type(error).log_level, "write behind: %s", error)
-
-    @staticmethod
-    async def _wait_for(ready: Callable[[], bool]) -> None:
-        await trio.lowlevel.checkpoint()
-        while not ready():
-            await trio.sleep(limits.WRITE_BEHIND_POLL_S)
 
     async def _write_one(self, digest: bytes) -> None:
         """Queue one object's records, once its checksum is known. Raises Superseded, Corrupt."""
@@ -369,7 +380,7 @@ class NvmeJournal(Journal):
             if again is None or object_id in self.nvme.objects:
                 return
             found = again
-        self._put(*found.to_put())
+        self._put(found)
 
     async def _verify(self, extent: Extent, checksum: int) -> None:
         """A slot of several extents, whose checksum is of the whole. Raises Corrupt, Superseded."""
@@ -381,8 +392,13 @@ class NvmeJournal(Journal):
         if found != checksum:
             raise Corrupt(f"slot {extent.slot} does not match its checksum")
 
-    async def drain(self) -> None:
-        """Write what is queued, and make it durable. Raises NoSpace, DeviceFailed."""
+    def queue_unwritten(self) -> None:
+        """Have everything written that only DRAM has: what a start took over."""
+        for sealed in self._store.dram.sealed():
+            if sealed.header.object_id not in self.nvme.objects:
+                self._queue(sealed.header.key)
+
+    async def finish(self) -> None:
         while self._behind:
             digest, _ = self._behind.popitem(last=False)
             try:
@@ -392,18 +408,19 @@ class NvmeJournal(Journal):
             if self.nvme.log.backlog >= limits.WRITE_BEHIND_RECORDS:
                 await self.nvme.log.drain()
         await self.nvme.log.drain()
+        await self.nvme.log.close()
 
     # --- what the tier tells ------------------------------------------------------------------------------
 
     def _written(self, stored: Stored) -> None:
-        self._store.note_copy(stored.key, there=True)
+        self._store.note_copy(stored.key, stored.place)
 
     def _let_go(self, stored: Stored) -> list[int]:
         """Reclaim lets an object go: it stays in DRAM if it is there, else it leaves the store, with its unit."""
-        return self._store.lose_copy(stored.key, stored.object_id)
+        return self._store.lose_copy(stored.key)
 
     def _damaged(self, stored: Stored) -> None:
-        for object_id in self._store.lose_copy(stored.key, stored.object_id):
+        for object_id in self._store.lose_copy(stored.key):
             self.nvme.drop(object_id)
         if self._store.in_dram(stored.object_id) is not None:
             self._queue(stored.key)
@@ -421,6 +438,3 @@ def _ghost_key(key: StoreKey, named: tuple[Name, NameRow] | None) -> int:
     if key.kind is Kind.BLOCK or named is None:
         return int.from_bytes(key.digest[:8], "little")
     return xxhash.xxh3_64_intdigest(named[0].bucket + b"\0" + named[0].key)
-
-
-__all__ = ["Awaitable", "Journal", "NvmeJournal"]

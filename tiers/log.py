@@ -131,6 +131,7 @@ class Log:
         """Tickets that somebody waits to see durable."""
         self._work = trio.Event()
         self._settled = trio.Event()
+        self._popped = trio.Event()
         self._segment: Segment | None = None
         self._unsynced: deque[tuple[int, Entry]] = deque()
         self._dirty: dict[int, Segment] = {}
@@ -270,6 +271,18 @@ class Log:
         for _ in range(count):
             self._queue.popleft()
         self._queued_before += count
+        event, self._popped = self._popped, trio.Event()
+        event.set()
+
+    async def wait_backlog(self, below: int) -> None:
+        """Wait until fewer than `below` entries wait to be written."""
+        await trio.lowlevel.checkpoint()
+        while self.backlog >= below:
+            await self._popped.wait()
+
+    async def wait_written(self) -> None:
+        """Wait until another batch was written."""
+        await self._popped.wait()
 
     async def write_now(self, entries: deque[Entry], *, from_queue: bool = False) -> None:
         """Write one batch from the head of `entries`, which loses what was written."""

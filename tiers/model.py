@@ -45,8 +45,10 @@ class ObjectInfo:
     name: Name | None
     """None for a block that was looked up by its prefix hash."""
     key: StoreKey
-    extent: Extent
+    extent: Extent | None
+    """Where it is in DRAM; None while only a lower tier has it (`TieredStore.load` brings it up)."""
     tier: str
+    """The highest tier that has it: `dram` or `nvme`."""
     object_id: int
     ino: int
     size_bytes: int
@@ -89,6 +91,8 @@ class Bucket:
     mtime_ns: int
     namespace: bytes | None
     """The 16-byte digest of the bound namespace."""
+    admits_all: bool = True
+    """Whether every object is written to NVMe; else only what was wanted before (`tiers.admission`)."""
 
 
 @dataclass(slots=True)
@@ -103,6 +107,8 @@ class Draft:
 
 class ChangeKind(Enum):
     SEALED = "sealed"
+    MOVED = "moved"
+    """To or from DRAM: the same object, elsewhere."""
     REMOVED = "removed"
     RENAMED = "renamed"
     ATTRIBUTES = "attributes"

@@ -76,6 +76,14 @@ class Stored:
     meta: tuple[Location, int] | None = None
     """Where its newest META is, and that record's size."""
     dropped: bool = False
+    ticket: int = 0
+    """Of the log entry after which all of it is durable."""
+
+    @property
+    def place(self) -> int:
+        """Where it begins, as the table's `location` says it; 0 while it is not written."""
+        piece = self.pieces[0] if self.pieces else None
+        return 0 if piece is None else piece.segment << limits.SEGMENT_OFFSET_BITS | piece.offset
 
     @property
     def readable(self) -> bool:
@@ -126,12 +134,14 @@ class NvmeTier:
         self.log.reclaim = self.reclaim
         self.objects: dict[int, Stored] = {}
         self.counts = NvmeCounts()
-        self.evicted: Callable[[Stored], list[int]] = lambda stored: [stored.object_id]
-        """Told that reclaim lets an object go; the ids that leave with it."""
+        self.evicted: Callable[[Stored], list[int]] = lambda stored: []
+        """Told that reclaim lets an object go; the ids of others that have to leave with it."""
         self.hits_of: Callable[[Stored], int] = lambda stored: 0
         """How often the object was read so far."""
         self.damaged: Callable[[Stored], None] = lambda stored: None
         """Told that an object lost an extent and left the tier."""
+        self.written: Callable[[Stored], None] = lambda stored: None
+        """Told that an object can be read from here; again when it moved."""
         self._buckets: dict[int, _BucketPlace] = {}
         self._by_number = {segment.number: segment for segment in pool.segments}
         self._loads = trio.CapacityLimiter(limits.DEVICE_BUFFERS)
@@ -251,6 +261,8 @@ class NvmeTier:
             if stored.dropped:
                 return
             self._set_piece(stored, number, Piece(*location, record_bytes, payload.size_bytes, checksum))
+            if stored.readable:
+                self.written(stored)
 
         def lost(error: KvfsError) -> None:
             if stored.dropped or stored.pieces[number] is not None:
@@ -351,6 +363,20 @@ class NvmeTier:
         self._buckets[row.bucket_id] = _BucketPlace(row, place)
         self._account(place, 1)
 
+    def keep(self, stored: Stored, kept: bool) -> None:
+        """Have reclaim move the object from now on, or not any more."""
+        if kept != stored.kept:
+            pieces = [piece for piece in stored.pieces if piece is not None]
+            for piece in pieces:
+                self._count_piece(piece, stored.kept, -1)
+            stored.kept = kept
+            for piece in pieces:
+                self._count_piece(piece, kept, 1)
+
+    def is_durable(self, bucket_id: int) -> bool:
+        place = self._buckets.get(bucket_id)
+        return place is not None and place.row.class_ == "durable"
+
     def _set_piece(self, stored: Stored, number: int, piece: Piece | None) -> None:
         old = stored.pieces[number]
         if old is not None:
@@ -417,7 +443,7 @@ class NvmeTier:
         self.damaged(stored)
 
     async def load(self, stored: Stored, into: memoryview) -> None:
-        """Read a whole object, verified extent by extent. `into` is page-aligned and has whole pages.
+        """Read a whole object, verified extent by extent. `into` is page-aligned and has whole RECORD_ALIGNMENT units.
 
         Raises Superseded, Corrupt, DeviceFailed.
         """
@@ -533,11 +559,11 @@ class NvmeTier:
             return None
         if fate is Fate.MOVE:
             return self._move(stored, number, piece)
-        for object_id in self.evicted(stored):
-            leaving = self.objects.get(object_id)
-            if leaving is not None:
-                self._forget(leaving)
-                self.counts.objects_evicted += 1
+        leaving = self.evicted(stored)
+        self._forget(stored)
+        self.counts.objects_evicted += 1
+        for object_id in leaving:
+            self.drop(object_id)
         return None
 
     def _move(self, stored: Stored, number: int, piece: Piece) -> Record:
@@ -547,6 +573,7 @@ class NvmeTier:
             if not stored.dropped:
                 moved = Piece(*location, record_bytes, piece.payload_bytes, checksum)
                 self._set_piece(stored, number, moved)
+                self.written(stored)
 
         def lost(error: KvfsError) -> None:
             if stored.dropped:

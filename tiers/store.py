@@ -25,7 +25,8 @@ from typing import Any, Self
 
 import trio
 
-from kvfs import limits, paths
+from kvfs import crashpoints, limits, paths
+from kvfs._native.table import TIER_DRAM, TIER_NVME
 from kvfs.errors import (
     Exists,
     InvalidRequest,
@@ -35,20 +36,25 @@ from kvfs.errors import (
     NotEmpty,
     NotFound,
     NotPermitted,
+    Superseded,
 )
 from kvfs.keys import Namespace, block_name
 from kvfs.names import NameIndex, NameRow
 from tiers import buckets
 from tiers.adoption import ENTRY_PINNED
-from tiers.base import Extent, Kind, SealHeader, StoreKey, object_key
+from tiers.base import NO_SLOT, Extent, Kind, SealHeader, StoreKey, object_key
 from tiers.blocks import Block
-from tiers.catalog import DIRECTORY, PINNED, Catalog, block_digest, directory_of_row
+from tiers.catalog import DIRECTORY, PINNED, Catalog, block_digest, directory_of_row, extent_of
+from tiers.device import Device
 from tiers.dram import DramTier
 from tiers.eviction import LruLeafFirst
 from tiers.evictor import Evictor
-from tiers.heritage import Heritage, unit_of
+from tiers.heritage import Heritage, Lower, unit_of
 from tiers.home import Home, open_home
+from tiers.journal import Journal, Resident
 from tiers.model import Attributes, Bucket, Change, ChangeKind, Directory, Draft, Name, ObjectInfo
+from tiers.promotion import Promoter
+from tiers.replay import open_nvme
 from tiers.space import SpaceBook
 
 log = logging.getLogger("kvfs.store")
@@ -78,6 +84,9 @@ class TieredStore(Catalog):
         self._policy: LruLeafFirst[bytes] = LruLeafFirst()
         self._evictor = Evictor(self._policy, self._is_held, self._evict_one, self._report_hits)
         self._last_reader: dict[int, int] = {}
+        self.journal = Journal()
+        """What becomes of objects outside of DRAM; a store without the NVMe tier has one that does nothing."""
+        self._promoter = Promoter(self)
 
     # --- life ---------------------------------------------------------------------------------------------
 
@@ -97,31 +106,92 @@ class TieredStore(Catalog):
         What an earlier service left in it, killed or not, is there again as far as it is whole (`tiers.heritage`).
         Raises StoreLocked, FormatMismatch, DeviceMissing (backing "tmpfs" without the right to mount).
         """
-        if dram_bytes < limits.MIN_DRAM_BYTES:
-            raise InvalidRequest(f"DRAM capacity of {dram_bytes} bytes: at least {limits.MIN_DRAM_BYTES}")
         home = open_home(data_dir)
         try:
-            heritage = Heritage(home)
+            return cls._of_home(home, None, dram_bytes, max_slots, gid, backing, quota_bytes)
+        except BaseException:
+            home.close(clean=False)
+            raise
+
+    @classmethod
+    async def start(
+        cls,
+        data_dir: Path,
+        device: Device,
+        *,
+        nvme_bytes: int,
+        dram_bytes: int,
+        nvme_dir: Path | None = None,
+        segment_bytes: int | None = None,
+        max_slots: int = limits.DEFAULT_SLOTS,
+        gid: int | None = None,
+        backing: str = "auto",
+        quota_bytes: int | None = None,
+    ) -> Self:
+        """As `open`, with an NVMe tier in `nvme_dir` (default: in the data directory), which the store outlives.
+
+        `run` writes to it. Raises what `open` and `tiers.segments.open_pool` do.
+        """
+        home = open_home(data_dir)
+        try:
+            nvme, found = await open_nvme(
+                device,
+                nvme_dir or home.segments,
+                store_id=home.store_id,
+                capacity_bytes=nvme_bytes,
+                segment_bytes=segment_bytes,
+            )
             try:
-                dram = DramTier.open(
-                    home.dram,
-                    dram_bytes,
-                    store_id=home.store_id,
-                    max_slots=max_slots,
-                    gid=gid,
-                    mode=backing,
-                    choose=heritage.choose,
-                )
+                crashpoints.reach("start.after_log")
+                lower = Lower(nvme, found)
+                return cls._of_home(home, lower, dram_bytes, max_slots, gid, backing, quota_bytes)
             except BaseException:
-                heritage.names.close()
+                nvme.pool.close_files()
                 raise
         except BaseException:
             home.close(clean=False)
+            raise
+
+    @classmethod
+    def _of_home(
+        cls,
+        home: Home,
+        lower: Lower | None,
+        dram_bytes: int,
+        max_slots: int,
+        gid: int | None,
+        backing: str,
+        quota_bytes: int | None,
+    ) -> Self:
+        if dram_bytes < limits.MIN_DRAM_BYTES:
+            raise InvalidRequest(f"DRAM capacity of {dram_bytes} bytes: at least {limits.MIN_DRAM_BYTES}")
+        heritage = Heritage(home, lower)
+        try:
+            crashpoints.reach("start.after_names")
+            dram = DramTier.open(
+                home.dram,
+                dram_bytes,
+                store_id=home.store_id,
+                max_slots=max_slots,
+                gid=gid,
+                mode=backing,
+                choose=heritage.choose,
+            )
+        except BaseException:
+            heritage.names.close()
             raise
         quota_bytes = quota_bytes if quota_bytes is not None else dram_bytes // 2
         store = cls(home, heritage.names, dram, quota_bytes)
         heritage.restore(store)
         return store
+
+    async def run(self) -> None:
+        """Write to the lower tiers, until cancelled."""
+        await self.journal.run()
+
+    async def finish(self) -> None:
+        """Before `close`: write what is queued, with its footer. Raises NoSpace, DeviceFailed."""
+        await self.journal.finish()
 
     def close(self, *, keep: bool = False) -> None:
         """With `keep`, what is sealed stays in DRAM for the next `open`."""
@@ -143,6 +213,38 @@ class TieredStore(Catalog):
     def data_dir(self) -> Path:
         return self.home.path
 
+    def create_bucket(
+        self,
+        name: bytes,
+        *,
+        uid: int,
+        gid: int,
+        mode: int = 0o755,
+        durable: bool = False,
+        admits_all: bool = True,
+        namespace: Namespace | None = None,
+    ) -> Bucket:
+        """Raises Exists, InvalidRequest, LimitExceeded; DeviceMissing for a durable one without the NVMe tier."""
+        if durable:
+            self.journal.check_durable(0)
+        made = buckets.create(
+            self.names,
+            name,
+            uid=uid,
+            gid=gid,
+            mode=mode,
+            durable=durable,
+            admits_all=admits_all,
+            namespace=namespace,
+        )
+        self._log_bucket(name)
+        return made
+
+    def _log_bucket(self, name: bytes) -> None:
+        row = self.names.get_bucket(name)
+        assert row is not None
+        self.journal.bucket(row)
+
     def set_bucket(
         self,
         name: bytes,
@@ -157,15 +259,17 @@ class TieredStore(Catalog):
         changed = buckets.change(
             self.names, name, mode=mode, uid=uid, gid=gid, mtime_ns=mtime_ns, namespace=namespace
         )
+        self._log_bucket(name)
         self._tell(Change(ChangeKind.ATTRIBUTES, Name(name, b""), None))
         return changed
 
     def remove_bucket(self, name: bytes) -> None:
         """Raises NotEmpty while any name or block is in it."""
-        self.bucket(name)
+        bucket = self.bucket(name)
         if self.names.has_prefix(name, b"") or self._blocks.count(name):
             raise NotEmpty(f"bucket {name.decode()} is not empty")
         self.names.remove_bucket(name)
+        self.journal.bucket_removed(bucket.bucket_id)
         self._tell(Change(ChangeKind.REMOVED, Name(name, b""), None))
 
     # --- writing ------------------------------------------------------------------------------------------
@@ -223,12 +327,15 @@ class TieredStore(Catalog):
         old = self._row(name)
         if old is not None and not replace:
             raise Exists(f"{name} exists")
+        if bucket.durable:
+            self.journal.check_durable(self.dram.draft_bytes(draft.extent))
         sequence = self.names.next_ids(1)
         key = object_key(sequence)
         row = _new_row(sequence, attributes, 0)
         sealed = self.dram.seal(
             draft.extent, SealHeader(key, sequence, sequence, uid=attributes.uid), checksum=checksum
         )
+        crashpoints.reach("store.after_dram_seal")
         row = _with_size(row, sealed.size_bytes)
         self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
         try:
@@ -236,14 +343,25 @@ class TieredStore(Catalog):
         except BaseException:  # a full index, for one: without a name nothing would ever evict these bytes
             self._discard(key, attributes.uid)
             raise
+        crashpoints.reach("store.after_index_put")
         self.enter(key.digest, name, row)
+        self.journal.sealed(
+            key,
+            sequence,
+            sealed.extent,
+            sealed.size_bytes,
+            bucket,
+            named=(name, row),
+            uid=attributes.uid,
+            replaced=None if old is None else old.object_id,
+        )
         if old is not None:
             self._discard(object_key(old.object_id), old.uid)
         self._tell(Change(ChangeKind.SEALED, name, key))
         return self._info(name, row, sealed.extent)
 
     def enter(self, digest: bytes, name: Name, row: NameRow) -> None:
-        """Know a named object that is in the table, as used now, in the unit that its name puts it in."""
+        """Know a named object that is in DRAM, as used now, in the unit that its name puts it in."""
         self._name_of[digest] = name
         self._policy.insert(
             digest,
@@ -280,6 +398,8 @@ class TieredStore(Catalog):
         if self._blocks.get(digest) is not None:
             self.abort(draft)
             return self.lookup_block(digest)
+        if where.durable:
+            self.journal.check_durable(self.dram.draft_bytes(draft.extent))
         key = StoreKey(Kind.BLOCK, digest)
         sequence = self.names.next_ids(1)
         header = SealHeader(
@@ -287,17 +407,33 @@ class TieredStore(Catalog):
         )
         sealed = self.dram.seal(draft.extent, header, checksum=checksum)
         self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
-        self.enter_block(digest, parent, Block(bucket, uid, sealed.size_bytes, sequence, time.time_ns()))
+        block = Block(bucket, uid, sealed.size_bytes, sequence, time.time_ns(), parent=parent)
+        self.enter_block(digest, block)
+        self.journal.sealed(
+            key, sequence, sealed.extent, sealed.size_bytes, where, parent=header.parent, uid=uid
+        )
         self._tell(Change(ChangeKind.SEALED, Name(bucket, block_name(digest)), key))
         return self.lookup_block(digest)
 
-    def enter_block(self, digest: bytes, parent: bytes | None, block: Block) -> None:
+    def restore_name(self, digest: bytes, name: Name) -> None:
+        """Know a named object that a lower tier has and that is in the table."""
+        self._name_of[digest] = name
+
+    def restore_block(self, digest: bytes, block: Block) -> None:
+        """Know a block that a lower tier has and that is in the table."""
+        self._blocks.add(digest, block)
+
+    def enter_block(self, digest: bytes, block: Block) -> None:
         """Know a block that is in the table, as used now."""
         self._blocks.add(digest, block)
+        self._count_block(digest, block)
+
+    def _count_block(self, digest: bytes, block: Block) -> None:
+        """Have the policy count a block that is in DRAM, as used now."""
         self._policy.insert(
             digest,
             size_bytes=block.size_bytes,
-            parent=parent,
+            parent=block.parent,
             now=time.monotonic(),
             pinned=block.pinned,
         )
@@ -316,7 +452,12 @@ class TieredStore(Catalog):
     # --- reading ------------------------------------------------------------------------------------------
 
     def open_read(self, info: ObjectInfo, *, uid: int) -> int:
-        """A read-only descriptor, which is the lease. Raises Superseded, QuotaExceeded; the caller closes it."""
+        """A read-only descriptor, which is the lease; the caller closes it. `load` brings up what is not in DRAM.
+
+        Raises Superseded, QuotaExceeded.
+        """
+        if info.extent is None:
+            raise Superseded(f"object {info.object_id} is not in DRAM")
         self.space.check_quota(uid, held_bytes=self.dram.charged_bytes(uid))
         descriptor = self.dram.open_sealed(info.extent)
         self.note_reader(info.extent.slot, uid)
@@ -333,6 +474,14 @@ class TieredStore(Catalog):
         self._counts["hits"] += 1
         if key.digest in self._policy:
             self._policy.touch(key.digest, time.monotonic())
+        self.journal.touched(key)
+
+    async def load(self, info: ObjectInfo, *, uid: int) -> ObjectInfo:
+        """The object, in DRAM: read back and verified if it was on a device only.
+
+        Raises NotFound when it turns out to be gone or damaged, NoSpace, ObjectTooLarge, QuotaExceeded, DeviceFailed.
+        """
+        return info if info.extent is not None else await self._promoter.load(info, uid=uid)
 
     async def wait_published(self, name: Name) -> None:
         """Wait, PUBLISH_WAIT_S at most, while `name` is a draft that is closed but not yet published."""
@@ -362,6 +511,7 @@ class TieredStore(Catalog):
         identity = self.names.next_ids(1)
         row = _new_row(identity, attributes, DIRECTORY)
         self.names.put(name.bucket, name.key, row)
+        self.journal.directory(self.bucket(name.bucket), name, row)
         return directory_of_row(name, row)
 
     def remove_directory(self, name: Name) -> None:
@@ -370,7 +520,9 @@ class TieredStore(Catalog):
             raise InvalidRequest(f"{name}: a directory's key ends in '/'")
         self._directory(self.bucket(name.bucket), name)
         self._check_empty(name)
-        self.names.remove(name.bucket, name.key)
+        row = self.names.remove(name.bucket, name.key)
+        if row is not None:
+            self.journal.removed(row.object_id)
         self._tell(Change(ChangeKind.REMOVED, name, None))
 
     def _check_empty(self, name: Name) -> None:
@@ -387,6 +539,8 @@ class TieredStore(Catalog):
             self.remove_block(info.key.digest)
             return
         self.names.remove(name.bucket, name.key)
+        crashpoints.reach("store.after_remove")
+        self.journal.removed(info.object_id)
         self._discard(info.key, info.uid)
         self._counts["removals"] += 1
         self._tell(Change(ChangeKind.REMOVED, name, info.key))
@@ -396,6 +550,7 @@ class TieredStore(Catalog):
         if block is None:
             raise NotFound(f"no block {digest.hex()}")
         key = StoreKey(Kind.BLOCK, digest)
+        self.journal.removed(block.sequence)
         self._discard(key, block.uid)
         self._counts["removals"] += 1
         self._tell(Change(ChangeKind.REMOVED, Name(block.bucket, block_name(digest)), key))
@@ -427,7 +582,8 @@ class TieredStore(Catalog):
         if src == dst:
             return
         old = self.names.rename(src.bucket, src.key, dst.bucket, dst.key)
-        self._renamed(row, src, dst)
+        crashpoints.reach("store.after_rename")
+        self._renamed(row, src, dst, replaced=None if old is None else old.object_id)
         if old is not None:
             self._discard(object_key(old.object_id), old.uid)
 
@@ -442,19 +598,23 @@ class TieredStore(Catalog):
             if not replace:
                 raise Exists(f"{dst} exists")
             self._check_empty(dst)
+        marker = self.names.get(dst.bucket, dst.key) if src != dst else None
         moved = self.names.rename_prefix(
             src.bucket, src.key, dst.bucket, dst.key, limit=limits.MAX_RENAME_KEYS
         )
         for old_key, key in moved:
             row = self.names.get(dst.bucket, key)
-            if row is not None and not row.flags & DIRECTORY:
-                self._renamed(row, Name(src.bucket, old_key), Name(dst.bucket, key))
+            if row is not None:
+                replaced = marker.object_id if marker is not None and key == dst.key else None
+                self._renamed(row, Name(src.bucket, old_key), Name(dst.bucket, key), replaced=replaced)
 
-    def _renamed(self, row: NameRow, src: Name, dst: Name) -> None:
-        digest = object_key(row.object_id).digest
-        self._name_of[digest] = dst
-        if unit_of(src) != unit_of(dst):
-            self.enter(digest, dst, row)
+    def _renamed(self, row: NameRow, src: Name, dst: Name, *, replaced: int | None = None) -> None:
+        if not row.flags & DIRECTORY:
+            digest = object_key(row.object_id).digest
+            self._name_of[digest] = dst
+            if unit_of(src) != unit_of(dst) and digest in self._policy:
+                self.enter(digest, dst, row)
+        self.journal.named(row.object_id, dst, row, replaced=replaced)
 
     def set_attributes(
         self,
@@ -491,8 +651,10 @@ class TieredStore(Catalog):
             user_metadata=row.user_metadata if user_metadata is None else user_metadata,
         )
         self.names.put(where.bucket, where.key, changed)
+        self.journal.named(row.object_id, where, changed)
         if pinned is not None and isinstance(info, ObjectInfo):
             self._pin(info.key.digest, pinned)
+            self.journal.pinned(row.object_id, pinned)
         self._tell(Change(ChangeKind.ATTRIBUTES, where, None))
         return self.lookup(where)
 
@@ -506,6 +668,7 @@ class TieredStore(Catalog):
             block.pinned = pinned
             self._mark_pinned(info.key, pinned)
             self._pin(info.key.digest, pinned)
+            self.journal.pinned(block.sequence, pinned)
         return self.lookup(name)
 
     def _mark_pinned(self, key: StoreKey, pinned: bool) -> None:
@@ -524,6 +687,8 @@ class TieredStore(Catalog):
             )
 
     def _pin(self, digest: bytes, pinned: bool) -> None:
+        if digest not in self._policy:
+            return
         if pinned:
             self._policy.pin(digest)
         else:
@@ -572,13 +737,61 @@ class TieredStore(Catalog):
             report()
 
     def _is_held(self, digest: bytes) -> bool:
+        """Whether the DRAM copy may not go now: somebody has it open, or it is the only one of a durable object."""
         entry = self.table.get(digest)
-        return entry is not None and self.dram.held(Extent(entry.slot, entry.generation))
+        extent = None if entry is None else extent_of(entry)
+        object_id = self.object_id_of(digest)
+        if object_id is not None and self.journal.is_needed(object_id):
+            return True
+        return extent is not None and self.dram.held(extent)
 
     def _evict_one(self, digest: bytes) -> int:
+        """Take an object out of DRAM, and out of the store where no lower tier has it; the bytes that became free."""
+        object_id = self.object_id_of(digest)
+        if object_id is not None and self.journal.holds(object_id):
+            return self._demote(digest)
+        if object_id is not None:
+            self.journal.removed(object_id)
+        return self._expel(digest)
+
+    def _demote(self, digest: bytes) -> int:
+        """Take an object out of DRAM that a lower tier has; the bytes that became free."""
+        entry = self.table.get(digest)
+        extent = None if entry is None else extent_of(entry)
+        if entry is None or extent is None:
+            return 0
+        self.table.put(
+            digest,
+            entry.kind,
+            NO_SLOT,
+            0,
+            entry.size_bytes,
+            tiers=entry.tiers & ~TIER_DRAM,
+            flags=entry.flags,
+            location=entry.location,
+        )
+        self._policy.remove(digest)
+        uid = self._uid_of(digest)
+        held = self.dram.free(extent, charge_uid=self._last_reader.pop(extent.slot, uid))
+        self._counts["demotions"] += 1
+        self._watch_quota()
+        self._tell(Change(ChangeKind.MOVED, self._name_of.get(digest), StoreKey(Kind(entry.kind), digest)))
+        return 0 if held else entry.size_bytes
+
+    def _uid_of(self, digest: bytes) -> int:
+        block = self._blocks.get(digest)
+        if block is not None:
+            return block.uid
+        name = self._name_of.get(digest)
+        row = None if name is None else self.names.get(name.bucket, name.key)
+        return 0 if row is None else row.uid
+
+    def _expel(self, digest: bytes) -> int:
+        """An object leaves the store, as a cache's may; the bytes that became free in DRAM."""
         name, block = self._name_of.get(digest), self._blocks.get(digest)
         if name is None and block is None:
-            self._policy.remove(digest)
+            if digest in self._policy:
+                self._policy.remove(digest)
             return 0
         key = StoreKey(Kind.BLOCK if block else Kind.OBJECT, digest)
         uid = block.uid if block else 0
@@ -588,6 +801,7 @@ class TieredStore(Catalog):
             self.drop_empty_unit(name)
         elif block is not None:
             name = Name(block.bucket, block_name(digest))
+        self.journal.evicted(key)
         freed = self._discard(key, uid)
         self._counts["evictions"] += 1
         self._tell(Change(ChangeKind.REMOVED, name, key, evicted=True))
@@ -597,7 +811,9 @@ class TieredStore(Catalog):
         """A directory named by a hash reads as a hit while it exists, so it goes with its last file."""
         unit = paths.unit_prefix(name.key)
         if unit and not self.names.list(name.bucket, prefix=unit, after=unit, limit=1).entries:
-            self.names.remove(name.bucket, unit)
+            row = self.names.remove(name.bucket, unit)
+            if row is not None:
+                self.journal.removed(row.object_id)
             self._tell(Change(ChangeKind.REMOVED, Name(name.bucket, unit), None, evicted=True))
 
     def _discard(self, key: StoreKey, uid: int) -> int:
@@ -609,13 +825,129 @@ class TieredStore(Catalog):
             self._policy.remove(key.digest)
         self._name_of.pop(key.digest, None)
         self._blocks.remove(key.digest)
-        if entry is None:
+        extent = None if entry is None else extent_of(entry)
+        if entry is None or extent is None:
             return 0
-        held = self.dram.free(
-            Extent(entry.slot, entry.generation), charge_uid=self._last_reader.pop(entry.slot, uid)
-        )
+        held = self.dram.free(extent, charge_uid=self._last_reader.pop(extent.slot, uid))
         self._watch_quota()
         return 0 if held else entry.size_bytes
+
+    # --- lower tiers --------------------------------------------------------------------------------------
+
+    def in_dram(self, object_id: int) -> Resident | None:
+        """An object that is in DRAM, and all that a lower tier has to know to take a copy; None if it is not."""
+        digest = self._digest_of(object_id)
+        entry = None if digest is None else self.table.get(digest)
+        extent = None if entry is None else extent_of(entry)
+        if digest is None or entry is None or extent is None:
+            return None
+        block, name = self._blocks.get(digest), self._name_of.get(digest)
+        if block is not None:
+            key = StoreKey(Kind.BLOCK, digest)
+            where, parent = self.bucket(block.bucket), block.parent or bytes(16)
+            return Resident(key, object_id, extent, entry.size_bytes, where, None, parent, block.uid)
+        row = None if name is None else self.names.get(name.bucket, name.key)
+        if name is None or row is None:
+            return None
+        key = StoreKey(Kind.OBJECT, digest)
+        where = self.bucket(name.bucket)
+        return Resident(key, object_id, extent, entry.size_bytes, where, (name, row), bytes(16), row.uid)
+
+    def _digest_of(self, object_id: int) -> bytes | None:
+        digest = object_key(object_id).digest
+        return digest if digest in self._name_of else self._blocks.of_sequence(object_id)
+
+    def note_copy(self, key: StoreKey, location: int) -> None:
+        """The NVMe tier has the object, at this place."""
+        entry = self.table.get(key.digest)
+        if entry is not None:
+            self.table.put(
+                key.digest,
+                entry.kind,
+                entry.slot,
+                entry.generation,
+                entry.size_bytes,
+                tiers=entry.tiers | TIER_NVME,
+                flags=entry.flags,
+                location=location,
+            )
+
+    def lose_copy(self, key: StoreKey) -> list[int]:
+        """The NVMe tier has the object no more. The ids of those that leave the store with it: where DRAM has no
+        copy the object itself, then the blocks behind it, or the other files of its unit."""
+        entry = self.table.get(key.digest)
+        if entry is None:
+            return []
+        if entry.tiers & TIER_DRAM:
+            self.table.put(
+                key.digest,
+                entry.kind,
+                entry.slot,
+                entry.generation,
+                entry.size_bytes,
+                tiers=entry.tiers & ~TIER_NVME,
+                flags=entry.flags,
+            )
+            return []
+        digests = [key.digest, *self._dependents(key.digest)]
+        leaving = [object_id for digest in digests if (object_id := self.object_id_of(digest)) is not None]
+        for digest in digests:
+            self._expel(digest)
+        return leaving
+
+    def _dependents(self, digest: bytes) -> list[bytes]:
+        """What is of no use without this object, and not in DRAM either."""
+        found = self._blocks.descendants(digest)
+        name = self._name_of.get(digest)
+        unit = None if name is None else paths.unit_prefix(name.key)
+        if name is not None and unit:
+            page = self.names.list(name.bucket, prefix=unit, after=unit)
+            rows = [entry.row for entry in page.entries if entry.row is not None]
+            found += [object_key(row.object_id).digest for row in rows if not row.flags & DIRECTORY]
+        return [each for each in found if each != digest and not self._has_slot(each)]
+
+    def _has_slot(self, digest: bytes) -> bool:
+        entry = self.table.get(digest)
+        return entry is not None and bool(entry.tiers & TIER_DRAM)
+
+    def promoted(self, info: ObjectInfo, draft: Draft, checksum: int | None) -> ObjectInfo:
+        """Seal the bytes that were read back into `draft` as the object's copy in DRAM.
+
+        Raises NotFound when the object went away meanwhile (the draft then stays open), WriterActive.
+        """
+        entry = self.table.get(info.key.digest)
+        if entry is None or self.object_id_of(info.key.digest) != info.object_id:
+            raise NotFound(f"object {info.object_id} is gone")
+        block, name = self._blocks.get(info.key.digest), self._name_of.get(info.key.digest)
+        header = SealHeader(
+            info.key,
+            info.object_id,
+            info.sequence,
+            parent=block.parent or bytes(16) if block else bytes(16),
+            uid=info.uid,
+            bucket_id=self.bucket(block.bucket).bucket_id if block else 0,
+        )
+        sealed = self.dram.seal(draft.extent, header, checksum=checksum)
+        self._close_draft(draft, sealed.size_bytes)
+        self.table.put(
+            info.key.digest,
+            entry.kind,
+            sealed.extent.slot,
+            sealed.extent.generation,
+            sealed.size_bytes,
+            tiers=entry.tiers | TIER_DRAM,
+            flags=entry.flags,
+            location=entry.location,
+        )
+        if block is not None:
+            self._count_block(info.key.digest, block)
+        elif name is not None:
+            row = self.names.get(name.bucket, name.key)
+            assert row is not None
+            self.enter(info.key.digest, name, row)
+        self._counts["promotions"] += 1
+        self._tell(Change(ChangeKind.MOVED, name, info.key))
+        return replace(info, extent=sealed.extent, tier="dram")
 
     def maintain(self) -> None:
         """Sweep what holders let go, and evict down to the headroom. Cheap when there is nothing to do."""
@@ -637,7 +969,10 @@ class TieredStore(Catalog):
             "quota_bytes": self.space.quota_bytes,
             "headroom_bytes": self.space.headroom_bytes(),
             **self._counts,
-            "tiers": [{"name": self.dram.name, "backing": self.dram.backing, **asdict(self.dram.usage())}],
+            "tiers": [
+                {"name": self.dram.name, "backing": self.dram.backing, **asdict(self.dram.usage())},
+                *self.journal.usage(),
+            ],
         }
 
     def _tell(self, change: Change) -> None:

@@ -1,0 +1,241 @@
+"""The store over both tiers: written behind, demoted, promoted, durable, and there again after a restart."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+
+from kvfs.errors import DeviceMissing, NoSpace, NotFound
+from kvfs.limits import MIB
+from tests.support.stores import NAMESPACE
+from tiers.device import ThreadDevice
+from tiers.journal import NvmeJournal
+from tiers.model import Attributes, Name, ObjectInfo
+from tiers.store import TieredStore
+
+DRAM = 16 * MIB
+
+
+@asynccontextmanager
+async def running(
+    path: Path, *, dram_bytes: int = DRAM, nvme_bytes: int = 64 * MIB, keep: bool = False
+) -> AsyncIterator[TieredStore]:
+    device = ThreadDevice()
+    store = await TieredStore.start(
+        path, device, nvme_bytes=nvme_bytes, dram_bytes=dram_bytes, segment_bytes=MIB, backing="directory"
+    )
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(store.run)
+            yield store
+            nursery.cancel_scope.cancel()
+        await store.finish()
+    finally:
+        store.close(keep=keep)
+        with trio.CancelScope(shield=True):
+            await device.aclose()
+
+
+def data_of(name: Name, size: int) -> bytes:
+    return random.Random(str(name)).randbytes(size)
+
+
+def put(store: TieredStore, name: Name, size: int, **attributes: int) -> ObjectInfo:
+    draft = store.reserve(size, uid=0)
+    fill(store, draft, data_of(name, size))
+    return store.seal(draft, name, Attributes(**attributes))  # type: ignore[arg-type]
+
+
+def fill(store: TieredStore, draft: object, data: bytes) -> None:
+    descriptor = store.open_draft(draft)  # type: ignore[arg-type]
+    os.pwrite(descriptor, data, 0)
+    os.close(descriptor)
+
+
+def put_block(
+    store: TieredStore, bucket: bytes, digest: bytes, parent: bytes | None, size: int
+) -> ObjectInfo:
+    draft = store.reserve(size, uid=0)
+    fill(store, draft, digest * (size // 16))
+    return store.seal_block(draft, bucket, digest, parent=parent, uid=0)
+
+
+async def read(store: TieredStore, name: Name) -> bytes:
+    info = store.lookup(name)
+    assert isinstance(info, ObjectInfo)
+    info = await store.load(info, uid=0)
+    descriptor = store.open_read(info, uid=0)
+    try:
+        return os.pread(descriptor, info.size_bytes + 1, 0)
+    finally:
+        os.close(descriptor)
+
+
+async def until_written(store: TieredStore, count: int) -> None:
+    """Until so many objects have a copy on NVMe."""
+    journal = store.journal
+    assert isinstance(journal, NvmeJournal)
+    with trio.fail_after(20):
+        while sum(entry.tiers >> 2 & 1 for _, entry in store.table.items()) < count:
+            await journal.nvme.log.wait_written()
+
+
+async def test_what_leaves_dram_comes_back_from_nvme(tmp_path: Path) -> None:
+    sizes = [0, 1, 511, 4096, 70_001, 256 * 1024, MIB + 77, 3 * MIB]
+    async with running(tmp_path) as store:
+        store.create_bucket(b"b", uid=0, gid=0)
+        names = [Name(b"b", b"dir/%d" % number) for number in range(len(sizes))]
+        for name, size in zip(names, sizes, strict=True):
+            put(store, name, size, mode=0o640)
+        await until_written(store, len(names))
+        store.evict(names=names)
+        for name, size in zip(names, sizes, strict=True):
+            found = store.lookup(name)
+            assert isinstance(found, ObjectInfo)
+            assert (found.tier, found.extent, found.size_bytes, found.mode) == ("nvme", None, size, 0o640)
+        for name, size in zip(names, sizes, strict=True):
+            assert await read(store, name) == data_of(name, size)
+            found = store.lookup(name)
+            assert isinstance(found, ObjectInfo)
+            assert found.tier == "dram"
+
+
+async def test_many_readers_cause_one_promotion(tmp_path: Path) -> None:
+    name = Name(b"b", b"one")
+    async with running(tmp_path) as store:
+        store.create_bucket(b"b", uid=0, gid=0)
+        put(store, name, MIB)
+        await until_written(store, 1)
+        store.evict(names=[name])
+        async with trio.open_nursery() as nursery:
+            for _ in range(10):
+                nursery.start_soon(read, store, name)
+        assert store.usage()["promotions"] == 1
+
+
+@pytest.mark.parametrize("lost", ["nothing", "dram", "index", "both"])
+async def test_a_restart_has_everything_again(tmp_path: Path, lost: str) -> None:
+    digests = [bytes([n]) * 16 for n in range(1, 6)]
+    async with running(tmp_path, keep=True) as store:
+        store.create_bucket(b"b", uid=3, gid=4, mode=0o711)
+        store.create_bucket(b"kv", uid=0, gid=0, namespace=NAMESPACE)
+        names = [Name(b"b", b"d/%d" % n) for n in range(20)]
+        for name in names:
+            put(store, name, 10_000, mode=0o600, uid=7, gid=8)
+        store.make_directory(Name(b"b", b"empty/"), Attributes(mode=0o700))
+        for parent, digest in zip([None, *digests], digests, strict=False):
+            put_block(store, b"kv", digest, parent, 4096)
+        await until_written(store, 25)
+        store.remove(names[3])
+        store.rename(names[4], Name(b"b", b"moved"))
+        store.rename(names[5], names[6])
+        store.rename(Name(b"b", b"empty/"), Name(b"b", b"bare/"))
+        put(store, names[7], 20_000)
+        store.set_attributes(names[8], mode=0o444, pinned=True)
+        store.remove_block(digests[4])
+        await store.journal.settle()
+    if lost in ("dram", "both"):
+        shutil.rmtree(tmp_path / "dram")
+    if lost in ("index", "both"):
+        shutil.rmtree(tmp_path / "index")
+    async with running(tmp_path) as store:
+        assert [bucket.name for bucket in store.buckets()] == [b"b", b"kv"]
+        assert (store.bucket(b"b").mode, store.bucket(b"b").uid) == (0o711, 3)
+        page = [key for key, _ in store.list(b"b").entries]
+        gone = {names[3].key, names[4].key, names[5].key}
+        assert page == sorted([*({n.key for n in names} - gone), b"moved", b"bare/"])
+        assert await read(store, names[0]) == data_of(names[0], 10_000)
+        assert await read(store, Name(b"b", b"moved")) == data_of(names[4], 10_000)
+        assert await read(store, names[6]) == data_of(names[5], 10_000)
+        assert await read(store, names[7]) == data_of(names[7], 20_000)
+        found = store.lookup(names[8])
+        assert isinstance(found, ObjectInfo)
+        assert (found.mode, found.uid, found.gid, found.pinned) == (0o444, 7, 8, True)
+        assert store.match(b"".join(digests)) == 4
+        block = await store.load(store.lookup_block(digests[2]), uid=0)
+        descriptor = store.open_read(block, uid=0)
+        assert os.pread(descriptor, 5000, 0) == digests[2] * 256
+        os.close(descriptor)
+
+
+async def fill_up(store: TieredStore, bucket: bytes) -> AsyncIterator[Name]:
+    """Durable objects until the tier takes no more."""
+    for number in range(100):
+        name = Name(bucket, b"%d" % number)
+        try:
+            put(store, name, 300_000)
+        except NoSpace:
+            return
+        await store.journal.settle()
+        yield name
+
+
+async def test_durable_objects_stay_whatever_is_written(tmp_path: Path) -> None:
+    async with running(tmp_path, nvme_bytes=16 * MIB) as store:
+        store.create_bucket(b"d", uid=0, gid=0, durable=True)
+        store.create_bucket(b"c", uid=0, gid=0)
+        kept = [name async for name in fill_up(store, b"d")]
+        assert 10 < len(kept) < 100
+        for number in range(200):
+            put(store, Name(b"c", b"%d" % number), 200_000)
+            await trio.lowlevel.checkpoint()
+            store.maintain()
+        for name in kept:
+            assert await read(store, name) == data_of(name, 300_000)
+    shutil.rmtree(tmp_path / "index")
+    async with running(tmp_path, nvme_bytes=16 * MIB) as store:
+        for name in kept:
+            assert await read(store, name) == data_of(name, 300_000)
+
+
+async def test_a_durable_bucket_needs_the_tier(tmp_path: Path) -> None:
+    with (
+        TieredStore.open(tmp_path, dram_bytes=DRAM, backing="directory") as store,
+        pytest.raises(DeviceMissing, match="needs the NVMe tier"),
+    ):
+        store.create_bucket(b"d", uid=0, gid=0, durable=True)
+
+
+async def test_damaged_bytes_are_a_miss(tmp_path: Path) -> None:
+    name = Name(b"b", b"x")
+    async with running(tmp_path) as store:
+        store.create_bucket(b"b", uid=0, gid=0)
+        put(store, name, 300_000)
+        await until_written(store, 1)
+        store.evict(names=[name])
+        for segment in (tmp_path / "nvme").glob("*.seg"):
+            data = bytearray(segment.read_bytes())
+            at = data.find(data_of(name, 300_000)[:64])
+            if at >= 0:
+                with segment.open("r+b") as file:
+                    file.seek(at + 1000)
+                    file.write(bytes([data[at + 1000] ^ 1]))
+        found = store.lookup(name)
+        assert isinstance(found, ObjectInfo)
+        with pytest.raises(NotFound):
+            await store.load(found, uid=0)
+        with pytest.raises(NotFound):
+            store.lookup(name)
+        assert store.usage()["tiers"][1]["corrupt"] == 1
+
+
+async def test_ghost_admission_writes_what_was_wanted_before(tmp_path: Path) -> None:
+    async with running(tmp_path) as store:
+        store.create_bucket(b"b", uid=0, gid=0, admits_all=False)
+        first, read_once = Name(b"b", b"first"), Name(b"b", b"read")
+        put(store, first, 5_000)
+        put(store, read_once, 5_000)
+        await read(store, read_once)
+        await until_written(store, 1)
+        store.evict(names=[first])
+        with pytest.raises(NotFound):
+            store.lookup(first)
+        put(store, first, 5_000)
+        await until_written(store, 2)

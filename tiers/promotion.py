@@ -1,0 +1,89 @@
+"""Objects on their way back up: from a device into a DRAM slot, verified.
+
+Responsibility: one read for however many ask for the same object at once, straight into the pages of a slot.
+
+Invariants: nothing is visible before its checksum was found right; a failed or cancelled read leaves no draft.
+Concurrency: the service's trio thread; at most MAX_PROMOTIONS objects at a time, further callers wait.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+import trio
+
+from kvfs import limits
+from kvfs.errors import Corrupt, NotFound, Superseded
+from kvfs.formats import RECORD_ALIGNMENT
+from tiers.journal import NvmeJournal
+from tiers.model import ObjectInfo
+
+if TYPE_CHECKING:
+    from tiers.nvme import Stored
+    from tiers.store import TieredStore
+
+
+class Promoter:
+    """Brings objects of one store back into DRAM."""
+
+    def __init__(self, store: TieredStore) -> None:
+        self._store = store
+        self._under_way: dict[bytes, trio.Event] = {}
+        self._turns = trio.CapacityLimiter(limits.MAX_PROMOTIONS)
+
+    async def load(self, info: ObjectInfo, *, uid: int) -> ObjectInfo:
+        """See `TieredStore.load`."""
+        digest = info.key.digest
+        while True:
+            current = self._store.lookup_object(info.key)
+            if current is None or current.object_id != info.object_id:
+                raise NotFound(f"object {info.object_id} is gone")
+            if current.extent is not None:
+                await trio.lowlevel.checkpoint()
+                return current
+            running = self._under_way.get(digest)
+            if running is None:
+                break
+            await running.wait()
+        self._under_way[digest] = done = trio.Event()
+        try:
+            async with self._turns:
+                return await self._read_back(current, uid)
+        finally:
+            del self._under_way[digest]
+            done.set()
+
+    async def _read_back(self, info: ObjectInfo, uid: int) -> ObjectInfo:
+        journal = self._store.journal
+        stored = journal.nvme.objects.get(info.object_id) if isinstance(journal, NvmeJournal) else None
+        if stored is None or not isinstance(journal, NvmeJournal):
+            raise NotFound(f"object {info.object_id} is gone")
+        draft = self._store.reserve(info.size_bytes, uid=uid)
+        try:
+            descriptor = self._store.open_draft(draft)
+            try:
+                await _fill(journal, stored, descriptor)
+            finally:
+                os.close(descriptor)
+            piece = stored.pieces[0] if len(stored.pieces) == 1 else None
+            return self._store.promoted(info, draft, piece.checksum if piece else None)
+        except (Corrupt, Superseded) as error:
+            raise NotFound(f"object {info.object_id} is gone: {error}") from error
+        finally:
+            self._store.abort(draft)
+
+
+async def _fill(journal: NvmeJournal, stored: Stored, descriptor: int) -> None:
+    """Read an object into a draft's pages. They are allocated first: a hole in a full tmpfs would be a SIGBUS."""
+    if not stored.size_bytes:
+        return
+    units = -(-stored.size_bytes // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
+    os.posix_fallocate(descriptor, 0, units)
+    mapping = mmap.mmap(descriptor, units)
+    view = memoryview(mapping)
+    await journal.nvme.load(stored, view)  # after an error its traceback holds the view: the collector unmaps
+    view.release()
+    mapping.close()
+    os.ftruncate(descriptor, stored.size_bytes)

@@ -1,0 +1,136 @@
+"""A start's names and copies from the log: the index built anew, or held against what the records say.
+
+Responsibility: after a replay (`tiers.replay`) and with the name index open, make index, table, catalogue and log
+agree. Three cases: an index that was lost gets its buckets and names from the log; one that is believed decides
+which names exist, since the log is never ahead of it; what only one of the two knows is dropped or logged.
+
+Invariants: nothing that the believed index has removed comes back: its records are deleted in the log, so that
+a later start without the index does not see them either.
+Concurrency: before the store serves anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from kvfs._native.table import TIER_NVME
+from kvfs.name_rows import DIRECTORY, NameRow
+from kvfs.names import NameIndex
+from kvfs.records import MetaBody
+from tiers.base import NO_SLOT, Kind
+from tiers.blocks import Block
+from tiers.journal import NvmeJournal
+from tiers.log import Deletion
+from tiers.model import Name
+from tiers.nvme import NvmeTier, Stored
+from tiers.replay import Replayed
+
+if TYPE_CHECKING:
+    from tiers.store import TieredStore
+
+
+def rebuild_index(names: NameIndex, found: Replayed) -> int:
+    """Fill an empty index with the buckets and names of the log; how many names."""
+    for row in found.buckets.values():
+        names.put_bucket(row)
+    metas = (meta for meta in found.metas() if names.get_bucket(meta.bucket) is not None)
+    return names.put_many((meta.bucket, meta.key, meta.row) for meta in metas)
+
+
+def skip_ids(names: NameIndex, found: Replayed) -> None:
+    """No id that the log knows is given out again."""
+    names.skip_ids(found.highest_id)
+    if found.buckets:
+        names.skip_bucket_ids(max(found.buckets))
+
+
+def restore_copies(store: TieredStore, nvme: NvmeTier, found: Replayed, *, compare: bool) -> NvmeJournal:
+    """Have the store know what the log holds, and the log what the store has decided; the store's journal.
+
+    `compare`: whether names and attributes in the log may be older than the index's (after a kill).
+    """
+    journal = NvmeJournal(store, nvme)
+    for object_id in found.losers:
+        nvme.log.append(Deletion(object_id))
+    for row in store.names.buckets():
+        if found.buckets.get(row.bucket_id) != row:
+            journal.bucket(row)
+    for row_id in found.buckets.keys() - {row.bucket_id for row in store.names.buckets()}:
+        journal.bucket_removed(row_id)
+    restored = _restore_named(store, nvme, journal, found, compare=compare)
+    for stored in list(nvme.objects.values()):
+        if stored.key.kind is Kind.BLOCK:
+            restored_block = _restore_block(store, stored)
+        else:
+            restored_block = stored.object_id in restored
+        if not restored_block:
+            nvme.drop(stored.object_id)
+    journal.queue_unwritten()
+    return journal
+
+
+def _rows(names: NameIndex) -> Iterator[tuple[Name, NameRow]]:
+    for bucket, key, row in names.rows():
+        if row is not None:
+            yield Name(bucket, key), row
+
+
+def _restore_named(
+    store: TieredStore, nvme: NvmeTier, journal: NvmeJournal, found: Replayed, *, compare: bool
+) -> set[int]:
+    """Go through the index; the ids of what both it and the log have."""
+    both: set[int] = set()
+    for name, row in _rows(store.names):
+        stored = nvme.objects.get(row.object_id)
+        if stored is None:
+            if row.flags & DIRECTORY:
+                journal.directory(store.bucket(name.bucket), name, row)
+                both.add(row.object_id)
+            continue
+        both.add(row.object_id)
+        if compare and found.names[row.object_id][0] != MetaBody(name.bucket, name.key, row).encode():
+            journal.named(row.object_id, name, row)
+        if not row.flags & DIRECTORY:
+            _enter(store, stored)
+            store.restore_name(stored.key.digest, name)
+    return both
+
+
+def _enter(store: TieredStore, stored: Stored) -> None:
+    """The table entry of an object that the log holds; beside the one of its copy in DRAM, if that was taken over."""
+    location = stored.place
+    if stored.key.digest in store.table:
+        store.note_copy(stored.key, location)
+    else:
+        store.table.put(
+            stored.key.digest,
+            int(stored.key.kind),
+            NO_SLOT,
+            0,
+            stored.size_bytes,
+            tiers=TIER_NVME,
+            location=location,
+        )
+
+
+def _restore_block(store: TieredStore, stored: Stored) -> bool:
+    """False for a block whose bucket is gone, or of which DRAM has a later one."""
+    digest = stored.key.digest
+    bucket = next((row for row in store.names.buckets() if row.bucket_id == stored.bucket_id), None)
+    known = store.object_id_of(digest)
+    if bucket is None or bucket.namespace is None or known not in (None, stored.object_id):
+        return False
+    _enter(store, stored)
+    if known is None:
+        parent = stored.parent if any(stored.parent) else None
+        block = Block(
+            bucket.name,
+            stored.uid,
+            stored.size_bytes,
+            stored.object_id,
+            stored.sealed_at_ns,
+            parent=parent,
+        )
+        store.restore_block(digest, block)
+    return True
