@@ -42,6 +42,11 @@ class Catalog:
         self._name_of: dict[bytes, Name] = {}
         self._counts = {"seals": 0, "evictions": 0, "removals": 0, "hits": 0, "misses": 0}
 
+    @property
+    def object_count(self) -> int:
+        """Objects and blocks, without directories."""
+        return len(self._name_of) + len(self._blocks)
+
     def create_bucket(
         self,
         name: bytes,

@@ -21,7 +21,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,6 +50,7 @@ class Heritage:
     def __init__(self, home: Home) -> None:
         """Raises FormatMismatch for an index of a newer version."""
         began = time.monotonic()
+        self._is_first = not home.index.exists()
         self.names = _open_index(home)
         self._buckets = {row.bucket_id: row for row in self.names.buckets()}
         self._named: dict[int, tuple[Name, NameRow]] = {}
@@ -79,7 +79,10 @@ class Heritage:
             bucket = self._buckets.get(header.bucket_id)
             return survivor if bucket is not None and bucket.namespace is not None else None
         found = self._named.get(header.object_id)
-        return replace(survivor, pinned=bool(found[1].flags & PINNED)) if found is not None else None
+        if found is None:
+            return None
+        survivor.pinned = bool(found[1].flags & PINNED)
+        return survivor
 
     def _unit(self, survivor: Survivor) -> bytes | None:
         found = self._named.get(survivor.sealed.header.object_id)
@@ -110,7 +113,8 @@ class Heritage:
             self.names.skip_ids(max(each.sealed.header.sequence for each in adopted))
         for unit in lost_units:
             _drop_unit(store, unit)
-        self._report(adopted, dropped, store.dram.verify_s)
+        if not self._is_first:
+            self._report(adopted, dropped, store.dram.verify_s)
         self._named.clear()
 
     def _restore_one(self, store: TieredStore, survivor: Survivor) -> None:
@@ -144,14 +148,17 @@ class Heritage:
 
     def _report(self, adopted: list[Survivor], dropped: int, verify_s: float) -> None:
         adoption_s = time.monotonic() - self._began - verify_s
+        total_bytes = sum(each.sealed.size_bytes for each in adopted)
         log.info(
-            "taken over: %d objects, %s; %d names without bytes dropped. index %.3f s, adoption %.3f s, verify %.3f s",
+            "taken over: %d objects, %s; %d names without bytes dropped; index %.3f s, adoption %.3f s, "
+            "verify %.3f s (%.2f GB/s)",
             len(adopted),
-            format_size(sum(each.sealed.size_bytes for each in adopted)),
+            format_size(total_bytes),
             dropped,
             self._index_s,
             adoption_s,
             verify_s,
+            total_bytes / max(verify_s, 1e-9) / 1e9,
         )
 
 
