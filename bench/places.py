@@ -74,7 +74,7 @@ def _tmpfs(where: Path, huge: str) -> Iterator[Path]:
 def _service(home: Path) -> Iterator[tuple[Path, str]]:
     mount = home / "mnt"
     arguments = ["serve", "--mount", str(mount), "--data", str(home / "data"), "--dram", str(SIZE_BYTES)]
-    arguments += ["--log-level", "warning"]
+    arguments += ["--no-keep", "--log-level", "warning"]
     with subprocess.Popen(
         [sys.executable, "-m", "kvfs", *arguments], stdout=subprocess.PIPE, text=True
     ) as process:

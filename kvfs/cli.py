@@ -1,6 +1,6 @@
 """The command line: `kvfs serve` runs the service, the other commands talk to one that runs.
 
-Responsibility: arguments in, one call, text out. Every command but `serve`, `bench` and `umount` goes through
+Responsibility: arguments in, one call, text out. Every command but `serve`, `drop`, `bench` and `umount` goes through
 `kvfs.client`. A failure is one line on stderr, `kvfs: ...`, and the exit code says of which kind.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 no such name, 4 no service there, 130
@@ -98,6 +98,9 @@ def serve(
     data: Annotated[str | None, typer.Option(metavar="DIR", help="Data directory.")] = None,
     dram: Annotated[str | None, typer.Option(metavar="SIZE", help='DRAM capacity, such as "10GiB".')] = None,
     slots: Annotated[int | None, typer.Option(help="Most objects at once.")] = None,
+    keep: Annotated[
+        bool | None, typer.Option("--keep/--no-keep", help="Leave the objects in memory for the next start.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML configuration.")] = None,
     mode: Annotated[str | None, typer.Option(help="auto, passthrough, native or plain.")] = None,
     no_passthrough: Annotated[bool, typer.Option("--no-passthrough", help="Same as --mode native.")] = False,
@@ -119,6 +122,7 @@ def serve(
             ("store", "data"): data,
             ("dram", "capacity"): dram,
             ("dram", "slots"): slots,
+            ("dram", "keep"): keep,
             ("session", "socket"): socket,
             ("log", "level"): log_level,
         },
@@ -188,6 +192,17 @@ def umount(
         unmount(where)
     else:
         abort(where)
+
+
+@app.command()
+def drop(
+    data: Annotated[str, typer.Argument(metavar="DATA", help="The data directory of a stopped service.")],
+) -> None:
+    """Give back the memory of the objects that a stopped service keeps for its next start."""
+    from kvfs.service import drop_kept
+    from kvfs.sizes import format_size
+
+    print(f"{format_size(drop_kept(Path(os.path.abspath(data))))} given back")
 
 
 @app.command(

@@ -114,6 +114,8 @@ class DramSettings(_Section):
     """Bytes; the tier's hard limit."""
     slots: Annotated[int, Field(ge=MIN_SLOTS, le=MAX_SLOTS)] = DEFAULT_SLOTS
     """Most objects at once."""
+    keep: bool = True
+    """Whether a clean stop leaves the objects in memory for the next start; a kill always does."""
     backing: Backing = "auto"
     """What holds the bytes; `auto` takes a private tmpfs where the right to mount is there."""
 

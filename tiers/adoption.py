@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +48,17 @@ from tiers.dram_books import Held
 ENTRY_PINNED = 1
 """`flags` of an index entry: the block is pinned (a named object's row says it of itself)."""
 
+_KINDS = {int(kind): kind for kind in Kind}
 _READ_BYTES = 64 << 10
 _SHOWN_LOSSES = 20
 
 log = logging.getLogger("kvfs.dram")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Survivor:
-    """A sealed slot of an earlier service, and what its table knew of the object's use."""
+    """A sealed slot of an earlier service, and what its table knew of the object's use. Filled in as it is sorted
+    out: a copy for each step would be a fifth of the time that 100,000 objects take."""
 
     sealed: Sealed
     sealed_at_ns: int
@@ -152,9 +154,8 @@ class _Adoption:
             with suppress(KvfsError, OSError):  # a writer; a file that is none of ours
                 size_bytes, physical_bytes = native.check_no_writer(self._slotfd, slot)
                 if size_bytes == survivor.sealed.size_bytes and survivor.sealed.checksum is not None:
-                    found.setdefault(
-                        survivor.sealed.header.key.digest, replace(survivor, physical_bytes=physical_bytes)
-                    )
+                    survivor.physical_bytes = physical_bytes
+                    found.setdefault(survivor.sealed.header.key.digest, survivor)
         return list(found.values())
 
     def keep_only(self, survivors: list[Survivor]) -> None:
@@ -214,17 +215,7 @@ class _Adoption:
         threads = os.cpu_count() or 1
         with ThreadPoolExecutor(threads, "kvfs-verify") as pool:
             list(pool.map(work, range(threads)))
-        took_s = max(time.monotonic() - began, 1e-9)
-        self.estate.verify_s = took_s
-        total_bytes = sum(survivor.sealed.size_bytes for survivor in survivors)
-        log.info(
-            "%s: verified %d objects, %s in %.3f s, %.2f GB/s",
-            self._root,
-            len(survivors),
-            format_size(total_bytes),
-            took_s,
-            total_bytes / took_s / 1e9,
-        )
+        self.estate.verify_s = time.monotonic() - began
         self._report(bad)
         return [survivor for survivor in survivors if survivor.sealed.extent.slot not in bad]
 
@@ -341,9 +332,10 @@ def _skip_damaged(estate: Estate, damaged: list[int]) -> None:
 def _survivor(
     slot: int, raw: dict[str, Any], access: dict[bytes, tuple[int, int, int, int, int]]
 ) -> Survivor | None:
-    if raw["kind"] not in (Kind.OBJECT, Kind.BLOCK) or raw["generation"] & 1:
+    kind = _KINDS.get(raw["kind"])
+    if kind is None or raw["generation"] & 1:
         return None
-    key = StoreKey(Kind(raw["kind"]), raw["key"])
+    key = StoreKey(kind, raw["key"])
     if key.kind is Kind.OBJECT and key != object_key(raw["object_id"]):
         return None
     header = SealHeader(

@@ -42,6 +42,11 @@ class Catalog:
         self._counts = {"seals": 0, "evictions": 0, "removals": 0, "hits": 0, "misses": 0}
         self._counts |= {"promotions": 0, "demotions": 0}
 
+    @property
+    def object_count(self) -> int:
+        """Objects and blocks, without directories."""
+        return len(self._name_of) + len(self._blocks)
+
     def bucket(self, name: bytes) -> Bucket:
         """Raises BucketNotFound."""
         return buckets.get(self.names, name)

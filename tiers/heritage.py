@@ -21,7 +21,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,6 +68,7 @@ class Heritage:
         self._lower = lower
         self._rebuilt: int | None = None
         self._killed = not home.clean
+        self._is_first = not home.index.exists()
         self.names, believed = _open_index(home)
         if lower is not None:
             if not believed:
@@ -100,7 +101,10 @@ class Heritage:
             bucket = self._buckets.get(header.bucket_id)
             return survivor if bucket is not None and bucket.namespace is not None else None
         found = self._named.get(header.object_id)
-        return replace(survivor, pinned=bool(found[1].flags & PINNED)) if found is not None else None
+        if found is None:
+            return None
+        survivor.pinned = bool(found[1].flags & PINNED)
+        return survivor
 
     def _unit(self, survivor: Survivor) -> bytes | None:
         found = self._named.get(survivor.sealed.header.object_id)
@@ -136,7 +140,8 @@ class Heritage:
         if self._lower is not None:
             nvme, found = self._lower.nvme, self._lower.found
             store.journal = restore_copies(store, nvme, found, compare=self._killed)
-        self._report(adopted, dropped, store.dram.verify_s)
+        if not self._is_first:
+            self._report(adopted, dropped, store.dram.verify_s)
         self._named.clear()
 
     def _is_below(self, row: NameRow) -> bool:
@@ -173,14 +178,17 @@ class Heritage:
 
     def _report(self, adopted: list[Survivor], dropped: int, verify_s: float) -> None:
         adoption_s = time.monotonic() - self._began - verify_s
+        total_bytes = sum(each.sealed.size_bytes for each in adopted)
         log.info(
-            "taken over: %d objects, %s; %d names without bytes dropped. index %.3f s, adoption %.3f s, verify %.3f s",
+            "taken over: %d objects, %s; %d names without bytes dropped; index %.3f s, adoption %.3f s, "
+            "verify %.3f s (%.2f GB/s)",
             len(adopted),
-            format_size(sum(each.sealed.size_bytes for each in adopted)),
+            format_size(total_bytes),
             dropped,
             self._index_s,
             adoption_s,
             verify_s,
+            total_bytes / max(verify_s, 1e-9) / 1e9,
         )
         if self._lower is not None:
             found = self._lower.found
