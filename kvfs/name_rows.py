@@ -1,6 +1,7 @@
 """What the rows of the name index hold, down to the byte.
 
-Responsibility: `NameRow` (a name's value) and `BucketRow` (a bucket's value), their encoding, nothing else.
+Responsibility: `NameRow` (a name's value) and `BucketRow` (a bucket's value), their encoding, and the checksum
+that binds a row to its name: LMDB has none, and a name that leads to another object's bytes is wrong bytes.
 All integers are little-endian. The first byte of a row is its version; a row of another version, of a wrong
 length or with a non-zero reserved field is `Corrupt`.
 
@@ -11,6 +12,8 @@ length or with a non-zero reserved field is `Corrupt`.
                | flags u8 (bit 0: ghost admission) | bucket_id u32 | uid u32 | gid u32 | mode u32 | created_ns i64
                | mtime_ns i64 | namespace digest | namespace description (the rest)
 
+    stored     row | the low 32 bits of XXH3-64 over key and row
+
 Concurrency: values only.
 """
 
@@ -20,6 +23,7 @@ import struct
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from kvfs._native.slots import xxh3_64
 from kvfs.errors import Corrupt, InvalidRequest, LimitExceeded
 from kvfs.limits import MAX_NAMESPACE_BYTES, MAX_USER_METADATA_BYTES
 
@@ -39,6 +43,7 @@ MAX_BUCKET_ID: Final = (1 << 32) - 1
 
 _NAME = struct.Struct("<BBHIIIIQQQQqq")
 _BUCKET = struct.Struct("<BBBBIIIIqq")
+_CHECK_BYTES: Final = 4
 _FLAGS_OFFSET: Final = 4
 _U32 = (0, (1 << 32) - 1)
 _U64 = (0, (1 << 64) - 1)
@@ -133,6 +138,23 @@ class NameRow:
             object_id, ino, size_bytes, mode, uid, gid, mtime_ns, ctime_ns, sequence, flags,
             data[_NAME.size : end], data[end:],
         )  # fmt: skip
+
+
+def store_row(key: bytes, row: bytes) -> bytes:
+    """What the index stores under `key` for an encoded row."""
+    return row + _check(key, row)
+
+
+def load_row(key: bytes, stored: bytes) -> bytes:
+    """The encoded row that was stored under `key`. Raises Corrupt when it is another, or another key's."""
+    row = stored[:-_CHECK_BYTES]
+    if stored[-_CHECK_BYTES:] != _check(key, row):
+        raise Corrupt(f"row {key[:80]!r} of the name index does not match its checksum")
+    return row
+
+
+def _check(key: bytes, row: bytes) -> bytes:
+    return xxh3_64(key + row).to_bytes(8, "little")[:_CHECK_BYTES]
 
 
 def is_directory_row(data: bytes) -> bool:

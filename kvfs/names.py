@@ -33,7 +33,15 @@ from kvfs.limits import (
     MAX_NAME_MAP_BYTES,
 )
 from kvfs.name_env import NameEnvironment
-from kvfs.name_rows import DIRECTORY, PINNED, BucketRow, NameRow, is_directory_row
+from kvfs.name_rows import (
+    DIRECTORY,
+    PINNED,
+    BucketRow,
+    NameRow,
+    is_directory_row,
+    load_row,
+    store_row,
+)
 from kvfs.name_tree import NameScan, NameTree
 
 if TYPE_CHECKING:
@@ -88,6 +96,11 @@ def _full_name(bucket: bytes, key: bytes) -> bytes:
 def _full_prefix(bucket: bytes, prefix: bytes) -> bytes:
     _check_part("key prefix", prefix, MAX_KEY_BYTES)
     return _bucket_base(bucket) + prefix
+
+
+def _row(name: bytes, stored: bytes) -> NameRow:
+    """Raises Corrupt."""
+    return NameRow.decode(load_row(name, stored))
 
 
 def _past(prefix: bytes) -> bytes:
@@ -154,10 +167,11 @@ class NameIndex:
     def get(self, bucket: bytes, key: bytes) -> NameRow | None:
         name = _full_name(bucket, key)
         data = self._env.read(lambda txn: self._tree.get(txn, name))
-        return None if data is None else NameRow.decode(data)
+        return None if data is None else _row(name, data)
 
     def put(self, bucket: bytes, key: bytes, row: NameRow) -> None:
-        name, data = _full_name(bucket, key), row.encode()
+        name = _full_name(bucket, key)
+        data = store_row(name, row.encode())
         old = self._env.write(lambda txn: self._tree.put(txn, name, data))
         if old is None:
             self._count(bucket, 1)
@@ -187,7 +201,8 @@ class NameIndex:
         for (bucket, _), data in zip(keys, removed, strict=True):
             if data is not None:
                 self._count(bucket, -1)
-        return [None if data is None else NameRow.decode(data) for data in removed]
+        pairs = zip(names, removed, strict=True)
+        return [None if data is None else _row(name, data) for name, data in pairs]
 
     def rename(self, src_bucket: bytes, src_key: bytes, dst_bucket: bytes, dst_key: bytes) -> NameRow | None:
         """Move a row; the row that it replaced. Onto itself it does nothing. Raises NotFound."""
@@ -197,13 +212,13 @@ class NameIndex:
             data = self._tree.remove(txn, source)
             if data is None:
                 raise NotFound(f"no key {src_key!r} in bucket {src_bucket!r}")
-            replaced = self._tree.put(txn, target, data)
+            replaced = self._tree.put(txn, target, store_row(target, load_row(source, data)))
             return None if source == target else replaced
 
         replaced = self._env.write(change)
         self._count(src_bucket, -1)
         self._count(dst_bucket, 1 if replaced is None else 0)
-        return None if replaced is None else NameRow.decode(replaced)
+        return None if replaced is None else _row(target, replaced)
 
     def rename_prefix(
         self, src_bucket: bytes, src_prefix: bytes, dst_bucket: bytes, dst_prefix: bytes, *, limit: int
@@ -223,7 +238,8 @@ class NameIndex:
             markers = 0
             for name, data in moved:
                 new_key = dst_prefix + name[len(source) :]
-                replaced = self._tree.put(txn, _full_name(dst_bucket, new_key), data)
+                new_name = _full_name(dst_bucket, new_key)
+                replaced = self._tree.put(txn, new_name, store_row(new_name, load_row(name, data)))
                 if replaced is not None:
                     if not is_directory_row(replaced):
                         raise NotEmpty(f"key {new_key!r} in bucket {dst_bucket!r} is in the way of a rename")
@@ -296,7 +312,7 @@ class NameIndex:
             for name, data in page:
                 bucket, _, key = name.partition(b"\0")
                 try:
-                    yield bucket, key, NameRow.decode(data)
+                    yield bucket, key, _row(name, data)
                 except Corrupt:
                     yield bucket, key, None
             start = page[-1][0] + b"\0"
@@ -354,7 +370,7 @@ class NameIndex:
                     page.append(ListEntry(common, None))
                     found = scan.seek(_past(base + common))
                 else:
-                    page.append(ListEntry(key, NameRow.decode(scan.value())))
+                    page.append(ListEntry(key, _row(scan.name, scan.value())))
                     found = scan.step()
             return ListPage(page, False)
 
@@ -367,7 +383,7 @@ class NameIndex:
         _bucket_base(row.name)
         if row.name not in self._buckets and len(self._buckets) >= MAX_BUCKETS:
             raise LimitExceeded(f"bucket {row.name!r} would be one more than the limit of {MAX_BUCKETS}")
-        data = row.encode()
+        data = store_row(row.name, row.encode())
         self._env.write(lambda txn: txn.put(row.name, data, db=self._bucket_db))
         self._buckets[row.name] = row
 
@@ -394,7 +410,7 @@ class NameIndex:
 
     def _load_buckets(self, txn: Txn) -> dict[bytes, BucketRow]:
         with txn.cursor(db=self._bucket_db) as cursor:
-            return {name: BucketRow.decode(name, data) for name, data in cursor}
+            return {name: BucketRow.decode(name, load_row(name, data)) for name, data in cursor}
 
     # --- meta and ids ------------------------------------------------------------------------------------
 
