@@ -281,11 +281,15 @@ class DeviceSuite:
     async def test_a_buffer_comes_back_after_an_error(self, device: Device) -> None:
         async with device.buffer() as view:
             view[:4] = b"mark"
+
+        async def use_and_fail() -> None:
+            async with device.buffer() as view:
+                assert view[:4] == b"mark", "not the memory that was given back"
+                raise ZeroDivisionError
+
         for _ in range(3 * limits.DEVICE_BUFFERS):
             with pytest.raises(ZeroDivisionError):
-                async with device.buffer() as view:
-                    assert view[:4] == b"mark", "not the memory that was given back"
-                    raise ZeroDivisionError
+                await use_and_fail()
 
     # --- cancellation and the end --------------------------------------------------------------------------
     async def test_a_cancelled_read_has_ended(self, device: Device, fd: int) -> None:
