@@ -109,43 +109,46 @@ class ThreadDevice(FileDevice):
         self._threads = trio.CapacityLimiter(depth)
 
     async def _read(self, fd: int, offset: int, into: memoryview, payload_bytes: int, what: str) -> int:
-        call = partial(_read_all, fd, offset, into.cast("B"), payload_bytes, what)
+        call = partial(_read_all, fd, offset, into, payload_bytes, what)
         return await trio.to_thread.run_sync(call, limiter=self._threads)
 
     async def _write(self, fd: int, offset: int, data: memoryview, what: str) -> None:
-        call = partial(_write_all, fd, offset, data.cast("B"), what)
+        call = partial(_write_all, fd, offset, data, what)
         await trio.to_thread.run_sync(call, limiter=self._threads)
 
     async def _sync(self, fd: int, what: str) -> None:
         await trio.to_thread.run_sync(_sync_data, fd, what, limiter=self._threads)
 
 
+# Views are released here: an exception's traceback would keep them, and the caller could not unmap its memory.
 def _read_all(fd: int, offset: int, into: memoryview, payload_bytes: int, what: str) -> int:
     done = 0
-    while done < into.nbytes:
-        try:
-            count = os.preadv(fd, [into[done:]], offset + done)
-        except OSError as error:
-            # A direct read that follows one which ended between two blocks, as only the last of a file does.
-            if error.errno != errno.EINVAL or done % 512 == 0:
+    with into.cast("B") as flat:
+        while done < flat.nbytes:
+            try:
+                with flat[done:] as rest:
+                    count = os.preadv(fd, [rest], offset + done)
+            except OSError as error:
                 raise from_device_errno(error.errno or errno.EIO, what) from error
-            count = 0
-        if count == 0:
-            raise Corrupt(f"{what}: the file ends at {offset + done}")
-        done += count
-    return slots.xxh3_64(into[:payload_bytes])
+            if count == 0:
+                raise Corrupt(f"{what}: the file ends at {offset + done}")
+            done += count
+        with flat[:payload_bytes] as payload:
+            return slots.xxh3_64(payload)
 
 
 def _write_all(fd: int, offset: int, data: memoryview, what: str) -> None:
     done = 0
-    while done < data.nbytes:
-        try:
-            count = os.pwritev(fd, [data[done:]], offset + done)
-        except OSError as error:
-            raise from_device_errno(error.errno or errno.EIO, what) from error
-        if count == 0:
-            raise DeviceFailed(f"{what}: the device takes no more after {done} bytes")
-        done += count
+    with data.cast("B") as flat:
+        while done < flat.nbytes:
+            try:
+                with flat[done:] as rest:
+                    count = os.pwritev(fd, [rest], offset + done)
+            except OSError as error:
+                raise from_device_errno(error.errno or errno.EIO, what) from error
+            if count == 0:
+                raise DeviceFailed(f"{what}: the device takes no more after {done} bytes")
+            done += count
 
 
 def _sync_data(fd: int, what: str) -> None:

@@ -156,16 +156,26 @@ class FileDevice(ABC):
         if self._closed:
             return
         self._closed = True
-        with trio.move_on_after(limits.DEVICE_CLOSE_WAIT_S, shield=True) as wait:
-            for _ in range(self.depth):
-                await self._turns.acquire()
-        if wait.cancelled_caught:
+        if not await self._end_operations():
             _log.error(
-                "operations did not end in %s s; their memory is left behind", limits.DEVICE_CLOSE_WAIT_S
+                "operations did not end in %s s; their files and memory are left behind",
+                limits.DEVICE_CLOSE_WAIT_S,
             )
+            return
         for fd in list(self._paths):
             self.close_file(fd)
         self._free_buffers.clear()
+
+    async def _end_operations(self) -> bool:
+        """Take every turn, then give them back: who still waits for one finds the device closed."""
+        taken = 0
+        with trio.move_on_after(limits.DEVICE_CLOSE_WAIT_S, shield=True):
+            while taken < self.depth:
+                await self._turns.acquire()
+                taken += 1
+        for _ in range(taken):
+            self._turns.release()
+        return taken == self.depth
 
     def _check_open(self) -> None:
         if self._closed:
