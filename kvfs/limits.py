@@ -77,6 +77,12 @@ MAX_EXTENT_BYTES: Final = 4 * MIB
 """One DATA record's payload: what a small read of a large object has to verify."""
 EXTENT_SHARE_OF_SEGMENT: Final = 4
 """An extent is at most the segment divided by this, so that segments fill well."""
+MIN_NVME_BYTES: Final = 8 * MIB
+"""Eight of the smallest segments."""
+NVME_SHARE_OF_FREE: Final = 4
+"""The default capacity is the free space of the data directory's filesystem divided by this..."""
+MAX_DEFAULT_NVME_BYTES: Final = 64 * GIB
+"""...and not more than this: who wants more says so."""
 MIN_SEGMENT_BYTES: Final = 1 * MIB
 MAX_SEGMENT_BYTES: Final = 1 * GIB
 """Space comes back by segment: one this large is read and rewritten in about a second."""
@@ -174,6 +180,8 @@ SPACE_WAIT_S: Final = 2.0
 """No reservation takes longer, the eviction that it runs included, before it answers or is refused."""
 STOP_WAIT_S: Final = 10.0
 """How long a clean stop waits for the requests in flight."""
+FINISH_WAIT_S: Final = 4.0
+"""Part of it in which the log is written and closed; what is then left stays in DRAM, or was a cache's."""
 DETACH_WAIT_S: Final = 1.0
 """How long a hard stop waits for the kernel to take the mount away before the process leaves without."""
 ANSWER_WAIT_S: Final = 2.0

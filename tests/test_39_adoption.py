@@ -15,31 +15,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import lmdb
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kvfs import linux, name_env
-from kvfs._native import slots as native
-from kvfs._native.table import Table
-from kvfs.errors import FormatMismatch, NotFound
-from kvfs.formats import SLOT_HEADER, TABLE_HEADER, slot_header_checksum
+from kvfs.errors import NotFound
 from kvfs.limits import MIB
-from kvfs.names import NameIndex
 from kvfs.paths import unit_prefix
 from tests.support.door import need_mount
 from tests.support.posix import pattern
-from tests.support.processes import Helper
 from tests.support.service import ROOT
-from tests.support.store_writer import DIGESTS, OTHER, UNIT
-from tests.support.stores import BOUND, BUCKET, NAMESPACE, draft_of, keys, put, put_block, read
+from tests.support.store_writer import DIGESTS, UNIT
+from tests.support.stores import BOUND, BUCKET, NAMESPACE, put, read
 from tiers import tmpfs
-from tiers.adoption import Survivor
-from tiers.base import Extent, Kind, Sealed, SealHeader, StoreKey, object_key
 from tiers.dram import DramTier
-from tiers.heritage import Heritage, dearest_first
-from tiers.model import Attributes, Directory, Name, ObjectInfo
+from tiers.model import Directory, Name, ObjectInfo
 from tiers.store import TieredStore
 
 SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
