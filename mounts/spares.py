@@ -91,7 +91,7 @@ class SpareDrafts:
         """Give all spares back, when the loop has stopped."""
         while self._loop.spare_take():
             pass
-        for nodeid in list(self._made):  # those given away among them, whose creation nobody heard of any more
+        for nodeid in list(self._made):  # also what was given away and never heard of
             self._drop(nodeid)
 
     def _drop(self, nodeid: int) -> None:
