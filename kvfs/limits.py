@@ -202,6 +202,14 @@ MAX_NODES: Final = 1 << 24
 """Nodeids carry a 24-bit index."""
 KERNEL_CACHE_S: Final = 60
 """How long the kernel may keep names and attributes; what changes is invalidated long before."""
+MAX_LEARNED_NAMES: Final = 256
+"""A directory with more names is not read to know which are free: one page of a listing, 2 ms of the event loop."""
+MAX_DOUBTED_NAMES: Final = 1 << 18
+"""Names that exist and the kernel has forgotten, kept natively so that all others are known to be free: 30 MB."""
+SPARE_DRAFTS: Final = 16
+"""Empty slots held ready for CREATE while files are being created: a burst that Python takes 4 ms to follow."""
+SLOTS_PER_SPARE_DRAFT: Final = 64
+"""A tier with few slots keeps them for objects."""
 MAX_OPEN_LISTINGS: Final = 4_096
 """Directory handles, each with its place in a listing."""
 MAX_XATTR_VALUE_BYTES: Final = 64 * KIB

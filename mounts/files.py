@@ -36,7 +36,7 @@ class OpenFiles:
     def __init__(self, view: View) -> None:
         self._view = view
         self._handles: dict[int, Handle] = {}
-        self._next_handle = 1
+        self._next_handle = 0
 
     def create(self, parent: Node, component: bytes, flags: int, mode: int, *, uid: int, gid: int) -> Node:
         """A new draft. Raises Exists; Superseded when another door has made the name meanwhile."""
@@ -100,10 +100,18 @@ class OpenFiles:
         return self._handle(Handle(node, opened, writable=_writes(flags), pid=pid))
 
     def _handle(self, handle: Handle) -> int:
-        number = self._next_handle << 1 | handle.writable
-        self._next_handle += 1
+        number = self.allot(writable=handle.writable)
         self._handles[number] = handle
         return number
+
+    def allot(self, *, writable: bool) -> int:
+        """A number for a handle to come."""
+        self._next_handle += 1
+        return self._next_handle << 1 | writable
+
+    def adopt(self, node: Node, number: int, *, pid: int) -> None:
+        """A handle on a draft that the native loop gave out."""
+        self._handles[number] = Handle(node, node.draft, writable=True, pid=pid)
 
     def read(self, number: int, offset: int, size: int) -> bytes:
         return os.pread(self._descriptor(number), size, offset)

@@ -38,6 +38,8 @@ WAIT_S = 10.0
 CALLS_CAPACITY = 1024
 """FL_CALLS of the native loop."""
 VALID_S = 7
+DOUBTS = 100
+"""Names without a node that the loop keeps, at most."""
 ROOT = 1
 BUFFER_BYTES = 128 * 1024
 
@@ -214,6 +216,7 @@ def make_stand(tier: DramTier, slots: int, threads: int = 1) -> Stand:
         buffer_size=BUFFER_BYTES,
         largest_object=tier.largest_object_bytes,
         attr_valid_s=VALID_S,
+        doubts=DOUBTS,
     )
     library = socket.socket(fileno=os.dup(loop.library_fd))
     kernel.settimeout(WAIT_S)
@@ -401,7 +404,7 @@ def test_calls_are_answered(stand: Stand) -> None:
 
 def test_a_name_no_longer_linked_is_a_call_again(stand: Stand) -> None:
     stand.sealed(10, b"", name=b"a")
-    stand.loop.unlink(ROOT, b"a")
+    stand.loop.unlink(ROOT, b"a", 10)
     unique = stand.send(LOOKUP, ROOT, b"a\0")
     assert [call.unique for call in stand.calls(1)] == [unique]
     extent = stand.sealed(11, b"", name=b"b")
@@ -418,7 +421,7 @@ def test_many_names_are_found(stand: Stand) -> None:
     for number in range(5000):
         stand.loop.link(ROOT + number % 7, b"n%d" % number, 10)
     for number in range(0, 5000, 2):
-        stand.loop.unlink(ROOT + number % 7, b"n%d" % number)
+        stand.loop.unlink(ROOT + number % 7, b"n%d" % number, 10)
     for number in range(1, 5000, 502):
         stand.ask(LOOKUP, ROOT + number % 7, b"n%d\0" % number)
     for number in range(0, 5000, 500):

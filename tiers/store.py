@@ -285,6 +285,15 @@ class TieredStore(Catalog):
         self.space.opened(uid, size_bytes)
         return Draft(extent, uid, size_bytes)
 
+    def prepare(self) -> Extent:
+        """An empty extent for a draft that is granted later, without eviction. Raises NoSpace."""
+        return self.dram.reserve(0)
+
+    def grant(self, extent: Extent, *, uid: int) -> Draft:
+        """Make what was prepared a draft of `uid`, whose quota the caller has looked at."""
+        self.space.opened(uid, 0)
+        return Draft(extent, uid, 0)
+
     def _reserve_evicting(self, size_bytes: int) -> Extent:
         self.make_room(size_bytes)
         try:
@@ -483,6 +492,10 @@ class TieredStore(Catalog):
         """
         return info if info.extent is not None else await self._promoter.load(info, uid=uid)
 
+    def note_misses(self, count: int) -> None:
+        """Lookups of what does not exist that a door has answered without asking."""
+        self._counts["misses"] += count
+
     async def wait_published(self, name: Name) -> None:
         """Wait, PUBLISH_WAIT_S at most, while `name` is a draft that is closed but not yet published."""
         with trio.move_on_after(limits.PUBLISH_WAIT_S):
@@ -504,7 +517,9 @@ class TieredStore(Catalog):
             raise Exists(f"{name} exists")
         if bucket.namespace is not None and (name.key + b"/").startswith(b"kv/"):
             raise NotPermitted(f"{name}: names under kv/ of a bound bucket are blocks")
-        return self.mark_directory(name, attributes)
+        made = self.mark_directory(name, attributes)
+        self._tell(Change(ChangeKind.SEALED, name, None))
+        return made
 
     def mark_directory(self, name: Name, attributes: Attributes) -> Directory:
         """Give a directory that is only a common prefix a marker, which can hold attributes."""

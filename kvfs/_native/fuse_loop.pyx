@@ -27,12 +27,15 @@ cdef extern from "fuse_loop_core.h" nogil:
         uint32_t buffer_size
         uint64_t largest_object
         uint64_t attr_valid_s
+        uint64_t doubts
     struct fl_open_record:
         uint64_t nodeid
         uint32_t uid
         uint32_t pid
     enum fw_opcode:
         FW_LOOKUP, FW_FORGET, FW_FALLOCATE, FW_CREATE, FW_UNLINK, FW_RENAME2, FW_RELEASE
+    enum fl_done:
+        FL_CREATED, FL_RENAMED
     struct fl_call:
         uint64_t unique
         uint64_t nodeid
@@ -56,6 +59,8 @@ cdef extern from "fuse_loop_core.h" nogil:
         uint64_t native_writes
         uint64_t native_getattrs
         uint64_t native_lookups
+        uint64_t native_creates
+        uint64_t native_renames
         uint64_t invalidations
         uint64_t dropped_records
     struct fw_attr:
@@ -87,7 +92,15 @@ cdef extern from "fuse_loop_core.h" nogil:
                     const fw_attr *attr)
     uint64_t fl_node_drop(fuse_loop *loop, uint64_t nodeid)
     int fl_link(fuse_loop *loop, uint64_t parent, const char *name, uint32_t length, uint64_t nodeid)
-    void fl_unlink(fuse_loop *loop, uint64_t parent, const char *name, uint32_t length)
+    void fl_unlink(fuse_loop *loop, uint64_t parent, const char *name, uint32_t length, uint64_t nodeid)
+    void fl_doubt(fuse_loop *loop, uint64_t parent, const char *name, uint32_t length, uint64_t nodeid)
+    void fl_undoubt(fuse_loop *loop, uint64_t parent, const char *name, uint32_t length)
+    int fl_know_names(fuse_loop *loop, uint64_t nodeid, uint32_t room, const char *names)
+    int fl_spare_add(fuse_loop *loop, uint64_t nodeid, uint64_t fh, int fd)
+    uint32_t fl_spare_count(fuse_loop *loop)
+    uint64_t fl_spare_take(fuse_loop *loop)
+    uint64_t fl_drain_misses(fuse_loop *loop)
+    int fl_calls_waiting(fuse_loop *loop)
     int fl_acquire(fuse_loop *loop, uint64_t nodeid, int fd)
     int fl_release(fuse_loop *loop, uint64_t nodeid)
     int fl_opens(fuse_loop *loop, uint64_t nodeid)
@@ -117,6 +130,8 @@ CREATE = FW_CREATE
 UNLINK = FW_UNLINK
 RENAME = FW_RENAME2
 RELEASE = FW_RELEASE
+CREATED = FL_CREATED
+RENAMED = FL_RENAMED
 
 cdef uint64_t NANOSECONDS = 1000000000
 
@@ -127,7 +142,10 @@ def died_by_signal(uint32_t pid):
 
 
 cdef class Call:
-    """One request that the store has to answer: through `FuseLoop.answer_*`, except for RELEASE and FORGET."""
+    """One request that the store has to answer: through `FuseLoop.answer_*`, except for RELEASE and FORGET.
+
+    CREATED and RENAMED say what the loop has done by itself, and has answered.
+    """
 
     cdef readonly int opcode
     cdef readonly uint64_t unique
@@ -168,7 +186,7 @@ cdef class FuseLoop:
 
     def __cinit__(
         self, int dev_fd, int slots_dir_fd, Table table not None, *, bint passthrough, int threads,
-        uint32_t buffer_size, uint64_t largest_object, uint64_t attr_valid_s,
+        uint32_t buffer_size, uint64_t largest_object, uint64_t attr_valid_s, uint64_t doubts,
     ):
         cdef fl_config config
         cdef kvfs_table *pointer = table.pointer()
@@ -182,6 +200,7 @@ cdef class FuseLoop:
         config.buffer_size = buffer_size
         config.largest_object = largest_object
         config.attr_valid_s = attr_valid_s
+        config.doubts = doubts
         self._table = table
         self._check(fl_create(&config, &self._loop), "the native FUSE loop")
 
@@ -226,6 +245,8 @@ cdef class FuseLoop:
             "native_writes": stats.native_writes,
             "native_getattrs": stats.native_getattrs,
             "native_lookups": stats.native_lookups,
+            "native_creates": stats.native_creates,
+            "native_renames": stats.native_renames,
             "invalidations": stats.invalidations,
             "dropped_records": stats.dropped_records,
         }
@@ -294,9 +315,39 @@ cdef class FuseLoop:
         """From now on LOOKUP of the name answers this node."""
         self._check(fl_link(self._loop, parent, name, <uint32_t> len(name), nodeid), f"node {nodeid}")
 
-    def unlink(self, uint64_t parent, bytes name not None):
-        """From now on LOOKUP of the name is relayed."""
-        fl_unlink(self._loop, parent, name, <uint32_t> len(name))
+    def unlink(self, uint64_t parent, bytes name not None, uint64_t nodeid):
+        """The name no longer leads to this node. What it leads to by now, if that is another one, stays."""
+        fl_unlink(self._loop, parent, name, <uint32_t> len(name), nodeid)
+
+    def doubt(self, uint64_t parent, bytes name not None, uint64_t nodeid):
+        """Something may have this name, which led to the node until now (0: to none): LOOKUP of it is a call."""
+        fl_doubt(self._loop, parent, name, <uint32_t> len(name), nodeid)
+
+    def undoubt(self, uint64_t parent, bytes name not None):
+        """Nothing has this name, unless a node is linked under it."""
+        fl_undoubt(self._loop, parent, name, <uint32_t> len(name))
+
+    def know_names(self, uint64_t nodeid, uint32_t room, bytes names not None):
+        """In this directory nothing exists but what is linked, and what `names` (separated by `/`) leave in doubt.
+
+        `room` is the length in bytes of the longest name that can be made there; 0: its names are unknown.
+        """
+        self._check(fl_know_names(self._loop, nodeid, room, names), f"node {nodeid}")
+
+    def spare_add(self, uint64_t nodeid, uint64_t fh, int fd):
+        """Give a draft (`node_draft`) without a name to a CREATE to come; `fd` is its backing. Raises OSError."""
+        cdef int status
+        with nogil:
+            status = fl_spare_add(self._loop, nodeid, fh, fd)
+        self._check(status, f"the spare draft of node {nodeid}")
+
+    @property
+    def spares(self):
+        return fl_spare_count(self._loop)
+
+    def spare_take(self):
+        """Drop a spare draft that no CREATE was given; its nodeid, 0 when there is none."""
+        return fl_spare_take(self._loop)
 
     def acquire(self, uint64_t nodeid, int fd):
         """Count an open handle; the first one makes `fd` the backing. The count. Raises KvfsError, OSError."""
@@ -330,6 +381,10 @@ cdef class FuseLoop:
     @property
     def calls_fd(self):
         return fl_calls_fd(self._loop)
+
+    @property
+    def calls_waiting(self):
+        return bool(fl_calls_waiting(self._loop))
 
     def take_calls(self):
         """Queued calls, the oldest first; some more may be left."""
@@ -366,6 +421,10 @@ cdef class FuseLoop:
             for i in range(count):
                 found.append((records[i].nodeid, records[i].uid, records[i].pid))
         return found
+
+    def drain_misses(self):
+        """LOOKUPs of what does not exist, answered natively since the last call."""
+        return fl_drain_misses(self._loop)
 
     def probe(self, int fd):
         """Whether the kernel takes `fd` as a backing; passthrough is off from now on where it does not."""
