@@ -21,7 +21,7 @@ import trio
 
 from kvfs._native import fuse_loop
 from kvfs._native.fuse_loop import Call, FuseLoop
-from kvfs.errors import Superseded
+from kvfs.errors import KvfsError, Superseded
 from mounts import names
 from mounts.answers import errno_of
 from mounts.files import OpenFiles
@@ -58,6 +58,10 @@ class CallServer:
 
     async def serve(self) -> None:
         """Until cancelled."""
+        async with trio.open_nursery() as self._waiting:
+            await self._take()
+
+    async def _take(self) -> None:
         while True:
             await trio.lowlevel.wait_readable(self._loop.calls_fd)
             self.catch_up(TURN)
@@ -124,12 +128,27 @@ class CallServer:
 
     def _unlink(self, call: Call) -> None:
         names.remove_file(self._view, self._view.directory(call.nodeid), call.name)
-        self._loop.answer_status(call.unique, 0)
+        self._answer_settled(call.unique)
 
     def _rename(self, call: Call) -> None:
         above, below = self._view.directory(call.nodeid), self._view.directory(call.other)
         names.rename(self._view, above, call.name, below, call.new_name, call.flags)
-        self._loop.answer_status(call.unique, 0)
+        self._answer_settled(call.unique)
+
+    def _answer_settled(self, unique: int) -> None:
+        """Answer once what was done is as durable as promised; mostly it is at once."""
+        if self._view.store.journal.is_settled:
+            self._loop.answer_status(unique, 0)
+        else:
+            self._waiting.start_soon(self._settle, unique)
+
+    async def _settle(self, unique: int) -> None:
+        number = 0
+        try:
+            await self._view.store.journal.settle()
+        except KvfsError as error:
+            number = errno_of(error, "a change of names")
+        self._loop.answer_status(unique, number)
 
     def _allocate(self, call: Call) -> None:
         """What found no room natively, once more after eviction; `other` is the length."""

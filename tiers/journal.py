@@ -32,7 +32,7 @@ from kvfs.errors import Corrupt, DeviceFailed, DeviceMissing, KvfsError, NoSpace
 from kvfs.name_rows import PINNED, BucketRow, NameRow
 from kvfs.records import MetaBody
 from tiers.admission import GhostQueue
-from tiers.base import Extent, Kind, StoreKey
+from tiers.base import Extent, Kind, StoreKey, object_key
 from tiers.log import Barrier, Payload
 from tiers.model import Bucket, Name
 from tiers.nvme import NvmeTier, Stored
@@ -82,8 +82,9 @@ class Journal:
         parent: bytes = bytes(16),
         uid: int = 0,
         replaced: int | None = None,
+        snapshot: int | None = None,
     ) -> None:
-        """An object was sealed into DRAM, in the place of object `replaced`."""
+        """An object was sealed into DRAM, in the place of object `replaced`; `snapshot`: of its draft, if any."""
 
     def named(self, object_id: int, name: Name, row: NameRow, replaced: int | None = None) -> None:
         """An object or directory has another name or other attributes; `replaced` had the name before."""
@@ -114,8 +115,21 @@ class Journal:
     async def settle(self) -> None:
         """Wait until what was promised so far is durable. Raises NoSpace, DeviceFailed for durable objects."""
 
+    async def settle_names(self) -> None:
+        """Wait until every change of names so far is durable. Raises NoSpace, DeviceFailed."""
+
     async def persist(self, object_id: int) -> None:
-        """Wait until a sealed object is durable, whatever its bucket."""
+        """Wait until a sealed object is durable, whatever its bucket. Raises NoSpace, DeviceFailed."""
+
+    async def persist_draft(
+        self, extent: Extent, name: Name, row: NameRow, previous: int | None
+    ) -> int | None:
+        """See `TieredStore.persist_draft`."""
+        return None
+
+    def is_snapshot(self, object_id: int, size_bytes: int, checksum: int) -> bool:
+        """Whether a draft's durable copy has exactly these bytes."""
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +162,11 @@ class SlotPayload:
         self.checksum = checksum
         self._nvme, self._dram, self._extent, self._offset = nvme, dram, extent, offset
 
+    def open(self) -> int:
+        return self._dram.open_sealed(self._extent)
+
     async def read_into(self, view: memoryview) -> int:
-        descriptor = self._dram.open_sealed(self._extent)
+        descriptor = self.open()
         try:
             os.set_blocking(descriptor, True)  # with O_NONBLOCK io_uring answers EAGAIN where it would wait
             return await self._nvme.device.read(
@@ -157,6 +174,16 @@ class SlotPayload:
             )
         finally:
             os.close(descriptor)
+
+
+class DraftPayload(SlotPayload):
+    """A piece of a draft as it is when its turn to be written comes."""
+
+    def __init__(self, nvme: NvmeTier, dram: DramTier, extent: Extent, offset: int, size_bytes: int) -> None:
+        super().__init__(nvme, dram, extent, offset, size_bytes, None)
+
+    def open(self) -> int:
+        return self._dram.open_draft(self._extent)
 
 
 class NvmeJournal(Journal):
@@ -172,7 +199,7 @@ class NvmeJournal(Journal):
         self._must = 0
         """Ticket of the newest entry that a durable object depends on..."""
         self._should = 0
-        """...and of the newest deletion: both are waited for, only the first may fail a request."""
+        """...and of the newest deletion or rename: both are waited for, only the first may fail a request."""
         self._skipped = 0
         nvme.evicted = self._let_go
         nvme.hits_of = self._hits_of
@@ -206,10 +233,16 @@ class NvmeJournal(Journal):
         parent: bytes = bytes(16),
         uid: int = 0,
         replaced: int | None = None,
+        snapshot: int | None = None,
     ) -> None:
-        if bucket.durable:
-            found = Resident(key, object_id, extent, size_bytes, bucket, named, parent, uid)
+        found = Resident(key, object_id, extent, size_bytes, bucket, named, parent, uid)
+        if named is not None and snapshot == object_id:
+            self._keep_snapshot(object_id, bucket, *named)
+            self._drop(replaced, behind=True)
+            return
+        if bucket.durable or snapshot is not None:
             self._must = self._put(found)
+            self._drop(snapshot, behind=True)
             self._drop(replaced, behind=True)
             return
         self._drop(replaced)
@@ -217,6 +250,41 @@ class NvmeJournal(Journal):
             self._skipped += 1
         else:
             self._queue(key)
+
+    def _keep_snapshot(self, object_id: int, bucket: Bucket, name: Name, row: NameRow) -> None:
+        """What was made durable of a draft is what was sealed: its bytes are written already."""
+        stored = self.nvme.objects[object_id]
+        self.nvme.keep(stored, bucket.durable or bool(row.flags & PINNED))
+        stored.ticket = self._must = self.nvme.put_name(stored, MetaBody(name.bucket, name.key, row))
+        self._store.note_copy(stored.key, stored.place)
+
+    def is_snapshot(self, object_id: int, size_bytes: int, checksum: int) -> bool:
+        stored = self.nvme.objects.get(object_id)
+        if stored is None or len(stored.pieces) != 1 or stored.pieces[0] is None:
+            return False
+        return (stored.size_bytes, stored.pieces[0].checksum) == (size_bytes, checksum)
+
+    async def persist_draft(
+        self, extent: Extent, name: Name, row: NameRow, previous: int | None
+    ) -> int | None:
+        bucket = self._store.bucket(name.bucket)
+        self.check_durable(row.size_bytes)
+        key = object_key(row.object_id)
+        stored = Stored(key, row.object_id, row.size_bytes, bucket.bucket_id, uid=row.uid, kept=True)
+        step = self.nvme.pool.extent_bytes
+        payloads = [
+            DraftPayload(self.nvme, self._store.dram, extent, start, min(step, row.size_bytes - start))
+            for start in range(0, max(row.size_bytes, 1), step)
+        ]
+        stored.ticket = self.nvme.put(stored, payloads, MetaBody(name.bucket, name.key, row))
+        self._drop(previous, behind=True)
+        await self.nvme.log.settle(stored.ticket)
+        if not self.nvme.holds(row.object_id):
+            raise NoSpace(f"{name} found no room in the NVMe tier")
+        return row.object_id
+
+    async def settle_names(self) -> None:
+        await self.nvme.log.settle()
 
     def _put(self, found: Resident) -> int:
         """Queue an object's records; the ticket of the last."""
@@ -260,9 +328,9 @@ class NvmeJournal(Journal):
         stored.bucket_id = bucket.bucket_id
         self.nvme.keep(stored, bucket.durable or bool(row.flags & PINNED))
         ticket = self.nvme.put_name(stored, MetaBody(name.bucket, name.key, row))
-        stored.ticket = max(stored.ticket, ticket) if stored.kept else stored.ticket
+        self._should = ticket
         if stored.kept:
-            self._must = ticket
+            stored.ticket = self._must = ticket
         self._drop(replaced, behind=True)
 
     def directory(self, bucket: Bucket, name: Name, row: NameRow) -> None:

@@ -17,6 +17,7 @@ call is atomic towards all others. Native threads only read the table and count 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
@@ -26,6 +27,7 @@ from typing import Any, Self
 import trio
 
 from kvfs import crashpoints, limits, paths
+from kvfs._native.slots import fd_xxh3_64
 from kvfs._native.table import TIER_DRAM, TIER_NVME
 from kvfs.errors import (
     Exists,
@@ -39,6 +41,7 @@ from kvfs.errors import (
     Superseded,
 )
 from kvfs.keys import Namespace, block_name
+from kvfs.name_rows import SNAPSHOT
 from kvfs.names import NameIndex, NameRow
 from tiers import buckets
 from tiers.adoption import ENTRY_PINNED
@@ -322,8 +325,9 @@ class TieredStore(Catalog):
         *,
         replace: bool = True,
         checksum: int | None = None,
+        snapshot: int | None = None,
     ) -> ObjectInfo:
-        """Publish a draft under a name: the last seal wins.
+        """Publish a draft under a name: the last seal wins. `snapshot` is what `persist_draft` made of it.
 
         Raises WriterActive while it can still be written, Exists when not `replace` and the name is taken
         (the draft stays open in both cases), NotPermitted for the names of blocks.
@@ -338,7 +342,8 @@ class TieredStore(Catalog):
             raise Exists(f"{name} exists")
         if bucket.durable:
             self.journal.check_durable(self.dram.draft_bytes(draft.extent))
-        sequence = self.names.next_ids(1)
+        same = snapshot is not None and self.journal.is_snapshot(snapshot, *self._look_at(draft))
+        sequence = snapshot if snapshot is not None and same else self.names.next_ids(1)
         key = object_key(sequence)
         row = _new_row(sequence, attributes, 0)
         sealed = self.dram.seal(
@@ -363,11 +368,32 @@ class TieredStore(Catalog):
             named=(name, row),
             uid=attributes.uid,
             replaced=None if old is None else old.object_id,
+            snapshot=snapshot,
         )
         if old is not None:
             self._discard(object_key(old.object_id), old.uid)
         self._tell(Change(ChangeKind.SEALED, name, key))
         return self._info(name, row, sealed.extent)
+
+    def _look_at(self, draft: Draft) -> tuple[int, int]:
+        """(bytes, XXH3-64) of a draft as it is now."""
+        descriptor = self.dram.open_draft(draft.extent)
+        try:
+            return os.fstat(descriptor).st_size, fd_xxh3_64(descriptor)
+        finally:
+            os.close(descriptor)
+
+    async def persist_draft(
+        self, draft: Draft, name: Name, attributes: Attributes, *, previous: int | None = None
+    ) -> int | None:
+        """Make what a draft holds now durable under its name, though no door but its own sees it; the id of that.
+
+        `previous` is the id of an earlier such copy, which it replaces. None without the NVMe tier. Raises NoSpace,
+        DeviceFailed.
+        """
+        identity = self.names.next_ids(1)
+        row = _with_size(_new_row(identity, attributes, SNAPSHOT), self.dram.draft_bytes(draft.extent))
+        return await self.journal.persist_draft(draft.extent, name, row, previous)
 
     def enter(self, digest: bytes, name: Name, row: NameRow) -> None:
         """Know a named object that is in DRAM, as used now, in the unit that its name puts it in."""
@@ -971,6 +997,12 @@ class TieredStore(Catalog):
         short = self.space.headroom_bytes() - (usage.capacity_bytes - usage.used_bytes)
         if short > 0:
             self._evictor.run(short)
+
+    def capacity(self) -> tuple[int, int]:
+        """(capacity, used) in bytes of the largest tier: what a smaller one has, it has too, or will have."""
+        dram = self.dram.usage()
+        tiers = [(tier["capacity_bytes"], tier["live_bytes"]) for tier in self.journal.usage()]
+        return max([(dram.capacity_bytes, dram.used_bytes), *tiers])
 
     def usage(self) -> dict[str, Any]:
         """What `kvfs status` shows; every value is JSON-able."""

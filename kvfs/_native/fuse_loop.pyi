@@ -75,6 +75,19 @@ class FuseLoop:
         mtime_ns: int,
         ctime_ns: int,
     ) -> None: ...
+    def node_away(
+        self,
+        nodeid: int,
+        ino: int,
+        *,
+        size_bytes: int,
+        mode: int,
+        uid: int,
+        gid: int,
+        mtime_ns: int,
+        ctime_ns: int,
+    ) -> None: ...
+    def node_settles(self, nodeid: int, settles: bool) -> None: ...
     def node_dead(self, nodeid: int) -> None: ...
     def node_drop(self, nodeid: int) -> int: ...
     def link(self, parent: int, name: bytes, nodeid: int) -> None: ...

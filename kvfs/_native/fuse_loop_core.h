@@ -111,6 +111,8 @@ int fl_answer_entry(struct fuse_loop *loop, uint64_t unique, uint64_t nodeid);
 int fl_answer_created(struct fuse_loop *loop, uint64_t unique, uint64_t nodeid, uint64_t fh);
 int fl_allocate(struct fuse_loop *loop, uint64_t nodeid, uint32_t mode, uint64_t offset, uint64_t length);
 int fl_probe(struct fuse_loop *loop, int fd); /* 1: passthrough works; 0: it is off from now on */
+/* Whether a writer's FLUSH of the node is left to the library. */
+int fl_node_settles(struct fuse_loop *loop, uint64_t nodeid, int settles);
 int fl_killed(struct fuse_loop *loop, uint64_t nodeid); /* whether the last FLUSH came from a process dying by a signal */
 int fl_flushed(struct fuse_loop *loop, uint64_t nodeid); /* whether a handle of it was closed */
 int fl_died_by_signal(uint32_t pid);

@@ -46,6 +46,14 @@ int fl_node_set(struct fuse_loop *loop, uint64_t nodeid, enum fl_state state, ui
     return status;
 }
 
+int fl_node_settles(struct fuse_loop *loop, uint64_t nodeid, int settles) {
+    pthread_mutex_lock(&loop->nodes_lock);
+    struct fl_node *node = fl_find(loop, nodeid);
+    if (node != NULL) node->settles = (uint8_t)settles;
+    pthread_mutex_unlock(&loop->nodes_lock);
+    return node == NULL ? -ESTALE : 0;
+}
+
 int fl_opens(struct fuse_loop *loop, uint64_t nodeid) {
     pthread_mutex_lock(&loop->nodes_lock);
     struct fl_node *node = fl_find(loop, nodeid);
