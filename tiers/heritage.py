@@ -47,11 +47,12 @@ log = logging.getLogger("kvfs.store")
 class Heritage:
     """Opens the index of `home`; then `choose` is for `DramTier.open`, and `restore` for the store made of both."""
 
-    def __init__(self, home: Home) -> None:
-        """Raises FormatMismatch for an index of a newer version."""
+    def __init__(self, home: Home, *, believe: bool = True) -> None:
+        """Raises FormatMismatch for an index of a newer version, Corrupt: then again, without `believe`. Any other
+        method may raise Corrupt too: not all of a damaged index shows at once."""
         began = time.monotonic()
         self._is_first = not home.index.exists()
-        self.names = _open_index(home)
+        self.names = _open_index(home, believe)
         self._buckets = {row.bucket_id: row for row in self.names.buckets()}
         self._named: dict[int, tuple[Name, NameRow]] = {}
         """Object id -> the name and row of a survivor."""
@@ -142,7 +143,7 @@ class Heritage:
             header.uid,
             survivor.sealed.size_bytes,
             header.sequence,
-            survivor.sealed_at_ns,
+            survivor.sealed.sealed_at_ns,
             survivor.pinned,
         )
 
@@ -236,9 +237,9 @@ def _chain(
 
 
 # --- the index ---------------------------------------------------------------------------------------------
-def _open_index(home: Home) -> NameIndex:
+def _open_index(home: Home, believe: bool) -> NameIndex:
     """The index of the last service if it may be believed, else an empty one; with the mark of this start."""
-    names = _believed_index(home)
+    names = _believed_index(home) if believe else None
     if names is None:
         _clear(home.index)
         names = NameIndex.open(home.index, map_size_bytes=limits.DEFAULT_NAME_MAP_BYTES)
@@ -281,7 +282,7 @@ def _clear(index: Path) -> None:
 
 
 def _can_be_walked(path: Path) -> bool:
-    """Whether a process can read every row of the index and live."""
+    """Whether a process can read and find every row of the index, change one, and live."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -294,11 +295,18 @@ def _can_be_walked(path: Path) -> bool:
 
 
 def _walk(path: Path) -> None:
-    with lmdb.open(str(path), readonly=True, lock=False, create=False, max_dbs=8) as env, env.begin() as txn:
+    # Without writemap, so that nothing of what is changed and not committed reaches the file.
+    size_bytes = max((path / "data.mdb").stat().st_size, limits.DEFAULT_NAME_MAP_BYTES)
+    env = lmdb.open(str(path), map_size=size_bytes, lock=False, create=False, max_dbs=8, writemap=False)
+    with env.begin(write=True) as txn:
         for name in (b"names", b"tails", b"buckets", b"meta"):
             db = env.open_db(name, txn=txn, create=False)
             left = txn.stat(db)["entries"]
-            for _ in txn.cursor(db=db):
+            last = b""
+            for key, value in txn.cursor(db=db):
                 left -= 1
-                if left < 0:
-                    raise Corrupt(f"{path}: {name.decode()} has more rows than it says")
+                if left < 0 or key <= last or txn.get(key, db=db) != value:
+                    raise Corrupt(f"{path}: {name.decode()} is in disorder at {key[:80]!r}")
+                last = key
+        txn.put(_MARK, b"", db=env.open_db(b"meta", txn=txn, create=False))
+        txn.abort()

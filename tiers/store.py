@@ -19,7 +19,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,6 +29,7 @@ import trio
 
 from kvfs import limits, paths
 from kvfs.errors import (
+    Corrupt,
     Exists,
     InvalidRequest,
     IsDirectory,
@@ -100,27 +103,37 @@ class TieredStore(Catalog):
         if dram_bytes < limits.MIN_DRAM_BYTES:
             raise InvalidRequest(f"DRAM capacity of {dram_bytes} bytes: at least {limits.MIN_DRAM_BYTES}")
         home = open_home(data_dir)
+        open_tier = partial(
+            DramTier.open,
+            home.dram,
+            dram_bytes,
+            store_id=home.store_id,
+            max_slots=max_slots,
+            gid=gid,
+            mode=backing,
+        )
+        quota_bytes = quota_bytes if quota_bytes is not None else dram_bytes // 2
         try:
-            heritage = Heritage(home)
             try:
-                dram = DramTier.open(
-                    home.dram,
-                    dram_bytes,
-                    store_id=home.store_id,
-                    max_slots=max_slots,
-                    gid=gid,
-                    mode=backing,
-                    choose=heritage.choose,
-                )
-            except BaseException:
-                heritage.names.close()
-                raise
+                return cls._open(home, Heritage(home), open_tier, quota_bytes)
+            except Corrupt as error:
+                log.error("starting with an empty index: %s", error)
+                return cls._open(home, Heritage(home, believe=False), open_tier, quota_bytes)
         except BaseException:
             home.close(clean=False)
             raise
-        quota_bytes = quota_bytes if quota_bytes is not None else dram_bytes // 2
-        store = cls(home, heritage.names, dram, quota_bytes)
-        heritage.restore(store)
+
+    @classmethod
+    def _open(
+        cls, home: Home, heritage: Heritage, open_tier: Callable[..., DramTier], quota_bytes: int
+    ) -> Self:
+        with ExitStack() as on_failure:
+            on_failure.callback(heritage.names.close)
+            dram = open_tier(choose=heritage.choose)
+            on_failure.callback(dram.close, keep=True)
+            store = cls(home, heritage.names, dram, quota_bytes)
+            heritage.restore(store)
+            on_failure.pop_all()
         return store
 
     def close(self, *, keep: bool = False) -> None:
@@ -287,7 +300,7 @@ class TieredStore(Catalog):
         )
         sealed = self.dram.seal(draft.extent, header, checksum=checksum)
         self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
-        self.enter_block(digest, parent, Block(bucket, uid, sealed.size_bytes, sequence, time.time_ns()))
+        self.enter_block(digest, parent, Block(bucket, uid, sealed.size_bytes, sequence, sealed.sealed_at_ns))
         self._tell(Change(ChangeKind.SEALED, Name(bucket, block_name(digest)), key))
         return self.lookup_block(digest)
 
