@@ -43,7 +43,7 @@ from tiers.model import Attributes, Directory, Name, ObjectInfo
 from tiers.store import TieredStore
 
 SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
-ROUNDS: Final = int(os.environ.get("KVFS_TEST_ROUNDS", "12"))
+ROUNDS: Final = int(os.environ.get("KVFS_TEST_ROUNDS", "6"))
 CAPACITY_BYTES: Final = 32 * MIB
 
 
