@@ -62,14 +62,15 @@ class Heritage:
     With a lower tier, an index that is not believed is built anew from its log.
     """
 
-    def __init__(self, home: Home, lower: Lower | None = None) -> None:
-        """Raises FormatMismatch for an index of a newer version."""
+    def __init__(self, home: Home, lower: Lower | None = None, *, believe: bool = True) -> None:
+        """Raises FormatMismatch for an index of a newer version, Corrupt: then again, without `believe`. Any other
+        method may raise Corrupt too: not all of a damaged index shows at once."""
         began = time.monotonic()
         self._lower = lower
         self._rebuilt: int | None = None
         self._killed = not home.clean
         self._is_first = not home.index.exists()
-        self.names, believed = _open_index(home)
+        self.names, believed = _open_index(home, believe)
         if lower is not None:
             if not believed:
                 self._rebuilt = rebuild_index(self.names, lower.found)
@@ -119,6 +120,8 @@ class Heritage:
         lost_units: set[Name] = set()
 
         def keep(bucket: bytes, key: bytes, row: NameRow | None) -> bool:
+            if row is None and self._lower is not None:  # the log knows what it said
+                raise Corrupt(f"name index: the row of {Name(bucket, key)} is damaged")
             if row is not None and row.flags & DIRECTORY:
                 return self.names.get_bucket(bucket) is not None
             name = Name(bucket, key)
@@ -171,7 +174,7 @@ class Heritage:
             header.uid,
             survivor.sealed.size_bytes,
             header.sequence,
-            survivor.sealed_at_ns,
+            survivor.sealed.sealed_at_ns,
             survivor.pinned,
             header.parent if any(header.parent) else None,
         )
@@ -276,9 +279,9 @@ def _chain(
 
 
 # --- the index ---------------------------------------------------------------------------------------------
-def _open_index(home: Home) -> tuple[NameIndex, bool]:
+def _open_index(home: Home, believe: bool) -> tuple[NameIndex, bool]:
     """The index of the last service if it may be believed, else an empty one; with the mark of this start."""
-    names = _believed_index(home)
+    names = _believed_index(home) if believe else None
     believed = names is not None
     if names is None:
         _clear(home.index)
@@ -322,7 +325,7 @@ def _clear(index: Path) -> None:
 
 
 def _can_be_walked(path: Path) -> bool:
-    """Whether a process can read every row of the index and live."""
+    """Whether a process can read and find every row of the index, change one, and live."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -335,11 +338,18 @@ def _can_be_walked(path: Path) -> bool:
 
 
 def _walk(path: Path) -> None:
-    with lmdb.open(str(path), readonly=True, lock=False, create=False, max_dbs=8) as env, env.begin() as txn:
+    # Without writemap, so that nothing of what is changed and not committed reaches the file.
+    size_bytes = max((path / "data.mdb").stat().st_size, limits.DEFAULT_NAME_MAP_BYTES)
+    env = lmdb.open(str(path), map_size=size_bytes, lock=False, create=False, max_dbs=8, writemap=False)
+    with env.begin(write=True) as txn:
         for name in (b"names", b"tails", b"buckets", b"meta"):
             db = env.open_db(name, txn=txn, create=False)
             left = txn.stat(db)["entries"]
-            for _ in txn.cursor(db=db):
+            last = b""
+            for key, value in txn.cursor(db=db):
                 left -= 1
-                if left < 0:
-                    raise Corrupt(f"{path}: {name.decode()} has more rows than it says")
+                if left < 0 or key <= last or txn.get(key, db=db) != value:
+                    raise Corrupt(f"{path}: {name.decode()} is in disorder at {key[:80]!r}")
+                last = key
+        txn.put(_MARK, b"", db=env.open_db(b"meta", txn=txn, create=False))
+        txn.abort()

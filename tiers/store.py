@@ -20,7 +20,9 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,6 +32,7 @@ from kvfs import crashpoints, limits, paths
 from kvfs._native.slots import fd_xxh3_64
 from kvfs._native.table import TIER_DRAM, TIER_NVME
 from kvfs.errors import (
+    Corrupt,
     Exists,
     InvalidRequest,
     IsDirectory,
@@ -109,9 +112,24 @@ class TieredStore(Catalog):
         What an earlier service left in it, killed or not, is there again as far as it is whole (`tiers.heritage`).
         Raises StoreLocked, FormatMismatch, DeviceMissing (backing "tmpfs" without the right to mount).
         """
+        _check_dram(dram_bytes)
         home = open_home(data_dir)
+        open_tier = partial(
+            DramTier.open,
+            home.dram,
+            dram_bytes,
+            store_id=home.store_id,
+            max_slots=max_slots,
+            gid=gid,
+            mode=backing,
+        )
+        quota_bytes = quota_bytes if quota_bytes is not None else dram_bytes // 2
         try:
-            return cls._of_home(home, None, dram_bytes, max_slots, gid, backing, quota_bytes)
+            try:
+                return cls._open(home, Heritage(home), open_tier, quota_bytes)
+            except Corrupt as error:
+                log.error("starting with an empty index: %s", error)
+                return cls._open(home, Heritage(home, believe=False), open_tier, quota_bytes)
         except BaseException:
             home.close(clean=False)
             raise
@@ -135,57 +153,67 @@ class TieredStore(Catalog):
 
         `run` writes to it. Raises what `open` and `tiers.segments.open_pool` do.
         """
+        _check_dram(dram_bytes)
         home = open_home(data_dir)
+        open_tier = partial(
+            DramTier.open,
+            home.dram,
+            dram_bytes,
+            store_id=home.store_id,
+            max_slots=max_slots,
+            gid=gid,
+            mode=backing,
+        )
+        open_lower = partial(
+            open_nvme,
+            device,
+            nvme_dir or home.segments,
+            store_id=home.store_id,
+            capacity_bytes=nvme_bytes,
+            segment_bytes=segment_bytes,
+        )
+        quota_bytes = quota_bytes if quota_bytes is not None else dram_bytes // 2
         try:
-            nvme, found = await open_nvme(
-                device,
-                nvme_dir or home.segments,
-                store_id=home.store_id,
-                capacity_bytes=nvme_bytes,
-                segment_bytes=segment_bytes,
-            )
             try:
-                crashpoints.reach("start.after_log")
-                lower = Lower(nvme, found)
-                return cls._of_home(home, lower, dram_bytes, max_slots, gid, backing, quota_bytes)
-            except BaseException:
-                nvme.pool.close_files()
-                raise
+                return cls._open_over(home, Lower(*await open_lower()), open_tier, quota_bytes)
+            except Corrupt as error:
+                log.error("the index is built anew: %s", error)
+                lower = Lower(*await open_lower())
+                return cls._open_over(home, lower, open_tier, quota_bytes, believe=False)
         except BaseException:
             home.close(clean=False)
             raise
 
     @classmethod
-    def _of_home(
+    def _open_over(
         cls,
         home: Home,
-        lower: Lower | None,
-        dram_bytes: int,
-        max_slots: int,
-        gid: int | None,
-        backing: str,
-        quota_bytes: int | None,
+        lower: Lower,
+        open_tier: Callable[..., DramTier],
+        quota_bytes: int,
+        *,
+        believe: bool = True,
     ) -> Self:
-        if dram_bytes < limits.MIN_DRAM_BYTES:
-            raise InvalidRequest(f"DRAM capacity of {dram_bytes} bytes: at least {limits.MIN_DRAM_BYTES}")
-        heritage = Heritage(home, lower)
+        """A store over an open lower tier, which is closed where that fails."""
+        crashpoints.reach("start.after_log")
         try:
-            crashpoints.reach("start.after_names")
-            dram = DramTier.open(
-                home.dram,
-                dram_bytes,
-                store_id=home.store_id,
-                max_slots=max_slots,
-                gid=gid,
-                mode=backing,
-                choose=heritage.choose,
-            )
+            return cls._open(home, Heritage(home, lower, believe=believe), open_tier, quota_bytes)
         except BaseException:
-            heritage.names.close()
+            lower.nvme.pool.close_files()
             raise
-        quota_bytes = quota_bytes if quota_bytes is not None else dram_bytes // 2
-        store = cls(home, heritage.names, dram, quota_bytes)
-        heritage.restore(store)
+
+    @classmethod
+    def _open(
+        cls, home: Home, heritage: Heritage, open_tier: Callable[..., DramTier], quota_bytes: int
+    ) -> Self:
+        crashpoints.reach("start.after_names")
+        with ExitStack() as on_failure:
+            on_failure.callback(heritage.names.close)
+            dram = open_tier(choose=heritage.choose)
+            on_failure.callback(dram.close, keep=True)
+            store = cls(home, heritage.names, dram, quota_bytes)
+            heritage.restore(store)
+            on_failure.pop_all()
         return store
 
     async def run(self) -> None:
@@ -442,11 +470,15 @@ class TieredStore(Catalog):
         )
         sealed = self.dram.seal(draft.extent, header, checksum=checksum)
         self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
+<<<<<<< HEAD
         block = Block(bucket, uid, sealed.size_bytes, sequence, time.time_ns(), parent=parent)
         self.enter_block(digest, block)
         self.journal.sealed(
             key, sequence, sealed.extent, sealed.size_bytes, where, parent=header.parent, uid=uid
         )
+=======
+        self.enter_block(digest, parent, Block(bucket, uid, sealed.size_bytes, sequence, sealed.sealed_at_ns))
+>>>>>>> adopt
         self._tell(Change(ChangeKind.SEALED, Name(bucket, block_name(digest)), key))
         return self.lookup_block(digest)
 
@@ -1025,6 +1057,11 @@ class TieredStore(Catalog):
     def _tell(self, change: Change) -> None:
         for listener in self.listeners:
             listener(change)
+
+
+def _check_dram(dram_bytes: int) -> None:
+    if dram_bytes < limits.MIN_DRAM_BYTES:
+        raise InvalidRequest(f"DRAM capacity of {dram_bytes} bytes: at least {limits.MIN_DRAM_BYTES}")
 
 
 def _new_row(identity: int, attributes: Attributes, flags: int) -> NameRow:
