@@ -17,9 +17,11 @@ from tests.conformance.device_suite import KIB, PAGE, DeviceSuite, MakeDevice, g
 from tests.support.faulty_device import SECTOR_BYTES, FailingDevice, LossyDevice, PowerLost, WrappedDevice
 from tiers import device as device_module
 from tiers.device import Device, ThreadDevice
+from tiers.device_uring import UringDevice
 
 MAKERS: dict[str, Callable[[int], Device]] = {
     "threads": ThreadDevice,
+    "io_uring": UringDevice,
     "lossy": lambda depth: LossyDevice(ThreadDevice(depth)),
     "failing": lambda depth: FailingDevice(ThreadDevice(depth)),
 }
@@ -85,7 +87,9 @@ async def test_a_cancelled_call_of_a_thread_waits_for_it(
     await device.aclose()
 
 
-async def test_a_close_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_close_does_not_wait_for_a_stuck_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     leave = threading.Event()
 
     def stuck(fd: int, what: str) -> None:
@@ -95,11 +99,18 @@ async def test_a_close_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(limits, "DEVICE_CLOSE_WAIT_S", 0.05)
     device = ThreadDevice(2)
     fd = device.open_file(tmp_path / "f", PAGE, create=True)
+
+    async def sync() -> None:
+        with pytest.raises(DeviceFailed, match="closed"):
+            await device.sync(fd)
+
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(device.sync, fd)
+        for _ in range(5):
+            nursery.start_soon(sync)
         await trio.testing.wait_all_tasks_blocked()
         await device.aclose()
-        leave.set()
+    os.fstat(fd)
+    leave.set()
     os.close(fd)
 
 

