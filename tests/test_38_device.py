@@ -15,6 +15,7 @@ from kvfs import limits
 from kvfs.errors import DeviceFailed, InvalidRequest, NoSpace
 from tests.conformance.device_suite import KIB, PAGE, DeviceSuite, MakeDevice, get, put
 from tests.support.faulty_device import SECTOR_BYTES, FailingDevice, LossyDevice, PowerLost, WrappedDevice
+from tests.support.uring import needs_uring
 from tiers import device as device_module
 from tiers.device import Device, ThreadDevice
 from tiers.device_uring import UringDevice
@@ -27,7 +28,7 @@ MAKERS: dict[str, Callable[[int], Device]] = {
 }
 
 
-@pytest.fixture(params=MAKERS)
+@pytest.fixture(params=["threads", pytest.param("io_uring", marks=needs_uring), "lossy", "failing"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

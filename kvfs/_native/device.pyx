@@ -61,8 +61,10 @@ cdef class Ring:
     cdef uint32_t _depth
     cdef list _buffers
 
-    def __cinit__(self, uint32_t depth, uint32_t max_buffers):
+    def __init__(self, uint32_t depth, uint32_t max_buffers):
         cdef int rc
+        if self._results:
+            raise TypeError("a Ring is made once")
         self._depth = depth
         self._buffers = []
         self._results = <kvfs_device_result *>calloc(depth, sizeof(kvfs_device_result))
