@@ -17,7 +17,7 @@ from tests.conformance.device_suite import KIB, PAGE, DeviceSuite, MakeDevice, g
 from tests.support.faulty_device import SECTOR_BYTES, FailingDevice, LossyDevice, PowerLost, WrappedDevice
 from tests.support.uring import needs_uring
 from tiers import device as device_module
-from tiers.device import Device, ThreadDevice
+from tiers.device import Device, Kind, ThreadDevice, open_device
 from tiers.device_uring import UringDevice
 
 MAKERS: dict[str, Callable[[int], Device]] = {
@@ -48,6 +48,22 @@ async def make_device(kind: str) -> AsyncIterator[MakeDevice]:
 
 class TestDevice(DeviceSuite):
     """Everything in the suite."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "backends"),
+    [
+        ("threads", {"threads"}),
+        ("auto", {"io_uring", "threads"}),
+        pytest.param("io_uring", {"io_uring"}, marks=needs_uring),
+        pytest.param("auto", {"io_uring"}, marks=needs_uring),
+    ],
+)
+async def test_the_backend_is_chosen(kind: Kind, backends: set[str]) -> None:
+    device = open_device(kind, 3)
+    assert device.backend in backends
+    assert device.depth == 3
+    await device.aclose()
 
 
 # --- threads ---------------------------------------------------------------------------------------------

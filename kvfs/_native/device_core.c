@@ -1,4 +1,4 @@
-/* One io_uring, the thread that owns it, and one that hashes.
+/* One io_uring, the thread that owns it, and one that helps it to hash.
  *
  * Responsibility: move every byte of a request or say why not, and give the XXH3-64 of what a read brought.
  *
@@ -11,6 +11,10 @@
  * in the ring with a read of `wake_fd` armed; a submit writes there only when the thread has said, under `lock`, that it
  * found the queue empty. `done_fd` is written when the done queue stops being empty. `lock` is never held during I/O
  * or hashing.
+ *
+ * Both threads hash: the ring's thread one payload between two visits to the kernel, the other thread when more than
+ * one waits. Reads of 1 MiB at depth 8 on two cores, medians of turns: from a tmpfs 7.1 GiB/s, with all hashing on the
+ * other thread 4.7; from a drive 2.2 GiB/s, with all of it on the ring's thread 1.8.
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -37,6 +41,8 @@
 #define TAG_WAKE (1ull << 32)
 #define TAG_CANCEL (2ull << 32)
 #define BACKOFF_NS 1000000
+
+enum { RING_STARTING = 1, RING_RUNNING = 0, RING_ENDED = 2 }; /* or -errno: it did not start */
 
 struct request {
     enum kvfs_device_op op;
@@ -81,8 +87,6 @@ struct kvfs_device {
     int stop, ring_state;
 };
 
-enum { RING_STARTING = 1, RING_RUNNING = 0, RING_ENDED = 2 }; /* or -errno: it did not start */
-
 static int queue_init(struct queue *q, uint32_t capacity)
 {
     q->numbers = calloc(capacity, sizeof *q->numbers);
@@ -117,28 +121,31 @@ static int push_done(struct kvfs_device *d, uint32_t number)
     return d->done.count == 1;
 }
 
-/* --- the hash thread ---------------------------------------------------------------------------------- */
+/* --- hashing ------------------------------------------------------------------------------------------ */
+/* REQUIRES lock, which is let go meanwhile, and a request in `hashing`. */
+static void hash_next(struct kvfs_device *d)
+{
+    uint32_t number = queue_pop(&d->hashing);
+    struct request *r = &d->requests[number];
+    pthread_mutex_unlock(&d->lock);
+    r->checksum = kvfs_xxh3_64(r->data, r->payload_bytes);
+    pthread_mutex_lock(&d->lock);
+    int first = push_done(d, number);
+    pthread_mutex_unlock(&d->lock);
+    if (first)
+        signal_fd(d->done_fd);
+    pthread_mutex_lock(&d->lock);
+}
+
 static void *hash_main(void *argument)
 {
     struct kvfs_device *d = argument;
     pthread_mutex_lock(&d->lock);
-    for (;;) {
-        if (d->hashing.count == 0) {
-            if (d->ring_state == RING_ENDED)
-                break;
+    while (d->hashing.count || d->ring_state != RING_ENDED) {
+        if (d->hashing.count)
+            hash_next(d);
+        else
             pthread_cond_wait(&d->hash_work, &d->lock);
-            continue;
-        }
-        uint32_t number = queue_pop(&d->hashing);
-        struct request *r = &d->requests[number];
-        pthread_mutex_unlock(&d->lock);
-        r->checksum = kvfs_xxh3_64(r->data, r->payload_bytes);
-        pthread_mutex_lock(&d->lock);
-        int first = push_done(d, number);
-        pthread_mutex_unlock(&d->lock);
-        if (first)
-            signal_fd(d->done_fd);
-        pthread_mutex_lock(&d->lock);
     }
     pthread_mutex_unlock(&d->lock);
     return NULL;
@@ -155,7 +162,8 @@ static void finish(struct kvfs_device *d, uint32_t number, int error)
     pthread_mutex_lock(&d->lock);
     if (error == 0 && r->op == KVFS_DEVICE_READ) {
         queue_push(&d->hashing, number);
-        pthread_cond_signal(&d->hash_work);
+        if (d->hashing.count > 1)
+            pthread_cond_signal(&d->hash_work);
     } else {
         first = push_done(d, number);
     }
@@ -308,6 +316,29 @@ static void take_completions(struct kvfs_device *d)
     }
 }
 
+/* Submits, and brings in what has completed; waits for something to complete unless there is hashing to do. */
+static void enter_kernel(struct kvfs_device *d)
+{
+    pthread_mutex_lock(&d->lock);
+    int waiting = d->hashing.count > 0;
+    pthread_mutex_unlock(&d->lock);
+    int rc = waiting ? io_uring_submit_and_get_events(&d->ring) : io_uring_submit_and_wait(&d->ring, 1);
+    if (rc < 0 && rc != -EINTR) {
+        /* Short of memory: what completes frees some. */
+        struct timespec pause = {.tv_nsec = BACKOFF_NS};
+        nanosleep(&pause, NULL);
+    }
+}
+
+/* One at a time, so that nothing waits in the ring for longer than a hash. */
+static void hash_one(struct kvfs_device *d)
+{
+    pthread_mutex_lock(&d->lock);
+    if (d->hashing.count)
+        hash_next(d);
+    pthread_mutex_unlock(&d->lock);
+}
+
 static void serve(struct kvfs_device *d)
 {
     for (;;) {
@@ -318,17 +349,14 @@ static void serve(struct kvfs_device *d)
                 return;
             cancel_all(d);
         }
-        int rc = io_uring_submit_and_wait(&d->ring, 1);
-        if (rc < 0 && rc != -EINTR) {
-            /* Short of memory: what completes frees some. */
-            struct timespec pause = {.tv_nsec = BACKOFF_NS};
-            nanosleep(&pause, NULL);
-        }
+        enter_kernel(d);
         take_completions(d);
+        hash_one(d);
     }
 }
 
-/* Buffers of the pool are registered one by one as they are made, so that unused ones pin nothing. */
+/* Buffers of the pool are registered one by one as they are made, so that unused ones pin nothing. Files are not
+ * registered: fio, with fixed buffers, gained nothing from --registerfiles. */
 static int open_ring(struct kvfs_device *d)
 {
     unsigned entries = d->depth + 2;
