@@ -133,7 +133,9 @@ MAX_DEVICE_IO_BYTES: Final = 1 * GIB
 DEVICE_ALIGNMENT_BYTES: Final = 4_096
 """Offsets, lengths and addresses of direct I/O: a multiple of every logical block size in use."""
 DEVICE_CLOSE_WAIT_S: Final = 10.0
-"""How long closing a device waits for the operations in flight before it leaves their memory behind."""
+"""How long closing a device waits for the operations in flight before it cancels them."""
+DEVICE_CANCEL_WAIT_S: Final = 1.0
+"""How long a device waits for what it cancelled; what the kernel then still holds is left behind."""
 
 # --- sessions --------------------------------------------------------------------------------------------
 MAX_SESSIONS: Final = 1_024
