@@ -629,7 +629,7 @@ class TieredStore(Catalog):
             self._name_of[digest] = dst
             if unit_of(src) != unit_of(dst) and digest in self._policy:
                 self.enter(digest, dst, row)
-        self.journal.named(row.object_id, dst, row, replaced=replaced)
+        self.journal.renamed(row.object_id, dst, row, replaced)
 
     def set_attributes(
         self,
