@@ -16,7 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import lmdb
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvfs import linux, name_env
 from kvfs._native import slots as native
@@ -24,9 +27,11 @@ from kvfs._native.table import Table
 from kvfs.errors import Corrupt, FormatMismatch, NotFound
 from kvfs.formats import SLOT_HEADER, TABLE_HEADER, slot_header_checksum
 from kvfs.limits import MIB
+from kvfs.names import NameIndex
 from kvfs.paths import unit_prefix
 from tests.support.door import need_mount
 from tests.support.posix import pattern
+from tests.support.processes import Helper
 from tests.support.service import ROOT
 from tests.support.store_writer import DIGESTS, UNIT
 from tests.support.stores import BOUND, BUCKET, NAMESPACE, draft_of, keys, put, put_block, read
@@ -34,7 +39,8 @@ from tiers import tmpfs
 from tiers.adoption import Survivor
 from tiers.base import Extent, Kind, Sealed, SealHeader, StoreKey
 from tiers.dram import DramTier
-from tiers.model import Directory, Name, ObjectInfo
+from tiers.heritage import Heritage, dearest_first
+from tiers.model import Attributes, Directory, Name, ObjectInfo
 from tiers.store import TieredStore
 
 SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
@@ -276,6 +282,7 @@ def unit_prefix_of(name: str) -> bytes | None:
 def slot_file(store: TieredStore, key: bytes) -> Path:
     info = store.lookup(Name(BUCKET, key))
     assert isinstance(info, ObjectInfo)
+    assert info.extent is not None
     return store.dram.directory / native.slot_name(info.extent.slot)
 
 
@@ -392,6 +399,7 @@ def test_readers_keep_an_adopted_slot_and_one_that_is_not(data: Path, backing: s
         with open_again(data, backing=backing) as again:
             info = again.lookup(Name(BUCKET, b"kept"))
             assert isinstance(info, ObjectInfo)
+            assert info.extent is not None
             assert again.dram.held(info.extent)
             assert again.dram.usage().held_bytes == 8192
             assert [os.pread(fd, 9000, 0) for fd in held] == [b"kept" * 2000, b"lost" * 2000]

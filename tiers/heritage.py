@@ -29,6 +29,8 @@ import lmdb
 
 from kvfs import limits, paths
 from kvfs.errors import Corrupt
+from kvfs.name_rows import load_row
+from kvfs.name_tree import NameScan, NameTree
 from kvfs.names import DIRECTORY, PINNED, NameIndex, NameRow
 from kvfs.sizes import format_size
 from tiers.adoption import ENTRY_PINNED, Survivor
@@ -37,13 +39,14 @@ from tiers.blocks import Block
 from tiers.home import Home
 from tiers.model import Name
 from tiers.nvme import NvmeTier
-from tiers.rebuild import rebuild_index, restore_copies, skip_ids
+from tiers.rebuild import rebuild_index, restore_copies, restore_replaced, skip_ids
 from tiers.replay import Replayed
 
 if TYPE_CHECKING:
     from tiers.store import TieredStore
 
 _MARK = b"start"
+_DATABASES = (b"names", b"tails", b"buckets", b"meta")
 
 log = logging.getLogger("kvfs.store")
 
@@ -70,7 +73,7 @@ class Heritage:
         self._rebuilt: int | None = None
         self._killed = not home.clean
         self._is_first = not home.index.exists()
-        self.names, believed = _open_index(home, believe)
+        self.names, believed = _open_index(home, believe, strict=lower is not None)
         if lower is not None:
             if not believed:
                 self._rebuilt = rebuild_index(self.names, lower.found)
@@ -117,7 +120,7 @@ class Heritage:
         there = {
             each.sealed.header.object_id for each in adopted if each.sealed.header.key.kind is Kind.OBJECT
         }
-        lost_units: set[Name] = set()
+        lost: list[Name] = []
 
         def keep(bucket: bytes, key: bytes, row: NameRow | None) -> bool:
             if row is None and self._lower is not None:  # the log knows what it said
@@ -129,8 +132,7 @@ class Heritage:
                 return True
             if row is not None and row.object_id in there and self._named[row.object_id][0] == name:
                 return True
-            if unit := paths.unit_prefix(key):
-                lost_units.add(Name(bucket, unit))
+            lost.append(name)
             return False
 
         dropped = self.names.prune(keep)
@@ -138,11 +140,12 @@ class Heritage:
             self._restore_one(store, survivor)
         if adopted:
             self.names.skip_ids(max(each.sealed.header.sequence for each in adopted))
-        for unit in lost_units:
-            _drop_unit(store, unit)
         if self._lower is not None:
             nvme, found = self._lower.nvme, self._lower.found
+            lost = restore_replaced(self.names, nvme, found, lost)
             store.journal = restore_copies(store, nvme, found, compare=self._killed)
+        for name in {Name(name.bucket, key) for name in lost if (key := paths.unit_prefix(name.key))}:
+            _drop_unit(store, name)
         if not self._is_first:
             self._report(adopted, dropped, store.dram.verify_s)
         self._named.clear()
@@ -217,10 +220,13 @@ def _agree(row: NameRow, survivor: Survivor) -> bool:
 
 
 def _drop_unit(store: TieredStore, unit: Name) -> None:
-    """What is left of a unit that lost a file, and its marker: the directory alone would read as a hit."""
-    entries = [entry for entry in _under(store.names, unit) if not entry[1].flags & DIRECTORY]
-    if entries:
-        store.evict(names=[name for name, _ in entries])
+    """What is left of a cache's unit that lost a file, and its marker: the directory alone would read as a hit."""
+    row = store.names.get_bucket(unit.bucket)
+    if row is None or row.class_ == "durable":
+        return
+    for name, found in list(_under(store.names, unit)):
+        if not found.flags & DIRECTORY:
+            store.remove(name)
     store.drop_empty_unit(Name(unit.bucket, unit.key + b"-"))
 
 
@@ -279,9 +285,13 @@ def _chain(
 
 
 # --- the index ---------------------------------------------------------------------------------------------
-def _open_index(home: Home, believe: bool) -> tuple[NameIndex, bool]:
-    """The index of the last service if it may be believed, else an empty one; with the mark of this start."""
-    names = _believed_index(home) if believe else None
+def _open_index(home: Home, believe: bool, *, strict: bool) -> tuple[NameIndex, bool]:
+    """The index of the last service if it may be believed, else an empty one; with the mark of this start.
+
+    `strict`: one damaged row is enough to disbelieve it, since a log has the same names, and what the index does
+    not know is deleted there. Otherwise the damaged rows alone are lost.
+    """
+    names = _believed_index(home, strict) if believe else None
     believed = names is not None
     if names is None:
         _clear(home.index)
@@ -296,12 +306,12 @@ def _open_index(home: Home, believe: bool) -> tuple[NameIndex, bool]:
     return names, believed
 
 
-def _believed_index(home: Home) -> NameIndex | None:
+def _believed_index(home: Home, strict: bool) -> NameIndex | None:
     if not (home.index / "data.mdb").exists():
         return None
     if not home.index_is_durable:
         why = "the machine went down while a service ran"
-    elif not _can_be_walked(home.index):
+    elif not _can_be_walked(home.index, strict):
         why = "it is damaged"
     else:
         try:
@@ -324,26 +334,26 @@ def _clear(index: Path) -> None:
             file.unlink()
 
 
-def _can_be_walked(path: Path) -> bool:
+def _can_be_walked(path: Path, strict: bool) -> bool:
     """Whether a process can read and find every row of the index, change one, and live."""
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            _walk(path)
+            _walk(path, strict)
             status = 0
         finally:
             os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def _walk(path: Path) -> None:
+def _walk(path: Path, strict: bool) -> None:
     # Without writemap, so that nothing of what is changed and not committed reaches the file.
     size_bytes = max((path / "data.mdb").stat().st_size, limits.DEFAULT_NAME_MAP_BYTES)
     env = lmdb.open(str(path), map_size=size_bytes, lock=False, create=False, max_dbs=8, writemap=False)
     with env.begin(write=True) as txn:
-        for name in (b"names", b"tails", b"buckets", b"meta"):
-            db = env.open_db(name, txn=txn, create=False)
+        dbs = {name: env.open_db(name, txn=txn, create=False) for name in _DATABASES}
+        for name, db in dbs.items():
             left = txn.stat(db)["entries"]
             last = b""
             for key, value in txn.cursor(db=db):
@@ -351,5 +361,20 @@ def _walk(path: Path) -> None:
                 if left < 0 or key <= last or txn.get(key, db=db) != value:
                     raise Corrupt(f"{path}: {name.decode()} is in disorder at {key[:80]!r}")
                 last = key
-        txn.put(_MARK, b"", db=env.open_db(b"meta", txn=txn, create=False))
+            if strict and left:
+                raise Corrupt(f"{path}: {name.decode()} does not have as many rows as it says")
+        if strict:
+            _decode_rows(txn, dbs)
+        txn.put(_MARK, b"", db=dbs[b"meta"])
         txn.abort()
+
+
+def _decode_rows(txn: lmdb.Transaction[bytes], dbs: dict[bytes, lmdb._Database]) -> None:
+    """Raises Corrupt for a row that does not match its name."""
+    for key, stored in txn.cursor(db=dbs[b"buckets"]):
+        load_row(key, stored)
+    scan = NameScan(NameTree(dbs[b"names"], dbs[b"tails"]), txn)
+    found = scan.seek(b"\0")
+    while found:
+        load_row(scan.name, scan.value())
+        found = scan.step()

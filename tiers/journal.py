@@ -86,8 +86,11 @@ class Journal:
     ) -> None:
         """An object was sealed into DRAM, in the place of object `replaced`; `snapshot`: of its draft, if any."""
 
-    def named(self, object_id: int, name: Name, row: NameRow, replaced: int | None = None) -> None:
-        """An object or directory has another name or other attributes; `replaced` had the name before."""
+    def named(self, object_id: int, name: Name, row: NameRow) -> None:
+        """An object or directory has other attributes."""
+
+    def renamed(self, object_id: int, name: Name, row: NameRow, replaced: int | None = None) -> None:
+        """An object or directory has another name; `replaced` had it before."""
 
     def directory(self, bucket: Bucket, name: Name, row: NameRow) -> None:
         """A directory was made."""
@@ -316,22 +319,36 @@ class NvmeJournal(Journal):
         self._behind[key.digest] = None
         self._more.set()
 
-    def named(self, object_id: int, name: Name, row: NameRow, replaced: int | None = None) -> None:
+    def named(self, object_id: int, name: Name, row: NameRow) -> None:
+        self._name(object_id, name, row)
+
+    def renamed(self, object_id: int, name: Name, row: NameRow, replaced: int | None = None) -> None:
+        stored = self.nvme.objects.get(object_id)
+        was_kept = stored is not None and stored.kept
+        ticket = self._name(object_id, name, row)
+        if ticket is not None:  # the old name must not come back, as after a removal
+            self._should = ticket
+            if was_kept:
+                self._must = ticket
+        self._drop(replaced, behind=ticket is not None)
+
+    def _name(self, object_id: int, name: Name, row: NameRow) -> int | None:
+        """Log what an object is called, if the log has it or must have it; the ticket."""
         bucket = self._store.bucket(name.bucket)
         stored = self.nvme.objects.get(object_id)
         if stored is None:
             found = self._store.in_dram(object_id) if bucket.durable else None
-            if found is not None:
-                self._must = self._put(found)
-            self._drop(replaced, behind=found is not None)
-            return
+            if found is None:
+                return None
+            self._must = self._put(found)
+            return self._must
         stored.bucket_id = bucket.bucket_id
         self.nvme.keep(stored, bucket.durable or bool(row.flags & PINNED))
         ticket = self.nvme.put_name(stored, MetaBody(name.bucket, name.key, row))
-        self._should = ticket
         if stored.kept:
-            stored.ticket = self._must = ticket
-        self._drop(replaced, behind=True)
+            stored.ticket = max(stored.ticket, ticket)
+            self._must = ticket
+        return ticket
 
     def directory(self, bucket: Bucket, name: Name, row: NameRow) -> None:
         meta = MetaBody(name.bucket, name.key, row)
@@ -423,6 +440,8 @@ class NvmeJournal(Journal):
                 self._more = trio.Event()
                 await self._more.wait()
             await self.nvme.log.wait_backlog(limits.WRITE_BEHIND_RECORDS)
+            if not self._behind:  # evicted while the log was busy
+                continue
             digest, _ = self._behind.popitem(last=False)
             try:
                 await self._write_one(digest)

@@ -5,7 +5,8 @@ agree. Three cases: an index that was lost gets its buckets and names from the l
 which names exist, since the log is never ahead of it; what only one of the two knows is dropped or logged.
 
 Invariants: nothing that the believed index has removed comes back: its records are deleted in the log, so that
-a later start without the index does not see them either.
+a later start without the index does not see them either. What it has replaced comes back only where the
+replacement is lost, which was then never settled.
 Concurrency: before the store serves anybody.
 """
 
@@ -45,6 +46,26 @@ def skip_ids(names: NameIndex, found: Replayed) -> None:
     names.skip_ids(found.highest_id)
     if found.buckets:
         names.skip_bucket_ids(max(found.buckets))
+
+
+def restore_replaced(names: NameIndex, nvme: NvmeTier, found: Replayed, lost: list[Name]) -> list[Name]:
+    """Give names whose objects are lost back to the objects that the log has under them; the names that stay lost.
+
+    An object that was sealed over a durable one is in the index at once, and until it is on the device only DRAM has
+    it: a process that is killed meanwhile must not take the earlier object with it, which nobody was told is gone.
+    """
+    if not lost:
+        return []
+    named = {row.object_id for _, row in _rows(names)}
+    claims = {claim: object_id for object_id, (_, claim) in found.names.items() if object_id in nvme.objects}
+    left = []
+    for name in lost:
+        object_id = claims.get(name.bucket + b"\0" + name.key)
+        if object_id is None or object_id in named:
+            left.append(name)
+        else:
+            names.put(name.bucket, name.key, MetaBody.decode(found.names[object_id][0]).row)
+    return left
 
 
 def restore_copies(store: TieredStore, nvme: NvmeTier, found: Replayed, *, compare: bool) -> NvmeJournal:

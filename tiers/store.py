@@ -470,15 +470,11 @@ class TieredStore(Catalog):
         )
         sealed = self.dram.seal(draft.extent, header, checksum=checksum)
         self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
-<<<<<<< HEAD
-        block = Block(bucket, uid, sealed.size_bytes, sequence, time.time_ns(), parent=parent)
+        block = Block(bucket, uid, sealed.size_bytes, sequence, sealed.sealed_at_ns, parent=parent)
         self.enter_block(digest, block)
         self.journal.sealed(
             key, sequence, sealed.extent, sealed.size_bytes, where, parent=header.parent, uid=uid
         )
-=======
-        self.enter_block(digest, parent, Block(bucket, uid, sealed.size_bytes, sequence, sealed.sealed_at_ns))
->>>>>>> adopt
         self._tell(Change(ChangeKind.SEALED, Name(bucket, block_name(digest)), key))
         return self.lookup_block(digest)
 
@@ -687,7 +683,7 @@ class TieredStore(Catalog):
             self._name_of[digest] = dst
             if unit_of(src) != unit_of(dst) and digest in self._policy:
                 self.enter(digest, dst, row)
-        self.journal.named(row.object_id, dst, row, replaced=replaced)
+        self.journal.renamed(row.object_id, dst, row, replaced)
 
     def set_attributes(
         self,
