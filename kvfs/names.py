@@ -179,7 +179,8 @@ class NameIndex:
     def put_many(self, rows: Iterable[tuple[bytes, bytes, NameRow]]) -> int:
         """Put (bucket, key, row) triples, MAX_LIST_ENTRIES in one transaction; how many."""
         total = 0
-        pairs = ((_full_name(bucket, key), row.encode()) for bucket, key, row in rows)
+        names = ((_full_name(bucket, key), row.encode()) for bucket, key, row in rows)
+        pairs = ((name, store_row(name, row)) for name, row in names)
         while page := list(islice(pairs, MAX_LIST_ENTRIES)):
             self._env.write(partial(self._put_page, page))
             total += len(page)
