@@ -506,11 +506,13 @@ class NvmeJournal(Journal):
         """Reclaim lets an object go: it stays in DRAM if it is there, else it leaves the store, with its unit."""
         return self._store.lose_copy(stored.key)
 
-    def _damaged(self, stored: Stored) -> None:
+    def _damaged(self, stored: Stored) -> bool:
         for object_id in self._store.lose_copy(stored.key):
             self.nvme.drop(object_id)
-        if self._store.in_dram(stored.object_id) is not None:
-            self._queue(stored.key)
+        if self._store.in_dram(stored.object_id) is None:
+            return False
+        self._queue(stored.key)
+        return True
 
     def _hits_of(self, stored: Stored) -> int:
         return self._hits(stored.key.digest)

@@ -138,8 +138,8 @@ class NvmeTier:
         """Told that reclaim lets an object go; the ids of others that have to leave with it."""
         self.hits_of: Callable[[Stored], int] = lambda stored: 0
         """How often the object was read so far."""
-        self.damaged: Callable[[Stored], None] = lambda stored: None
-        """Told that an object lost an extent and left the tier."""
+        self.damaged: Callable[[Stored], bool] = lambda stored: False
+        """Told that an object lost an extent and left the tier; whether it will be written again."""
         self.written: Callable[[Stored], None] = lambda stored: None
         """Told that an object can be read from here; again when it moved."""
         self._buckets: dict[int, _BucketPlace] = {}
@@ -269,8 +269,7 @@ class NvmeTier:
                 return
             if not isinstance(error, Superseded):
                 _log.error("object %d is not written to NVMe: %s", stored.object_id, error)
-            self.drop(stored.object_id)
-            self.damaged(stored)
+            self._lose(stored)
 
         return self.log.append(
             Record(
@@ -439,8 +438,14 @@ class NvmeTier:
         """An extent is not what was written: the object leaves the tier, and is a miss unless DRAM has it."""
         self.counts.corrupt += 1
         _log.error("object %d, extent %d on NVMe: %s", stored.object_id, number, error)
-        self.drop(stored.object_id)
-        self.damaged(stored)
+        self._lose(stored)
+
+    def _lose(self, stored: Stored) -> None:
+        """An object leaves the tier with an extent that it lacks. Its deletion is logged only if it is not written
+        again: a TOMBSTONE ends the later records of an id, too."""
+        self._forget(stored)
+        if not self.damaged(stored):
+            self.log.append(Deletion(stored.object_id))
 
     async def load(self, stored: Stored, into: memoryview) -> None:
         """Read a whole object, verified extent by extent. `into` is page-aligned and has whole RECORD_ALIGNMENT units.
