@@ -101,6 +101,8 @@ cdef extern from "fuse_loop_core.h" nogil:
     uint64_t fl_spare_take(fuse_loop *loop)
     uint64_t fl_drain_misses(fuse_loop *loop)
     int fl_calls_waiting(fuse_loop *loop)
+    void fl_watch_calls(fuse_loop *loop, int watched)
+    int fl_await_calls(fuse_loop *loop, uint64_t timeout_ns)
     int fl_acquire(fuse_loop *loop, uint64_t nodeid, int fd)
     int fl_release(fuse_loop *loop, uint64_t nodeid)
     int fl_opens(fuse_loop *loop, uint64_t nodeid)
@@ -406,6 +408,17 @@ cdef class FuseLoop:
     @property
     def calls_waiting(self):
         return bool(fl_calls_waiting(self._loop))
+
+    def watch_calls(self, bint watched):
+        """While somebody watches for calls, `calls_fd` does not tell of them."""
+        fl_watch_calls(self._loop, watched)
+
+    def await_calls(self, uint64_t timeout_ns):
+        """Spin until calls are waiting, or the time is over: whether there are any."""
+        cdef int found
+        with nogil:
+            found = fl_await_calls(self._loop, timeout_ns)
+        return bool(found)
 
     def take_calls(self):
         """Queued calls, the oldest first; some more may be left."""

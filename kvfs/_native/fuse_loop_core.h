@@ -101,6 +101,8 @@ uint32_t fl_spare_count(struct fuse_loop *loop);
 uint64_t fl_spare_take(struct fuse_loop *loop); /* one that is given to none, dropped: its nodeid, or 0 */
 uint64_t fl_drain_misses(struct fuse_loop *loop); /* LOOKUPs of nothing answered here since the last time */
 int fl_calls_waiting(struct fuse_loop *loop);
+void fl_watch_calls(struct fuse_loop *loop, int watched); /* while somebody watches, calls_fd stays as it is */
+int fl_await_calls(struct fuse_loop *loop, uint64_t timeout_ns); /* spins until calls are waiting: 1; 0 after the time */
 int fl_acquire(struct fuse_loop *loop, uint64_t nodeid, int fd); /* new count of opens, or -errno */
 int fl_release(struct fuse_loop *loop, uint64_t nodeid);         /* count of opens left, or -errno */
 int fl_opens(struct fuse_loop *loop, uint64_t nodeid);

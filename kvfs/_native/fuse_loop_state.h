@@ -91,6 +91,7 @@ struct fuse_loop {
     struct fl_call *calls;
     uint32_t call_first, call_count;
     int calls_told; /* calls_fd is readable */
+    int calls_watched; /* or need not be */
     struct fl_notice *notices;
     uint32_t notice_first, notice_count;
     int notice_overflow, notice_stop;
