@@ -139,8 +139,7 @@ class TieredStore(Catalog):
     def close(self, *, keep: bool = False) -> None:
         """With `keep`, what is sealed stays in DRAM for the next `open`."""
         self.dram.close(keep=keep)
-        self.names.close()
-        self.home.close()
+        self.home.close(clean=self.names.close())
 
     def __enter__(self) -> Self:
         return self
