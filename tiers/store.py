@@ -79,7 +79,7 @@ class TieredStore(Catalog):
         self.space = SpaceBook(usage.capacity_bytes, quota_bytes)
         self._largest_bytes = usage.largest_object_bytes
         self._policy: LruLeafFirst[bytes] = LruLeafFirst()
-        self._evictor = Evictor(self._policy, self._is_held, self._evict_one, self._report_hits)
+        self._evictor = Evictor(self._policy, self._is_held, self._evict_group, self._report_hits)
         self._last_reader: dict[int, int] = {}
 
     # --- life ---------------------------------------------------------------------------------------------
@@ -587,7 +587,28 @@ class TieredStore(Catalog):
         entry = self.table.get(digest)
         return entry is not None and self.dram.held(Extent(entry.slot, entry.generation))
 
-    def _evict_one(self, digest: bytes) -> int:
+    def _evict_group(self, group: list[bytes]) -> int:
+        """Of a unit the names go in one transaction, and its marker before them: a kill leaves all of it or
+        nothing, where a part, or the directory alone, would read as a hit."""
+        named = {digest: name for digest in group if (name := self._name_of.get(digest)) is not None}
+        names = list(named.values())
+        unit = paths.unit_prefix(names[0].key) if names else None
+        if unit is None:
+            return sum([self._evict_one(digest) for digest in group])
+        keys = {unit, *(name.key for name in names)}
+        page = self.names.list(
+            names[0].bucket, prefix=unit, limit=min(len(keys) + 1, limits.MAX_LIST_ENTRIES)
+        )
+        if not page.truncated and all(entry.name in keys for entry in page.entries):
+            self.names.remove(names[0].bucket, unit)
+        removed = self.names.remove_many([(name.bucket, name.key) for name in names])
+        rows = dict(zip(named, removed, strict=True))
+        freed = sum([self._evict_one(digest, rows.get(digest)) for digest in group])
+        self.drop_empty_unit(names[0])
+        return freed
+
+    def _evict_one(self, digest: bytes, removed: NameRow | None = None) -> int:
+        """`removed`: the row of its name, which is gone already."""
         name, block = self._name_of.get(digest), self._blocks.get(digest)
         if name is None and block is None:
             self._policy.remove(digest)
@@ -595,9 +616,10 @@ class TieredStore(Catalog):
         key = StoreKey(Kind.BLOCK if block else Kind.OBJECT, digest)
         uid = block.uid if block else 0
         if name is not None:
-            row = self.names.remove(name.bucket, name.key)
+            row = removed or self.names.remove(name.bucket, name.key)
             uid = row.uid if row else 0
-            self.drop_empty_unit(name)
+            if removed is None:
+                self.drop_empty_unit(name)
         elif block is not None:
             name = Name(block.bucket, block_name(digest))
         freed = self._discard(key, uid)
