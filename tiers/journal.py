@@ -118,6 +118,10 @@ class Journal:
     async def settle(self) -> None:
         """Wait until what was promised so far is durable. Raises NoSpace, DeviceFailed for durable objects."""
 
+    async def read_into(self, object_id: int, into: memoryview) -> None:
+        """Read an object from below DRAM. Raises Superseded, Corrupt, DeviceFailed."""
+        raise Superseded(f"object {object_id} is in no tier below DRAM")
+
     async def settle_names(self) -> None:
         """Wait until every change of names so far is durable. Raises NoSpace, DeviceFailed."""
 
@@ -285,6 +289,12 @@ class NvmeJournal(Journal):
         if not self.nvme.holds(row.object_id):
             raise NoSpace(f"{name} found no room in the NVMe tier")
         return row.object_id
+
+    async def read_into(self, object_id: int, into: memoryview) -> None:
+        stored = self.nvme.objects.get(object_id)
+        if stored is None:
+            raise Superseded(f"object {object_id} has left the NVMe tier")
+        await self.nvme.load(stored, into)
 
     async def settle_names(self) -> None:
         await self.nvme.log.settle()

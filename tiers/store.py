@@ -549,6 +549,18 @@ class TieredStore(Catalog):
         """Lookups of what does not exist that a door has answered without asking."""
         self._counts["misses"] += count
 
+    async def read_into(self, info: ObjectInfo, into: memoryview) -> int:
+        """Read a whole object from where it is, verified if that is a device, without bringing it up; its size.
+
+        `into` is page-aligned memory with room for whole units of RECORD_ALIGNMENT. Raises Superseded, Corrupt,
+        DeviceFailed.
+        """
+        if info.extent is None:
+            await self.journal.read_into(info.object_id, into)
+            return info.size_bytes
+        with self.dram.lease(info.extent) as lease:
+            return await lease.read_into(0, into)
+
     async def wait_published(self, name: Name) -> None:
         """Wait, PUBLISH_WAIT_S at most, while `name` is a draft that is closed but not yet published."""
         with trio.move_on_after(limits.PUBLISH_WAIT_S):
