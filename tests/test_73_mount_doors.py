@@ -170,6 +170,20 @@ def test_what_a_killed_writer_would_have_replaced_is_there(service: Service, buc
         assert client.get(service.name(path)) == b"bytes"
 
 
+def test_a_directory_with_another_name_takes_no_longer_names_than_fit(service: Service, bucket: Path) -> None:
+    (bucket / "short/below").mkdir(parents=True)
+    (bucket / "short/below/file").write_bytes(b"bytes")
+    long = bucket
+    for _ in range(4):
+        long /= "n" * 200
+        long.mkdir()
+    (bucket / "short").rename(long / "moved")
+    with expect_errno(errno.ENAMETOOLONG):
+        (long / "moved/below" / ("m" * 250)).write_bytes(b"")
+    (long / "moved/below/other").write_bytes(b"others")
+    assert sorted(os.listdir(long / "moved/below")) == ["file", "other"]
+
+
 def test_a_tree_that_another_door_made_is_taken_apart_by_path(service: Service, bucket: Path) -> None:
     with service.client() as client:
         for name in ("a/b/c/file", "a/b/d/file"):
