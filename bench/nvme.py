@@ -155,7 +155,8 @@ async def _read_verified(objects: Objects) -> float:
         async with objects.device.buffer() as buffer:
             while trio.current_time() < deadline:
                 info = objects.infos[next(numbers) % len(objects.infos)]
-                moved += await objects.store.read_into(info, buffer)
+                size_bytes = await objects.store.read_into(info, buffer)
+                moved += size_bytes  # not in one: the other readers' sums would be lost
 
     async with trio.open_nursery() as nursery:
         for _ in range(DEPTH):
