@@ -141,8 +141,9 @@ class Heritage:
             nvme, found = self._lower.nvme, self._lower.found
             lost = restore_replaced(self.names, nvme, found, lost)
             store.journal = restore_copies(store, nvme, found, compare=self._killed)
-        for unit in {Name(name.bucket, unit) for name in lost if (unit := paths.unit_prefix(name.key))}:
-            _drop_unit(store, unit)
+        units = {(name.bucket, unit) for name in lost if (unit := paths.unit_prefix(name.key)) is not None}
+        for bucket, unit in units:
+            _drop_unit(store, Name(bucket, unit))
         if not self._is_first:
             self._report(adopted, dropped, store.dram.verify_s)
         self._named.clear()

@@ -47,6 +47,9 @@ _log = logging.getLogger("kvfs.nvme")
 class Journal:
     """A store that keeps its objects in DRAM only: nothing is written, everything is settled."""
 
+    is_finished = True
+    """Whether the lower tiers know all that the store does."""
+
     def usage(self) -> list[dict[str, Any]]:
         """Of the tiers below DRAM."""
         return []
@@ -177,6 +180,7 @@ class NvmeJournal(Journal):
         self._should = 0
         """...and of the newest deletion: both are waited for, only the first may fail a request."""
         self._skipped = 0
+        self.is_finished = False
         nvme.evicted = self._let_go
         nvme.hits_of = self._hits_of
         nvme.damaged = self._damaged
@@ -262,6 +266,7 @@ class NvmeJournal(Journal):
             self._should = ticket
             if was_kept:
                 self._must = ticket
+            self.nvme.log.append(Barrier())  # or another object under the old name could arrive without this
         self._drop(replaced, behind=ticket is not None)
 
     def _name(self, object_id: int, name: Name, row: NameRow) -> int | None:
@@ -294,15 +299,19 @@ class NvmeJournal(Journal):
     def _drop(self, object_id: int | None, *, behind: bool = False) -> None:
         """`behind`: only once what was queued before is durable."""
         if object_id is None or object_id not in self.nvme.objects:
+            self._fence()
             return
-        if behind:
-            self.nvme.log.append(Barrier())
         kept = self.nvme.objects[object_id].kept
-        ticket = self.nvme.drop(object_id)
+        ticket = self.nvme.drop(object_id, behind=behind)
         if ticket is not None and not behind:
             self._should = ticket
             if kept:
                 self._must = ticket
+
+    def _fence(self) -> None:
+        """What reclaim lets go of has no deletion in the log, so a name that it had is settled once it is gone."""
+        if self.nvme.is_evicting:
+            self._should = self.nvme.log.append(Barrier())
 
     def evicted(self, key: StoreKey) -> None:
         self._behind.pop(key.digest, None)
@@ -428,6 +437,7 @@ class NvmeJournal(Journal):
                 await self.nvme.log.drain()
         await self.nvme.log.drain()
         await self.nvme.log.close()
+        self.is_finished = True
 
     # --- what the tier tells ------------------------------------------------------------------------------
 

@@ -178,7 +178,11 @@ class SegmentPool:
             await self.device.write(segment.fd, 0, both)
 
     async def close(self, segment: Segment) -> None:
-        """Write the footer and the trailer, and make the whole segment durable. Raises NoSpace, DeviceFailed."""
+        """Write the footer and the trailer, and make the whole segment durable. Raises NoSpace, DeviceFailed.
+
+        What the footer lists is durable before the footer is: a start takes its word for every payload.
+        """
+        await self.device.sync(segment.fd)
         body = encode_footer(segment.headers, segment.bodies)
         record_bytes = segment.footer_bytes()
         header = RecordHeader(

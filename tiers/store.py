@@ -197,7 +197,7 @@ class TieredStore(Catalog):
         """With `keep`, what is sealed stays in DRAM for the next `open`."""
         self.dram.close(keep=keep)
         self.names.close()
-        self.home.close()
+        self.home.close(clean=self.journal.is_finished)
 
     def __enter__(self) -> Self:
         return self
