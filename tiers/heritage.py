@@ -290,10 +290,18 @@ def _open_index(home: Home, *, strict: bool) -> tuple[NameIndex, bool]:
     not know is deleted there. Otherwise the damaged rows alone are lost.
     """
     names = _believed_index(home, strict)
-    believed = names is not None
-    if names is None:
-        _clear(home.index)
-        names = NameIndex.open(home.index, map_size_bytes=limits.DEFAULT_NAME_MAP_BYTES)
+    if names is not None:
+        try:
+            return _marked(home, names), True
+        except Corrupt as error:  # its free pages, which nobody can walk through
+            log.warning("name index %s: %s: starting with an empty one", home.index, error)
+    _clear(home.index)
+    names = NameIndex.open(home.index, map_size_bytes=limits.DEFAULT_NAME_MAP_BYTES)
+    return _marked(home, names), False
+
+
+def _marked(home: Home, names: NameIndex) -> NameIndex:
+    """The index, with the mark of this start. Raises Corrupt, and then it is closed."""
     try:
         home.begin((names.get_meta(_MARK) or b"").decode(errors="replace"))
         names.put_meta(_MARK, home.start.encode())
@@ -301,7 +309,7 @@ def _open_index(home: Home, *, strict: bool) -> tuple[NameIndex, bool]:
     except BaseException:
         names.close()
         raise
-    return names, believed
+    return names
 
 
 def _believed_index(home: Home, strict: bool) -> NameIndex | None:
@@ -347,6 +355,9 @@ def _can_be_walked(path: Path, strict: bool) -> bool:
 
 def _walk(path: Path, strict: bool) -> None:
     with lmdb.open(str(path), readonly=True, lock=False, create=False, max_dbs=8) as env, env.begin() as txn:
+        pages = env.info()["last_pgno"] + 1
+        if os.stat(path / "data.mdb").st_size < pages * env.stat()["psize"]:
+            raise Corrupt(f"{path}: the file has fewer than its {pages} pages")
         dbs = {name: env.open_db(name, txn=txn, create=False) for name in _DATABASES}
         for name, db in dbs.items():
             left = txn.stat(db)["entries"]

@@ -184,6 +184,7 @@ class NvmeJournal(Journal):
         nvme.evicted = self._let_go
         nvme.hits_of = self._hits_of
         nvme.damaged = self._damaged
+        nvme.refused = self._refused
         nvme.written = self._written
 
     def usage(self) -> list[dict[str, Any]]:
@@ -236,12 +237,16 @@ class NvmeJournal(Journal):
             found.parent,
             found.uid,
             sealed_at_ns=named[1].mtime_ns if named else time.time_ns(),
-            kept=found.bucket.durable or bool(named and named[1].flags & PINNED),
+            kept=found.bucket.durable or bool(named and self._pins(named[1], kept=False)),
             hits=self._hits(found.key.digest),
         )
         meta = MetaBody(named[0].bucket, named[0].key, named[1]) if named else None
         stored.ticket = self.nvme.put(stored, self._payloads(found.extent, found.size_bytes), meta)
         return stored.ticket
+
+    def _pins(self, row: NameRow, *, kept: bool) -> bool:
+        """Whether a cache's object is kept because it is pinned: pins take no room that is not there."""
+        return bool(row.flags & PINNED) and (kept or self.nvme.has_durable_room(row.size_bytes))
 
     def _payloads(self, extent: Extent, size_bytes: int) -> list[Payload]:
         step = self.nvme.pool.extent_bytes
@@ -280,7 +285,7 @@ class NvmeJournal(Journal):
             self._must = self._put(found)
             return self._must
         stored.bucket_id = bucket.bucket_id
-        self.nvme.keep(stored, bucket.durable or bool(row.flags & PINNED))
+        self.nvme.keep(stored, bucket.durable or self._pins(row, kept=stored.kept))
         ticket = self.nvme.put_name(stored, MetaBody(name.bucket, name.key, row))
         if stored.kept:
             stored.ticket = max(stored.ticket, ticket)
@@ -325,7 +330,8 @@ class NvmeJournal(Journal):
     def pinned(self, object_id: int, pinned: bool) -> None:
         stored = self.nvme.objects.get(object_id)
         if stored is not None and not self.nvme.is_durable(stored.bucket_id):
-            self.nvme.keep(stored, pinned)
+            room = stored.kept or self.nvme.has_durable_room(stored.size_bytes)
+            self.nvme.keep(stored, pinned and room)
 
     def bucket(self, row: BucketRow) -> None:
         self._should = self.nvme.put_bucket(row)
@@ -453,6 +459,11 @@ class NvmeJournal(Journal):
             self.nvme.drop(object_id)
         if self._store.in_dram(stored.object_id) is not None:
             self._queue(stored.key)
+
+    def _refused(self, stored: Stored) -> None:
+        """Nothing is tried again at once: it would find the tier as full."""
+        for object_id in self._store.lose_copy(stored.key):
+            self.nvme.drop(object_id)
 
     def _hits_of(self, stored: Stored) -> int:
         return self._hits(stored.key.digest)

@@ -143,6 +143,8 @@ class NvmeTier:
         """How often the object was read so far."""
         self.damaged: Callable[[Stored], None] = lambda stored: None
         """Told that an object lost an extent and left the tier."""
+        self.refused: Callable[[Stored], None] = lambda stored: None
+        """Told that an object found no room in the tier."""
         self.written: Callable[[Stored], None] = lambda stored: None
         """Told that an object can be read from here; again when it moved."""
         self._buckets: dict[int, _BucketPlace] = {}
@@ -224,10 +226,13 @@ class NvmeTier:
         total = whole * counted_bytes(record_extent(0, 0, extent)[1], 0)
         return total + (counted_bytes(record_extent(0, 0, rest)[1], 0) if rest or not whole else 0)
 
+    def has_durable_room(self, size_bytes: int) -> bool:
+        return self.kept_bytes + self.record_bytes(size_bytes) <= self.durable_capacity_bytes
+
     def check_durable_room(self, size_bytes: int) -> None:
         """Raises NoSpace when another durable object of this size would not fit."""
         wanted = self.kept_bytes + self.record_bytes(size_bytes)
-        if wanted > self.durable_capacity_bytes:
+        if not self.has_durable_room(size_bytes):
             raise NoSpace(
                 f"durable objects would take {wanted} bytes of the NVMe tier, which has room for "
                 f"{self.durable_capacity_bytes}"
@@ -282,7 +287,10 @@ class NvmeTier:
             if not isinstance(error, Superseded):
                 _log.error("object %d is not written to NVMe: %s", stored.object_id, error)
             self.drop(stored.object_id)
-            self.damaged(stored)
+            if isinstance(error, NoSpace):
+                self.refused(stored)
+            else:
+                self.damaged(stored)
 
         return self.log.append(
             Record(

@@ -103,8 +103,9 @@ class _Replay:
         header = found.header
         seen = self._of(header)
         stored = seen.stored
-        if stored.key.kind is Kind.BLOCK:
+        if stored.key.kind is Kind.BLOCK:  # an object's META says where it belongs: reclaim may move ahead of it
             seen.sequence = header["sequence"]
+            stored.bucket_id = header["bucket_id"]
         count, number = self.tier.extent_count(header["object_bytes"]), header["extent_number"]
         if number >= count:
             raise Corrupt(f"extent {number} of an object of {header['object_bytes']} bytes")
@@ -118,7 +119,6 @@ class _Replay:
             header["payload_checksum"],
         )
         stored.size_bytes = header["object_bytes"]
-        stored.bucket_id = header["bucket_id"]
         stored.parent, stored.uid = header["parent"], header["uid"]
         stored.sealed_at_ns = header["sealed_at_ns"]
 
