@@ -218,7 +218,7 @@ class NvmeJournal(Journal):
         if bucket.durable:
             found = Resident(key, object_id, extent, size_bytes, bucket, named, parent, uid)
             self._must = self._put(found)
-            self._drop(replaced, behind=True)
+            self._drop(replaced, behind=True, awaited=False)
             return
         self._drop(replaced)
         if not bucket.admits_all and not self._ghosts.admits(_ghost_key(key, named)):
@@ -272,7 +272,7 @@ class NvmeJournal(Journal):
             if was_kept:
                 self._must = ticket
             self.nvme.log.append(Barrier())  # or another object under the old name could arrive without this
-        self._drop(replaced, behind=ticket is not None)
+        self._drop(replaced, behind=ticket is not None, awaited=not self._store.bucket(name.bucket).durable)
 
     def _name(self, object_id: int, name: Name, row: NameRow) -> int | None:
         """Log what an object is called, if the log has it or must have it; the ticket."""
@@ -301,16 +301,16 @@ class NvmeJournal(Journal):
     def removed(self, object_id: int) -> None:
         self._drop(object_id)
 
-    def _drop(self, object_id: int | None, *, behind: bool = False) -> None:
-        """`behind`: only once what was queued before is durable."""
+    def _drop(self, object_id: int | None, *, behind: bool = False, awaited: bool = True) -> None:
+        """`behind`: only once what was queued before is durable, which replaces it; not `awaited` where that stays."""
         if object_id is None or object_id not in self.nvme.objects:
             self._fence()
             return
         kept = self.nvme.objects[object_id].kept
         ticket = self.nvme.drop(object_id, behind=behind)
-        if ticket is not None and not behind:
+        if ticket is not None and (awaited or not behind):
             self._should = ticket
-            if kept:
+            if kept and not behind:
                 self._must = ticket
 
     def _fence(self) -> None:

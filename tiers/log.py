@@ -140,6 +140,8 @@ class Log:
         self._unsynced: deque[tuple[int, Entry]] = deque()
         self._dirty: dict[int, Segment] = {}
         """Segments written to since their last sync."""
+        self._failed_sync: Segment | None = None
+        """The device failed to sync it, and has not synced since."""
         self._has_deleted = False
         """Whether a TOMBSTONE was written since."""
         self._closed = False
@@ -196,7 +198,7 @@ class Log:
             await self._wait_for_work()
             try:
                 await self._advance()
-                self.trouble = None
+                self._note_well()
             except (NoSpace, DeviceFailed) as error:
                 await self._give_way(error)
 
@@ -220,6 +222,9 @@ class Log:
 
     async def _advance(self) -> None:
         """One batch, and a sync where one is due."""
+        if self._failed_sync is not None:  # else each attempt would fill another segment for nothing
+            await self.device.sync(self._failed_sync.fd)
+            self._failed_sync = None
         try:
             step = await self._write_batch()
         except TierFull as error:
@@ -239,6 +244,13 @@ class Log:
             entry.lost(error)
         self._pop(1)
         self._note_durable()
+
+    def _note_well(self) -> None:
+        """The device takes writes; after trouble every segment gets another chance."""
+        if self.trouble is not None:
+            self.trouble = None
+            for segment in self.pool.segments:
+                segment.failed = False
 
     async def _give_way(self, error: KvfsError) -> None:
         """The device refuses: say so to whoever waits, and try again later."""
@@ -308,7 +320,7 @@ class Log:
                 try:
                     await self.device.write(segment.fd, segment.end, view[:length])
                 except DeviceFailed:
-                    self._abandon(segment, bad=True)
+                    self._abandon(segment)
                     raise
                 crashpoints.reach("log.after_write")
         for index in range(taken):
@@ -328,10 +340,9 @@ class Log:
             self.counts.rewritten_bytes += length
         self._next_sequence = batch.commit(length)
 
-    def _abandon(self, segment: Segment, *, bad: bool) -> None:
+    def _abandon(self, segment: Segment) -> None:
         """The device failed a write: what the file holds already still counts, nothing more is added."""
         segment.closed = True
-        segment.bad = segment.bad or bad
         if self._segment is segment:
             self._segment = None
 
@@ -345,7 +356,7 @@ class Log:
                     return segment
                 await self._close_segment(segment)
             if not reserve:
-                await self._keep_reserve(essential=not isinstance(entry, Record) or entry.payload is None)
+                await self._keep_reserve()
             if self._segment is None:  # else reclaim opened one
                 self._segment = await self._take()
 
@@ -359,7 +370,7 @@ class Log:
             raise TierFull("no segment of the NVMe tier is free, and none can be reclaimed")
         return taken
 
-    async def _keep_reserve(self, *, essential: bool) -> None:
+    async def _keep_reserve(self) -> None:
         """Reclaim until more than the reserve is free, while anything can be gained.
 
         Once through all segments at most: where each gains little, the writes in between must not wait for ever.
@@ -369,7 +380,7 @@ class Log:
                 break
             if not await self.reclaim():
                 break
-        if self._segment is None and not essential and len(self.pool.free) < limits.RESERVED_SEGMENTS:
+        if self._segment is None and len(self.pool.free) < limits.RESERVED_SEGMENTS:
             raise TierFull("the NVMe tier is full of objects that may not be evicted")
 
     async def _close_segment(self, segment: Segment) -> None:
@@ -409,7 +420,8 @@ class Log:
     def _write_again(self, error: KvfsError) -> None:
         """Put back everything since the last good sync: what a failed sync leaves on the device is unknown."""
         for segment in self._dirty.values():
-            self._abandon(segment, bad=isinstance(error, DeviceFailed))
+            self._abandon(segment)
+            self._failed_sync = segment
         self._dirty.clear()
         for ticket, entry in reversed(self._unsynced):
             if ticket:

@@ -201,7 +201,7 @@ class NvmeTier:
             "durable_capacity_bytes": self.durable_capacity_bytes,
             "segments": len(self.pool.segments),
             "free_segments": len(self.pool.free),
-            "bad_segments": sum(segment.bad for segment in self.pool.segments),
+            "bad_segments": sum(segment.bad or segment.failed for segment in self.pool.segments),
             "segment_bytes": self.pool.segment_bytes,
             "objects": len(self.objects),
             "backlog": self.log.backlog,
@@ -541,7 +541,7 @@ class NvmeTier:
 
     async def reclaim(self) -> bool:
         """Free one segment, moving what must stay; False if none would gain anything. Raises DeviceFailed, NoSpace."""
-        closed = [s for s in self.pool.used() if s.closed and not s.bad]
+        closed = [s for s in self.pool.used() if s.closed and not (s.bad or s.failed)]
         views = [SegmentView(s.number, s.sequence, self.pool.segment_bytes, s.kept_bytes) for s in closed]
         choice = choose_segment(views)
         if choice is None:
@@ -551,7 +551,7 @@ class NvmeTier:
             records = await self.pool.records(victim)
         except DeviceFailed as error:
             _log.error("segment %d cannot be reclaimed: %s", victim.number, error)
-            victim.bad = True
+            victim.failed = True
             return True
         entries = self._sort_out(victim, records)
         crashpoints.reach("reclaim.before_rewrite")
@@ -559,7 +559,11 @@ class NvmeTier:
             await self.log.write_now(entries)
         await self.log.sync_now()
         crashpoints.reach("reclaim.after_rewrite")
-        await self.pool.release(victim)
+        try:
+            await self.pool.release(victim)
+        except DeviceFailed:
+            victim.failed = True  # the next attempt takes another one
+            raise
         self._evicted_from.discard(victim.number)
         crashpoints.reach("reclaim.after_release")
         self.log.counts.segments_reclaimed += 1

@@ -64,7 +64,9 @@ class Segment:
     closed: bool = False
     """Nothing is appended any more."""
     bad: bool = False
-    """The device failed it: never used again while this service runs."""
+    """Its header or records could not be read at the start: never used again while this service runs."""
+    failed: bool = False
+    """The device failed it since: not reclaimed before the device has taken another write."""
     first_sequence: int = 0
     last_sequence: int = 0
     live_bytes: int = 0

@@ -114,7 +114,6 @@ async def live(task: dict[str, Any], say: Speaker) -> None:
 async def watch(store: TieredStore, say: Speaker) -> None:
     """Say what every task waits for, when it has become too late."""
     await trio.sleep(WATCHDOG_S * 0.9)
-    tasks = [task for task in every_task() if task is not trio.lowlevel.current_task()]
     journal = store.journal
     assert isinstance(journal, NvmeJournal)
     state = [
@@ -123,8 +122,13 @@ async def watch(store: TieredStore, say: Speaker) -> None:
         for s in journal.nvme.pool.segments
     ]
     say(error="\n".join([str(store.usage()["tiers"][1]), *state]))
-    say(error="stuck:\n" + "\n".join(f"{task.name}: {' < '.join(frames_of(task))}" for task in tasks))
+    say(error="\n".join(["stuck:", *waiting_tasks()]))
     os._exit(1)
+
+
+def waiting_tasks() -> list[str]:
+    """What every task waits for."""
+    return [f"{task.name}: {' < '.join(frames_of(task))}" for task in every_task()]
 
 
 def every_task() -> Iterator[trio.lowlevel.Task]:
