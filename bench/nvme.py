@@ -109,9 +109,7 @@ async def _stored(path: Path, kind: Kind, size_bytes: int) -> AsyncIterator[Obje
     """A store with `size_bytes` of objects, durable on the device, none of them in DRAM."""
     device = open_device(kind, DEPTH)
     try:
-        store = await TieredStore.start(
-            path, device, nvme_bytes=2 * size_bytes, dram_bytes=DRAM_BYTES
-        )
+        store = await TieredStore.start(path, device, nvme_bytes=2 * size_bytes, dram_bytes=DRAM_BYTES)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(store.run)

@@ -144,8 +144,9 @@ class Heritage:
             nvme, found = self._lower.nvme, self._lower.found
             lost = restore_replaced(self.names, nvme, found, lost)
             store.journal = restore_copies(store, nvme, found, compare=self._killed)
-        for name in {Name(name.bucket, key) for name in lost if (key := paths.unit_prefix(name.key))}:
-            _drop_unit(store, name)
+        units = {(name.bucket, unit) for name in lost if (unit := paths.unit_prefix(name.key)) is not None}
+        for bucket, unit in units:
+            _drop_unit(store, Name(bucket, unit))
         if not self._is_first:
             self._report(adopted, dropped, store.dram.verify_s)
         self._named.clear()
@@ -292,10 +293,18 @@ def _open_index(home: Home, believe: bool, *, strict: bool) -> tuple[NameIndex, 
     not know is deleted there. Otherwise the damaged rows alone are lost.
     """
     names = _believed_index(home, strict) if believe else None
-    believed = names is not None
-    if names is None:
-        _clear(home.index)
-        names = NameIndex.open(home.index, map_size_bytes=limits.DEFAULT_NAME_MAP_BYTES)
+    if names is not None:
+        try:
+            return _marked(home, names), True
+        except Corrupt as error:  # its free pages, which nobody can walk through
+            log.warning("name index %s: %s: starting with an empty one", home.index, error)
+    _clear(home.index)
+    names = NameIndex.open(home.index, map_size_bytes=limits.DEFAULT_NAME_MAP_BYTES)
+    return _marked(home, names), False
+
+
+def _marked(home: Home, names: NameIndex) -> NameIndex:
+    """The index, with the mark of this start. Raises Corrupt, and then it is closed."""
     try:
         home.begin((names.get_meta(_MARK) or b"").decode(errors="replace"))
         names.put_meta(_MARK, home.start.encode())
@@ -303,7 +312,7 @@ def _open_index(home: Home, believe: bool, *, strict: bool) -> tuple[NameIndex, 
     except BaseException:
         names.close()
         raise
-    return names, believed
+    return names
 
 
 def _believed_index(home: Home, strict: bool) -> NameIndex | None:
@@ -352,6 +361,9 @@ def _walk(path: Path, strict: bool) -> None:
     size_bytes = max((path / "data.mdb").stat().st_size, limits.DEFAULT_NAME_MAP_BYTES)
     env = lmdb.open(str(path), map_size=size_bytes, lock=False, create=False, max_dbs=8, writemap=False)
     with env.begin(write=True) as txn:
+        pages = env.info()["last_pgno"] + 1
+        if os.stat(path / "data.mdb").st_size < pages * env.stat()["psize"]:
+            raise Corrupt(f"{path}: the file has fewer than its {pages} pages")
         dbs = {name: env.open_db(name, txn=txn, create=False) for name in _DATABASES}
         for name, db in dbs.items():
             left = txn.stat(db)["entries"]

@@ -227,7 +227,8 @@ class TieredStore(Catalog):
     def close(self, *, keep: bool = False) -> None:
         """With `keep`, what is sealed stays in DRAM for the next `open`."""
         self.dram.close(keep=keep)
-        self.home.close(clean=self.names.close())
+        whole = self.names.close()
+        self.home.close(clean=whole and self.journal.is_finished)
 
     def __enter__(self) -> Self:
         return self
