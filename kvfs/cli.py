@@ -1,10 +1,10 @@
 """The command line: `kvfs serve` runs the service, the other commands talk to one that runs.
 
-Responsibility: arguments in, one call, text out. Every command but `serve`, `drop`, `bench` and `umount` goes through
-`kvfs.client`. A failure is one line on stderr, `kvfs: ...`, and the exit code says of which kind.
+Responsibility: arguments in, one call, text out. Every command but `serve`, `drop`, `fsck`, `bench` and `umount`
+goes through `kvfs.client`. A failure is one line on stderr, `kvfs: ...`, and the exit code says of which kind.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 no such name, 4 no service there, 130
-interrupted.
+interrupted. `kvfs fsck` has its own (`kvfs.cli_fsck`).
 
 Concurrency: none; `serve` hands over to `kvfs.service`. Modules that only one command needs are imported by
 that command: `kvfs status` must answer in 0.3 s, and trio, pydantic and rich together take most of that.
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from kvfs import addresses
+from kvfs.cli_fsck import fsck
 from kvfs.errors import ConfigError, InvalidRequest, KvfsError, NotFound, SessionClosed
 
 if TYPE_CHECKING:
@@ -203,6 +204,9 @@ def drop(
     from kvfs.sizes import format_size
 
     print(f"{format_size(drop_kept(Path(os.path.abspath(data))))} given back")
+
+
+app.command()(fsck)
 
 
 @app.command(

@@ -112,6 +112,8 @@ SEGMENT_OFFSET_BITS: Final = 32
 """Of a table entry's `location`: the offset in the segment, whose number is above."""
 MAX_PROMOTIONS: Final = 16
 """Objects that are read back into DRAM at once: each is a draft there."""
+FSCK_SEGMENTS: Final = 4
+"""Segments that a check reads at once, each with a pooled buffer: one NVMe drive is at its bandwidth."""
 DEVICE_RETRY_S: Final = 0.25
 """How long the log waits after the device failed before it tries again."""
 

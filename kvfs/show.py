@@ -76,6 +76,19 @@ def entry_object(found: Entry) -> dict[str, Any]:
     return {"name": found.name, **_jsonable(found)}
 
 
+def check_report(found: Mapping[str, Any]) -> None:
+    """What `kvfs fsck` found: a line for each problem, then what was looked at, then how it ends."""
+    for problem in found["problems"]:
+        print(f"{problem['where']}: {problem['what']}; {problem['consequence']}")
+    print(
+        f"{found['segments']} segments with {found['records']} records of {found['objects']} objects, "
+        f"{found['slots']} slots, {found['names']} names in {found['buckets']} buckets: "
+        f"{format_size(found['bytes_verified'])} verified in {found['seconds']:.2f} s "
+        f"({found['bytes_verified'] / max(found['seconds'], 1e-9) / 1e9:.2f} GB/s)"
+    )
+    print(found["result"])
+
+
 def status_table(found: Mapping[str, Any]) -> None:
     """The page of `kvfs status`."""
     from rich.console import Console

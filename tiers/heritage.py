@@ -18,14 +18,11 @@ and a damaged one ends the process that reads it.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import lmdb
 
 from kvfs import limits, paths
 from kvfs.errors import Corrupt
@@ -35,6 +32,7 @@ from tiers.adoption import ENTRY_PINNED, Survivor
 from tiers.base import Kind
 from tiers.blocks import Block
 from tiers.home import Home
+from tiers.index_check import MARK, can_be_walked
 from tiers.model import Name
 from tiers.nvme import NvmeTier
 from tiers.rebuild import rebuild_index, restore_copies, skip_ids
@@ -42,8 +40,6 @@ from tiers.replay import Replayed
 
 if TYPE_CHECKING:
     from tiers.store import TieredStore
-
-_MARK = b"start"
 
 log = logging.getLogger("kvfs.store")
 
@@ -284,8 +280,8 @@ def _open_index(home: Home) -> tuple[NameIndex, bool]:
         _clear(home.index)
         names = NameIndex.open(home.index, map_size_bytes=limits.DEFAULT_NAME_MAP_BYTES)
     try:
-        home.begin((names.get_meta(_MARK) or b"").decode(errors="replace"))
-        names.put_meta(_MARK, home.start.encode())
+        home.begin((names.get_meta(MARK) or b"").decode(errors="replace"))
+        names.put_meta(MARK, home.start.encode())
         home.begun()
     except BaseException:
         names.close()
@@ -298,7 +294,7 @@ def _believed_index(home: Home) -> NameIndex | None:
         return None
     if not home.index_is_durable:
         why = "the machine went down while a service ran"
-    elif not _can_be_walked(home.index):
+    elif not can_be_walked(home.index):
         why = "it is damaged"
     else:
         try:
@@ -306,7 +302,7 @@ def _believed_index(home: Home) -> NameIndex | None:
         except Corrupt as error:
             why = str(error)
         else:
-            if home.knows_mark((names.get_meta(_MARK) or b"").decode(errors="replace")):
+            if home.knows_mark((names.get_meta(MARK) or b"").decode(errors="replace")):
                 return names
             names.close()
             why = "it is not the one that the last service used"
@@ -319,27 +315,3 @@ def _clear(index: Path) -> None:
     if index.exists():
         for file in index.iterdir():
             file.unlink()
-
-
-def _can_be_walked(path: Path) -> bool:
-    """Whether a process can read every row of the index and live."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            _walk(path)
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def _walk(path: Path) -> None:
-    with lmdb.open(str(path), readonly=True, lock=False, create=False, max_dbs=8) as env, env.begin() as txn:
-        for name in (b"names", b"tails", b"buckets", b"meta"):
-            db = env.open_db(name, txn=txn, create=False)
-            left = txn.stat(db)["entries"]
-            for _ in txn.cursor(db=db):
-                left -= 1
-                if left < 0:
-                    raise Corrupt(f"{path}: {name.decode()} has more rows than it says")

@@ -146,6 +146,11 @@ class NvmeTier:
         self._by_number = {segment.number: segment for segment in pool.segments}
         self._loads = trio.CapacityLimiter(limits.DEVICE_BUFFERS)
 
+    def grow(self) -> None:
+        """Add a file past the capacity that was asked for: a start that finds it free removes it. Raises NoSpace."""
+        segment = self.pool.grow()
+        self._by_number[segment.number] = segment
+
     # --- capacity -----------------------------------------------------------------------------------------
 
     @property
@@ -315,6 +320,12 @@ class NvmeTier:
             return None
         self._forget(stored)
         return self.log.append(Deletion(object_id))
+
+    def forget(self, object_id: int) -> None:
+        """The object's records count no more, but may be followed by others of the same id."""
+        stored = self.objects.get(object_id)
+        if stored is not None:
+            self._forget(stored)
 
     def _forget(self, stored: Stored) -> None:
         del self.objects[stored.object_id]
@@ -506,20 +517,28 @@ class NvmeTier:
             _log.error("segment %d cannot be reclaimed: %s", victim.number, error)
             victim.bad = True
             return True
-        entries = self._sort_out(victim, records)
-        crashpoints.reach("reclaim.before_rewrite")
-        while entries:
-            await self.log.write_now(entries)
-        await self.log.sync_now()
-        crashpoints.reach("reclaim.after_rewrite")
+        await self._rewrite(self._sort_out(victim, records, MoveBudget.of_segment(self.pool.segment_bytes)))
         await self.pool.release(victim)
         crashpoints.reach("reclaim.after_release")
         self.log.counts.segments_reclaimed += 1
         return True
 
-    def _sort_out(self, victim: Segment, records: Sequence[Found]) -> deque[Entry]:
+    async def evacuate(self, victim: Segment, records: Sequence[Found]) -> None:
+        """Write everything that counts of `records`, which are the segment's, again in another one; durably.
+
+        Then the segment's file may go. Raises DeviceFailed, NoSpace.
+        """
+        await self._rewrite(self._sort_out(victim, records, MoveBudget(0, everything=True)))
+
+    async def _rewrite(self, entries: deque[Entry]) -> None:
+        crashpoints.reach("reclaim.before_rewrite")
+        while entries:
+            await self.log.write_now(entries)
+        await self.log.sync_now()
+        crashpoints.reach("reclaim.after_rewrite")
+
+    def _sort_out(self, victim: Segment, records: Sequence[Found], budget: MoveBudget) -> deque[Entry]:
         """Evict what may go; what is to be moved, in order."""
-        budget = MoveBudget.of_segment(self.pool.segment_bytes)
         others = [s.first_sequence for s in self.pool.used() if s is not victim]
         entries: deque[Entry] = deque()
         for found in records:
