@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from kvfs import addresses
+from kvfs import addresses, cli_bucket
 from kvfs.cli_fsck import fsck
+from kvfs.cli_options import At, Json, Paths, connected
 from kvfs.errors import ConfigError, InvalidRequest, KvfsError, NotFound, SessionClosed
 
 if TYPE_CHECKING:
@@ -38,15 +39,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-At = Annotated[
-    str | None,
-    typer.Option("--at", envvar="KVFS_ADDRESS", metavar="ADDRESS", help="A mount or a session socket."),
-]
-Paths = Annotated[
-    list[str], typer.Argument(metavar="PATH...", help="Paths on a mount, or bucket/key with --at.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 def main() -> NoReturn:
@@ -83,6 +75,9 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+app.add_typer(cli_bucket.app, name="bucket")
+
+
 @app.callback()
 def _options(
     version: Annotated[
@@ -99,6 +94,9 @@ def serve(
     data: Annotated[str | None, typer.Option(metavar="DIR", help="Data directory.")] = None,
     dram: Annotated[str | None, typer.Option(metavar="SIZE", help='DRAM capacity, such as "10GiB".')] = None,
     slots: Annotated[int | None, typer.Option(help="Most objects at once.")] = None,
+    nvme: Annotated[
+        str | None, typer.Option(metavar="SIZE", help='NVMe capacity, preallocated; "0": none.')
+    ] = None,
     keep: Annotated[
         bool | None, typer.Option("--keep/--no-keep", help="Leave the objects in memory for the next start.")
     ] = None,
@@ -124,6 +122,7 @@ def serve(
             ("dram", "capacity"): dram,
             ("dram", "slots"): slots,
             ("dram", "keep"): keep,
+            ("nvme", "capacity"): nvme,
             ("session", "socket"): socket,
             ("log", "level"): log_level,
         },
@@ -153,6 +152,7 @@ def _started(running: Running) -> None:
     lines = {
         "data": f"{running.data} (store {running.store_id.hex()[:8]})",
         "DRAM": f"{format_size(running.capacity_bytes)} on {running.backing}, {running.max_slots} slots",
+        "NVMe": f"{format_size(running.nvme_bytes)} by {running.nvme_io}" if running.nvme_bytes else "none",
         "mount": f"{running.mountpoint}, {running.mode}",
         "session": str(running.socket),
     }
@@ -230,7 +230,7 @@ def bench(context: typer.Context) -> None:
 @app.command()
 def status(at: At = None, as_json: Json = False) -> None:
     """Show what runs, how full it is and what it has done."""
-    with _connect(at) as client:
+    with connected(at) as client:
         found = client.status()
     if as_json:
         _print_json(found)
@@ -256,7 +256,7 @@ def ls(
     from kvfs import show
 
     if path is None or _is_root(path, at):
-        with _connect(at or path) as client:
+        with connected(at or path) as client:
             show.buckets(client.buckets(), long=long, as_json=as_json)
         return
     client, [name] = _resolve([path], at)
@@ -329,7 +329,7 @@ def evict(
             wanted = parse_size(size or "")
         except ValueError as error:
             raise typer.BadParameter(f"--bytes {size}: {error}") from None
-        with _connect(at) as client:
+        with connected(at) as client:
             freed = client.evict(size_bytes=wanted)
     print(f"{format_size(freed)} freed")
 
@@ -366,12 +366,6 @@ def _remove(client: Client, name: str, recursive: bool) -> None:
         client.remove(directory)
 
 
-def _connect(at: str | None) -> Client:
-    from kvfs.client import connect
-
-    return connect(at if at is not None else addresses.only_mount(), client="kvfs command line")
-
-
 def _is_root(path: str, at: str | None) -> bool:
     """Whether `path` is a mount itself."""
     return (at is None or path.startswith("/")) and addresses.locate(path)[1] == ""
@@ -380,7 +374,7 @@ def _is_root(path: str, at: str | None) -> bool:
 def _resolve(texts: list[str], at: str | None) -> tuple[Client, list[str]]:
     """A session, and the `bucket/key` of each path; all must be on one mount."""
     if at is not None and not any(text.startswith("/") for text in texts):
-        return _connect(at), texts
+        return connected(at), texts
     places = [addresses.locate(text) for text in texts]
     mounts = {mount for mount, _ in places}
     if len(mounts) > 1:
@@ -390,7 +384,7 @@ def _resolve(texts: list[str], at: str | None) -> tuple[Client, list[str]]:
     for text, (_, name) in zip(texts, places, strict=True):
         if not name:
             raise InvalidRequest(f"{text}: is the mount itself; name a bucket or an object in it")
-    return _connect(at or str(mounts.pop())), [name for _, name in places]
+    return connected(at or str(mounts.pop())), [name for _, name in places]
 
 
 def _print_json(value: Any) -> None:

@@ -143,9 +143,15 @@ class Client:
             after = page["next_after"]
         return found
 
-    def create_bucket(self, name: str, *, mode: int = 0o755, durable: bool = False) -> Bucket:
-        """Raises Exists, InvalidRequest, AccessDenied unless the caller is in the service's group."""
-        return bucket_of(self._exchange.control(Op.BUCKET_CREATE, bucket=name, mode=mode, durable=durable))
+    def create_bucket(
+        self, name: str, *, mode: int = 0o755, durable: bool = False, admits_all: bool = True
+    ) -> Bucket:
+        """Raises Exists, InvalidRequest, AccessDenied unless the caller is in the service's group, and DeviceMissing
+        for a durable one where there is no NVMe tier."""
+        made = self._exchange.control(
+            Op.BUCKET_CREATE, bucket=name, mode=mode, durable=durable, admits_all=admits_all
+        )
+        return bucket_of(made)
 
     def remove_bucket(self, name: str) -> None:
         """Raises BucketNotFound, NotEmpty, NotPermitted."""

@@ -17,7 +17,15 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from kvfs.errors import ConfigError
@@ -25,15 +33,19 @@ from kvfs.limits import (
     DEFAULT_SLOTS,
     DRAM_SHARE_OF_AVAILABLE,
     KIB,
+    MAX_DEFAULT_NVME_BYTES,
     MAX_SLOTS,
     MAX_SOCKET_PATH_BYTES,
     MIB,
     MIN_DRAM_BYTES,
+    MIN_NVME_BYTES,
     MIN_SLOTS,
+    NVME_SHARE_OF_FREE,
 )
 from kvfs.sizes import format_size, parse_size
 
 MountMode = Literal["auto", "passthrough", "native", "plain"]
+DeviceIo = Literal["auto", "io_uring", "threads"]
 Backing = Literal["auto", "tmpfs", "directory"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -42,6 +54,18 @@ def default_dram_bytes() -> int:
     """A quarter of the memory that is free for use now, within this process's memory cgroup; whole MiB."""
     available = min(_available_bytes(), _cgroup_room_bytes())
     return max(available // DRAM_SHARE_OF_AVAILABLE // MIB * MIB, MIN_DRAM_BYTES)
+
+
+def default_nvme_bytes(directory: Path) -> int:
+    """What the segment files there take already, else a share of the filesystem's free space; 0 if that is little."""
+    taken = sum(file.stat().st_size for file in directory.glob("*.seg"))
+    if taken:
+        return taken
+    while not directory.exists():
+        directory = directory.parent
+    found = os.statvfs(directory)
+    share = found.f_bavail * found.f_frsize // NVME_SHARE_OF_FREE
+    return min(share, MAX_DEFAULT_NVME_BYTES) if share >= MIN_NVME_BYTES else 0
 
 
 def _available_bytes() -> int:
@@ -120,6 +144,28 @@ class DramSettings(_Section):
     """What holds the bytes; `auto` takes a private tmpfs where the right to mount is there."""
 
 
+class NvmeSettings(_Section):
+    """[nvme]"""
+
+    capacity: Size | None = None
+    """Bytes, preallocated; 0: no NVMe tier. None: what an earlier start took, else a share of what is free."""
+    path: AbsolutePath | None = None
+    """Directory of the segment files. None: `nvme` in the data directory."""
+    segment: Size | None = None
+    """Bytes of one segment file, fixed when the first is made. None: a 64th of the capacity."""
+    io: DeviceIo = "auto"
+    """`auto` takes io_uring where the kernel allows it."""
+
+    @field_validator("capacity")
+    @classmethod
+    def _off_or_enough(cls, value: int | None) -> int | None:
+        if value is not None and 0 < value < MIN_NVME_BYTES:
+            raise PydanticCustomError(
+                "nvme", "0 (off) or at least {least}", {"least": format_size(MIN_NVME_BYTES)}
+            )
+        return value
+
+
 class MountSettings(_Section):
     """[mount]"""
 
@@ -152,9 +198,21 @@ class Settings(_Section):
 
     store: StoreSettings = StoreSettings()
     dram: DramSettings = Field(default_factory=DramSettings)
+    nvme: NvmeSettings = NvmeSettings()
     mount: MountSettings = MountSettings()
     session: SessionSettings = SessionSettings()
     log: LogSettings = LogSettings()
+
+    @property
+    def nvme_path(self) -> Path:
+        return self.nvme.path or self.store.data / "nvme"
+
+    @property
+    def nvme_bytes(self) -> int:
+        """The NVMe tier's capacity, 0 without one."""
+        if self.nvme.capacity is not None:
+            return self.nvme.capacity
+        return default_nvme_bytes(self.nvme_path)
 
     @property
     def socket_path(self) -> Path:

@@ -77,6 +77,12 @@ MAX_EXTENT_BYTES: Final = 4 * MIB
 """One DATA record's payload: what a small read of a large object has to verify."""
 EXTENT_SHARE_OF_SEGMENT: Final = 4
 """An extent is at most the segment divided by this, so that segments fill well."""
+MIN_NVME_BYTES: Final = 8 * MIB
+"""Eight of the smallest segments."""
+NVME_SHARE_OF_FREE: Final = 4
+"""The default capacity is the free space of the data directory's filesystem divided by this..."""
+MAX_DEFAULT_NVME_BYTES: Final = 64 * GIB
+"""...and not more than this: who wants more says so."""
 MIN_SEGMENT_BYTES: Final = 1 * MIB
 MAX_SEGMENT_BYTES: Final = 1 * GIB
 """Space comes back by segment: one this large is read and rewritten in about a second."""
@@ -129,7 +135,9 @@ MAX_DEVICE_IO_BYTES: Final = 1 * GIB
 DEVICE_ALIGNMENT_BYTES: Final = 4_096
 """Offsets, lengths and addresses of direct I/O: a multiple of every logical block size in use."""
 DEVICE_CLOSE_WAIT_S: Final = 10.0
-"""How long closing a device waits for the operations in flight before it leaves their memory behind."""
+"""How long closing a device waits for the operations in flight before it cancels them."""
+DEVICE_CANCEL_WAIT_S: Final = 1.0
+"""How long a device waits for what it cancelled; what the kernel then still holds is left behind."""
 
 # --- sessions --------------------------------------------------------------------------------------------
 MAX_SESSIONS: Final = 1_024
@@ -176,6 +184,8 @@ SPACE_WAIT_S: Final = 2.0
 """No reservation takes longer, the eviction that it runs included, before it answers or is refused."""
 STOP_WAIT_S: Final = 10.0
 """How long a clean stop waits for the requests in flight."""
+FINISH_WAIT_S: Final = 4.0
+"""Part of it in which the log is written and closed; what is then left stays in DRAM, or was a cache's."""
 DETACH_WAIT_S: Final = 1.0
 """How long a hard stop waits for the kernel to take the mount away before the process leaves without."""
 ANSWER_WAIT_S: Final = 2.0
@@ -196,6 +206,14 @@ MAX_NODES: Final = 1 << 24
 """Nodeids carry a 24-bit index."""
 KERNEL_CACHE_S: Final = 60
 """How long the kernel may keep names and attributes; what changes is invalidated long before."""
+MAX_LEARNED_NAMES: Final = 256
+"""A directory with more names is not read to know which are free: one page of a listing, 2 ms of the event loop."""
+MAX_DOUBTED_NAMES: Final = 1 << 18
+"""Names that exist and the kernel has forgotten, kept natively so that all others are known to be free: 30 MB."""
+SPARE_DRAFTS: Final = 16
+"""Empty slots held ready for CREATE while files are being created: a burst that Python takes 4 ms to follow."""
+SLOTS_PER_SPARE_DRAFT: Final = 64
+"""A tier with few slots keeps them for objects."""
 MAX_OPEN_LISTINGS: Final = 4_096
 """Directory handles, each with its place in a listing."""
 MAX_XATTR_VALUE_BYTES: Final = 64 * KIB

@@ -179,8 +179,8 @@ class NameIndex:
     def put_many(self, rows: Iterable[tuple[bytes, bytes, NameRow]]) -> int:
         """Put (bucket, key, row) triples, MAX_LIST_ENTRIES in one transaction; how many."""
         total = 0
-        names = ((_full_name(bucket, key), row.encode()) for bucket, key, row in rows)
-        pairs = ((name, store_row(name, row)) for name, row in names)
+        names = ((_full_name(bucket, key), row) for bucket, key, row in rows)
+        pairs = ((name, store_row(name, row.encode())) for name, row in names)
         while page := list(islice(pairs, MAX_LIST_ENTRIES)):
             self._env.write(partial(self._put_page, page))
             total += len(page)
@@ -319,12 +319,14 @@ class NameIndex:
             start = page[-1][0] + b"\0"
 
     def prune(self, keep: Callable[[bytes, bytes, NameRow | None], bool]) -> int:
-        """Remove every row of which `keep(bucket, key, row)` is false, page by page; how many went."""
+        """Remove every row of which `keep(bucket, key, row)` is false, page by page; how many went. Raises Corrupt."""
         removed = 0
         doomed: list[bytes] = []
 
         def flush() -> None:
-            self._env.write(lambda txn: [self._tree.remove(txn, name) for name in doomed])
+            gone = self._env.write(lambda txn: [self._tree.remove(txn, name) for name in doomed])
+            if None in gone:
+                raise Corrupt(f"name index: {doomed[gone.index(None)][:80]!r} is listed and not found")
             doomed.clear()
 
         for bucket, key, row in self.rows():

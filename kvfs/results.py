@@ -47,6 +47,8 @@ class Bucket:
     created_ns: int
     mtime_ns: int
     namespace: bytes | None
+    admits_all: bool = True
+    """Whether NVMe takes every object; else what is read, or written again."""
 
 
 def entry_of(bucket: str, values: dict[str, Any]) -> Entry:

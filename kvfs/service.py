@@ -24,8 +24,8 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -38,6 +38,7 @@ from kvfs.errors import ConfigError, KvfsError, NotFound
 from kvfs.notify import notify, watchdog_wanted
 from kvfs.sizes import format_size
 from mounts.mount import Mount, abort, recover
+from tiers.device import Device, open_device
 from tiers.dram_layout import discard
 from tiers.home import lock_holder, open_home
 from tiers.sessions import SessionServer
@@ -58,6 +59,9 @@ class Running:
     backing: str
     capacity_bytes: int
     max_slots: int
+    nvme_bytes: int
+    """0 without an NVMe tier."""
+    nvme_io: str
     mountpoint: Path
     mode: str
     socket: Path
@@ -125,17 +129,46 @@ def _is_zombie(pid: int) -> bool:
         return False
 
 
-@contextmanager
-def open_store(settings: Settings) -> Iterator[TieredStore]:
+@asynccontextmanager
+async def open_store(settings: Settings) -> AsyncIterator[TieredStore]:
     """The store. When the service stops, its objects stay in DRAM for the next start if [dram] keep says so.
 
-    Raises StoreLocked, FormatMismatch, DeviceMissing, ConfigError.
+    Raises StoreLocked, FormatMismatch, DeviceMissing, ConfigError, NoSpace.
     """
     release_killed(settings)
+    device = open_device(settings.nvme.io) if settings.nvme_bytes else None
+    try:
+        store = await _start_store(settings, device)
+        try:
+            yield store
+        finally:
+            with trio.CancelScope(shield=True):
+                await _finish(store)
+            _close_store(store, settings)
+    finally:
+        if device is not None:
+            with trio.CancelScope(shield=True):
+                await device.aclose()
+
+
+async def _start_store(settings: Settings, device: Device | None) -> TieredStore:
     gc.disable()  # taking over 100,000 objects makes a million more, none of them garbage: half of the time
     try:
-        store = TieredStore.open(
+        if device is None:
+            return TieredStore.open(
+                settings.store.data,
+                dram_bytes=settings.dram.capacity,
+                max_slots=settings.dram.slots,
+                gid=group_id(settings.session.group),
+                backing=settings.dram.backing,
+                quota_bytes=settings.session.quota,
+            )
+        return await TieredStore.start(
             settings.store.data,
+            device,
+            nvme_bytes=settings.nvme_bytes,
+            nvme_dir=settings.nvme_path,
+            segment_bytes=settings.nvme.segment,
             dram_bytes=settings.dram.capacity,
             max_slots=settings.dram.slots,
             gid=group_id(settings.session.group),
@@ -146,17 +179,28 @@ def open_store(settings: Settings) -> Iterator[TieredStore]:
         raise ConfigError(f"[store] data = '{settings.store.data}': {error.strerror or error}") from error
     finally:
         gc.enable()
-    try:
-        yield store
-    finally:
-        keep, usage = settings.dram.keep and store.object_count > 0, store.dram.usage()
-        store.close(keep=keep)
-        if keep:
-            log.info(
-                "%s of DRAM stay in use for the next start; `kvfs drop %s` gives them back",
-                format_size(usage.used_bytes),
-                settings.store.data,
-            )
+
+
+async def _finish(store: TieredStore) -> None:
+    """Write what is queued, as far as there is time: the rest is a cache's, and stays in DRAM."""
+    with trio.move_on_after(limits.FINISH_WAIT_S) as scope:
+        try:
+            await store.finish()
+        except KvfsError as error:
+            log.error("not everything was written: %s", error)
+    if scope.cancelled_caught:
+        log.warning("not everything was written before the service had to stop")
+
+
+def _close_store(store: TieredStore, settings: Settings) -> None:
+    keep, usage = settings.dram.keep and store.object_count > 0, store.dram.usage()
+    store.close(keep=keep)
+    if keep:
+        log.info(
+            "%s of DRAM stay in use for the next start; `kvfs drop %s` gives them back",
+            format_size(usage.used_bytes),
+            settings.store.data,
+        )
 
 
 def drop_kept(data: Path) -> int:
@@ -179,35 +223,46 @@ async def run(settings: Settings, started: Callable[[Running], None]) -> None:
     check_places(settings)
     raise_file_limit()
     stop = trio.CancelScope()
-    with _Watchdog(settings.mount.path) as watchdog, open_store(settings) as store:
-        mount = Mount(
-            store,
-            prepare_mountpoint(settings.mount.path),
-            mode=settings.mount.mode,
-            socket_path=settings.socket_path,
-            allow_other=settings.mount.allow_other,
-        )
-        sessions = SessionServer(
-            store,
-            settings.socket_path,
-            group_gid=group_id(settings.session.group),
-            describe=lambda: {"mount": _describe_mount(store, mount)},
-        )
-        async with trio.open_nursery() as upkeep:
-            upkeep.start_soon(_maintain, store)
-            await upkeep.start(_stop_on_signal, stop, watchdog)
-            async with trio.open_nursery() as doors:
-                await doors.start(sessions.serve)
-                upkeep.start_soon(_stop_when_asked, sessions, stop, watchdog)
-                with stop:
-                    await _serve_mount(
-                        mount, lambda: _tell_started(_describe(settings, store, mount), started)
-                    )
-                if not stop.cancel_called:
-                    _begin_stop(stop, watchdog, f"{settings.mount.path} was unmounted")
-                sessions.stop()
-                doors.cancel_scope.deadline = trio.current_time() + limits.STOP_WAIT_S / 2
-            upkeep.cancel_scope.cancel()
+    with _Watchdog(settings.mount.path) as watchdog:
+        async with open_store(settings) as store:
+            await _serve(settings, store, watchdog, stop, started)
+
+
+async def _serve(
+    settings: Settings,
+    store: TieredStore,
+    watchdog: _Watchdog,
+    stop: trio.CancelScope,
+    started: Callable[[Running], None],
+) -> None:
+    """All doors over the store, until the stop."""
+    mount = Mount(
+        store,
+        prepare_mountpoint(settings.mount.path),
+        mode=settings.mount.mode,
+        socket_path=settings.socket_path,
+        allow_other=settings.mount.allow_other,
+    )
+    sessions = SessionServer(
+        store,
+        settings.socket_path,
+        group_gid=group_id(settings.session.group),
+        describe=lambda: {"mount": _describe_mount(store, mount)},
+    )
+    async with trio.open_nursery() as upkeep:
+        upkeep.start_soon(_maintain, store)
+        upkeep.start_soon(store.run)
+        await upkeep.start(_stop_on_signal, stop, watchdog)
+        async with trio.open_nursery() as doors:
+            await doors.start(sessions.serve)
+            upkeep.start_soon(_stop_when_asked, sessions, stop, watchdog)
+            with stop:
+                await _serve_mount(mount, lambda: _tell_started(_describe(settings, store, mount), started))
+            if not stop.cancel_called:
+                _begin_stop(stop, watchdog, f"{settings.mount.path} was unmounted")
+            sessions.stop()
+            doors.cancel_scope.deadline = trio.current_time() + limits.STOP_WAIT_S / 2
+        upkeep.cancel_scope.cancel()
 
 
 async def _serve_mount(mount: Mount, mounted: Callable[[], None]) -> None:
@@ -319,13 +374,15 @@ def _missing(store: TieredStore, mount: Mount) -> list[str]:
 
 
 def _describe(settings: Settings, store: TieredStore, mount: Mount) -> Running:
-    usage = store.dram.usage()
+    usage, lower = store.dram.usage(), store.journal.usage()
     return Running(
         data=store.data_dir,
         store_id=store.store_id,
         backing=store.dram.backing,
         capacity_bytes=usage.capacity_bytes,
         max_slots=usage.max_slots,
+        nvme_bytes=sum(tier["capacity_bytes"] for tier in lower),
+        nvme_io=", ".join(tier["backing"] for tier in lower),
         mountpoint=settings.mount.path,
         mode=mount.mode,
         socket=settings.socket_path,

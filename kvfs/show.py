@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from kvfs.sizes import format_size
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from kvfs.results import Bucket, Entry
 
 
@@ -107,8 +109,8 @@ def status_table(found: Mapping[str, Any]) -> None:
             format_size(tier["used_bytes"]),
             format_size(tier["capacity_bytes"]),
             f"{share:.0%}",
-            format_size(tier["held_bytes"]),
-            f"{tier['slots']} of {tier['max_slots']}",
+            format_size(tier["held_bytes"]) if "held_bytes" in tier else "",
+            f"{tier['slots']} of {tier['max_slots']}" if "slots" in tier else f"{tier['objects']} objects",
         )
     counts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     mount = found.get("mount")
@@ -123,10 +125,24 @@ def status_table(found: Mapping[str, Any]) -> None:
     counts.add_row(
         "writes", f"{found['seals']} seals, {found['removals']} removals, {found['evictions']} evictions"
     )
+    for tier in found["tiers"]:
+        if tier["name"] == "nvme":
+            _nvme_rows(counts, tier)
     counts.add_row("sessions", f"{found['sessions']}, with {found['session_drafts']} drafts")
     console = Console()
     console.print(tiers)
     console.print(counts)
+
+
+def _nvme_rows(counts: Table, tier: Mapping[str, Any]) -> None:
+    durable, room = format_size(tier["durable_bytes"]), format_size(tier["durable_capacity_bytes"])
+    counts.add_row("durable", f"{durable} of {room}")
+    written, behind = format_size(tier["appended_bytes"]), tier["write_behind"] + tier["backlog"]
+    counts.add_row(
+        "to NVMe", f"{written}, {tier['write_amplification']:.2f} times what was asked; {behind} objects wait"
+    )
+    if tier["trouble"]:
+        counts.add_row("trouble", tier["trouble"])
 
 
 def _jsonable(value: Entry | Bucket) -> dict[str, Any]:

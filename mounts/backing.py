@@ -41,16 +41,35 @@ class Backings(Protocol):
         mtime_ns: int,
         ctime_ns: int,
     ) -> None: ...
+    def node_away(
+        self,
+        nodeid: int,
+        ino: int,
+        *,
+        size_bytes: int,
+        mode: int,
+        uid: int,
+        gid: int,
+        mtime_ns: int,
+        ctime_ns: int,
+    ) -> None: ...
+
+    def node_settles(self, nodeid: int, settles: bool) -> None: ...
+
     def node_dead(self, nodeid: int) -> None: ...
     def node_drop(self, nodeid: int) -> int: ...
     def link(self, parent: int, name: bytes, nodeid: int) -> None: ...
-    def unlink(self, parent: int, name: bytes) -> None: ...
+    def unlink(self, parent: int, name: bytes, nodeid: int) -> None: ...
+    def doubt(self, parent: int, name: bytes, nodeid: int) -> None: ...
+    def undoubt(self, parent: int, name: bytes) -> None: ...
+    def know_names(self, nodeid: int, room: int, names: bytes) -> None: ...
     def acquire(self, nodeid: int, fd: int) -> int: ...
     def release(self, nodeid: int) -> int: ...
     def killed(self, nodeid: int) -> bool: ...
     def flushed(self, nodeid: int) -> bool: ...
     def relay_opens(self, relay: bool) -> None: ...
     def drain_opens(self) -> list[tuple[int, int, int]]: ...
+    def drain_misses(self) -> int: ...
     def invalidate_entry(self, parent: int, name: bytes) -> None: ...
     def invalidate_attr(self, nodeid: int) -> None: ...
     def stats(self) -> dict[str, int]: ...
@@ -72,6 +91,12 @@ class PlainBackings:
     def node_sealed(self, nodeid: int, ino: int, slot: int, generation: int, **_: int) -> None:
         pass
 
+    def node_away(self, nodeid: int, ino: int, **_: int) -> None:
+        pass
+
+    def node_settles(self, nodeid: int, settles: bool) -> None:
+        pass
+
     def node_dead(self, nodeid: int) -> None:
         pass
 
@@ -82,7 +107,16 @@ class PlainBackings:
     def link(self, parent: int, name: bytes, nodeid: int) -> None:
         pass
 
-    def unlink(self, parent: int, name: bytes) -> None:
+    def unlink(self, parent: int, name: bytes, nodeid: int) -> None:
+        pass
+
+    def doubt(self, parent: int, name: bytes, nodeid: int) -> None:
+        pass
+
+    def undoubt(self, parent: int, name: bytes) -> None:
+        pass
+
+    def know_names(self, nodeid: int, room: int, names: bytes) -> None:
         pass
 
     def acquire(self, nodeid: int, fd: int) -> int:
@@ -122,6 +156,9 @@ class PlainBackings:
 
     def drain_opens(self) -> list[tuple[int, int, int]]:
         return []
+
+    def drain_misses(self) -> int:
+        return 0
 
     def invalidate_entry(self, parent: int, name: bytes) -> None:
         pyfuse3.invalidate_entry_async(pyfuse3.InodeT(parent), pyfuse3.FileNameT(name), ignore_enoent=True)

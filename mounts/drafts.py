@@ -21,6 +21,8 @@ import logging
 import os
 import stat
 import time
+from collections.abc import Callable
+from functools import partial
 
 import pyfuse3
 import trio
@@ -29,6 +31,7 @@ from kvfs import limits
 from kvfs.errors import KvfsError, ObjectTooLarge, WriterActive
 from mounts.backing import Backings
 from mounts.nodes import Node, NodeTable, OpenDraft
+from tiers.base import Extent
 from tiers.model import Attributes, Name, ObjectInfo
 from tiers.store import TieredStore
 
@@ -55,7 +58,10 @@ class DraftKeeper:
         self._nodes = nodes
         self._backings = backings
         self._nursery: trio.Nursery | None = None
+        self.catch_up: Callable[[], None] = lambda: None
+        """Handles what the native loop has queued: what it has renamed is published under its new name."""
         self._due: dict[int, tuple[Node, OpenDraft]] = {}
+        self._ripe: dict[int, tuple[Node, OpenDraft]] = {}
         self._due_changed = trio.Event()
         self.writers_changed = trio.Event()
         self.writers = 0
@@ -81,11 +87,36 @@ class DraftKeeper:
         self.show_draft(node, opened)
         return node
 
+    def adopt(
+        self,
+        nodeid: int,
+        parent: Node,
+        component: bytes,
+        extent: Extent,
+        *,
+        mode: int,
+        uid: int,
+        gid: int,
+        ino: int,
+    ) -> Node:
+        """A file that the native loop has created and opened for writing, from a spare draft."""
+        node = self._nodes.adopt(nodeid, parent, component, ino=ino)
+        draft = self._store.grant(extent, uid=uid)
+        opened = OpenDraft(draft, mode=mode & 0o7777, uid=uid, gid=gid, ctime_ns=time.time_ns())
+        self._nodes.set_draft(node, opened)
+        self._count_handle(node, opened, writable=True)
+        return node
+
     async def rewrite(self, node: Node, info: ObjectInfo, *, uid: int, keep_bytes: bool) -> None:
         """Put a draft with the object's bytes in the node's place; the caller then answers ESTALE."""
         assert node.parent is not None
         parent, component = node.parent, node.component
-        source = self._store.open_read(info, uid=uid)
+        if info.extent is None and keep_bytes:
+            await self._store.load(info, uid=uid)
+            if node.info is None or node.info.key != info.key:
+                return
+            info = node.info
+        source = self._store.open_read(info, uid=uid) if keep_bytes else -1
         try:
             draft = self._store.reserve(info.size_bytes if keep_bytes else 0, uid=uid)
             try:
@@ -95,7 +126,8 @@ class DraftKeeper:
                 self._store.abort(draft)
                 raise
         finally:
-            os.close(source)
+            if keep_bytes:
+                os.close(source)
         if not node.linked or node.info is not info:
             self._store.abort(draft)
             return
@@ -121,6 +153,7 @@ class DraftKeeper:
 
     async def _expire(self, node: Node) -> None:
         await trio.sleep(REWRITE_GRACE_S)
+        self.catch_up()
         opened = node.draft
         if opened is not None and opened.awaited:
             log.info(
@@ -132,13 +165,14 @@ class DraftKeeper:
 
     def open(self, node: Node, opened: OpenDraft, *, writable: bool) -> None:
         """Count a handle and make the slot its backing."""
-        if writable:
-            self._store.maintain()
         descriptor = self._store.open_draft(opened.draft)
         try:
             self._backings.acquire(node.nodeid, descriptor)
         finally:
             os.close(descriptor)
+        self._count_handle(node, opened, writable=writable)
+
+    def _count_handle(self, node: Node, opened: OpenDraft, *, writable: bool) -> None:
         opened.handles += 1
         node.handles += 1
         if writable:
@@ -169,7 +203,7 @@ class DraftKeeper:
         if opened.awaited:
             return
         opened.closed = True
-        if not opened.lingering and node.nodeid not in self._due:
+        if not opened.lingering and node.nodeid not in self._due and node.nodeid not in self._ripe:
             self._due[node.nodeid] = (node, opened)
             self._due_changed.set()
 
@@ -179,6 +213,7 @@ class DraftKeeper:
 
     def publish_now(self, name: Name) -> trio.Event | None:
         """For another door: publish what is closed under `name`. An event where that is still to come."""
+        self.catch_up()
         node = self._nodes.resolve(name)
         opened = node.draft if node is not None else None
         if node is None or opened is None or self.publish_if_closed(node, opened):
@@ -190,17 +225,23 @@ class DraftKeeper:
     async def _publish_later(self) -> None:
         while True:
             await self._due_changed.wait()
+            self._due_changed = trio.Event()
             await trio.sleep(PUBLISH_DELAY_S)
-            self.publish_due()
+            self.catch_up()
+            self.ripen()
+            self.publish_ripe(lambda: False)
 
-    def publish_due(self) -> None:
-        """Publish what was closed a moment ago. A good moment is when a writer has just been given a new file:
-        it is busy writing for as long as this takes (50 us for 1 MiB, 80 us)."""
-        if not self._due:
-            return  # the event that is waited for must stay the one that the next close sets
-        self._due_changed = trio.Event()
-        due, self._due = self._due, {}
-        for node, opened in due.values():
+    def ripen(self) -> None:
+        """A writer has begun with its next file: those closed before have the names that they will have."""
+        self._ripe.update(self._due)
+        self._due.clear()
+
+    def publish_ripe(self, interrupted: Callable[[], bool]) -> None:
+        """Publish those, while the writer is busy writing, until `interrupted` says that there is other work."""
+        if not self._ripe:
+            return
+        while self._ripe and not interrupted():
+            node, opened = self._ripe.pop(next(iter(self._ripe)))
             if node.draft is opened and opened.closed:
                 self._settle_now(node, opened)
         self._store.maintain()
@@ -219,6 +260,7 @@ class DraftKeeper:
             while True:
                 await trio.sleep(delay_s)
                 delay_s = min(delay_s * 2, LINGER_MOST_S)
+                self.catch_up()
                 if node.draft is not opened or not opened.closed:
                     return
                 if not node.linked and opened.handles == 0:
@@ -238,15 +280,8 @@ class DraftKeeper:
             times = self.status(opened)
             if times.st_size > self.largest_bytes:
                 raise ObjectTooLarge(f"{name} has {times.st_size} bytes: the limit is {self.largest_bytes}")
-            attributes = Attributes(
-                mode=opened.mode,
-                uid=opened.uid,
-                gid=opened.gid,
-                mtime_ns=times.st_mtime_ns,
-                ino=node.ino,
-                pinned=opened.pinned,
-            )
-            info = self._store.seal(opened.draft, name, attributes)
+            attributes = _attributes(node, opened, times)
+            info = self._store.seal(opened.draft, name, attributes, snapshot=opened.snapshot)
         except WriterActive:
             return False
         except OSError as error:  # out of descriptors or memory: later
@@ -263,6 +298,16 @@ class DraftKeeper:
         self._nodes.release(node)
         return True
 
+    async def persist(self, node: Node, opened: OpenDraft) -> None:
+        """What is written so far is durable under the draft's name when this returns (fsync, close in a durable
+        bucket). Raises NoSpace, DeviceFailed; does nothing without the NVMe tier, or when the name is gone."""
+        if not node.linked or node.draft is not opened:
+            return
+        attributes = _attributes(node, opened, self.status(opened))
+        opened.snapshot = await self._store.persist_draft(
+            opened.draft, self._nodes.name(node), attributes, previous=opened.snapshot
+        )
+
     def show_draft(self, node: Node, opened: OpenDraft) -> None:
         """Let the native loop answer for a file being written."""
         extent = opened.draft.extent
@@ -275,14 +320,23 @@ class DraftKeeper:
             uid=opened.uid,
             gid=opened.gid,
         )
+        if self.is_durable(node):
+            self._backings.node_settles(node.nodeid, True)
+
+    def is_durable(self, node: Node) -> bool:
+        """Whether the file's bucket promises that it is on the device once it is closed."""
+        return node.linked and self._store.bucket(self._nodes.name(node).bucket).durable
 
     def show_sealed(self, node: Node, info: ObjectInfo) -> None:
         """Let the native loop answer for the node."""
-        self._backings.node_sealed(
+        show = self._backings.node_away
+        if info.extent is not None:
+            show = partial(
+                self._backings.node_sealed, slot=info.extent.slot, generation=info.extent.generation
+            )
+        show(
             node.nodeid,
             node.ino,
-            info.extent.slot,
-            info.extent.generation,
             size_bytes=info.size_bytes,
             mode=stat.S_IFREG | info.mode,
             uid=info.uid,
@@ -299,10 +353,12 @@ class DraftKeeper:
         if node.linked and node.parent is not None:
             self._backings.invalidate_entry(node.parent.nodeid, node.component)
         opened.ended.set()
-        self._nodes.unlink(node)
+        self._nodes.unlink(node, doubt=True)  # it may have stood before a sealed object
         self._nodes.set_draft(node, None)
         self._backings.node_dead(node.nodeid)
         self._store.abort(opened.draft)
+        if opened.snapshot is not None:
+            self._store.journal.removed(opened.snapshot)
         self._nodes.release(node)
 
     # --- looks --------------------------------------------------------------------------------------------
@@ -352,6 +408,17 @@ class DraftKeeper:
     def _spawn(self, function: object, *arguments: object) -> None:
         assert self._nursery is not None
         self._nursery.start_soon(function, *arguments)  # type: ignore[arg-type]
+
+
+def _attributes(node: Node, opened: OpenDraft, times: os.stat_result) -> Attributes:
+    return Attributes(
+        mode=opened.mode,
+        uid=opened.uid,
+        gid=opened.gid,
+        mtime_ns=times.st_mtime_ns,
+        ino=node.ino,
+        pinned=opened.pinned,
+    )
 
 
 def copy_bytes(source: int, target: int, size_bytes: int) -> None:

@@ -34,6 +34,7 @@ from mounts.backing import PlainBackings
 from mounts.calls import CallServer
 from mounts.files import OpenFiles
 from mounts.operations import Operations
+from mounts.spares import SpareDrafts
 from mounts.view import View
 from tiers.store import TieredStore
 
@@ -122,10 +123,12 @@ class Mount:
             buffer_size=limits.MAX_WRITE_BYTES,
             largest_object=self._store.dram.largest_object_bytes,
             attr_valid_s=limits.KERNEL_CACHE_S,
+            doubts=limits.MAX_DOUBTED_NAMES,
         )
         view = View(self._store, loop, self._socket_path)
         files = OpenFiles(view)
-        calls = CallServer(loop, view, files)
+        spares = SpareDrafts(loop, view, files)
+        calls = CallServer(loop, view, files, spares)
         pyfuse3.init(Operations(view, files), f"/dev/fd/{os.dup(loop.library_fd)}", {"fsname=kvfs"})
         try:
             loop.start()
@@ -137,6 +140,7 @@ class Mount:
             with trio.CancelScope(shield=True):
                 await self._unmount()
             loop.stop()
+            spares.close()
             pyfuse3.close(unmount=False)
             os.close(slots)
 

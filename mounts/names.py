@@ -8,10 +8,14 @@ Concurrency: the service's trio thread; each is one step.
 
 from __future__ import annotations
 
-from kvfs.errors import CrossDevice, Exists, InvalidRequest, IsDirectory, NotDirectory, NotEmpty
+import logging
+
+from kvfs.errors import CrossDevice, Exists, InvalidRequest, IsDirectory, KvfsError, NotDirectory, NotEmpty
 from mounts.nodes import Node
 from mounts.view import View
 from tiers.model import Attributes, Name, ObjectInfo
+
+log = logging.getLogger("kvfs.mount")
 
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
@@ -30,7 +34,9 @@ def make_directory(view: View, parent: Node, component: bytes, *, mode: int, uid
         view.store.make_directory(
             Name(place.bucket, place.key + b"/"), Attributes(mode=mode, uid=uid, gid=gid)
         )
-    return view.need(parent, component)
+    node = view.need(parent, component)
+    view.know_names(node, ())
+    return node
 
 
 def remove_directory(view: View, parent: Node, component: bytes) -> None:
@@ -75,7 +81,37 @@ def rename(view: View, above: Node, component: bytes, below: Node, new_component
     if known is not None:
         view.gone(known)
     view.nodes.move(node, below, new_component)
-    if node.info is not None:
+    _show_renamed(view, node, target)
+
+
+def renamed(view: View, node: Node, below: Node, new_component: bytes) -> None:
+    """The native loop has moved a draft to a free name: the tree follows, and what other doors see.
+
+    Whatever happened meanwhile, the rename was first: a draft that was published before this is renamed as an
+    object, and an object that another door put under the new name is what the draft will replace.
+    """
+    if not node.linked:
+        view.backings.unlink(below.nodeid, new_component, node.nodeid)
+        return
+    target = view.nodes.child_name(below, new_component)
+    known = view.nodes.child(below, new_component)
+    try:
+        _rename_sealed(view, node, target)
+    except KvfsError as error:
+        log.warning("%s cannot be renamed to %s: %s", view.nodes.name(node), target, error)
+        view.backings.doubt(below.nodeid, new_component, node.nodeid)
+        view.forget_name(node)
+        return
+    if known is not None:
+        view.gone(known)
+    view.nodes.move(node, below, new_component, mirrored=True)
+    _show_renamed(view, node, target)
+
+
+def _show_renamed(view: View, node: Node, target: Name) -> None:
+    if node.directory:
+        view.unknow_names(node)
+    elif node.info is not None:
         found = view.store.lookup(target)
         if isinstance(found, ObjectInfo):
             view.nodes.set_object(node, found)

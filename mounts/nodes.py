@@ -8,6 +8,7 @@ Invariants:
   never comes back with other bytes.
 - A node stays while the kernel has lookups of it, a handle or draft of it is open, or a child is kept.
 - At most one node is linked under a (parent, component).
+- A name whose node is dropped while it may still lead somewhere is left in doubt at the mirror.
 
 Concurrency: the service's trio thread.
 """
@@ -48,6 +49,8 @@ class OpenDraft:
     """Its last writer has closed it, and it waits to be published."""
     lingering: bool = False
     """Closed, but somebody can still write it (a mapping), or reads it."""
+    snapshot: int | None = None
+    """Id of what was made durable of it so far."""
     ended: trio.Event = field(default_factory=trio.Event)
     """Set when it is published or dropped."""
 
@@ -69,13 +72,16 @@ class Node:
     info: ObjectInfo | None = None
     """The sealed object; None for directories and drafts."""
     draft: OpenDraft | None = None
+    names_known: bool = False
+    """A directory whose names have been given to the mirror, or are too many for that."""
 
 
 class Mirror(Protocol):
     """Who answers LOOKUP natively, and so must know the edges (mounts.backing.Backings)."""
 
     def link(self, parent: int, name: bytes, nodeid: int) -> None: ...
-    def unlink(self, parent: int, name: bytes) -> None: ...
+    def unlink(self, parent: int, name: bytes, nodeid: int) -> None: ...
+    def doubt(self, parent: int, name: bytes, nodeid: int) -> None: ...
     def node_drop(self, nodeid: int) -> int: ...
 
 
@@ -137,21 +143,38 @@ class NodeTable:
 
     def add(self, parent: Node, component: bytes, *, directory: bool, ino: int) -> Node:
         """A new node, linked under its name in place of whatever was there."""
+        nodeid = self.allot()
+        node = self._place(nodeid, parent, component, directory=directory, ino=ino)
+        self.mirror.link(parent.nodeid, component, nodeid)
+        return node
+
+    def adopt(self, nodeid: int, parent: Node, component: bytes, *, ino: int) -> Node:
+        """The same of a file that the mirror has linked by itself, under a nodeid from `allot`."""
+        return self._place(nodeid, parent, component, directory=False, ino=ino)
+
+    def allot(self) -> int:
+        """A nodeid for a node to come. Raises LimitExceeded."""
         if not self._free and self._next_index >= MAX_NODES:
             raise LimitExceeded(
                 f"{MAX_NODES} files and directories are known to the kernel, which is the limit"
             )
-        old = self.child(parent, component)
-        if old is not None:
-            self.unlink(old)
         index = self._free.pop() if self._free else self._next_index
         if index == self._next_index:
             self._next_index += 1
         self._generation += 1
-        node = Node(self._generation << INDEX_BITS | index, parent, component, directory, ino)
-        self._by_id[node.nodeid] = node
+        return self._generation << INDEX_BITS | index
+
+    def give_back(self, nodeid: int) -> None:
+        """A nodeid that no node came to have."""
+        self._free.append(nodeid & (1 << INDEX_BITS) - 1)
+
+    def _place(self, nodeid: int, parent: Node, component: bytes, *, directory: bool, ino: int) -> Node:
+        old = self.child(parent, component)
+        if old is not None:
+            self._cut(old)
+        node = Node(nodeid, parent, component, directory, ino)
+        self._by_id[nodeid] = node
         self._edges[parent.nodeid, component] = node
-        self.mirror.link(parent.nodeid, component, node.nodeid)
         parent.children += 1
         if old is not None:
             self.release(old)
@@ -179,35 +202,49 @@ class NodeTable:
         if not here:
             del self._drafts[node.parent.nodeid]
 
-    def unlink(self, node: Node) -> None:
-        """Its name no longer leads to it; it lives on for those who have it open."""
+    def unlink(self, node: Node, *, doubt: bool = False) -> None:
+        """Its name no longer leads to it; it lives on for those who have it open.
+
+        `doubt`: the name may lead somewhere all the same.
+        """
         if not node.linked or node.parent is None:
             return
+        if doubt:
+            self.mirror.doubt(node.parent.nodeid, node.component, node.nodeid)
+        else:
+            self.mirror.unlink(node.parent.nodeid, node.component, node.nodeid)
+        self._cut(node)
+
+    def _cut(self, node: Node) -> None:
+        assert node.parent is not None
         node.linked = False
         self._edges.pop((node.parent.nodeid, node.component), None)
-        self.mirror.unlink(node.parent.nodeid, node.component)
         if node.info is not None and self._by_digest.get(node.info.key.digest) is node:
             del self._by_digest[node.info.key.digest]
         self._note_draft(node)
 
-    def move(self, node: Node, parent: Node, component: bytes) -> None:
-        """Link the node under another name, in place of whatever is there."""
+    def move(self, node: Node, parent: Node, component: bytes, *, mirrored: bool = False) -> None:
+        """Link the node under another name, in place of whatever is there. `mirrored`: the mirror has done so."""
         old = self.child(parent, component)
         if old is node:
             return
         if old is not None:
-            self.unlink(old)
+            self._cut(old)
         assert node.parent is not None
         draft, node.draft = node.draft, None
         self._note_draft(node)
-        self._edges.pop((node.parent.nodeid, node.component), None)
-        self.mirror.unlink(node.parent.nodeid, node.component)
-        former = node.parent
+        former, former_component = node.parent, node.component
+        self._edges.pop((former.nodeid, former_component), None)
         former.children -= 1
         node.parent, node.component, node.draft = parent, component, draft
         parent.children += 1
         self._edges[parent.nodeid, component] = node
-        self.mirror.link(parent.nodeid, component, node.nodeid)
+        if not mirrored:
+            self.mirror.link(parent.nodeid, component, node.nodeid)
+            if node.directory:  # behind which a file of its name may have stood
+                self.mirror.doubt(former.nodeid, former_component, node.nodeid)
+            else:
+                self.mirror.unlink(former.nodeid, former_component, node.nodeid)
         self._note_draft(node)
         self.release(former)
         if old is not None:
@@ -224,9 +261,9 @@ class NodeTable:
         while current is not None and current.nodeid in self._by_id and self._unneeded(current):
             if self.mirror.node_drop(current.nodeid) > 0:
                 break
-            self.unlink(current)
+            self.unlink(current, doubt=True)
             del self._by_id[current.nodeid]
-            self._free.append(current.nodeid & (1 << INDEX_BITS) - 1)
+            self.give_back(current.nodeid)
             assert current.parent is not None
             current.parent.children -= 1
             current = current.parent

@@ -15,20 +15,23 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 
 import pyfuse3
 
-from kvfs import paths
+from kvfs import limits, paths
 from kvfs.errors import NotDirectory, NotFound, NotPermitted, Superseded
 from mounts import attributes as attrs
+from mounts import listings
 from mounts.backing import Backings
 from mounts.drafts import DraftKeeper
 from mounts.nodes import Node, NodeTable
 from mounts.xattrs import ExtendedAttributes
-from tiers.base import Extent
+from tiers.base import StoreKey
+from tiers.catalog import extent_of
 from tiers.model import Attributes, Change, ChangeKind, Directory, Name, ObjectInfo
 from tiers.store import TieredStore
 
@@ -45,6 +48,10 @@ class View:
         self._started_ns = time.time_ns()
         self.catch_up: Callable[[], None] = lambda: None
         """Handles what the native loop has queued; nothing in the plain mode."""
+        self.is_behind: Callable[[], bool] = lambda: False
+        """Whether something is queued: then there may be files that are not in the tree yet."""
+        self._emptied: list[Name] = []
+        self.drafts.catch_up = lambda: self.catch_up()
         self._own_changes = 0
         root = self.nodes.root
         backings.node_directory(
@@ -121,7 +128,8 @@ class View:
         if found is not None:
             return self.node_of(parent, component, found)
         if known is not None:
-            self._forget_name(known)
+            self.forget_name(known)
+        self.backings.undoubt(parent.nodeid, component)
         return None
 
     def _is_current(self, node: Node) -> bool:
@@ -130,7 +138,7 @@ class View:
         if info is None:
             return False
         entry = self.store.table.get(info.key.digest)
-        return entry is not None and Extent(entry.slot, entry.generation) == info.extent
+        return entry is not None and extent_of(entry) == info.extent
 
     def _find_sealed(self, parent: Node, component: bytes) -> ObjectInfo | Directory | None:
         if parent.parent is not None:
@@ -154,6 +162,58 @@ class View:
         if not node.linked:
             raise NotFound(f"directory {node.component.decode(errors='replace')} was removed")
         return node
+
+    # --- which names there are ----------------------------------------------------------------------------
+
+    def learn_names(self, directory: Node) -> None:
+        """Have the native loop know all names of a directory, so that it can tell which are free."""
+        if directory.names_known or directory.parent is None or not directory.linked:
+            return
+        directory.names_known = True
+        found = listings.entries(self.store, self.nodes, directory, b"")
+        tails = [tail.removesuffix(b"/") for tail, _ in islice(found, limits.MAX_LEARNED_NAMES + 1)]
+        if len(tails) <= limits.MAX_LEARNED_NAMES:
+            self.know_names(directory, tails)
+
+    def know_names(self, directory: Node, components: Iterable[bytes]) -> None:
+        """Nothing is in this directory but `components` and what is linked."""
+        name = self.nodes.name(directory)
+        bucket = self.store.bucket(name.bucket)
+        if name.key.startswith(b"kv/") and bucket.namespace is not None:
+            return  # blocks, whose names are made by their seal
+        if bucket.durable:
+            return  # a draft there is shown before it is opened: its close() waits for the device
+        directory.names_known = True
+        room = min(limits.MAX_COMPONENT_BYTES, limits.MAX_KEY_BYTES - len(name.key))
+        self.backings.know_names(directory.nodeid, max(room, 0), b"/".join(components))
+
+    def unknow_names(self, directory: Node) -> None:
+        """The directory has another name: what fits below it is another length, and may be blocks."""
+        for node in (directory, *self.nodes.below(directory)):
+            if node.names_known:
+                node.names_known = False
+                self.backings.know_names(node.nodeid, 0, b"")
+
+    def _doubt(self, name: Name) -> None:
+        """Something has this name now that the kernel does not know."""
+        above = self.nodes.root
+        for component in (name.bucket, *name.key.removesuffix(b"/").split(b"/")):
+            node = self.nodes.child(above, component)
+            if node is None:
+                self.backings.doubt(above.nodeid, component, 0)
+                return
+            above = node
+
+    def _end_doubt(self, name: Name) -> None:
+        """What had this name is gone, and the kernel did not know it."""
+        above = self.nodes.resolve(Name(name.bucket, paths.parent_prefix(name.key)))
+        key = name.key.removesuffix(b"/")
+        if above is None or not above.names_known or self.nodes.resolve(name) is not None:
+            return
+        if not self.store.names.get(name.bucket, key) and not self.store.names.has_prefix(
+            name.bucket, key + b"/"
+        ):
+            self.backings.undoubt(above.nodeid, key.rpartition(b"/")[2])
 
     # --- changes of this door -----------------------------------------------------------------------------
 
@@ -212,7 +272,7 @@ class View:
 
     def gone(self, node: Node) -> None:
         """The node's name no longer leads to it; a draft that nobody has open goes with it."""
-        self.nodes.unlink(node)
+        self.nodes.unlink(node, doubt=node.directory)  # a file may have stood behind a directory of its name
         opened = node.draft
         if opened is None:
             self.backings.node_dead(node.nodeid)
@@ -227,8 +287,10 @@ class View:
         for nodeid, uid, _ in self.backings.drain_opens():
             node = self.nodes.find(nodeid)
             if node is not None and node.info is not None and self._is_current(node):
-                self.store.note_reader(node.info.extent.slot, uid)
+                if node.info.extent is not None:
+                    self.store.note_reader(node.info.extent.slot, uid)
                 self.store.touch(node.info.key)
+        self.store.note_misses(self.backings.drain_misses())
 
     @contextmanager
     def own_change(self) -> Iterator[None]:
@@ -241,6 +303,9 @@ class View:
 
     def on_change(self, change: Change) -> None:
         """A name or object changed, by this door or another: what the kernel caches of it goes."""
+        if change.kind is ChangeKind.MOVED and change.key is not None:
+            self._show_moved(change.key)
+            return
         if self._own_changes and not change.evicted:
             return
         if change.key is not None and change.kind is ChangeKind.REMOVED:
@@ -257,26 +322,55 @@ class View:
         if node is not None and (
             change.kind is not ChangeKind.SEALED or node.info is None or node.info.key != change.key
         ):
-            self._forget_name(node)
-        if change.new_name is not None:
-            target = self.nodes.resolve(change.new_name)
+            self.forget_name(node)
+        if change.kind is ChangeKind.SEALED:
+            self._come(change.name, node)
+        elif change.kind is ChangeKind.RENAMED:
+            target = self.nodes.resolve(change.new_name) if change.new_name is not None else None
             if target is not None:
-                self._forget_name(target)
-        self._check_above(change)
+                self.forget_name(target)
+            self._come(change.new_name, target)
+        if change.kind is not ChangeKind.SEALED and change.name is not None:
+            self._gone(change.name, node)
 
-    def _check_above(self, change: Change) -> None:
-        """A common prefix ends with its last name; a file gives way to a directory of its name."""
-        come = change.name if change.kind is ChangeKind.SEALED else change.new_name
-        for above in self._nodes_above(come):
+    def _come(self, name: Name | None, node: Node | None) -> None:
+        """A name that another door made; a file gives way to a directory of its name."""
+        if node is None and name is not None:
+            self._doubt(name)
+        for above in self._nodes_above(name):
             if not above.directory:
-                self._forget_name(above)
-        gone = None if change.kind is ChangeKind.SEALED else change.name
+                self.forget_name(above)
+
+    def _gone(self, name: Name, node: Node | None) -> None:
+        if node is None:
+            self._end_doubt(name)
+        if self.is_behind():
+            self._emptied.append(name)
+        else:
+            self._check_above(name)
+
+    def check_emptied(self) -> None:
+        """Look at the directories that lost a name while the tree was behind."""
+        emptied, self._emptied = self._emptied, []
+        for name in emptied:
+            self._check_above(name)
+
+    def _show_moved(self, key: StoreKey) -> None:
+        """An object came to DRAM or left it: the same bytes, so the kernel's caches stay."""
+        node = self.nodes.of_object(key.digest)
+        found = self.store.lookup_object(key) if node is not None and node.draft is None else None
+        if node is not None and found is not None:
+            self.nodes.set_object(node, found)
+            self.drafts.show_sealed(node, found)
+
+    def _check_above(self, gone: Name) -> None:
+        """A common prefix ends with its last name."""
         for above in self._nodes_above(gone):
             assert above.parent is not None
             if isinstance(self._find_sealed(above.parent, above.component), Directory):
                 return
             if not self.nodes.has_drafts_below(above):
-                self._forget_name(above)
+                self.forget_name(above)
 
     def _nodes_above(self, name: Name | None) -> Iterator[Node]:
         """The known nodes between a name and its bucket, the lowest first."""
@@ -305,7 +399,7 @@ class View:
             self.drafts.show_sealed(node, found)
         self.backings.invalidate_attr(node.nodeid)
 
-    def _forget_name(self, node: Node) -> None:
+    def forget_name(self, node: Node) -> None:
         """A name, and with a directory's all below it, does not lead to its node any more. Drafts keep theirs."""
         if node.parent is None or node.draft is not None:
             return
@@ -313,5 +407,5 @@ class View:
         for gone in (*self.nodes.below(node), node):
             if gone.draft is None and gone.linked:
                 self.backings.node_dead(gone.nodeid)
-                self.nodes.unlink(gone)
+                self.nodes.unlink(gone, doubt=gone is node)
                 self.nodes.release(gone)

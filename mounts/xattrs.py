@@ -2,11 +2,12 @@
 
 | name | where | value |
 |---|---|---|
-| `user.kvfs.tier` | files | where the bytes are: `dram`, or `draft` while being written |
+| `user.kvfs.tier` | files | where the bytes are: `dram`, `nvme`, or `draft` while being written |
 | `user.kvfs.hits` | files | how often the object was opened or read |
 | `user.kvfs.state` | files | `sealed` or `draft` |
 | `user.kvfs.pin` | files, writable | `1` or `0`: a pinned object is never evicted |
 | `user.kvfs.socket` | the root | path of the session socket |
+| `user.kvfs.class` | buckets | `cache` or `durable` |
 | `user.kvfs.namespace` | buckets, writable once | the namespace's digest in hex; set as its JSON description |
 
 Concurrency: the service's trio thread.
@@ -20,6 +21,7 @@ from pathlib import Path
 from kvfs.errors import InvalidRequest, NoAttribute, NotPermitted, Unsupported
 from kvfs.keys import Namespace
 from mounts.nodes import Node, NodeTable
+from tiers.model import Bucket
 from tiers.store import TieredStore
 
 PREFIX = b"user.kvfs."
@@ -49,14 +51,21 @@ class ExtendedAttributes:
         if node.parent is None:
             return {PREFIX + b"socket": lambda: str(self._socket).encode()} if self._socket else {}
         if node.directory:
-            namespace = self._store.bucket(node.component).namespace if node.parent.parent is None else None
-            return {PREFIX + b"namespace": lambda: namespace.hex().encode()} if namespace else {}
+            return self._of_bucket(self._store.bucket(node.component)) if node.parent.parent is None else {}
         return {
             PREFIX + b"tier": lambda: node.info.tier.encode() if node.info else b"draft",
             PREFIX + b"hits": lambda: str(self._hits(node)).encode(),
             PREFIX + b"state": lambda: b"draft" if node.draft else b"sealed",
             PREFIX + b"pin": lambda: b"1" if self._pinned(node) else b"0",
         }
+
+    @staticmethod
+    def _of_bucket(bucket: Bucket) -> dict[bytes, Callable[[], bytes]]:
+        found = {PREFIX + b"class": lambda: b"durable" if bucket.durable else b"cache"}
+        namespace = bucket.namespace
+        if namespace is not None:
+            found[PREFIX + b"namespace"] = lambda: namespace.hex().encode()
+        return found
 
     def _hits(self, node: Node) -> int:
         entry = self._store.table.get(node.info.key.digest) if node.info else None

@@ -518,6 +518,7 @@ class Store(RuleBasedStateMachine):
         for thing, held in self.things.items():
             found = self.store.lookup(thing) if isinstance(thing, Name) else self.store.lookup_block(thing)
             assert isinstance(found, ObjectInfo)
+            assert found.extent is not None
             descriptor = self.store.dram.open_sealed(found.extent)  # not a use
             try:
                 assert os.pread(descriptor, len(held.data) + 1, 0) == held.data

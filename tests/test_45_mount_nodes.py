@@ -25,13 +25,19 @@ class RecordingMirror:
     edges: dict[tuple[int, bytes], int] = field(default_factory=dict)
     lookups: dict[int, int] = field(default_factory=dict)
     dropped: set[int] = field(default_factory=set)
+    doubts: set[tuple[int, bytes]] = field(default_factory=set)
 
     def link(self, parent: int, name: bytes, nodeid: int) -> None:
         assert nodeid not in self.dropped
         self.edges[parent, name] = nodeid
 
-    def unlink(self, parent: int, name: bytes) -> None:
-        self.edges.pop((parent, name), None)
+    def unlink(self, parent: int, name: bytes, nodeid: int) -> None:
+        if self.edges.get((parent, name)) == nodeid:
+            del self.edges[parent, name]
+
+    def doubt(self, parent: int, name: bytes, nodeid: int) -> None:
+        self.unlink(parent, name, nodeid)
+        self.doubts.add((parent, name))
 
     def node_drop(self, nodeid: int) -> int:
         assert nodeid not in self.dropped, "dropped twice"

@@ -61,7 +61,6 @@ class Survivor:
     out: a copy for each step would be a fifth of the time that 100,000 objects take."""
 
     sealed: Sealed
-    sealed_at_ns: int
     hits: int = 0
     last_access_s: int = 0
     pinned: bool = False
@@ -348,9 +347,9 @@ def _survivor(
         bucket_id=raw["bucket_id"],
     )
     checksum = raw["checksum"] if raw["marks"] & SlotMark.HAS_CHECKSUM else None
-    sealed = Sealed(Extent(slot, raw["generation"]), header, raw["size_bytes"], checksum)
+    sealed = Sealed(Extent(slot, raw["generation"]), header, raw["size_bytes"], checksum, raw["sealed_at_ns"])
     entry_slot, generation, hits, last_access_s, flags = access.get(key.digest, (slot, 0, 0, 0, 0))
     if (entry_slot, generation) != (slot, raw["generation"]):
         hits = flags = 0
         last_access_s = raw["sealed_at_ns"] // 1_000_000_000
-    return Survivor(sealed, raw["sealed_at_ns"], hits, last_access_s, bool(flags & ENTRY_PINNED))
+    return Survivor(sealed, hits, last_access_s, bool(flags & ENTRY_PINNED))

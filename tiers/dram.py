@@ -146,6 +146,8 @@ class DramTier:
         return tier
 
     def _check_leases(self) -> None:
+        if self.adopted:  # each was probed; and there may be no slot to spare
+            return
         draft = self.reserve()
         try:
             native.check_no_writer(self._slotfd, draft.slot)
@@ -288,6 +290,7 @@ class DramTier:
         """
         self._check_draft(draft)
         size_bytes, physical_bytes = self._check_sealable(draft)
+        sealed_at_ns = time.time_ns()
         generation = self.table.publish(
             draft.slot,
             draft.generation,
@@ -301,13 +304,13 @@ class DramTier:
             parent=header.parent,
             uid=header.uid,
             bucket_id=header.bucket_id,
-            sealed_at_ns=time.time_ns(),
+            sealed_at_ns=sealed_at_ns,
         )
         self._books.close_draft(draft.slot)
         self._books.add_sealed(draft.slot, physical_bytes)
         if checksum is None:
             self._queue_checksum(draft.slot, generation)
-        return Sealed(Extent(draft.slot, generation), header, size_bytes, checksum)
+        return Sealed(Extent(draft.slot, generation), header, size_bytes, checksum, sealed_at_ns)
 
     def abort(self, draft: Extent, *, charge_uid: int = 0) -> None:
         """Give the draft back, whoever has it open: its bytes are then held, charged to `charge_uid`."""
@@ -458,7 +461,8 @@ class DramTier:
                 uid=raw.uid,
                 bucket_id=raw.bucket_id,
             )
-            yield Sealed(Extent(slot, raw.generation), header, raw.size_bytes, raw.checksum)
+            extent = Extent(slot, raw.generation)
+            yield Sealed(extent, header, raw.size_bytes, raw.checksum, raw.sealed_at_ns)
 
     # --- the end -------------------------------------------------------------------------------------------
 

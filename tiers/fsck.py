@@ -445,7 +445,7 @@ class _Judge:
         elif stored is not None and stored.size_bytes != row.size_bytes:
             self._drop(stored, f"has {stored.size_bytes} bytes, its name says {row.size_bytes}")
             self.findings.dropped_names.add((bucket, key))
-        elif row.object_id not in self.log.renamed:
+        elif row.object_id not in self.log.renamed.keys() | self.log.replay.found.snapshots:
             meta = MetaBody(bucket, key, row)
             if self.log.replay.found.names[row.object_id][0] != meta.encode():
                 self._misnamed(where, row.object_id, meta)
@@ -469,7 +469,9 @@ class _Judge:
             self.findings.add(where, "has no bytes", "the durable object is lost", Cost.DURABLE)
 
     def _unlisted(self, stored: Stored) -> None:
-        """An object of the log without a row: a start deletes it."""
+        """An object of the log without a row: a start deletes it, unless it is of a file still being written."""
+        if stored.object_id in self.log.replay.found.snapshots:
+            return
         if self.index.is_damaged or not (self.complete or self.log.has_holes):
             return
         if self.log.has_holes:  # what removed it may be what is damaged

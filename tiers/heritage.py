@@ -35,7 +35,7 @@ from tiers.home import Home
 from tiers.index_check import MARK, can_be_walked
 from tiers.model import Name
 from tiers.nvme import NvmeTier
-from tiers.rebuild import rebuild_index, restore_copies, skip_ids
+from tiers.rebuild import rebuild_index, restore_copies, restore_replaced, skip_ids
 from tiers.replay import Replayed
 
 if TYPE_CHECKING:
@@ -58,14 +58,15 @@ class Heritage:
     With a lower tier, an index that is not believed is built anew from its log.
     """
 
-    def __init__(self, home: Home, lower: Lower | None = None) -> None:
-        """Raises FormatMismatch for an index of a newer version."""
+    def __init__(self, home: Home, lower: Lower | None = None, *, believe: bool = True) -> None:
+        """Raises FormatMismatch for an index of a newer version, Corrupt: then again, without `believe`. Any other
+        method may raise Corrupt too: not all of a damaged index shows at once."""
         began = time.monotonic()
         self._lower = lower
         self._rebuilt: int | None = None
         self._killed = not home.clean
         self._is_first = not home.index.exists()
-        self.names, believed = _open_index(home)
+        self.names, believed = _open_index(home, believe, strict=lower is not None)
         if lower is not None:
             if not believed:
                 self._rebuilt = rebuild_index(self.names, lower.found)
@@ -112,9 +113,11 @@ class Heritage:
         there = {
             each.sealed.header.object_id for each in adopted if each.sealed.header.key.kind is Kind.OBJECT
         }
-        lost_units: set[Name] = set()
+        lost: list[Name] = []
 
         def keep(bucket: bytes, key: bytes, row: NameRow | None) -> bool:
+            if row is None and self._lower is not None:  # the log knows what it said
+                raise Corrupt(f"name index: the row of {Name(bucket, key)} is damaged")
             if row is not None and row.flags & DIRECTORY:
                 return self.names.get_bucket(bucket) is not None
             name = Name(bucket, key)
@@ -122,8 +125,7 @@ class Heritage:
                 return True
             if row is not None and row.object_id in there and self._named[row.object_id][0] == name:
                 return True
-            if unit := paths.unit_prefix(key):
-                lost_units.add(Name(bucket, unit))
+            lost.append(name)
             return False
 
         dropped = self.names.prune(keep)
@@ -131,11 +133,12 @@ class Heritage:
             self._restore_one(store, survivor)
         if adopted:
             self.names.skip_ids(max(each.sealed.header.sequence for each in adopted))
-        for unit in lost_units:
-            _drop_unit(store, unit)
         if self._lower is not None:
             nvme, found = self._lower.nvme, self._lower.found
+            lost = restore_replaced(self.names, nvme, found, lost)
             store.journal = restore_copies(store, nvme, found, compare=self._killed)
+        for name in {Name(name.bucket, key) for name in lost if (key := paths.unit_prefix(name.key))}:
+            _drop_unit(store, name)
         if not self._is_first:
             self._report(adopted, dropped, store.dram.verify_s)
         self._named.clear()
@@ -167,7 +170,7 @@ class Heritage:
             header.uid,
             survivor.sealed.size_bytes,
             header.sequence,
-            survivor.sealed_at_ns,
+            survivor.sealed.sealed_at_ns,
             survivor.pinned,
             header.parent if any(header.parent) else None,
         )
@@ -210,10 +213,13 @@ def _agree(row: NameRow, survivor: Survivor) -> bool:
 
 
 def _drop_unit(store: TieredStore, unit: Name) -> None:
-    """What is left of a unit that lost a file, and its marker: the directory alone would read as a hit."""
-    entries = [entry for entry in _under(store.names, unit) if not entry[1].flags & DIRECTORY]
-    if entries:
-        store.evict(names=[name for name, _ in entries])
+    """What is left of a cache's unit that lost a file, and its marker: the directory alone would read as a hit."""
+    row = store.names.get_bucket(unit.bucket)
+    if row is None or row.class_ == "durable":
+        return
+    for name, found in list(_under(store.names, unit)):
+        if not found.flags & DIRECTORY:
+            store.remove(name)
     store.drop_empty_unit(Name(unit.bucket, unit.key + b"-"))
 
 
@@ -272,9 +278,13 @@ def _chain(
 
 
 # --- the index ---------------------------------------------------------------------------------------------
-def _open_index(home: Home) -> tuple[NameIndex, bool]:
-    """The index of the last service if it may be believed, else an empty one; with the mark of this start."""
-    names = _believed_index(home)
+def _open_index(home: Home, believe: bool, *, strict: bool) -> tuple[NameIndex, bool]:
+    """The index of the last service if it may be believed, else an empty one; with the mark of this start.
+
+    `strict`: one damaged row is enough to disbelieve it, since a log has the same names, and what the index does
+    not know is deleted there. Otherwise the damaged rows alone are lost.
+    """
+    names = _believed_index(home, strict) if believe else None
     believed = names is not None
     if names is None:
         _clear(home.index)
@@ -289,12 +299,12 @@ def _open_index(home: Home) -> tuple[NameIndex, bool]:
     return names, believed
 
 
-def _believed_index(home: Home) -> NameIndex | None:
+def _believed_index(home: Home, strict: bool) -> NameIndex | None:
     if not (home.index / "data.mdb").exists():
         return None
     if not home.index_is_durable:
         why = "the machine went down while a service ran"
-    elif not can_be_walked(home.index):
+    elif not can_be_walked(home.index, counts=strict, rows=strict):
         why = "it is damaged"
     else:
         try:

@@ -3,7 +3,7 @@
 Responsibility: whether the index of a data directory is there, whole and the one that the last service used; its
 rows, with those that do not match their checksum.
 
-Invariants: nothing is written, not even LMDB's lock file. A child process walks every page that can be reached
+Invariants: nothing of it is changed, and no lock file made. A child process walks every page that can be reached
 first: LMDB trusts its pages, and a damaged one ends the process that reads it.
 
 Concurrency: while nobody else has the index open; a process may open it once.
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Self
 
 import lmdb
 
+from kvfs import limits
 from kvfs.errors import Corrupt, FormatMismatch
 from kvfs.name_env import FORMAT_VERSION
 from kvfs.name_rows import BucketRow, NameRow, load_row
@@ -34,30 +35,53 @@ MARK = b"start"
 _DATABASES = (b"names", b"tails", b"buckets", b"meta")
 
 
-def can_be_walked(path: Path) -> bool:
-    """Whether a process can read every row of the index and live, and finds as many as the index says."""
+def can_be_walked(path: Path, *, counts: bool, rows: bool) -> bool:
+    """Whether a process can read and find every row of the index, change one, and live.
+
+    `counts`: also whether there are as many rows as the index says. `rows`: whether each matches its name.
+    """
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            _walk(path)
+            _walk(path, counts, rows)
             status = 0
         finally:
             os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def _walk(path: Path) -> None:
-    with lmdb.open(str(path), readonly=True, lock=False, create=False, max_dbs=8) as env, env.begin() as txn:
-        for name in _DATABASES:
-            db = env.open_db(name, txn=txn, create=False)
+def _walk(path: Path, counts: bool, rows: bool) -> None:
+    # Without writemap, so that nothing of what is changed and not committed reaches the file.
+    size_bytes = max((path / "data.mdb").stat().st_size, limits.DEFAULT_NAME_MAP_BYTES)
+    env = lmdb.open(str(path), map_size=size_bytes, lock=False, create=False, max_dbs=8, writemap=False)
+    with env.begin(write=True) as txn:
+        dbs = {name: env.open_db(name, txn=txn, create=False) for name in _DATABASES}
+        for name, db in dbs.items():
             left = txn.stat(db)["entries"]
-            for _ in txn.cursor(db=db):
+            last = b""
+            for key, value in txn.cursor(db=db):
                 left -= 1
-                if left < 0:
-                    break
-            if left:
-                raise Corrupt(f"{path}: {name.decode()} has not as many rows as it says")
+                if left < 0 or key <= last or txn.get(key, db=db) != value:
+                    raise Corrupt(f"{path}: {name.decode()} is in disorder at {key[:80]!r}")
+                last = key
+            if counts and left:
+                raise Corrupt(f"{path}: {name.decode()} does not have as many rows as it says")
+        if rows:
+            _decode_rows(txn, dbs)
+        txn.put(MARK, b"", db=dbs[b"meta"])
+        txn.abort()
+
+
+def _decode_rows(txn: Txn, dbs: dict[bytes, lmdb._Database]) -> None:
+    """Raises Corrupt for a row that does not match its name."""
+    for key, stored in txn.cursor(db=dbs[b"buckets"]):
+        load_row(key, stored)
+    scan = NameScan(NameTree(dbs[b"names"], dbs[b"tails"]), txn)
+    found = scan.seek(b"\0")
+    while found:
+        load_row(scan.name, scan.value())
+        found = scan.step()
 
 
 class IndexReader:
@@ -166,7 +190,7 @@ def check_index(home: Home) -> IndexCheck:
     if not (home.index / "data.mdb").exists():
         check.exists = check.readable = False
         return check
-    if not can_be_walked(home.index):
+    if not can_be_walked(home.index, counts=True, rows=False):
         check.doubt, check.readable = "its pages are damaged", False
         return check
     try:

@@ -32,7 +32,7 @@ from kvfs.errors import Corrupt, DeviceFailed, DeviceMissing, KvfsError, NoSpace
 from kvfs.name_rows import PINNED, BucketRow, NameRow
 from kvfs.records import MetaBody
 from tiers.admission import GhostQueue
-from tiers.base import Extent, Kind, StoreKey
+from tiers.base import Extent, Kind, StoreKey, object_key
 from tiers.log import Barrier, Payload
 from tiers.model import Bucket, Name
 from tiers.nvme import NvmeTier, Stored
@@ -82,11 +82,15 @@ class Journal:
         parent: bytes = bytes(16),
         uid: int = 0,
         replaced: int | None = None,
+        snapshot: int | None = None,
     ) -> None:
-        """An object was sealed into DRAM, in the place of object `replaced`."""
+        """An object was sealed into DRAM, in the place of object `replaced`; `snapshot`: of its draft, if any."""
 
-    def named(self, object_id: int, name: Name, row: NameRow, replaced: int | None = None) -> None:
-        """An object or directory has another name or other attributes; `replaced` had the name before."""
+    def named(self, object_id: int, name: Name, row: NameRow) -> None:
+        """An object or directory has other attributes."""
+
+    def renamed(self, object_id: int, name: Name, row: NameRow, replaced: int | None = None) -> None:
+        """An object or directory has another name; `replaced` had it before."""
 
     def directory(self, bucket: Bucket, name: Name, row: NameRow) -> None:
         """A directory was made."""
@@ -114,8 +118,21 @@ class Journal:
     async def settle(self) -> None:
         """Wait until what was promised so far is durable. Raises NoSpace, DeviceFailed for durable objects."""
 
+    async def settle_names(self) -> None:
+        """Wait until every change of names so far is durable. Raises NoSpace, DeviceFailed."""
+
     async def persist(self, object_id: int) -> None:
-        """Wait until a sealed object is durable, whatever its bucket."""
+        """Wait until a sealed object is durable, whatever its bucket. Raises NoSpace, DeviceFailed."""
+
+    async def persist_draft(
+        self, extent: Extent, name: Name, row: NameRow, previous: int | None
+    ) -> int | None:
+        """See `TieredStore.persist_draft`."""
+        return None
+
+    def is_snapshot(self, object_id: int, size_bytes: int, checksum: int) -> bool:
+        """Whether a draft's durable copy has exactly these bytes."""
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +165,11 @@ class SlotPayload:
         self.checksum = checksum
         self._nvme, self._dram, self._extent, self._offset = nvme, dram, extent, offset
 
+    def open(self) -> int:
+        return self._dram.open_sealed(self._extent)
+
     async def read_into(self, view: memoryview) -> int:
-        descriptor = self._dram.open_sealed(self._extent)
+        descriptor = self.open()
         try:
             os.set_blocking(descriptor, True)  # with O_NONBLOCK io_uring answers EAGAIN where it would wait
             return await self._nvme.device.read(
@@ -157,6 +177,16 @@ class SlotPayload:
             )
         finally:
             os.close(descriptor)
+
+
+class DraftPayload(SlotPayload):
+    """A piece of a draft as it is when its turn to be written comes."""
+
+    def __init__(self, nvme: NvmeTier, dram: DramTier, extent: Extent, offset: int, size_bytes: int) -> None:
+        super().__init__(nvme, dram, extent, offset, size_bytes, None)
+
+    def open(self) -> int:
+        return self._dram.open_draft(self._extent)
 
 
 class NvmeJournal(Journal):
@@ -172,7 +202,7 @@ class NvmeJournal(Journal):
         self._must = 0
         """Ticket of the newest entry that a durable object depends on..."""
         self._should = 0
-        """...and of the newest deletion: both are waited for, only the first may fail a request."""
+        """...and of the newest deletion or rename: both are waited for, only the first may fail a request."""
         self._skipped = 0
         nvme.evicted = self._let_go
         nvme.hits_of = self._hits_of
@@ -206,10 +236,16 @@ class NvmeJournal(Journal):
         parent: bytes = bytes(16),
         uid: int = 0,
         replaced: int | None = None,
+        snapshot: int | None = None,
     ) -> None:
-        if bucket.durable:
-            found = Resident(key, object_id, extent, size_bytes, bucket, named, parent, uid)
+        found = Resident(key, object_id, extent, size_bytes, bucket, named, parent, uid)
+        if named is not None and snapshot == object_id:
+            self._keep_snapshot(object_id, bucket, *named)
+            self._drop(replaced, behind=True)
+            return
+        if bucket.durable or snapshot is not None:
             self._must = self._put(found)
+            self._drop(snapshot, behind=True)
             self._drop(replaced, behind=True)
             return
         self._drop(replaced)
@@ -217,6 +253,41 @@ class NvmeJournal(Journal):
             self._skipped += 1
         else:
             self._queue(key)
+
+    def _keep_snapshot(self, object_id: int, bucket: Bucket, name: Name, row: NameRow) -> None:
+        """What was made durable of a draft is what was sealed: its bytes are written already."""
+        stored = self.nvme.objects[object_id]
+        self.nvme.keep(stored, bucket.durable or bool(row.flags & PINNED))
+        stored.ticket = self._must = self.nvme.put_name(stored, MetaBody(name.bucket, name.key, row))
+        self._store.note_copy(stored.key, stored.place)
+
+    def is_snapshot(self, object_id: int, size_bytes: int, checksum: int) -> bool:
+        stored = self.nvme.objects.get(object_id)
+        if stored is None or len(stored.pieces) != 1 or stored.pieces[0] is None:
+            return False
+        return (stored.size_bytes, stored.pieces[0].checksum) == (size_bytes, checksum)
+
+    async def persist_draft(
+        self, extent: Extent, name: Name, row: NameRow, previous: int | None
+    ) -> int | None:
+        bucket = self._store.bucket(name.bucket)
+        self.check_durable(row.size_bytes)
+        key = object_key(row.object_id)
+        stored = Stored(key, row.object_id, row.size_bytes, bucket.bucket_id, uid=row.uid, kept=True)
+        step = self.nvme.pool.extent_bytes
+        payloads = [
+            DraftPayload(self.nvme, self._store.dram, extent, start, min(step, row.size_bytes - start))
+            for start in range(0, max(row.size_bytes, 1), step)
+        ]
+        stored.ticket = self.nvme.put(stored, payloads, MetaBody(name.bucket, name.key, row))
+        self._drop(previous, behind=True)
+        await self.nvme.log.settle(stored.ticket)
+        if not self.nvme.holds(row.object_id):
+            raise NoSpace(f"{name} found no room in the NVMe tier")
+        return row.object_id
+
+    async def settle_names(self) -> None:
+        await self.nvme.log.settle()
 
     def _put(self, found: Resident) -> int:
         """Queue an object's records; the ticket of the last."""
@@ -248,22 +319,36 @@ class NvmeJournal(Journal):
         self._behind[key.digest] = None
         self._more.set()
 
-    def named(self, object_id: int, name: Name, row: NameRow, replaced: int | None = None) -> None:
+    def named(self, object_id: int, name: Name, row: NameRow) -> None:
+        self._name(object_id, name, row)
+
+    def renamed(self, object_id: int, name: Name, row: NameRow, replaced: int | None = None) -> None:
+        stored = self.nvme.objects.get(object_id)
+        was_kept = stored is not None and stored.kept
+        ticket = self._name(object_id, name, row)
+        if ticket is not None:  # the old name must not come back, as after a removal
+            self._should = ticket
+            if was_kept:
+                self._must = ticket
+        self._drop(replaced, behind=ticket is not None)
+
+    def _name(self, object_id: int, name: Name, row: NameRow) -> int | None:
+        """Log what an object is called, if the log has it or must have it; the ticket."""
         bucket = self._store.bucket(name.bucket)
         stored = self.nvme.objects.get(object_id)
         if stored is None:
             found = self._store.in_dram(object_id) if bucket.durable else None
-            if found is not None:
-                self._must = self._put(found)
-            self._drop(replaced, behind=found is not None)
-            return
+            if found is None:
+                return None
+            self._must = self._put(found)
+            return self._must
         stored.bucket_id = bucket.bucket_id
         self.nvme.keep(stored, bucket.durable or bool(row.flags & PINNED))
         ticket = self.nvme.put_name(stored, MetaBody(name.bucket, name.key, row))
-        stored.ticket = max(stored.ticket, ticket) if stored.kept else stored.ticket
         if stored.kept:
+            stored.ticket = max(stored.ticket, ticket)
             self._must = ticket
-        self._drop(replaced, behind=True)
+        return ticket
 
     def directory(self, bucket: Bucket, name: Name, row: NameRow) -> None:
         meta = MetaBody(name.bucket, name.key, row)
@@ -355,6 +440,8 @@ class NvmeJournal(Journal):
                 self._more = trio.Event()
                 await self._more.wait()
             await self.nvme.log.wait_backlog(limits.WRITE_BEHIND_RECORDS)
+            if not self._behind:  # evicted while the log was busy
+                continue
             digest, _ = self._behind.popitem(last=False)
             try:
                 await self._write_one(digest)

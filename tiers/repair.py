@@ -21,11 +21,12 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from kvfs import formats, limits
 from kvfs.formats import SegmentState
-from kvfs.name_rows import BucketRow, NameRow
+from kvfs.name_rows import SNAPSHOT, BucketRow, NameRow
 from kvfs.names import NameIndex
 from kvfs.records import MetaBody
 from tiers.fsck import Findings, Log
@@ -225,7 +226,7 @@ def _logged_rows(log: Log, names: NameIndex, ids: set[int]) -> Iterator[tuple[by
             continue
         meta = MetaBody.decode(body)
         if names.get_bucket(meta.bucket) and names.get(meta.bucket, meta.key) is None:
-            yield meta.bucket, meta.key, meta.row
+            yield meta.bucket, meta.key, replace(meta.row, flags=meta.row.flags & ~SNAPSHOT)
 
 
 def _clear_directory(index: Path) -> None:

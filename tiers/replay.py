@@ -24,7 +24,7 @@ from pathlib import Path
 
 from kvfs.errors import Corrupt, KvfsError
 from kvfs.formats import RecordType
-from kvfs.name_rows import DIRECTORY, BucketRow
+from kvfs.name_rows import DIRECTORY, SNAPSHOT, BucketRow
 from kvfs.records import BucketBody, MetaBody, TombstoneBody
 from tiers.base import Kind, StoreKey
 from tiers.device import Device
@@ -52,6 +52,8 @@ class Replayed:
     buckets: dict[int, BucketRow] = field(default_factory=dict)
     names: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
     """Object id -> encoded META body and the body's name, bucket NUL key; named objects and directories."""
+    snapshots: set[int] = field(default_factory=set)
+    """Ids of files that were still being written."""
     losers: list[int] = field(default_factory=list)
     """Ids whose records must be deleted (again)."""
     highest_id: int = 0
@@ -172,6 +174,8 @@ class Replay:
         else:
             meta = MetaBody.decode(seen.body)
             claim = meta.bucket + b"\0" + meta.key
+            if meta.row.flags & SNAPSHOT:
+                self.found.snapshots.add(stored.object_id)
             self.found.names[stored.object_id] = (seen.body, claim)
         rival = holders.get(claim)
         loser = seen if rival is not None and rival.sequence > seen.sequence else rival

@@ -4,7 +4,8 @@ Responsibility: one function per operation, from a JSON object of arguments to o
 rights were checked (`tiers.access`). Rights on the root, which holds the buckets, are `ROOT_MODE` of the
 service's user and group: members of the group may make buckets.
 
-Concurrency: the service's trio thread. Only the wait for a publication awaits, before anything is checked.
+Concurrency: the service's trio thread. An operation is one step; what awaits is the wait for a publication, before
+anything is checked, and for the log, when everything is done.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ async def serve_control(service: Service, session: Session, request: Control) ->
     for key in ("name", "source"):
         if isinstance(request.arguments.get(key), list):
             await session.store.wait_published(Arguments("", request.arguments).name(key))
-    return _OPERATIONS[request.op](service, session, arguments)
+    result = _OPERATIONS[request.op](service, session, arguments)
+    if request.op not in _READ_ONLY:
+        await session.store.journal.settle()
+    return result
 
 
 # --- names -----------------------------------------------------------------------------------------------
@@ -169,6 +173,7 @@ def _evict(service: Service, session: Session, arguments: Arguments) -> JsonObje
 # --- buckets and namespaces ------------------------------------------------------------------------------
 def _bucket_create(service: Service, session: Session, arguments: Arguments) -> JsonObject:
     name, mode, durable = arguments.text("bucket"), arguments.mode(0o755), arguments.flag("durable", False)
+    admits_all = arguments.flag("admits_all", True)
     uid, gid = arguments.optional_integer("uid"), arguments.optional_integer("gid")
     arguments.done()
     paths.check_bucket(name)
@@ -181,6 +186,7 @@ def _bucket_create(service: Service, session: Session, arguments: Arguments) -> 
         gid=caller.gid if gid is None else gid,
         mode=mode,
         durable=durable,
+        admits_all=admits_all,
     )
     return bucket_object(made)
 
@@ -304,6 +310,9 @@ def _need_root(service: Service, session: Session) -> None:
             f"uid {session.caller.uid} may not create buckets: it is not in the service's group"
         )
 
+
+_READ_ONLY = frozenset((Op.STAT, Op.LIST, Op.BUCKET_LIST, Op.STATUS, Op.SHUTDOWN))
+"""What changes nothing waits for nothing; all else is answered once what it promises is durable."""
 
 _OPERATIONS: dict[Op, Callable[[Service, Session, Arguments], JsonObject]] = {
     Op.STAT: _stat,

@@ -46,7 +46,7 @@ from kvfs.messages import (
     SealNames,
 )
 from kvfs.rights import READ, SEARCH, WRITE
-from tiers.base import Kind, StoreKey
+from tiers.base import NO_SLOT, Kind, StoreKey
 from tiers.model import Attributes, Directory, Name, ObjectInfo
 from tiers.session_state import Session
 
@@ -90,15 +90,17 @@ async def serve_batch(session: Session, request: Batch, reply: Reply) -> None:
         case SealBlocks():
             bucket = _writable(session, request.namespace)
             seals = [(bucket, seal) for seal in request.seals]
-            await _send_results(Op.SEAL_BLOCK, seals, lambda item: _seal_block(session, *item), reply)
+            await _send_results(
+                session, Op.SEAL_BLOCK, seals, lambda item: _seal_block(session, *item), reply
+            )
         case SealNames(seals=names):
-            await _send_results(Op.SEAL_NAMED, names, lambda seal: _seal_named(session, seal), reply)
+            await _send_results(session, Op.SEAL_NAMED, names, lambda seal: _seal_named(session, seal), reply)
         case Abort(drafts=drafts):
-            await _send_results(Op.ABORT, drafts, lambda draft: _abort(session, *draft), reply)
+            await _send_results(session, Op.ABORT, drafts, lambda draft: _abort(session, *draft), reply)
         case OpenNames(names=found):
             wanted = [Name(bucket, key) for bucket, key in found]
             await _wait_published(session, wanted)
-            await _send_opened(Op.OPEN_NAMED, wanted, lambda name: _open_name(session, name), reply)
+            await _send_found(session, Op.OPEN_NAMED, wanted, lambda name: _find_name(session, name), reply)
         case DigestBatch():
             await _serve_digests(session, request, reply)
 
@@ -107,13 +109,15 @@ async def _serve_digests(session: Session, request: DigestBatch, reply: Reply) -
     digests = [request.digests[at : at + DIGEST_BYTES] for at in range(0, len(request.digests), DIGEST_BYTES)]
     if request.op is Op.REMOVE_BLOCK:
         bucket = _writable(session, request.namespace)
-        await _send_results(request.op, digests, lambda digest: _remove(session, bucket, digest), reply)
+        await _send_results(
+            session, request.op, digests, lambda digest: _remove(session, bucket, digest), reply
+        )
         return
     bucket = _readable(session, request.namespace)
     match request.op:
         case Op.OPEN_BLOCK:
-            await _send_opened(
-                request.op, digests, lambda digest: _open_block(session, bucket, digest), reply
+            await _send_found(
+                session, request.op, digests, lambda digest: _block(session, bucket, digest), reply
             )
         case Op.LOOKUP_BLOCK:
             found = await _each(digests, lambda digest: (_lookup(session, bucket, digest), None), _no_extent)
@@ -147,7 +151,7 @@ def _seal_block(session: Session, bucket: bytes, seal: BlockSeal) -> Result:
         )
     finally:
         session.settle(draft)
-    first = info.extent.slot == draft.extent.slot
+    first = info.extent is not None and info.extent.slot == draft.extent.slot
     return Result(0 if first else errno.EEXIST, info.size_bytes)
 
 
@@ -190,18 +194,13 @@ def _lookup(session: Session, bucket: bytes, digest: bytes) -> ExtentResult:
     return _extent(_block(session, bucket, digest))
 
 
-def _open_block(session: Session, bucket: bytes, digest: bytes) -> Opened:
-    info = _block(session, bucket, digest)
-    return _extent(info), session.store.open_read(info, uid=session.caller.uid)
-
-
-def _open_name(session: Session, name: Name) -> Opened:
+def _find_name(session: Session, name: Name) -> ObjectInfo:
     session.access.need_path(name)
     info = session.store.lookup(name)
     if isinstance(info, Directory):
         raise IsDirectory(f"{name} is a directory")
     session.access.need(info, READ, str(name))
-    return _extent(info), session.store.open_read(info, uid=session.caller.uid)
+    return info
 
 
 def _touch(session: Session, digest: bytes) -> None:
@@ -220,6 +219,8 @@ def _is_in(session: Session, bucket: bytes, digest: bytes) -> bool:
 
 
 def _extent(info: ObjectInfo) -> ExtentResult:
+    if info.extent is None:
+        return ExtentResult(0, NO_SLOT, 0, info.size_bytes)
     return ExtentResult(0, info.extent.slot, info.extent.generation, info.size_bytes)
 
 
@@ -273,8 +274,17 @@ def log_refusal(error: KvfsError) -> None:
     log.log(level if level >= logging.ERROR else logging.DEBUG, "%s", error)
 
 
-async def _send_results(op: Op, items: Sequence[T], do: Callable[[T], Result], reply: Reply) -> None:
-    await reply.send(ResultAnswer(op, 0, tuple(await _each(items, do, Result))))
+async def _send_results(
+    session: Session, op: Op, items: Sequence[T], do: Callable[[T], Result], reply: Reply
+) -> None:
+    """Answer once what was done is as durable as promised; where it is not, what was done has failed."""
+    results = await _each(items, do, Result)
+    try:
+        await session.store.journal.settle()
+    except KvfsError as error:
+        log_refusal(error)
+        results = [Result(type(error).errno) if result.status == 0 else result for result in results]
+    await reply.send(ResultAnswer(op, 0, tuple(results)))
 
 
 async def _send_opened(op: Op, items: Sequence[T], do: Callable[[T], Opened], reply: Reply) -> None:
@@ -283,6 +293,51 @@ async def _send_opened(op: Op, items: Sequence[T], do: Callable[[T], Opened], re
     while more:
         frame = await reply.send_opened(partial(_open_some, op, items, first, do))
         first, more = first + len(frame.answer.entries), frame.more
+
+
+async def _send_found(
+    session: Session, op: Op, items: Sequence[T], find: Callable[[T], ObjectInfo], reply: Reply
+) -> None:
+    """The same for objects, each brought up into DRAM first, and held there until its answer is sent."""
+
+    def open_item(item: T) -> Opened:
+        info = find(item)
+        return _extent(info), session.store.open_read(info, uid=session.caller.uid)
+
+    first, more = 0, True
+    while more:
+        held = await _bring_up(session, items[first : first + limits.MAX_FDS_PER_MESSAGE], find)
+        try:
+            frame = await reply.send_opened(partial(_open_some, op, items, first, open_item))
+        finally:
+            close_all(held)
+        first, more = first + len(frame.answer.entries), frame.more
+
+
+async def _bring_up(session: Session, items: Sequence[T], find: Callable[[T], ObjectInfo]) -> list[int]:
+    """Load what is not in DRAM; descriptors that keep it there. What fails is reported when it is opened."""
+    held: list[int] = []
+
+    async def load(info: ObjectInfo) -> None:
+        try:
+            info = await session.store.load(info, uid=session.caller.uid)
+            held.append(session.store.open_read(info, uid=session.caller.uid))
+        except (KvfsError, OSError) as error:
+            log.debug("%s", error)
+
+    try:
+        async with trio.open_nursery() as nursery:
+            for item in items:
+                try:
+                    info = find(item)
+                except KvfsError:
+                    continue
+                if info.extent is None:
+                    nursery.start_soon(load, info)
+    except BaseException:
+        close_all(held)
+        raise
+    return held
 
 
 def _open_some(op: Op, items: Sequence[T], first: int, do: Callable[[T], Opened]) -> OpenedFrame:

@@ -17,17 +17,22 @@ call is atomic towards all others. Native threads only read the table and count 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import trio
 
 from kvfs import crashpoints, limits, paths
+from kvfs._native.slots import fd_xxh3_64
 from kvfs._native.table import TIER_DRAM, TIER_NVME
 from kvfs.errors import (
+    Corrupt,
     Exists,
     InvalidRequest,
     IsDirectory,
@@ -39,6 +44,7 @@ from kvfs.errors import (
     Superseded,
 )
 from kvfs.keys import Namespace, block_name
+from kvfs.name_rows import SNAPSHOT
 from kvfs.names import NameIndex, NameRow
 from tiers import buckets
 from tiers.adoption import ENTRY_PINNED
@@ -106,9 +112,24 @@ class TieredStore(Catalog):
         What an earlier service left in it, killed or not, is there again as far as it is whole (`tiers.heritage`).
         Raises StoreLocked, FormatMismatch, DeviceMissing (backing "tmpfs" without the right to mount).
         """
+        _check_dram(dram_bytes)
         home = open_home(data_dir)
+        open_tier = partial(
+            DramTier.open,
+            home.dram,
+            dram_bytes,
+            store_id=home.store_id,
+            max_slots=max_slots,
+            gid=gid,
+            mode=backing,
+        )
+        quota_bytes = quota_bytes if quota_bytes is not None else dram_bytes // 2
         try:
-            return cls._of_home(home, None, dram_bytes, max_slots, gid, backing, quota_bytes)
+            try:
+                return cls._open(home, Heritage(home), open_tier, quota_bytes)
+            except Corrupt as error:
+                log.error("starting with an empty index: %s", error)
+                return cls._open(home, Heritage(home, believe=False), open_tier, quota_bytes)
         except BaseException:
             home.close(clean=False)
             raise
@@ -132,57 +153,67 @@ class TieredStore(Catalog):
 
         `run` writes to it. Raises what `open` and `tiers.segments.open_pool` do.
         """
+        _check_dram(dram_bytes)
         home = open_home(data_dir)
+        open_tier = partial(
+            DramTier.open,
+            home.dram,
+            dram_bytes,
+            store_id=home.store_id,
+            max_slots=max_slots,
+            gid=gid,
+            mode=backing,
+        )
+        open_lower = partial(
+            open_nvme,
+            device,
+            nvme_dir or home.segments,
+            store_id=home.store_id,
+            capacity_bytes=nvme_bytes,
+            segment_bytes=segment_bytes,
+        )
+        quota_bytes = quota_bytes if quota_bytes is not None else dram_bytes // 2
         try:
-            nvme, found = await open_nvme(
-                device,
-                nvme_dir or home.segments,
-                store_id=home.store_id,
-                capacity_bytes=nvme_bytes,
-                segment_bytes=segment_bytes,
-            )
             try:
-                crashpoints.reach("start.after_log")
-                lower = Lower(nvme, found)
-                return cls._of_home(home, lower, dram_bytes, max_slots, gid, backing, quota_bytes)
-            except BaseException:
-                nvme.pool.close_files()
-                raise
+                return cls._open_over(home, Lower(*await open_lower()), open_tier, quota_bytes)
+            except Corrupt as error:
+                log.error("the index is built anew: %s", error)
+                lower = Lower(*await open_lower())
+                return cls._open_over(home, lower, open_tier, quota_bytes, believe=False)
         except BaseException:
             home.close(clean=False)
             raise
 
     @classmethod
-    def _of_home(
+    def _open_over(
         cls,
         home: Home,
-        lower: Lower | None,
-        dram_bytes: int,
-        max_slots: int,
-        gid: int | None,
-        backing: str,
-        quota_bytes: int | None,
+        lower: Lower,
+        open_tier: Callable[..., DramTier],
+        quota_bytes: int,
+        *,
+        believe: bool = True,
     ) -> Self:
-        if dram_bytes < limits.MIN_DRAM_BYTES:
-            raise InvalidRequest(f"DRAM capacity of {dram_bytes} bytes: at least {limits.MIN_DRAM_BYTES}")
-        heritage = Heritage(home, lower)
+        """A store over an open lower tier, which is closed where that fails."""
+        crashpoints.reach("start.after_log")
         try:
-            crashpoints.reach("start.after_names")
-            dram = DramTier.open(
-                home.dram,
-                dram_bytes,
-                store_id=home.store_id,
-                max_slots=max_slots,
-                gid=gid,
-                mode=backing,
-                choose=heritage.choose,
-            )
+            return cls._open(home, Heritage(home, lower, believe=believe), open_tier, quota_bytes)
         except BaseException:
-            heritage.names.close()
+            lower.nvme.pool.close_files()
             raise
-        quota_bytes = quota_bytes if quota_bytes is not None else dram_bytes // 2
-        store = cls(home, heritage.names, dram, quota_bytes)
-        heritage.restore(store)
+
+    @classmethod
+    def _open(
+        cls, home: Home, heritage: Heritage, open_tier: Callable[..., DramTier], quota_bytes: int
+    ) -> Self:
+        crashpoints.reach("start.after_names")
+        with ExitStack() as on_failure:
+            on_failure.callback(heritage.names.close)
+            dram = open_tier(choose=heritage.choose)
+            on_failure.callback(dram.close, keep=True)
+            store = cls(home, heritage.names, dram, quota_bytes)
+            heritage.restore(store)
+            on_failure.pop_all()
         return store
 
     async def run(self) -> None:
@@ -285,6 +316,15 @@ class TieredStore(Catalog):
         self.space.opened(uid, size_bytes)
         return Draft(extent, uid, size_bytes)
 
+    def prepare(self) -> Extent:
+        """An empty extent for a draft that is granted later, without eviction. Raises NoSpace."""
+        return self.dram.reserve(0)
+
+    def grant(self, extent: Extent, *, uid: int) -> Draft:
+        """Make what was prepared a draft of `uid`, whose quota the caller has looked at."""
+        self.space.opened(uid, 0)
+        return Draft(extent, uid, 0)
+
     def _reserve_evicting(self, size_bytes: int) -> Extent:
         self.make_room(size_bytes)
         try:
@@ -313,8 +353,9 @@ class TieredStore(Catalog):
         *,
         replace: bool = True,
         checksum: int | None = None,
+        snapshot: int | None = None,
     ) -> ObjectInfo:
-        """Publish a draft under a name: the last seal wins.
+        """Publish a draft under a name: the last seal wins. `snapshot` is what `persist_draft` made of it.
 
         Raises WriterActive while it can still be written, Exists when not `replace` and the name is taken
         (the draft stays open in both cases), NotPermitted for the names of blocks.
@@ -329,7 +370,8 @@ class TieredStore(Catalog):
             raise Exists(f"{name} exists")
         if bucket.durable:
             self.journal.check_durable(self.dram.draft_bytes(draft.extent))
-        sequence = self.names.next_ids(1)
+        same = snapshot is not None and self.journal.is_snapshot(snapshot, *self._look_at(draft))
+        sequence = snapshot if snapshot is not None and same else self.names.next_ids(1)
         key = object_key(sequence)
         row = _new_row(sequence, attributes, 0)
         sealed = self.dram.seal(
@@ -354,11 +396,32 @@ class TieredStore(Catalog):
             named=(name, row),
             uid=attributes.uid,
             replaced=None if old is None else old.object_id,
+            snapshot=snapshot,
         )
         if old is not None:
             self._discard(object_key(old.object_id), old.uid)
         self._tell(Change(ChangeKind.SEALED, name, key))
         return self._info(name, row, sealed.extent)
+
+    def _look_at(self, draft: Draft) -> tuple[int, int]:
+        """(bytes, XXH3-64) of a draft as it is now."""
+        descriptor = self.dram.open_draft(draft.extent)
+        try:
+            return os.fstat(descriptor).st_size, fd_xxh3_64(descriptor)
+        finally:
+            os.close(descriptor)
+
+    async def persist_draft(
+        self, draft: Draft, name: Name, attributes: Attributes, *, previous: int | None = None
+    ) -> int | None:
+        """Make what a draft holds now durable under its name, though no door but its own sees it; the id of that.
+
+        `previous` is the id of an earlier such copy, which it replaces. None without the NVMe tier. Raises NoSpace,
+        DeviceFailed.
+        """
+        identity = self.names.next_ids(1)
+        row = _with_size(_new_row(identity, attributes, SNAPSHOT), self.dram.draft_bytes(draft.extent))
+        return await self.journal.persist_draft(draft.extent, name, row, previous)
 
     def enter(self, digest: bytes, name: Name, row: NameRow) -> None:
         """Know a named object that is in DRAM, as used now, in the unit that its name puts it in."""
@@ -407,7 +470,7 @@ class TieredStore(Catalog):
         )
         sealed = self.dram.seal(draft.extent, header, checksum=checksum)
         self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
-        block = Block(bucket, uid, sealed.size_bytes, sequence, time.time_ns(), parent=parent)
+        block = Block(bucket, uid, sealed.size_bytes, sequence, sealed.sealed_at_ns, parent=parent)
         self.enter_block(digest, block)
         self.journal.sealed(
             key, sequence, sealed.extent, sealed.size_bytes, where, parent=header.parent, uid=uid
@@ -483,6 +546,10 @@ class TieredStore(Catalog):
         """
         return info if info.extent is not None else await self._promoter.load(info, uid=uid)
 
+    def note_misses(self, count: int) -> None:
+        """Lookups of what does not exist that a door has answered without asking."""
+        self._counts["misses"] += count
+
     async def wait_published(self, name: Name) -> None:
         """Wait, PUBLISH_WAIT_S at most, while `name` is a draft that is closed but not yet published."""
         with trio.move_on_after(limits.PUBLISH_WAIT_S):
@@ -504,7 +571,9 @@ class TieredStore(Catalog):
             raise Exists(f"{name} exists")
         if bucket.namespace is not None and (name.key + b"/").startswith(b"kv/"):
             raise NotPermitted(f"{name}: names under kv/ of a bound bucket are blocks")
-        return self.mark_directory(name, attributes)
+        made = self.mark_directory(name, attributes)
+        self._tell(Change(ChangeKind.SEALED, name, None))
+        return made
 
     def mark_directory(self, name: Name, attributes: Attributes) -> Directory:
         """Give a directory that is only a common prefix a marker, which can hold attributes."""
@@ -614,7 +683,7 @@ class TieredStore(Catalog):
             self._name_of[digest] = dst
             if unit_of(src) != unit_of(dst) and digest in self._policy:
                 self.enter(digest, dst, row)
-        self.journal.named(row.object_id, dst, row, replaced=replaced)
+        self.journal.renamed(row.object_id, dst, row, replaced)
 
     def set_attributes(
         self,
@@ -957,6 +1026,12 @@ class TieredStore(Catalog):
         if short > 0:
             self._evictor.run(short)
 
+    def capacity(self) -> tuple[int, int]:
+        """(capacity, used) in bytes of the largest tier: what a smaller one has, it has too, or will have."""
+        dram = self.dram.usage()
+        tiers = [(tier["capacity_bytes"], tier["live_bytes"]) for tier in self.journal.usage()]
+        return max([(dram.capacity_bytes, dram.used_bytes), *tiers])
+
     def usage(self) -> dict[str, Any]:
         """What `kvfs status` shows; every value is JSON-able."""
         return {
@@ -978,6 +1053,11 @@ class TieredStore(Catalog):
     def _tell(self, change: Change) -> None:
         for listener in self.listeners:
             listener(change)
+
+
+def _check_dram(dram_bytes: int) -> None:
+    if dram_bytes < limits.MIN_DRAM_BYTES:
+        raise InvalidRequest(f"DRAM capacity of {dram_bytes} bytes: at least {limits.MIN_DRAM_BYTES}")
 
 
 def _new_row(identity: int, attributes: Attributes, flags: int) -> NameRow:

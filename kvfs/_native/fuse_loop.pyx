@@ -27,12 +27,15 @@ cdef extern from "fuse_loop_core.h" nogil:
         uint32_t buffer_size
         uint64_t largest_object
         uint64_t attr_valid_s
+        uint64_t doubts
     struct fl_open_record:
         uint64_t nodeid
         uint32_t uid
         uint32_t pid
     enum fw_opcode:
         FW_LOOKUP, FW_FORGET, FW_FALLOCATE, FW_CREATE, FW_UNLINK, FW_RENAME2, FW_RELEASE
+    enum fl_done:
+        FL_CREATED, FL_RENAMED
     struct fl_call:
         uint64_t unique
         uint64_t nodeid
@@ -56,6 +59,8 @@ cdef extern from "fuse_loop_core.h" nogil:
         uint64_t native_writes
         uint64_t native_getattrs
         uint64_t native_lookups
+        uint64_t native_creates
+        uint64_t native_renames
         uint64_t invalidations
         uint64_t dropped_records
     struct fw_attr:
@@ -87,7 +92,17 @@ cdef extern from "fuse_loop_core.h" nogil:
                     const fw_attr *attr)
     uint64_t fl_node_drop(fuse_loop *loop, uint64_t nodeid)
     int fl_link(fuse_loop *loop, uint64_t parent, const char *name, uint32_t length, uint64_t nodeid)
-    void fl_unlink(fuse_loop *loop, uint64_t parent, const char *name, uint32_t length)
+    void fl_unlink(fuse_loop *loop, uint64_t parent, const char *name, uint32_t length, uint64_t nodeid)
+    void fl_doubt(fuse_loop *loop, uint64_t parent, const char *name, uint32_t length, uint64_t nodeid)
+    void fl_undoubt(fuse_loop *loop, uint64_t parent, const char *name, uint32_t length)
+    int fl_know_names(fuse_loop *loop, uint64_t nodeid, uint32_t room, const char *names)
+    int fl_spare_add(fuse_loop *loop, uint64_t nodeid, uint64_t fh, int fd)
+    uint32_t fl_spare_count(fuse_loop *loop)
+    uint64_t fl_spare_take(fuse_loop *loop)
+    uint64_t fl_drain_misses(fuse_loop *loop)
+    int fl_calls_waiting(fuse_loop *loop)
+    void fl_watch_calls(fuse_loop *loop, int watched)
+    int fl_await_calls(fuse_loop *loop, uint64_t timeout_ns)
     int fl_acquire(fuse_loop *loop, uint64_t nodeid, int fd)
     int fl_release(fuse_loop *loop, uint64_t nodeid)
     int fl_opens(fuse_loop *loop, uint64_t nodeid)
@@ -98,6 +113,7 @@ cdef extern from "fuse_loop_core.h" nogil:
     int fl_answer_created(fuse_loop *loop, uint64_t unique, uint64_t nodeid, uint64_t fh)
     int fl_allocate(fuse_loop *loop, uint64_t nodeid, uint32_t mode, uint64_t offset, uint64_t length)
     int fl_probe(fuse_loop *loop, int fd)
+    int fl_node_settles(fuse_loop *loop, uint64_t nodeid, int settles)
     int fl_killed(fuse_loop *loop, uint64_t nodeid)
     int fl_flushed(fuse_loop *loop, uint64_t nodeid)
     int fl_died_by_signal(uint32_t pid)
@@ -117,6 +133,8 @@ CREATE = FW_CREATE
 UNLINK = FW_UNLINK
 RENAME = FW_RENAME2
 RELEASE = FW_RELEASE
+CREATED = FL_CREATED
+RENAMED = FL_RENAMED
 
 cdef uint64_t NANOSECONDS = 1000000000
 
@@ -127,7 +145,10 @@ def died_by_signal(uint32_t pid):
 
 
 cdef class Call:
-    """One request that the store has to answer: through `FuseLoop.answer_*`, except for RELEASE and FORGET."""
+    """One request that the store has to answer: through `FuseLoop.answer_*`, except for RELEASE and FORGET.
+
+    CREATED and RENAMED say what the loop has done by itself, and has answered.
+    """
 
     cdef readonly int opcode
     cdef readonly uint64_t unique
@@ -160,6 +181,25 @@ cdef Call _call(const fl_call *raw):
     return call
 
 
+cdef void file_attr(
+    fw_attr *attr, uint64_t ino, uint64_t size_bytes, uint32_t mode, uint32_t uid, uint32_t gid,
+    uint64_t mtime_ns, uint64_t ctime_ns,
+) noexcept:
+    memset(attr, 0, sizeof(attr[0]))
+    attr.ino = ino
+    attr.size = size_bytes
+    attr.blocks = (size_bytes + 511) // 512
+    attr.atime = attr.mtime = mtime_ns // NANOSECONDS
+    attr.atimensec = attr.mtimensec = <uint32_t> (mtime_ns % NANOSECONDS)
+    attr.ctime = ctime_ns // NANOSECONDS
+    attr.ctimensec = <uint32_t> (ctime_ns % NANOSECONDS)
+    attr.mode = mode
+    attr.nlink = 1
+    attr.uid = uid
+    attr.gid = gid
+    attr.blksize = 4096
+
+
 cdef class FuseLoop:
     """One mounted /dev/fuse descriptor served natively; see fuse_loop_core.h for the invariants."""
 
@@ -168,7 +208,7 @@ cdef class FuseLoop:
 
     def __cinit__(
         self, int dev_fd, int slots_dir_fd, Table table not None, *, bint passthrough, int threads,
-        uint32_t buffer_size, uint64_t largest_object, uint64_t attr_valid_s,
+        uint32_t buffer_size, uint64_t largest_object, uint64_t attr_valid_s, uint64_t doubts,
     ):
         cdef fl_config config
         cdef kvfs_table *pointer = table.pointer()
@@ -182,6 +222,7 @@ cdef class FuseLoop:
         config.buffer_size = buffer_size
         config.largest_object = largest_object
         config.attr_valid_s = attr_valid_s
+        config.doubts = doubts
         self._table = table
         self._check(fl_create(&config, &self._loop), "the native FUSE loop")
 
@@ -226,6 +267,8 @@ cdef class FuseLoop:
             "native_writes": stats.native_writes,
             "native_getattrs": stats.native_getattrs,
             "native_lookups": stats.native_lookups,
+            "native_creates": stats.native_creates,
+            "native_renames": stats.native_renames,
             "invalidations": stats.invalidations,
             "dropped_records": stats.dropped_records,
         }
@@ -267,20 +310,21 @@ cdef class FuseLoop:
     ):
         """`mode` includes the file type."""
         cdef fw_attr attr
-        memset(&attr, 0, sizeof(attr))
-        attr.ino = ino
-        attr.size = size_bytes
-        attr.blocks = (size_bytes + 511) // 512
-        attr.atime = attr.mtime = mtime_ns // NANOSECONDS
-        attr.atimensec = attr.mtimensec = <uint32_t> (mtime_ns % NANOSECONDS)
-        attr.ctime = ctime_ns // NANOSECONDS
-        attr.ctimensec = <uint32_t> (ctime_ns % NANOSECONDS)
-        attr.mode = mode
-        attr.nlink = 1
-        attr.uid = uid
-        attr.gid = gid
-        attr.blksize = 4096
+        file_attr(&attr, ino, size_bytes, mode, uid, gid, mtime_ns, ctime_ns)
         self._check(fl_node_set(self._loop, nodeid, FL_SEALED, slot, generation, &attr), f"node {nodeid}")
+
+    def node_away(
+        self, uint64_t nodeid, uint64_t ino, *, uint64_t size_bytes, uint32_t mode, uint32_t uid, uint32_t gid,
+        uint64_t mtime_ns, uint64_t ctime_ns,
+    ):
+        """A sealed file that is not in DRAM: its attributes are answered here, its OPEN is relayed."""
+        cdef fw_attr attr
+        file_attr(&attr, ino, size_bytes, mode, uid, gid, mtime_ns, ctime_ns)
+        self._check(fl_node_set(self._loop, nodeid, FL_OTHER, 0, 0, &attr), f"node {nodeid}")
+
+    def node_settles(self, uint64_t nodeid, bint settles):
+        """Whether close() of a writer waits for the library."""
+        self._check(fl_node_settles(self._loop, nodeid, settles), f"node {nodeid}")
 
     def node_dead(self, uint64_t nodeid):
         """Its object is gone or replaced: OPEN answers ESTALE. Handles that are open stay as they are."""
@@ -294,9 +338,39 @@ cdef class FuseLoop:
         """From now on LOOKUP of the name answers this node."""
         self._check(fl_link(self._loop, parent, name, <uint32_t> len(name), nodeid), f"node {nodeid}")
 
-    def unlink(self, uint64_t parent, bytes name not None):
-        """From now on LOOKUP of the name is relayed."""
-        fl_unlink(self._loop, parent, name, <uint32_t> len(name))
+    def unlink(self, uint64_t parent, bytes name not None, uint64_t nodeid):
+        """The name no longer leads to this node. What it leads to by now, if that is another one, stays."""
+        fl_unlink(self._loop, parent, name, <uint32_t> len(name), nodeid)
+
+    def doubt(self, uint64_t parent, bytes name not None, uint64_t nodeid):
+        """Something may have this name, which led to the node until now (0: to none): LOOKUP of it is a call."""
+        fl_doubt(self._loop, parent, name, <uint32_t> len(name), nodeid)
+
+    def undoubt(self, uint64_t parent, bytes name not None):
+        """Nothing has this name, unless a node is linked under it."""
+        fl_undoubt(self._loop, parent, name, <uint32_t> len(name))
+
+    def know_names(self, uint64_t nodeid, uint32_t room, bytes names not None):
+        """In this directory nothing exists but what is linked, and what `names` (separated by `/`) leave in doubt.
+
+        `room` is the length in bytes of the longest name that can be made there; 0: its names are unknown.
+        """
+        self._check(fl_know_names(self._loop, nodeid, room, names), f"node {nodeid}")
+
+    def spare_add(self, uint64_t nodeid, uint64_t fh, int fd):
+        """Give a draft (`node_draft`) without a name to a CREATE to come; `fd` is its backing. Raises OSError."""
+        cdef int status
+        with nogil:
+            status = fl_spare_add(self._loop, nodeid, fh, fd)
+        self._check(status, f"the spare draft of node {nodeid}")
+
+    @property
+    def spares(self):
+        return fl_spare_count(self._loop)
+
+    def spare_take(self):
+        """Drop a spare draft that no CREATE was given; its nodeid, 0 when there is none."""
+        return fl_spare_take(self._loop)
 
     def acquire(self, uint64_t nodeid, int fd):
         """Count an open handle; the first one makes `fd` the backing. The count. Raises KvfsError, OSError."""
@@ -330,6 +404,21 @@ cdef class FuseLoop:
     @property
     def calls_fd(self):
         return fl_calls_fd(self._loop)
+
+    @property
+    def calls_waiting(self):
+        return bool(fl_calls_waiting(self._loop))
+
+    def watch_calls(self, bint watched):
+        """While somebody watches for calls, `calls_fd` does not tell of them."""
+        fl_watch_calls(self._loop, watched)
+
+    def await_calls(self, uint64_t timeout_ns):
+        """Spin until calls are waiting, or the time is over: whether there are any."""
+        cdef int found
+        with nogil:
+            found = fl_await_calls(self._loop, timeout_ns)
+        return bool(found)
 
     def take_calls(self):
         """Queued calls, the oldest first; some more may be left."""
@@ -366,6 +455,10 @@ cdef class FuseLoop:
             for i in range(count):
                 found.append((records[i].nodeid, records[i].uid, records[i].pid))
         return found
+
+    def drain_misses(self):
+        """LOOKUPs of what does not exist, answered natively since the last call."""
+        return fl_drain_misses(self._loop)
 
     def probe(self, int fd):
         """Whether the kernel takes `fd` as a backing; passthrough is off from now on where it does not."""

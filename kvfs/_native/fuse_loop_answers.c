@@ -144,11 +144,15 @@ static int handle_getattr(struct fuse_loop *loop, const struct fw_in_header *in)
     return 1;
 }
 
-/* Names that the library has linked. What is unknown here may well exist: it is relayed. */
+/* Names that have an edge to a node, and those without an edge where all names are known. What is unknown here
+ * may well exist: it is a call. */
 static int handle_lookup(struct fuse_loop *loop, const struct fw_in_header *in, const char *name) {
     struct fw_entry_out out = {.entry_valid = loop->config.attr_valid_s};
+    uint32_t length = (uint32_t)strlen(name);
     pthread_mutex_lock(&loop->nodes_lock);
-    struct fl_node *node = fl_child(loop, in->nodeid, name, (uint32_t)strlen(name));
+    const struct fl_edge *edge = fl_edge_find(loop, in->nodeid, name, length);
+    struct fl_node *node = edge == NULL ? NULL : fl_find(loop, edge->nodeid);
+    int nothing = edge == NULL && fl_names_known(fl_find(loop, in->nodeid), length);
     int ours = node != NULL && (node->state == FL_DRAFT || node->state == FL_OTHER ||
                                 (node->state == FL_SEALED && slot_is(loop, node->slot, node->generation)));
     if (ours) ours = fl_current_attr(loop, node, &out.attr, &out.attr_valid) == 0;
@@ -156,9 +160,10 @@ static int handle_lookup(struct fuse_loop *loop, const struct fw_in_header *in, 
         out.nodeid = node->nodeid;
         node->lookups++;
     }
+    loop->misses += (uint64_t)nothing;
     pthread_mutex_unlock(&loop->nodes_lock);
-    if (!ours) return 0;
-    fl_answer(loop, in->unique, 0, &out, sizeof out);
+    if (!ours && !nothing) return 0;
+    fl_answer(loop, in->unique, nothing ? -ENOENT : 0, &out, nothing ? 0 : sizeof out);
     fl_count(&loop->stats.native_lookups);
     return 1;
 }
@@ -177,6 +182,7 @@ static int forget_node(struct fuse_loop *loop, uint64_t nodeid, uint64_t *lookup
     if (here > taken) return 1;
     struct fl_call call = {.opcode = FW_FORGET, .nodeid = nodeid, .other = *lookups};
     if (fl_call_put(loop, &call) < 0) return 0;
+    fl_calls_tell(loop, 1);
     *lookups = 0;
     return 1;
 }
@@ -339,9 +345,11 @@ static int handle_flush(struct fuse_loop *loop, const struct fw_in_header *in, c
         if (writable) node->killed = (uint8_t)killed;
         node->flushed = 1;
     }
+    int settles = ours && node->settles;
     pthread_mutex_unlock(&loop->nodes_lock);
-    if (!ours) return 0;
-    fl_answer(loop, in->unique, attr.size > loop->largest_object ? -EFBIG : 0, NULL, 0);
+    int too_large = attr.size > loop->largest_object;
+    if (!ours || (settles && writable && !too_large)) return 0;
+    fl_answer(loop, in->unique, too_large ? -EFBIG : 0, NULL, 0);
     return 1;
 }
 
@@ -373,12 +381,17 @@ int fl_handle_natively(struct fuse_loop *loop, struct fl_buffers *buffers, struc
         return handle_lseek(loop, in, body);
     case FW_FLUSH:
         return handle_flush(loop, in, body);
-    case FW_FSYNC:
-        if (!(*(const uint64_t *)body & NATIVE_HANDLE)) return 0;
-        fl_answer(loop, in->unique, 0, NULL, 0);
-        return 1;
     case FW_INTERRUPT:
         return 1;
+    case FW_CREATE:
+        return fl_handle_create(loop, in, body);
+    case FW_RENAME:
+        return fl_handle_rename(loop, in, ((const struct fw_rename_in *)body)->newdir, 0,
+                                (const char *)body + sizeof(struct fw_rename_in));
+    case FW_RENAME2:
+        return fl_handle_rename(loop, in, ((const struct fw_rename2_in *)body)->newdir,
+                                ((const struct fw_rename2_in *)body)->flags,
+                                (const char *)body + sizeof(struct fw_rename2_in));
     default:
         return 0;
     }

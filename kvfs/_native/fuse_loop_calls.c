@@ -60,6 +60,7 @@ int fl_queue_call(struct fuse_loop *loop, const struct fw_in_header *in) {
     if (!as_call(in, &call) || fl_call_put(loop, &call) < 0) return 0;
     /* Nobody waits for RELEASE, and what it starts needs no answer. */
     if (in->opcode == FW_RELEASE) fl_answer(loop, in->unique, 0, NULL, 0);
+    fl_calls_tell(loop, 1);
     fl_count(&loop->stats.calls);
     return 1;
 }

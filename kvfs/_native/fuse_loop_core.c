@@ -29,6 +29,8 @@ void fl_answer(struct fuse_loop *loop, uint64_t unique, int error, const void *b
     fl_write_device(loop, parts, size ? 2 : 1);
 }
 
+#define QUIET_MS 1
+
 /* --- threads ---------------------------------------------------------------------------------------- */
 
 static int needs_patch(uint32_t opcode) {
@@ -50,12 +52,13 @@ static int needs_patch(uint32_t opcode) {
     }
 }
 
-/* Waits for `fd` or for the stop; 0 when stopping. */
+/* Waits for `fd` or for the stop; 0 when stopping. Calls that nobody was told of wait for QUIET_MS at most. */
 static int wait_for(struct fuse_loop *loop, int fd, short events) {
     struct pollfd watched[2] = {{fd, events, 0}, {loop->stop_fd, POLLIN, 0}};
     for (;;) {
-        int count = poll(watched, 2, -1);
-        if (count < 0 && errno == EINTR) continue;
+        int count = poll(watched, 2, fl_calls_quiet(loop) ? QUIET_MS : -1);
+        if (count == 0) fl_calls_tell(loop, 1);
+        if (count == 0 || (count < 0 && errno == EINTR)) continue;
         return count > 0 && watched[1].revents == 0;
     }
 }
@@ -316,10 +319,19 @@ uint64_t fl_node_drop(struct fuse_loop *loop, uint64_t nodeid) {
     struct fl_node *node = fl_find(loop, nodeid);
     uint64_t lookups = node == NULL ? 0 : node->lookups;
     if (node != NULL && lookups == 0) {
+        fl_names_unknown(loop, node);
         fl_detach_backing(loop, node);
         memset(node, 0, sizeof *node);
         node->fd = -1;
     }
     pthread_mutex_unlock(&loop->nodes_lock);
     return lookups;
+}
+
+uint64_t fl_drain_misses(struct fuse_loop *loop) {
+    pthread_mutex_lock(&loop->nodes_lock);
+    uint64_t misses = loop->misses;
+    loop->misses = 0;
+    pthread_mutex_unlock(&loop->nodes_lock);
+    return misses;
 }

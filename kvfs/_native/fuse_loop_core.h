@@ -11,6 +11,7 @@
  * - INTERRUPT is dropped: nothing behind this loop waits for long.
  * - A nodeid is never used again with other bytes; nodes hold slot and generation, and OPEN checks both
  *   against the shared table after it has the slot open.
+ * - What the loop creates or renames by itself is queued as a call in the same step, before anybody can ask about it.
  * - Lookups answered here are counted here, and FORGET takes from that count first; the library's own count
  *   and this one add up to the kernel's.
  * - One backing id per node while any handle is open; the second holder shares the first one's id.
@@ -42,6 +43,7 @@ struct fl_config {
     uint32_t buffer_size; /* largest payload of a READ or WRITE */
     uint64_t largest_object;
     uint64_t attr_valid_s;
+    uint64_t doubts; /* names without a node kept here, at most */
 };
 
 struct fl_open_record {
@@ -51,17 +53,23 @@ struct fl_open_record {
 
 #define FL_CALL_NAME_MAX 255
 
-/* LOOKUP, CREATE, RENAME, UNLINK; FALLOCATE that found no room; RELEASE of a library handle and
- * FORGET, which need no answer. */
+/* Calls that are no request: what the loop has done, and answered, by itself. */
+enum fl_done { FL_CREATED = 0x10000, FL_RENAMED };
+
+/* LOOKUP, CREATE, RENAME, UNLINK; FALLOCATE that found no room; RELEASE of a library handle, FORGET, FL_CREATED and
+ * FL_RENAMED, which need no answer. */
 struct fl_call {
-    uint64_t unique, nodeid, offset, other; /* other: RENAME's new parent, RELEASE's handle, FORGET's lookups, FALLOCATE's length */
+    uint64_t unique, nodeid;
+    uint64_t offset; /* FL_CREATED's handle */
+    uint64_t other; /* RENAME's new parent, RELEASE's handle, FORGET's lookups, FALLOCATE's length, FL_CREATED's node */
     uint32_t opcode, uid, gid, pid, flags, mode;
     uint16_t name_length, new_length;
     char name[FL_CALL_NAME_MAX + 1], new_name[FL_CALL_NAME_MAX + 1];
 };
 
 struct fl_stats {
-    uint64_t relayed, calls, native_opens, native_reads, native_writes, native_getattrs, native_lookups, invalidations, dropped_records;
+    uint64_t relayed, calls, native_opens, native_reads, native_writes, native_getattrs, native_lookups, native_creates,
+        native_renames, invalidations, dropped_records;
 };
 
 int fl_create(const struct fl_config *config, struct fuse_loop **out);
@@ -79,7 +87,22 @@ int fl_node_set(struct fuse_loop *loop, uint64_t nodeid, enum fl_state state, ui
  * those are forgotten, a FORGET call says so. */
 uint64_t fl_node_drop(struct fuse_loop *loop, uint64_t nodeid);
 int fl_link(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length, uint64_t nodeid);
-void fl_unlink(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length);
+/* The name no longer leads to this node; what it leads to by now stays. */
+void fl_unlink(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length, uint64_t nodeid);
+/* Something may have this name, which led to `nodeid` (0: to nothing known): LOOKUP of it is a call. */
+void fl_doubt(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length, uint64_t nodeid);
+void fl_undoubt(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length);
+/* A directory in which nothing exists but what is linked, and `names` (separated by '/', 0 at the end), and in which
+ * names of `room` bytes can be made. `room` 0: its names are not known any more. */
+int fl_know_names(struct fuse_loop *loop, uint64_t nodeid, uint32_t room, const char *names);
+/* A node that FL_DRAFT was set for, to be given to a CREATE, with `fd` as its backing. -ENOSPC: there are FL_SPARES. */
+int fl_spare_add(struct fuse_loop *loop, uint64_t nodeid, uint64_t fh, int fd);
+uint32_t fl_spare_count(struct fuse_loop *loop);
+uint64_t fl_spare_take(struct fuse_loop *loop); /* one that is given to none, dropped: its nodeid, or 0 */
+uint64_t fl_drain_misses(struct fuse_loop *loop); /* LOOKUPs of nothing answered here since the last time */
+int fl_calls_waiting(struct fuse_loop *loop);
+void fl_watch_calls(struct fuse_loop *loop, int watched); /* while somebody watches, calls_fd stays as it is */
+int fl_await_calls(struct fuse_loop *loop, uint64_t timeout_ns); /* spins until calls are waiting: 1; 0 after the time */
 int fl_acquire(struct fuse_loop *loop, uint64_t nodeid, int fd); /* new count of opens, or -errno */
 int fl_release(struct fuse_loop *loop, uint64_t nodeid);         /* count of opens left, or -errno */
 int fl_opens(struct fuse_loop *loop, uint64_t nodeid);
@@ -90,6 +113,8 @@ int fl_answer_entry(struct fuse_loop *loop, uint64_t unique, uint64_t nodeid);
 int fl_answer_created(struct fuse_loop *loop, uint64_t unique, uint64_t nodeid, uint64_t fh);
 int fl_allocate(struct fuse_loop *loop, uint64_t nodeid, uint32_t mode, uint64_t offset, uint64_t length);
 int fl_probe(struct fuse_loop *loop, int fd); /* 1: passthrough works; 0: it is off from now on */
+/* Whether a writer's FLUSH of the node is left to the library. */
+int fl_node_settles(struct fuse_loop *loop, uint64_t nodeid, int settles);
 int fl_killed(struct fuse_loop *loop, uint64_t nodeid); /* whether the last FLUSH came from a process dying by a signal */
 int fl_flushed(struct fuse_loop *loop, uint64_t nodeid); /* whether a handle of it was closed */
 int fl_died_by_signal(uint32_t pid);

@@ -2,10 +2,12 @@
 #include "fuse_loop_state.h"
 
 #include <errno.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <time.h>
 #include <unistd.h>
 
 #define REQUEST_OVERHEAD 4096u /* FUSE_MIN_READ_BUFFER leaves room for headers above max_write */
@@ -40,9 +42,18 @@ int fl_node_set(struct fuse_loop *loop, uint64_t nodeid, enum fl_state state, ui
         node->slot = slot;
         node->generation = generation;
         if (attr != NULL) node->attr = *attr;
+        if (state == FL_DEAD) fl_names_unknown(loop, node);
     }
     pthread_mutex_unlock(&loop->nodes_lock);
     return status;
+}
+
+int fl_node_settles(struct fuse_loop *loop, uint64_t nodeid, int settles) {
+    pthread_mutex_lock(&loop->nodes_lock);
+    struct fl_node *node = fl_find(loop, nodeid);
+    if (node != NULL) node->settles = (uint8_t)settles;
+    pthread_mutex_unlock(&loop->nodes_lock);
+    return node == NULL ? -ESTALE : 0;
 }
 
 int fl_opens(struct fuse_loop *loop, uint64_t nodeid) {
@@ -51,77 +62,6 @@ int fl_opens(struct fuse_loop *loop, uint64_t nodeid) {
     int opens = node == NULL ? 0 : (int)node->opens;
     pthread_mutex_unlock(&loop->nodes_lock);
     return opens;
-}
-
-/* --- names ------------------------------------------------------------------------------------------ */
-
-static uint64_t edge_hash(uint64_t parent, const char *name, uint32_t length) {
-    uint64_t hash = 0xCBF29CE484222325ull ^ parent; /* FNV-1a, then mixed: names are short */
-    for (uint32_t i = 0; i < length; i++) hash = (hash ^ (uint8_t)name[i]) * 0x100000001B3ull;
-    return hash ^ hash >> 29;
-}
-
-static struct fl_edge **edge_place(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length,
-                                   uint64_t hash) {
-    struct fl_edge **at = &loop->edges[hash & (loop->edge_buckets - 1)];
-    while (*at != NULL && ((*at)->hash != hash || (*at)->parent != parent || (*at)->length != length ||
-                           memcmp((*at)->name, name, length) != 0))
-        at = &(*at)->next;
-    return at;
-}
-
-static void edges_grow(struct fuse_loop *loop) {
-    struct fl_edge **wider = calloc(loop->edge_buckets * 2, sizeof *wider);
-    if (wider == NULL) return; /* longer chains, nothing else */
-    uint64_t mask = loop->edge_buckets * 2 - 1;
-    for (uint64_t i = 0; i < loop->edge_buckets; i++) {
-        for (struct fl_edge *edge = loop->edges[i], *next; edge != NULL; edge = next) {
-            next = edge->next;
-            edge->next = wider[edge->hash & mask];
-            wider[edge->hash & mask] = edge;
-        }
-    }
-    free(loop->edges);
-    loop->edges = wider;
-    loop->edge_buckets *= 2;
-}
-
-int fl_link(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length, uint64_t nodeid) {
-    uint64_t hash = edge_hash(parent, name, length);
-    int status = 0;
-    pthread_mutex_lock(&loop->nodes_lock);
-    struct fl_edge **at = edge_place(loop, parent, name, length, hash);
-    if (*at == NULL) {
-        struct fl_edge *edge = malloc(sizeof *edge + length);
-        status = edge == NULL ? -ENOMEM : 0;
-        if (edge != NULL) {
-            *edge = (struct fl_edge){.parent = parent, .hash = hash, .length = length};
-            memcpy(edge->name, name, length);
-            *at = edge;
-            loop->edge_count++;
-        }
-    }
-    if (status == 0) (*at)->nodeid = nodeid;
-    if (loop->edge_count > loop->edge_buckets) edges_grow(loop);
-    pthread_mutex_unlock(&loop->nodes_lock);
-    return status;
-}
-
-void fl_unlink(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length) {
-    pthread_mutex_lock(&loop->nodes_lock);
-    struct fl_edge **at = edge_place(loop, parent, name, length, edge_hash(parent, name, length));
-    struct fl_edge *edge = *at;
-    if (edge != NULL) {
-        *at = edge->next;
-        loop->edge_count--;
-        free(edge);
-    }
-    pthread_mutex_unlock(&loop->nodes_lock);
-}
-
-struct fl_node *fl_child(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length) {
-    struct fl_edge *edge = *edge_place(loop, parent, name, length, edge_hash(parent, name, length));
-    return edge == NULL ? NULL : fl_find(loop, edge->nodeid);
 }
 
 /* --- requests in flight ----------------------------------------------------------------------------- */
@@ -187,15 +127,22 @@ uint32_t fl_drain_opens(struct fuse_loop *loop, struct fl_open_record *out, uint
 int fl_call_put(struct fuse_loop *loop, const struct fl_call *call) {
     pthread_mutex_lock(&loop->calls_lock);
     int status = loop->call_count == FL_CALLS ? -EAGAIN : 0;
-    int wake = status == 0 && loop->call_count == 0;
-    if (status == 0) loop->calls[(loop->call_first + loop->call_count++) % FL_CALLS] = *call;
-    if (wake) { /* under the lock: written after a take that emptied the queue, it would wake for ever */
-        uint64_t one = 1;
-        ssize_t written = write(loop->calls_fd, &one, sizeof one);
-        (void)written;
+    if (status == 0) {
+        loop->calls[(loop->call_first + loop->call_count) % FL_CALLS] = *call;
+        __atomic_store_n(&loop->call_count, loop->call_count + 1, __ATOMIC_RELEASE);
     }
     pthread_mutex_unlock(&loop->calls_lock);
     return status;
+}
+
+void fl_calls_tell(struct fuse_loop *loop, uint32_t least) {
+    pthread_mutex_lock(&loop->calls_lock);
+    /* Under the lock: written after a take that emptied the queue, it would wake for ever. */
+    if (!loop->calls_told && !loop->calls_watched && loop->call_count >= least) {
+        uint64_t one = 1;
+        loop->calls_told = write(loop->calls_fd, &one, sizeof one) == sizeof one;
+    }
+    pthread_mutex_unlock(&loop->calls_lock);
 }
 
 uint32_t fl_take_calls(struct fuse_loop *loop, struct fl_call *out, uint32_t capacity) {
@@ -206,7 +153,7 @@ uint32_t fl_take_calls(struct fuse_loop *loop, struct fl_call *out, uint32_t cap
     loop->call_first = (loop->call_first + count) % FL_CALLS;
     __atomic_store_n(&loop->call_count, loop->call_count - count, __ATOMIC_RELEASE);
     uint64_t seen;
-    if (loop->call_count == 0 && read(loop->calls_fd, &seen, sizeof seen) < 0) seen = 0;
+    if (loop->call_count == 0 && loop->calls_told) loop->calls_told = read(loop->calls_fd, &seen, sizeof seen) < 0;
     pthread_mutex_unlock(&loop->calls_lock);
     return count;
 }
@@ -334,13 +281,7 @@ void fl_destroy(struct fuse_loop *loop) {
             if (loop->chunks[i][j].fd >= 0) close(loop->chunks[i][j].fd);
         free(loop->chunks[i]);
     }
-    for (uint64_t i = 0; loop->edges != NULL && i < loop->edge_buckets; i++) {
-        for (struct fl_edge *edge = loop->edges[i], *next; edge != NULL; edge = next) {
-            next = edge->next;
-            free(edge);
-        }
-    }
-    free(loop->edges);
+    fl_edges_free(loop);
     int descriptors[] = {loop->sockets[0], loop->sockets[1], loop->stop_fd, loop->ended_fd, loop->calls_fd};
     for (unsigned i = 0; i < 5; i++)
         if (descriptors[i] >= 0) close(descriptors[i]);
@@ -352,6 +293,36 @@ void fl_destroy(struct fuse_loop *loop) {
 }
 
 int fl_library_fd(struct fuse_loop *loop) { return loop->sockets[1]; }
+int fl_calls_quiet(struct fuse_loop *loop) {
+    pthread_mutex_lock(&loop->calls_lock);
+    int quiet = loop->call_count != 0 && !loop->calls_told && !loop->calls_watched;
+    pthread_mutex_unlock(&loop->calls_lock);
+    return quiet;
+}
+
+void fl_watch_calls(struct fuse_loop *loop, int watched) {
+    pthread_mutex_lock(&loop->calls_lock);
+    loop->calls_watched = watched;
+    pthread_mutex_unlock(&loop->calls_lock);
+    if (!watched) fl_calls_tell(loop, 1);
+}
+
+static uint64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000ull + (uint64_t)now.tv_nsec;
+}
+
+int fl_await_calls(struct fuse_loop *loop, uint64_t timeout_ns) {
+    uint64_t end = now_ns() + timeout_ns;
+    while (!fl_calls_waiting(loop)) {
+        sched_yield(); /* whoever else wants this processor has it */
+        if (now_ns() > end) return 0;
+    }
+    return 1;
+}
+
+int fl_calls_waiting(struct fuse_loop *loop) { return __atomic_load_n(&loop->call_count, __ATOMIC_ACQUIRE) != 0; }
 int fl_calls_fd(struct fuse_loop *loop) { return loop->calls_fd; }
 int fl_ended_fd(struct fuse_loop *loop) { return loop->ended_fd; }
 int fl_passthrough(struct fuse_loop *loop) { return loop->passthrough; }

@@ -1,7 +1,7 @@
-/* The loop's shared state: nodes, requests in flight, opens to report, invalidations to send.
+/* The loop's shared state: nodes, names, requests in flight, opens to report, invalidations to send.
  *
- * The functions of fuse_loop_state.c are pure bookkeeping, no protocol and no I/O. Concurrency: callers hold `nodes_lock`, except for the queues of
- * calls and of notices, which have locks of their own.
+ * The functions of fuse_loop_state.c and fuse_loop_names.c are pure bookkeeping, no protocol and no I/O.
+ * Concurrency: callers hold `nodes_lock`, except for the queues of calls and of notices, which have locks of their own.
  */
 #ifndef KVFS_FUSE_LOOP_STATE_H
 #define KVFS_FUSE_LOOP_STATE_H
@@ -18,6 +18,7 @@
 #define FL_OPEN_RECORDS 65536u
 #define FL_NOTICES 65536u
 #define FL_CALLS 1024u /* more than that are relayed */
+#define FL_SPARES 64u
 #define FL_NAME_MAX 255
 #define FL_REQUEST_END 2u /* zeros behind a request: names in it end, two of RENAME at the most */
 #define FL_MAX_THREADS 16
@@ -30,6 +31,9 @@ struct fl_node {
     int32_t backing_id; /* 0: none */
     int fd;             /* -1: none; only without passthrough */
     uint8_t state, killed, flushed;
+    uint8_t settles;         /* a writer's FLUSH goes to the library, which answers when the bytes are durable */
+    uint16_t room;           /* a directory whose names are all here: the longest name that fits in it. Else 0 */
+    struct fl_edge *doubts;  /* its edges without a node */
 };
 
 struct fl_pending {
@@ -45,11 +49,18 @@ struct fl_notice {
     char name[FL_NAME_MAX + 1];
 };
 
+/* A name. Without a node (`nodeid` 0) it is a doubt: there may be something, the library knows. */
 struct fl_edge {
     struct fl_edge *next;
+    struct fl_edge *doubt_next, **doubt_at; /* of its directory; unused with a node */
     uint64_t parent, nodeid, hash;
     uint32_t length;
     char name[];
+};
+
+/* A draft made ahead of its CREATE: a node with an open backing, without a name. */
+struct fl_spare {
+    uint64_t nodeid, fh;
 };
 
 struct fl_buffers {
@@ -69,12 +80,18 @@ struct fuse_loop {
     struct fl_node *chunks[FL_CHUNKS];
     struct fl_edge **edges;
     uint64_t edge_count, edge_buckets; /* a power of two */
+    uint64_t doubt_count;
+    struct fl_spare spares[FL_SPARES];
+    uint32_t spare_count;
+    uint64_t misses; /* to report */
     struct fl_pending *pending;
     uint32_t pending_count;
     struct fl_open_record *records;
     uint32_t record_first, record_count;
     struct fl_call *calls;
     uint32_t call_first, call_count;
+    int calls_told; /* calls_fd is readable */
+    int calls_watched; /* or need not be */
     struct fl_notice *notices;
     uint32_t notice_first, notice_count;
     int notice_overflow, notice_stop;
@@ -100,8 +117,10 @@ static inline int fl_answers(uint32_t opcode) {
     case FW_FALLOCATE:
     case FW_LSEEK:
     case FW_FLUSH:
-    case FW_FSYNC:
     case FW_INTERRUPT:
+    case FW_CREATE:
+    case FW_RENAME:
+    case FW_RENAME2:
         return 1;
     default:
         return 0;
@@ -109,13 +128,25 @@ static inline int fl_answers(uint32_t opcode) {
 }
 
 struct fl_node *fl_find(struct fuse_loop *loop, uint64_t nodeid);
-struct fl_node *fl_child(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length);
 int fl_pending_add(struct fuse_loop *loop, uint64_t unique, uint32_t opcode, uint64_t nodeid);
 int fl_pending_take(struct fuse_loop *loop, uint64_t unique, struct fl_pending *out);
 void fl_record_open(struct fuse_loop *loop, uint64_t nodeid, uint32_t uid, uint32_t pid);
-int fl_call_put(struct fuse_loop *loop, const struct fl_call *call);
+int fl_call_put(struct fuse_loop *loop, const struct fl_call *call); /* -EAGAIN: no room */
+/* Makes calls_fd readable while there are `least` calls. Where somebody waits for an answer, after the answer: waking
+ * a thread on another processor costs the waker, too (5 to 15 us on a virtual one). */
+void fl_calls_tell(struct fuse_loop *loop, uint32_t least);
+int fl_calls_quiet(struct fuse_loop *loop); /* whether there are calls that nobody was told of */
 int fl_notice_wait(struct fuse_loop *loop, struct fl_notice *out);
 void fl_notice_stop(struct fuse_loop *loop);
+
+/* fuse_loop_names.c */
+struct fl_edge *fl_edge_find(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length);
+int fl_edge_set(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length, uint64_t nodeid);
+void fl_edge_drop(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length);
+int fl_names_known(const struct fl_node *directory, uint32_t length);
+void fl_names_unknown(struct fuse_loop *loop, struct fl_node *directory);
+void fl_edges_free(struct fuse_loop *loop);
+
 /* fuse_loop_core.c */
 struct iovec;
 void fl_write_device(struct fuse_loop *loop, const struct iovec *parts, int count);
@@ -126,6 +157,11 @@ int fl_handle_natively(struct fuse_loop *loop, struct fl_buffers *buffers, struc
 int fl_current_attr(struct fuse_loop *loop, const struct fl_node *node, struct fw_attr *attr, uint64_t *valid_s);
 int fl_attach_backing(struct fuse_loop *loop, struct fl_node *node, int fd);
 void fl_detach_backing(struct fuse_loop *loop, struct fl_node *node);
+
+/* fuse_loop_changes.c */
+int fl_handle_create(struct fuse_loop *loop, const struct fw_in_header *in, const struct fw_create_in *body);
+int fl_handle_rename(struct fuse_loop *loop, const struct fw_in_header *in, uint64_t new_parent, uint32_t flags,
+                     const char *names);
 
 /* fuse_loop_calls.c */
 int fl_queue_call(struct fuse_loop *loop, const struct fw_in_header *in);

@@ -37,6 +37,7 @@ STOP_WAIT_S: Final = 20.0
 KILL_WAIT_S: Final = 2.0
 MODES: Final = ("passthrough", "native", "plain")
 DEFAULT_DRAM: Final = "256MiB"
+DEFAULT_NVME: Final = "0"
 
 
 class ServiceFailed(Exception):
@@ -82,12 +83,14 @@ class Service:
         *,
         mode: str = MODES[0],
         dram: str = DEFAULT_DRAM,
+        nvme: str = DEFAULT_NVME,
         arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         base: Path | None = None,
     ) -> None:
         self.mode = mode
         self.dram = dram
+        self.nvme = nvme
         self.arguments = list(arguments)
         self.environment = dict(environment or {})
         # Not under pytest's tmp_path: a Unix socket's path has 107 bytes.
@@ -116,7 +119,8 @@ class Service:
             "--data",
             str(self.data),
         ]
-        return [*serve, "--dram", self.dram, "--mode", self.mode, *self.arguments]
+        sizes = ["--dram", self.dram, "--nvme", self.nvme]
+        return [*serve, *sizes, "--mode", self.mode, *self.arguments]
 
     def start(self) -> Self:
         """Raises ServiceFailed when it exits or is not ready in READY_WAIT_S."""

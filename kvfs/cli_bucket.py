@@ -1,0 +1,74 @@
+"""`kvfs bucket`: make, list and remove buckets, and say what each promises.
+
+Responsibility: arguments in, one call of `kvfs.client`, text out; errors leave as in `kvfs.cli`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from kvfs.cli_options import At, Json, connected
+
+app = typer.Typer(no_args_is_help=True, help="Make, list and remove buckets.")
+
+Name = Annotated[str, typer.Argument(metavar="BUCKET")]
+
+
+class BucketClass(StrEnum):
+    """What a bucket promises."""
+
+    CACHE = "cache"
+    DURABLE = "durable"
+
+
+class Admission(StrEnum):
+    """Which objects of a cache bucket are written to NVMe."""
+
+    ALL = "all"
+    GHOST = "ghost"
+
+
+@app.command()
+def create(
+    name: Name,
+    class_: Annotated[
+        BucketClass,
+        typer.Option("--class", help="durable: on the device before a write is answered, and never evicted."),
+    ] = BucketClass.CACHE,
+    admission: Annotated[
+        Admission, typer.Option(help="ghost: NVMe takes only what is read, or written again.")
+    ] = Admission.ALL,
+    mode: Annotated[str, typer.Option(help="Access rights, octal.")] = "755",
+    at: At = None,
+) -> None:
+    """Make a bucket."""
+    try:
+        bits = int(mode, 8)
+    except ValueError:
+        raise typer.BadParameter(f"--mode {mode}: not octal") from None
+    with connected(at) as client:
+        client.create_bucket(
+            name,
+            mode=bits,
+            durable=class_ is BucketClass.DURABLE,
+            admits_all=admission is Admission.ALL,
+        )
+
+
+@app.command("list")
+def list_(at: At = None, as_json: Json = False) -> None:
+    """List all buckets."""
+    from kvfs import show
+
+    with connected(at) as client:
+        show.buckets(client.buckets(), long=True, as_json=as_json)
+
+
+@app.command("rm")
+def remove(name: Name, at: At = None) -> None:
+    """Remove an empty bucket."""
+    with connected(at) as client:
+        client.remove_bucket(name)

@@ -1,0 +1,170 @@
+"""A process that forks stores to be killed: `python -m tests.support.crash_child SOCKET_FD`.
+
+It imports everything once; each request on the socket (JSON, and the write end of a pipe) is answered by a fork
+that opens the store, says what it found, and changes it at random until it is killed or done. On the pipe every
+line is one JSON object: what clients say (`crash_model`), `reached` for a crash point, `found` for all that a
+start found, `log`, `wrong`, `error`, and `end` when it was not killed.
+
+Concurrency: the forking process has one thread and no store.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import random
+import signal
+import socket
+import sys
+import traceback
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import trio
+
+from kvfs import crashpoints
+from kvfs.limits import MIB
+from tests.support.crash_load import CLIENTS, Client, audit, look, make_buckets
+from tests.support.posix import PR_SET_PDEATHSIG
+from tiers.device import open_device
+from tiers.store import TieredStore
+
+WATCHDOG_S: Final = 180
+"""A child that is alive after this long is stuck."""
+
+
+class Speaker:
+    """Writes lines to the pipe; what a kill cuts off is not counted by the other side."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __call__(self, **values: Any) -> None:
+        data = json.dumps(values).encode() + b"\n"
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+
+
+class LogHandler(logging.Handler):
+    def __init__(self, say: Speaker) -> None:
+        super().__init__(logging.WARNING)
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._say(log=f"{record.levelname} {record.name}: {record.getMessage()}")
+
+
+def count_points(say: Speaker, crash_at: str | None) -> None:
+    """Have each crash point say that it was reached, the first time, and kill at the one that was asked for."""
+    kill = crashpoints._killer(crash_at) if crash_at else crashpoints._ignore
+    seen: Counter[str] = Counter()
+
+    def reach(name: str) -> None:
+        assert name in crashpoints.POINTS, f"{name} is not in crashpoints.POINTS"
+        if not seen[name]:
+            say(reached=name)
+        seen[name] += 1
+        kill(name)
+
+    vars(crashpoints)["reach"] = reach
+
+
+async def live(task: dict[str, Any], say: Speaker) -> None:
+    """One life of a store."""
+    chance = random.Random(f"{task['seed']}/{task['life']}")
+    device = open_device("auto")
+    store = await TieredStore.start(
+        Path(task["path"]),
+        device,
+        nvme_bytes=task["nvme_bytes"],
+        dram_bytes=task["dram_bytes"],
+        segment_bytes=MIB,
+        max_slots=512,
+        backing=task["backing"],
+        quota_bytes=1 << 40,
+    )
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(store.run)
+        make_buckets(store)
+        await store.journal.settle()
+        say(found=await look(store, say), wrong_books=audit(store))
+        async with trio.open_nursery() as clients:
+            for number in range(CLIENTS):
+                client = Client(store, number, task["seed"], task["life"], say)
+                clients.start_soon(client.run, task["changes"])
+        if task.get("empty"):
+            await empty(store, say)
+        say(usage=store.usage(), wrong_books=audit(store))
+        nursery.cancel_scope.cancel()
+    if chance.random() < 0.7:
+        await store.finish()
+        store.close(keep=chance.random() < 0.7)
+    say(end=True)
+
+
+async def empty(store: TieredStore, say: Speaker) -> None:
+    """Remove all that there is, and say what of it is still counted once reclaim went through every segment."""
+    for bucket in store.buckets():
+        while entries := store.list(bucket.name).entries:
+            for key, _ in reversed(entries):
+                remove(store, bucket.name, key)
+    await store.journal.settle()
+    say(emptied=[store.usage(), await reclaimed(store)])
+
+
+def remove(store: TieredStore, bucket: bytes, key: bytes) -> None:
+    from tiers.model import Name
+
+    if key.endswith(b"/"):
+        store.remove_directory(Name(bucket, key))
+    else:
+        store.remove(Name(bucket, key))
+
+
+async def reclaimed(store: TieredStore) -> dict[str, int]:
+    from tiers.journal import NvmeJournal
+
+    journal = store.journal
+    assert isinstance(journal, NvmeJournal)
+    return {"live_bytes": journal.nvme.live_bytes, "objects": len(journal.nvme.objects)}
+
+
+def child(task: dict[str, Any], descriptor: int) -> None:
+    """What a fork does; it does not return."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.alarm(WATCHDOG_S)
+    say = Speaker(descriptor)
+    status = 1
+    try:
+        logging.basicConfig(handlers=[LogHandler(say)], level=logging.WARNING, force=True)
+        count_points(say, task.get("crash_at"))
+        trio.run(partial(live, task, say))
+        status = 0
+    except BaseException:
+        say(error=traceback.format_exc())
+    finally:
+        os._exit(status)
+
+
+def main() -> None:
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(channel, 1 << 16, 1)
+        if not request:
+            return
+        pid = os.fork()
+        if pid == 0:
+            channel.close()
+            child(json.loads(request), descriptors[0])
+        os.close(descriptors[0])
+        channel.send(str(pid).encode())
+        _, status = os.waitpid(pid, 0)
+        channel.send(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+if __name__ == "__main__":
+    main()
