@@ -138,8 +138,9 @@ class NvmeTier:
         """Told that reclaim lets an object go; the ids of others that have to leave with it."""
         self.hits_of: Callable[[Stored], int] = lambda stored: 0
         """How often the object was read so far."""
-        self.damaged: Callable[[Stored], bool] = lambda stored: False
-        """Told that an object lost an extent and left the tier; whether it will be written again."""
+        self.damaged: Callable[[Stored, bool], bool] = lambda stored, had_it: False
+        """Told that an object lost an extent and left the tier, and whether the tier had all of it before; whether
+        it will be written again."""
         self.written: Callable[[Stored], None] = lambda stored: None
         """Told that an object can be read from here; again when it moved."""
         self._buckets: dict[int, _BucketPlace] = {}
@@ -274,7 +275,7 @@ class NvmeTier:
                 return
             if not isinstance(error, Superseded):
                 _log.error("object %d is not written to NVMe: %s", stored.object_id, error)
-            self._lose(stored)
+            self._lose(stored, had_it=False)
 
         return self.log.append(
             Record(
@@ -421,6 +422,14 @@ class NvmeTier:
 
         Raises Superseded when the object left the tier, Corrupt (and then it leaves), DeviceFailed.
         """
+        size_bytes = await self.verify_extent(stored, number, into)
+        if size_bytes:
+            self.counts.reads += 1
+            self.counts.read_bytes += size_bytes
+        return size_bytes
+
+    async def verify_extent(self, stored: Stored, number: int, into: memoryview) -> int:
+        """As `read_extent`, for upkeep: it is not counted as a read."""
         while True:
             piece = None if stored.dropped else stored.pieces[number]
             if piece is None:
@@ -441,21 +450,19 @@ class NvmeTier:
                     self._damage(stored, number, error)
                     raise
                 continue
-            self.counts.reads += 1
-            self.counts.read_bytes += piece.payload_bytes
             return piece.payload_bytes
 
     def _damage(self, stored: Stored, number: int, error: KvfsError) -> None:
         """An extent is not what was written: the object leaves the tier, and is a miss unless DRAM has it."""
         self.counts.corrupt += 1
         _log.error("object %d, extent %d on NVMe: %s", stored.object_id, number, error)
-        self._lose(stored)
+        self._lose(stored, had_it=True)
 
-    def _lose(self, stored: Stored) -> None:
+    def _lose(self, stored: Stored, *, had_it: bool) -> None:
         """An object leaves the tier with an extent that it lacks. Its deletion is logged only if it is not written
         again: a TOMBSTONE ends the later records of an id, too."""
         self._forget(stored)
-        if not self.damaged(stored):
+        if not self.damaged(stored, had_it):
             self.log.append(Deletion(stored.object_id))
 
     async def load(self, stored: Stored, into: memoryview) -> None:
