@@ -228,12 +228,23 @@ def bench(context: typer.Context) -> None:
 
 # --- a running service -----------------------------------------------------------------------------------
 @app.command()
-def status(at: At = None, as_json: Json = False) -> None:
+def status(
+    at: At = None,
+    as_json: Json = False,
+    as_metrics: Annotated[bool, typer.Option("--metrics", help="Print Prometheus metrics instead.")] = False,
+) -> None:
     """Show what runs, how full it is and what it has done."""
+    if as_json and as_metrics:
+        raise typer.BadParameter("give either --json or --metrics")
     with connected(at) as client:
         found = client.status()
     if as_json:
         _print_json(found)
+        return
+    if as_metrics:
+        from kvfs.metrics import exposition
+
+        print(exposition(found), end="")
         return
     from kvfs.show import status_table
 

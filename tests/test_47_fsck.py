@@ -25,7 +25,7 @@ from kvfs.formats import (
     RecordType,
 )
 from kvfs.limits import MIB
-from tests.support.service import run_kvfs
+from tests.support.service import ROOT, run_kvfs
 from tests.support.stores import NAMESPACE
 from tests.test_42_store_nvme import data_of, fill, put, put_block, read, running, until_written
 from tiers.device import ThreadDevice
@@ -523,8 +523,10 @@ def test_the_exit_codes_are_those_of_the_help(tmp_path: Path) -> None:
     assert run()[0] == Exit.CLEAN
     assert run_kvfs("fsck", "--nonsense").returncode == 2
     shown = run_kvfs("fsck", "--help").stdout
-    for code in Exit:
-        assert f"{code.value} " in shown
+    documented = (ROOT / "docs" / "fsck.md").read_text()
+    for each in Exit:
+        assert f"{each.value} " in shown
+        assert f"\n| {each.value} | " in documented
 
 
 def test_it_cannot_run_beside_a_service_or_elsewhere(tmp_path: Path) -> None:

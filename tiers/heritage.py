@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,6 +50,27 @@ class Lower:
 
     nvme: NvmeTier
     found: Replayed
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What a start found, and how long each of its phases took, in seconds."""
+
+    was_clean: bool
+    taken_over_objects: int
+    """From DRAM."""
+    taken_over_bytes: int
+    dropped_names: int
+    """Without bytes."""
+    rebuilt_names: int | None
+    """From the log; None where the name index was believed, or there is no log."""
+    log_objects: int
+    log_segments: int
+    log_records: int
+    log_s: float
+    index_s: float
+    adoption_s: float
+    verify_s: float
 
 
 class Heritage:
@@ -139,8 +160,10 @@ class Heritage:
             store.journal = restore_copies(store, nvme, found, compare=self._killed)
         for name in {Name(name.bucket, key) for name in lost if (key := paths.unit_prefix(name.key))}:
             _drop_unit(store, name)
+        recovery = self._recovery(adopted, dropped, store.dram.verify_s)
+        store.recovery = asdict(recovery)
         if not self._is_first:
-            self._report(adopted, dropped, store.dram.verify_s)
+            self._report(recovery)
         self._named.clear()
 
     def _is_below(self, row: NameRow) -> bool:
@@ -175,29 +198,44 @@ class Heritage:
             header.parent if any(header.parent) else None,
         )
 
-    def _report(self, adopted: list[Survivor], dropped: int, verify_s: float) -> None:
-        adoption_s = time.monotonic() - self._began - verify_s
-        total_bytes = sum(each.sealed.size_bytes for each in adopted)
+    def _recovery(self, adopted: list[Survivor], dropped: int, verify_s: float) -> Recovery:
+        lower = self._lower
+        return Recovery(
+            was_clean=not self._killed,
+            taken_over_objects=len(adopted),
+            taken_over_bytes=sum(each.sealed.size_bytes for each in adopted),
+            dropped_names=dropped,
+            rebuilt_names=self._rebuilt,
+            log_objects=0 if lower is None else len(lower.nvme.objects),
+            log_segments=0 if lower is None else lower.found.segments,
+            log_records=0 if lower is None else lower.found.records,
+            log_s=0.0 if lower is None else lower.found.seconds,
+            index_s=self._index_s,
+            adoption_s=time.monotonic() - self._began - verify_s,
+            verify_s=verify_s,
+        )
+
+    def _report(self, recovery: Recovery) -> None:
         log.info(
             "taken over: %d objects, %s; %d names without bytes dropped; index %.3f s, adoption %.3f s, "
             "verify %.3f s (%.2f GB/s)",
-            len(adopted),
-            format_size(total_bytes),
-            dropped,
-            self._index_s,
-            adoption_s,
-            verify_s,
-            total_bytes / max(verify_s, 1e-9) / 1e9,
+            recovery.taken_over_objects,
+            format_size(recovery.taken_over_bytes),
+            recovery.dropped_names,
+            recovery.index_s,
+            recovery.adoption_s,
+            recovery.verify_s,
+            recovery.taken_over_bytes / max(recovery.verify_s, 1e-9) / 1e9,
         )
         if self._lower is not None:
-            found = self._lower.found
+            rebuilt = recovery.rebuilt_names
             log.info(
                 "read back: %d objects in %d segments, %d records; %s. log %.3f s",
-                len(self._lower.nvme.objects),
-                found.segments,
-                found.records,
-                "names from the index" if self._rebuilt is None else f"{self._rebuilt} names rebuilt",
-                found.seconds,
+                recovery.log_objects,
+                recovery.log_segments,
+                recovery.log_records,
+                "names from the index" if rebuilt is None else f"{rebuilt} names rebuilt",
+                recovery.log_s,
             )
 
 

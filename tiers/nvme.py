@@ -209,6 +209,7 @@ class NvmeTier:
             "segments_reclaimed": counts.segments_reclaimed,
             "write_errors": counts.write_errors,
             "objects_written": self.counts.objects_written,
+            "bytes_written": self.counts.bytes_written,
             "objects_evicted": self.counts.objects_evicted,
             "reads": self.counts.reads,
             "read_bytes": self.counts.read_bytes,

@@ -93,6 +93,8 @@ class TieredStore(Catalog):
         self.journal = Journal()
         """What becomes of objects outside of DRAM; a store without the NVMe tier has one that does nothing."""
         self._promoter = Promoter(self)
+        self.recovery: dict[str, Any] = {}
+        """What the start found and how long it took (`heritage.Recovery`)."""
 
     # --- life ---------------------------------------------------------------------------------------------
 
@@ -1050,6 +1052,7 @@ class TieredStore(Catalog):
             "quota_bytes": self.space.quota_bytes,
             "headroom_bytes": self.space.headroom_bytes(),
             **self._counts,
+            "recovery": self.recovery,
             "tiers": [
                 {"name": self.dram.name, "backing": self.dram.backing, **asdict(self.dram.usage())},
                 *self.journal.usage(),
