@@ -532,12 +532,16 @@ class NvmeJournal(Journal):
         """Reclaim lets an object go: it stays in DRAM if it is there, else it leaves the store, with its unit."""
         return self._store.lose_copy(stored.key)
 
-    def _damaged(self, stored: Stored) -> bool:
+    def _damaged(self, stored: Stored, had_it: bool) -> bool:
         for object_id in self._store.lose_copy(stored.key):
             self.nvme.drop(object_id)
-        if self._store.in_dram(stored.object_id) is None:
+        found = self._store.in_dram(stored.object_id)
+        if found is None:
             return False
-        self._queue(stored.key)
+        if had_it and found.bucket.durable:  # at once: until then nothing keeps it in DRAM
+            self._must = self._put(found)
+        else:
+            self._queue(stored.key)
         return True
 
     def _refused(self, stored: Stored) -> None:

@@ -48,7 +48,7 @@ from kvfs.name_rows import SNAPSHOT
 from kvfs.names import NameIndex, NameRow
 from tiers import buckets
 from tiers.adoption import ENTRY_PINNED
-from tiers.base import NO_SLOT, Extent, Kind, SealHeader, StoreKey, object_key
+from tiers.base import NO_SLOT, Extent, Kind, Sealed, SealHeader, StoreKey, object_key
 from tiers.blocks import Block
 from tiers.catalog import DIRECTORY, PINNED, Catalog, block_digest, directory_of_row, extent_of
 from tiers.device import Device
@@ -93,6 +93,8 @@ class TieredStore(Catalog):
         self.journal = Journal()
         """What becomes of objects outside of DRAM; a store without the NVMe tier has one that does nothing."""
         self._promoter = Promoter(self)
+        self.recovery: dict[str, Any] = {}
+        """What the start found and how long it took (`heritage.Recovery`)."""
 
     # --- life ---------------------------------------------------------------------------------------------
 
@@ -1016,6 +1018,12 @@ class TieredStore(Catalog):
             self._expel(digest)
         return leaving
 
+    def lose_slot(self, sealed: Sealed) -> None:
+        """The bytes of a slot are not what was sealed: the object is read from a lower tier, or leaves the store."""
+        entry = self.table.get(sealed.header.key.digest)
+        if entry is not None and extent_of(entry) == sealed.extent:
+            self._evict_one(sealed.header.key.digest)
+
     def _dependents(self, digest: bytes) -> list[bytes]:
         """What is of no use without this object, and not in DRAM either."""
         found = self._blocks.descendants(digest)
@@ -1096,6 +1104,7 @@ class TieredStore(Catalog):
             "quota_bytes": self.space.quota_bytes,
             "headroom_bytes": self.space.headroom_bytes(),
             **self._counts,
+            "recovery": self.recovery,
             "tiers": [
                 {"name": self.dram.name, "backing": self.dram.backing, **asdict(self.dram.usage())},
                 *self.journal.usage(),
