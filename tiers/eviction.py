@@ -164,6 +164,7 @@ class LruLeafFirst(Generic[K]):
         self._orphans: dict[K, int] = {}
         self._order: OrderedDict[_Unit[K], None] = OrderedDict()
         self._ready: list[tuple[int, _Unit[K]]] = []
+        self._claims = 0
         self._stamp = 0
         self._total_bytes = 0
 
@@ -286,6 +287,7 @@ class LruLeafFirst(Generic[K]):
                 unit.place = _Place.PARKED
                 continue
             unit.place = _Place.CLAIMED
+            self._claims += 1
             for entry in unit.members():
                 if entry.parent is not None:
                     self._lose_child(entry.parent)
@@ -293,6 +295,7 @@ class LruLeafFirst(Generic[K]):
         return None
 
     def _unclaim(self, unit: _Unit[K]) -> None:
+        self._claims -= 1
         for entry in unit.members():
             if entry.parent is not None:
                 self._gain_child(entry.parent)
@@ -307,6 +310,7 @@ class LruLeafFirst(Generic[K]):
             self._make_ready(unit)
 
     def _drop(self, unit: _Unit[K]) -> None:
+        self._claims -= unit.place is _Place.CLAIMED
         unit.place = _Place.GONE
         self._order.pop(unit, None)
 
@@ -337,7 +341,7 @@ class LruLeafFirst(Generic[K]):
         """Whether `key`, not here yet, is an ancestor of `parent`: hashes form no cycle, a writer may lie."""
         if parent == key:
             return True
-        if key not in self._orphans:
+        if key not in self._orphans and not self._claims:  # `_orphans` leaves out what is claimed
             return False
         entry = self._entries.get(parent)
         while entry is not None and entry.parent is not None:

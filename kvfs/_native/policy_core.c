@@ -367,7 +367,7 @@ static void leave_group(struct kvfs_policy *p, uint32_t i)
 /* Whether `i`, not here yet, is an ancestor of `parent`: hashes form no cycle, a writer may lie. */
 static bool closes_cycle(const struct kvfs_policy *p, uint32_t i, uint32_t parent)
 {
-    if (!p->nodes[i].children) /* nothing here names it */
+    if (!p->nodes[i].children && !p->claimed) /* nothing here names it; claimed children are not counted */
         return i == parent;
     for (; parent != NONE; parent = parent_of(&p->nodes[parent]))
         if (parent == i)

@@ -180,7 +180,7 @@ class EvictionAgainstModel(RuleBasedStateMachine):
             self.check(unit, gone)
             bytes_needed -= self.model.bytes_of(unit)
             gone.update(unit)
-            what = data.draw(st.sampled_from(["evict", "evict", "keep", "touch", "touch another", "stop"]))
+            what = data.draw(st.sampled_from(["evict", "evict", "keep", "touch", "touch another", "insert", "stop"]))
             if what == "evict":
                 for key in unit:
                     self.remove_key(key)
@@ -190,6 +190,10 @@ class EvictionAgainstModel(RuleBasedStateMachine):
             elif what == "touch another" and (other := self.choose(data)) is not None:
                 gone.difference_update(self.model.unit(other))
                 self.touch_key(other)
+            elif what == "insert":
+                key = data.draw(keys)
+                self.insert_key(key, 1, data.draw(st.none() | keys), False, None)
+                gone.discard(key)
             elif what == "stop":
                 return
             gone &= self.model.keys.keys()
