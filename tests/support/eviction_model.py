@@ -180,7 +180,9 @@ class EvictionAgainstModel(RuleBasedStateMachine):
             self.check(unit, gone)
             bytes_needed -= self.model.bytes_of(unit)
             gone.update(unit)
-            what = data.draw(st.sampled_from(["evict", "evict", "keep", "touch", "touch another", "insert", "stop"]))
+            what = data.draw(
+                st.sampled_from(["evict", "evict", "keep", "touch", "touch another", "insert", "stop"])
+            )
             if what == "evict":
                 for key in unit:
                     self.remove_key(key)
