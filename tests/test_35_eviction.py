@@ -98,6 +98,14 @@ def test_a_cycle_of_false_parents_still_leaves() -> None:
     assert sorted(order_of(policy)) == ["a", "b", "c", "d"]
 
 
+def test_a_child_that_is_being_evicted_closes_a_cycle_too() -> None:
+    policy = policy_of("ab")
+    for unit in policy.victims(1, 0.0):
+        assert unit == ["b"]
+        policy.insert("a", size_bytes=1, parent="b", now=0.0)
+    assert order_of(policy) == "ba"
+
+
 def test_bad_calls_are_refused() -> None:
     policy: LruLeafFirst[str] = LruLeafFirst()
     for call in (policy.remove, policy.pin, policy.unpin, lambda key: policy.touch(key, 0.0)):

@@ -8,18 +8,22 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfs._native.policy import MAX_RANK_BINS, POLICIES, Policy, ranks, replay
+from kvfs.config import EvictionPolicyName
 from kvfs.errors import InvalidRequest, NotFound
+from kvfs.limits import MIN_DRAM_BYTES
 from scheduler.replay import PackedTrace, pack
 from scheduler.traces import small_trace
 from tests.support.eviction_model import EvictionAgainstModel
 from tests.support.workloads import FAMILIES, chat
-from tiers.eviction import EvictionPolicy, LruLeafFirst
+from tiers.eviction import POLICY_NAMES, EvictionPolicy, LruLeafFirst
+from tiers.store import TieredStore
 
 GOLDEN = Path(__file__).parent / "golden" / "policy_decisions.json"
 
@@ -126,6 +130,31 @@ def test_bad_calls_are_refused(kind: str) -> None:
         Policy("fifo")
 
 
+@pytest.mark.parametrize("kind", ["lru-leaf", "default"])
+def test_a_child_that_is_being_evicted_closes_a_cycle_too(kind: str) -> None:
+    policy = IntKeys(Policy(kind))
+    policy.insert(1, size_bytes=1, parent=None, now=0.0)
+    policy.insert(2, size_bytes=1, parent=1, now=0.0)
+    for unit in policy.victims(1, 0.0):
+        assert unit == [2]
+        policy.insert(1, size_bytes=1, parent=2, now=0.0)
+    assert list(policy.victims(9, 0.0)) == [[2], [1]]
+
+
+@pytest.mark.parametrize("kind", ["lru-leaf", "default"])
+def test_a_parent_that_goes_while_its_child_is_being_evicted(kind: str) -> None:
+    """The child stays a child of whoever comes under that key."""
+    policy = IntKeys(Policy(kind))
+    policy.insert(1, size_bytes=1, parent=None, now=0.0)
+    policy.insert(2, size_bytes=1, parent=1, now=0.0)
+    for _ in policy.victims(1, 0.0):
+        policy.remove(1)
+        policy.insert(3, size_bytes=1, parent=None, now=0.0)
+    policy.insert(1, size_bytes=1, parent=None, now=0.0)
+    policy.pin(2)
+    assert list(policy.victims(9, 0.0)) == [[3]]
+
+
 def test_sizes_are_exact() -> None:
     policy = Policy("default")
     policy.insert(packed(1), size_bytes=(1 << 40) - 1, parent=None, now=0.0)
@@ -178,6 +207,15 @@ def evict(policy: Policy, seen: set[int]) -> None:
         for key in unit:
             policy.remove(key)
             seen.discard(int.from_bytes(key, "big"))
+
+
+def test_the_configuration_and_the_store_name_the_same_policies(tmp_path: Path) -> None:
+    assert set(get_args(EvictionPolicyName)) == set(POLICY_NAMES)
+    for name in POLICY_NAMES:
+        TieredStore.open(tmp_path / name, dram_bytes=MIN_DRAM_BYTES, backing="directory", policy=name).close()
+    with pytest.raises(InvalidRequest, match="no policy of the store is called 'fifo'"):
+        TieredStore.open(tmp_path / "fifo", dram_bytes=MIN_DRAM_BYTES, backing="directory", policy="fifo")
+    assert not (tmp_path / "fifo").exists()
 
 
 # --- ranks --------------------------------------------------------------------------------------------------
