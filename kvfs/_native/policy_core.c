@@ -319,11 +319,6 @@ static int lose_child(struct kvfs_policy *p, uint32_t parent)
     return wake(p, unit_of(p, parent));
 }
 
-static uint32_t parent_of(const struct node *n)
-{
-    return n->link.flags & (MEMBER | GROUP) ? NONE : n->owner;
-}
-
 /* A unit's keys let go of their parents, or take hold of them again. */
 static int lose_parents(struct kvfs_policy *p, uint32_t unit)
 {

@@ -9,13 +9,6 @@
  */
 #include "policy_state.h"
 
-static void note_victim(struct kvfs_replay *r, uint32_t id)
-{
-    if (r->victims && r->evicted < r->max_victims)
-        r->victims[r->evicted] = id;
-    r->evicted++;
-}
-
 /* --- queues of blocks ----------------------------------------------------------------------------------------------- */
 enum { OUTSIDE, FIRST, SECOND, GHOST, SECOND_GHOST, QUEUES };
 

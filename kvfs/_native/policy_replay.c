@@ -7,13 +7,6 @@
  */
 #include "policy_state.h"
 
-static void note_victim(struct kvfs_replay *r, uint32_t id)
-{
-    if (r->victims && r->evicted < r->max_victims)
-        r->victims[r->evicted] = id;
-    r->evicted++;
-}
-
 /* --- a policy of the store ------------------------------------------------------------------------------------------ */
 static void key_of(uint32_t id, uint8_t key[KVFS_POLICY_KEY_BYTES])
 {

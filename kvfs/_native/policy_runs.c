@@ -37,11 +37,6 @@ static int class_of(const struct run *r, const struct node *n, uint32_t at)
     return turn_class(r->turn) + 3 * (length_class(r->count - r->known) + 8 * (last + 2 * hit));
 }
 
-static uint32_t parent_of(const struct node *n)
-{
-    return n->link.flags & (MEMBER | GROUP) ? NONE : n->owner;
-}
-
 static bool continues(const struct kvfs_policy *p, uint32_t unit)
 {
     const struct run *r = &p->run;

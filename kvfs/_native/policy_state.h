@@ -146,6 +146,11 @@ static inline uint64_t kvfs_mix(uint64_t x)
     return x ^ (x >> 31);
 }
 
+static inline uint32_t parent_of(const struct node *n)
+{
+    return n->link.flags & (MEMBER | GROUP) ? NONE : n->owner;
+}
+
 uint64_t kvfs_node_hash(const struct node *n);
 void kvfs_policy_list(struct kvfs_policy *p, uint32_t unit, int class, uint32_t stamp);
 
@@ -153,5 +158,13 @@ void kvfs_policy_list(struct kvfs_policy *p, uint32_t unit, int class, uint32_t 
 int kvfs_run_add(struct kvfs_policy *p, uint32_t unit, bool hit);
 int kvfs_run_settle(struct kvfs_policy *p);
 void kvfs_run_close(struct kvfs_policy *p);
+
+/* --- replays: policy_replay.c, policy_reference.c ---------------------------------------------------------------- */
+static inline void note_victim(struct kvfs_replay *r, uint32_t id)
+{
+    if (r->victims && r->evicted < r->max_victims)
+        r->victims[r->evicted] = id;
+    r->evicted++;
+}
 
 #endif
