@@ -163,6 +163,7 @@ async def _start_store(settings: Settings, device: Device | None) -> TieredStore
                 gid=group_id(settings.session.group),
                 backing=settings.dram.backing,
                 quota_bytes=settings.session.quota,
+                policy=settings.store.policy,
             )
         return await TieredStore.start(
             settings.store.data,
@@ -175,6 +176,7 @@ async def _start_store(settings: Settings, device: Device | None) -> TieredStore
             gid=group_id(settings.session.group),
             backing=settings.dram.backing,
             quota_bytes=settings.session.quota,
+            policy=settings.store.policy,
         )
     except OSError as error:
         raise ConfigError(f"[store] data = '{settings.store.data}': {error.strerror or error}") from error
