@@ -1,0 +1,113 @@
+"""Whether a request may start now, should wait, or is better refused before any work is spent on it.
+
+Responsibility: `admit`, a pure function of a routing decision, the limits and the clock. A request that cannot be
+decoded in time is refused before its prefill, not after (early rejection, section 5 of the Mooncake paper). What counts
+as load on a decode instance differs:
+
+- NONE looks at nothing; a decode instance that cannot take the request refuses it after the prefill.
+- EARLY looks at the batches of this moment. Prefills under way are not in them, so it admits too many, and
+  then too few.
+- DEFAULT counts everything committed: the batch, and every request on its way to it. A request that does
+  not fit is deferred while its TTFT budget lasts, for batches drain all the time; it is refused when it cannot
+  make its TTFT any more.
+
+Concurrency: none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from scheduler.cost import CostModel
+from scheduler.routing import Decision
+
+DEFER_S = 0.25
+"""A deferred request is looked at again after this long at the latest."""
+MAX_RETRY_AFTER_S = 60.0
+"""A client is not sent away for longer: by then the load is another."""
+
+
+class Mode(Enum):
+    NONE = "none"
+    EARLY = "early"
+    DEFAULT = "default"
+
+
+class Verdict(Enum):
+    ADMIT = "admit"
+    DEFER = "defer"
+    REJECT = "reject"
+
+
+class Reason(Enum):
+    FITS = "fits"
+    NO_INSTANCE = "no instance takes work"
+    TTFT = "the first token would be late"
+    TBT = "decoding would be too slow"
+    MEMORY = "the decode instance has no room for its context"
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Limits of a request. Infinity: none."""
+
+    ttft_s: float = float("inf")
+    tbt_s: float = float("inf")
+
+
+class Admission(NamedTuple):
+    """The verdict and the figures that it follows from."""
+
+    verdict: Verdict
+    reason: Reason
+    retry_after_s: float
+    """For a deferred request when to look again, for a refused one what to tell the client; else 0."""
+    ttft_s: float
+    tbt_s: float
+    context_tokens: int
+
+
+def admit(decision: Decision, costs: CostModel, slo: Slo, mode: Mode, *, decodes: bool = True) -> Admission:
+    """The verdict on a decision of this moment. `decodes`: whether there is a decode instance to be had at all."""
+    ttft_s = decision.ttft_s
+    tbt_s, context = _decode_load(decision, mode)
+    reason = _reason(decision, costs, slo, mode, tbt_s, context, decodes)
+    verdict, retry_after_s = Verdict.ADMIT, 0.0
+    if reason is not Reason.FITS:
+        verdict, retry_after_s = Verdict.REJECT, _retry_after_s(decision, slo, reason)
+        if mode is Mode.DEFAULT and reason in (Reason.TBT, Reason.MEMORY) and ttft_s + DEFER_S <= slo.ttft_s:
+            verdict, retry_after_s = Verdict.DEFER, DEFER_S
+    return Admission(verdict, reason, retry_after_s, ttft_s, tbt_s, context)
+
+
+def _decode_load(decision: Decision, mode: Mode) -> tuple[float, int]:
+    decode = decision.decode
+    if decode is None:
+        return 0.0, 0
+    return (decode.tbt_s if mode is Mode.DEFAULT else decode.tbt_now_s), decode.context_tokens
+
+
+def _reason(
+    decision: Decision, costs: CostModel, slo: Slo, mode: Mode, tbt_s: float, context: int, decodes: bool
+) -> Reason:
+    if decision.prefill is None or (decodes and decision.decode is None):
+        return Reason.NO_INSTANCE
+    if mode is Mode.NONE:
+        return Reason.FITS
+    if decision.ttft_s > slo.ttft_s:
+        return Reason.TTFT
+    if tbt_s > slo.tbt_s:
+        return Reason.TBT
+    if mode is Mode.DEFAULT and context > costs.kv_capacity_tokens:
+        return Reason.MEMORY
+    return Reason.FITS
+
+
+def _retry_after_s(decision: Decision, slo: Slo, reason: Reason) -> float:
+    """When a queue that is too long will have drained to the limit; DEFER_S where no queue is in the way."""
+    if reason is not Reason.TTFT or decision.prefill is None:
+        return DEFER_S
+    excess_s = decision.ttft_s - decision.waited_s - slo.ttft_s
+    return min(max(excess_s, DEFER_S), MAX_RETRY_AFTER_S)
