@@ -21,7 +21,9 @@ from enum import Enum
 from typing import NamedTuple
 
 from scheduler.cost import CostModel
-from scheduler.routing import Decision
+from scheduler.decisions import Decision
+from scheduler.instances import Cluster
+from scheduler.routing import decode_candidates
 
 DEFER_S = 0.25
 """A deferred request is looked at again after this long at the latest."""
@@ -80,6 +82,14 @@ def admit(decision: Decision, costs: CostModel, slo: Slo, mode: Mode, *, decodes
         if mode is Mode.DEFAULT and reason in (Reason.TBT, Reason.MEMORY) and ttft_s + DEFER_S <= slo.ttft_s:
             verdict, retry_after_s = Verdict.DEFER, DEFER_S
     return Admission(verdict, reason, retry_after_s, ttft_s, tbt_s, context)
+
+
+def decodable(cluster: Cluster, tokens: int, costs: CostModel, slo: Slo) -> bool:
+    """Whether some decode instance could take the context, by the rule of DEFAULT: worth routing it again."""
+    return any(
+        candidate.tbt_s <= slo.tbt_s and candidate.context_tokens <= costs.kv_capacity_tokens
+        for candidate in decode_candidates(cluster, tokens, costs)
+    )
 
 
 def _decode_load(decision: Decision, mode: Mode) -> tuple[float, int]:

@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvfs.errors import Exists, InvalidRequest, NotFound
+from scheduler.decisions import Decision, Prompt
 from scheduler.instances import Cluster
 from scheduler.queues import Job
-from scheduler.routing import Decision, Prompt
 
 
 @dataclass(slots=True)

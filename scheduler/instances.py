@@ -12,6 +12,11 @@ from dataclasses import dataclass, field
 
 from scheduler.queues import Discipline, Job, PrefillQueue
 
+DEFAULT_ANSWER_TOKENS = 300.0
+"""Until answers were seen: chat answers of the public traces are about that long."""
+ANSWERS_REMEMBERED = 1000
+"""The mean of answers follows about this many."""
+
 
 @dataclass(slots=True)
 class Source:
@@ -63,9 +68,17 @@ class Cluster:
     sources: list[Source]
     """The first ones are the DRAM of the prefill instances, in their order."""
 
+    answer_tokens: float = DEFAULT_ANSWER_TOKENS
+    """Mean length of answers, as far as they were seen."""
+
     @property
-    def dram_sources(self) -> int:
-        return len(self.prefill)
+    def growth_tokens(self) -> float:
+        """Context that a request in a batch still gains, on average."""
+        return self.answer_tokens / 2
+
+    def answered(self, output_tokens: int) -> None:
+        """Learn from a finished answer."""
+        self.answer_tokens += (output_tokens - self.answer_tokens) / ANSWERS_REMEMBERED
 
 
 def uniform_cluster(

@@ -72,9 +72,9 @@ class BlockHeat(NamedTuple):
     heat: float
 
 
-def keeps_copy(heat: float, copies: int) -> bool:
-    """Whether a block of so many copies should stay where it was just loaded."""
-    return heat >= COPY_HEAT * copies
+def keeps_copy(heat: float, copies: int, *, room: bool = False) -> bool:
+    """Whether a block of so many copies should stay where it was just loaded; with room to spare it always may."""
+    return room or heat >= COPY_HEAT * copies
 
 
 def replicate(blocks: Iterable[BlockHeat], targets: Iterable[int]) -> list[Copy | Demotion]:

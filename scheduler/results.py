@@ -79,7 +79,7 @@ class Result:
         return [record for record in self.done if record.ttft_s <= ttft_s and record.tbt_s <= tbt_s]
 
     def figures(self) -> dict[str, Any]:
-        """The figures by name; SLO attainment counts rejected requests as missed, goodput is input and output tokens."""
+        """The figures by name. A rejected request misses its SLO; goodput counts input and output tokens."""
         slo = self.options.slo
         good = self.within(slo.ttft_s, slo.tbt_s)
         return {

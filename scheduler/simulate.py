@@ -1,7 +1,7 @@
 """Replay a request trace over simulated instances, with the scheduler's own policies deciding.
 
-Responsibility: discrete events around `routing.route`, `admission.admit`, `commitments.Ledger` and `replication`, the code that
-a Conductor calls. Arrivals are an open loop: nothing that happens slows them down.
+Responsibility: discrete events around `routing.route`, `admission.admit`, `commitments.Ledger` and `replication`,
+the code that a Conductor calls. Arrivals are an open loop: nothing that happens slows them down.
 
 Model: a prefill instance runs one prompt at a time; its DRAM holds blocks, least recently used first out; nodes
 send one transfer after the other; KV cache streams to the decode instance while it is made. Blocks are entered
@@ -19,16 +19,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvfs.errors import InvalidRequest
+from kvfs.limits import MAX_DEFERRED_REQUESTS
 from scheduler import replication
-from scheduler.admission import DEFER_S, Mode, Slo, Verdict, admit
+from scheduler.admission import DEFER_S, Mode, Slo, Verdict, admit, decodable
 from scheduler.commitments import Ledger
 from scheduler.cost import CostModel, table_costs
+from scheduler.decisions import Decision, Prompt
 from scheduler.events import Events
 from scheduler.instances import uniform_cluster
+from scheduler.planners import POLICIES
 from scheduler.prefixes import PrefixIndex
 from scheduler.queues import Discipline, Job
 from scheduler.results import Outcome, Record, Result, Sample
-from scheduler.routing import POLICIES, Decision, Prompt, route
+from scheduler.routing import route
 from scheduler.simulated import BlockLru, DecodeNode
 from scheduler.traces import BLOCK_TOKENS, Request
 
@@ -100,6 +103,7 @@ class Simulation:
         ]
         self._records = [Record(request.input_tokens, request.output_tokens) for request in requests]
         self._deferred: list[int] = []
+        self._give_up_s: dict[int, float] = {}
         self._jobs_blocks: dict[int, tuple[int, ...]] = {}
         self._samples: list[Sample] = []
         self._turn = 0
@@ -131,9 +135,13 @@ class Simulation:
 
     # --- arrivals ----------------------------------------------------------------------------------------
     def _arrive(self, number: int) -> None:
-        if self._try(number) is Verdict.DEFER:
+        if self._try(number) is not Verdict.DEFER:
+            return
+        if len(self._deferred) < MAX_DEFERRED_REQUESTS:
             self._deferred.append(number)
             self._look_again()
+        else:
+            self._records[number].outcome = Outcome.REJECTED
 
     def _try(self, number: int) -> Verdict:
         """Route and admit; whatever the verdict says is done but deferring."""
@@ -163,6 +171,7 @@ class Simulation:
             self._commit(number, prompt, decision)
         elif admission.verdict is Verdict.REJECT:
             self._records[number].outcome = Outcome.REJECTED
+        self._give_up_s[number] = now_s + self._options.slo.ttft_s - admission.ttft_s
         return admission.verdict
 
     def _report_decodes(self) -> None:
@@ -178,8 +187,18 @@ class Simulation:
 
     def _retry(self) -> None:
         self._looking = False
-        self._deferred = [number for number in self._deferred if self._try(number) is Verdict.DEFER]
+        self._report_decodes()
+        self._deferred = [number for number in self._deferred if self._still_deferred(number)]
         self._look_again()
+
+    def _still_deferred(self, number: int) -> bool:
+        """Route again where that may lead to another verdict: when a decode instance has room, or time is up."""
+        options, tokens = self._options, self._requests[number].input_tokens
+        if self._events.now_s + DEFER_S < self._give_up_s[number] and not decodable(
+            self._cluster, tokens, self._costs, options.slo
+        ):
+            return True
+        return self._try(number) is Verdict.DEFER
 
     # --- prefill -----------------------------------------------------------------------------------------
     def _commit(self, number: int, prompt: Prompt, decision: Decision) -> None:
@@ -227,6 +246,7 @@ class Simulation:
         record = self._records[number]
         record.outcome = Outcome.DONE
         record.tbt_s = tbt_s
+        self._cluster.answered(record.output_tokens)
 
     # --- caches ------------------------------------------------------------------------------------------
     def _cache(self, blocks: tuple[int, ...], decision: Decision, job: Job) -> None:
@@ -234,20 +254,20 @@ class Simulation:
         chosen = decision.prefill
         assert chosen is not None
         local, now_s = job.instance, self._events.now_s
-        keeps_copies = POLICIES[self._options.policy].keeps_copies
-        self._references += len(blocks)
-        self._reused_blocks += chosen.reused_blocks
         sources = [local] * len(blocks)
         for load in chosen.loads:
             sources[load.first_block : load.first_block + load.blocks] = [load.source] * load.blocks
         index, cache = self._index, self._caches[local]
+        room = POLICIES[self._options.policy].keeps_copies or len(cache) + len(blocks) <= cache.capacity
+        self._references += len(blocks)
+        self._reused_blocks += chosen.reused_blocks
         for place in range(len(blocks) - 1, -1, -1):
             block, source = blocks[place], sources[place]
             if place >= chosen.reused_blocks:
                 index.add(block, local, job)
             elif source != local:
                 heat = self._heat.loaded(block, now_s)
-                if not keeps_copies and not replication.keeps_copy(heat, index.holders(block).bit_count()):
+                if not replication.keeps_copy(heat, index.holders(block).bit_count(), room=room):
                     self._caches[source].use(block)
                     continue
                 index.add(block, local)

@@ -52,7 +52,7 @@ class BlockLru:
 
 
 class _Decoding:
-    __slots__ = ("context", "first_gap_s", "first_step", "number", "output_tokens", "since_s")
+    __slots__ = ("context", "first_step", "number", "output_tokens", "since_s")
 
     def __init__(self, number: int, context: int, output_tokens: int, since_s: float) -> None:
         self.number = number
@@ -60,7 +60,6 @@ class _Decoding:
         self.output_tokens = output_tokens
         self.since_s = since_s
         self.first_step = 0
-        self.first_gap_s = 0.0
 
 
 class DecodeNode:
@@ -133,14 +132,12 @@ class DecodeNode:
             self._joining_tokens -= request.context
             self._batch_tokens += request.context
             request.first_step = len(self._steps_s)
-            request.first_gap_s = self._clock_s - request.since_s
             last_step = request.first_step + request.output_tokens - 1
             heappush(self._batch, (last_step, request.number, request))
 
     def _end(self, request: _Decoding) -> None:
         gaps_s = self._steps_s[request.first_step :]
         self._batch_tokens -= request.context + len(gaps_s)
-        gaps_s[0] += request.first_gap_s
         gaps_s.sort(reverse=True)
         worst = gaps_s[: ceil(len(gaps_s) * TAIL_SHARE)]
         self._ended(request.number, self._clock_s, sum(worst) / len(worst))
