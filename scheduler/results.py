@@ -90,6 +90,8 @@ class Result:
             "decode": self.options.decode,
             "speed": self.options.speed,
             "seed": self.options.seed,
+            "ttft_slo_s": finite(slo.ttft_s),
+            "tbt_slo_s": finite(slo.tbt_s),
             "requests": len(self.records),
             "rejected": self.rejected,
             "ttft_mean_s": mean(self.ttft_s),
@@ -104,6 +106,11 @@ class Result:
             "prefill_s": sum(record.prefill_s for record in self.records),
             "reused_share": self.reused_share,
         }
+
+
+def finite(value: float) -> float | None:
+    """JSON has no infinity."""
+    return value if value < float("inf") else None
 
 
 def mean(values: Sequence[float]) -> float:

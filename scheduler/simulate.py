@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvfs.errors import InvalidRequest
 from kvfs.limits import MAX_DEFERRED_REQUESTS
@@ -24,6 +25,7 @@ from scheduler import replication
 from scheduler.admission import DEFER_S, Mode, Slo, Verdict, admit, decodable
 from scheduler.commitments import Ledger
 from scheduler.cost import CostModel, table_costs
+from scheduler.cost_fit import CostFitter
 from scheduler.decisions import Decision, Prompt
 from scheduler.events import Events
 from scheduler.instances import uniform_cluster
@@ -37,6 +39,8 @@ from scheduler.traces import BLOCK_TOKENS, Request
 
 SAMPLE_S = 10.0
 """Between two looks at queues and caches."""
+LEARN_S = 1.0
+"""Between two fits of the cost model."""
 SWEEP_S = 30.0
 """Between two sweeps for cold copies."""
 
@@ -58,6 +62,9 @@ class Options:
     cache_blocks: int = 5859
     seed: int = 0
     costs: CostModel = field(default_factory=table_costs)
+    """The table, before `decode_factor`."""
+    fitted: bool = False
+    """Policies predict with a model that starts as the table and learns; else they know the true one."""
 
     def check(self) -> None:
         """Raises InvalidRequest."""
@@ -80,6 +87,14 @@ def simulate(requests: Sequence[Request], options: Options, *, progress: Progres
     return Simulation(requests, options).run(progress)
 
 
+class _Running(NamedTuple):
+    """A prefill that was committed."""
+
+    blocks: tuple[int, ...]
+    lengths: tuple[int, int]
+    """Tokens, and those that it reuses."""
+
+
 class Simulation:
     """One run."""
 
@@ -87,6 +102,8 @@ class Simulation:
         self._requests = requests
         self._options = options
         self._costs = options.costs.slowed_decode(options.decode_factor)
+        self._fitter = CostFitter(options.costs) if options.fitted else None
+        self._predicted = self._costs if self._fitter is None else options.costs
         self._events = Events()
         self._cluster = uniform_cluster(
             options.prefill,
@@ -104,7 +121,7 @@ class Simulation:
         self._records = [Record(request.input_tokens, request.output_tokens) for request in requests]
         self._deferred: list[int] = []
         self._give_up_s: dict[int, float] = {}
-        self._jobs_blocks: dict[int, tuple[int, ...]] = {}
+        self._running: dict[int, _Running] = {}
         self._samples: list[Sample] = []
         self._turn = 0
         self._looking = False
@@ -117,6 +134,7 @@ class Simulation:
         if total:
             events.at(0.0, self._sample)
             events.at(SWEEP_S, self._sweep)
+            events.at(LEARN_S, self._learn)
         for number, request in enumerate(self._requests):
             arrival_s = request.arrival_s / speed
             while events.next_s <= arrival_s:
@@ -157,14 +175,14 @@ class Simulation:
         decision = route(
             prompt,
             self._cluster,
-            self._costs,
+            self._predicted,
             now_s,
             policy=self._options.policy,
             turn=self._turn,
             seed=self._options.seed,
         )
         admission = admit(
-            decision, self._costs, self._options.slo, self._options.admission, decodes=bool(self._decodes)
+            decision, self._predicted, self._options.slo, self._options.admission, decodes=bool(self._decodes)
         )
         if admission.verdict is Verdict.ADMIT:
             self._turn += 1
@@ -177,6 +195,9 @@ class Simulation:
     def _report_decodes(self) -> None:
         for node, instance in zip(self._decodes, self._cluster.decode, strict=True):
             node.advance(self._events.now_s)
+            if self._fitter is not None and node.requests:
+                shape = node.context_tokens, node.requests
+                self._fitter.observe_step(*shape, self._costs.step_s(*shape))
             instance.active_requests = node.requests
             instance.active_tokens = node.context_tokens
 
@@ -195,7 +216,7 @@ class Simulation:
         """Route again where that may lead to another verdict: when a decode instance has room, or time is up."""
         options, tokens = self._options, self._requests[number].input_tokens
         if self._events.now_s + DEFER_S < self._give_up_s[number] and not decodable(
-            self._cluster, tokens, self._costs, options.slo
+            self._cluster, tokens, self._predicted, options.slo
         ):
             return True
         return self._try(number) is Verdict.DEFER
@@ -204,7 +225,12 @@ class Simulation:
     def _commit(self, number: int, prompt: Prompt, decision: Decision) -> None:
         now_s = self._events.now_s
         job = self._ledger.commit(number, prompt, decision, now_s)
-        self._cache(self._requests[number].blocks, decision, job)
+        request = self._requests[number]
+        self._cache(request.blocks, decision, job)
+        assert decision.prefill is not None
+        reused = decision.prefill.reused_blocks * BLOCK_TOKENS
+        lengths = request.input_tokens, min(reused, request.input_tokens)
+        self._running[number] = _Running(request.blocks, lengths)
         if job.loaded_s > now_s:
             self._events.at(job.loaded_s, self._start, job.instance)
         self._start(job.instance)
@@ -212,14 +238,18 @@ class Simulation:
     def _start(self, instance: int) -> None:
         job = self._ledger.start(instance, self._events.now_s)
         if job is not None:
-            self._events.at(job.finish_s, self._prefilled, job)
+            took_s = self._costs.prefill_s(*self._running[job.number].lengths)
+            self._records[job.number].prefill_s = took_s
+            self._events.at(self._events.now_s + took_s, self._prefilled, job)
 
     def _prefilled(self, job: Job) -> None:
         now_s = self._events.now_s
         followers = self._ledger.prefilled(job)
-        self._index.produced(self._jobs_blocks.pop(job.number), job)
+        running = self._running.pop(job.number)
+        self._index.produced(running.blocks, job)
         record = self._records[job.number]
-        record.prefill_s = job.service_s
+        if self._fitter is not None:
+            self._fitter.observe_prefill(*running.lengths, record.prefill_s)
         self._hand_over(job.number, now_s, record)
         for instance in {job.instance, *(follower.instance for follower in followers)}:
             self._start(instance)
@@ -272,7 +302,6 @@ class Simulation:
                     continue
                 index.add(block, local)
             cache.use(block)
-        self._jobs_blocks[job.number] = blocks
         self._evict(local)
 
     def _evict(self, source: int) -> None:
@@ -280,6 +309,11 @@ class Simulation:
             self._index.discard(block, source)
             if not self._index.holders(block):
                 self._heat.forget(block)
+
+    def _learn(self) -> None:
+        if self._fitter is not None:
+            self._predicted = self._fitter.costs()
+            self._events.at(self._events.now_s + LEARN_S, self._learn)
 
     def _sweep(self) -> None:
         """Demote cold copies."""
@@ -299,7 +333,7 @@ class Simulation:
         self._samples.append(
             Sample(
                 self._events.now_s,
-                sum(len(instance.queue) for instance in self._cluster.prefill),
+                sum(len(instance.queue) for instance in self._cluster.prefill) + len(self._deferred),
                 sum(len(cache) for cache in self._caches),
                 len(self._index),
                 self._reused_blocks,
