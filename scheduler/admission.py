@@ -21,12 +21,14 @@ from enum import Enum
 from typing import NamedTuple
 
 from scheduler.cost import CostModel
-from scheduler.decisions import Decision
+from scheduler.decisions import Decision, Prompt
 from scheduler.instances import Cluster
 from scheduler.routing import decode_candidates
 
 DEFER_S = 0.25
 """A deferred request is looked at again after this long at the latest."""
+RESERVE_AFTER_S = 5.0
+"""A request that was deferred first and has waited so long gets a decode instance kept for it."""
 MAX_RETRY_AFTER_S = 60.0
 """A client is not sent away for longer: by then the load is another."""
 
@@ -48,7 +50,12 @@ class Reason(Enum):
     NO_INSTANCE = "no instance takes work"
     TTFT = "the first token would be late"
     TBT = "decoding would be too slow"
+    RESERVED = "every decode instance is kept for a request that waits for longer"
     MEMORY = "the decode instance has no room for its context"
+
+
+DEFERRABLE = (Reason.TBT, Reason.RESERVED, Reason.MEMORY)
+"""What passes while batches drain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +86,32 @@ def admit(decision: Decision, costs: CostModel, slo: Slo, mode: Mode, *, decodes
     verdict, retry_after_s = Verdict.ADMIT, 0.0
     if reason is not Reason.FITS:
         verdict, retry_after_s = Verdict.REJECT, _retry_after_s(decision, slo, reason)
-        if mode is Mode.DEFAULT and reason in (Reason.TBT, Reason.MEMORY) and ttft_s + DEFER_S <= slo.ttft_s:
+        if mode is Mode.DEFAULT and reason in DEFERRABLE and ttft_s + DEFER_S <= slo.ttft_s:
             verdict, retry_after_s = Verdict.DEFER, DEFER_S
     return Admission(verdict, reason, retry_after_s, ttft_s, tbt_s, context)
 
 
-def decodable(cluster: Cluster, tokens: int, costs: CostModel, slo: Slo) -> bool:
+def decodable(cluster: Cluster, prompt: Prompt, costs: CostModel, slo: Slo) -> bool:
     """Whether some decode instance could take the context, by the rule of DEFAULT: worth routing it again."""
     return any(
-        candidate.tbt_s <= slo.tbt_s and candidate.context_tokens <= costs.kv_capacity_tokens
-        for candidate in decode_candidates(cluster, tokens, costs)
+        not candidate.reserved
+        and candidate.tbt_s <= slo.tbt_s
+        and candidate.context_tokens <= costs.kv_capacity_tokens
+        for candidate in decode_candidates(cluster, prompt, costs)
     )
+
+
+def reserve(cluster: Cluster) -> int | None:
+    """The decode instance to keep for a request that others would pass by for ever: the one that drains first.
+
+    Without it small requests fill every gap, and what admission refuses in the end is all long prompts.
+    """
+    free = [
+        (instance.active_tokens + instance.committed_tokens, n)
+        for n, instance in enumerate(cluster.decode)
+        if not instance.draining
+    ]
+    return min(free)[1] if free else None
 
 
 def _decode_load(decision: Decision, mode: Mode) -> tuple[float, int]:
@@ -108,6 +130,8 @@ def _reason(
         return Reason.FITS
     if decision.ttft_s > slo.ttft_s:
         return Reason.TTFT
+    if decision.decode is not None and decision.decode.reserved:
+        return Reason.RESERVED
     if tbt_s > slo.tbt_s:
         return Reason.TBT
     if mode is Mode.DEFAULT and context > costs.kv_capacity_tokens:

@@ -23,6 +23,8 @@ class Prompt(NamedTuple):
     runs: tuple[Run, ...]
     """Its longest prefix that the cluster holds (PrefixIndex.runs)."""
     block_tokens: int
+    holds_reservation: bool = False
+    """Whether the reserved decode instance is reserved for it (admission.reserve)."""
 
 
 class Load(NamedTuple):
@@ -75,10 +77,13 @@ class DecodeCandidate(NamedTuple):
     """With everything that is committed to it as well, and half an answer to come for each request."""
     context_tokens: int
     """The context of `tbt_s`."""
+    reserved: bool
+    """It is kept for another request."""
 
     @property
-    def score(self) -> float:
-        return self.tbt_s
+    def score(self) -> tuple[bool, float]:
+        """An instance that is kept for another request comes last."""
+        return self.reserved, self.tbt_s
 
 
 class Action(Enum):

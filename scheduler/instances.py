@@ -68,6 +68,8 @@ class Cluster:
     sources: list[Source]
     """The first ones are the DRAM of the prefill instances, in their order."""
 
+    reserved_decode: int | None = None
+    """A decode instance that takes nothing but the request that it was reserved for (admission.reserve)."""
     answer_tokens: float = DEFAULT_ANSWER_TOKENS
     """Mean length of answers, as far as they were seen."""
 

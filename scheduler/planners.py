@@ -25,7 +25,7 @@ TRANSFER_THRESHOLD = 1.3
 """Algorithm 1 of the Mooncake paper: a remote prefix is worth a transfer when it is this much longer."""
 
 
-COMPUTE_WEIGHT = 0.5
+COMPUTE_WEIGHT = 1.0
 """What a second of prefill costs those who come later. Without it an idle instance computes a shared prefix that is
 just being made elsewhere: up to 2 % of the mean TTFT where system prompts are long and hot."""
 LOAD_WEIGHT = 1.0

@@ -61,7 +61,8 @@ class Result:
         self.samples = samples
         self.done = [record for record in records if record.outcome is Outcome.DONE]
         self.ttft_s = sorted(record.ttft_s for record in self.done)
-        self.tbt_s = sorted(record.tbt_s for record in self.done)
+        self.tbt_s = sorted(record.tbt_s for record in self.done if record.tbt_s)
+        """Of requests that were decoded for more than one token."""
         self.reused_share = reused_blocks / references if references else 0.0
 
     @property

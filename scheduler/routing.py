@@ -41,7 +41,7 @@ def route(
         raise InvalidRequest(f"policy {policy!r}: there are {', '.join(POLICIES)}") from None
     view = View(prompt, steps_of(prompt, cluster, costs, now_s), cluster, costs, now_s, turn, seed)
     considered = tuple(chosen.plan(view))
-    decodes = decode_candidates(cluster, prompt.tokens, costs)
+    decodes = decode_candidates(cluster, prompt, costs)
     return Decision(
         policy,
         now_s - prompt.arrival_s,
@@ -52,9 +52,10 @@ def route(
     )
 
 
-def decode_candidates(cluster: Cluster, tokens: int, costs: CostModel) -> tuple[DecodeCandidate, ...]:
-    """Every decode instance that takes work, with a request of so much context added."""
-    growth = cluster.growth_tokens
+def decode_candidates(cluster: Cluster, prompt: Prompt, costs: CostModel) -> tuple[DecodeCandidate, ...]:
+    """Every decode instance that takes work, with the prompt's context added."""
+    growth, tokens = cluster.growth_tokens, prompt.tokens
+    reserved = None if prompt.holds_reservation else cluster.reserved_decode
     found = []
     for n, instance in enumerate(cluster.decode):
         if instance.draining:
@@ -64,5 +65,5 @@ def decode_candidates(cluster: Cluster, tokens: int, costs: CostModel) -> tuple[
         context += instance.committed_tokens
         requests += instance.committed_requests
         grown = int(context + growth * requests)
-        found.append(DecodeCandidate(n, tbt_now_s, costs.step_s(grown, requests), grown))
+        found.append(DecodeCandidate(n, tbt_now_s, costs.step_s(grown, requests), grown, n == reserved))
     return tuple(found)

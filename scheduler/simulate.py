@@ -22,7 +22,7 @@ from typing import NamedTuple
 from kvfs.errors import InvalidRequest
 from kvfs.limits import MAX_DEFERRED_REQUESTS
 from scheduler import replication
-from scheduler.admission import DEFER_S, Mode, Slo, Verdict, admit, decodable
+from scheduler.admission import DEFER_S, RESERVE_AFTER_S, Mode, Slo, Verdict, admit, decodable, reserve
 from scheduler.commitments import Ledger
 from scheduler.cost import CostModel, table_costs
 from scheduler.cost_fit import CostFitter
@@ -30,7 +30,7 @@ from scheduler.decisions import Decision, Prompt
 from scheduler.events import Events
 from scheduler.instances import uniform_cluster
 from scheduler.planners import POLICIES
-from scheduler.prefixes import PrefixIndex
+from scheduler.prefixes import PrefixIndex, Run
 from scheduler.queues import Discipline, Job
 from scheduler.results import Outcome, Record, Result, Sample
 from scheduler.routing import route
@@ -120,6 +120,7 @@ class Simulation:
         ]
         self._records = [Record(request.input_tokens, request.output_tokens) for request in requests]
         self._deferred: list[int] = []
+        self._reserved_for: int | None = None
         self._give_up_s: dict[int, float] = {}
         self._running: dict[int, _Running] = {}
         self._samples: list[Sample] = []
@@ -164,13 +165,7 @@ class Simulation:
     def _try(self, number: int) -> Verdict:
         """Route and admit; whatever the verdict says is done but deferring."""
         now_s = self._events.now_s
-        request = self._requests[number]
-        prompt = Prompt(
-            request.arrival_s / self._options.speed,
-            request.input_tokens,
-            self._index.runs(request.blocks),
-            BLOCK_TOKENS,
-        )
+        prompt = self._prompt(number, self._index.runs(self._requests[number].blocks))
         self._report_decodes()
         decision = route(
             prompt,
@@ -192,6 +187,13 @@ class Simulation:
         self._give_up_s[number] = now_s + self._options.slo.ttft_s - admission.ttft_s
         return admission.verdict
 
+    def _arrival_s(self, number: int) -> float:
+        return self._requests[number].arrival_s / self._options.speed
+
+    def _prompt(self, number: int, runs: tuple[Run, ...]) -> Prompt:
+        tokens = self._requests[number].input_tokens
+        return Prompt(self._arrival_s(number), tokens, runs, BLOCK_TOKENS, number == self._reserved_for)
+
     def _report_decodes(self) -> None:
         for node, instance in zip(self._decodes, self._cluster.decode, strict=True):
             node.advance(self._events.now_s)
@@ -210,16 +212,26 @@ class Simulation:
         self._looking = False
         self._report_decodes()
         self._deferred = [number for number in self._deferred if self._still_deferred(number)]
+        self._reserve()
         self._look_again()
 
     def _still_deferred(self, number: int) -> bool:
         """Route again where that may lead to another verdict: when a decode instance has room, or time is up."""
-        options, tokens = self._options, self._requests[number].input_tokens
+        prompt = self._prompt(number, ())
         if self._events.now_s + DEFER_S < self._give_up_s[number] and not decodable(
-            self._cluster, tokens, self._predicted, options.slo
+            self._cluster, prompt, self._predicted, self._options.slo
         ):
             return True
         return self._try(number) is Verdict.DEFER
+
+    def _reserve(self) -> None:
+        """Keep a decode instance for the request that was deferred first, once it has waited."""
+        if self._reserved_for not in self._deferred:
+            self._reserved_for, self._cluster.reserved_decode = None, None
+        if self._reserved_for is None and self._deferred:
+            oldest = self._deferred[0]
+            if self._events.now_s - self._arrival_s(oldest) >= RESERVE_AFTER_S:
+                self._reserved_for, self._cluster.reserved_decode = oldest, reserve(self._cluster)
 
     # --- prefill -----------------------------------------------------------------------------------------
     def _commit(self, number: int, prompt: Prompt, decision: Decision) -> None:
@@ -258,7 +270,7 @@ class Simulation:
         """To the decode instance, which may refuse."""
         decode = self._ledger.decode_of(number)
         request = self._requests[number]
-        record.ttft_s = now_s - request.arrival_s / self._options.speed
+        record.ttft_s = now_s - self._arrival_s(number)
         if decode is None:
             self._ledger.joined(number)
             record.outcome = Outcome.DONE
