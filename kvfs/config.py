@@ -35,6 +35,7 @@ from kvfs.sizes import format_size, parse_size
 
 MountMode = Literal["auto", "passthrough", "native", "plain"]
 Backing = Literal["auto", "tmpfs", "directory"]
+EvictionPolicyName = Literal["default", "lru-leaf"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -105,6 +106,8 @@ class StoreSettings(_Section):
 
     data: AbsolutePath = Path("/var/lib/kvfs")
     """Directory of the lock, the index and the DRAM tier's mount point."""
+    policy: EvictionPolicyName = "default"
+    """What leaves a full tier first; docs/policies.md has both orders and their measured curves."""
 
 
 class DramSettings(_Section):

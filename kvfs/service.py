@@ -138,6 +138,7 @@ def open_store(settings: Settings) -> Iterator[TieredStore]:
             gid=group_id(settings.session.group),
             backing=settings.dram.backing,
             quota_bytes=settings.session.quota,
+            policy=settings.store.policy,
         )
     except OSError as error:
         raise ConfigError(f"[store] data = '{settings.store.data}': {error.strerror or error}") from error

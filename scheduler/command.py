@@ -70,6 +70,7 @@ def run_simulate(
         seed=seed,
     )
     options.check()
+    _check_plot(plot)
     requests = _read(trace)
     with _progress("simulating") as progress:
         result = simulate(requests, options, progress=progress)
@@ -123,6 +124,7 @@ def run_plan(
         speed=speed,
     )
     site.check()
+    _check_plot(plot)
     requests = _read(trace)
     with _progress("planning") as progress:
         found = plan(requests, site, progress=progress)
@@ -215,6 +217,14 @@ def _rate(bytes_s: float) -> str:
 
 
 # --- arguments -------------------------------------------------------------------------------------------
+def _check_plot(path: Path | None) -> None:
+    """Before the work, not after it."""
+    if path is not None:
+        from scheduler.replay_plot import check_plot
+
+        check_plot(path)
+
+
 def _slo(ttft: str | None, tbt: str | None) -> Slo:
     unlimited = float("inf")
     return Slo(

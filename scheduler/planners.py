@@ -226,71 +226,79 @@ def _plan_pooled(view: View) -> list[PrefillCandidate]:
     return [_best_cut(view, n) for n in view.instances]
 
 
+class _Cut(NamedTuple):
+    """A place up to which the prefix is reused."""
+
+    blocks: int
+    ready_s: float
+    loads: tuple[Load, ...]
+    load_s: float
+    after: tuple[Job, ...]
+
+
 def _best_cut(view: View, n: int) -> PrefillCandidate:
-    """Reuse the prefix up to where the score is smallest, and recompute the rest.
+    """The candidate of the cut with the smallest score; of equals the one that reuses most."""
+    prompt, costs, instance = view.prompt, view.costs, view.cluster.prefill[n]
+    queue, busy_s = instance.queue, instance.busy_s(view.now_s)
+    best: tuple[_Cut, float, float, float, float] | None = None
+    best_score = float("inf")
+    for cut in _cuts(view, n, busy_s):
+        prefill_s = costs.prefill_s(prompt.tokens, min(cut.blocks * prompt.block_tokens, prompt.tokens))
+        rank = queue.discipline.rank(prompt.arrival_s, prefill_s)
+        ahead_s, behind = queue.ahead(rank)
+        queue_s, delay_s = busy_s + ahead_s, behind * prefill_s
+        start_s = queue_s if queue_s > cut.ready_s else cut.ready_s
+        score = start_s + prefill_s + delay_s + COMPUTE_WEIGHT * prefill_s + LOAD_WEIGHT * cut.load_s
+        if score <= best_score:
+            best, best_score = (cut, queue_s, prefill_s, rank, delay_s), score
+    assert best is not None
+    cut, queue_s, prefill_s, rank, delay_s = best
+    return PrefillCandidate(
+        n, queue_s, cut.ready_s, prefill_s, cut.blocks, cut.loads, cut.after, rank, delay_s, best_score
+    )
+
+
+def _cuts(view: View, n: int, busy_s: float) -> list[_Cut]:
+    """Where reuse may end.
 
     Loading costs a source's rate, recomputing grows with the place in the prompt, and blocks that come while the
     queue lasts are free. So the best cut is an end of a run, or inside a run that is loaded the last block that
     comes before the instance is free.
     """
-    best = _cut(view, n, 0, 0.0, (), ())
-    loads: tuple[Load, ...] = ()
-    after: tuple[Job, ...] = ()
-    ready_s, blocks = 0.0, 0
+    cut = _Cut(0, 0.0, (), 0.0, ())
+    cuts = [cut]
     for step in view.steps:
+        ready_s, after, loads, load_s = cut.ready_s, cut.after, cut.loads, cut.load_s
         if step.producer is not None:
             after = (*after, step.producer)
             ready_s = max(ready_s, step.made_s)
         if not step.holders >> n & 1:
             begin_s = step.wait_s + sum(load.busy_s for load in loads if load.source == step.source)
-            part = _partly(view, n, step, begin_s, ready_s, loads, after)
-            if part is not None and part.score <= best.score:
-                best = part
+            blocks = _blocks_in_time(view, n, step, begin_s, busy_s)
+            if blocks:
+                part_s = step.load_s * blocks / step.blocks
+                part = (*loads, _load(view, step, blocks, part_s))
+                part_ready_s = max(ready_s, begin_s + part_s)
+                cuts.append(_Cut(step.first_block + blocks, part_ready_s, part, load_s + part_s, after))
             loads = (*loads, _load(view, step, step.blocks, step.load_s))
+            load_s += step.load_s
             ready_s = max(ready_s, begin_s + step.load_s)
-        blocks += step.blocks
-        cut = _cut(view, n, blocks, ready_s, loads, after)
-        if cut.score <= best.score:
-            best = cut
-    return best
+        cut = _Cut(step.first_block + step.blocks, ready_s, loads, load_s, after)
+        cuts.append(cut)
+    return cuts
 
 
-def _partly(
-    view: View,
-    n: int,
-    step: Step,
-    begin_s: float,
-    ready_s: float,
-    loads: tuple[Load, ...],
-    after: tuple[Job, ...],
-) -> PrefillCandidate | None:
-    """The step's blocks that come before the instance is free, where that is some and not all."""
-    queue_s = _place(view, n, _prefill_s(view, step.first_block))[1]
+def _blocks_in_time(view: View, n: int, step: Step, begin_s: float, busy_s: float) -> int:
+    """Blocks of the step that come before the instance is free; 0 where that is all or none."""
+    queue_s = busy_s + view.cluster.prefill[n].queue.total_s
     if begin_s >= queue_s or begin_s + step.load_s <= queue_s:
-        return None
-    blocks = int((queue_s - begin_s) / step.load_s * step.blocks)
-    if not blocks:
-        return None
-    busy_s = step.load_s * blocks / step.blocks
-    loads = (*loads, _load(view, step, blocks, busy_s))
-    return _cut(view, n, step.first_block + blocks, max(ready_s, begin_s + busy_s), loads, after)
+        return 0
+    return int((queue_s - begin_s) / step.load_s * step.blocks)
 
 
 def _load(view: View, step: Step, blocks: int, busy_s: float) -> Load:
     size_bytes = blocks * view.prompt.block_tokens * view.costs.kv_token_bytes
     return Load(step.source, step.first_block, blocks, size_bytes, busy_s)
-
-
-def _cut(
-    view: View, n: int, blocks: int, ready_s: float, loads: tuple[Load, ...], after: tuple[Job, ...]
-) -> PrefillCandidate:
-    prefill_s = _prefill_s(view, blocks)
-    rank, queue_s, behind = _place(view, n, prefill_s)
-    delay_s = behind * prefill_s
-    score = (queue_s if queue_s > ready_s else ready_s) + prefill_s + delay_s + COMPUTE_WEIGHT * prefill_s
-    for load in loads:
-        score += LOAD_WEIGHT * load.busy_s
-    return PrefillCandidate(n, queue_s, ready_s, prefill_s, blocks, loads, after, rank, delay_s, score)
 
 
 POLICIES = {

@@ -8,32 +8,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvfs.errors import InvalidRequest, Unsupported
 from scheduler.plan import Plan
+from scheduler.replay_plot import check_plot
 from scheduler.results import Result
 
 
 def _figure(rows: int, columns: int) -> tuple[Any, Any]:
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise Unsupported("plots need the module matplotlib: pip install 'kvfs[plot]'") from None
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(5.5 * columns, 3.6 * rows), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def _save(figure: Any, path: str | Path) -> None:
-    try:
-        figure.savefig(path, dpi=120)
-    except ValueError as error:
-        raise InvalidRequest(f"{path}: {error}") from None
-
-
-def plot_result(result: Result, path: str | Path) -> None:
-    """TTFT and TBT distributions, queue and cache over time.
-
-    Raises Unsupported without matplotlib, InvalidRequest for a file type that it does not write, OSError.
-    """
+def plot_result(result: Result, path: Path) -> None:
+    """TTFT and TBT distributions, queue and cache over time. Raises InvalidRequest (see `check_plot`), OSError."""
+    check_plot(path)
     figure, axes = _figure(2, 2)
     options = result.options
     figure.suptitle(
@@ -49,7 +38,7 @@ def plot_result(result: Result, path: str | Path) -> None:
     axes[1][1].plot(times, [sample.distinct_blocks for sample in result.samples], label="distinct")
     axes[1][1].set(xlabel="time (s)", ylabel="blocks")
     axes[1][1].legend()
-    _save(figure, path)
+    figure.savefig(path, dpi=120)
 
 
 def _distribution(axis: Any, ascending: list[float], label: str, limit: float) -> None:
@@ -62,8 +51,9 @@ def _distribution(axis: Any, ascending: list[float], label: str, limit: float) -
     axis.set(xlabel=label, ylabel="share of requests", ylim=(0, 1.02))
 
 
-def plot_plan(plan: Plan, block_bytes: int, path: str | Path) -> None:
+def plot_plan(plan: Plan, block_bytes: int, path: Path) -> None:
     """Hit ratio and prefill saved over capacity, and goodput over splits. Raises like `plot_result`."""
+    check_plot(path)
     figure, axes = _figure(1, 3)
     sizes = [reuse.capacity_blocks * block_bytes / 1e9 for reuse in plan.curve]
     axes[0][0].plot(sizes, [reuse.hit_ratio for reuse in plan.curve], marker="o")
@@ -74,4 +64,4 @@ def plot_plan(plan: Plan, block_bytes: int, path: str | Path) -> None:
     axes[0][2].bar(names, [split.figures["goodput_tokens"] / 1e6 for split in plan.splits])
     axes[0][2].set(ylabel="goodput (million tokens)")
     axes[0][2].tick_params(axis="x", rotation=45)
-    _save(figure, path)
+    figure.savefig(path, dpi=120)

@@ -335,6 +335,7 @@ class Simulation:
         found = (
             replication.BlockHeat(block, self._index.holders(block), self._heat.of(block, now_s))
             for block in self._heat.blocks()
+            if self._index.holders(block).bit_count() > 1
         )
         for order in replication.replicate(found, ()):
             if isinstance(order, replication.Demotion):

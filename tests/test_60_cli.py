@@ -56,7 +56,19 @@ def bad(code: int, *arguments: str, **environment: str) -> str:
 def test_version_and_help() -> None:
     assert good("--version").startswith("kvfs ")
     shown = good("--help")
-    for command in ("serve", "status", "ls", "stat", "pin", "unpin", "evict", "rm", "bench", "umount"):
+    for command in (
+        "serve",
+        "status",
+        "ls",
+        "stat",
+        "pin",
+        "unpin",
+        "evict",
+        "rm",
+        "bench",
+        "replay",
+        "umount",
+    ):
         assert command in shown
     assert "--json" in good("bench", "--help")
 

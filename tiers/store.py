@@ -43,7 +43,7 @@ from tiers.base import Extent, Kind, SealHeader, StoreKey, object_key
 from tiers.blocks import Block
 from tiers.catalog import DIRECTORY, PINNED, Catalog, block_digest, directory_of_row
 from tiers.dram import DramTier
-from tiers.eviction import LruLeafFirst
+from tiers.eviction import EvictionPolicy, policy_named
 from tiers.evictor import Evictor
 from tiers.home import Home, open_home
 from tiers.model import Attributes, Bucket, Change, ChangeKind, Directory, Draft, Name, ObjectInfo
@@ -58,7 +58,9 @@ SLOTS_AT_ONCE = 64
 class TieredStore(Catalog):
     """See the module's header. Make one with `TieredStore.open`."""
 
-    def __init__(self, home: Home, names: NameIndex, dram: DramTier, quota_bytes: int) -> None:
+    def __init__(
+        self, home: Home, names: NameIndex, dram: DramTier, quota_bytes: int, policy: EvictionPolicy[bytes]
+    ) -> None:
         super().__init__(names, dram.table)
         self.home = home
         self.dram = dram
@@ -73,7 +75,7 @@ class TieredStore(Catalog):
         usage = dram.usage()
         self.space = SpaceBook(usage.capacity_bytes, quota_bytes)
         self._largest_bytes = usage.largest_object_bytes
-        self._policy: LruLeafFirst[bytes] = LruLeafFirst()
+        self._policy = policy
         self._evictor = Evictor(self._policy, self._is_held, self._evict_one, self._report_hits)
         self._last_reader: dict[int, int] = {}
 
@@ -89,11 +91,14 @@ class TieredStore(Catalog):
         gid: int | None = None,
         backing: str = "auto",
         quota_bytes: int | None = None,
+        policy: str = "default",
     ) -> Self:
         """Open the store in `data_dir`, which it then owns until `close`.
 
-        Raises StoreLocked, FormatMismatch, DeviceMissing (backing "tmpfs" without the right to mount).
+        `policy` is one of `tiers.eviction.POLICY_NAMES`. Raises StoreLocked, FormatMismatch, InvalidRequest,
+        DeviceMissing (backing "tmpfs" without the right to mount).
         """
+        order = policy_named(policy)
         if dram_bytes < limits.MIN_DRAM_BYTES:
             raise InvalidRequest(f"DRAM capacity of {dram_bytes} bytes: at least {limits.MIN_DRAM_BYTES}")
         home = open_home(data_dir)
@@ -110,7 +115,7 @@ class TieredStore(Catalog):
         except BaseException:
             home.close(clean=False)
             raise
-        return cls(home, names, dram, quota_bytes if quota_bytes is not None else dram_bytes // 2)
+        return cls(home, names, dram, quota_bytes if quota_bytes is not None else dram_bytes // 2, order)
 
     def close(self, *, keep: bool = False) -> None:
         self.dram.close(keep=keep)
