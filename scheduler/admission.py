@@ -9,7 +9,7 @@ as load on a decode instance differs:
   then too few.
 - DEFAULT counts everything committed: the batch, and every request on its way to it. A request that does
   not fit is deferred while its TTFT budget lasts, for batches drain all the time; it is refused when it cannot
-  make its TTFT any more.
+  make its TTFT any more, or would not fit an empty batch.
 
 Concurrency: none.
 """
@@ -86,7 +86,7 @@ def admit(decision: Decision, costs: CostModel, slo: Slo, mode: Mode, *, decodes
     verdict, retry_after_s = Verdict.ADMIT, 0.0
     if reason is not Reason.FITS:
         verdict, retry_after_s = Verdict.REJECT, _retry_after_s(decision, slo, reason)
-        if mode is Mode.DEFAULT and reason in DEFERRABLE and ttft_s + DEFER_S <= slo.ttft_s:
+        if mode is Mode.DEFAULT and _waiting_helps(decision, slo, reason):
             verdict, retry_after_s = Verdict.DEFER, DEFER_S
     return Admission(verdict, reason, retry_after_s, ttft_s, tbt_s, context)
 
@@ -137,6 +137,17 @@ def _reason(
     if mode is Mode.DEFAULT and context > costs.kv_capacity_tokens:
         return Reason.MEMORY
     return Reason.FITS
+
+
+def _waiting_helps(decision: Decision, slo: Slo, reason: Reason) -> bool:
+    """Whether the request could be decoded once batches have drained, and there is time for that."""
+    return (
+        reason in DEFERRABLE
+        and decision.decode is not None
+        and decision.decode.alone_s < float("inf")
+        and decision.decode.alone_s <= slo.tbt_s
+        and decision.ttft_s + DEFER_S <= slo.ttft_s
+    )
 
 
 def _retry_after_s(decision: Decision, slo: Slo, reason: Reason) -> float:

@@ -77,6 +77,8 @@ class DecodeCandidate(NamedTuple):
     """With everything that is committed to it as well, and half an answer to come for each request."""
     context_tokens: int
     """The context of `tbt_s`."""
+    alone_s: float
+    """The step of this request alone, which no waiting makes shorter; infinite where its context has no room."""
     reserved: bool
     """It is kept for another request."""
 

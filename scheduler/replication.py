@@ -92,6 +92,6 @@ def replicate(blocks: Iterable[BlockHeat], targets: Iterable[int]) -> list[Copy 
             target = next((place for place in places if not holders >> place & 1), None)
             if target is not None:
                 orders.append(Copy(block, (holders & -holders).bit_length() - 1, target))
-        elif copies > 1 and heat < COPY_HEAT * (copies - 1) / 2:
+        elif heat < COPY_HEAT * (copies - 1) / 2:
             orders.append(Demotion(block, holders.bit_length() - 1))
     return orders

@@ -56,6 +56,8 @@ def decode_candidates(cluster: Cluster, prompt: Prompt, costs: CostModel) -> tup
     """Every decode instance that takes work, with the prompt's context added."""
     growth, tokens = cluster.growth_tokens, prompt.tokens
     reserved = None if prompt.holds_reservation else cluster.reserved_decode
+    alone = int(tokens + growth)
+    alone_s = costs.step_s(alone, 1) if alone <= costs.kv_capacity_tokens else float("inf")
     found = []
     for n, instance in enumerate(cluster.decode):
         if instance.draining:
@@ -65,5 +67,6 @@ def decode_candidates(cluster: Cluster, prompt: Prompt, costs: CostModel) -> tup
         context += instance.committed_tokens
         requests += instance.committed_requests
         grown = int(context + growth * requests)
-        found.append(DecodeCandidate(n, tbt_now_s, costs.step_s(grown, requests), grown, n == reserved))
+        tbt_s = costs.step_s(grown, requests)
+        found.append(DecodeCandidate(n, tbt_now_s, tbt_s, grown, alone_s, n == reserved))
     return tuple(found)

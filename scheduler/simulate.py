@@ -39,6 +39,8 @@ from scheduler.traces import BLOCK_TOKENS, Request
 
 SAMPLE_S = 10.0
 """Between two looks at queues and caches."""
+MAX_PERIODS = 10_000
+"""The periods above and below are stretched for a trace that would have more of them."""
 LEARN_S = 1.0
 """Between two fits of the cost model."""
 SWEEP_S = 30.0
@@ -135,6 +137,7 @@ class Simulation:
         if total:
             events.at(0.0, self._sample)
             events.at(SWEEP_S, self._sweep)
+        if self._fitter is not None:
             events.at(LEARN_S, self._learn)
         for number, request in enumerate(self._requests):
             arrival_s = request.arrival_s / speed
@@ -325,7 +328,7 @@ class Simulation:
     def _learn(self) -> None:
         if self._fitter is not None:
             self._predicted = self._fitter.costs()
-            self._events.at(self._events.now_s + LEARN_S, self._learn)
+            self._again(LEARN_S, self._learn)
 
     def _sweep(self) -> None:
         """Demote cold copies."""
@@ -340,7 +343,7 @@ class Simulation:
         for order in replication.replicate(found, ()):
             if isinstance(order, replication.Demotion):
                 self._caches[order.source].cool(order.block)
-        self._events.at(now_s + SWEEP_S, self._sweep)
+        self._again(SWEEP_S, self._sweep)
 
     def _sample(self) -> None:
         self._samples.append(
@@ -353,4 +356,8 @@ class Simulation:
                 self._references,
             )
         )
-        self._events.at(self._events.now_s + SAMPLE_S, self._sample)
+        self._again(SAMPLE_S, self._sample)
+
+    def _again(self, period_s: float, call: Callable[[], None]) -> None:
+        span_s = self._arrival_s(len(self._requests) - 1)
+        self._events.at(self._events.now_s + max(period_s, span_s / MAX_PERIODS), call)

@@ -166,6 +166,8 @@ def test_a_verdict_follows_from_its_figures(question: Scene, slo: Slo, mode: Mod
     assert found.retry_after_s <= MAX_RETRY_AFTER_S
     if found.verdict is Verdict.DEFER:
         assert mode is Mode.DEFAULT
+        assert decision.decode is not None
+        assert decision.decode.alone_s <= slo.tbt_s
         assert found.ttft_s + found.retry_after_s <= slo.ttft_s
         assert not decodable(question.cluster, question.prompt, COSTS, slo)
 
@@ -214,6 +216,13 @@ def test_a_request_is_deferred_until_its_budget_is_spent() -> None:
         Verdict.REJECT,
         Verdict.REJECT,
     ]
+
+
+def test_what_fits_no_empty_batch_is_refused_at_once() -> None:
+    cluster = uniform_cluster(1, 1, network_bytes_s=87e9)
+    for tokens, slo in ((1000, Slo(tbt_s=0.001)), (2_000_000, Slo())):
+        found = admit(route(Prompt(0.0, tokens, (), 512), cluster, COSTS, 0.0), COSTS, slo, Mode.DEFAULT)
+        assert found.verdict is Verdict.REJECT
 
 
 def test_a_decode_instance_is_kept_for_who_waited_longest() -> None:

@@ -205,6 +205,13 @@ def test_an_empty_trace_is_no_work() -> None:
     assert simulate([], Options()).figures()["requests"] == 0
 
 
+def test_limits_that_nobody_can_keep_and_years_between_requests_come_to_an_end() -> None:
+    trace = [Request(at_s, 1000, 10, (n,)) for n, at_s in enumerate((0.0, 1e9, 8e12))]
+    options = Options(prefill=1, decode=1, admission=Mode.DEFAULT, slo=Slo(tbt_s=0.001), fitted=True)
+    assert simulate(trace, options).figures()["rejected"] == 3
+    assert simulate(trace, replace(options, slo=Slo())).figures()["rejected"] == 0
+
+
 def test_learned_costs_decide_nearly_as_well_as_known_ones() -> None:
     """The table is wrong by a factor of 2 about decoding; what it costs to learn that is the first seconds'."""
     options = Options(
