@@ -23,6 +23,7 @@ from scheduler.admission import Mode, Slo
 from scheduler.cost import table_costs
 from scheduler.plan import Plan, Reuse, Site, plan
 from scheduler.queues import Discipline
+from scheduler.results import finite
 from scheduler.simulate import Options, simulate
 from scheduler.traces import Request, read_trace
 
@@ -133,8 +134,9 @@ def run_plan(
 
         plot_plan(found, site.block_bytes, plot)
     if as_json:
-        best = found.best
-        print(json.dumps({**asdict(found), "best": None if best is None else asdict(best)}, indent=2))
+        best = None if found.best is None else asdict(found.best)
+        speed_bytes_s = finite(found.break_even_bytes_s)
+        print(json.dumps({**asdict(found), "break_even_bytes_s": speed_bytes_s, "best": best}, indent=2))
     else:
         print(page(found, site, model, device, devices))
 

@@ -24,6 +24,8 @@ from scheduler.traces import BLOCK_TOKENS, Request
 
 WINDOW_S = 10.0
 """Bandwidth is needed over windows of this length."""
+MAX_WINDOWS = 100_000
+"""Windows of a longer trace are longer."""
 SPLITS = 7
 """Splits that are simulated at most."""
 
@@ -144,6 +146,8 @@ def _reuse(
     costs = site.costs
     blocks, saved_s, tokens = 0, 0.0, 0
     windows: Counter[int] = Counter()
+    duration_s = max(requests[-1].arrival_s / site.speed, WINDOW_S)
+    window_s = max(WINDOW_S, duration_s / MAX_WINDOWS)
     for request, row in zip(requests, distances, strict=True):
         reused = reused_blocks(row, capacity)
         if not reused:
@@ -152,16 +156,15 @@ def _reuse(
         saved_s += costs.prefill_s(request.input_tokens, 0) - costs.prefill_s(request.input_tokens, cached)
         blocks += reused
         tokens += cached
-        windows[int(request.arrival_s / site.speed / WINDOW_S)] += reused
-    duration_s = max(requests[-1].arrival_s / site.speed, WINDOW_S)
-    rates = sorted(windows[n] for n in range(int(duration_s / WINDOW_S) + 1))
+        windows[int(request.arrival_s / site.speed / window_s)] += reused
+    rates = sorted(windows[n] for n in range(int(duration_s / window_s) + 1))
     return Reuse(
         capacity_blocks=capacity,
         hit_ratio=blocks / max(sum(len(request.blocks) for request in requests), 1),
         saved_s=saved_s,
         reused_bytes=tokens * costs.kv_token_bytes,
         mean_bytes_s=blocks * site.block_bytes / duration_s,
-        peak_bytes_s=quantile(rates, 0.99) * site.block_bytes / WINDOW_S,
+        peak_bytes_s=quantile(rates, 0.99) * site.block_bytes / window_s,
     )
 
 

@@ -210,6 +210,7 @@ def test_limits_that_nobody_can_keep_and_years_between_requests_come_to_an_end()
     options = Options(prefill=1, decode=1, admission=Mode.DEFAULT, slo=Slo(tbt_s=0.001), fitted=True)
     assert simulate(trace, options).figures()["rejected"] == 3
     assert simulate(trace, replace(options, slo=Slo())).figures()["rejected"] == 0
+    assert plan(trace, Site(COSTS, 2, 1 << 30, 0, Slo())).unlimited.hit_ratio == 0
 
 
 def test_learned_costs_decide_nearly_as_well_as_known_ones() -> None:
@@ -314,6 +315,8 @@ def test_a_plan_without_reuse_says_so(tmp_path: Path) -> None:
     done = run_kvfs("plan", str(tmp_path / "trace.jsonl"), "--instances", "2")
     assert done.returncode == 0, done.stderr
     assert "do not pay" in done.stdout
+    done = run_kvfs("plan", str(tmp_path / "trace.jsonl"), "--instances", "2", "--json")
+    assert json.loads(done.stdout)["break_even_bytes_s"] is None
 
 
 def test_an_empty_plan_is_refused() -> None:
