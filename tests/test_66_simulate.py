@@ -1,4 +1,4 @@
-"""The simulator and the plan: conservation, repeatability, reference figures, and traffic that nothing was tuned on.
+"""The simulator and the plan: conservation, repeatability, reference figures, and families of generated traffic.
 
 The reference figures need the public conversation trace (KVFS_TRACE_DIR); everything else runs without.
 """
@@ -225,7 +225,7 @@ def test_learned_costs_decide_nearly_as_well_as_known_ones() -> None:
     assert learned["goodput_tokens"] >= 2 * none["goodput_tokens"]
 
 
-# --- traffic that nothing was tuned on -------------------------------------------------------------------
+# --- generated traffic ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("cache_blocks", [1500, 5859])
 @pytest.mark.parametrize("seed", [11, 12])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,4 +1,4 @@
-"""Families of request traces with fixed seeds: traffic that no policy was tuned on.
+"""Families of request traces with fixed seeds, beside the public trace.
 
 Responsibility: what real traffic has been seen to look like, each in its extreme. Sizes are such that eight
 prefill instances of the default cost table are busy most of the time and their caches overflow.
