@@ -232,3 +232,7 @@ MAX_TRACE_REQUEST_BLOCKS: Final = 1 << 15
 """Blocks of one request: MAX_HASH_TOKENS in blocks of 512 tokens."""
 MAX_TRACE_REFERENCES: Final = 1 << 26
 """Blocks of all requests of a trace, which is held in memory: 232 times the public conversation trace."""
+
+# --- scheduling ------------------------------------------------------------------------------------------
+MAX_DEFERRED_REQUESTS: Final = 4_096
+"""Requests that wait for room on a decode instance; each is looked at several times a second."""
