@@ -208,6 +208,8 @@ class Harness:
             life.wrong.append(said.get("wrong") or said["error"])
         else:
             life.log.append(str(said)[:300])
+            if "does not match its checksum" in str(said):
+                self.tally.activity["damaged slots"] += 1
 
     def _count(self, usage: dict[str, Any]) -> None:
         for key in ("demotions", "promotions", "evictions"):
