@@ -31,7 +31,7 @@ from tiers.store import TieredStore
 
 SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
 FAULTS: Final = int(os.environ.get("KVFS_TEST_FAULTS", "30"))
-STUCK_S: Final = 30.0
+STUCK_S: Final = 90.0
 """A life that takes this long hangs."""
 
 
@@ -150,7 +150,9 @@ def test_a_failing_device_costs_no_acknowledged_object(path: Path, op: Op, lasti
             error = DeviceFailed
         where = f"KVFS_TEST_SEED={SEED}, life {number}, {op} {at} raises {error.__name__}, lasting {lasting}"
         life = Life(path, SEED, number, model)
-        life.device.fail(op, error, at=at, times=None if lasting else 1, landed=chance.choice([0.0, 0.5, 1.0]))
+        life.device.fail(
+            op, error, at=at, times=None if lasting else 1, landed=chance.choice([0.0, 0.5, 1.0])
+        )
         try:
             life.run(40, clean=chance.random() < 0.5)
         except* (NoSpace, DeviceFailed):
@@ -220,5 +222,3 @@ def test_damage_is_a_miss_or_refused_and_never_wrong_bytes(path: Path) -> None:
         shutil.rmtree(path)
     shutil.rmtree(original)
     print(dict(counts))
-
-

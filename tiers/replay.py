@@ -103,7 +103,9 @@ class _Replay:
         header = found.header
         seen = self._of(header)
         stored = seen.stored
-        if stored.key.kind is Kind.BLOCK:  # an object's META says where it belongs: reclaim may move ahead of it
+        if (
+            stored.key.kind is Kind.BLOCK
+        ):  # an object's META says where it belongs: reclaim may move ahead of it
             seen.sequence = header["sequence"]
             stored.bucket_id = header["bucket_id"]
         count, number = self.tier.extent_count(header["object_bytes"]), header["extent_number"]

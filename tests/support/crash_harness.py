@@ -134,7 +134,9 @@ class Harness:
             tmpfs.unmount(self.path / "dram")
         shutil.rmtree(self.base)
 
-    def live(self, *, crash_at: str | None = None, kill_after: int | None = None, empty: bool = False) -> Life:
+    def live(
+        self, *, crash_at: str | None = None, kill_after: int | None = None, empty: bool = False
+    ) -> Life:
         """One life, checked; then damage."""
         task = {
             "path": str(self.path),
@@ -154,7 +156,9 @@ class Harness:
             self._hear(said, life, where)
         status = self.forge.status()
         assert status in (0, -signal.SIGKILL), f"{where}: exit {status}:\n" + "\n".join(life.wrong)
-        assert not life.wrong, f"{where}: {life.wrong}\n" + "\n".join([*life.log, *self._history_of(life.wrong)])
+        assert not life.wrong, f"{where}: {life.wrong}\n" + "\n".join(
+            [*life.log, *self._history_of(life.wrong)]
+        )
         self.tally.lives += 1
         self.tally.kills += status == -signal.SIGKILL
         if status and crash_at and kill_after is None:
@@ -258,7 +262,9 @@ def used_bytes(path: Path) -> int:
     return path.stat().st_blocks * 512
 
 
-def flip_bits(path: Path, chance: random.Random, count: int, *, start: int = 0, end: int | None = None) -> None:
+def flip_bits(
+    path: Path, chance: random.Random, count: int, *, start: int = 0, end: int | None = None
+) -> None:
     with path.open("r+b") as file:
         for _ in range(count):
             at = chance.randrange(start, path.stat().st_size if end is None else end)
