@@ -117,8 +117,8 @@ async def watch(store: TieredStore, say: Speaker) -> None:
     journal = store.journal
     assert isinstance(journal, NvmeJournal)
     state = [
-        f"segment {s.number}: life {s.sequence}, {s.state.name}, kept {s.kept_bytes}, live {s.live_bytes}, end {s.end}, "
-        f"first {s.first_sequence}"
+        f"segment {s.number}: life {s.sequence}, {s.state.name}, kept {s.kept_bytes}, live {s.live_bytes}, "
+        f"end {s.end}, first {s.first_sequence}"
         for s in journal.nvme.pool.segments
     ]
     say(error="\n".join([str(store.usage()["tiers"][1]), *state]))
