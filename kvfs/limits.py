@@ -126,6 +126,8 @@ SCRUB_INTERVAL_S: Final = 3600.0
 """A pass of the scrub begins at least this long after the one before: a small store is not read all the time."""
 FSCK_SEGMENTS: Final = 4
 """Segments that a check reads at once, each with a pooled buffer: one NVMe drive is at its bandwidth."""
+READ_ATTEMPTS: Final = 3
+"""How often a start asks a device for the same bytes of a segment before it does without the objects in it."""
 DEVICE_RETRY_S: Final = 0.25
 """How long the log waits after the device failed before it tries again."""
 

@@ -505,9 +505,15 @@ class NvmeJournal(Journal):
             raise Corrupt(f"slot {extent.slot} does not match its checksum")
 
     def queue_unwritten(self) -> None:
-        """Have everything written that only DRAM has: what a start took over."""
+        """Have everything written that only DRAM has: what a start took over. Durable objects before the first settle."""
         for sealed in self._store.dram.sealed():
-            if sealed.header.object_id not in self.nvme.objects:
+            object_id = sealed.header.object_id
+            if object_id in self.nvme.objects:
+                continue
+            found = self._store.in_dram(object_id)
+            if found is not None and found.bucket.durable:
+                self._must = self._put(found)
+            else:
                 self._queue(sealed.header.key)
 
     async def finish(self) -> None:

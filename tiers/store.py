@@ -874,6 +874,9 @@ class TieredStore(Catalog):
 
     def _evict_one(self, digest: bytes) -> int:
         """Take an object out of DRAM, and out of the store where no lower tier has it; the bytes that became free."""
+        object_id = self.object_id_of(digest)
+        if object_id is not None and self.journal.is_needed(object_id):
+            return 0  # a durable one that is not on the device yet, also where it was named
         if self._is_below(digest):
             return self._demote(digest)
         self._forget_below(digest)
