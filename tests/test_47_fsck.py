@@ -459,14 +459,23 @@ async def _killed(path: Path) -> dict[bytes, int]:
     return ids
 
 
+async def _clean_life(path: Path) -> None:
+    async with running(path, nvme_bytes=NVME) as store:
+        assert len(store.list(DURABLE).entries) == 2
+
+
 @pytest.mark.parametrize("kind", ["META", "TOMBSTONE", "BUCKET"])
 @pytest.mark.parametrize("index", ["there", "lost"])
 @pytest.mark.parametrize("where", [0, 45, RECORD_HEADER.size + 3])
+@pytest.mark.parametrize("stopped", [False, True])
 def test_a_damaged_name_deletion_or_bucket_brings_nothing_back(
-    tmp_path: Path, kind: str, index: str, where: int
+    tmp_path: Path, kind: str, index: str, where: int, stopped: bool
 ) -> None:
+    """`stopped`: a later service stopped cleanly."""
     ids = trio.run(_killed, tmp_path)
     shutil.rmtree(tmp_path / "dram")
+    if stopped:
+        trio.run(_clean_life, tmp_path)
     file, at = find_record(tmp_path, RecordType[kind], ids[b"a"] if kind == "META" else None)
     flip(file, at + where)
     if index == "lost":
