@@ -75,7 +75,7 @@ TABLE_READER_WAIT_S: Final = 0.1
 # --- NVMe tier -------------------------------------------------------------------------------------------
 MAX_EXTENT_BYTES: Final = 4 * MIB
 """One DATA record's payload: what a small read of a large object has to verify."""
-EXTENT_SHARE_OF_SEGMENT: Final = 4
+EXTENT_SHARE_OF_SEGMENT: Final = 8
 """An extent is at most the segment divided by this, so that segments fill well."""
 MIN_NVME_BYTES: Final = 8 * MIB
 """Eight of the smallest segments."""

@@ -150,9 +150,9 @@ class NameIndex:
             env.close()
             raise
 
-    def close(self) -> None:
-        """Flush and close. Closing twice is harmless."""
-        self._env.close()
+    def close(self) -> bool:
+        """Flush and close; whether all of it is on the device. Closing twice is harmless."""
+        return self._env.close()
 
     def __enter__(self) -> Self:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -11,8 +12,9 @@ from random import Random
 import pytest
 import trio
 
+from bench import nvme
 from kvfs import limits
-from kvfs.errors import DeviceFailed, InvalidRequest, NoSpace
+from kvfs.errors import DeviceFailed, DeviceMissing, InvalidRequest, NoSpace
 from tests.conformance.device_suite import KIB, PAGE, DeviceSuite, MakeDevice, get, put
 from tests.support.faulty_device import SECTOR_BYTES, FailingDevice, LossyDevice, PowerLost, WrappedDevice
 from tests.support.uring import needs_uring
@@ -370,3 +372,22 @@ async def test_the_wrappers_stack(tmp_path: Path) -> None:
     device.power_cut(Random(9).randrange(1000))
     assert set(sectors_of(tmp_path / "f")) == {"n", "0"}
     await device.aclose()
+
+
+# --- the measurement -------------------------------------------------------------------------------------
+def test_the_measurement_needs_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(DeviceMissing, match="fio"):
+        nvme.read_1m_qd8(tmp_path, 0)
+
+
+@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is missing")
+def test_the_measurement_verifies_and_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvme, "ROUND_S", 1)
+    monkeypatch.setattr(nvme, "LEAST_ROUNDS", 1)
+    result = nvme.read_1m_qd8(tmp_path, 0, kind="threads", size_bytes=8 << 20)
+    assert result.name == "nvme.read_1m_qd8"
+    assert result.value > 0
+    assert result.baseline is not None
+    assert result.ratio == result.value / result.baseline
+    assert list(tmp_path.iterdir()) == []

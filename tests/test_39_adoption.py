@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfs import linux, name_env
+from kvfs import limits, linux, name_env
 from kvfs._native import slots as native
 from kvfs._native.table import Table
 from kvfs.errors import Corrupt, FormatMismatch, NotFound
@@ -406,6 +406,27 @@ def test_readers_keep_an_adopted_slot_and_one_that_is_not(data: Path, backing: s
             os.close(held[0])
             assert not again.dram.held(info.extent)
             os.close(held[1])
+
+
+def test_more_holders_than_descriptors_are_swept_later(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_again(data)
+    held = []
+    for i in range(6):
+        put(store, b"%d" % i, bytes([i]) * 5000)
+        held.append(store.open_read(store.lookup(Name(BUCKET, b"%d" % i)), uid=0))  # type: ignore[arg-type]
+    crash(store)
+    (data / "index/data.mdb").unlink()
+    monkeypatch.setattr(limits, "MAX_HELD_SLOTS", 2)
+    with open_again(data) as again:
+        assert again.dram.usage().held_bytes == 6 * 8192
+        assert [os.pread(fd, 1, 4999) for fd in held] == [bytes([i]) for i in range(6)]
+        for fd in held:
+            os.close(fd)
+        again.maintain()
+        assert again.dram.usage().held_bytes == 0
+        for i in range(20):
+            put(again, b"%d" % i, b"new" * 1000)
+        assert set(names_of(again).values()) == {b"new" * 1000}
 
 
 def test_what_has_no_checksum_yet_is_not_taken_over(data: Path) -> None:

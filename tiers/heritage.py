@@ -158,8 +158,9 @@ class Heritage:
             nvme, found = self._lower.nvme, self._lower.found
             lost = restore_replaced(self.names, nvme, found, lost)
             store.journal = restore_copies(store, nvme, found, compare=self._killed)
-        for name in {Name(name.bucket, key) for name in lost if (key := paths.unit_prefix(name.key))}:
-            _drop_unit(store, name)
+        units = {(name.bucket, unit) for name in lost if (unit := paths.unit_prefix(name.key)) is not None}
+        for bucket, unit in units:
+            _drop_unit(store, Name(bucket, unit))
         recovery = self._recovery(adopted, dropped, store.dram.verify_s)
         store.recovery = asdict(recovery)
         if not self._is_first:
@@ -323,10 +324,18 @@ def _open_index(home: Home, believe: bool, *, strict: bool) -> tuple[NameIndex, 
     not know is deleted there. Otherwise the damaged rows alone are lost.
     """
     names = _believed_index(home, strict) if believe else None
-    believed = names is not None
-    if names is None:
-        _clear(home.index)
-        names = NameIndex.open(home.index, map_size_bytes=limits.DEFAULT_NAME_MAP_BYTES)
+    if names is not None:
+        try:
+            return _marked(home, names), True
+        except Corrupt as error:  # its free pages, which nobody can walk through
+            log.warning("name index %s: %s: starting with an empty one", home.index, error)
+    _clear(home.index)
+    names = NameIndex.open(home.index, map_size_bytes=limits.DEFAULT_NAME_MAP_BYTES)
+    return _marked(home, names), False
+
+
+def _marked(home: Home, names: NameIndex) -> NameIndex:
+    """The index, with the mark of this start. Raises Corrupt, and then it is closed."""
     try:
         home.begin((names.get_meta(MARK) or b"").decode(errors="replace"))
         names.put_meta(MARK, home.start.encode())
@@ -334,7 +343,7 @@ def _open_index(home: Home, believe: bool, *, strict: bool) -> tuple[NameIndex, 
     except BaseException:
         names.close()
         raise
-    return names, believed
+    return names
 
 
 def _believed_index(home: Home, strict: bool) -> NameIndex | None:

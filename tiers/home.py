@@ -120,6 +120,8 @@ def open_home(path: Path) -> Home:
     lock_fd = _lock(path)
     try:
         found = _read_format(path)
+        if not (path / "format.json").exists():  # before anything else bears the store's id
+            _write_format(path, found)
     except BaseException:
         os.close(lock_fd)
         raise

@@ -56,6 +56,9 @@ def _walk(path: Path, counts: bool, rows: bool) -> None:
     size_bytes = max((path / "data.mdb").stat().st_size, limits.DEFAULT_NAME_MAP_BYTES)
     env = lmdb.open(str(path), map_size=size_bytes, lock=False, create=False, max_dbs=8, writemap=False)
     with env.begin(write=True) as txn:
+        pages = env.info()["last_pgno"] + 1
+        if (path / "data.mdb").stat().st_size < pages * env.stat()["psize"]:
+            raise Corrupt(f"{path}: the file has fewer than its {pages} pages")
         dbs = {name: env.open_db(name, txn=txn, create=False) for name in _DATABASES}
         for name, db in dbs.items():
             left = txn.stat(db)["entries"]

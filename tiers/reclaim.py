@@ -66,8 +66,9 @@ class MoveBudget:
     """Whether nothing may be evicted."""
 
     @classmethod
-    def of_segment(cls, size_bytes: int) -> MoveBudget:
-        return cls(size_bytes // limits.REAPPEND_SHARE)
+    def of_segment(cls, size_bytes: int, kept_bytes: int) -> MoveBudget:
+        """Half of what must not be moved anyway, so that every reclaimed segment gains something."""
+        return cls(min(size_bytes // limits.REAPPEND_SHARE, max(0, size_bytes - kept_bytes) // 2))
 
     def data_fate(self, *, live: bool, kept: bool, hot: bool, record_bytes: int) -> Fate:
         """Of a DATA record. `kept`: durable or pinned; `hot`: read since it was written."""

@@ -8,8 +8,8 @@ What counts:
 - A TOMBSTONE ends every record of its ids, wherever it stands: an id is given out once.
 - An object counts when all of its extents are there and, if it is no block, a META. A META without its extents
   means nothing, so a name whose newest object never arrived still stands for the one before it.
-- Of several objects with one name, or one prefix hash, the one with the newest META (or extent) counts. The
-  others are `losers`: their deletion was lost, and is written again by the caller.
+- Of several objects with one name, or one prefix hash, the one with the newest META (or extent) counts, whatever
+  reclaim moved since. The others are `losers`: their deletion was lost, and is written again by the caller.
 
 Concurrency: the service's trio thread, before any door is open.
 """
@@ -29,7 +29,7 @@ from kvfs.records import BucketBody, MetaBody, TombstoneBody
 from tiers.base import Kind, StoreKey
 from tiers.device import Device
 from tiers.log import Location
-from tiers.nvme import NvmeTier, Piece, Stored
+from tiers.nvme import NvmeTier, Piece, Stored, counted_bytes
 from tiers.segments import Found, Segment, open_pool
 
 _log = logging.getLogger("kvfs.nvme")
@@ -41,7 +41,7 @@ class Seen:
 
     stored: Stored
     sequence: int = 0
-    """Of its newest record: of two objects with one name or hash the higher wins."""
+    """Of its newest name, or a block's newest extent: of two objects with one name or hash the higher wins."""
     body: bytes = b""
 
 
@@ -101,12 +101,17 @@ class Replay:
             size, bucket_id = int(header["object_bytes"]), int(header["bucket_id"])
             seen = self.seen[object_id] = Seen(Stored(key, object_id, size, bucket_id))
             self.found.highest_id = max(self.found.highest_id, object_id)
-        seen.sequence = int(header["sequence"])
         return seen
 
     def _take_data(self, segment: Segment, found: Found) -> None:
         header = found.header
-        stored = self._of(header).stored
+        seen = self._of(header)
+        stored = seen.stored
+        if (
+            stored.key.kind is Kind.BLOCK
+        ):  # an object's META says where it belongs: reclaim may move ahead of it
+            seen.sequence = header["sequence"]
+            stored.bucket_id = header["bucket_id"]
         count, number = self.tier.extent_count(header["object_bytes"]), header["extent_number"]
         if number >= count:
             raise Corrupt(f"extent {number} of an object of {header['object_bytes']} bytes")
@@ -120,19 +125,23 @@ class Replay:
             header["payload_checksum"],
         )
         stored.size_bytes = header["object_bytes"]
-        stored.bucket_id = header["bucket_id"]
         stored.parent, stored.uid = header["parent"], header["uid"]
         stored.sealed_at_ns = header["sealed_at_ns"]
 
     def _take_meta(self, segment: Segment, found: Found) -> None:
-        seen = self._of(found.header)
-        seen.stored.meta = ((segment.number, found.offset), found.header["record_bytes"])
+        header = found.header
+        seen = self._of(header)
+        sequence = header["origin_sequence"] or header["sequence"]
+        if sequence < seen.sequence:
+            return
+        seen.sequence = sequence
+        seen.stored.meta = _place(segment, found)
         seen.stored.bucket_id = found.header["bucket_id"]
         seen.body = found.body
 
     def _take_bucket(self, segment: Segment, found: Found) -> None:
         row = BucketBody.decode(found.body).row
-        place = ((segment.number, found.offset), found.header["record_bytes"])
+        place = _place(segment, found)
         self.bucket_places[row.bucket_id] = (row, place)
         self.found.highest_id = max(self.found.highest_id, row.bucket_id)
 
@@ -184,6 +193,11 @@ class Replay:
         if loser is not None:
             self.found.losers.append(loser.stored.object_id)
             self.found.names.pop(loser.stored.object_id, None)
+
+
+def _place(segment: Segment, found: Found) -> tuple[Location, int]:
+    """Where a META or BUCKET is, and what it counts for."""
+    return (segment.number, found.offset), counted_bytes(found.header["record_bytes"], len(found.body))
 
 
 async def open_nvme(

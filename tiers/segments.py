@@ -65,7 +65,9 @@ class Segment:
     closed: bool = False
     """Nothing is appended any more."""
     bad: bool = False
-    """The device failed it: never used again while this service runs."""
+    """Its header or records could not be read at the start: never used again while this service runs."""
+    failed: bool = False
+    """The device failed it since: not reclaimed before the device has taken another write."""
     first_sequence: int = 0
     last_sequence: int = 0
     live_bytes: int = 0
@@ -190,7 +192,11 @@ class SegmentPool:
             await self.device.write(segment.fd, 0, both)
 
     async def close(self, segment: Segment) -> None:
-        """Write the footer and the trailer, and make the whole segment durable. Raises NoSpace, DeviceFailed."""
+        """Write the footer and the trailer, and make the whole segment durable. Raises NoSpace, DeviceFailed.
+
+        What the footer lists is durable before the footer is: a start takes its word for every payload.
+        """
+        await self.device.sync(segment.fd)
         body = encode_footer(segment.headers, segment.bodies)
         record_bytes = segment.footer_bytes()
         header = RecordHeader(

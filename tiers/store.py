@@ -88,7 +88,7 @@ class TieredStore(Catalog):
         self.space = SpaceBook(usage.capacity_bytes, quota_bytes)
         self._largest_bytes = usage.largest_object_bytes
         self._policy: LruLeafFirst[bytes] = LruLeafFirst()
-        self._evictor = Evictor(self._policy, self._is_held, self._evict_one, self._report_hits)
+        self._evictor = Evictor(self._policy, self._is_held, self._evict_group, self._report_hits)
         self._last_reader: dict[int, int] = {}
         self.journal = Journal()
         """What becomes of objects outside of DRAM; a store without the NVMe tier has one that does nothing."""
@@ -229,8 +229,8 @@ class TieredStore(Catalog):
     def close(self, *, keep: bool = False) -> None:
         """With `keep`, what is sealed stays in DRAM for the next `open`."""
         self.dram.close(keep=keep)
-        self.names.close()
-        self.home.close()
+        whole = self.names.close()
+        self.home.close(clean=whole and self.journal.is_finished)
 
     def __enter__(self) -> Self:
         return self
@@ -552,6 +552,18 @@ class TieredStore(Catalog):
         """Lookups of what does not exist that a door has answered without asking."""
         self._counts["misses"] += count
 
+    async def read_into(self, info: ObjectInfo, into: memoryview) -> int:
+        """Read a whole object from where it is, verified if that is a device, without bringing it up; its size.
+
+        `into` is page-aligned memory with room for whole units of RECORD_ALIGNMENT. Raises Superseded, Corrupt,
+        DeviceFailed.
+        """
+        if info.extent is None:
+            await self.journal.read_into(info.object_id, into)
+            return info.size_bytes
+        with self.dram.lease(info.extent) as lease:
+            return await lease.read_into(0, into)
+
     async def wait_published(self, name: Name) -> None:
         """Wait, PUBLISH_WAIT_S at most, while `name` is a draft that is closed but not yet published."""
         with trio.move_on_after(limits.PUBLISH_WAIT_S):
@@ -816,14 +828,54 @@ class TieredStore(Catalog):
             return True
         return extent is not None and self.dram.held(extent)
 
+    def _evict_group(self, group: list[bytes]) -> int:
+        """Take what belongs together out of DRAM; the bytes that became free. Out of the store, too, where no lower
+        tier has all of it: of a unit the names then go in one transaction, and its marker before them, so that a kill
+        leaves all of it or nothing. A part, or the directory alone, would read as a hit."""
+        if all(self._is_below(digest) for digest in group):
+            return sum([self._demote(digest) for digest in group])
+        group = [*group, *(digest for digest in self._dependents(group[0]) if digest not in group)]
+        named = {digest: name for digest in group if (name := self._name_of.get(digest)) is not None}
+        names = list(named.values())
+        unit = paths.unit_prefix(names[0].key) if names else None
+        if unit is None:
+            return sum([self._evict_one(digest) for digest in group])
+        keys = {unit, *(name.key for name in names)}
+        page = self.names.list(
+            names[0].bucket, prefix=unit, limit=min(len(keys) + 1, limits.MAX_LIST_ENTRIES)
+        )
+        if not page.truncated and all(entry.name in keys for entry in page.entries):
+            self._drop_marker(names[0].bucket, unit)
+        removed = self.names.remove_many([(name.bucket, name.key) for name in names])
+        rows = dict(zip(named, removed, strict=True))
+        freed = 0
+        for digest in group:
+            self._forget_below(digest)
+            freed += self._expel(digest, rows.get(digest))
+        self.drop_empty_unit(names[0])
+        return freed
+
     def _evict_one(self, digest: bytes) -> int:
         """Take an object out of DRAM, and out of the store where no lower tier has it; the bytes that became free."""
-        object_id = self.object_id_of(digest)
-        if object_id is not None and self.journal.holds(object_id):
+        if self._is_below(digest):
             return self._demote(digest)
+        self._forget_below(digest)
+        return self._expel(digest)
+
+    def _is_below(self, digest: bytes) -> bool:
+        object_id = self.object_id_of(digest)
+        return object_id is not None and self.journal.holds(object_id)
+
+    def _forget_below(self, digest: bytes) -> None:
+        """No lower tier is to have the object, or what was written of it so far."""
+        object_id = self.object_id_of(digest)
         if object_id is not None:
             self.journal.removed(object_id)
-        return self._expel(digest)
+
+    def _drop_marker(self, bucket: bytes, prefix: bytes) -> None:
+        row = self.names.remove(bucket, prefix)
+        if row is not None:
+            self.journal.removed(row.object_id)
 
     def _demote(self, digest: bytes) -> int:
         """Take an object out of DRAM that a lower tier has; the bytes that became free."""
@@ -857,8 +909,9 @@ class TieredStore(Catalog):
         row = None if name is None else self.names.get(name.bucket, name.key)
         return 0 if row is None else row.uid
 
-    def _expel(self, digest: bytes) -> int:
-        """An object leaves the store, as a cache's may; the bytes that became free in DRAM."""
+    def _expel(self, digest: bytes, removed: NameRow | None = None) -> int:
+        """An object leaves the store, as a cache's may; the bytes that became free in DRAM. `removed`: the row of its
+        name, which is gone already."""
         name, block = self._name_of.get(digest), self._blocks.get(digest)
         if name is None and block is None:
             if digest in self._policy:
@@ -867,9 +920,10 @@ class TieredStore(Catalog):
         key = StoreKey(Kind.BLOCK if block else Kind.OBJECT, digest)
         uid = block.uid if block else 0
         if name is not None:
-            row = self.names.remove(name.bucket, name.key)
+            row = removed or self.names.remove(name.bucket, name.key)
             uid = row.uid if row else 0
-            self.drop_empty_unit(name)
+            if removed is None:
+                self.drop_empty_unit(name)
         elif block is not None:
             name = Name(block.bucket, block_name(digest))
         self.journal.evicted(key)
@@ -882,9 +936,7 @@ class TieredStore(Catalog):
         """A directory named by a hash reads as a hit while it exists, so it goes with its last file."""
         unit = paths.unit_prefix(name.key)
         if unit and not self.names.list(name.bucket, prefix=unit, after=unit, limit=1).entries:
-            row = self.names.remove(name.bucket, unit)
-            if row is not None:
-                self.journal.removed(row.object_id)
+            self._drop_marker(name.bucket, unit)
             self._tell(Change(ChangeKind.REMOVED, Name(name.bucket, unit), None, evicted=True))
 
     def _discard(self, key: StoreKey, uid: int) -> int:

@@ -57,7 +57,6 @@ cdef class Ring:
     cdef kvfs_device *_d
     cdef kvfs_device_result *_results
     cdef Py_buffer *_views
-    cdef bint *_exported
     cdef uint32_t _depth
     cdef list _buffers
 
@@ -69,8 +68,7 @@ cdef class Ring:
         self._buffers = []
         self._results = <kvfs_device_result *>calloc(depth, sizeof(kvfs_device_result))
         self._views = <Py_buffer *>calloc(depth, sizeof(Py_buffer))
-        self._exported = <bint *>calloc(depth, sizeof(bint))
-        if not self._results or not self._views or not self._exported:
+        if not self._results or not self._views:
             raise MemoryError
         if not BUILT:
             raise DeviceMissing("io_uring: this build has none, as liburing (2.3 or newer) was missing")
@@ -85,7 +83,6 @@ cdef class Ring:
             self._close(1_000_000_000)
         free(self._results)
         free(self._views)
-        free(self._exported)
 
     cdef int _submit(self, kvfs_device_op op, int fd, uint64_t offset, object data, int flags, object payload) except -1:
         cdef Py_buffer view
@@ -98,7 +95,6 @@ cdef class Ring:
             PyBuffer_Release(&view)
             raise DeviceFailed(f"io_uring: {os.strerror(-rc)}: {self._depth} requests are in flight")
         self._views[rc] = view
-        self._exported[rc] = True
         return rc
 
     def submit_read(self, int fd, uint64_t offset, into not None, size_t payload_bytes):
@@ -135,7 +131,6 @@ cdef class Ring:
 
     cdef tuple _take(self, kvfs_device_result result):
         PyBuffer_Release(&self._views[result.request])
-        self._exported[result.request] = False
         return result.request, -result.error, result.moved, result.checksum
 
     cdef list _close(self, int64_t timeout_ns):

@@ -13,8 +13,8 @@
  * or hashing.
  *
  * Both threads hash: the ring's thread one payload between two visits to the kernel, the other thread when more than
- * one waits. Reads of 1 MiB at depth 8 on two cores, medians of turns: from a tmpfs 7.1 GiB/s, with all hashing on the
- * other thread 4.7; from a drive 2.2 GiB/s, with all of it on the ring's thread 1.8.
+ * one waits. Reads of 1 MiB at depth 8 on two cores, medians of turns: from a tmpfs 6.9 GiB/s, with all hashing on the
+ * other thread 4.6; from a drive 2.2 GiB/s, with all of it on the ring's thread 1.8.
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
