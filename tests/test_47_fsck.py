@@ -551,6 +551,15 @@ def test_it_cannot_run_beside_a_service_or_elsewhere(tmp_path: Path) -> None:
             assert f"process {os.getpid()}" in done.stderr
 
     trio.run(beside)
+    (tmp_path / "config.toml").write_text(
+        f'[store]\ndata = "{tmp_path}"\n[nvme]\npath = "{tmp_path}/moved"\n'
+    )
+    trio.run(lambda: _one_durable(tmp_path, Name(DURABLE, b"x"), keep=False))
+    (tmp_path / "nvme").rename(tmp_path / "moved")
+    elsewhere = run_kvfs("fsck", "--data", str(tmp_path))
+    assert elsewhere.returncode == Exit.CANNOT_RUN
+    assert "no segments there" in elsewhere.stderr
+    assert run_kvfs("fsck", "--config", str(tmp_path / "config.toml")).returncode == Exit.CLEAN
     (tmp_path / "format.json").write_text('{"format": 999}')
     other = run_kvfs("fsck", "--data", str(tmp_path))
     assert other.returncode == Exit.CANNOT_RUN
