@@ -33,7 +33,7 @@ from tiers.model import Attributes, Name, ObjectInfo
 from tiers.store import TieredStore
 
 SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
-ROUNDS: Final = int(os.environ.get("KVFS_TEST_ROUNDS", "12"))
+ROUNDS: Final = int(os.environ.get("KVFS_TEST_ROUNDS", "5"))
 NVME: Final = 16 * MIB
 CACHE, DURABLE, BLOCKS = b"cache", b"durable", b"blocks"
 SIZES: Final = (0, 1, 700, 5_000, 60_000, 300_000, 600_000)
