@@ -1,7 +1,7 @@
 """The command line: `kvfs serve` runs the service, the other commands talk to one that runs.
 
-Responsibility: arguments in, one call, text out. Every command but `serve`, `drop`, `fsck`, `bench` and `umount`
-goes through `kvfs.client`. A failure is one line on stderr, `kvfs: ...`, and the exit code says of which kind.
+Responsibility: arguments in, one call, text out. Every command but `serve`, `drop`, `fsck`, `bench`, `replay` and
+`umount` goes through `kvfs.client`. A failure is one line on stderr, `kvfs: ...`, and the exit code says of which kind.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 no such name, 4 no service there, 130
 interrupted. `kvfs fsck` has its own (`kvfs.cli_fsck`).
@@ -224,6 +224,35 @@ def bench(context: typer.Context) -> None:
     from bench.command import run_command
 
     run_command(context.args)
+
+
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A request trace, .jsonl or .jsonl.zst.")],
+    policy: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="lru-leaf, s3-fifo, arc, min or default; all.")
+    ] = None,
+    capacity: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SIZE", help="Blocks, or a share of the footprint such as 5%; comma-separated."),
+    ] = None,
+    measure_from: Annotated[float, typer.Option(help="Count hits from this share of the requests on.")] = 0.0,
+    as_json: Json = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the curves: .png, .svg or .pdf.")
+    ] = None,
+) -> None:
+    """Show what eviction policies would have hit of a request trace; needs no service."""
+    from scheduler.replay_command import run
+
+    run(
+        trace,
+        policies=policy or [],
+        capacities=capacity or [],
+        measure_from=measure_from,
+        as_json=as_json,
+        plot_file=plot,
+    )
 
 
 # --- a running service -----------------------------------------------------------------------------------

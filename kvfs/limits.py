@@ -224,3 +224,11 @@ MAX_OPEN_LISTINGS: Final = 4_096
 """Directory handles, each with its place in a listing."""
 MAX_XATTR_VALUE_BYTES: Final = 64 * KIB
 """XATTR_SIZE_MAX of Linux; also what a bucket's namespace xattr may hold."""
+
+# --- traces ----------------------------------------------------------------------------------------------
+MAX_TRACE_LINE_BYTES: Final = 1 * MIB
+"""One request of a trace: MAX_TRACE_REQUEST_BLOCKS ids of 20 digits and more beside them."""
+MAX_TRACE_REQUEST_BLOCKS: Final = 1 << 15
+"""Blocks of one request: MAX_HASH_TOKENS in blocks of 512 tokens."""
+MAX_TRACE_REFERENCES: Final = 1 << 26
+"""Blocks of all requests of a trace, which is held in memory: 232 times the public conversation trace."""

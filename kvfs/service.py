@@ -156,6 +156,7 @@ async def _start_store(settings: Settings, device: Device | None) -> TieredStore
                 gid=group_id(settings.session.group),
                 backing=settings.dram.backing,
                 quota_bytes=settings.session.quota,
+                policy=settings.store.policy,
             )
         return await TieredStore.start(
             settings.store.data,
@@ -168,6 +169,7 @@ async def _start_store(settings: Settings, device: Device | None) -> TieredStore
             gid=group_id(settings.session.group),
             backing=settings.dram.backing,
             quota_bytes=settings.session.quota,
+            policy=settings.store.policy,
         )
     except OSError as error:
         raise ConfigError(f"[store] data = '{settings.store.data}': {error.strerror or error}") from error

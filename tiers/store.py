@@ -53,7 +53,7 @@ from tiers.blocks import Block
 from tiers.catalog import DIRECTORY, PINNED, Catalog, block_digest, directory_of_row, extent_of
 from tiers.device import Device
 from tiers.dram import DramTier
-from tiers.eviction import LruLeafFirst
+from tiers.eviction import EvictionPolicy, policy_named
 from tiers.evictor import Evictor
 from tiers.heritage import Heritage, Lower, unit_of
 from tiers.home import Home, open_home
@@ -72,7 +72,9 @@ SLOTS_AT_ONCE = 64
 class TieredStore(Catalog):
     """See the module's header. Make one with `TieredStore.open`."""
 
-    def __init__(self, home: Home, names: NameIndex, dram: DramTier, quota_bytes: int) -> None:
+    def __init__(
+        self, home: Home, names: NameIndex, dram: DramTier, quota_bytes: int, policy: EvictionPolicy[bytes]
+    ) -> None:
         super().__init__(names, dram.table)
         self.home = home
         self.dram = dram
@@ -87,7 +89,7 @@ class TieredStore(Catalog):
         usage = dram.usage()
         self.space = SpaceBook(usage.capacity_bytes, quota_bytes)
         self._largest_bytes = usage.largest_object_bytes
-        self._policy: LruLeafFirst[bytes] = LruLeafFirst()
+        self._policy = policy
         self._evictor = Evictor(self._policy, self._is_held, self._evict_group, self._report_hits)
         self._last_reader: dict[int, int] = {}
         self.journal = Journal()
@@ -108,13 +110,17 @@ class TieredStore(Catalog):
         gid: int | None = None,
         backing: str = "auto",
         quota_bytes: int | None = None,
+        policy: str = "default",
     ) -> Self:
         """Open the store in `data_dir`, which it then owns until `close`.
 
         What an earlier service left in it, killed or not, is there again as far as it is whole (`tiers.heritage`).
-        Raises StoreLocked, FormatMismatch, DeviceMissing (backing "tmpfs" without the right to mount).
+        `policy` is one of `tiers.eviction.POLICY_NAMES`. Raises StoreLocked, FormatMismatch, InvalidRequest,
+        DeviceMissing (backing "tmpfs" without the right to mount).
         """
         _check_dram(dram_bytes)
+        make_policy = partial(policy_named, policy)
+        make_policy()
         home = open_home(data_dir)
         open_tier = partial(
             DramTier.open,
@@ -128,10 +134,10 @@ class TieredStore(Catalog):
         quota_bytes = quota_bytes if quota_bytes is not None else dram_bytes // 2
         try:
             try:
-                return cls._open(home, Heritage(home), open_tier, quota_bytes)
+                return cls._open(home, Heritage(home), open_tier, quota_bytes, make_policy)
             except Corrupt as error:
                 log.error("starting with an empty index: %s", error)
-                return cls._open(home, Heritage(home, believe=False), open_tier, quota_bytes)
+                return cls._open(home, Heritage(home, believe=False), open_tier, quota_bytes, make_policy)
         except BaseException:
             home.close(clean=False)
             raise
@@ -150,12 +156,15 @@ class TieredStore(Catalog):
         gid: int | None = None,
         backing: str = "auto",
         quota_bytes: int | None = None,
+        policy: str = "default",
     ) -> Self:
         """As `open`, with an NVMe tier in `nvme_dir` (default: in the data directory), which the store outlives.
 
         `run` writes to it. Raises what `open` and `tiers.segments.open_pool` do.
         """
         _check_dram(dram_bytes)
+        make_policy = partial(policy_named, policy)
+        make_policy()
         home = open_home(data_dir)
         open_tier = partial(
             DramTier.open,
@@ -177,11 +186,11 @@ class TieredStore(Catalog):
         quota_bytes = quota_bytes if quota_bytes is not None else dram_bytes // 2
         try:
             try:
-                return cls._open_over(home, Lower(*await open_lower()), open_tier, quota_bytes)
+                return cls._open_over(home, Lower(*await open_lower()), open_tier, quota_bytes, make_policy)
             except Corrupt as error:
                 log.error("the index is built anew: %s", error)
                 lower = Lower(*await open_lower())
-                return cls._open_over(home, lower, open_tier, quota_bytes, believe=False)
+                return cls._open_over(home, lower, open_tier, quota_bytes, make_policy, believe=False)
         except BaseException:
             home.close(clean=False)
             raise
@@ -193,27 +202,35 @@ class TieredStore(Catalog):
         lower: Lower,
         open_tier: Callable[..., DramTier],
         quota_bytes: int,
+        make_policy: Callable[[], EvictionPolicy[bytes]],
         *,
         believe: bool = True,
     ) -> Self:
         """A store over an open lower tier, which is closed where that fails."""
         crashpoints.reach("start.after_log")
         try:
-            return cls._open(home, Heritage(home, lower, believe=believe), open_tier, quota_bytes)
+            return cls._open(
+                home, Heritage(home, lower, believe=believe), open_tier, quota_bytes, make_policy
+            )
         except BaseException:
             lower.nvme.pool.close_files()
             raise
 
     @classmethod
     def _open(
-        cls, home: Home, heritage: Heritage, open_tier: Callable[..., DramTier], quota_bytes: int
+        cls,
+        home: Home,
+        heritage: Heritage,
+        open_tier: Callable[..., DramTier],
+        quota_bytes: int,
+        make_policy: Callable[[], EvictionPolicy[bytes]],
     ) -> Self:
         crashpoints.reach("start.after_names")
         with ExitStack() as on_failure:
             on_failure.callback(heritage.names.close)
             dram = open_tier(choose=heritage.choose)
             on_failure.callback(dram.close, keep=True)
-            store = cls(home, heritage.names, dram, quota_bytes)
+            store = cls(home, heritage.names, dram, quota_bytes, make_policy())
             heritage.restore(store)
             on_failure.pop_all()
         return store
