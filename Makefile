@@ -34,12 +34,12 @@ include engines.mk
 $(shell [ ! -d $(VENV) ] || $(BIN)/python -c '' 2>/dev/null || rm -rf $(VENV))
 
 # --- set-up: one stamp per step, so that a second run calls neither apt nor pip ------------------------------
-$(STAMPS)/system:
+$(STAMPS)/system: packaging/system
 	@packaging/system packages build
 	@mkdir -p $(STAMPS) && touch $@
 
 # The programs that tests run.
-$(STAMPS)/system-test: | $(STAMPS)/system
+$(STAMPS)/system-test: packaging/system | $(STAMPS)/system
 	@packaging/system packages test
 	@touch $@
 

@@ -75,7 +75,7 @@ TABLE_READER_WAIT_S: Final = 0.1
 # --- NVMe tier -------------------------------------------------------------------------------------------
 MAX_EXTENT_BYTES: Final = 4 * MIB
 """One DATA record's payload: what a small read of a large object has to verify."""
-EXTENT_SHARE_OF_SEGMENT: Final = 4
+EXTENT_SHARE_OF_SEGMENT: Final = 8
 """An extent is at most the segment divided by this, so that segments fill well."""
 MIN_NVME_BYTES: Final = 8 * MIB
 """Eight of the smallest segments."""
@@ -118,6 +118,14 @@ SEGMENT_OFFSET_BITS: Final = 32
 """Of a table entry's `location`: the offset in the segment, whose number is above."""
 MAX_PROMOTIONS: Final = 16
 """Objects that are read back into DRAM at once: each is a draft there."""
+DEFAULT_SCRUB_BYTES_S: Final = 16 * MIB
+"""What the scrub verifies in a second unless told otherwise: a terabyte in 17 hours, 0.5 percent of a drive."""
+MAX_SCRUB_BYTES_S: Final = 4 * GIB
+"""Above this the rate bounds nothing: one extent at a time is slower."""
+SCRUB_INTERVAL_S: Final = 3600.0
+"""A pass of the scrub begins at least this long after the one before: a small store is not read all the time."""
+FSCK_SEGMENTS: Final = 4
+"""Segments that a check reads at once, each with a pooled buffer: one NVMe drive is at its bandwidth."""
 READ_ATTEMPTS: Final = 3
 """How often a start asks a device for the same bytes of a segment before it does without the objects in it."""
 DEVICE_RETRY_S: Final = 0.25
@@ -135,7 +143,9 @@ MAX_DEVICE_IO_BYTES: Final = 1 * GIB
 DEVICE_ALIGNMENT_BYTES: Final = 4_096
 """Offsets, lengths and addresses of direct I/O: a multiple of every logical block size in use."""
 DEVICE_CLOSE_WAIT_S: Final = 10.0
-"""How long closing a device waits for the operations in flight before it leaves their memory behind."""
+"""How long closing a device waits for the operations in flight before it cancels them."""
+DEVICE_CANCEL_WAIT_S: Final = 1.0
+"""How long a device waits for what it cancelled; what the kernel then still holds is left behind."""
 
 # --- sessions --------------------------------------------------------------------------------------------
 MAX_SESSIONS: Final = 1_024
@@ -216,3 +226,15 @@ MAX_OPEN_LISTINGS: Final = 4_096
 """Directory handles, each with its place in a listing."""
 MAX_XATTR_VALUE_BYTES: Final = 64 * KIB
 """XATTR_SIZE_MAX of Linux; also what a bucket's namespace xattr may hold."""
+
+# --- traces ----------------------------------------------------------------------------------------------
+MAX_TRACE_LINE_BYTES: Final = 1 * MIB
+"""One request of a trace: MAX_TRACE_REQUEST_BLOCKS ids of 20 digits and more beside them."""
+MAX_TRACE_REQUEST_BLOCKS: Final = 1 << 15
+"""Blocks of one request: MAX_HASH_TOKENS in blocks of 512 tokens."""
+MAX_TRACE_REFERENCES: Final = 1 << 26
+"""Blocks of all requests of a trace, which is held in memory: 232 times the public conversation trace."""
+
+# --- scheduling ------------------------------------------------------------------------------------------
+MAX_DEFERRED_REQUESTS: Final = 4_096
+"""Requests that wait for room on a decode instance; each is looked at several times a second."""

@@ -92,17 +92,19 @@ class NameEnvironment:
         except lmdb.Error as error:
             raise self._failure(error) from error
 
-    def close(self) -> None:
-        """Flush and close. Closing twice is harmless."""
+    def close(self) -> bool:
+        """Flush and close; whether all of it is on the device. Closing twice is harmless."""
         if self._closed:
-            return
+            return False
         self._closed = True
         try:
             if self._id_end:
                 self._give_back_ids()
             self._env.sync(True)
+            return True
         except (NoSpace, lmdb.Error):
             log.warning("name index %s: could not be flushed; what is left of its ids is skipped", self._path)
+            return False
         finally:
             self._env.close()
 

@@ -31,6 +31,8 @@ PINNED: Final = 1
 """`NameRow.flags`: never evicted."""
 DIRECTORY: Final = 2
 """`NameRow.flags`: the marker of an empty directory; it has no bytes in any tier."""
+SNAPSHOT: Final = 4
+"""`NameRow.flags`, in the log only: a file still being written, as it was when its writer asked for durability."""
 
 GHOST_ADMISSION: Final = 1
 """`BucketRow.flags`: only what was wanted before is written to NVMe."""

@@ -150,9 +150,9 @@ class NameIndex:
             env.close()
             raise
 
-    def close(self) -> None:
-        """Flush and close. Closing twice is harmless."""
-        self._env.close()
+    def close(self) -> bool:
+        """Flush and close; whether all of it is on the device. Closing twice is harmless."""
+        return self._env.close()
 
     def __enter__(self) -> Self:
         return self
@@ -319,12 +319,14 @@ class NameIndex:
             start = page[-1][0] + b"\0"
 
     def prune(self, keep: Callable[[bytes, bytes, NameRow | None], bool]) -> int:
-        """Remove every row of which `keep(bucket, key, row)` is false, page by page; how many went."""
+        """Remove every row of which `keep(bucket, key, row)` is false, page by page; how many went. Raises Corrupt."""
         removed = 0
         doomed: list[bytes] = []
 
         def flush() -> None:
-            self._env.write(lambda txn: [self._tree.remove(txn, name) for name in doomed])
+            gone = self._env.write(lambda txn: [self._tree.remove(txn, name) for name in doomed])
+            if None in gone:
+                raise Corrupt(f"name index: {doomed[gone.index(None)][:80]!r} is listed and not found")
             doomed.clear()
 
         for bucket, key, row in self.rows():

@@ -41,6 +41,21 @@ class Backings(Protocol):
         mtime_ns: int,
         ctime_ns: int,
     ) -> None: ...
+    def node_away(
+        self,
+        nodeid: int,
+        ino: int,
+        *,
+        size_bytes: int,
+        mode: int,
+        uid: int,
+        gid: int,
+        mtime_ns: int,
+        ctime_ns: int,
+    ) -> None: ...
+
+    def node_settles(self, nodeid: int, settles: bool) -> None: ...
+
     def node_dead(self, nodeid: int) -> None: ...
     def node_drop(self, nodeid: int) -> int: ...
     def link(self, parent: int, name: bytes, nodeid: int) -> None: ...
@@ -74,6 +89,12 @@ class PlainBackings:
         pass
 
     def node_sealed(self, nodeid: int, ino: int, slot: int, generation: int, **_: int) -> None:
+        pass
+
+    def node_away(self, nodeid: int, ino: int, **_: int) -> None:
+        pass
+
+    def node_settles(self, nodeid: int, settles: bool) -> None:
         pass
 
     def node_dead(self, nodeid: int) -> None:

@@ -22,6 +22,7 @@ import os
 import stat
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pyfuse3
 import trio
@@ -110,7 +111,12 @@ class DraftKeeper:
         """Put a draft with the object's bytes in the node's place; the caller then answers ESTALE."""
         assert node.parent is not None
         parent, component = node.parent, node.component
-        source = self._store.open_read(info, uid=uid)
+        if info.extent is None and keep_bytes:
+            await self._store.load(info, uid=uid)
+            if node.info is None or node.info.key != info.key:
+                return
+            info = node.info
+        source = self._store.open_read(info, uid=uid) if keep_bytes else -1
         try:
             draft = self._store.reserve(info.size_bytes if keep_bytes else 0, uid=uid)
             try:
@@ -120,7 +126,8 @@ class DraftKeeper:
                 self._store.abort(draft)
                 raise
         finally:
-            os.close(source)
+            if keep_bytes:
+                os.close(source)
         if not node.linked or node.info is not info:
             self._store.abort(draft)
             return
@@ -273,15 +280,8 @@ class DraftKeeper:
             times = self.status(opened)
             if times.st_size > self.largest_bytes:
                 raise ObjectTooLarge(f"{name} has {times.st_size} bytes: the limit is {self.largest_bytes}")
-            attributes = Attributes(
-                mode=opened.mode,
-                uid=opened.uid,
-                gid=opened.gid,
-                mtime_ns=times.st_mtime_ns,
-                ino=node.ino,
-                pinned=opened.pinned,
-            )
-            info = self._store.seal(opened.draft, name, attributes)
+            attributes = _attributes(node, opened, times)
+            info = self._store.seal(opened.draft, name, attributes, snapshot=opened.snapshot)
         except WriterActive:
             return False
         except OSError as error:  # out of descriptors or memory: later
@@ -298,6 +298,16 @@ class DraftKeeper:
         self._nodes.release(node)
         return True
 
+    async def persist(self, node: Node, opened: OpenDraft) -> None:
+        """What is written so far is durable under the draft's name when this returns (fsync, close in a durable
+        bucket). Raises NoSpace, DeviceFailed; does nothing without the NVMe tier, or when the name is gone."""
+        if not node.linked or node.draft is not opened:
+            return
+        attributes = _attributes(node, opened, self.status(opened))
+        opened.snapshot = await self._store.persist_draft(
+            opened.draft, self._nodes.name(node), attributes, previous=opened.snapshot
+        )
+
     def show_draft(self, node: Node, opened: OpenDraft) -> None:
         """Let the native loop answer for a file being written."""
         extent = opened.draft.extent
@@ -310,14 +320,23 @@ class DraftKeeper:
             uid=opened.uid,
             gid=opened.gid,
         )
+        if self.is_durable(node):
+            self._backings.node_settles(node.nodeid, True)
+
+    def is_durable(self, node: Node) -> bool:
+        """Whether the file's bucket promises that it is on the device once it is closed."""
+        return node.linked and self._store.bucket(self._nodes.name(node).bucket).durable
 
     def show_sealed(self, node: Node, info: ObjectInfo) -> None:
         """Let the native loop answer for the node."""
-        self._backings.node_sealed(
+        show = self._backings.node_away
+        if info.extent is not None:
+            show = partial(
+                self._backings.node_sealed, slot=info.extent.slot, generation=info.extent.generation
+            )
+        show(
             node.nodeid,
             node.ino,
-            info.extent.slot,
-            info.extent.generation,
             size_bytes=info.size_bytes,
             mode=stat.S_IFREG | info.mode,
             uid=info.uid,
@@ -338,6 +357,8 @@ class DraftKeeper:
         self._nodes.set_draft(node, None)
         self._backings.node_dead(node.nodeid)
         self._store.abort(opened.draft)
+        if opened.snapshot is not None:
+            self._store.journal.removed(opened.snapshot)
         self._nodes.release(node)
 
     # --- looks --------------------------------------------------------------------------------------------
@@ -387,6 +408,17 @@ class DraftKeeper:
     def _spawn(self, function: object, *arguments: object) -> None:
         assert self._nursery is not None
         self._nursery.start_soon(function, *arguments)  # type: ignore[arg-type]
+
+
+def _attributes(node: Node, opened: OpenDraft, times: os.stat_result) -> Attributes:
+    return Attributes(
+        mode=opened.mode,
+        uid=opened.uid,
+        gid=opened.gid,
+        mtime_ns=times.st_mtime_ns,
+        ino=node.ino,
+        pinned=opened.pinned,
+    )
 
 
 def copy_bytes(source: int, target: int, size_bytes: int) -> None:

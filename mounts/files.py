@@ -18,6 +18,7 @@ from mounts.backing import PlainBackings
 from mounts.drafts import stale
 from mounts.nodes import Node, OpenDraft
 from mounts.view import View
+from tiers.model import ObjectInfo
 
 
 @dataclass(slots=True)
@@ -28,6 +29,10 @@ class Handle:
     opened: OpenDraft | None
     writable: bool
     pid: int
+
+
+NATIVE_HANDLE = 1 << 63
+"""A handle that the native loop gave out for a sealed file; the rest is its nodeid (fuse_loop_answers.c)."""
 
 
 class OpenFiles:
@@ -75,9 +80,11 @@ class OpenFiles:
         if _writes(flags) or flags & os.O_TRUNC:
             await self._rewrite(node, flags, uid)
             raise stale()
-        if node.info is None or not node.linked:
-            raise Superseded(f"node {node.nodeid} was replaced")
-        descriptor = self._view.store.open_read(node.info, uid=uid)
+        info = _sealed_info(node)
+        if info.extent is None:
+            await self._view.store.load(info, uid=uid)
+            info = _sealed_info(node)
+        descriptor = self._view.store.open_read(info, uid=uid)
         try:
             self._view.backings.acquire(node.nodeid, descriptor)
         finally:
@@ -134,6 +141,33 @@ class OpenFiles:
         if handle.writable and isinstance(backings, PlainBackings):
             backings.note_flush(handle.node.nodeid, died_by_signal(handle.pid))
 
+    async def persist(self, number: int) -> None:
+        """fsync(2): what the handle's file holds now is durable when this returns. Raises NoSpace, DeviceFailed."""
+        if number & NATIVE_HANDLE:
+            await self._persist_sealed(self._view.nodes.get(number & ~NATIVE_HANDLE))
+            return
+        handle = self._handles[number]
+        if handle.opened is None or handle.node.draft is not handle.opened:
+            await self._persist_sealed(handle.node)
+        else:
+            await self._view.drafts.persist(handle.node, handle.opened)
+
+    async def _persist_sealed(self, node: Node) -> None:
+        if node.info is not None and node.linked:
+            await self._view.store.journal.persist(node.info.object_id)
+
+    async def settle_close(self, number: int) -> None:
+        """close(2) of a writer in a durable bucket."""
+        handle = self._handles[number]
+        opened = handle.opened
+        if (
+            handle.writable
+            and opened is not None
+            and not opened.torn
+            and self._view.drafts.is_durable(handle.node)
+        ):
+            await self._view.drafts.persist(handle.node, opened)
+
     def release(self, number: int) -> None:
         handle = self._handles.pop(number)
         if handle.opened is not None:
@@ -142,6 +176,13 @@ class OpenFiles:
             self._view.backings.release(handle.node.nodeid)
             handle.node.handles -= 1
         self._view.nodes.release(handle.node)
+
+
+def _sealed_info(node: Node) -> ObjectInfo:
+    """The object that the node shows. Raises Superseded."""
+    if node.info is None or not node.linked:
+        raise Superseded(f"node {node.nodeid} was replaced")
+    return node.info
 
 
 def _writes(flags: int) -> bool:

@@ -49,6 +49,8 @@ class OpenDraft:
     """Its last writer has closed it, and it waits to be published."""
     lingering: bool = False
     """Closed, but somebody can still write it (a mapping), or reads it."""
+    snapshot: int | None = None
+    """Id of what was made durable of it so far."""
     ended: trio.Event = field(default_factory=trio.Event)
     """Set when it is published or dropped."""
 

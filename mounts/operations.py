@@ -7,8 +7,9 @@ here is names, drafts, attributes, listings, and everything in the mode without 
 Invariants: errors leave as the errno of `kvfs.errors`; nothing but FUSEError ever reaches pyfuse3, so no
 request can end the mount. Lookup counts have one owner: the node table.
 
-Concurrency: the service's trio thread. Handlers run to their end without awaiting, except for `open` of a
-large sealed object for writing, which copies in a thread and checks afterwards that nothing has moved.
+Concurrency: the service's trio thread. A handler is one step, and then may wait for the log before it answers.
+`open` awaits before: it brings a sealed object up into DRAM, or copies a large one that is opened for writing in a
+thread, and checks afterwards that nothing has moved.
 """
 
 from __future__ import annotations
@@ -109,15 +110,18 @@ class Operations(pyfuse3.Operations):
         if fields.update_size and node.info is not None and attr.st_size != node.info.size_bytes:
             await self.view.drafts.rewrite(node, node.info, uid=ctx.uid, keep_bytes=attr.st_size > 0)
             raise stale()
-        return self.view.set_sealed(node, mode, uid, gid, mtime_ns)
+        entry = self.view.set_sealed(node, mode, uid, gid, mtime_ns)
+        await self.view.store.journal.settle()
+        return entry
 
     @answers_errno
     async def statfs(self, ctx: pyfuse3.RequestContext) -> pyfuse3.StatvfsData:
         usage = self.view.store.dram.usage()
+        capacity_bytes, used_bytes = self.view.store.capacity()
         found = pyfuse3.StatvfsData()
         found.f_bsize = found.f_frsize = attrs.BLOCK_BYTES
-        found.f_blocks = usage.capacity_bytes // attrs.BLOCK_BYTES
-        found.f_bfree = found.f_bavail = max(usage.capacity_bytes - usage.used_bytes, 0) // attrs.BLOCK_BYTES
+        found.f_blocks = capacity_bytes // attrs.BLOCK_BYTES
+        found.f_bfree = found.f_bavail = max(capacity_bytes - used_bytes, 0) // attrs.BLOCK_BYTES
         found.f_files = usage.max_slots
         found.f_ffree = found.f_favail = usage.max_slots - usage.slots
         found.f_namemax = limits.MAX_COMPONENT_BYTES
@@ -142,19 +146,23 @@ class Operations(pyfuse3.Operations):
             gid=ctx.gid,
         )
         node.lookups += 1
-        return self.view.attributes(node)
+        entry = self.view.attributes(node)
+        await self.view.store.journal.settle()
+        return entry
 
     @answers_errno
     async def rmdir(
         self, parent_inode: pyfuse3.InodeT, name: pyfuse3.FileNameT, ctx: pyfuse3.RequestContext
     ) -> None:
         names.remove_directory(self.view, self.view.directory(parent_inode), name)
+        await self.view.store.journal.settle()
 
     @answers_errno
     async def unlink(
         self, parent_inode: pyfuse3.InodeT, name: pyfuse3.FileNameT, ctx: pyfuse3.RequestContext
     ) -> None:
         names.remove_file(self.view, self.view.directory(parent_inode), name)
+        await self.view.store.journal.settle()
 
     @answers_errno
     async def rename(
@@ -168,6 +176,7 @@ class Operations(pyfuse3.Operations):
     ) -> None:
         above, below = self.view.directory(parent_inode_old), self.view.directory(parent_inode_new)
         names.rename(self.view, above, name_old, below, name_new, flags)
+        await self.view.store.journal.settle()
 
     @answers_errno
     async def mknod(
@@ -243,16 +252,20 @@ class Operations(pyfuse3.Operations):
     @answers_errno
     async def flush(self, fh: pyfuse3.FileHandleT) -> None:
         self.files.flush(fh)
+        await self.files.settle_close(fh)
 
     @answers_errno
     async def release(self, fh: pyfuse3.FileHandleT) -> None:
         self.files.release(fh)
 
+    @answers_errno
     async def fsync(self, fh: pyfuse3.FileHandleT, datasync: bool) -> None:
-        """Nothing to do: a cache bucket promises nothing about a power cut."""
+        await self.files.persist(fh)
 
+    @answers_errno
     async def fsyncdir(self, fh: pyfuse3.FileHandleT, datasync: bool) -> None:
-        """Nothing to do: names are in the index when the call that made them returns."""
+        """Names are in the index when the call that made them returns; on the device, when this does."""
+        await self.view.store.journal.settle_names()
 
     # --- directories --------------------------------------------------------------------------------------
 

@@ -30,7 +30,8 @@ from mounts.backing import Backings
 from mounts.drafts import DraftKeeper
 from mounts.nodes import Node, NodeTable
 from mounts.xattrs import ExtendedAttributes
-from tiers.base import Extent
+from tiers.base import StoreKey
+from tiers.catalog import extent_of
 from tiers.model import Attributes, Change, ChangeKind, Directory, Name, ObjectInfo
 from tiers.store import TieredStore
 
@@ -137,7 +138,7 @@ class View:
         if info is None:
             return False
         entry = self.store.table.get(info.key.digest)
-        return entry is not None and Extent(entry.slot, entry.generation) == info.extent
+        return entry is not None and extent_of(entry) == info.extent
 
     def _find_sealed(self, parent: Node, component: bytes) -> ObjectInfo | Directory | None:
         if parent.parent is not None:
@@ -177,8 +178,11 @@ class View:
     def know_names(self, directory: Node, components: Iterable[bytes]) -> None:
         """Nothing is in this directory but `components` and what is linked."""
         name = self.nodes.name(directory)
-        if name.key.startswith(b"kv/") and self.store.bucket(name.bucket).namespace is not None:
+        bucket = self.store.bucket(name.bucket)
+        if name.key.startswith(b"kv/") and bucket.namespace is not None:
             return  # blocks, whose names are made by their seal
+        if bucket.durable:
+            return  # a draft there is shown before it is opened: its close() waits for the device
         directory.names_known = True
         room = min(limits.MAX_COMPONENT_BYTES, limits.MAX_KEY_BYTES - len(name.key))
         self.backings.know_names(directory.nodeid, max(room, 0), b"/".join(components))
@@ -186,7 +190,7 @@ class View:
     def unknow_names(self, directory: Node) -> None:
         """The directory has another name: what fits below it is another length, and may be blocks."""
         for node in (directory, *self.nodes.below(directory)):
-            if node.names_known:
+            if node.names_known and node.linked:
                 node.names_known = False
                 self.backings.know_names(node.nodeid, 0, b"")
 
@@ -283,7 +287,8 @@ class View:
         for nodeid, uid, _ in self.backings.drain_opens():
             node = self.nodes.find(nodeid)
             if node is not None and node.info is not None and self._is_current(node):
-                self.store.note_reader(node.info.extent.slot, uid)
+                if node.info.extent is not None:
+                    self.store.note_reader(node.info.extent.slot, uid)
                 self.store.touch(node.info.key)
         self.store.note_misses(self.backings.drain_misses())
 
@@ -298,6 +303,9 @@ class View:
 
     def on_change(self, change: Change) -> None:
         """A name or object changed, by this door or another: what the kernel caches of it goes."""
+        if change.kind is ChangeKind.MOVED and change.key is not None:
+            self._show_moved(change.key)
+            return
         if self._own_changes and not change.evicted:
             return
         if change.key is not None and change.kind is ChangeKind.REMOVED:
@@ -346,6 +354,14 @@ class View:
         emptied, self._emptied = self._emptied, []
         for name in emptied:
             self._check_above(name)
+
+    def _show_moved(self, key: StoreKey) -> None:
+        """An object came to DRAM or left it: the same bytes, so the kernel's caches stay."""
+        node = self.nodes.of_object(key.digest)
+        found = self.store.lookup_object(key) if node is not None and node.draft is None else None
+        if node is not None and found is not None:
+            self.nodes.set_object(node, found)
+            self.drafts.show_sealed(node, found)
 
     def _check_above(self, gone: Name) -> None:
         """A common prefix ends with its last name."""

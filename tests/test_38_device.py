@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -11,21 +12,25 @@ from random import Random
 import pytest
 import trio
 
+from bench import nvme
 from kvfs import limits
-from kvfs.errors import DeviceFailed, InvalidRequest, NoSpace
+from kvfs.errors import DeviceFailed, DeviceMissing, InvalidRequest, NoSpace
 from tests.conformance.device_suite import KIB, PAGE, DeviceSuite, MakeDevice, get, put
 from tests.support.faulty_device import SECTOR_BYTES, FailingDevice, LossyDevice, PowerLost, WrappedDevice
+from tests.support.uring import needs_uring
 from tiers import device as device_module
-from tiers.device import Device, ThreadDevice
+from tiers.device import Device, Kind, ThreadDevice, open_device
+from tiers.device_uring import UringDevice
 
 MAKERS: dict[str, Callable[[int], Device]] = {
     "threads": ThreadDevice,
+    "io_uring": UringDevice,
     "lossy": lambda depth: LossyDevice(ThreadDevice(depth)),
     "failing": lambda depth: FailingDevice(ThreadDevice(depth)),
 }
 
 
-@pytest.fixture(params=MAKERS)
+@pytest.fixture(params=["threads", pytest.param("io_uring", marks=needs_uring), "lossy", "failing"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -45,6 +50,22 @@ async def make_device(kind: str) -> AsyncIterator[MakeDevice]:
 
 class TestDevice(DeviceSuite):
     """Everything in the suite."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "backends"),
+    [
+        ("threads", {"threads"}),
+        ("auto", {"io_uring", "threads"}),
+        pytest.param("io_uring", {"io_uring"}, marks=needs_uring),
+        pytest.param("auto", {"io_uring"}, marks=needs_uring),
+    ],
+)
+async def test_the_backend_is_chosen(kind: Kind, backends: set[str]) -> None:
+    device = open_device(kind, 3)
+    assert device.backend in backends
+    assert device.depth == 3
+    await device.aclose()
 
 
 # --- threads ---------------------------------------------------------------------------------------------
@@ -85,7 +106,9 @@ async def test_a_cancelled_call_of_a_thread_waits_for_it(
     await device.aclose()
 
 
-async def test_a_close_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_close_does_not_wait_for_a_stuck_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     leave = threading.Event()
 
     def stuck(fd: int, what: str) -> None:
@@ -95,11 +118,18 @@ async def test_a_close_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(limits, "DEVICE_CLOSE_WAIT_S", 0.05)
     device = ThreadDevice(2)
     fd = device.open_file(tmp_path / "f", PAGE, create=True)
+
+    async def sync() -> None:
+        with pytest.raises(DeviceFailed, match="closed"):
+            await device.sync(fd)
+
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(device.sync, fd)
+        for _ in range(5):
+            nursery.start_soon(sync)
         await trio.testing.wait_all_tasks_blocked()
         await device.aclose()
-        leave.set()
+    os.fstat(fd)
+    leave.set()
     os.close(fd)
 
 
@@ -342,3 +372,22 @@ async def test_the_wrappers_stack(tmp_path: Path) -> None:
     device.power_cut(Random(9).randrange(1000))
     assert set(sectors_of(tmp_path / "f")) == {"n", "0"}
     await device.aclose()
+
+
+# --- the measurement -------------------------------------------------------------------------------------
+def test_the_measurement_needs_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(DeviceMissing, match="fio"):
+        nvme.read_1m_qd8(tmp_path, 0)
+
+
+@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is missing")
+def test_the_measurement_verifies_and_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvme, "ROUND_S", 1)
+    monkeypatch.setattr(nvme, "LEAST_ROUNDS", 1)
+    result = nvme.read_1m_qd8(tmp_path, 0, kind="threads", size_bytes=8 << 20)
+    assert result.name == "nvme.read_1m_qd8"
+    assert result.value > 0
+    assert result.baseline is not None
+    assert result.ratio == result.value / result.baseline
+    assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from kvfs.errors import DeviceMissing, NoSpace, NotFound
+from kvfs.errors import Corrupt, DeviceMissing, NoSpace, NotFound
 from kvfs.limits import MIB
 from tests.support.stores import NAMESPACE
 from tiers.device import ThreadDevice
@@ -239,3 +239,31 @@ async def test_ghost_admission_writes_what_was_wanted_before(tmp_path: Path) -> 
             store.lookup(first)
         put(store, first, 5_000)
         await until_written(store, 2)
+
+
+def flip(directory: Path, content: bytes) -> None:
+    """Change one byte of `content` wherever a segment holds it."""
+    for segment in directory.glob("*.seg"):
+        data = segment.read_bytes()
+        at = data.find(content[:64])
+        if at >= 0:
+            with segment.open("r+b") as file:
+                file.seek(at + 40)
+                file.write(bytes([data[at + 40] ^ 1]))
+
+
+async def test_a_damaged_copy_is_written_again_from_dram_and_outlives_it(tmp_path: Path) -> None:
+    name = Name(b"b", b"x")
+    async with running(tmp_path) as store:
+        store.create_bucket(b"b", uid=0, gid=0)
+        info = put(store, name, 50_000)
+        await until_written(store, 1)
+        journal = store.journal
+        assert isinstance(journal, NvmeJournal)
+        flip(tmp_path / "nvme", data_of(name, 50_000))
+        with pytest.raises(Corrupt):
+            await journal.nvme.read(journal.nvme.objects[info.object_id], 0, memoryview(bytearray(50_000)))
+        await until_written(store, 1)
+    shutil.rmtree(tmp_path / "index")
+    async with running(tmp_path) as store:
+        assert await read(store, name) == data_of(name, 50_000)

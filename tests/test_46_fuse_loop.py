@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kvfs._native import fuse_loop
 from kvfs._native.fuse_loop import Call, FuseLoop
@@ -37,6 +39,11 @@ WAIT_S = 10.0
 """No answer takes this long; waiting for longer is a failure."""
 CALLS_CAPACITY = 1024
 """FL_CALLS of the native loop."""
+SPARES = 64
+"""FL_SPARES of the native loop."""
+NOREPLACE, EXCHANGE = 1, 2
+TICK_NS = 20_000_000
+"""The kernel's clock for file times lags behind by a tick, 10 ms at most."""
 VALID_S = 7
 DOUBTS = 100
 """Names without a node that the loop keeps, at most."""
@@ -45,7 +52,7 @@ BUFFER_BYTES = 128 * 1024
 
 # Opcodes, include/uapi/linux/fuse.h.
 LOOKUP, FORGET, GETATTR, SETATTR, MKDIR, UNLINK, RENAME, OPEN = 1, 2, 3, 4, 9, 10, 12, 14
-READ, WRITE, STATFS, RELEASE, FSYNC, GETXATTR, FLUSH, INIT = 15, 16, 17, 18, 20, 22, 25, 26
+READ, WRITE, STATFS, RELEASE, GETXATTR, FLUSH, INIT = 15, 16, 17, 18, 22, 25, 26
 CREATE, INTERRUPT, BATCH_FORGET, FALLOCATE, READDIRPLUS, RENAME2, LSEEK = 35, 36, 42, 43, 44, 45, 46
 EVERY_OPCODE = range(1, 53)
 
@@ -95,6 +102,8 @@ class Stand:
     device: int
     uniques: Iterator[int] = field(default_factory=lambda: itertools.count(2, 2))
     objects: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    lent: list[Extent] = field(default_factory=list)
+    """Drafts that are given back at the end."""
 
     # --- the kernel's side --------------------------------------------------------------------------------
 
@@ -163,6 +172,19 @@ class Stand:
         )
         if name:
             self.loop.link(ROOT, name, nodeid)
+        return extent
+
+    def spare(self, nodeid: int, *, fh: int) -> Extent:
+        """A draft of the tier for a CREATE to come."""
+        extent = self.draft(nodeid)
+        descriptor = self.tier.open_draft(extent)
+        try:
+            self.loop.spare_add(nodeid, fh, descriptor)
+        except KvfsError:
+            self.lent.append(extent)
+            raise
+        finally:
+            os.close(descriptor)
         return extent
 
     def fill(self, extent: Extent, data: bytes) -> None:
@@ -241,6 +263,8 @@ def stand(tier: DramTier, request: pytest.FixtureRequest) -> Iterator[Stand]:
     slots = os.open(tier.directory, os.O_RDONLY | os.O_DIRECTORY)
     made = make_stand(tier, slots, request.param)
     yield made
+    for extent in made.lent:
+        tier.abort(extent)
     began = time.monotonic()
     made.loop.stop()
     assert time.monotonic() - began < WAIT_S
@@ -457,6 +481,311 @@ def test_the_calls_descriptor_is_readable_only_while_calls_wait(stand: Stand) ->
         assert not stand.readable(stand.loop.calls_fd)
 
 
+# --- directories whose names are all known -------------------------------------------------------------------
+
+
+def outcome(stand: Stand, parent: int, name: bytes) -> int | None:
+    """What LOOKUP of a name comes to: the nodeid, 0 where it does not exist, None for a call."""
+    unique = stand.send(LOOKUP, parent, name + b"\0")
+    either: list[socket.socket | int] = [stand.kernel, stand.loop.calls_fd]
+    while not stand.readable(stand.kernel):
+        if stand.readable(stand.loop.calls_fd):
+            [call] = stand.calls(1)
+            assert (call.unique, call.name) == (unique, name)
+            return None
+        select.select(either, [], [], WAIT_S)
+    answered, error, body = stand.reply()
+    assert (answered, error in (0, -errno.ENOENT)) == (unique, True)
+    return 0 if error else int(ENTRY.unpack_from(body)[0])
+
+
+def known_directory(stand: Stand, nodeid: int, names: bytes = b"", room: int = 255) -> None:
+    stand.loop.node_directory(nodeid, nodeid, mode=stat.S_IFDIR | 0o755, uid=0, gid=0, mtime_ns=5)
+    stand.loop.know_names(nodeid, room, names)
+
+
+def test_what_has_no_edge_does_not_exist_where_all_names_are_known(stand: Stand) -> None:
+    stand.sealed(10, b"")
+    known_directory(stand, 20, b"other/stranger", room=8)
+    stand.loop.link(20, b"mine", 10)
+    assert [outcome(stand, 20, name) for name in (b"mine", b"other", b"stranger", b"none")] == [
+        10,
+        None,
+        None,
+        0,
+    ]
+    assert outcome(stand, 20, b"too long!") is None  # which error it is, the library says
+    assert outcome(stand, ROOT, b"none") is None
+    stand.loop.unlink(20, b"mine", 11)  # not what it leads to
+    assert outcome(stand, 20, b"mine") == 10
+    stand.loop.doubt(20, b"mine", 11)
+    assert outcome(stand, 20, b"mine") == 10
+    stand.loop.undoubt(20, b"mine")
+    assert outcome(stand, 20, b"mine") == 10
+    stand.loop.doubt(20, b"mine", 10)
+    assert outcome(stand, 20, b"mine") is None
+    stand.loop.undoubt(20, b"mine")
+    stand.loop.undoubt(20, b"other")
+    assert [outcome(stand, 20, name) for name in (b"mine", b"other", b"stranger")] == [0, 0, None]
+    assert stand.loop.drain_misses() == 3
+    assert stand.loop.drain_misses() == 0
+    stand.loop.know_names(20, 0, b"")
+    assert [outcome(stand, 20, name) for name in (b"mine", b"none")] == [None, None]
+    known_directory(stand, 20)
+    assert outcome(stand, 20, b"stranger") == 0
+    stand.loop.node_dead(20)
+    assert outcome(stand, 20, b"none") is None
+    stand.nothing_else()
+
+
+def test_too_many_doubts_make_a_directory_unknown(stand: Stand) -> None:
+    known_directory(stand, 20)
+    known_directory(stand, 21)
+    for number in range(DOUBTS):
+        stand.loop.doubt(20, b"%d" % number, 0)
+        stand.loop.doubt(20, b"%d" % number, 0)
+    assert [outcome(stand, 20, name) for name in (b"none", b"7")] == [0, None]
+    stand.loop.doubt(21, b"one more", 0)
+    assert [outcome(stand, 21, b"none"), outcome(stand, 20, b"none")] == [None, 0]
+    assert stand.loop.node_drop(20) == 0  # and with it its doubts
+    known_directory(stand, 21)
+    for number in range(DOUBTS):
+        stand.loop.doubt(21, b"%d" % number, 0)
+    assert [outcome(stand, 21, name) for name in (b"none", b"7")] == [0, None]
+    stand.nothing_else()
+
+
+NAMED = [b"a", b"b", b"c"]
+STEPS = st.tuples(
+    st.sampled_from(["link", "unlink", "doubt", "undoubt", "know", "unknow", "move", "dead"]),
+    st.sampled_from(NAMED),
+    st.sampled_from(NAMED),
+    st.sampled_from([10, 11]),
+)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+@given(steps=st.lists(STEPS, max_size=12))
+def test_lookups_follow_a_model_of_the_names(
+    stand: Stand, steps: list[tuple[str, bytes, bytes, int]]
+) -> None:
+    """The model: a dictionary from name to nodeid, 0 for a doubt, and whether all names are known."""
+    directory = next(stand.objects) + 1000
+    while len(stand.lent) < 2:
+        stand.lent.append(stand.draft(10 + len(stand.lent)))
+    known_directory(stand, directory)
+    edges: dict[bytes, int] = {}
+    known = True
+    for step, name, other, nodeid in steps:
+        held = edges.get(name)
+        match step:
+            case "link":
+                stand.loop.link(directory, name, nodeid)
+                edges[name] = nodeid
+            case "unlink":
+                stand.loop.unlink(directory, name, nodeid)
+                if held == nodeid:
+                    del edges[name]
+            case "doubt":
+                stand.loop.doubt(directory, name, nodeid)
+                if held == nodeid:
+                    del edges[name]
+                if known and name not in edges:
+                    edges[name] = 0
+            case "undoubt":
+                stand.loop.undoubt(directory, name)
+                if held == 0:
+                    del edges[name]
+            case "know" | "unknow":
+                known = step == "know"
+                known_directory(stand, directory, other if known else b"", room=255 if known else 0)
+                edges = {key: node for key, node in edges.items() if node != 0}
+                if known:
+                    edges.setdefault(other, 0)
+            case "move":
+                unique = stand.send(
+                    RENAME, directory, struct.pack("<Q", directory) + name + b"\0" + other + b"\0"
+                )
+                [call] = stand.calls(1)
+                if known and held and other not in edges:
+                    assert (call.opcode, call.offset, stand.reply()) == (
+                        fuse_loop.RENAMED,
+                        held,
+                        (unique, 0, b""),
+                    )
+                    edges[other] = edges.pop(name)
+                else:
+                    assert call.opcode == fuse_loop.RENAME
+            case "dead":
+                stand.loop.node_dead(directory)
+                known = False
+                edges = {key: node for key, node in edges.items() if node != 0}
+        for each in NAMED:
+            expected = edges[each] or None if each in edges else 0 if known else None
+            assert outcome(stand, directory, each) == expected, (step, each)
+    for each in list(edges):
+        stand.loop.unlink(directory, each, edges[each])
+    stand.loop.node_drop(directory)
+
+
+# --- what the loop does by itself ----------------------------------------------------------------------------
+
+
+def create_in(name: bytes, flags: int = os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode: int = 0o640) -> bytes:
+    return struct.pack("<IIII", flags, stat.S_IFREG | mode, 0o22, 0) + name + b"\0"
+
+
+def rename_in(parent: int, name: bytes, new_name: bytes) -> bytes:
+    return struct.pack("<Q", parent) + name + b"\0" + new_name + b"\0"
+
+
+def test_a_spare_draft_is_given_to_a_create(stand: Stand) -> None:
+    known_directory(stand, 20)
+    extent = stand.spare(30, fh=4711)
+    began_ns = time.time_ns()
+    reply = stand.ask(CREATE, 20, create_in(b"new"), uid=3, pid=4)
+    assert ENTRY.unpack_from(reply)[:4] == (30, 0, VALID_S, 1)
+    attr = attr_of_entry(reply)
+    assert (attr.ino, attr.size, attr.mode, attr.uid) == (77, 0, stat.S_IFREG | 0o640, 3)
+    assert began_ns - TICK_NS <= attr.mtime_ns <= time.time_ns()
+    assert struct.unpack_from("<QIi", reply, ENTRY.size + ATTR.size) == (4711, 0, 0)
+    [call] = stand.calls(1)
+    assert (call.opcode, call.nodeid, call.other, call.offset) == (fuse_loop.CREATED, 20, 30, 4711)
+    assert (call.name, call.mode, call.uid, call.pid) == (b"new", stat.S_IFREG | 0o640, 3, 4)
+    assert stand.loop.spares == 0
+    stand.ask(WRITE, 30, write_in(4711, 0, b"bytes"))
+    reply = stand.ask(LOOKUP, 20, b"new\0")
+    found = attr_of_entry(reply)
+    assert (ENTRY.unpack_from(reply)[0], found.size, found.mtime_ns >= attr.mtime_ns) == (30, 5, True)
+    assert stand.loop.release(30) == 0
+    assert stand.loop.node_drop(30) == 2  # both lookups
+    stand.nothing_else()
+    stand.tier.abort(extent)
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["no spare", "unknown", "taken", "doubtful", "not ASCII", "too long", "reader", "quota", "no file"],
+)
+def test_what_is_not_plainly_free_to_create_is_a_call(stand: Stand, case: str) -> None:
+    known_directory(stand, 20, b"doubtful", room=10)
+    extent = stand.spare(30, fh=4711)
+    stand.loop.link(20, b"taken", 10)
+    name = {"taken": b"taken", "doubtful": b"doubtful", "not ASCII": "ü".encode(), "too long": b"n" * 11}
+    request = create_in(name.get(case, b"name"), flags=os.O_RDONLY if case == "reader" else os.O_RDWR)
+    if case == "no file":
+        request = request[:4] + struct.pack("<I", stat.S_IFIFO | 0o600) + request[8:]
+    stand.loop.relay_opens(case == "quota")
+    if case == "no spare":
+        assert stand.loop.spare_take() == 30
+        assert stand.loop.spare_take() == 0
+    unique = stand.send(CREATE, ROOT if case == "unknown" else 20, request)
+    [call] = stand.calls(1)
+    assert (call.unique, call.opcode) == (unique, CREATE)
+    stand.nothing_else()
+    assert (stand.loop.spares, stand.loop.spare_take()) == ((0, 0) if case == "no spare" else (1, 30))
+    stand.tier.abort(extent)
+
+
+def test_the_name_of_a_draft_moves_to_a_free_one(stand: Stand) -> None:
+    known_directory(stand, 20)
+    known_directory(stand, 21, b"doubtful")
+    draft = stand.draft(10)
+    stand.loop.link(20, b"old", 10)
+    stand.sealed(11, b"")
+    stand.loop.link(20, b"sealed", 11)
+    stand.ask(RENAME, 20, rename_in(21, b"old", b"new"))
+    [first] = stand.calls(1)  # nobody waits for it, and it is told of all the same
+    assert (first.opcode, first.nodeid, first.other, first.offset) == (fuse_loop.RENAMED, 20, 21, 10)
+    assert (first.name, first.new_name) == (b"old", b"new")
+    assert [outcome(stand, 20, b"old"), outcome(stand, 21, b"new")] == [0, 10]
+    stand.ask(RENAME2, 21, struct.pack("<QII", 20, NOREPLACE, 0) + b"new\0again\0")
+    [second] = stand.calls(1)
+    assert (second.nodeid, second.other, second.name, second.new_name) == (21, 20, b"new", b"again")
+    for parent, body in (
+        (20, rename_in(20, b"sealed", b"free")),
+        (20, rename_in(20, b"none", b"free")),
+        (20, rename_in(20, b"again", b"sealed")),
+        (20, rename_in(20, b"again", b"again")),
+        (20, rename_in(21, b"again", b"doubtful")),
+        (20, rename_in(ROOT, b"again", b"free")),
+        (20, rename_in(20, b"again", "ü".encode())),
+    ):
+        unique = stand.send(RENAME, parent, body)
+        assert [(call.unique, call.opcode) for call in stand.calls(1)] == [(unique, fuse_loop.RENAME)]
+    unique = stand.send(RENAME2, 20, struct.pack("<QII", 20, EXCHANGE, 0) + b"again\0free\0")
+    assert [(call.unique, call.flags) for call in stand.calls(1)] == [(unique, EXCHANGE)]
+    assert outcome(stand, 20, b"again") == 10
+    stand.nothing_else()
+    stand.tier.abort(draft)
+
+
+def test_the_library_takes_nothing_from_a_file_that_it_has_not_heard_of(stand: Stand) -> None:
+    known_directory(stand, 20)
+    former = stand.draft(10)
+    stand.loop.link(20, b"tmp", 10)
+    extent = stand.spare(30, fh=4711)
+    stand.ask(RENAME, 20, rename_in(20, b"tmp", b"name"))
+    stand.ask(CREATE, 20, create_in(b"tmp"))
+    stand.loop.unlink(20, b"tmp", 10)  # as when the former draft is dropped just then
+    stand.loop.doubt(20, b"tmp", 10)
+    stand.loop.doubt(20, b"tmp", 0)  # as when another door seals an object of this name
+    stand.loop.undoubt(20, b"tmp")
+    assert [call.opcode for call in stand.calls(2)] == [fuse_loop.RENAMED, fuse_loop.CREATED]
+    assert [outcome(stand, 20, b"tmp"), outcome(stand, 20, b"name")] == [30, 10]
+    stand.loop.release(30)
+    for made in (former, extent):
+        stand.tier.abort(made)
+    stand.nothing_else()
+
+
+def test_what_the_loop_cannot_tell_it_does_not_do(stand: Stand) -> None:
+    known_directory(stand, 20)
+    draft = stand.draft(10)
+    stand.loop.link(20, b"old", 10)
+    extent = stand.spare(30, fh=4711)
+    for _ in range(CALLS_CAPACITY):
+        stand.send(UNLINK, 20, b"x\0")
+    stand.send(RENAME, 20, rename_in(20, b"old", b"new"))
+    assert stand.relayed().opcode == RENAME
+    stand.send(CREATE, 20, create_in(b"new"))
+    assert stand.relayed().opcode == CREATE
+    stand.calls(CALLS_CAPACITY)
+    assert [outcome(stand, 20, b"old"), outcome(stand, 20, b"new"), stand.loop.spares] == [10, 0, 1]
+    assert stand.loop.spare_take() == 30
+    for made in (draft, extent):
+        stand.tier.abort(made)
+    stand.nothing_else()
+
+
+def test_spares_have_a_limit_and_a_draft_behind_them(stand: Stand) -> None:
+    extents = [stand.spare(30 + number, fh=number) for number in range(SPARES)]
+    with pytest.raises(KvfsError):
+        stand.spare(30 + SPARES, fh=1)
+    stand.loop.node_drop(30 + SPARES)
+    with pytest.raises(KvfsError):
+        stand.loop.spare_add(1, 1, stand.device)
+    assert stand.loop.spares == SPARES
+    assert sorted(stand.loop.spare_take() for _ in range(SPARES)) == list(range(30, 30 + SPARES))
+    for extent in (*extents, stand.lent.pop()):
+        stand.tier.abort(extent)
+
+
+def test_who_watches_for_calls_is_not_told_of_them(stand: Stand) -> None:
+    assert not stand.loop.await_calls(1_000_000)
+    stand.loop.watch_calls(True)
+    unique = stand.send(UNLINK, ROOT, b"x\0")
+    assert stand.loop.await_calls(int(WAIT_S * 1e9))
+    assert not stand.readable(stand.loop.calls_fd)
+    stand.loop.watch_calls(False)
+    assert [call.unique for call in stand.calls(1)] == [unique]
+    assert not stand.readable(stand.loop.calls_fd)
+    stand.loop.watch_calls(True)
+    stand.loop.watch_calls(False)
+    assert not stand.readable(stand.loop.calls_fd)
+    stand.nothing_else()
+
+
 # --- forgetting ---------------------------------------------------------------------------------------------
 
 
@@ -593,7 +922,6 @@ def test_open_read_release_of_a_sealed_object(stand: Stand) -> None:
     again = struct.unpack_from("<Q", stand.ask(OPEN, 10, open_in()))[0]
     assert stand.loop.drain_opens() == [(10, 41, 42), (10, 0, 0)]
     assert stand.loop.drain_opens() == []
-    assert stand.ask(FSYNC, 10, struct.pack("<QII", handle, 0, 0)) == b""
     assert stand.ask(RELEASE, 10, release_in(handle)) == b""
     assert stand.loop.opens(10) == 1
     assert stand.tier.held(extent)

@@ -66,7 +66,9 @@ def test_version_and_help() -> None:
         "evict",
         "rm",
         "drop",
+        "fsck",
         "bench",
+        "replay",
         "umount",
     ):
         assert command in shown

@@ -61,7 +61,6 @@ class Survivor:
     out: a copy for each step would be a fifth of the time that 100,000 objects take."""
 
     sealed: Sealed
-    sealed_at_ns: int
     hits: int = 0
     last_access_s: int = 0
     pinned: bool = False
@@ -167,21 +166,26 @@ class _Adoption:
 
     def _drop(self, slot: int) -> None:
         uid = self._uids.get(slot, 0)
-        if len(self.estate.held) >= limits.MAX_HELD_SLOTS and slot < self._slots and self._is_held(slot):
-            physical_bytes = os.stat(native.slot_name(slot), dir_fd=self._slotfd).st_blocks * 512
-            self.estate.zombies[slot] = (uid, physical_bytes)
+        if len(self.estate.held) >= limits.MAX_HELD_SLOTS:
+            self._make_zombie(slot, uid)
             return
-        fd, physical_bytes = native.detach(self._slotfd, slot)
+        try:
+            fd, physical_bytes = native.detach(self._slotfd, slot)
+        except (KvfsError, OSError):  # out of descriptors
+            self._make_zombie(slot, uid)
+            return
         if _fd_is_held(fd):
             self.estate.held.append(Held(fd, physical_bytes, uid))
         else:
             os.close(fd)
 
-    def _is_held(self, slot: int) -> bool:
-        try:
-            return native.is_held(self._slotfd, slot)
-        except (KvfsError, OSError):
-            return True
+    def _make_zombie(self, slot: int, uid: int) -> None:
+        """Leave the file to the tier's sweep. One behind the last slot goes, whoever holds it."""
+        name = native.slot_name(slot)
+        if slot < self._slots:
+            self.estate.zombies[slot] = (uid, os.stat(name, dir_fd=self._slotfd).st_blocks * 512)
+        else:
+            os.unlink(name, dir_fd=self._slotfd)
 
     def fit(self, survivors: list[Survivor], capacity_bytes: int, table_bytes: int) -> list[Survivor]:
         """As many, from the first on, as fit beside the new table and what holders keep."""
@@ -203,6 +207,8 @@ class _Adoption:
 
     def verify(self, survivors: list[Survivor]) -> list[Survivor]:
         """Those whose payload has the header's checksum, in order."""
+        if not survivors:
+            return []
         began = time.monotonic()
         bad: set[int] = set()
         left = iter(survivors)
@@ -348,9 +354,9 @@ def _survivor(
         bucket_id=raw["bucket_id"],
     )
     checksum = raw["checksum"] if raw["marks"] & SlotMark.HAS_CHECKSUM else None
-    sealed = Sealed(Extent(slot, raw["generation"]), header, raw["size_bytes"], checksum)
+    sealed = Sealed(Extent(slot, raw["generation"]), header, raw["size_bytes"], checksum, raw["sealed_at_ns"])
     entry_slot, generation, hits, last_access_s, flags = access.get(key.digest, (slot, 0, 0, 0, 0))
     if (entry_slot, generation) != (slot, raw["generation"]):
         hits = flags = 0
         last_access_s = raw["sealed_at_ns"] // 1_000_000_000
-    return Survivor(sealed, raw["sealed_at_ns"], hits, last_access_s, bool(flags & ENTRY_PINNED))
+    return Survivor(sealed, hits, last_access_s, bool(flags & ENTRY_PINNED))

@@ -79,6 +79,8 @@ class Sealed:
     size_bytes: int
     checksum: int | None
     """XXH3-64 of the payload; None until it has been computed."""
+    sealed_at_ns: int = 0
+    """Realtime clock."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ class BlockCatalog:
         block = self._blocks.pop(digest, None)
         if block is None:
             return None
-        del self._by_sequence[block.sequence]
+        self._by_sequence.pop(block.sequence, None)
         if block.parent is not None:
             siblings = self._children[block.parent]
             siblings.discard(digest)

@@ -16,11 +16,13 @@ Concurrency: one trio thread calls; `open_file`, `close_file` and `discard` hold
 from __future__ import annotations
 
 import errno
+import logging
 import os
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import trio
 
@@ -28,8 +30,12 @@ from kvfs import limits
 from kvfs._native import slots
 from kvfs.errors import Corrupt, DeviceFailed, DeviceMissing, from_device_errno
 from tiers.device_base import FileDevice
+from tiers.device_uring import UringDevice
 
+T = TypeVar("T")
 Kind = Literal["auto", "io_uring", "threads"]
+
+_log = logging.getLogger("kvfs.device")
 
 
 class Device(Protocol):
@@ -96,28 +102,45 @@ class Device(Protocol):
         """
 
     async def aclose(self) -> None:
-        """Wait for the operations in flight, at most limits.DEVICE_CLOSE_WAIT_S; close what is still open."""
+        """Wait for the operations in flight, at most limits.DEVICE_CLOSE_WAIT_S; close what is still open.
+
+        Callers whose operation has not ended by then get DeviceFailed, and its file and memory are left behind.
+        """
 
 
 class ThreadDevice(FileDevice):
-    """System calls in trio's worker threads: works everywhere, 50 us a call more than io_uring."""
+    """System calls in trio's worker threads, wherever io_uring is not allowed."""
 
     backend = "threads"
 
     def __init__(self, depth: int = limits.DEVICE_DEPTH) -> None:
         super().__init__(depth)
         self._threads = trio.CapacityLimiter(depth)
+        self._running: set[trio.CancelScope] = set()
 
     async def _read(self, fd: int, offset: int, into: memoryview, payload_bytes: int, what: str) -> int:
-        call = partial(_read_all, fd, offset, into, payload_bytes, what)
-        return await trio.to_thread.run_sync(call, limiter=self._threads)
+        return await self._run(partial(_read_all, fd, offset, into, payload_bytes, what))
 
     async def _write(self, fd: int, offset: int, data: memoryview, what: str) -> None:
-        call = partial(_write_all, fd, offset, data, what)
-        await trio.to_thread.run_sync(call, limiter=self._threads)
+        await self._run(partial(_write_all, fd, offset, data, what))
 
     async def _sync(self, fd: int, what: str) -> None:
-        await trio.to_thread.run_sync(_sync_data, fd, what, limiter=self._threads)
+        await self._run(partial(_sync_data, fd, what))
+
+    async def _run(self, call: Callable[[], T]) -> T:
+        """Only `aclose` gives up on a thread, and only one that does not end."""
+        with trio.CancelScope(shield=True) as scope:
+            self._running.add(scope)
+            try:
+                return await trio.to_thread.run_sync(call, limiter=self._threads, abandon_on_cancel=True)
+            finally:
+                self._running.discard(scope)
+        raise DeviceFailed("the device was closed before the operation ended")
+
+    async def _release(self, ended: bool) -> bool:
+        for scope in self._running:
+            scope.cancel()
+        return ended
 
 
 # Views are released here: an exception's traceback would keep them, and the caller could not unmap its memory.
@@ -160,6 +183,11 @@ def _sync_data(fd: int, what: str) -> None:
 
 def open_device(kind: Kind = "auto", depth: int = limits.DEVICE_DEPTH) -> Device:
     """The device backend of this machine. Raises DeviceMissing where `kind` is "io_uring" and it is not allowed."""
-    if kind == "io_uring":
-        raise DeviceMissing("io_uring: there is no such device backend in this build")
+    if kind != "threads":
+        try:
+            return UringDevice(depth)
+        except DeviceMissing as error:
+            if kind == "io_uring":
+                raise
+            _log.warning("%s; this device is driven by threads instead", error)
     return ThreadDevice(depth)

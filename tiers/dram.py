@@ -146,6 +146,8 @@ class DramTier:
         return tier
 
     def _check_leases(self) -> None:
+        if self.adopted:  # each was probed; and there may be no slot to spare
+            return
         draft = self.reserve()
         try:
             native.check_no_writer(self._slotfd, draft.slot)
@@ -288,6 +290,7 @@ class DramTier:
         """
         self._check_draft(draft)
         size_bytes, physical_bytes = self._check_sealable(draft)
+        sealed_at_ns = time.time_ns()
         generation = self.table.publish(
             draft.slot,
             draft.generation,
@@ -301,13 +304,13 @@ class DramTier:
             parent=header.parent,
             uid=header.uid,
             bucket_id=header.bucket_id,
-            sealed_at_ns=time.time_ns(),
+            sealed_at_ns=sealed_at_ns,
         )
         self._books.close_draft(draft.slot)
         self._books.add_sealed(draft.slot, physical_bytes)
         if checksum is None:
             self._queue_checksum(draft.slot, generation)
-        return Sealed(Extent(draft.slot, generation), header, size_bytes, checksum)
+        return Sealed(Extent(draft.slot, generation), header, size_bytes, checksum, sealed_at_ns)
 
     def abort(self, draft: Extent, *, charge_uid: int = 0) -> None:
         """Give the draft back, whoever has it open: its bytes are then held, charged to `charge_uid`."""
@@ -445,20 +448,36 @@ class DramTier:
             if not self._books.unsummed:
                 return
 
+    @property
+    def sealed_bytes(self) -> int:
+        """Physical, of all sealed slots."""
+        return self._books.sealed_total
+
+    def sealed_slots(self) -> list[int]:
+        return sorted(self._books.sealed_bytes)
+
     def sealed(self) -> Iterator[Sealed]:
         """Every sealed extent, in slot order."""
-        for slot in sorted(self._books.sealed_bytes):
-            raw = self.table.read_header(slot)
-            header = SealHeader(
-                key=StoreKey(Kind(raw.kind), raw.key),
-                object_id=raw.object_id,
-                sequence=raw.sequence,
-                parent=raw.parent,
-                flags=raw.flags,
-                uid=raw.uid,
-                bucket_id=raw.bucket_id,
-            )
-            yield Sealed(Extent(slot, raw.generation), header, raw.size_bytes, raw.checksum)
+        for slot in self.sealed_slots():
+            if (sealed := self.look(slot)) is not None:
+                yield sealed
+
+    def look(self, slot: int) -> Sealed | None:
+        """What is sealed in a slot."""
+        if slot not in self._books.sealed_bytes:
+            return None
+        raw = self.table.read_header(slot)
+        header = SealHeader(
+            key=StoreKey(Kind(raw.kind), raw.key),
+            object_id=raw.object_id,
+            sequence=raw.sequence,
+            parent=raw.parent,
+            flags=raw.flags,
+            uid=raw.uid,
+            bucket_id=raw.bucket_id,
+        )
+        extent = Extent(slot, raw.generation)
+        return Sealed(extent, header, raw.size_bytes, raw.checksum, raw.sealed_at_ns)
 
     # --- the end -------------------------------------------------------------------------------------------
 

@@ -114,10 +114,7 @@ def discard(root: Path) -> int:
 
 def remove(root: Path, backing: str, lockfd: int) -> None:
     """Undo `prepare`: files go, the tmpfs is unmounted (lazily, while somebody holds a file)."""
-    drop_files(root)
-    with suppress(OSError):
-        (root / "slots").rmdir()
-    (root / "lock").unlink(missing_ok=True)
+    _clear(root)
     os.close(lockfd)
     if backing == "tmpfs":
         tmpfs.unmount(root)
@@ -132,9 +129,8 @@ def _try_mount(root: Path, capacity_bytes: int, slots: int, gid: int | None, mod
     below = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         tmpfs.mount(root, capacity_bytes, inodes=_inodes(slots), gid=gid)
-        drop_files(
-            Path(f"/proc/self/fd/{below}")
-        )  # of a plain directory before: hidden, they would lie there for good
+        # Of a plain directory before: hidden, its files would lie there for good.
+        _clear(Path(f"/proc/self/fd/{below}"))
     except DeviceMissing as error:
         if mode == "tmpfs":
             raise
@@ -161,6 +157,13 @@ def _lock(root: Path) -> int:
         if os.fstat(fd).st_nlink:
             return fd
         os.close(fd)
+
+
+def _clear(root: Path) -> None:
+    drop_files(root)
+    with suppress(OSError):
+        (root / "slots").rmdir()
+    (root / "lock").unlink(missing_ok=True)
 
 
 def drop_table(root: Path) -> None:
@@ -236,7 +239,7 @@ def _write_headers(table: Table, estate: Estate) -> None:
                 parent=header.parent,
                 uid=header.uid,
                 bucket_id=header.bucket_id,
-                sealed_at_ns=survivor.sealed_at_ns,
+                sealed_at_ns=sealed.sealed_at_ns,
             )
         elif generation:
             table.set_generation(slot, (generation + 1 | 1) & 0xFFFFFFFF)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tiers.eviction import LruLeafFirst
+from tiers.eviction import EvictionPolicy
 
 MAX_HELD_SKIPS = 1024
 """Held objects that one run passes over before it gives up: 2.5 us each."""
@@ -20,11 +20,11 @@ MAX_HELD_SKIPS = 1024
 
 @dataclass(slots=True)
 class Evictor:
-    """`evict_one` takes one object out of the store and returns the bytes that became free."""
+    """`evict_group` takes objects out of the store at once and returns the bytes that became free."""
 
-    policy: LruLeafFirst[bytes]
+    policy: EvictionPolicy[bytes]
     is_held: Callable[[bytes], bool]
-    evict_one: Callable[[bytes], int]
+    evict_group: Callable[[list[bytes]], int]
     before_choice: Callable[[], None]
 
     def run(self, bytes_wanted: int, *, objects_wanted: int = 0) -> int:
@@ -43,7 +43,7 @@ class Evictor:
                         return freed
                 else:
                     gone += len(group)
-                    freed += sum([self.evict_one(digest) for digest in group])
+                    freed += self.evict_group(group)
             if not found:
                 break
         return freed

@@ -95,10 +95,16 @@ class Home:
         self._write(start=self.start)
 
     def close(self, *, clean: bool = True) -> None:
-        """Release the directory; `clean` records that everything in it was left consistent and is on the device."""
+        """Release the directory; `clean` records that everything in it was left consistent and is on the device.
+
+        Closing twice is harmless.
+        """
+        if self._lock_fd < 0:
+            return
         if clean:
             self._write(start=self.start, clean=True)
         os.close(self._lock_fd)
+        self._lock_fd = -1
 
     def _write(self, *, start: str, previous_start: str = "", clean: bool = False) -> None:
         _write_format(self.path, _Format(self.store_id, clean, linux.boot_id(), start, previous_start))
@@ -114,7 +120,7 @@ def open_home(path: Path) -> Home:
     lock_fd = _lock(path)
     try:
         found = _read_format(path)
-        if not (path / "format.json").exists():  # before anything else is given the id
+        if not (path / "format.json").exists():  # before anything else bears the store's id
             _write_format(path, found)
     except BaseException:
         os.close(lock_fd)

@@ -32,7 +32,7 @@ from kvfs.errors import Corrupt, DeviceFailed, DeviceMissing, KvfsError, NoSpace
 from kvfs.name_rows import PINNED, BucketRow, NameRow
 from kvfs.records import MetaBody
 from tiers.admission import GhostQueue
-from tiers.base import Extent, Kind, StoreKey
+from tiers.base import Extent, Kind, StoreKey, object_key
 from tiers.log import Barrier, Payload
 from tiers.model import Bucket, Name
 from tiers.nvme import NvmeTier, Stored
@@ -85,8 +85,9 @@ class Journal:
         parent: bytes = bytes(16),
         uid: int = 0,
         replaced: int | None = None,
+        snapshot: int | None = None,
     ) -> None:
-        """An object was sealed into DRAM, in the place of object `replaced`."""
+        """An object was sealed into DRAM, in the place of object `replaced`; `snapshot`: of its draft, if any."""
 
     def named(self, object_id: int, name: Name, row: NameRow) -> None:
         """An object or directory has other attributes."""
@@ -120,8 +121,25 @@ class Journal:
     async def settle(self) -> None:
         """Wait until what was promised so far is durable. Raises NoSpace, DeviceFailed for durable objects."""
 
+    async def read_into(self, object_id: int, into: memoryview) -> None:
+        """Read an object from below DRAM. Raises Superseded, Corrupt, DeviceFailed."""
+        raise Superseded(f"object {object_id} is in no tier below DRAM")
+
+    async def settle_names(self) -> None:
+        """Wait until every change of names so far is durable. Raises NoSpace, DeviceFailed."""
+
     async def persist(self, object_id: int) -> None:
-        """Wait until a sealed object is durable, whatever its bucket."""
+        """Wait until a sealed object is durable, whatever its bucket. Raises NoSpace, DeviceFailed."""
+
+    async def persist_draft(
+        self, extent: Extent, name: Name, row: NameRow, previous: int | None
+    ) -> int | None:
+        """See `TieredStore.persist_draft`."""
+        return None
+
+    def is_snapshot(self, object_id: int, size_bytes: int, checksum: int) -> bool:
+        """Whether a draft's durable copy has exactly these bytes."""
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +172,11 @@ class SlotPayload:
         self.checksum = checksum
         self._nvme, self._dram, self._extent, self._offset = nvme, dram, extent, offset
 
+    def open(self) -> int:
+        return self._dram.open_sealed(self._extent)
+
     async def read_into(self, view: memoryview) -> int:
-        descriptor = self._dram.open_sealed(self._extent)
+        descriptor = self.open()
         try:
             os.set_blocking(descriptor, True)  # with O_NONBLOCK io_uring answers EAGAIN where it would wait
             return await self._nvme.device.read(
@@ -163,6 +184,16 @@ class SlotPayload:
             )
         finally:
             os.close(descriptor)
+
+
+class DraftPayload(SlotPayload):
+    """A piece of a draft as it is when its turn to be written comes."""
+
+    def __init__(self, nvme: NvmeTier, dram: DramTier, extent: Extent, offset: int, size_bytes: int) -> None:
+        super().__init__(nvme, dram, extent, offset, size_bytes, None)
+
+    def open(self) -> int:
+        return self._dram.open_draft(self._extent)
 
 
 class NvmeJournal(Journal):
@@ -178,7 +209,7 @@ class NvmeJournal(Journal):
         self._must = 0
         """Ticket of the newest entry that a durable object depends on..."""
         self._should = 0
-        """...and of the newest deletion: both are waited for, only the first may fail a request."""
+        """...and of the newest deletion or rename: both are waited for, only the first may fail a request."""
         self._skipped = 0
         self.is_finished = False
         nvme.evicted = self._let_go
@@ -214,10 +245,16 @@ class NvmeJournal(Journal):
         parent: bytes = bytes(16),
         uid: int = 0,
         replaced: int | None = None,
+        snapshot: int | None = None,
     ) -> None:
-        if bucket.durable:
-            found = Resident(key, object_id, extent, size_bytes, bucket, named, parent, uid)
+        found = Resident(key, object_id, extent, size_bytes, bucket, named, parent, uid)
+        if named is not None and snapshot == object_id:
+            self._keep_snapshot(object_id, bucket, *named)
+            self._drop(replaced, behind=True, awaited=False)
+            return
+        if bucket.durable or snapshot is not None:
             self._must = self._put(found)
+            self._drop(snapshot, behind=True, awaited=False)
             self._drop(replaced, behind=True, awaited=False)
             return
         self._drop(replaced)
@@ -225,6 +262,47 @@ class NvmeJournal(Journal):
             self._skipped += 1
         else:
             self._queue(key)
+
+    def _keep_snapshot(self, object_id: int, bucket: Bucket, name: Name, row: NameRow) -> None:
+        """What was made durable of a draft is what was sealed: its bytes are written already."""
+        stored = self.nvme.objects[object_id]
+        self.nvme.keep(stored, bucket.durable or bool(row.flags & PINNED))
+        stored.ticket = self._must = self.nvme.put_name(stored, MetaBody(name.bucket, name.key, row))
+        self._store.note_copy(stored.key, stored.place)
+
+    def is_snapshot(self, object_id: int, size_bytes: int, checksum: int) -> bool:
+        stored = self.nvme.objects.get(object_id)
+        if stored is None or len(stored.pieces) != 1 or stored.pieces[0] is None:
+            return False
+        return (stored.size_bytes, stored.pieces[0].checksum) == (size_bytes, checksum)
+
+    async def persist_draft(
+        self, extent: Extent, name: Name, row: NameRow, previous: int | None
+    ) -> int | None:
+        bucket = self._store.bucket(name.bucket)
+        self.check_durable(row.size_bytes)
+        key = object_key(row.object_id)
+        stored = Stored(key, row.object_id, row.size_bytes, bucket.bucket_id, uid=row.uid, kept=True)
+        step = self.nvme.pool.extent_bytes
+        payloads = [
+            DraftPayload(self.nvme, self._store.dram, extent, start, min(step, row.size_bytes - start))
+            for start in range(0, max(row.size_bytes, 1), step)
+        ]
+        stored.ticket = self.nvme.put(stored, payloads, MetaBody(name.bucket, name.key, row))
+        self._drop(previous, behind=True, awaited=False)
+        await self.nvme.log.settle(stored.ticket)
+        if not self.nvme.holds(row.object_id):
+            raise NoSpace(f"{name} found no room in the NVMe tier")
+        return row.object_id
+
+    async def read_into(self, object_id: int, into: memoryview) -> None:
+        stored = self.nvme.objects.get(object_id)
+        if stored is None:
+            raise Superseded(f"object {object_id} has left the NVMe tier")
+        await self.nvme.load(stored, into)
+
+    async def settle_names(self) -> None:
+        await self.nvme.log.settle()
 
     def _put(self, found: Resident) -> int:
         """Queue an object's records; the ticket of the last."""
@@ -460,11 +538,17 @@ class NvmeJournal(Journal):
         """Reclaim lets an object go: it stays in DRAM if it is there, else it leaves the store, with its unit."""
         return self._store.lose_copy(stored.key)
 
-    def _damaged(self, stored: Stored) -> None:
+    def _damaged(self, stored: Stored, had_it: bool) -> bool:
         for object_id in self._store.lose_copy(stored.key):
             self.nvme.drop(object_id)
-        if self._store.in_dram(stored.object_id) is not None:
+        found = self._store.in_dram(stored.object_id)
+        if found is None:
+            return False
+        if had_it and found.bucket.durable:  # at once: until then nothing keeps it in DRAM
+            self._must = self._put(found)
+        else:
             self._queue(stored.key)
+        return True
 
     def _refused(self, stored: Stored) -> None:
         """Nothing is tried again at once: it would find the tier as full."""

@@ -142,8 +142,9 @@ class NvmeTier:
         """Told that reclaim lets an object go; the ids of others that have to leave with it."""
         self.hits_of: Callable[[Stored], int] = lambda stored: 0
         """How often the object was read so far."""
-        self.damaged: Callable[[Stored], None] = lambda stored: None
-        """Told that an object lost an extent and left the tier."""
+        self.damaged: Callable[[Stored, bool], bool] = lambda stored, had_it: False
+        """Told that an object lost an extent and left the tier, and whether the tier had all of it before; whether
+        it will be written again."""
         self.refused: Callable[[Stored], None] = lambda stored: None
         """Told that an object found no room in the tier."""
         self.written: Callable[[Stored], None] = lambda stored: None
@@ -155,6 +156,11 @@ class NvmeTier:
         """Segments that still hold objects that reclaim has let go."""
         self._by_number = {segment.number: segment for segment in pool.segments}
         self._loads = trio.CapacityLimiter(limits.DEVICE_BUFFERS)
+
+    def grow(self) -> None:
+        """Add a file past the capacity that was asked for: a start that finds it free removes it. Raises NoSpace."""
+        segment = self.pool.grow()
+        self._by_number[segment.number] = segment
 
     # --- capacity -----------------------------------------------------------------------------------------
 
@@ -213,6 +219,7 @@ class NvmeTier:
             "segments_reclaimed": counts.segments_reclaimed,
             "write_errors": counts.write_errors,
             "objects_written": self.counts.objects_written,
+            "bytes_written": self.counts.bytes_written,
             "objects_evicted": self.counts.objects_evicted,
             "reads": self.counts.reads,
             "read_bytes": self.counts.read_bytes,
@@ -287,11 +294,11 @@ class NvmeTier:
                 return
             if not isinstance(error, Superseded):
                 _log.error("object %d is not written to NVMe: %s", stored.object_id, error)
-            self.drop(stored.object_id)
-            if isinstance(error, NoSpace):
+            if isinstance(error, NoSpace):  # no deletion: without this extent the others mean nothing
+                self._forget(stored)
                 self.refused(stored)
             else:
-                self.damaged(stored)
+                self._lose(stored, had_it=False)
 
         return self.log.append(
             Record(
@@ -356,6 +363,12 @@ class NvmeTier:
         else:
             self._forget_bytes(stored)
         return self.log.append(Deletion(object_id, partial(self._forget, stored)))
+
+    def forget(self, object_id: int) -> None:
+        """The object's records count no more, but may be followed by others of the same id."""
+        stored = self.objects.get(object_id)
+        if stored is not None:
+            self._forget(stored)
 
     def _forget(self, stored: Stored) -> None:
         if self._known(stored.object_id) is stored:
@@ -465,6 +478,14 @@ class NvmeTier:
 
         Raises Superseded when the object left the tier, Corrupt (and then it leaves), DeviceFailed.
         """
+        size_bytes = await self.verify_extent(stored, number, into)
+        if size_bytes:
+            self.counts.reads += 1
+            self.counts.read_bytes += size_bytes
+        return size_bytes
+
+    async def verify_extent(self, stored: Stored, number: int, into: memoryview) -> int:
+        """As `read_extent`, for upkeep: it is not counted as a read."""
         while True:
             piece = None if stored.dropped else stored.pieces[number]
             if piece is None:
@@ -485,16 +506,20 @@ class NvmeTier:
                     self._damage(stored, number, error)
                     raise
                 continue
-            self.counts.reads += 1
-            self.counts.read_bytes += piece.payload_bytes
             return piece.payload_bytes
 
     def _damage(self, stored: Stored, number: int, error: KvfsError) -> None:
         """An extent is not what was written: the object leaves the tier, and is a miss unless DRAM has it."""
         self.counts.corrupt += 1
         _log.error("object %d, extent %d on NVMe: %s", stored.object_id, number, error)
-        self.drop(stored.object_id)
-        self.damaged(stored)
+        self._lose(stored, had_it=True)
+
+    def _lose(self, stored: Stored, *, had_it: bool) -> None:
+        """An object leaves the tier with an extent that it lacks. Its deletion is logged only if it is not written
+        again: a TOMBSTONE ends the later records of an id, too."""
+        self._forget(stored)
+        if not self.damaged(stored, had_it):
+            self.log.append(Deletion(stored.object_id))
 
     async def load(self, stored: Stored, into: memoryview) -> None:
         """Read a whole object, verified extent by extent. `into` is page-aligned and has whole RECORD_ALIGNMENT units.
@@ -555,12 +580,8 @@ class NvmeTier:
             _log.error("segment %d cannot be reclaimed: %s", victim.number, error)
             victim.failed = True
             return True
-        entries = self._sort_out(victim, records)
-        crashpoints.reach("reclaim.before_rewrite")
-        while entries:
-            await self.log.write_now(entries)
-        await self.log.sync_now()
-        crashpoints.reach("reclaim.after_rewrite")
+        budget = MoveBudget.of_segment(self.pool.segment_bytes, victim.kept_bytes)
+        await self._rewrite(self._sort_out(victim, records, budget))
         try:
             await self.pool.release(victim)
         except DeviceFailed:
@@ -571,9 +592,22 @@ class NvmeTier:
         self.log.counts.segments_reclaimed += 1
         return True
 
-    def _sort_out(self, victim: Segment, records: Sequence[Found]) -> deque[Entry]:
+    async def evacuate(self, victim: Segment, records: Sequence[Found]) -> None:
+        """Write everything that counts of `records`, which are the segment's, again in another one; durably.
+
+        Then the segment's file may go. Raises DeviceFailed, NoSpace.
+        """
+        await self._rewrite(self._sort_out(victim, records, MoveBudget(0, everything=True)))
+
+    async def _rewrite(self, entries: deque[Entry]) -> None:
+        crashpoints.reach("reclaim.before_rewrite")
+        while entries:
+            await self.log.write_now(entries)
+        await self.log.sync_now()
+        crashpoints.reach("reclaim.after_rewrite")
+
+    def _sort_out(self, victim: Segment, records: Sequence[Found], budget: MoveBudget) -> deque[Entry]:
         """Evict what may go; what is to be moved, in order."""
-        budget = MoveBudget.of_segment(self.pool.segment_bytes, victim.kept_bytes)
         others = [s.first_sequence for s in self.pool.used() if s is not victim]
         entries: deque[Entry] = deque()
         for found in records:

@@ -13,10 +13,11 @@ Concurrency: before the store serves anybody.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvfs._native.table import TIER_NVME
-from kvfs.name_rows import DIRECTORY, NameRow
+from kvfs.name_rows import DIRECTORY, SNAPSHOT, NameRow
 from kvfs.names import NameIndex
 from kvfs.records import MetaBody
 from tiers.base import NO_SLOT, Kind
@@ -36,7 +37,8 @@ def rebuild_index(names: NameIndex, found: Replayed) -> int:
     for row in found.buckets.values():
         names.put_bucket(row)
     metas = (meta for meta in found.metas() if names.get_bucket(meta.bucket) is not None)
-    return names.put_many((meta.bucket, meta.key, meta.row) for meta in metas)
+    rows = ((meta.bucket, meta.key, replace(meta.row, flags=meta.row.flags & ~SNAPSHOT)) for meta in metas)
+    return names.put_many(rows)
 
 
 def skip_ids(names: NameIndex, found: Replayed) -> None:
@@ -79,6 +81,7 @@ def restore_copies(store: TieredStore, nvme: NvmeTier, found: Replayed, *, compa
             journal.bucket(row)
     for row_id in found.buckets.keys() - {row.bucket_id for row in store.names.buckets()}:
         journal.bucket_removed(row_id)
+    _restore_snapshots(store.names, nvme, found)
     restored = _restore_named(store, nvme, journal, found, compare=compare)
     for stored in list(nvme.objects.values()):
         if stored.key.kind is Kind.BLOCK:
@@ -89,6 +92,18 @@ def restore_copies(store: TieredStore, nvme: NvmeTier, found: Replayed, *, compa
             nvme.drop(stored.object_id)
     journal.queue_unwritten()
     return journal
+
+
+def _restore_snapshots(names: NameIndex, nvme: NvmeTier, found: Replayed) -> None:
+    """Files that were being written, as their writers last made them durable: under their names from here on,
+    unless a later object has that name."""
+    for object_id, (body, _) in list(found.names.items()):
+        meta = MetaBody.decode(body) if object_id in found.snapshots else None
+        if meta is None or object_id not in nvme.objects or names.get_bucket(meta.bucket) is None:
+            continue
+        known = names.get(meta.bucket, meta.key)
+        if known is None or known.object_id < object_id:
+            names.put(meta.bucket, meta.key, replace(meta.row, flags=meta.row.flags & ~SNAPSHOT))
 
 
 def _rows(names: NameIndex) -> Iterator[tuple[Name, NameRow]]:
@@ -110,7 +125,9 @@ def _restore_named(
                 both.add(row.object_id)
             continue
         both.add(row.object_id)
-        if compare and found.names[row.object_id][0] != MetaBody(name.bucket, name.key, row).encode():
+        if (compare or row.object_id in found.snapshots) and found.names[row.object_id][0] != MetaBody(
+            name.bucket, name.key, row
+        ).encode():
             journal.named(row.object_id, name, row)
         if not row.flags & DIRECTORY:
             _enter(store, stored)

@@ -62,6 +62,8 @@ class MoveBudget:
     """How much of one segment may still be moved because it is hot."""
 
     left_bytes: int
+    everything: bool = False
+    """Whether nothing may be evicted."""
 
     @classmethod
     def of_segment(cls, size_bytes: int, kept_bytes: int) -> MoveBudget:
@@ -72,7 +74,7 @@ class MoveBudget:
         """Of a DATA record. `kept`: durable or pinned; `hot`: read since it was written."""
         if not live:
             return Fate.DEAD
-        if kept:
+        if kept or self.everything:
             return Fate.MOVE
         if hot and record_bytes <= self.left_bytes:
             self.left_bytes -= record_bytes

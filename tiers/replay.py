@@ -24,7 +24,7 @@ from pathlib import Path
 
 from kvfs.errors import Corrupt, KvfsError
 from kvfs.formats import RecordType
-from kvfs.name_rows import DIRECTORY, BucketRow
+from kvfs.name_rows import DIRECTORY, SNAPSHOT, BucketRow
 from kvfs.records import BucketBody, MetaBody, TombstoneBody
 from tiers.base import Kind, StoreKey
 from tiers.device import Device
@@ -36,7 +36,7 @@ _log = logging.getLogger("kvfs.nvme")
 
 
 @dataclass(slots=True)
-class _Seen:
+class Seen:
     """The records of one object so far."""
 
     stored: Stored
@@ -52,6 +52,8 @@ class Replayed:
     buckets: dict[int, BucketRow] = field(default_factory=dict)
     names: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
     """Object id -> encoded META body and the body's name, bucket NUL key; named objects and directories."""
+    snapshots: set[int] = field(default_factory=set)
+    """Ids of files that were still being written."""
     losers: list[int] = field(default_factory=list)
     """Ids whose records must be deleted (again)."""
     highest_id: int = 0
@@ -65,11 +67,13 @@ class Replayed:
             yield MetaBody.decode(body)
 
 
-class _Replay:
+class Replay:
+    """Takes the records of segments, oldest life first; `finish` then says what counts."""
+
     def __init__(self, tier: NvmeTier) -> None:
         self.tier = tier
         self.found = Replayed()
-        self.seen: dict[int, _Seen] = {}
+        self.seen: dict[int, Seen] = {}
         self.dead: set[int] = set()
         self.bucket_places: dict[int, tuple[BucketRow, tuple[Location, int]]] = {}
         self.next_sequence = 1
@@ -89,13 +93,13 @@ class _Replay:
             elif kind == RecordType.BUCKET:
                 self._take_bucket(segment, found)
 
-    def _of(self, header: dict[str, int | bytes]) -> _Seen:
+    def _of(self, header: dict[str, int | bytes]) -> Seen:
         object_id = int(header["object_id"])
         seen = self.seen.get(object_id)
         if seen is None:
             key = StoreKey(Kind(int(header["kind"])), bytes(header["key"]))
             size, bucket_id = int(header["object_bytes"]), int(header["bucket_id"])
-            seen = self.seen[object_id] = _Seen(Stored(key, object_id, size, bucket_id))
+            seen = self.seen[object_id] = Seen(Stored(key, object_id, size, bucket_id))
             self.found.highest_id = max(self.found.highest_id, object_id)
         return seen
 
@@ -148,7 +152,7 @@ class _Replay:
             if bucket_id not in self.dead:
                 self.found.buckets[bucket_id] = row
                 self.tier.adopt_bucket(row, place)
-        holders: dict[bytes, _Seen] = {}
+        holders: dict[bytes, Seen] = {}
         for seen in self.seen.values():
             if seen.stored.object_id not in self.dead and self._whole(seen):
                 self._contend(holders, seen)
@@ -160,7 +164,7 @@ class _Replay:
             seen.stored.kept = bucket.class_ == "durable"
             self.tier.adopt(seen.stored)
 
-    def _whole(self, seen: _Seen) -> bool:
+    def _whole(self, seen: Seen) -> bool:
         """Whether the object can be read, under some name."""
         stored = seen.stored
         if stored.key.kind is Kind.BLOCK:
@@ -171,7 +175,7 @@ class _Replay:
             return bool(MetaBody.decode(seen.body).row.flags & DIRECTORY)
         return stored.readable
 
-    def _contend(self, holders: dict[bytes, _Seen], seen: _Seen) -> None:
+    def _contend(self, holders: dict[bytes, Seen], seen: Seen) -> None:
         """One object of each name or prefix hash counts."""
         stored = seen.stored
         if stored.key.kind is Kind.BLOCK:
@@ -179,6 +183,8 @@ class _Replay:
         else:
             meta = MetaBody.decode(seen.body)
             claim = meta.bucket + b"\0" + meta.key
+            if meta.row.flags & SNAPSHOT:
+                self.found.snapshots.add(stored.object_id)
             self.found.names[stored.object_id] = (seen.body, claim)
         rival = holders.get(claim)
         loser = seen if rival is not None and rival.sequence > seen.sequence else rival
@@ -207,7 +213,7 @@ async def open_nvme(
     )
     try:
         tier = NvmeTier(pool, 1)
-        replay = _Replay(tier)
+        replay = Replay(tier)
         for segment in pool.used():
             try:
                 replay.take(segment, await pool.records(segment))

@@ -43,7 +43,8 @@ from tiers.device import Device
 _log = logging.getLogger("kvfs.nvme")
 
 PAGE_BYTES = 4096
-_GEOMETRY = "pool.json"
+GEOMETRY = "pool.json"
+"""The file that says whose the segments are, and how large."""
 
 
 def page_up(value: int) -> int:
@@ -135,6 +136,17 @@ class SegmentPool:
         return self.segment_bytes - SEGMENT_TRAILER_BYTES - footer - segment.end
 
     # --- lives --------------------------------------------------------------------------------------------
+
+    def path(self, segment: Segment) -> Path:
+        return self.directory / f"{segment.number:08x}.seg"
+
+    def grow(self) -> Segment:
+        """One more file, free. Raises NoSpace, DeviceFailed."""
+        segment = Segment(1 + max((s.number for s in self.segments), default=-1), -1)
+        segment.fd = self.device.open_file(self.path(segment), self.segment_bytes, create=True)
+        self.segments.append(segment)
+        self.free.append(segment)
+        return segment
 
     async def take(self) -> Segment | None:
         """Start a new life of a free segment; None when none is free. Raises NoSpace, DeviceFailed."""
@@ -256,10 +268,7 @@ class SegmentPool:
     async def _from_footer(self, segment: Segment) -> list[Found]:
         trailer = await self._trailer(segment)
         data = await self.read_bytes(segment, trailer["footer_offset"], trailer["footer_bytes"])
-        header = RecordHeader.decode(data)
-        footer = memoryview(data)[RECORD_HEADER.size : RECORD_HEADER.size + header.body_bytes]
-        if header.segment_sequence != segment.sequence or header.body_checksum != xxh3_64(footer):
-            raise Corrupt("the footer does not match its checksum, or belongs to another life")
+        footer = self.check_footer(segment, data)
         found = []
         offset = SEGMENT_DATA_START
         for raw, body in footer_records(footer, trailer["records"]):
@@ -275,7 +284,18 @@ class SegmentPool:
         data = await self.read_bytes(
             segment, self.segment_bytes - SEGMENT_TRAILER_BYTES, SEGMENT_TRAILER_BYTES
         )
-        trailer = formats.decode_page(SEGMENT_TRAILER, formats.TRAILER_MAGIC, data)
+        return self.check_trailer(segment, formats.decode_page(SEGMENT_TRAILER, formats.TRAILER_MAGIC, data))
+
+    def check_footer(self, segment: Segment, data: bytes) -> memoryview:
+        """The body of a footer's record. Raises Corrupt, FormatMismatch."""
+        header = RecordHeader.decode(data)
+        footer = memoryview(data)[RECORD_HEADER.size : RECORD_HEADER.size + header.body_bytes]
+        if header.segment_sequence != segment.sequence or header.body_checksum != xxh3_64(footer):
+            raise Corrupt("the footer does not match its checksum, or belongs to another life")
+        return footer
+
+    def check_trailer(self, segment: Segment, trailer: dict[str, Any]) -> dict[str, Any]:
+        """The fields of a trailer of this life, whose footer fits. Raises Corrupt."""
         if trailer["store_id"] != self.store_id or trailer["segment_sequence"] != segment.sequence:
             raise Corrupt("the trailer belongs to another life of the file")
         start, length = trailer["footer_offset"], trailer["footer_bytes"]
@@ -390,7 +410,7 @@ def _look(directory: Path, store_id: bytes, segment_bytes: int) -> tuple[int, in
 
 def _settle_geometry(directory: Path, store_id: bytes, segment_bytes: int) -> int:
     """The size that the files there have, else the wanted one, written down. Raises ConfigError, FormatMismatch."""
-    path = directory / _GEOMETRY
+    path = directory / GEOMETRY
     try:
         found = json.loads(path.read_text())
         version, owner, size = (
@@ -407,11 +427,11 @@ def _settle_geometry(directory: Path, store_id: bytes, segment_bytes: int) -> in
                 f"{limits.MAX_SEGMENT_BYTES} are possible"
             ) from None
         if any(directory.glob("*.seg")):
-            raise FormatMismatch(f"{directory} holds segment files, but no {_GEOMETRY}") from None
+            raise FormatMismatch(f"{directory} holds segment files, but no {GEOMETRY}") from None
         text = json.dumps(
             {"format": formats.SEGMENT_VERSION, "store_id": store_id.hex(), "segment_bytes": segment_bytes}
         )
-        temporary = directory / (_GEOMETRY + ".new")
+        temporary = directory / (GEOMETRY + ".new")
         temporary.write_text(text + "\n")
         with temporary.open() as file:
             os.fsync(file.fileno())

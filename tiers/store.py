@@ -17,17 +17,22 @@ call is atomic towards all others. Native threads only read the table and count 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import trio
 
 from kvfs import crashpoints, limits, paths
+from kvfs._native.slots import fd_xxh3_64
 from kvfs._native.table import TIER_DRAM, TIER_NVME
 from kvfs.errors import (
+    Corrupt,
     Exists,
     InvalidRequest,
     IsDirectory,
@@ -39,15 +44,16 @@ from kvfs.errors import (
     Superseded,
 )
 from kvfs.keys import Namespace, block_name
+from kvfs.name_rows import SNAPSHOT
 from kvfs.names import NameIndex, NameRow
 from tiers import buckets
 from tiers.adoption import ENTRY_PINNED
-from tiers.base import NO_SLOT, Extent, Kind, SealHeader, StoreKey, object_key
+from tiers.base import NO_SLOT, Extent, Kind, Sealed, SealHeader, StoreKey, object_key
 from tiers.blocks import Block
 from tiers.catalog import DIRECTORY, PINNED, Catalog, block_digest, directory_of_row, extent_of
 from tiers.device import Device
 from tiers.dram import DramTier
-from tiers.eviction import LruLeafFirst
+from tiers.eviction import EvictionPolicy, policy_named
 from tiers.evictor import Evictor
 from tiers.heritage import Heritage, Lower, unit_of
 from tiers.home import Home, open_home
@@ -66,7 +72,9 @@ SLOTS_AT_ONCE = 64
 class TieredStore(Catalog):
     """See the module's header. Make one with `TieredStore.open`."""
 
-    def __init__(self, home: Home, names: NameIndex, dram: DramTier, quota_bytes: int) -> None:
+    def __init__(
+        self, home: Home, names: NameIndex, dram: DramTier, quota_bytes: int, policy: EvictionPolicy[bytes]
+    ) -> None:
         super().__init__(names, dram.table)
         self.home = home
         self.dram = dram
@@ -81,12 +89,14 @@ class TieredStore(Catalog):
         usage = dram.usage()
         self.space = SpaceBook(usage.capacity_bytes, quota_bytes)
         self._largest_bytes = usage.largest_object_bytes
-        self._policy: LruLeafFirst[bytes] = LruLeafFirst()
-        self._evictor = Evictor(self._policy, self._is_held, self._evict_one, self._report_hits)
+        self._policy = policy
+        self._evictor = Evictor(self._policy, self._is_held, self._evict_group, self._report_hits)
         self._last_reader: dict[int, int] = {}
         self.journal = Journal()
         """What becomes of objects outside of DRAM; a store without the NVMe tier has one that does nothing."""
         self._promoter = Promoter(self)
+        self.recovery: dict[str, Any] = {}
+        """What the start found and how long it took (`heritage.Recovery`)."""
 
     # --- life ---------------------------------------------------------------------------------------------
 
@@ -100,15 +110,34 @@ class TieredStore(Catalog):
         gid: int | None = None,
         backing: str = "auto",
         quota_bytes: int | None = None,
+        policy: str = "default",
     ) -> Self:
         """Open the store in `data_dir`, which it then owns until `close`.
 
         What an earlier service left in it, killed or not, is there again as far as it is whole (`tiers.heritage`).
-        Raises StoreLocked, FormatMismatch, DeviceMissing (backing "tmpfs" without the right to mount).
+        `policy` is one of `tiers.eviction.POLICY_NAMES`. Raises StoreLocked, FormatMismatch, InvalidRequest,
+        DeviceMissing (backing "tmpfs" without the right to mount).
         """
+        _check_dram(dram_bytes)
+        make_policy = partial(policy_named, policy)
+        make_policy()
         home = open_home(data_dir)
+        open_tier = partial(
+            DramTier.open,
+            home.dram,
+            dram_bytes,
+            store_id=home.store_id,
+            max_slots=max_slots,
+            gid=gid,
+            mode=backing,
+        )
+        quota_bytes = quota_bytes if quota_bytes is not None else dram_bytes // 2
         try:
-            return cls._of_home(home, None, dram_bytes, max_slots, gid, backing, quota_bytes)
+            try:
+                return cls._open(home, Heritage(home), open_tier, quota_bytes, make_policy)
+            except Corrupt as error:
+                log.error("starting with an empty index: %s", error)
+                return cls._open(home, Heritage(home, believe=False), open_tier, quota_bytes, make_policy)
         except BaseException:
             home.close(clean=False)
             raise
@@ -127,62 +156,83 @@ class TieredStore(Catalog):
         gid: int | None = None,
         backing: str = "auto",
         quota_bytes: int | None = None,
+        policy: str = "default",
     ) -> Self:
         """As `open`, with an NVMe tier in `nvme_dir` (default: in the data directory), which the store outlives.
 
         `run` writes to it. Raises what `open` and `tiers.segments.open_pool` do.
         """
+        _check_dram(dram_bytes)
+        make_policy = partial(policy_named, policy)
+        make_policy()
         home = open_home(data_dir)
+        open_tier = partial(
+            DramTier.open,
+            home.dram,
+            dram_bytes,
+            store_id=home.store_id,
+            max_slots=max_slots,
+            gid=gid,
+            mode=backing,
+        )
+        open_lower = partial(
+            open_nvme,
+            device,
+            nvme_dir or home.segments,
+            store_id=home.store_id,
+            capacity_bytes=nvme_bytes,
+            segment_bytes=segment_bytes,
+        )
+        quota_bytes = quota_bytes if quota_bytes is not None else dram_bytes // 2
         try:
-            nvme, found = await open_nvme(
-                device,
-                nvme_dir or home.segments,
-                store_id=home.store_id,
-                capacity_bytes=nvme_bytes,
-                segment_bytes=segment_bytes,
-            )
             try:
-                crashpoints.reach("start.after_log")
-                lower = Lower(nvme, found)
-                return cls._of_home(home, lower, dram_bytes, max_slots, gid, backing, quota_bytes)
-            except BaseException:
-                nvme.pool.close_files()
-                raise
+                return cls._open_over(home, Lower(*await open_lower()), open_tier, quota_bytes, make_policy)
+            except Corrupt as error:
+                log.error("the index is built anew: %s", error)
+                lower = Lower(*await open_lower())
+                return cls._open_over(home, lower, open_tier, quota_bytes, make_policy, believe=False)
         except BaseException:
             home.close(clean=False)
             raise
 
     @classmethod
-    def _of_home(
+    def _open_over(
         cls,
         home: Home,
-        lower: Lower | None,
-        dram_bytes: int,
-        max_slots: int,
-        gid: int | None,
-        backing: str,
-        quota_bytes: int | None,
+        lower: Lower,
+        open_tier: Callable[..., DramTier],
+        quota_bytes: int,
+        make_policy: Callable[[], EvictionPolicy[bytes]],
+        *,
+        believe: bool = True,
     ) -> Self:
-        if dram_bytes < limits.MIN_DRAM_BYTES:
-            raise InvalidRequest(f"DRAM capacity of {dram_bytes} bytes: at least {limits.MIN_DRAM_BYTES}")
-        heritage = Heritage(home, lower)
+        """A store over an open lower tier, which is closed where that fails."""
+        crashpoints.reach("start.after_log")
         try:
-            crashpoints.reach("start.after_names")
-            dram = DramTier.open(
-                home.dram,
-                dram_bytes,
-                store_id=home.store_id,
-                max_slots=max_slots,
-                gid=gid,
-                mode=backing,
-                choose=heritage.choose,
+            return cls._open(
+                home, Heritage(home, lower, believe=believe), open_tier, quota_bytes, make_policy
             )
         except BaseException:
-            heritage.names.close()
+            lower.nvme.pool.close_files()
             raise
-        quota_bytes = quota_bytes if quota_bytes is not None else dram_bytes // 2
-        store = cls(home, heritage.names, dram, quota_bytes)
-        heritage.restore(store)
+
+    @classmethod
+    def _open(
+        cls,
+        home: Home,
+        heritage: Heritage,
+        open_tier: Callable[..., DramTier],
+        quota_bytes: int,
+        make_policy: Callable[[], EvictionPolicy[bytes]],
+    ) -> Self:
+        crashpoints.reach("start.after_names")
+        with ExitStack() as on_failure:
+            on_failure.callback(heritage.names.close)
+            dram = open_tier(choose=heritage.choose)
+            on_failure.callback(dram.close, keep=True)
+            store = cls(home, heritage.names, dram, quota_bytes, make_policy())
+            heritage.restore(store)
+            on_failure.pop_all()
         return store
 
     async def run(self) -> None:
@@ -196,8 +246,8 @@ class TieredStore(Catalog):
     def close(self, *, keep: bool = False) -> None:
         """With `keep`, what is sealed stays in DRAM for the next `open`."""
         self.dram.close(keep=keep)
-        self.names.close()
-        self.home.close(clean=self.journal.is_finished)
+        whole = self.names.close()
+        self.home.close(clean=whole and self.journal.is_finished)
 
     def __enter__(self) -> Self:
         return self
@@ -322,8 +372,9 @@ class TieredStore(Catalog):
         *,
         replace: bool = True,
         checksum: int | None = None,
+        snapshot: int | None = None,
     ) -> ObjectInfo:
-        """Publish a draft under a name: the last seal wins.
+        """Publish a draft under a name: the last seal wins. `snapshot` is what `persist_draft` made of it.
 
         Raises WriterActive while it can still be written, Exists when not `replace` and the name is taken
         (the draft stays open in both cases), NotPermitted for the names of blocks.
@@ -338,7 +389,8 @@ class TieredStore(Catalog):
             raise Exists(f"{name} exists")
         if bucket.durable:
             self.journal.check_durable(self.dram.draft_bytes(draft.extent))
-        sequence = self.names.next_ids(1)
+        same = snapshot is not None and self.journal.is_snapshot(snapshot, *self._look_at(draft))
+        sequence = snapshot if snapshot is not None and same else self.names.next_ids(1)
         key = object_key(sequence)
         row = _new_row(sequence, attributes, 0)
         sealed = self.dram.seal(
@@ -363,11 +415,32 @@ class TieredStore(Catalog):
             named=(name, row),
             uid=attributes.uid,
             replaced=None if old is None else old.object_id,
+            snapshot=snapshot,
         )
         if old is not None:
             self._discard(object_key(old.object_id), old.uid)
         self._tell(Change(ChangeKind.SEALED, name, key))
         return self._info(name, row, sealed.extent)
+
+    def _look_at(self, draft: Draft) -> tuple[int, int]:
+        """(bytes, XXH3-64) of a draft as it is now."""
+        descriptor = self.dram.open_draft(draft.extent)
+        try:
+            return os.fstat(descriptor).st_size, fd_xxh3_64(descriptor)
+        finally:
+            os.close(descriptor)
+
+    async def persist_draft(
+        self, draft: Draft, name: Name, attributes: Attributes, *, previous: int | None = None
+    ) -> int | None:
+        """Make what a draft holds now durable under its name, though no door but its own sees it; the id of that.
+
+        `previous` is the id of an earlier such copy, which it replaces. None without the NVMe tier. Raises NoSpace,
+        DeviceFailed.
+        """
+        identity = self.names.next_ids(1)
+        row = _with_size(_new_row(identity, attributes, SNAPSHOT), self.dram.draft_bytes(draft.extent))
+        return await self.journal.persist_draft(draft.extent, name, row, previous)
 
     def enter(self, digest: bytes, name: Name, row: NameRow) -> None:
         """Know a named object that is in DRAM, as used now, in the unit that its name puts it in."""
@@ -416,7 +489,7 @@ class TieredStore(Catalog):
         )
         sealed = self.dram.seal(draft.extent, header, checksum=checksum)
         self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
-        block = Block(bucket, uid, sealed.size_bytes, sequence, time.time_ns(), parent=parent)
+        block = Block(bucket, uid, sealed.size_bytes, sequence, sealed.sealed_at_ns, parent=parent)
         self.enter_block(digest, block)
         self.journal.sealed(
             key, sequence, sealed.extent, sealed.size_bytes, where, parent=header.parent, uid=uid
@@ -495,6 +568,18 @@ class TieredStore(Catalog):
     def note_misses(self, count: int) -> None:
         """Lookups of what does not exist that a door has answered without asking."""
         self._counts["misses"] += count
+
+    async def read_into(self, info: ObjectInfo, into: memoryview) -> int:
+        """Read a whole object from where it is, verified if that is a device, without bringing it up; its size.
+
+        `into` is page-aligned memory with room for whole units of RECORD_ALIGNMENT. Raises Superseded, Corrupt,
+        DeviceFailed.
+        """
+        if info.extent is None:
+            await self.journal.read_into(info.object_id, into)
+            return info.size_bytes
+        with self.dram.lease(info.extent) as lease:
+            return await lease.read_into(0, into)
 
     async def wait_published(self, name: Name) -> None:
         """Wait, PUBLISH_WAIT_S at most, while `name` is a draft that is closed but not yet published."""
@@ -760,16 +845,57 @@ class TieredStore(Catalog):
             return True
         return extent is not None and self.dram.held(extent)
 
+    def _evict_group(self, group: list[bytes]) -> int:
+        """Take what belongs together out of DRAM; the bytes that became free. Out of the store, too, where no lower
+        tier has all of it: of a unit the names then go in one transaction, and its marker before them, so that a kill
+        leaves all of it or nothing. A part, or the directory alone, would read as a hit."""
+        if all(self._is_below(digest) for digest in group):
+            return sum([self._demote(digest) for digest in group])
+        group = [*group, *(digest for digest in self._dependents(group[0]) if digest not in group)]
+        named = {digest: name for digest in group if (name := self._name_of.get(digest)) is not None}
+        names = list(named.values())
+        unit = paths.unit_prefix(names[0].key) if names else None
+        if unit is None:
+            return sum([self._evict_one(digest) for digest in group])
+        keys = {unit, *(name.key for name in names)}
+        page = self.names.list(
+            names[0].bucket, prefix=unit, limit=min(len(keys) + 1, limits.MAX_LIST_ENTRIES)
+        )
+        if not page.truncated and all(entry.name in keys for entry in page.entries):
+            self._drop_marker(names[0].bucket, unit)
+        removed = self.names.remove_many([(name.bucket, name.key) for name in names])
+        rows = dict(zip(named, removed, strict=True))
+        freed = 0
+        for digest in group:
+            self._forget_below(digest)
+            freed += self._expel(digest, rows.get(digest))
+        self.drop_empty_unit(names[0])
+        return freed
+
     def _evict_one(self, digest: bytes) -> int:
         """Take an object out of DRAM, and out of the store where no lower tier has it; the bytes that became free."""
         object_id = self.object_id_of(digest)
         if object_id is not None and self.journal.is_needed(object_id):
             return 0  # a durable one that is not on the device yet, also where it was named
-        if object_id is not None and self.journal.holds(object_id):
+        if self._is_below(digest):
             return self._demote(digest)
+        self._forget_below(digest)
+        return self._expel(digest)
+
+    def _is_below(self, digest: bytes) -> bool:
+        object_id = self.object_id_of(digest)
+        return object_id is not None and self.journal.holds(object_id)
+
+    def _forget_below(self, digest: bytes) -> None:
+        """No lower tier is to have the object, or what was written of it so far."""
+        object_id = self.object_id_of(digest)
         if object_id is not None:
             self.journal.removed(object_id)
-        return self._expel(digest)
+
+    def _drop_marker(self, bucket: bytes, prefix: bytes) -> None:
+        row = self.names.remove(bucket, prefix)
+        if row is not None:
+            self.journal.removed(row.object_id)
 
     def _demote(self, digest: bytes) -> int:
         """Take an object out of DRAM that a lower tier has; the bytes that became free."""
@@ -803,8 +929,9 @@ class TieredStore(Catalog):
         row = None if name is None else self.names.get(name.bucket, name.key)
         return 0 if row is None else row.uid
 
-    def _expel(self, digest: bytes) -> int:
-        """An object leaves the store, as a cache's may; the bytes that became free in DRAM."""
+    def _expel(self, digest: bytes, removed: NameRow | None = None) -> int:
+        """An object leaves the store, as a cache's may; the bytes that became free in DRAM. `removed`: the row of its
+        name, which is gone already."""
         name, block = self._name_of.get(digest), self._blocks.get(digest)
         if name is None and block is None:
             if digest in self._policy:
@@ -813,9 +940,10 @@ class TieredStore(Catalog):
         key = StoreKey(Kind.BLOCK if block else Kind.OBJECT, digest)
         uid = block.uid if block else 0
         if name is not None:
-            row = self.names.remove(name.bucket, name.key)
+            row = removed or self.names.remove(name.bucket, name.key)
             uid = row.uid if row else 0
-            self.drop_empty_unit(name)
+            if removed is None:
+                self.drop_empty_unit(name)
         elif block is not None:
             name = Name(block.bucket, block_name(digest))
         self.journal.evicted(key)
@@ -828,9 +956,7 @@ class TieredStore(Catalog):
         """A directory named by a hash reads as a hit while it exists, so it goes with its last file."""
         unit = paths.unit_prefix(name.key)
         if unit and not self.names.list(name.bucket, prefix=unit, after=unit, limit=1).entries:
-            row = self.names.remove(name.bucket, unit)
-            if row is not None:
-                self.journal.removed(row.object_id)
+            self._drop_marker(name.bucket, unit)
             self._tell(Change(ChangeKind.REMOVED, Name(name.bucket, unit), None, evicted=True))
 
     def _discard(self, key: StoreKey, uid: int) -> int:
@@ -912,6 +1038,12 @@ class TieredStore(Catalog):
             self._expel(digest)
         return leaving
 
+    def lose_slot(self, sealed: Sealed) -> None:
+        """The bytes of a slot are not what was sealed: the object is read from a lower tier, or leaves the store."""
+        entry = self.table.get(sealed.header.key.digest)
+        if entry is not None and extent_of(entry) == sealed.extent:
+            self._evict_one(sealed.header.key.digest)
+
     def _dependents(self, digest: bytes) -> list[bytes]:
         """What is of no use without this object, and not in DRAM either."""
         found = self._blocks.descendants(digest)
@@ -974,6 +1106,12 @@ class TieredStore(Catalog):
         if short > 0:
             self._evictor.run(short)
 
+    def capacity(self) -> tuple[int, int]:
+        """(capacity, used) in bytes of the largest tier: what a smaller one has, it has too, or will have."""
+        dram = self.dram.usage()
+        tiers = [(tier["capacity_bytes"], tier["live_bytes"]) for tier in self.journal.usage()]
+        return max([(dram.capacity_bytes, dram.used_bytes), *tiers])
+
     def usage(self) -> dict[str, Any]:
         """What `kvfs status` shows; every value is JSON-able."""
         return {
@@ -986,6 +1124,7 @@ class TieredStore(Catalog):
             "quota_bytes": self.space.quota_bytes,
             "headroom_bytes": self.space.headroom_bytes(),
             **self._counts,
+            "recovery": self.recovery,
             "tiers": [
                 {"name": self.dram.name, "backing": self.dram.backing, **asdict(self.dram.usage())},
                 *self.journal.usage(),
@@ -995,6 +1134,11 @@ class TieredStore(Catalog):
     def _tell(self, change: Change) -> None:
         for listener in self.listeners:
             listener(change)
+
+
+def _check_dram(dram_bytes: int) -> None:
+    if dram_bytes < limits.MIN_DRAM_BYTES:
+        raise InvalidRequest(f"DRAM capacity of {dram_bytes} bytes: at least {limits.MIN_DRAM_BYTES}")
 
 
 def _new_row(identity: int, attributes: Attributes, flags: int) -> NameRow:

@@ -101,6 +101,8 @@ cdef extern from "fuse_loop_core.h" nogil:
     uint64_t fl_spare_take(fuse_loop *loop)
     uint64_t fl_drain_misses(fuse_loop *loop)
     int fl_calls_waiting(fuse_loop *loop)
+    void fl_watch_calls(fuse_loop *loop, int watched)
+    int fl_await_calls(fuse_loop *loop, uint64_t timeout_ns)
     int fl_acquire(fuse_loop *loop, uint64_t nodeid, int fd)
     int fl_release(fuse_loop *loop, uint64_t nodeid)
     int fl_opens(fuse_loop *loop, uint64_t nodeid)
@@ -111,6 +113,7 @@ cdef extern from "fuse_loop_core.h" nogil:
     int fl_answer_created(fuse_loop *loop, uint64_t unique, uint64_t nodeid, uint64_t fh)
     int fl_allocate(fuse_loop *loop, uint64_t nodeid, uint32_t mode, uint64_t offset, uint64_t length)
     int fl_probe(fuse_loop *loop, int fd)
+    int fl_node_settles(fuse_loop *loop, uint64_t nodeid, int settles)
     int fl_killed(fuse_loop *loop, uint64_t nodeid)
     int fl_flushed(fuse_loop *loop, uint64_t nodeid)
     int fl_died_by_signal(uint32_t pid)
@@ -176,6 +179,25 @@ cdef Call _call(const fl_call *raw):
     call.name = raw.name[:raw.name_length]
     call.new_name = raw.new_name[:raw.new_length]
     return call
+
+
+cdef void file_attr(
+    fw_attr *attr, uint64_t ino, uint64_t size_bytes, uint32_t mode, uint32_t uid, uint32_t gid,
+    uint64_t mtime_ns, uint64_t ctime_ns,
+) noexcept:
+    memset(attr, 0, sizeof(attr[0]))
+    attr.ino = ino
+    attr.size = size_bytes
+    attr.blocks = (size_bytes + 511) // 512
+    attr.atime = attr.mtime = mtime_ns // NANOSECONDS
+    attr.atimensec = attr.mtimensec = <uint32_t> (mtime_ns % NANOSECONDS)
+    attr.ctime = ctime_ns // NANOSECONDS
+    attr.ctimensec = <uint32_t> (ctime_ns % NANOSECONDS)
+    attr.mode = mode
+    attr.nlink = 1
+    attr.uid = uid
+    attr.gid = gid
+    attr.blksize = 4096
 
 
 cdef class FuseLoop:
@@ -288,20 +310,21 @@ cdef class FuseLoop:
     ):
         """`mode` includes the file type."""
         cdef fw_attr attr
-        memset(&attr, 0, sizeof(attr))
-        attr.ino = ino
-        attr.size = size_bytes
-        attr.blocks = (size_bytes + 511) // 512
-        attr.atime = attr.mtime = mtime_ns // NANOSECONDS
-        attr.atimensec = attr.mtimensec = <uint32_t> (mtime_ns % NANOSECONDS)
-        attr.ctime = ctime_ns // NANOSECONDS
-        attr.ctimensec = <uint32_t> (ctime_ns % NANOSECONDS)
-        attr.mode = mode
-        attr.nlink = 1
-        attr.uid = uid
-        attr.gid = gid
-        attr.blksize = 4096
+        file_attr(&attr, ino, size_bytes, mode, uid, gid, mtime_ns, ctime_ns)
         self._check(fl_node_set(self._loop, nodeid, FL_SEALED, slot, generation, &attr), f"node {nodeid}")
+
+    def node_away(
+        self, uint64_t nodeid, uint64_t ino, *, uint64_t size_bytes, uint32_t mode, uint32_t uid, uint32_t gid,
+        uint64_t mtime_ns, uint64_t ctime_ns,
+    ):
+        """A sealed file that is not in DRAM: its attributes are answered here, its OPEN is relayed."""
+        cdef fw_attr attr
+        file_attr(&attr, ino, size_bytes, mode, uid, gid, mtime_ns, ctime_ns)
+        self._check(fl_node_set(self._loop, nodeid, FL_OTHER, 0, 0, &attr), f"node {nodeid}")
+
+    def node_settles(self, uint64_t nodeid, bint settles):
+        """Whether close() of a writer waits for the library."""
+        self._check(fl_node_settles(self._loop, nodeid, settles), f"node {nodeid}")
 
     def node_dead(self, uint64_t nodeid):
         """Its object is gone or replaced: OPEN answers ESTALE. Handles that are open stay as they are."""
@@ -385,6 +408,17 @@ cdef class FuseLoop:
     @property
     def calls_waiting(self):
         return bool(fl_calls_waiting(self._loop))
+
+    def watch_calls(self, bint watched):
+        """While somebody watches for calls, `calls_fd` does not tell of them."""
+        fl_watch_calls(self._loop, watched)
+
+    def await_calls(self, uint64_t timeout_ns):
+        """Spin until calls are waiting, or the time is over: whether there are any."""
+        cdef int found
+        with nogil:
+            found = fl_await_calls(self._loop, timeout_ns)
+        return bool(found)
 
     def take_calls(self):
         """Queued calls, the oldest first; some more may be left."""

@@ -345,9 +345,11 @@ static int handle_flush(struct fuse_loop *loop, const struct fw_in_header *in, c
         if (writable) node->killed = (uint8_t)killed;
         node->flushed = 1;
     }
+    int settles = ours && node->settles;
     pthread_mutex_unlock(&loop->nodes_lock);
-    if (!ours) return 0;
-    fl_answer(loop, in->unique, attr.size > loop->largest_object ? -EFBIG : 0, NULL, 0);
+    int too_large = attr.size > loop->largest_object;
+    if (!ours || (settles && writable && !too_large)) return 0;
+    fl_answer(loop, in->unique, too_large ? -EFBIG : 0, NULL, 0);
     return 1;
 }
 
@@ -379,10 +381,6 @@ int fl_handle_natively(struct fuse_loop *loop, struct fl_buffers *buffers, struc
         return handle_lseek(loop, in, body);
     case FW_FLUSH:
         return handle_flush(loop, in, body);
-    case FW_FSYNC:
-        if (!(*(const uint64_t *)body & NATIVE_HANDLE)) return 0;
-        fl_answer(loop, in->unique, 0, NULL, 0);
-        return 1;
     case FW_INTERRUPT:
         return 1;
     case FW_CREATE:

@@ -69,7 +69,7 @@ struct created {
 static void set_times(struct fuse_loop *loop, struct fl_node *node) {
     struct timespec now;
     char name[16];
-    clock_gettime(CLOCK_REALTIME, &now);
+    clock_gettime(CLOCK_REALTIME_COARSE, &now); /* as writes set it: finer, the first one could be before it */
     snprintf(name, sizeof name, "%08x", node->slot);
     utimensat(loop->config.slots_dir_fd, name, (struct timespec[2]){now, now}, 0);
     node->attr.atime = node->attr.mtime = node->attr.ctime = (uint64_t)now.tv_sec;

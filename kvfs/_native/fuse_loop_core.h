@@ -101,6 +101,8 @@ uint32_t fl_spare_count(struct fuse_loop *loop);
 uint64_t fl_spare_take(struct fuse_loop *loop); /* one that is given to none, dropped: its nodeid, or 0 */
 uint64_t fl_drain_misses(struct fuse_loop *loop); /* LOOKUPs of nothing answered here since the last time */
 int fl_calls_waiting(struct fuse_loop *loop);
+void fl_watch_calls(struct fuse_loop *loop, int watched); /* while somebody watches, calls_fd stays as it is */
+int fl_await_calls(struct fuse_loop *loop, uint64_t timeout_ns); /* spins until calls are waiting: 1; 0 after the time */
 int fl_acquire(struct fuse_loop *loop, uint64_t nodeid, int fd); /* new count of opens, or -errno */
 int fl_release(struct fuse_loop *loop, uint64_t nodeid);         /* count of opens left, or -errno */
 int fl_opens(struct fuse_loop *loop, uint64_t nodeid);
@@ -111,6 +113,8 @@ int fl_answer_entry(struct fuse_loop *loop, uint64_t unique, uint64_t nodeid);
 int fl_answer_created(struct fuse_loop *loop, uint64_t unique, uint64_t nodeid, uint64_t fh);
 int fl_allocate(struct fuse_loop *loop, uint64_t nodeid, uint32_t mode, uint64_t offset, uint64_t length);
 int fl_probe(struct fuse_loop *loop, int fd); /* 1: passthrough works; 0: it is off from now on */
+/* Whether a writer's FLUSH of the node is left to the library. */
+int fl_node_settles(struct fuse_loop *loop, uint64_t nodeid, int settles);
 int fl_killed(struct fuse_loop *loop, uint64_t nodeid); /* whether the last FLUSH came from a process dying by a signal */
 int fl_flushed(struct fuse_loop *loop, uint64_t nodeid); /* whether a handle of it was closed */
 int fl_died_by_signal(uint32_t pid);

@@ -2,10 +2,12 @@
 #include "fuse_loop_state.h"
 
 #include <errno.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <time.h>
 #include <unistd.h>
 
 #define REQUEST_OVERHEAD 4096u /* FUSE_MIN_READ_BUFFER leaves room for headers above max_write */
@@ -44,6 +46,14 @@ int fl_node_set(struct fuse_loop *loop, uint64_t nodeid, enum fl_state state, ui
     }
     pthread_mutex_unlock(&loop->nodes_lock);
     return status;
+}
+
+int fl_node_settles(struct fuse_loop *loop, uint64_t nodeid, int settles) {
+    pthread_mutex_lock(&loop->nodes_lock);
+    struct fl_node *node = fl_find(loop, nodeid);
+    if (node != NULL) node->settles = (uint8_t)settles;
+    pthread_mutex_unlock(&loop->nodes_lock);
+    return node == NULL ? -ESTALE : 0;
 }
 
 int fl_opens(struct fuse_loop *loop, uint64_t nodeid) {
@@ -128,7 +138,7 @@ int fl_call_put(struct fuse_loop *loop, const struct fl_call *call) {
 void fl_calls_tell(struct fuse_loop *loop, uint32_t least) {
     pthread_mutex_lock(&loop->calls_lock);
     /* Under the lock: written after a take that emptied the queue, it would wake for ever. */
-    if (!loop->calls_told && loop->call_count >= least) {
+    if (!loop->calls_told && !loop->calls_watched && loop->call_count >= least) {
         uint64_t one = 1;
         loop->calls_told = write(loop->calls_fd, &one, sizeof one) == sizeof one;
     }
@@ -285,9 +295,31 @@ void fl_destroy(struct fuse_loop *loop) {
 int fl_library_fd(struct fuse_loop *loop) { return loop->sockets[1]; }
 int fl_calls_quiet(struct fuse_loop *loop) {
     pthread_mutex_lock(&loop->calls_lock);
-    int quiet = loop->call_count != 0 && !loop->calls_told;
+    int quiet = loop->call_count != 0 && !loop->calls_told && !loop->calls_watched;
     pthread_mutex_unlock(&loop->calls_lock);
     return quiet;
+}
+
+void fl_watch_calls(struct fuse_loop *loop, int watched) {
+    pthread_mutex_lock(&loop->calls_lock);
+    loop->calls_watched = watched;
+    pthread_mutex_unlock(&loop->calls_lock);
+    if (!watched) fl_calls_tell(loop, 1);
+}
+
+static uint64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000ull + (uint64_t)now.tv_nsec;
+}
+
+int fl_await_calls(struct fuse_loop *loop, uint64_t timeout_ns) {
+    uint64_t end = now_ns() + timeout_ns;
+    while (!fl_calls_waiting(loop)) {
+        sched_yield(); /* whoever else wants this processor has it */
+        if (now_ns() > end) return 0;
+    }
+    return 1;
 }
 
 int fl_calls_waiting(struct fuse_loop *loop) { return __atomic_load_n(&loop->call_count, __ATOMIC_ACQUIRE) != 0; }

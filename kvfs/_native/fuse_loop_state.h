@@ -31,6 +31,7 @@ struct fl_node {
     int32_t backing_id; /* 0: none */
     int fd;             /* -1: none; only without passthrough */
     uint8_t state, killed, flushed;
+    uint8_t settles;         /* a writer's FLUSH goes to the library, which answers when the bytes are durable */
     uint16_t room;           /* a directory whose names are all here: the longest name that fits in it. Else 0 */
     struct fl_edge *doubts;  /* its edges without a node */
 };
@@ -90,6 +91,7 @@ struct fuse_loop {
     struct fl_call *calls;
     uint32_t call_first, call_count;
     int calls_told; /* calls_fd is readable */
+    int calls_watched; /* or need not be */
     struct fl_notice *notices;
     uint32_t notice_first, notice_count;
     int notice_overflow, notice_stop;
@@ -115,7 +117,6 @@ static inline int fl_answers(uint32_t opcode) {
     case FW_FALLOCATE:
     case FW_LSEEK:
     case FW_FLUSH:
-    case FW_FSYNC:
     case FW_INTERRUPT:
     case FW_CREATE:
     case FW_RENAME:

@@ -284,7 +284,7 @@ class DeviceSuite:
 
         async def use_and_fail() -> None:
             async with device.buffer() as view:
-                assert view[:4] == b"mark", "not the memory that was given back"
+                assert bytes(view[:4]) == b"mark", "not the memory that was given back"
                 raise ZeroDivisionError
 
         for _ in range(3 * limits.DEVICE_BUFFERS):

@@ -37,7 +37,7 @@ STOP_WAIT_S: Final = 20.0
 KILL_WAIT_S: Final = 2.0
 MODES: Final = ("passthrough", "native", "plain")
 DEFAULT_DRAM: Final = "256MiB"
-DEFAULT_NVME: Final = "64MiB"
+DEFAULT_NVME: Final = "0"
 
 
 class ServiceFailed(Exception):

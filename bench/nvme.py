@@ -1,0 +1,190 @@
+"""What is measured on a storage device: reads of 1 MiB at queue depth 8, checksums verified, against fio.
+
+Responsibility: one function for each figure, from a folder on the device to a Result. One side reads objects that a
+store has on the device only, one after the other and again; fio (https://fio.readthedocs.io) reads a written file of
+the same size, from its start to its end and again, and verifies nothing. Both go around the page cache.
+
+The sides take turns in rounds of seconds, each going first in every other one, and the figure is the median of
+the rounds: a neighbour on the same device moves single rounds by a tenth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from statistics import median
+
+import trio
+
+from bench.measure import Result
+from kvfs.errors import DeviceMissing
+from kvfs.limits import GIB, MIB
+from tiers.device import Device, Kind, open_device
+from tiers.model import Attributes, Name, ObjectInfo
+from tiers.store import TieredStore
+
+FILE_BYTES = 1 * GIB
+READ_BYTES = MIB
+DRAM_BYTES = 64 * MIB
+DEPTH = 8
+ROUND_S = 2.0
+LEAST_ROUNDS = 3
+
+
+@dataclass(slots=True)
+class Objects:
+    """A store whose objects are on the device only."""
+
+    store: TieredStore
+    device: Device
+    infos: list[ObjectInfo]
+
+
+def read_1m_qd8(folder: Path, seconds: float, *, kind: Kind = "auto", size_bytes: int = FILE_BYTES) -> Result:
+    """MiB/s of objects read through the store, beside fio's io_uring. Needs 2.5 times `size_bytes` in `folder`.
+
+    Raises DeviceMissing without fio.
+    """
+    return trio.run(partial(_read_against_fio, folder, seconds, kind, size_bytes))
+
+
+async def _read_against_fio(folder: Path, seconds: float, kind: Kind, size_bytes: int) -> Result:
+    fio = shutil.which("fio")
+    if fio is None:
+        raise DeviceMissing("fio, which the device is measured against, is missing (package fio)")
+    with tempfile.TemporaryDirectory(prefix="kvfs-bench-", dir=folder) as name:
+        await _write_file(Path(name) / "fio", kind, size_bytes)
+        async with _stored(Path(name) / "store", kind, size_bytes) as subject:
+            values, others = await _in_turns(
+                partial(_read_verified, subject),
+                partial(_run_fio, fio, Path(name) / "fio", size_bytes),
+                seconds,
+            )
+        value, baseline = median(values), median(others)
+        return Result("nvme.read_1m_qd8", value, "MiB/s", baseline, value / baseline)
+
+
+async def _in_turns(
+    subject: Callable[[], Awaitable[float]], baseline: Callable[[], Awaitable[float]], seconds: float
+) -> tuple[list[float], list[float]]:
+    values: list[float] = []
+    others: list[float] = []
+    deadline = trio.current_time() + seconds
+    while trio.current_time() < deadline or len(values) < LEAST_ROUNDS:
+        if len(values) % 2:
+            others.append(await baseline())
+            values.append(await subject())
+        else:
+            values.append(await subject())
+            others.append(await baseline())
+    return values, others
+
+
+async def _write_file(path: Path, kind: Kind, size_bytes: int) -> None:
+    """Written whole and synced: reads of preallocated but unwritten extents never reach the device."""
+    device = open_device(kind, DEPTH)
+    try:
+        fd = device.open_file(path, size_bytes, create=True)
+        async with device.buffer() as buffer:
+            piece = buffer[:READ_BYTES]
+            for offset in range(0, size_bytes, READ_BYTES):
+                piece[:] = os.urandom(READ_BYTES)
+                await device.write(fd, offset, piece)
+        await device.sync(fd)
+    finally:
+        await device.aclose()
+
+
+@asynccontextmanager
+async def _stored(path: Path, kind: Kind, size_bytes: int) -> AsyncIterator[Objects]:
+    """A store with `size_bytes` of objects, durable on the device, none of them in DRAM."""
+    device = open_device(kind, DEPTH)
+    try:
+        store = await TieredStore.start(path, device, nvme_bytes=2 * size_bytes, dram_bytes=DRAM_BYTES)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(store.run)
+                infos = [await _put(store, number) for number in range(size_bytes // READ_BYTES)]
+                yield Objects(store, device, infos)
+                nursery.cancel_scope.cancel()
+        finally:
+            store.close()
+    finally:
+        with trio.CancelScope(shield=True):
+            await device.aclose()
+
+
+async def _put(store: TieredStore, number: int) -> ObjectInfo:
+    """One object, written to the device and evicted from DRAM."""
+    if number == 0:
+        store.create_bucket(b"bench", uid=0, gid=0)
+    name = Name(b"bench", b"%d" % number)
+    draft = store.reserve(READ_BYTES, uid=0)
+    descriptor = store.open_draft(draft)
+    try:
+        os.write(descriptor, os.urandom(READ_BYTES))
+    finally:
+        os.close(descriptor)
+    info = store.seal(draft, name, Attributes())
+    await store.journal.persist(info.object_id)
+    store.evict(names=[name])
+    found = store.lookup(name)
+    assert isinstance(found, ObjectInfo)
+    assert found.extent is None
+    return found
+
+
+async def _read_verified(objects: Objects) -> float:
+    """One round: MiB/s."""
+    numbers, moved, started = count(), 0, trio.current_time()
+    deadline = started + ROUND_S
+
+    async def read() -> None:
+        nonlocal moved
+        async with objects.device.buffer() as buffer:
+            while trio.current_time() < deadline:
+                info = objects.infos[next(numbers) % len(objects.infos)]
+                size_bytes = await objects.store.read_into(info, buffer)
+                moved += size_bytes  # not in one: the other readers' sums would be lost
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(DEPTH):
+            nursery.start_soon(read)
+    return moved / MIB / (trio.current_time() - started)
+
+
+async def _run_fio(fio: str, path: Path, size_bytes: int) -> float:
+    """One round: MiB/s."""
+    command = [
+        *(fio, "--name=read", f"--filename={path}", f"--size={size_bytes}", "--allow_file_create=0"),
+        *("--ioengine=io_uring", "--direct=1", "--rw=read", f"--bs={READ_BYTES}", f"--iodepth={DEPTH}"),
+        *("--time_based", f"--runtime={ROUND_S}", "--output-format=json"),
+    ]
+    done = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
+    if done.returncode != 0:
+        raise DeviceMissing(f"fio: {done.stderr.decode(errors='replace').strip()}")
+    return float(json.loads(done.stdout)["jobs"][0]["read"]["bw_bytes"]) / MIB
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.nvme", description=__doc__)
+    parser.add_argument("folder", type=Path, help="on the device, with space for 2.5 times the size")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--kind", choices=("auto", "io_uring", "threads"), default="auto")
+    parser.add_argument("--mib", type=int, default=FILE_BYTES // MIB, help="size of each file")
+    options = parser.parse_args()
+    result = read_1m_qd8(options.folder, options.seconds, kind=options.kind, size_bytes=options.mib * MIB)
+    print(json.dumps(result.as_json()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""The mount over both tiers: files that left DRAM, durable buckets, fsync, and a service that comes back."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from kvfs import linux
+from tests.support.door import ON_DIRECTORY, TEST_MODES, eventually
+from tests.support.service import Service
+
+pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
+
+MIB = 1 << 20
+SIZES = (0, 1, 4095, 4096, 70_001, 3 * MIB + 5)
+
+
+@pytest.fixture(params=TEST_MODES)
+def service(request: pytest.FixtureRequest) -> Iterator[Service]:
+    with Service(mode=request.param, dram="64MiB", nvme="128MiB") as running:
+        yield running
+        assert not running.complaints()
+
+
+def data_of(path: Path, size: int) -> bytes:
+    return random.Random(path.name).randbytes(size)
+
+
+def write_all(directory: Path) -> list[Path]:
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = [directory / f"file{number}" for number in range(len(SIZES))]
+    for path, size in zip(paths, SIZES, strict=True):
+        path.write_bytes(data_of(path, size))
+    return paths
+
+
+def check_all(paths: list[Path]) -> None:
+    for path, size in zip(paths, SIZES, strict=True):
+        assert path.stat().st_size == size
+        assert path.read_bytes() == data_of(path, size)
+
+
+def tier(path: Path) -> bytes:
+    return os.getxattr(path, "user.kvfs.tier")
+
+
+def until_written(service: Service, count: int) -> None:
+    def is_written() -> bool:
+        with service.client() as client:
+            nvme = client.status()["tiers"][1]
+        return bool(nvme["objects_written"] >= count and nvme["write_behind"] + nvme["backlog"] == 0)
+
+    eventually(is_written, "everything is on NVMe")
+
+
+def lose_dram(service: Service) -> None:
+    """What a power cut does to memory: the slots are gone, whoever had them open."""
+    linux.unmount(service.data / "dram", linux.MNT_DETACH)
+    shutil.rmtree(service.data / "dram")
+
+
+def lose_index(service: Service) -> None:
+    shutil.rmtree(service.data / "index")
+
+
+def test_files_that_left_dram_are_read_again(service: Service) -> None:
+    paths = write_all(service.mount / "b" / "d")
+    until_written(service, len(paths))
+    with service.client() as client:
+        client.evict(*(service.name(path) for path in paths))
+    assert all(tier(path) == b"nvme" for path in paths)
+    check_all(paths)
+    assert all(tier(path) == b"dram" for path in paths)
+    with service.client() as client:
+        client.evict(*(service.name(path) for path in paths))
+        assert client.get(service.name(paths[4])) == data_of(paths[4], SIZES[4])
+    paths[3].write_bytes(b"new")
+    with paths[4].open("r+b") as file:
+        file.seek(100)
+        file.write(b"in the middle")
+    expected = bytearray(data_of(paths[4], SIZES[4]))
+    expected[100:113] = b"in the middle"
+    eventually(lambda: paths[4].read_bytes() == expected, "the rewritten file is there")
+    assert paths[3].read_bytes() == b"new"
+
+
+def test_the_capacity_is_that_of_the_larger_tier(service: Service) -> None:
+    found = os.statvfs(service.mount)
+    assert found.f_blocks * found.f_frsize == 128 * MIB
+
+
+@pytest.mark.parametrize("lose", [None, lose_dram, lose_index])
+def test_a_killed_service_comes_back_with_its_files(
+    service: Service, lose: Callable[[Service], None] | None
+) -> None:
+    paths = write_all(service.mount / "b" / "d")
+    (service.mount / "b" / "empty").mkdir()
+    until_written(service, len(paths))
+    paths[0].unlink()
+    paths[1].rename(paths[0])
+    service.signal(signal.SIGKILL)
+    if lose is not None:
+        lose(service)
+    service.restart()
+    assert not paths[1].exists()
+    assert paths[0].read_bytes() == data_of(paths[1], SIZES[1])
+    for path, size in list(zip(paths, SIZES, strict=True))[2:]:
+        assert path.read_bytes() == data_of(path, size)
+    assert (service.mount / "b" / "empty").is_dir()
+
+
+def test_a_durable_bucket_has_what_was_closed(service: Service) -> None:
+    assert (
+        service.cli("bucket", "create", "--at", str(service.mount), "--class", "durable", "d").returncode == 0
+    )
+    assert os.getxattr(service.mount / "d", "user.kvfs.class") == b"durable"
+    paths = write_all(service.mount / "d" / "deep")
+    (service.mount / "d" / "deep" / "tmp").write_bytes(b"over")
+    (service.mount / "d" / "deep" / "tmp").rename(paths[5])
+    paths[2].unlink()
+    service.signal(signal.SIGKILL)
+    lose_dram(service)
+    lose_index(service)
+    service.restart()
+    assert paths[5].read_bytes() == b"over"
+    assert not paths[2].exists()
+    for number in (0, 1, 3, 4):
+        assert paths[number].read_bytes() == data_of(paths[number], SIZES[number])
+    assert sorted(os.listdir(service.mount / "d" / "deep")) == ["file0", "file1", "file3", "file4", "file5"]
+
+
+@pytest.mark.parametrize("lose", [None, lose_index])
+def test_fsync_keeps_a_file_that_is_still_being_written(
+    service: Service, lose: Callable[[Service], None] | None
+) -> None:
+    (service.mount / "b").mkdir()
+    path = service.mount / "b" / "log"
+    path.write_bytes(b"old")
+    descriptor = os.open(path, os.O_RDWR)
+    os.write(descriptor, b"first")
+    os.fsync(descriptor)
+    os.write(descriptor, b" second")
+    os.fsync(descriptor)
+    os.write(descriptor, b" lost or not")
+    service.signal(signal.SIGKILL)
+    lose_dram(service)
+    if lose is not None:
+        lose(service)
+    service.restart()
+    assert path.read_bytes() == b"first second"
+    with suppress(OSError):  # of a mount that is gone
+        os.close(descriptor)
+
+
+def test_fsync_of_a_sealed_file_and_of_a_directory(service: Service) -> None:
+    (service.mount / "b").mkdir()
+    path = service.mount / "b" / "file"
+    path.write_bytes(b"sealed")
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    descriptor = os.open(service.mount / "b", os.O_RDONLY | os.O_DIRECTORY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+    service.signal(signal.SIGKILL)
+    lose_dram(service)
+    lose_index(service)
+    service.restart()
+    assert path.read_bytes() == b"sealed"

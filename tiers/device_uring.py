@@ -1,0 +1,110 @@
+"""The device over io_uring: requests go to the native ring, and one task wakes their callers.
+
+Responsibility: the trio side of `kvfs._native.device`.
+
+Invariants: a caller is in `_waiting` from its submit until its result is reaped, and cannot be cancelled there.
+Concurrency: the trio thread. The reaper is a system task, started by the first operation; it waits for the
+ring's descriptor and ends in `aclose`.
+"""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import trio
+
+from kvfs import limits
+from kvfs._native.device import Ring
+from kvfs.errors import Corrupt, DeviceFailed, from_device_errno
+from tiers.device_base import FileDevice
+
+
+class _Result(NamedTuple):
+    error: int
+    moved: int
+    checksum: int
+
+
+@dataclass(slots=True)
+class _Caller:
+    task: trio.lowlevel.Task
+    result: _Result | None = None
+
+
+def _cannot_abort(_: object) -> trio.lowlevel.Abort:
+    return trio.lowlevel.Abort.FAILED
+
+
+class UringDevice(FileDevice):
+    """Raises DeviceMissing where io_uring is not built in or not allowed."""
+
+    backend = "io_uring"
+
+    def __init__(self, depth: int = limits.DEVICE_DEPTH) -> None:
+        super().__init__(depth)
+        self._ring = Ring(depth, limits.DEVICE_BUFFERS)
+        self._waiting: dict[int, _Caller] = {}
+        self._reaping = False
+
+    @property
+    def registered_buffers(self) -> int:
+        """Buffers of the pool whose pages stay pinned; as many as are in use, or fewer under RLIMIT_MEMLOCK."""
+        return self._ring.registered_buffers
+
+    def _new_buffer(self) -> memoryview:
+        view = super()._new_buffer()
+        self._ring.add_buffer(view)
+        return view
+
+    async def _read(self, fd: int, offset: int, into: memoryview, payload_bytes: int, what: str) -> int:
+        result = await self._ended(self._ring.submit_read(fd, offset, into, payload_bytes))
+        if result.error == errno.ENODATA:
+            raise Corrupt(f"{what}: the file ends at {offset + result.moved}")
+        _check(result, what)
+        return result.checksum
+
+    async def _write(self, fd: int, offset: int, data: memoryview, what: str) -> None:
+        _check(await self._ended(self._ring.submit_write(fd, offset, data)), what)
+
+    async def _sync(self, fd: int, what: str) -> None:
+        _check(await self._ended(self._ring.submit_sync(fd)), what)
+
+    async def _ended(self, request: int) -> _Result:
+        if not self._reaping:
+            self._reaping = True
+            trio.lowlevel.spawn_system_task(self._reap)
+        caller = self._waiting[request] = _Caller(trio.lowlevel.current_task())
+        await trio.lowlevel.wait_task_rescheduled(_cannot_abort)
+        if caller.result is None:
+            raise DeviceFailed("the device was closed before the operation ended")
+        return caller.result
+
+    async def _reap(self) -> None:
+        try:
+            while True:
+                await trio.lowlevel.wait_readable(self._ring.fileno())
+                self._wake(self._ring.reap())
+        except trio.ClosedResourceError:
+            pass
+
+    def _wake(self, ended: list[tuple[int, int, int, int]]) -> None:
+        for request, error, moved, checksum in ended:
+            caller = self._waiting.pop(request)
+            caller.result = _Result(error, moved, checksum)
+            trio.lowlevel.reschedule(caller.task)
+
+    async def _release(self, ended: bool) -> bool:
+        trio.lowlevel.notify_closing(self._ring.fileno())
+        self._wake(await trio.to_thread.run_sync(self._ring.close, limits.DEVICE_CANCEL_WAIT_S))
+        left = list(self._waiting.values())
+        self._waiting.clear()
+        for caller in left:
+            trio.lowlevel.reschedule(caller.task)
+        return not left
+
+
+def _check(result: _Result, what: str) -> None:
+    if result.error:
+        raise from_device_errno(result.error, what)
