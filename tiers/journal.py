@@ -505,7 +505,7 @@ class NvmeJournal(Journal):
             raise Corrupt(f"slot {extent.slot} does not match its checksum")
 
     def queue_unwritten(self) -> None:
-        """Have everything written that only DRAM has: what a start took over. Durable objects before the first settle."""
+        """Have written what a start took over and only DRAM has; durable objects before the first settle."""
         for sealed in self._store.dram.sealed():
             object_id = sealed.header.object_id
             if object_id in self.nvme.objects:
