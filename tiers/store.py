@@ -442,6 +442,10 @@ class TieredStore(Catalog):
         row = _with_size(_new_row(identity, attributes, SNAPSHOT), self.dram.draft_bytes(draft.extent))
         return await self.journal.persist_draft(draft.extent, name, row, previous)
 
+    def rename_snapshot(self, snapshot: int, name: Name, attributes: Attributes) -> None:
+        """What `persist_draft` made has this name from here on."""
+        self.journal.rename_snapshot(name, _new_row(snapshot, attributes, SNAPSHOT))
+
     def enter(self, digest: bytes, name: Name, row: NameRow) -> None:
         """Know a named object that is in DRAM, as used now, in the unit that its name puts it in."""
         self._name_of[digest] = name
