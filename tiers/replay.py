@@ -54,6 +54,8 @@ class Replayed:
     """Object id -> encoded META body and the body's name, bucket NUL key; named objects and directories."""
     snapshots: set[int] = field(default_factory=set)
     """Ids of files that were still being written."""
+    orphans: list[Stored] = field(default_factory=list)
+    """Objects whose bucket the log does not have: it was removed, or its record is damaged."""
     losers: list[int] = field(default_factory=list)
     """Ids whose records must be deleted (again)."""
     highest_id: int = 0
@@ -158,8 +160,8 @@ class Replay:
                 self._contend(holders, seen)
         for seen in holders.values():
             bucket = self.found.buckets.get(seen.stored.bucket_id)
-            if bucket is None:  # the bucket's removal waits until it is empty: these were removed before
-                self.found.losers.append(seen.stored.object_id)
+            if bucket is None:
+                self.found.orphans.append(seen.stored)
                 continue
             seen.stored.kept = bucket.class_ == "durable"
             self.tier.adopt(seen.stored)

@@ -32,6 +32,7 @@ from kvfs import crashpoints, limits, paths
 from kvfs._native.slots import fd_xxh3_64
 from kvfs._native.table import TIER_DRAM, TIER_NVME
 from kvfs.errors import (
+    ConfigError,
     Corrupt,
     Exists,
     InvalidRequest,
@@ -115,6 +116,7 @@ class TieredStore(Catalog):
         """Open the store in `data_dir`, which it then owns until `close`.
 
         What an earlier service left in it, killed or not, is there again as far as it is whole (`tiers.heritage`).
+        Raises ConfigError where that had an NVMe tier.
         `policy` is one of `tiers.eviction.POLICY_NAMES`. Raises StoreLocked, FormatMismatch, InvalidRequest,
         DeviceMissing (backing "tmpfs" without the right to mount).
         """
@@ -133,6 +135,7 @@ class TieredStore(Catalog):
         )
         quota_bytes = quota_bytes if quota_bytes is not None else dram_bytes // 2
         try:
+            _check_no_segments(home)
             try:
                 return cls._open(home, Heritage(home), open_tier, quota_bytes, make_policy)
             except Corrupt as error:
@@ -185,6 +188,7 @@ class TieredStore(Catalog):
         )
         quota_bytes = quota_bytes if quota_bytes is not None else dram_bytes // 2
         try:
+            home.note_segments(nvme_dir or home.segments)
             try:
                 return cls._open_over(home, Lower(*await open_lower()), open_tier, quota_bytes, make_policy)
             except Corrupt as error:
@@ -1138,6 +1142,15 @@ class TieredStore(Catalog):
     def _tell(self, change: Change) -> None:
         for listener in self.listeners:
             listener(change)
+
+
+def _check_no_segments(home: Home) -> None:
+    """Raises ConfigError where an NVMe tier has objects of this store: without it their names would be dropped."""
+    directory = home.known_segments()
+    if directory is not None:
+        raise ConfigError(
+            f"{home.path} has an NVMe tier in {directory}: start with it, or remove that directory and what it holds"
+        )
 
 
 def _check_dram(dram_bytes: int) -> None:
