@@ -22,7 +22,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import trio
 
@@ -40,8 +40,7 @@ from tiers.segments import Found, Segment, SegmentPool
 _log = logging.getLogger("kvfs.nvme")
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One extent on the device."""
 
     segment: int
@@ -87,7 +86,7 @@ class Stored:
 
     @property
     def readable(self) -> bool:
-        return all(piece is not None for piece in self.pieces)
+        return None not in self.pieces
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvfs import formats, limits
 from kvfs._native.slots import xxh3_64
@@ -37,7 +37,7 @@ from kvfs.formats import (
     RecordType,
     SegmentState,
 )
-from kvfs.records import encode_footer, footer_records
+from kvfs.records import encode_footer, split_footer
 from tiers.device import Device
 
 _log = logging.getLogger("kvfs.nvme")
@@ -92,6 +92,17 @@ class Segment:
 
     def forget_records(self) -> None:
         self.headers, self.bodies, self.bodies_bytes = [], [], 0
+
+
+class Listing(NamedTuple):
+    """The records of a segment as its footer has them, one behind the other: not decoded, since a start has a
+    million of them."""
+
+    headers: memoryview | bytes
+    """RECORD_HEADER.size bytes each."""
+    bodies: memoryview | bytes
+    offsets: list[int] | None = None
+    """Where each record is, for a scan, which may skip something; None: without gaps from SEGMENT_DATA_START on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,30 +239,42 @@ class SegmentPool:
 
     async def records(self, segment: Segment) -> list[Found]:
         """The records of a segment's present life: from its footer, or else by a scan that verifies payloads."""
+        listing = await self.listing(segment)
+        found: list[Found] = []
+        offset, body_at = SEGMENT_DATA_START, 0
+        for number, fields in enumerate(RECORD_HEADER.struct.iter_unpack(listing.headers)):
+            header = dict(zip(RECORD_HEADER.names, fields, strict=True))
+            body = bytes(listing.bodies[body_at : body_at + header["body_bytes"]])
+            found.append(Found(listing.offsets[number] if listing.offsets else offset, header, body))
+            offset += header["record_bytes"]
+            body_at += header["body_bytes"]
+        return found
+
+    async def listing(self, segment: Segment) -> Listing:
+        """As `records`, not decoded. Raises DeviceFailed."""
         try:
             return await self._from_footer(segment)
         except Corrupt as error:
             if segment.closed:
                 _log.warning("segment %d: scanned, since its footer is not usable: %s", segment.number, error)
-        return await self._from_scan(segment)
+        found = await self._from_scan(segment)
+        headers = b"".join(RECORD_HEADER.encode(**each.header) for each in found)
+        return Listing(headers, b"".join(each.body for each in found), [each.offset for each in found])
 
-    async def _from_footer(self, segment: Segment) -> list[Found]:
+    async def _from_footer(self, segment: Segment) -> Listing:
         trailer = await self._trailer(segment)
         data = await self.read_bytes(segment, trailer["footer_offset"], trailer["footer_bytes"])
         header = RecordHeader.decode(data)
         footer = memoryview(data)[RECORD_HEADER.size : RECORD_HEADER.size + header.body_bytes]
         if header.segment_sequence != segment.sequence or header.body_checksum != xxh3_64(footer):
             raise Corrupt("the footer does not match its checksum, or belongs to another life")
-        found = []
-        offset = SEGMENT_DATA_START
-        for raw, body in footer_records(footer, trailer["records"]):
-            found.append(Found(offset, raw, body))
-            offset += raw["record_bytes"]
+        headers, bodies, records_bytes = split_footer(footer, trailer["records"])
+        offset = SEGMENT_DATA_START + records_bytes
         if offset != trailer["footer_offset"]:
             raise Corrupt(f"the footer's records end at {offset}, not at {trailer['footer_offset']}")
         segment.end, segment.closed = offset, True
         segment.first_sequence, segment.last_sequence = trailer["first_sequence"], trailer["last_sequence"]
-        return found
+        return Listing(headers, bodies)
 
     async def _trailer(self, segment: Segment) -> dict[str, Any]:
         data = await self.read_bytes(
