@@ -10,11 +10,12 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from bench import doors, keys, memory
+from bench import doors, keys, memory, nvme
 from bench.measure import Result
 from bench.places import Places, open_places
 
@@ -34,7 +35,9 @@ AT_DOORS: dict[str, Callable[[Places, float], Result]] = {
     "mount.open_read_close_1m": doors.mount_open_read_close_1m,
     "mount.create_write_rename_1m": doors.mount_create_write_rename_1m,
 }
-NAMES = [*IN_MEMORY, *AT_DOORS]
+ON_DEVICE: dict[str, Callable[[Path, float], Result]] = {"nvme.read_1m_qd8": nvme.read_1m_qd8}
+"""Need a folder on the device."""
+NAMES = [*IN_MEMORY, *AT_DOORS, *ON_DEVICE]
 BASELINES = {
     "keys.sha256_512": "SHA-256 of the tokens",
     "keys.sha256_512_int64": "SHA-256 of the tokens",
@@ -44,6 +47,7 @@ BASELINES = {
     "mount.pread_4k": "backing tmpfs",
     "mount.open_read_close_1m": "backing tmpfs",
     "mount.create_write_rename_1m": "default tmpfs",
+    "nvme.read_1m_qd8": "fio, io_uring",
 }
 
 
@@ -58,6 +62,8 @@ def run_command(arguments: list[str]) -> None:
         for name in chosen:
             if places is not None and name in AT_DOORS:
                 results.append(AT_DOORS[name](places, options.seconds))
+            elif name in ON_DEVICE:
+                results.append(ON_DEVICE[name](options.folder, options.seconds))
             else:
                 results.append(IN_MEMORY[name](options.seconds))
             if not options.json:
@@ -78,6 +84,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", type=_names, metavar="NAME,...", help=f"some of: {', '.join(NAMES)}")
     parser.add_argument(
         "--at", metavar="MOUNT", help="the mount of a running service; default: one of its own"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path(), help="on the NVMe device, with 2.5 GiB free (default: here)"
     )
     parser.add_argument("--seconds", type=float, default=SECONDS, help="per figure (default: %(default)s)")
     return parser.parse_args(arguments)

@@ -1,8 +1,8 @@
 """What is measured on a storage device: reads of 1 MiB at queue depth 8, checksums verified, against fio.
 
-Responsibility: one function for each figure, from a folder on the device to a Result. Both sides read a file of
-their own, of the same size and written the same way, from its start to its end and again, around the page cache;
-fio (https://fio.readthedocs.io) verifies nothing and keeps nothing.
+Responsibility: one function for each figure, from a folder on the device to a Result. One side reads objects that a
+store has on the device only, one after the other and again; fio (https://fio.readthedocs.io) reads a written file of
+the same size, from its start to its end and again, and verifies nothing. Both go around the page cache.
 
 The sides take turns in rounds of seconds, each going first in every other one, and the figure is the median of
 the rounds: a neighbour on the same device moves single rounds by a tenth.
@@ -17,38 +17,43 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
 
 import trio
-import xxhash
 
 from bench.measure import Result
 from kvfs.errors import DeviceMissing
 from kvfs.limits import GIB, MIB
 from tiers.device import Device, Kind, open_device
+from tiers.model import Attributes, Name, ObjectInfo
+from tiers.store import TieredStore
 
 FILE_BYTES = 1 * GIB
 READ_BYTES = MIB
+DRAM_BYTES = 64 * MIB
 DEPTH = 8
 ROUND_S = 2.0
 LEAST_ROUNDS = 3
 
 
 @dataclass(slots=True)
-class DeviceFile:
-    """A file that the device wrote, with what its pieces of READ_BYTES hash to."""
+class Objects:
+    """A store whose objects are on the device only."""
 
+    store: TieredStore
     device: Device
-    fd: int
-    checksums: list[int] = field(default_factory=list)
+    infos: list[ObjectInfo]
 
 
 def read_1m_qd8(folder: Path, seconds: float, *, kind: Kind = "auto", size_bytes: int = FILE_BYTES) -> Result:
-    """MiB/s of the device beside fio's io_uring. Needs twice `size_bytes` in `folder`. Raises DeviceMissing."""
+    """MiB/s of objects read through the store, beside fio's io_uring. Needs 2.5 times `size_bytes` in `folder`.
+
+    Raises DeviceMissing without fio.
+    """
     return trio.run(partial(_read_against_fio, folder, seconds, kind, size_bytes))
 
 
@@ -57,9 +62,8 @@ async def _read_against_fio(folder: Path, seconds: float, kind: Kind, size_bytes
     if fio is None:
         raise DeviceMissing("fio, which the device is measured against, is missing (package fio)")
     with tempfile.TemporaryDirectory(prefix="kvfs-bench-", dir=folder) as name:
-        async with _file(Path(name) / "device", kind, size_bytes) as subject:
-            async with _file(Path(name) / "fio", kind, size_bytes):
-                pass
+        await _write_file(Path(name) / "fio", kind, size_bytes)
+        async with _stored(Path(name) / "store", kind, size_bytes) as subject:
             values, others = await _in_turns(
                 partial(_read_verified, subject),
                 partial(_run_fio, fio, Path(name) / "fio", size_bytes),
@@ -85,38 +89,72 @@ async def _in_turns(
     return values, others
 
 
-@asynccontextmanager
-async def _file(path: Path, kind: Kind, size_bytes: int) -> AsyncIterator[DeviceFile]:
+async def _write_file(path: Path, kind: Kind, size_bytes: int) -> None:
     """Written whole and synced: reads of preallocated but unwritten extents never reach the device."""
     device = open_device(kind, DEPTH)
     try:
-        file = DeviceFile(device, device.open_file(path, size_bytes, create=True))
+        fd = device.open_file(path, size_bytes, create=True)
         async with device.buffer() as buffer:
             piece = buffer[:READ_BYTES]
             for offset in range(0, size_bytes, READ_BYTES):
                 piece[:] = os.urandom(READ_BYTES)
-                file.checksums.append(xxhash.xxh3_64_intdigest(piece))
-                await device.write(file.fd, offset, piece)
-        await device.sync(file.fd)
-        yield file
+                await device.write(fd, offset, piece)
+        await device.sync(fd)
     finally:
         await device.aclose()
 
 
-async def _read_verified(file: DeviceFile) -> float:
+@asynccontextmanager
+async def _stored(path: Path, kind: Kind, size_bytes: int) -> AsyncIterator[Objects]:
+    """A store with `size_bytes` of objects, durable on the device, none of them in DRAM."""
+    device = open_device(kind, DEPTH)
+    try:
+        store = await TieredStore.start(path, device, nvme_bytes=2 * size_bytes, dram_bytes=DRAM_BYTES)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(store.run)
+                infos = [await _put(store, number) for number in range(size_bytes // READ_BYTES)]
+                yield Objects(store, device, infos)
+                nursery.cancel_scope.cancel()
+        finally:
+            store.close()
+    finally:
+        with trio.CancelScope(shield=True):
+            await device.aclose()
+
+
+async def _put(store: TieredStore, number: int) -> ObjectInfo:
+    """One object, written to the device and evicted from DRAM."""
+    if number == 0:
+        store.create_bucket(b"bench", uid=0, gid=0)
+    name = Name(b"bench", b"%d" % number)
+    draft = store.reserve(READ_BYTES, uid=0)
+    descriptor = store.open_draft(draft)
+    try:
+        os.write(descriptor, os.urandom(READ_BYTES))
+    finally:
+        os.close(descriptor)
+    info = store.seal(draft, name, Attributes())
+    await store.journal.persist(info.object_id)
+    store.evict(names=[name])
+    found = store.lookup(name)
+    assert isinstance(found, ObjectInfo)
+    assert found.extent is None
+    return found
+
+
+async def _read_verified(objects: Objects) -> float:
     """One round: MiB/s."""
     numbers, moved, started = count(), 0, trio.current_time()
     deadline = started + ROUND_S
 
     async def read() -> None:
         nonlocal moved
-        async with file.device.buffer() as buffer:
+        async with objects.device.buffer() as buffer:
             while trio.current_time() < deadline:
-                piece = next(numbers) % len(file.checksums)
-                await file.device.read(
-                    file.fd, piece * READ_BYTES, buffer[:READ_BYTES], checksum=file.checksums[piece]
-                )
-                moved += READ_BYTES
+                info = objects.infos[next(numbers) % len(objects.infos)]
+                size_bytes = await objects.store.read_into(info, buffer)
+                moved += size_bytes  # not in one: the other readers' sums would be lost
 
     async with trio.open_nursery() as nursery:
         for _ in range(DEPTH):
@@ -139,7 +177,7 @@ async def _run_fio(fio: str, path: Path, size_bytes: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.nvme", description=__doc__)
-    parser.add_argument("folder", type=Path, help="on the device, with space for twice the size")
+    parser.add_argument("folder", type=Path, help="on the device, with space for 2.5 times the size")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--kind", choices=("auto", "io_uring", "threads"), default="auto")
     parser.add_argument("--mib", type=int, default=FILE_BYTES // MIB, help="size of each file")

@@ -1,10 +1,10 @@
 """The command line: `kvfs serve` runs the service, the other commands talk to one that runs.
 
-Responsibility: arguments in, one call, text out. Every command but `serve`, `drop`, `bench` and `umount` goes through
-`kvfs.client`. A failure is one line on stderr, `kvfs: ...`, and the exit code says of which kind.
+Responsibility: arguments in, one call, text out. Every command but `serve`, `drop`, `fsck`, `bench` and `umount`
+goes through `kvfs.client`. A failure is one line on stderr, `kvfs: ...`, and the exit code says of which kind.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 no such name, 4 no service there, 130
-interrupted.
+interrupted. `kvfs fsck` has its own (`kvfs.cli_fsck`).
 
 Concurrency: none; `serve` hands over to `kvfs.service`. Modules that only one command needs are imported by
 that command: `kvfs status` must answer in 0.3 s, and trio, pydantic and rich together take most of that.
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from kvfs import addresses, cli_bucket
+from kvfs.cli_fsck import fsck
 from kvfs.cli_options import At, Json, Paths, connected
 from kvfs.errors import ConfigError, InvalidRequest, KvfsError, NotFound, SessionClosed
 
@@ -205,6 +206,9 @@ def drop(
     print(f"{format_size(drop_kept(Path(os.path.abspath(data))))} given back")
 
 
+app.command()(fsck)
+
+
 @app.command(
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 )
@@ -224,12 +228,23 @@ def bench(context: typer.Context) -> None:
 
 # --- a running service -----------------------------------------------------------------------------------
 @app.command()
-def status(at: At = None, as_json: Json = False) -> None:
+def status(
+    at: At = None,
+    as_json: Json = False,
+    as_metrics: Annotated[bool, typer.Option("--metrics", help="Print Prometheus metrics instead.")] = False,
+) -> None:
     """Show what runs, how full it is and what it has done."""
+    if as_json and as_metrics:
+        raise typer.BadParameter("give either --json or --metrics")
     with connected(at) as client:
         found = client.status()
     if as_json:
         _print_json(found)
+        return
+    if as_metrics:
+        from kvfs.metrics import exposition
+
+        print(exposition(found), end="")
         return
     from kvfs.show import status_table
 

@@ -30,10 +30,12 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from kvfs.errors import ConfigError
 from kvfs.limits import (
+    DEFAULT_SCRUB_BYTES_S,
     DEFAULT_SLOTS,
     DRAM_SHARE_OF_AVAILABLE,
     KIB,
     MAX_DEFAULT_NVME_BYTES,
+    MAX_SCRUB_BYTES_S,
     MAX_SLOTS,
     MAX_SOCKET_PATH_BYTES,
     MIB,
@@ -155,6 +157,8 @@ class NvmeSettings(_Section):
     """Bytes of one segment file, fixed when the first is made. None: a 64th of the capacity."""
     io: DeviceIo = "auto"
     """`auto` takes io_uring where the kernel allows it."""
+    scrub_rate: Annotated[Size, Field(le=MAX_SCRUB_BYTES_S)] = DEFAULT_SCRUB_BYTES_S
+    """Bytes that the scrub verifies in a second, on NVMe and in DRAM; 0: none."""
 
     @field_validator("capacity")
     @classmethod
@@ -277,7 +281,7 @@ def _unknown(where: list[str]) -> str:
 
 def _limit(where: list[str], error: ErrorDetails) -> str:
     context = error.get("ctx", {})
-    sizes = where[:2] in (["dram", "capacity"], ["session", "quota"])
+    sizes = where[:2] in (["dram", "capacity"], ["session", "quota"], ["nvme", "scrub_rate"])
     for bound, words in (("ge", "at least"), ("le", "at most")):
         if bound in context:
             limit = context[bound]

@@ -233,7 +233,8 @@ RECORD_HEADER: Final = Layout(
         ("sealed_at_ns", "Q"),
         ("uid", "I"),
         ("bucket_id", "I"),
-        ("reserved0", "32s"),
+        ("origin_sequence", "Q"),
+        ("reserved0", "24s"),
         ("payload_checksum", "Q"),
         ("body_checksum", "Q"),
         ("reserved1", "8s"),
@@ -265,6 +266,8 @@ class RecordHeader:
     sealed_at_ns: int = 0
     uid: int = 0
     bucket_id: int = 0
+    origin_sequence: int = 0
+    """Of a META that reclaim moved: the sequence that it was first written with; 0 for one that was not moved."""
     flags: int = 0
     body_bytes: int = 0
     body_checksum: int = 0

@@ -79,7 +79,7 @@ TABLE_READER_WAIT_S: Final = 0.1
 # --- NVMe tier -------------------------------------------------------------------------------------------
 MAX_EXTENT_BYTES: Final = 4 * MIB
 """One DATA record's payload: what a small read of a large object has to verify."""
-EXTENT_SHARE_OF_SEGMENT: Final = 4
+EXTENT_SHARE_OF_SEGMENT: Final = 8
 """An extent is at most the segment divided by this, so that segments fill well."""
 MIN_NVME_BYTES: Final = 8 * MIB
 """Eight of the smallest segments."""
@@ -122,6 +122,14 @@ SEGMENT_OFFSET_BITS: Final = 32
 """Of a table entry's `location`: the offset in the segment, whose number is above."""
 MAX_PROMOTIONS: Final = 16
 """Objects that are read back into DRAM at once: each is a draft there."""
+DEFAULT_SCRUB_BYTES_S: Final = 16 * MIB
+"""What the scrub verifies in a second unless told otherwise: a terabyte in 17 hours, 0.5 percent of a drive."""
+MAX_SCRUB_BYTES_S: Final = 4 * GIB
+"""Above this the rate bounds nothing: one extent at a time is slower."""
+SCRUB_INTERVAL_S: Final = 3600.0
+"""A pass of the scrub begins at least this long after the one before: a small store is not read all the time."""
+FSCK_SEGMENTS: Final = 4
+"""Segments that a check reads at once, each with a pooled buffer: one NVMe drive is at its bandwidth."""
 DEVICE_RETRY_S: Final = 0.25
 """How long the log waits after the device failed before it tries again."""
 

@@ -149,4 +149,20 @@ def split_footer(footer: memoryview, records: int) -> tuple[memoryview, memoryvi
     return headers, bodies, records_bytes
 
 
+def footer_records(footer: memoryview, records: int) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """(header fields, body) of each record of such a footer. Raises Corrupt."""
+    headers, bodies, _ = split_footer(footer, records)
+    return decode_records(headers, bodies)
+
+
+def decode_records(headers: memoryview, bodies: memoryview) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """(header fields, body) of each record of what `split_footer` gave."""
+    body_at = 0
+    for fields in RECORD_HEADER.struct.iter_unpack(headers):
+        raw = dict(zip(RECORD_HEADER.names, fields, strict=True))
+        body_end = body_at + raw["body_bytes"]
+        yield raw, bytes(bodies[body_at:body_end])
+        body_at = body_end
+
+
 _LENGTHS: Final = RECORD_HEADER.only("type", "body_bytes", "record_bytes")

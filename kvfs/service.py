@@ -41,6 +41,7 @@ from mounts.mount import Mount, abort, recover
 from tiers.device import Device, open_device
 from tiers.dram_layout import discard
 from tiers.home import lock_holder, open_home
+from tiers.scrub import Scrub
 from tiers.sessions import SessionServer
 from tiers.store import TieredStore
 
@@ -243,15 +244,17 @@ async def _serve(
         socket_path=settings.socket_path,
         allow_other=settings.mount.allow_other,
     )
+    scrub = Scrub(store, settings.nvme.scrub_rate)
     sessions = SessionServer(
         store,
         settings.socket_path,
         group_gid=group_id(settings.session.group),
-        describe=lambda: {"mount": _describe_mount(store, mount)},
+        describe=lambda: {"mount": _describe_mount(store, mount), "scrub": scrub.status()},
     )
     async with trio.open_nursery() as upkeep:
         upkeep.start_soon(_maintain, store)
         upkeep.start_soon(store.run)
+        upkeep.start_soon(scrub.run)
         await upkeep.start(_stop_on_signal, stop, watchdog)
         async with trio.open_nursery() as doors:
             await doors.start(sessions.serve)

@@ -78,6 +78,19 @@ def entry_object(found: Entry) -> dict[str, Any]:
     return {"name": found.name, **_jsonable(found)}
 
 
+def check_report(found: Mapping[str, Any]) -> None:
+    """What `kvfs fsck` found: a line for each problem, then what was looked at, then how it ends."""
+    for problem in found["problems"]:
+        print(f"{problem['where']}: {problem['what']}; {problem['consequence']}")
+    print(
+        f"{found['segments']} segments with {found['records']} records of {found['objects']} objects, "
+        f"{found['slots']} slots, {found['names']} names in {found['buckets']} buckets: "
+        f"{format_size(found['bytes_verified'])} verified in {found['seconds']:.2f} s "
+        f"({found['bytes_verified'] / max(found['seconds'], 1e-9) / 1e9:.2f} GB/s)"
+    )
+    print(found["result"])
+
+
 def status_table(found: Mapping[str, Any]) -> None:
     """The page of `kvfs status`."""
     from rich.console import Console
@@ -115,10 +128,22 @@ def status_table(found: Mapping[str, Any]) -> None:
     for tier in found["tiers"]:
         if tier["name"] == "nvme":
             _nvme_rows(counts, tier)
+    if found.get("scrub", {}).get("rate_bytes_s"):
+        counts.add_row("scrub", _scrub_text(found["scrub"]))
     counts.add_row("sessions", f"{found['sessions']}, with {found['session_drafts']} drafts")
     console = Console()
     console.print(tiers)
     console.print(counts)
+
+
+def _scrub_text(scrub: Mapping[str, Any]) -> str:
+    damaged = scrub["damaged_extents"] + scrub["damaged_slots"] + scrub["unreadable"]
+    last = scrub["last_finished_s"]
+    finished = "" if last is None else f", the last ended {_time(int(last * 1e9))}"
+    return (
+        f"{format_size(scrub['verified_bytes'])} verified, {damaged} damaged; {scrub['passes']} passes"
+        f"{finished}; {scrub['progress']:.0%} of this one"
+    )
 
 
 def _nvme_rows(counts: Table, tier: Mapping[str, Any]) -> None:

@@ -190,7 +190,7 @@ class View:
     def unknow_names(self, directory: Node) -> None:
         """The directory has another name: what fits below it is another length, and may be blocks."""
         for node in (directory, *self.nodes.below(directory)):
-            if node.names_known:
+            if node.names_known and node.linked:
                 node.names_known = False
                 self.backings.know_names(node.nodeid, 0, b"")
 

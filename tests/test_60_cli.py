@@ -66,6 +66,7 @@ def test_version_and_help() -> None:
         "evict",
         "rm",
         "drop",
+        "fsck",
         "bench",
         "umount",
     ):

@@ -13,8 +13,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kvfs import Block
+from kvfs.client import Client
 from kvfs.keys import Namespace
 from tests.support.door import BUCKET, ON_DIRECTORY, TEST_MODES, eventually
 from tests.support.posix import NOBODY, SOMEBODY, expect_errno, mapped_pages, opened, run_as, write_all
@@ -26,6 +29,9 @@ pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only o
 HASH_NAME = "0123456789abcdef" * 2
 DYING_READER = "import os, sys; os.open(sys.argv[1], os.O_RDONLY); os.kill(os.getpid(), 9)"
 """In a process of its own: a forked one would inherit the mapping."""
+DYING_WRITER = (
+    "import os, sys; os.write(os.open(sys.argv[1], 1 | os.O_TRUNC), b'no'); os.kill(os.getpid(), 9)"
+)
 NAMESPACE = Namespace(
     model="test",
     revision="1",
@@ -138,6 +144,46 @@ def test_where_a_file_becomes_a_directory_the_path_shows_the_directory(
         assert path.read_bytes() == b"file"
 
 
+@pytest.mark.parametrize("taken_away", ["removed", "renamed"])
+def test_a_file_behind_a_directory_that_is_taken_away_by_path_is_there(
+    service: Service, bucket: Path, taken_away: str
+) -> None:
+    path = bucket / "both"
+    with service.client() as client:
+        path.mkdir()
+        client.put(service.name(path), b"file")
+        assert path.is_dir()
+        if taken_away == "removed":
+            path.rmdir()
+        else:
+            path.rename(bucket / "directory")
+        assert path.read_bytes() == b"file"
+
+
+def test_what_a_killed_writer_would_have_replaced_is_there(service: Service, bucket: Path) -> None:
+    path = bucket / "file"
+    with service.client() as client:
+        client.put(service.name(path), b"bytes")
+        write = [sys.executable, "-c", DYING_WRITER, os.fspath(path)]
+        assert os.spawnv(os.P_WAIT, sys.executable, write) == -signal.SIGKILL
+        eventually(lambda: reads(path, b"bytes"), "the object that stood before")
+        assert client.get(service.name(path)) == b"bytes"
+
+
+def test_a_directory_with_another_name_takes_no_longer_names_than_fit(service: Service, bucket: Path) -> None:
+    (bucket / "short/below").mkdir(parents=True)
+    (bucket / "short/below/file").write_bytes(b"bytes")
+    long = bucket
+    for _ in range(4):
+        long /= "n" * 200
+        long.mkdir()
+    (bucket / "short").rename(long / "moved")
+    with expect_errno(errno.ENAMETOOLONG):
+        (long / "moved/below" / ("m" * 250)).write_bytes(b"")
+    (long / "moved/below/other").write_bytes(b"others")
+    assert sorted(os.listdir(long / "moved/below")) == ["file", "other"]
+
+
 def test_a_tree_that_another_door_made_is_taken_apart_by_path(service: Service, bucket: Path) -> None:
     with service.client() as client:
         for name in ("a/b/c/file", "a/b/d/file"):
@@ -150,6 +196,127 @@ def test_a_tree_that_another_door_made_is_taken_apart_by_path(service: Service, 
     os.rmdir(bucket / "a/b/c")
     shutil.rmtree(bucket / "a")
     assert sorted(os.listdir(bucket)) == ["d", "moved"]
+
+
+# --- names of both doors -----------------------------------------------------------------------------------
+NAMES = ["a", "b", "d", "d/a", "d/b", "d/e/a"]
+STEPS = st.tuples(
+    st.sampled_from(
+        ["write", "write", "unlink", "move", "put", "put", "remove", "rename", "evict", "mkdir", "clear"]
+    ),
+    st.sampled_from(NAMES),
+    st.sampled_from(NAMES),
+)
+
+
+class BothDoors:
+    """Steps of either door on a few names, and what there must be afterwards: files by their key, and directories."""
+
+    def __init__(self, service: Service, root: Path, client: Client) -> None:
+        self.service, self.root, self.client = service, root, client
+        self.files: dict[str, bytes] = {}
+        self.directories: set[str] = set()
+
+    def key(self, name: str) -> str:
+        return self.service.name(self.root / name)
+
+    def shows_directory(self, name: str) -> bool:
+        below = name + "/"
+        return name in self.directories or any(
+            other.startswith(below) for other in (*self.files, *self.directories)
+        )
+
+    def file(self, name: str) -> bytes | None:
+        """What the path shows as a file: where both `a` and `a/b` exist, it shows the directory."""
+        return None if self.shows_directory(name) else self.files.get(name)
+
+    def free(self, name: str) -> bool:
+        """Whether a file of this name can be put by path: its directory is there, and it is none."""
+        above = name.rpartition("/")[0]
+        return not self.shows_directory(name) and (not above or self.shows_directory(above))
+
+    def take(self, number: int, step: str, name: str, other: str) -> None:
+        data, path = b"%d" % number, self.root / name
+        shown = self.file(name) is not None
+        if shown:
+            assert self.client.get(self.key(name)) == self.files[name]  # sealed, whoever wrote it
+        if step == "write" and self.free(name):
+            (self.root / "draft").write_bytes(data)
+            (self.root / "draft").rename(path)
+            self.files[name] = data
+        elif step == "unlink" and shown:
+            path.unlink()
+            self.keep_above(name)
+            del self.files[name]
+        elif step == "move" and shown and self.free(other) and name != other:
+            path.rename(self.root / other)
+            self.keep_above(name)
+            self.files[other] = self.files.pop(name)
+        elif step == "put":
+            self.client.put(self.key(name), data)
+            self.files[name] = data
+        elif step == "remove" and shown:
+            self.client.remove(self.key(name))
+            del self.files[name]
+        elif step == "rename" and shown and not self.shows_directory(other) and name != other:
+            self.client.rename(self.key(name), self.key(other))
+            self.files[other] = self.files.pop(name)
+        elif step == "evict" and shown:
+            self.client.evict(self.key(name))
+            del self.files[name]
+        elif step == "mkdir" and self.free(name) and not shown and number % 2:
+            path.mkdir()
+            self.directories.add(name)
+        elif step == "mkdir" and self.free(name) and not shown:
+            self.client.make_directory(self.key(name) + "/")
+            self.directories.add(name)
+        elif step == "clear" and self.shows_directory(name):
+            shutil.rmtree(path)
+            self.keep_above(name)
+            below = name + "/"
+            self.files = {key: data for key, data in self.files.items() if not key.startswith(below)}
+            self.directories = {key for key in self.directories if key != name and not key.startswith(below)}
+
+    def keep_above(self, name: str) -> None:
+        """On a path a directory outlives its last name."""
+        above = name.rpartition("/")[0]
+        if above:
+            self.directories.add(above)
+
+    def check(self) -> None:
+        for name in NAMES:
+            path, data = self.root / name, self.file(name)
+            if self.shows_directory(name):
+                eventually(path.is_dir, f"{name} is a directory")
+            elif data is None:
+                eventually(lambda path=path: not path.exists(), f"{name} is gone")
+            else:
+                assert path.exists(), f"{name} is lost"  # at once: what there is, is no miss
+                eventually(lambda path=path, data=data: reads(path, data), f"{name} is the new one")
+
+
+def reads(path: Path, data: bytes) -> bool:
+    """Whether a file holds this; the kernel may open what it was a moment ago."""
+    try:
+        return path.read_bytes() == data
+    except OSError as error:
+        if error.errno not in (errno.ESTALE, errno.ENOENT, errno.EISDIR):
+            raise
+        return False
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@given(steps=st.lists(STEPS, max_size=14))
+def test_names_are_those_that_both_doors_made(service: Service, steps: list[tuple[str, str, str]]) -> None:
+    root = Path(tempfile.mkdtemp(dir=service.mount / BUCKET))
+    with service.client() as client:
+        doors = BothDoors(service, root, client)
+        for number, step in enumerate(steps):
+            doors.take(number, *step)
+            doors.check()
+        for name in doors.files:  # a directory taken away by path may uncover a file
+            client.remove(doors.key(name))
+    shutil.rmtree(root)
 
 
 # --- rights ------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from tests.support.crash_load import CLIENTS
 SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
 KILLS: Final = int(os.environ.get("KVFS_TEST_KILLS", "160"))
 LIVES_OF_A_STORE: Final = 12
-LINES: Final = 2 * CLIENTS * CHANGES
+LINES: Final = CLIENTS * CHANGES * 3 // 2
 
 
 @pytest.fixture(scope="module")

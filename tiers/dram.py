@@ -457,21 +457,36 @@ class DramTier:
             if not self._books.unsummed:
                 return
 
+    @property
+    def sealed_bytes(self) -> int:
+        """Physical, of all sealed slots."""
+        return self._books.sealed_total
+
+    def sealed_slots(self) -> list[int]:
+        return sorted(self._books.sealed_bytes)
+
     def sealed(self) -> Iterator[Sealed]:
         """Every sealed extent, in slot order."""
-        for slot in sorted(self._books.sealed_bytes):
-            raw = self.table.read_header(slot)
-            header = SealHeader(
-                key=StoreKey(Kind(raw.kind), raw.key),
-                object_id=raw.object_id,
-                sequence=raw.sequence,
-                parent=raw.parent,
-                flags=raw.flags,
-                uid=raw.uid,
-                bucket_id=raw.bucket_id,
-            )
-            extent = Extent(slot, raw.generation)
-            yield Sealed(extent, header, raw.size_bytes, raw.checksum, raw.sealed_at_ns)
+        for slot in self.sealed_slots():
+            if (sealed := self.look(slot)) is not None:
+                yield sealed
+
+    def look(self, slot: int) -> Sealed | None:
+        """What is sealed in a slot."""
+        if slot not in self._books.sealed_bytes:
+            return None
+        raw = self.table.read_header(slot)
+        header = SealHeader(
+            key=StoreKey(Kind(raw.kind), raw.key),
+            object_id=raw.object_id,
+            sequence=raw.sequence,
+            parent=raw.parent,
+            flags=raw.flags,
+            uid=raw.uid,
+            bucket_id=raw.bucket_id,
+        )
+        extent = Extent(slot, raw.generation)
+        return Sealed(extent, header, raw.size_bytes, raw.checksum, raw.sealed_at_ns)
 
     # --- the end -------------------------------------------------------------------------------------------
 

@@ -18,25 +18,21 @@ and a damaged one ends the process that reads it.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import lmdb
-
 from kvfs import limits, paths
 from kvfs.errors import Corrupt
-from kvfs.name_rows import load_row
-from kvfs.name_tree import NameScan, NameTree
 from kvfs.names import DIRECTORY, PINNED, NameIndex, NameRow
 from kvfs.sizes import format_size
 from tiers.adoption import ENTRY_PINNED, Survivor
 from tiers.base import Kind
 from tiers.blocks import Block
 from tiers.home import Home
+from tiers.index_check import MARK, can_be_walked
 from tiers.model import Name
 from tiers.nvme import NvmeTier
 from tiers.rebuild import rebuild_index, restore_copies, restore_replaced, skip_ids
@@ -44,9 +40,6 @@ from tiers.replay import Replayed
 
 if TYPE_CHECKING:
     from tiers.store import TieredStore
-
-_MARK = b"start"
-_DATABASES = (b"names", b"tails", b"buckets", b"meta")
 
 log = logging.getLogger("kvfs.store")
 
@@ -57,6 +50,27 @@ class Lower:
 
     nvme: NvmeTier
     found: Replayed
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What a start found, and how long each of its phases took, in seconds."""
+
+    was_clean: bool
+    taken_over_objects: int
+    """From DRAM."""
+    taken_over_bytes: int
+    dropped_names: int
+    """Without bytes."""
+    rebuilt_names: int | None
+    """From the log; None where the name index was believed, or there is no log."""
+    log_objects: int
+    log_segments: int
+    log_records: int
+    log_s: float
+    index_s: float
+    adoption_s: float
+    verify_s: float
 
 
 class Heritage:
@@ -150,10 +164,13 @@ class Heritage:
             nvme, found = self._lower.nvme, self._lower.found
             lost = restore_replaced(self.names, nvme, found, lost)
             store.journal = restore_copies(store, nvme, found, compare=self._killed)
-        for name in {Name(name.bucket, key) for name in lost if (key := paths.unit_prefix(name.key))}:
-            _drop_unit(store, name)
+        units = {(name.bucket, unit) for name in lost if (unit := paths.unit_prefix(name.key)) is not None}
+        for bucket, unit in units:
+            _drop_unit(store, Name(bucket, unit))
+        recovery = self._recovery(adopted, dropped, store.dram.verify_s)
+        store.recovery = asdict(recovery)
         if not self._is_first:
-            self._report(adopted, dropped, store.dram.verify_s)
+            self._report(recovery)
         self._named.clear()
 
     def _is_below(self, row: NameRow) -> bool:
@@ -188,29 +205,44 @@ class Heritage:
             header.parent if any(header.parent) else None,
         )
 
-    def _report(self, adopted: list[Survivor], dropped: int, verify_s: float) -> None:
-        adoption_s = time.monotonic() - self._began - verify_s
-        total_bytes = sum(each.sealed.size_bytes for each in adopted)
+    def _recovery(self, adopted: list[Survivor], dropped: int, verify_s: float) -> Recovery:
+        lower = self._lower
+        return Recovery(
+            was_clean=not self._killed,
+            taken_over_objects=len(adopted),
+            taken_over_bytes=sum(each.sealed.size_bytes for each in adopted),
+            dropped_names=dropped,
+            rebuilt_names=self._rebuilt,
+            log_objects=0 if lower is None else len(lower.nvme.objects),
+            log_segments=0 if lower is None else lower.found.segments,
+            log_records=0 if lower is None else lower.found.records,
+            log_s=0.0 if lower is None else lower.found.seconds,
+            index_s=self._index_s,
+            adoption_s=time.monotonic() - self._began - verify_s,
+            verify_s=verify_s,
+        )
+
+    def _report(self, recovery: Recovery) -> None:
         log.info(
             "taken over: %d objects, %s; %d names without bytes dropped; index %.3f s, adoption %.3f s, "
             "verify %.3f s (%.2f GB/s)",
-            len(adopted),
-            format_size(total_bytes),
-            dropped,
-            self._index_s,
-            adoption_s,
-            verify_s,
-            total_bytes / max(verify_s, 1e-9) / 1e9,
+            recovery.taken_over_objects,
+            format_size(recovery.taken_over_bytes),
+            recovery.dropped_names,
+            recovery.index_s,
+            recovery.adoption_s,
+            recovery.verify_s,
+            recovery.taken_over_bytes / max(recovery.verify_s, 1e-9) / 1e9,
         )
         if self._lower is not None:
-            found = self._lower.found
+            rebuilt = recovery.rebuilt_names
             log.info(
                 "read back: %d objects in %d segments, %d records; %s. log %.3f s",
-                len(self._lower.nvme.objects),
-                found.segments,
-                found.records,
-                "names from the index" if self._rebuilt is None else f"{self._rebuilt} names rebuilt",
-                found.seconds,
+                recovery.log_objects,
+                recovery.log_segments,
+                recovery.log_records,
+                "names from the index" if rebuilt is None else f"{rebuilt} names rebuilt",
+                recovery.log_s,
             )
 
 
@@ -298,18 +330,26 @@ def _open_index(home: Home, believe: bool, *, strict: bool) -> tuple[NameIndex, 
     not know is deleted there. Otherwise the damaged rows alone are lost.
     """
     names = _believed_index(home, strict) if believe else None
-    believed = names is not None
-    if names is None:
-        _clear(home.index)
-        names = NameIndex.open(home.index, map_size_bytes=limits.DEFAULT_NAME_MAP_BYTES)
+    if names is not None:
+        try:
+            return _marked(home, names), True
+        except Corrupt as error:  # its free pages, which nobody can walk through
+            log.warning("name index %s: %s: starting with an empty one", home.index, error)
+    _clear(home.index)
+    names = NameIndex.open(home.index, map_size_bytes=limits.DEFAULT_NAME_MAP_BYTES)
+    return _marked(home, names), False
+
+
+def _marked(home: Home, names: NameIndex) -> NameIndex:
+    """The index, with the mark of this start. Raises Corrupt, and then it is closed."""
     try:
-        home.begin((names.get_meta(_MARK) or b"").decode(errors="replace"))
-        names.put_meta(_MARK, home.start.encode())
+        home.begin((names.get_meta(MARK) or b"").decode(errors="replace"))
+        names.put_meta(MARK, home.start.encode())
         home.begun()
     except BaseException:
         names.close()
         raise
-    return names, believed
+    return names
 
 
 def _believed_index(home: Home, strict: bool) -> NameIndex | None:
@@ -317,7 +357,7 @@ def _believed_index(home: Home, strict: bool) -> NameIndex | None:
         return None
     if not home.index_is_durable:
         why = "the machine went down while a service ran"
-    elif not _can_be_walked(home.index, strict):
+    elif not can_be_walked(home.index, counts=strict, rows=strict):
         why = "it is damaged"
     else:
         try:
@@ -325,7 +365,7 @@ def _believed_index(home: Home, strict: bool) -> NameIndex | None:
         except Corrupt as error:
             why = str(error)
         else:
-            if home.knows_mark((names.get_meta(_MARK) or b"").decode(errors="replace")):
+            if home.knows_mark((names.get_meta(MARK) or b"").decode(errors="replace")):
                 return names
             names.close()
             why = "it is not the one that the last service used"
@@ -338,49 +378,3 @@ def _clear(index: Path) -> None:
     if index.exists():
         for file in index.iterdir():
             file.unlink()
-
-
-def _can_be_walked(path: Path, strict: bool) -> bool:
-    """Whether a process can read and find every row of the index, change one, and live."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            _walk(path, strict)
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def _walk(path: Path, strict: bool) -> None:
-    # Without writemap, so that nothing of what is changed and not committed reaches the file.
-    size_bytes = max((path / "data.mdb").stat().st_size, limits.DEFAULT_NAME_MAP_BYTES)
-    env = lmdb.open(str(path), map_size=size_bytes, lock=False, create=False, max_dbs=8, writemap=False)
-    with env.begin(write=True) as txn:
-        dbs = {name: env.open_db(name, txn=txn, create=False) for name in _DATABASES}
-        for name, db in dbs.items():
-            left = txn.stat(db)["entries"]
-            last = b""
-            for key, value in txn.cursor(db=db):
-                left -= 1
-                if left < 0 or key <= last or txn.get(key, db=db) != value:
-                    raise Corrupt(f"{path}: {name.decode()} is in disorder at {key[:80]!r}")
-                last = key
-            if strict and left:
-                raise Corrupt(f"{path}: {name.decode()} does not have as many rows as it says")
-        if strict:
-            _decode_rows(txn, dbs)
-        txn.put(_MARK, b"", db=dbs[b"meta"])
-        txn.abort()
-
-
-def _decode_rows(txn: lmdb.Transaction[bytes], dbs: dict[bytes, lmdb._Database]) -> None:
-    """Raises Corrupt for a row that does not match its name."""
-    for key, stored in txn.cursor(db=dbs[b"buckets"]):
-        load_row(key, stored)
-    scan = NameScan(NameTree(dbs[b"names"], dbs[b"tails"]), txn)
-    found = scan.seek(b"\0")
-    while found:
-        load_row(scan.name, scan.value())
-        found = scan.step()

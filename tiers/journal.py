@@ -47,6 +47,9 @@ _log = logging.getLogger("kvfs.nvme")
 class Journal:
     """A store that keeps its objects in DRAM only: nothing is written, everything is settled."""
 
+    is_finished = True
+    """Whether the lower tiers know all that the store does."""
+
     def usage(self) -> list[dict[str, Any]]:
         """Of the tiers below DRAM."""
         return []
@@ -117,6 +120,10 @@ class Journal:
 
     async def settle(self) -> None:
         """Wait until what was promised so far is durable. Raises NoSpace, DeviceFailed for durable objects."""
+
+    async def read_into(self, object_id: int, into: memoryview) -> None:
+        """Read an object from below DRAM. Raises Superseded, Corrupt, DeviceFailed."""
+        raise Superseded(f"object {object_id} is in no tier below DRAM")
 
     async def settle_names(self) -> None:
         """Wait until every change of names so far is durable. Raises NoSpace, DeviceFailed."""
@@ -204,9 +211,11 @@ class NvmeJournal(Journal):
         self._should = 0
         """...and of the newest deletion or rename: both are waited for, only the first may fail a request."""
         self._skipped = 0
+        self.is_finished = False
         nvme.evicted = self._let_go
         nvme.hits_of = self._hits_of
         nvme.damaged = self._damaged
+        nvme.refused = self._refused
         nvme.written = self._written
 
     def usage(self) -> list[dict[str, Any]]:
@@ -241,12 +250,12 @@ class NvmeJournal(Journal):
         found = Resident(key, object_id, extent, size_bytes, bucket, named, parent, uid)
         if named is not None and snapshot == object_id:
             self._keep_snapshot(object_id, bucket, *named)
-            self._drop(replaced, behind=True)
+            self._drop(replaced, behind=True, awaited=False)
             return
         if bucket.durable or snapshot is not None:
             self._must = self._put(found)
-            self._drop(snapshot, behind=True)
-            self._drop(replaced, behind=True)
+            self._drop(snapshot, behind=True, awaited=False)
+            self._drop(replaced, behind=True, awaited=False)
             return
         self._drop(replaced)
         if not bucket.admits_all and not self._ghosts.admits(_ghost_key(key, named)):
@@ -280,11 +289,17 @@ class NvmeJournal(Journal):
             for start in range(0, max(row.size_bytes, 1), step)
         ]
         stored.ticket = self.nvme.put(stored, payloads, MetaBody(name.bucket, name.key, row))
-        self._drop(previous, behind=True)
+        self._drop(previous, behind=True, awaited=False)
         await self.nvme.log.settle(stored.ticket)
         if not self.nvme.holds(row.object_id):
             raise NoSpace(f"{name} found no room in the NVMe tier")
         return row.object_id
+
+    async def read_into(self, object_id: int, into: memoryview) -> None:
+        stored = self.nvme.objects.get(object_id)
+        if stored is None:
+            raise Superseded(f"object {object_id} has left the NVMe tier")
+        await self.nvme.load(stored, into)
 
     async def settle_names(self) -> None:
         await self.nvme.log.settle()
@@ -300,12 +315,16 @@ class NvmeJournal(Journal):
             found.parent,
             found.uid,
             sealed_at_ns=named[1].mtime_ns if named else time.time_ns(),
-            kept=found.bucket.durable or bool(named and named[1].flags & PINNED),
+            kept=found.bucket.durable or bool(named and self._pins(named[1], kept=False)),
             hits=self._hits(found.key.digest),
         )
         meta = MetaBody(named[0].bucket, named[0].key, named[1]) if named else None
         stored.ticket = self.nvme.put(stored, self._payloads(found.extent, found.size_bytes), meta)
         return stored.ticket
+
+    def _pins(self, row: NameRow, *, kept: bool) -> bool:
+        """Whether a cache's object is kept because it is pinned: pins take no room that is not there."""
+        return bool(row.flags & PINNED) and (kept or self.nvme.has_durable_room(row.size_bytes))
 
     def _payloads(self, extent: Extent, size_bytes: int) -> list[Payload]:
         step = self.nvme.pool.extent_bytes
@@ -330,7 +349,8 @@ class NvmeJournal(Journal):
             self._should = ticket
             if was_kept:
                 self._must = ticket
-        self._drop(replaced, behind=ticket is not None)
+            self.nvme.log.append(Barrier())  # or another object under the old name could arrive without this
+        self._drop(replaced, behind=ticket is not None, awaited=not self._store.bucket(name.bucket).durable)
 
     def _name(self, object_id: int, name: Name, row: NameRow) -> int | None:
         """Log what an object is called, if the log has it or must have it; the ticket."""
@@ -343,7 +363,7 @@ class NvmeJournal(Journal):
             self._must = self._put(found)
             return self._must
         stored.bucket_id = bucket.bucket_id
-        self.nvme.keep(stored, bucket.durable or bool(row.flags & PINNED))
+        self.nvme.keep(stored, bucket.durable or self._pins(row, kept=stored.kept))
         ticket = self.nvme.put_name(stored, MetaBody(name.bucket, name.key, row))
         if stored.kept:
             stored.ticket = max(stored.ticket, ticket)
@@ -359,18 +379,22 @@ class NvmeJournal(Journal):
     def removed(self, object_id: int) -> None:
         self._drop(object_id)
 
-    def _drop(self, object_id: int | None, *, behind: bool = False) -> None:
-        """`behind`: only once what was queued before is durable."""
+    def _drop(self, object_id: int | None, *, behind: bool = False, awaited: bool = True) -> None:
+        """`behind`: only once what was queued before is durable, which replaces it; not `awaited` where that stays."""
         if object_id is None or object_id not in self.nvme.objects:
+            self._fence()
             return
-        if behind:
-            self.nvme.log.append(Barrier())
         kept = self.nvme.objects[object_id].kept
-        ticket = self.nvme.drop(object_id)
-        if ticket is not None and not behind:
+        ticket = self.nvme.drop(object_id, behind=behind)
+        if ticket is not None and (awaited or not behind):
             self._should = ticket
-            if kept:
+            if kept and not behind:
                 self._must = ticket
+
+    def _fence(self) -> None:
+        """What reclaim lets go of has no deletion in the log, so a name that it had is settled once it is gone."""
+        if self.nvme.is_evicting:
+            self._should = self.nvme.log.append(Barrier())
 
     def evicted(self, key: StoreKey) -> None:
         self._behind.pop(key.digest, None)
@@ -384,7 +408,8 @@ class NvmeJournal(Journal):
     def pinned(self, object_id: int, pinned: bool) -> None:
         stored = self.nvme.objects.get(object_id)
         if stored is not None and not self.nvme.is_durable(stored.bucket_id):
-            self.nvme.keep(stored, pinned)
+            room = stored.kept or self.nvme.has_durable_room(stored.size_bytes)
+            self.nvme.keep(stored, pinned and room)
 
     def bucket(self, row: BucketRow) -> None:
         self._should = self.nvme.put_bucket(row)
@@ -496,6 +521,7 @@ class NvmeJournal(Journal):
                 await self.nvme.log.drain()
         await self.nvme.log.drain()
         await self.nvme.log.close()
+        self.is_finished = True
 
     # --- what the tier tells ------------------------------------------------------------------------------
 
@@ -506,13 +532,22 @@ class NvmeJournal(Journal):
         """Reclaim lets an object go: it stays in DRAM if it is there, else it leaves the store, with its unit."""
         return self._store.lose_copy(stored.key)
 
-    def _damaged(self, stored: Stored) -> bool:
+    def _damaged(self, stored: Stored, had_it: bool) -> bool:
         for object_id in self._store.lose_copy(stored.key):
             self.nvme.drop(object_id)
-        if self._store.in_dram(stored.object_id) is None:
+        found = self._store.in_dram(stored.object_id)
+        if found is None:
             return False
-        self._queue(stored.key)
+        if had_it and found.bucket.durable:  # at once: until then nothing keeps it in DRAM
+            self._must = self._put(found)
+        else:
+            self._queue(stored.key)
         return True
+
+    def _refused(self, stored: Stored) -> None:
+        """Nothing is tried again at once: it would find the tier as full."""
+        for object_id in self._store.lose_copy(stored.key):
+            self.nvme.drop(object_id)
 
     def _hits_of(self, stored: Stored) -> int:
         return self._hits(stored.key.digest)

@@ -69,6 +69,8 @@ class Record:
     """Told where it is, its record_bytes and the payload's checksum; not yet durable. After an error, told again."""
     lost: Callable[[KvfsError], None] | None = None
     """Told that it will not be written, or that what was written may not count."""
+    essential: bool = True
+    """Never given up for want of room: only a cache's payload may be."""
 
 
 @dataclass(slots=True)
@@ -81,6 +83,8 @@ class Deletion:
     """An object or bucket of which no record counts any more; neighbours become one record."""
 
     object_id: int
+    written: Callable[[], None] | None = None
+    """Told once its record is; not yet durable."""
 
 
 Entry = Record | Barrier | Deletion
@@ -136,6 +140,10 @@ class Log:
         self._unsynced: deque[tuple[int, Entry]] = deque()
         self._dirty: dict[int, Segment] = {}
         """Segments written to since their last sync."""
+        self._failed_sync: Segment | None = None
+        """The device failed to sync it, and has not synced since."""
+        self._has_deleted = False
+        """Whether a TOMBSTONE was written since."""
         self._closed = False
 
     # --- what the store calls -----------------------------------------------------------------------------
@@ -190,9 +198,7 @@ class Log:
             await self._wait_for_work()
             try:
                 await self._advance()
-                self.trouble = None
-            except TierFull as error:
-                self._refuse(error)
+                self._note_well()
             except (NoSpace, DeviceFailed) as error:
                 await self._give_way(error)
 
@@ -209,24 +215,42 @@ class Log:
 
     def _must_sync(self) -> bool:
         return bool(self._unsynced) and (
-            self._wanted > self._durable or len(self._unsynced) >= limits.UNSYNCED_RECORDS
+            self._wanted > self._durable
+            or self._has_deleted
+            or len(self._unsynced) >= limits.UNSYNCED_RECORDS
         )
 
     async def _advance(self) -> None:
         """One batch, and a sync where one is due."""
-        step = await self._write_batch()
+        if self._failed_sync is not None:  # else each attempt would fill another segment for nothing
+            await self.device.sync(self._failed_sync.fd)
+            self._failed_sync = None
+        try:
+            step = await self._write_batch()
+        except TierFull as error:
+            entry = self._queue[0]
+            if not isinstance(entry, Record) or entry.essential:
+                raise
+            self._refuse(entry, error)
+            return
         if step is _Step.BARRIER or self._must_sync():
             await self._sync()
         elif step is _Step.NOTHING and self._wanted > self._durable:
             self._note_durable()
 
-    def _refuse(self, error: KvfsError) -> None:
+    def _refuse(self, entry: Record, error: KvfsError) -> None:
         """There is no room for the payload at the head of the queue: what is behind it must not wait for that."""
-        entry = self._queue[0]
-        if isinstance(entry, Record) and entry.lost is not None:
+        if entry.lost is not None:
             entry.lost(error)
         self._pop(1)
         self._note_durable()
+
+    def _note_well(self) -> None:
+        """The device takes writes; after trouble every segment gets another chance."""
+        if self.trouble is not None:
+            self.trouble = None
+            for segment in self.pool.segments:
+                segment.failed = False
 
     async def _give_way(self, error: KvfsError) -> None:
         """The device refuses: say so to whoever waits, and try again later."""
@@ -310,6 +334,7 @@ class Log:
             for _ in range(taken):
                 entries.popleft()
         self._dirty[segment.number] = segment
+        self._has_deleted = self._has_deleted or batch.deletes
         self.counts.appended_bytes += length
         if not from_queue:
             self.counts.rewritten_bytes += length
@@ -317,8 +342,9 @@ class Log:
 
     def _abandon(self, segment: Segment) -> None:
         """The device failed a write: what the file holds already still counts, nothing more is added."""
-        segment.closed = segment.bad = True
-        self._segment = None
+        segment.closed = True
+        if self._segment is segment:
+            self._segment = None
 
     async def _segment_for(self, entry: Entry, *, reserve: bool) -> Segment:
         """The segment that the next batch goes to, with room for `entry`. Raises TierFull, NoSpace, DeviceFailed."""
@@ -330,7 +356,7 @@ class Log:
                     return segment
                 await self._close_segment(segment)
             if not reserve:
-                await self._keep_reserve(essential=not _has_payload(entry))
+                await self._keep_reserve()
             if self._segment is None:  # else reclaim opened one
                 self._segment = await self._take()
 
@@ -344,19 +370,29 @@ class Log:
             raise TierFull("no segment of the NVMe tier is free, and none can be reclaimed")
         return taken
 
-    async def _keep_reserve(self, *, essential: bool) -> None:
-        """Reclaim until more than the reserve is free, while anything can be gained."""
-        while len(self.pool.free) <= limits.RESERVED_SEGMENTS and self.reclaim is not None:
+    async def _keep_reserve(self) -> None:
+        """Reclaim until more than the reserve is free, while anything can be gained.
+
+        Once through all segments at most: where each gains little, the writes in between must not wait for ever.
+        """
+        for _ in self.pool.segments:
+            if len(self.pool.free) > limits.RESERVED_SEGMENTS or self.reclaim is None:
+                break
             if not await self.reclaim():
                 break
-        if self._segment is None and not essential and len(self.pool.free) < limits.RESERVED_SEGMENTS:
+        if self._segment is None and len(self.pool.free) < limits.RESERVED_SEGMENTS:
             raise TierFull("the NVMe tier is full of objects that may not be evicted")
 
     async def _close_segment(self, segment: Segment) -> None:
         self._segment = None
         segment.closed = True
         crashpoints.reach("log.before_footer")
-        await self.pool.close(segment)
+        try:
+            await self.pool.close(segment)
+        except (NoSpace, DeviceFailed) as error:
+            self._dirty[segment.number] = segment
+            self._write_again(error)
+            raise
         crashpoints.reach("log.after_footer")
         self._dirty.pop(segment.number, None)
 
@@ -368,24 +404,25 @@ class Log:
                 for number, segment in list(self._dirty.items()):
                     await self.device.sync(segment.fd)
                     self._dirty.pop(number, None)
-            except (NoSpace, DeviceFailed):
-                self._write_again()
+            except (NoSpace, DeviceFailed) as error:
+                self._write_again(error)
                 raise
             crashpoints.reach("log.after_sync")
             self.counts.syncs += 1
             self._unsynced.clear()
+        self._has_deleted = False
         self._note_durable()
 
     async def sync_now(self) -> None:
         """As part of reclaim: all that was written becomes durable."""
         await self._sync()
 
-    def _write_again(self) -> None:
+    def _write_again(self, error: KvfsError) -> None:
         """Put back everything since the last good sync: what a failed sync leaves on the device is unknown."""
         for segment in self._dirty.values():
             self._abandon(segment)
+            self._failed_sync = segment
         self._dirty.clear()
-        error = DeviceFailed("a sync of the NVMe tier failed")
         for ticket, entry in reversed(self._unsynced):
             if ticket:
                 self._queue.appendleft(entry)
@@ -410,10 +447,6 @@ class Log:
     @property
     def next_sequence(self) -> int:
         return self._next_sequence
-
-
-def _has_payload(entry: Entry) -> bool:
-    return isinstance(entry, Record) and entry.payload is not None
 
 
 def _space(entry: Entry) -> tuple[int, int]:
@@ -444,6 +477,7 @@ class _Batch:
         self._used = 0
         self._body_bytes = 0
         self._sequence = log.next_sequence
+        self.deletes = False
 
     async def fill(self, entries: deque[Entry], view: memoryview) -> int:
         """Take entries while they fit; how many were taken."""
@@ -454,7 +488,10 @@ class _Batch:
                 break
             count = 1
             if isinstance(entry, Deletion):
+                if self.deletes:  # of two in one write the second alone could arrive
+                    break
                 count, entry = self._merge(entries, taken)
+                self.deletes = True
             if not self._fits(entry, len(view)):
                 break
             await self._place(entry, view)
@@ -463,14 +500,20 @@ class _Batch:
 
     def _merge(self, entries: deque[Entry], start: int) -> tuple[int, Record]:
         """Neighbouring deletions as one TOMBSTONE."""
-        ids: list[int] = []
+        merged: list[Deletion] = []
         for index in range(start, min(len(entries), start + limits.MAX_TOMBSTONE_IDS)):
             entry = entries[index]
             if not isinstance(entry, Deletion):
                 break
-            ids.append(entry.object_id)
-        body = TombstoneBody(self._sequence, tuple(ids)).encode()
-        return len(ids), Record(RecordType.TOMBSTONE, 0, body=body)
+            merged.append(entry)
+        body = TombstoneBody(self._sequence, tuple(each.object_id for each in merged)).encode()
+
+        def written(location: Location, record_bytes: int, checksum: int) -> None:
+            for each in merged:
+                if each.written is not None:
+                    each.written()
+
+        return len(merged), Record(RecordType.TOMBSTONE, 0, body=body, written=written)
 
     def _fits(self, record: Record, view_bytes: int) -> bool:
         payload = record.payload.size_bytes if record.payload else 0

@@ -10,6 +10,8 @@ Invariants:
   META, or for a block its last extent, is durable.
 - Whatever was queued for an object is ended by a Deletion when it is dropped. An object that reclaim evicts
   needs none: without its extents its other records mean nothing.
+- One that makes room for a newer object under its name stays whole, and is moved by reclaim, until its Deletion
+  is written: that is behind the newer one, and until then a crash brings it back.
 - Bytes leave this module only after their checksum was found right.
 
 Concurrency: the service's trio thread. Reads may overlap reclaim: one that met a segment's next life fails its
@@ -22,18 +24,19 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import trio
 
 from kvfs import crashpoints, limits
 from kvfs.errors import Corrupt, DeviceFailed, KvfsError, NoSpace, Superseded
-from kvfs.formats import RECORD_ALIGNMENT, RecordType, record_extent
+from kvfs.formats import RECORD_ALIGNMENT, RECORD_HEADER, RecordType, record_extent
 from kvfs.name_rows import BucketRow
 from kvfs.records import BucketBody, MetaBody, TombstoneBody
 from tiers.base import Kind, StoreKey
 from tiers.device import Device
-from tiers.log import Deletion, Entry, Location, Log, Payload, Record
+from tiers.log import Barrier, Deletion, Entry, Location, Log, Payload, Record
 from tiers.reclaim import Fate, MoveBudget, SegmentView, choose_segment, tombstone_counts
 from tiers.segments import Found, Segment, SegmentPool
 
@@ -73,7 +76,7 @@ class Stored:
     """That it had when it was written: with more it counts as hot."""
     pieces: list[Piece | None] = field(default_factory=list)
     meta: tuple[Location, int] | None = None
-    """Where its newest META is, and that record's size."""
+    """Where its newest META is, and what that counts for (`counted_bytes`)."""
     dropped: bool = False
     ticket: int = 0
     """Of the log entry after which all of it is durable."""
@@ -137,13 +140,25 @@ class NvmeTier:
         """Told that reclaim lets an object go; the ids of others that have to leave with it."""
         self.hits_of: Callable[[Stored], int] = lambda stored: 0
         """How often the object was read so far."""
-        self.damaged: Callable[[Stored], bool] = lambda stored: False
-        """Told that an object lost an extent and left the tier; whether it will be written again."""
+        self.damaged: Callable[[Stored, bool], bool] = lambda stored, had_it: False
+        """Told that an object lost an extent and left the tier, and whether the tier had all of it before; whether
+        it will be written again."""
+        self.refused: Callable[[Stored], None] = lambda stored: None
+        """Told that an object found no room in the tier."""
         self.written: Callable[[Stored], None] = lambda stored: None
         """Told that an object can be read from here; again when it moved."""
         self._buckets: dict[int, _BucketPlace] = {}
+        self._leaving: dict[int, Stored] = {}
+        """Dropped objects whose Deletion waits behind what replaces them."""
+        self._evicted_from: set[int] = set()
+        """Segments that still hold objects that reclaim has let go."""
         self._by_number = {segment.number: segment for segment in pool.segments}
         self._loads = trio.CapacityLimiter(limits.DEVICE_BUFFERS)
+
+    def grow(self) -> None:
+        """Add a file past the capacity that was asked for: a start that finds it free removes it. Raises NoSpace."""
+        segment = self.pool.grow()
+        self._by_number[segment.number] = segment
 
     # --- capacity -----------------------------------------------------------------------------------------
 
@@ -191,7 +206,7 @@ class NvmeTier:
             "durable_capacity_bytes": self.durable_capacity_bytes,
             "segments": len(self.pool.segments),
             "free_segments": len(self.pool.free),
-            "bad_segments": sum(segment.bad for segment in self.pool.segments),
+            "bad_segments": sum(segment.bad or segment.failed for segment in self.pool.segments),
             "segment_bytes": self.pool.segment_bytes,
             "objects": len(self.objects),
             "backlog": self.log.backlog,
@@ -202,6 +217,7 @@ class NvmeTier:
             "segments_reclaimed": counts.segments_reclaimed,
             "write_errors": counts.write_errors,
             "objects_written": self.counts.objects_written,
+            "bytes_written": self.counts.bytes_written,
             "objects_evicted": self.counts.objects_evicted,
             "reads": self.counts.reads,
             "read_bytes": self.counts.read_bytes,
@@ -213,13 +229,16 @@ class NvmeTier:
         """What an object of this size takes in the log, its META apart."""
         extent = self.pool.extent_bytes
         whole, rest = divmod(size_bytes, extent)
-        total = whole * (record_extent(0, 0, extent)[1])
-        return total + (record_extent(0, 0, rest)[1] if rest or not whole else 0)
+        total = whole * counted_bytes(record_extent(0, 0, extent)[1], 0)
+        return total + (counted_bytes(record_extent(0, 0, rest)[1], 0) if rest or not whole else 0)
+
+    def has_durable_room(self, size_bytes: int) -> bool:
+        return self.kept_bytes + self.record_bytes(size_bytes) <= self.durable_capacity_bytes
 
     def check_durable_room(self, size_bytes: int) -> None:
         """Raises NoSpace when another durable object of this size would not fit."""
         wanted = self.kept_bytes + self.record_bytes(size_bytes)
-        if wanted > self.durable_capacity_bytes:
+        if not self.has_durable_room(size_bytes):
             raise NoSpace(
                 f"durable objects would take {wanted} bytes of the NVMe tier, which has room for "
                 f"{self.durable_capacity_bytes}"
@@ -234,6 +253,11 @@ class NvmeTier:
         """Whether the object's bytes can be read from this tier."""
         stored = self.objects.get(object_id)
         return stored is not None and stored.readable
+
+    @property
+    def is_evicting(self) -> bool:
+        """Whether a crash could bring back, without any index, what reclaim is about to let go."""
+        return bool(self._evicted_from)
 
     def begin(self, stored: Stored) -> None:
         """Make an object known whose extents follow with `put_extent`."""
@@ -268,7 +292,11 @@ class NvmeTier:
                 return
             if not isinstance(error, Superseded):
                 _log.error("object %d is not written to NVMe: %s", stored.object_id, error)
-            self._lose(stored)
+            if isinstance(error, NoSpace):  # no deletion: without this extent the others mean nothing
+                self._forget(stored)
+                self.refused(stored)
+            else:
+                self._lose(stored, had_it=False)
 
         return self.log.append(
             Record(
@@ -278,6 +306,7 @@ class NvmeTier:
                 payload=_Guarded(stored, payload) if payload.size_bytes else None,
                 written=written,
                 lost=lost,
+                essential=stored.kept,
             )
         )
 
@@ -294,29 +323,57 @@ class NvmeTier:
             self.objects[object_id] = stored
         return self.put_name(stored, meta)
 
-    def _meta_record(self, stored: Stored, body: bytes) -> Record:
+    def _meta_record(self, stored: Stored, body: bytes, *, moved: Found | None = None) -> Record:
+        """`moved`: the record that reclaim writes again; it counts until the copy is durable."""
+        original = stored.meta
+
         def written(location: Location, record_bytes: int, _: int) -> None:
             if not stored.dropped:
-                self._set_meta(stored, (location, record_bytes))
+                self._set_meta(stored, (location, counted_bytes(record_bytes, len(body))))
 
+        def lost(error: KvfsError) -> None:
+            if not stored.dropped:
+                self._set_meta(stored, original)
+
+        origin = 0 if moved is None else moved.header["origin_sequence"] or moved.header["sequence"]
         header: dict[str, int | bytes] = {
             "kind": int(stored.key.kind),
             "key": stored.key.digest,
             "object_bytes": stored.size_bytes,
             "bucket_id": stored.bucket_id,
+            "origin_sequence": origin,
         }
-        return Record(RecordType.META, stored.object_id, header, body, written=written)
+        return Record(
+            RecordType.META, stored.object_id, header, body, written=written, lost=lost if moved else None
+        )
 
-    def drop(self, object_id: int) -> int | None:
-        """The object or directory is no more; the ticket of its deletion, None when the log never heard of it."""
+    def drop(self, object_id: int, *, behind: bool = False) -> int | None:
+        """The object or directory is no more; the ticket of its deletion, None when the log never heard of it.
+
+        `behind`: only once what was queued before is durable, which replaces it.
+        """
         stored = self.objects.get(object_id)
         if stored is None:
             return None
-        self._forget(stored)
-        return self.log.append(Deletion(object_id))
+        if not behind:
+            self._forget(stored)
+            return self.log.append(Deletion(object_id))
+        self._leaving[object_id] = self.objects.pop(object_id)
+        self.log.append(Barrier())
+        return self.log.append(Deletion(object_id, partial(self._forget, stored)))
+
+    def forget(self, object_id: int) -> None:
+        """The object's records count no more, but may be followed by others of the same id."""
+        stored = self.objects.get(object_id)
+        if stored is not None:
+            self._forget(stored)
 
     def _forget(self, stored: Stored) -> None:
-        del self.objects[stored.object_id]
+        if stored.dropped:
+            return
+        if self.objects.get(stored.object_id) is stored:
+            del self.objects[stored.object_id]
+        self._leaving.pop(stored.object_id, None)
         stored.dropped = True
         for number in range(len(stored.pieces)):
             self._set_piece(stored, number, None)
@@ -331,14 +388,22 @@ class NvmeTier:
     def _bucket_record(self, place: _BucketPlace) -> Record:
         bucket_id = place.row.bucket_id
 
-        def written(location: Location, record_bytes: int, _: int) -> None:
+        body = BucketBody(place.row).encode()
+        original = place.place
+
+        def move_to(found: tuple[Location, int] | None) -> None:
             if self._buckets.get(bucket_id) is place:
                 self._account(place.place, -1)
-                place.place = (location, record_bytes)
+                place.place = found
                 self._account(place.place, 1)
 
+        def written(location: Location, record_bytes: int, _: int) -> None:
+            move_to((location, counted_bytes(record_bytes, len(body))))
+
         header: dict[str, int | bytes] = {"bucket_id": bucket_id}
-        return Record(RecordType.BUCKET, bucket_id, header, BucketBody(place.row).encode(), written=written)
+        return Record(
+            RecordType.BUCKET, bucket_id, header, body, written=written, lost=lambda error: move_to(original)
+        )
 
     def drop_bucket(self, bucket_id: int) -> int | None:
         place = self._buckets.pop(bucket_id, None)
@@ -385,9 +450,10 @@ class NvmeTier:
 
     def _count_piece(self, piece: Piece, kept: bool, sign: int) -> None:
         segment = self._by_number[piece.segment]
-        segment.live_bytes += sign * piece.record_bytes
+        counted = counted_bytes(piece.record_bytes, 0)
+        segment.live_bytes += sign * counted
         if kept:
-            segment.kept_bytes += sign * piece.record_bytes
+            segment.kept_bytes += sign * counted
 
     def _set_meta(self, stored: Stored, place: tuple[Location, int] | None) -> None:
         self._account(stored.meta, -1)
@@ -397,10 +463,10 @@ class NvmeTier:
     def _account(self, place: tuple[Location, int] | None, sign: int) -> None:
         """Names and buckets always move, so they count as kept."""
         if place is not None:
-            (number, _), record_bytes = place
+            (number, _), counted = place
             segment = self._by_number[number]
-            segment.live_bytes += sign * record_bytes
-            segment.kept_bytes += sign * record_bytes
+            segment.live_bytes += sign * counted
+            segment.kept_bytes += sign * counted
 
     # --- reading ------------------------------------------------------------------------------------------
 
@@ -409,6 +475,14 @@ class NvmeTier:
 
         Raises Superseded when the object left the tier, Corrupt (and then it leaves), DeviceFailed.
         """
+        size_bytes = await self.verify_extent(stored, number, into)
+        if size_bytes:
+            self.counts.reads += 1
+            self.counts.read_bytes += size_bytes
+        return size_bytes
+
+    async def verify_extent(self, stored: Stored, number: int, into: memoryview) -> int:
+        """As `read_extent`, for upkeep: it is not counted as a read."""
         while True:
             piece = None if stored.dropped else stored.pieces[number]
             if piece is None:
@@ -429,21 +503,19 @@ class NvmeTier:
                     self._damage(stored, number, error)
                     raise
                 continue
-            self.counts.reads += 1
-            self.counts.read_bytes += piece.payload_bytes
             return piece.payload_bytes
 
     def _damage(self, stored: Stored, number: int, error: KvfsError) -> None:
         """An extent is not what was written: the object leaves the tier, and is a miss unless DRAM has it."""
         self.counts.corrupt += 1
         _log.error("object %d, extent %d on NVMe: %s", stored.object_id, number, error)
-        self._lose(stored)
+        self._lose(stored, had_it=True)
 
-    def _lose(self, stored: Stored) -> None:
+    def _lose(self, stored: Stored, *, had_it: bool) -> None:
         """An object leaves the tier with an extent that it lacks. Its deletion is logged only if it is not written
         again: a TOMBSTONE ends the later records of an id, too."""
         self._forget(stored)
-        if not self.damaged(stored):
+        if not self.damaged(stored, had_it):
             self.log.append(Deletion(stored.object_id))
 
     async def load(self, stored: Stored, into: memoryview) -> None:
@@ -493,7 +565,7 @@ class NvmeTier:
 
     async def reclaim(self) -> bool:
         """Free one segment, moving what must stay; False if none would gain anything. Raises DeviceFailed, NoSpace."""
-        closed = [s for s in self.pool.used() if s.closed and not s.bad]
+        closed = [s for s in self.pool.used() if s.closed and not (s.bad or s.failed)]
         views = [SegmentView(s.number, s.sequence, self.pool.segment_bytes, s.kept_bytes) for s in closed]
         choice = choose_segment(views)
         if choice is None:
@@ -503,22 +575,36 @@ class NvmeTier:
             records = await self.pool.records(victim)
         except DeviceFailed as error:
             _log.error("segment %d cannot be reclaimed: %s", victim.number, error)
-            victim.bad = True
+            victim.failed = True
             return True
-        entries = self._sort_out(victim, records)
+        budget = MoveBudget.of_segment(self.pool.segment_bytes, victim.kept_bytes)
+        await self._rewrite(self._sort_out(victim, records, budget))
+        try:
+            await self.pool.release(victim)
+        except DeviceFailed:
+            victim.failed = True  # the next attempt takes another one
+            raise
+        self._evicted_from.discard(victim.number)
+        crashpoints.reach("reclaim.after_release")
+        self.log.counts.segments_reclaimed += 1
+        return True
+
+    async def evacuate(self, victim: Segment, records: Sequence[Found]) -> None:
+        """Write everything that counts of `records`, which are the segment's, again in another one; durably.
+
+        Then the segment's file may go. Raises DeviceFailed, NoSpace.
+        """
+        await self._rewrite(self._sort_out(victim, records, MoveBudget(0, everything=True)))
+
+    async def _rewrite(self, entries: deque[Entry]) -> None:
         crashpoints.reach("reclaim.before_rewrite")
         while entries:
             await self.log.write_now(entries)
         await self.log.sync_now()
         crashpoints.reach("reclaim.after_rewrite")
-        await self.pool.release(victim)
-        crashpoints.reach("reclaim.after_release")
-        self.log.counts.segments_reclaimed += 1
-        return True
 
-    def _sort_out(self, victim: Segment, records: Sequence[Found]) -> deque[Entry]:
+    def _sort_out(self, victim: Segment, records: Sequence[Found], budget: MoveBudget) -> deque[Entry]:
         """Evict what may go; what is to be moved, in order."""
-        budget = MoveBudget.of_segment(self.pool.segment_bytes)
         others = [s.first_sequence for s in self.pool.used() if s is not victim]
         entries: deque[Entry] = deque()
         for found in records:
@@ -535,9 +621,10 @@ class NvmeTier:
         if kind == RecordType.DATA:
             return self._kept_data(here, found, budget)
         if kind == RecordType.META:
-            stored = self.objects.get(object_id)
-            live = stored is not None and stored.meta is not None and stored.meta[0] == here
-            return self._meta_record(stored, found.body) if stored is not None and live else None
+            stored = self._known(object_id)
+            if stored is None or stored.meta is None or stored.meta[0] != here:
+                return None
+            return self._meta_record(stored, found.body, moved=found)
         if kind == RecordType.BUCKET:
             place = self._buckets.get(object_id)
             live = place is not None and place.place is not None and place.place[0] == here
@@ -548,8 +635,12 @@ class NvmeTier:
                 return Record(RecordType.TOMBSTONE, 0, body=found.body)
         return None
 
+    def _known(self, object_id: int) -> Stored | None:
+        """The object, one that is leaving included."""
+        return self.objects.get(object_id) or self._leaving.get(object_id)
+
     def _kept_data(self, here: Location, found: Found, budget: MoveBudget) -> Record | None:
-        stored = self.objects.get(found.header["object_id"])
+        stored = self._known(found.header["object_id"])
         number = found.header["extent_number"]
         piece = stored.pieces[number] if stored is not None and number < len(stored.pieces) else None
         live = piece is not None and (piece.segment, piece.offset) == here
@@ -563,6 +654,7 @@ class NvmeTier:
             return None
         if fate is Fate.MOVE:
             return self._move(stored, number, piece)
+        self._evicted_from.add(piece.segment)
         leaving = self.evicted(stored)
         self._forget(stored)
         self.counts.objects_evicted += 1
@@ -610,6 +702,11 @@ class _Guarded:
         if self._stored.dropped:
             raise Superseded(f"object {self._stored.object_id} is no more")
         return await self._payload.read_into(view)
+
+
+def counted_bytes(record_bytes: int, body_bytes: int) -> int:
+    """What a record takes of its segment: itself, and its share of the footer."""
+    return record_bytes + RECORD_HEADER.size + body_bytes
 
 
 def _data_header(stored: Stored, number: int) -> dict[str, int | bytes]:

@@ -62,16 +62,19 @@ class MoveBudget:
     """How much of one segment may still be moved because it is hot."""
 
     left_bytes: int
+    everything: bool = False
+    """Whether nothing may be evicted."""
 
     @classmethod
-    def of_segment(cls, size_bytes: int) -> MoveBudget:
-        return cls(size_bytes // limits.REAPPEND_SHARE)
+    def of_segment(cls, size_bytes: int, kept_bytes: int) -> MoveBudget:
+        """Half of what must not be moved anyway, so that every reclaimed segment gains something."""
+        return cls(min(size_bytes // limits.REAPPEND_SHARE, max(0, size_bytes - kept_bytes) // 2))
 
     def data_fate(self, *, live: bool, kept: bool, hot: bool, record_bytes: int) -> Fate:
         """Of a DATA record. `kept`: durable or pinned; `hot`: read since it was written."""
         if not live:
             return Fate.DEAD
-        if kept:
+        if kept or self.everything:
             return Fate.MOVE
         if hot and record_bytes <= self.left_bytes:
             self.left_bytes -= record_bytes

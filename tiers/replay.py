@@ -8,8 +8,8 @@ What counts:
 - A TOMBSTONE ends every record of its ids, wherever it stands: an id is given out once.
 - An object counts when all of its extents are there and, if it is no block, a META. A META without its extents
   means nothing, so a name whose newest object never arrived still stands for the one before it.
-- Of several objects with one name, or one prefix hash, the one with the newest META (or extent) counts. The
-  others are `losers`: their deletion was lost, and is written again by the caller.
+- Of several objects with one name, or one prefix hash, the one with the newest META (or extent) counts, whatever
+  reclaim moved since. The others are `losers`: their deletion was lost, and is written again by the caller.
 
 Concurrency: the service's trio thread, before any door is open.
 """
@@ -31,7 +31,7 @@ from kvfs.records import BucketBody, MetaBody, TombstoneBody, peek_meta
 from tiers.base import Kind, StoreKey
 from tiers.device import Device
 from tiers.log import Location
-from tiers.nvme import NvmeTier, Piece, Stored
+from tiers.nvme import NvmeTier, Piece, Stored, counted_bytes
 from tiers.segments import Listing, Segment, open_pool
 
 _log = logging.getLogger("kvfs.nvme")
@@ -61,14 +61,17 @@ class Replayed:
 
 _FIELDS = RECORD_HEADER.only(
     "type", "kind", "body_bytes", "record_bytes", "payload_bytes", "sequence", "key", "parent", "object_id",
-    "extent_number", "object_bytes", "sealed_at_ns", "uid", "bucket_id", "payload_checksum",
+    "extent_number", "object_bytes", "sealed_at_ns", "uid", "bucket_id",
+    "origin_sequence", "payload_checksum",
 )  # fmt: skip
 """What a replay looks at: decoding every field of a million headers took 4 s, these take 1 s."""
 _Fields = tuple[Any, ...]
 _NO_PARENT = bytes(16)
 
 
-class _Replay:
+class Replay:
+    """Takes the records of segments, oldest life first; `finish` then says what counts."""
+
     def __init__(self, tier: NvmeTier) -> None:
         self.tier = tier
         self.found = Replayed()
@@ -103,7 +106,7 @@ class _Replay:
     def _take_data(self, segment: int, offset: int, fields: _Fields) -> None:
         (
             _, kind, _, record_bytes, payload_bytes, sequence, key, parent, object_id,
-            number, size_bytes, sealed_at_ns, uid, bucket_id, checksum,
+            number, size_bytes, sealed_at_ns, uid, bucket_id, _, checksum,
         ) = fields  # fmt: skip
         if parent == _NO_PARENT:
             parent = _NO_PARENT  # one for all
@@ -114,8 +117,8 @@ class _Replay:
             )
             self.objects[object_id] = stored
         else:
-            stored.size_bytes, stored.bucket_id = size_bytes, bucket_id
-            stored.parent, stored.uid, stored.sealed_at_ns = parent, uid, sealed_at_ns
+            stored.size_bytes, stored.parent, stored.uid = size_bytes, parent, uid
+            stored.sealed_at_ns = sealed_at_ns
         piece = Piece(segment, offset, record_bytes, payload_bytes, checksum)
         count = self.tier.extent_count(size_bytes)
         if number >= count:
@@ -123,12 +126,13 @@ class _Replay:
         if len(stored.pieces) != count:
             stored.pieces = [None] * count
         stored.pieces[number] = piece
-        if stored.key.kind is Kind.BLOCK:
+        if kind == Kind.BLOCK:  # an object's META says where it belongs: reclaim may move ahead of it
             self.newest[object_id] = sequence
+            stored.bucket_id = bucket_id
 
     def _take_other(self, segment: int, offset: int, fields: _Fields, body: bytes) -> None:
         type_, record_bytes = fields[0], fields[3]
-        place = ((segment, offset), record_bytes)
+        place = ((segment, offset), counted_bytes(record_bytes, len(body)))
         if type_ == RecordType.META:
             self._take_meta(place, fields, body)
         elif type_ == RecordType.TOMBSTONE:
@@ -138,11 +142,14 @@ class _Replay:
             self.bucket_places[row.bucket_id] = (row, place)
 
     def _take_meta(self, place: tuple[Location, int], fields: _Fields, body: bytes) -> None:
-        _, kind, _, _, _, sequence, key, _, object_id, _, size_bytes, _, _, bucket_id, _ = fields
+        _, kind, _, _, _, sequence, key, _, object_id, _, size_bytes, _, _, bucket_id, origin, _ = fields
+        sequence = origin or sequence
         stored = self.objects.get(object_id)
         if stored is None:
             stored = Stored(StoreKey(_KINDS[kind], key), object_id, size_bytes, bucket_id)
             self.objects[object_id] = stored
+        if sequence < self.newest.get(object_id, 0):
+            return
         stored.meta = place
         stored.bucket_id = bucket_id
         self.newest[object_id] = sequence
@@ -192,7 +199,7 @@ class _Replay:
         if rival is stored:
             return
         loser = stored
-        if self.newest[rival.object_id] <= self.newest[stored.object_id]:
+        if self.newest.get(rival.object_id, 0) <= self.newest.get(stored.object_id, 0):
             holders[claim], loser = stored, rival
         self.found.losers.append(loser.object_id)
         self.found.names.pop(loser.object_id, None)
@@ -214,7 +221,7 @@ async def open_nvme(
     )
     try:
         tier = NvmeTier(pool, 1)
-        replay = _Replay(tier)
+        replay = Replay(tier)
         for segment in pool.used():
             try:
                 replay.take(segment, await pool.listing(segment))

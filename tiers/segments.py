@@ -19,6 +19,7 @@ import logging
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,13 +38,14 @@ from kvfs.formats import (
     RecordType,
     SegmentState,
 )
-from kvfs.records import encode_footer, split_footer
+from kvfs.records import decode_records, encode_footer, split_footer
 from tiers.device import Device
 
 _log = logging.getLogger("kvfs.nvme")
 
 PAGE_BYTES = 4096
-_GEOMETRY = "pool.json"
+GEOMETRY = "pool.json"
+"""The file that says whose the segments are, and how large."""
 
 
 def page_up(value: int) -> int:
@@ -64,7 +66,9 @@ class Segment:
     closed: bool = False
     """Nothing is appended any more."""
     bad: bool = False
-    """The device failed it: never used again while this service runs."""
+    """Its header or records could not be read at the start: never used again while this service runs."""
+    failed: bool = False
+    """The device failed it since: not reclaimed before the device has taken another write."""
     first_sequence: int = 0
     last_sequence: int = 0
     live_bytes: int = 0
@@ -98,9 +102,9 @@ class Listing(NamedTuple):
     """The records of a segment as its footer has them, one behind the other: not decoded, since a start has a
     million of them."""
 
-    headers: memoryview | bytes
+    headers: memoryview
     """RECORD_HEADER.size bytes each."""
-    bodies: memoryview | bytes
+    bodies: memoryview
     offsets: list[int] | None = None
     """Where each record is, for a scan, which may skip something; None: without gaps from SEGMENT_DATA_START on."""
 
@@ -113,6 +117,13 @@ class Found:
     header: dict[str, Any]
     """The fields of formats.RECORD_HEADER."""
     body: bytes
+
+
+def list_records(records: Sequence[Found]) -> Listing:
+    """Records that were decoded, as a footer would have them."""
+    headers = b"".join(RECORD_HEADER.encode(**each.header) for each in records)
+    bodies = b"".join(each.body for each in records)
+    return Listing(memoryview(headers), memoryview(bodies), [each.offset for each in records])
 
 
 class SegmentPool:
@@ -144,6 +155,17 @@ class SegmentPool:
         return self.segment_bytes - SEGMENT_TRAILER_BYTES - footer - segment.end
 
     # --- lives --------------------------------------------------------------------------------------------
+
+    def path(self, segment: Segment) -> Path:
+        return self.directory / f"{segment.number:08x}.seg"
+
+    def grow(self) -> Segment:
+        """One more file, free. Raises NoSpace, DeviceFailed."""
+        segment = Segment(1 + max((s.number for s in self.segments), default=-1), -1)
+        segment.fd = self.device.open_file(self.path(segment), self.segment_bytes, create=True)
+        self.segments.append(segment)
+        self.free.append(segment)
+        return segment
 
     async def take(self) -> Segment | None:
         """Start a new life of a free segment; None when none is free. Raises NoSpace, DeviceFailed."""
@@ -189,7 +211,11 @@ class SegmentPool:
             await self.device.write(segment.fd, 0, both)
 
     async def close(self, segment: Segment) -> None:
-        """Write the footer and the trailer, and make the whole segment durable. Raises NoSpace, DeviceFailed."""
+        """Write the footer and the trailer, and make the whole segment durable. Raises NoSpace, DeviceFailed.
+
+        What the footer lists is durable before the footer is: a start takes its word for every payload.
+        """
+        await self.device.sync(segment.fd)
         body = encode_footer(segment.headers, segment.bodies)
         record_bytes = segment.footer_bytes()
         header = RecordHeader(
@@ -240,14 +266,11 @@ class SegmentPool:
     async def records(self, segment: Segment) -> list[Found]:
         """The records of a segment's present life: from its footer, or else by a scan that verifies payloads."""
         listing = await self.listing(segment)
+        offset = SEGMENT_DATA_START
         found: list[Found] = []
-        offset, body_at = SEGMENT_DATA_START, 0
-        for number, fields in enumerate(RECORD_HEADER.struct.iter_unpack(listing.headers)):
-            header = dict(zip(RECORD_HEADER.names, fields, strict=True))
-            body = bytes(listing.bodies[body_at : body_at + header["body_bytes"]])
+        for number, (header, body) in enumerate(decode_records(listing.headers, listing.bodies)):
             found.append(Found(listing.offsets[number] if listing.offsets else offset, header, body))
             offset += header["record_bytes"]
-            body_at += header["body_bytes"]
         return found
 
     async def listing(self, segment: Segment) -> Listing:
@@ -257,17 +280,12 @@ class SegmentPool:
         except Corrupt as error:
             if segment.closed:
                 _log.warning("segment %d: scanned, since its footer is not usable: %s", segment.number, error)
-        found = await self._from_scan(segment)
-        headers = b"".join(RECORD_HEADER.encode(**each.header) for each in found)
-        return Listing(headers, b"".join(each.body for each in found), [each.offset for each in found])
+        return list_records(await self._from_scan(segment))
 
     async def _from_footer(self, segment: Segment) -> Listing:
         trailer = await self._trailer(segment)
         data = await self.read_bytes(segment, trailer["footer_offset"], trailer["footer_bytes"])
-        header = RecordHeader.decode(data)
-        footer = memoryview(data)[RECORD_HEADER.size : RECORD_HEADER.size + header.body_bytes]
-        if header.segment_sequence != segment.sequence or header.body_checksum != xxh3_64(footer):
-            raise Corrupt("the footer does not match its checksum, or belongs to another life")
+        footer = self.check_footer(segment, data)
         headers, bodies, records_bytes = split_footer(footer, trailer["records"])
         offset = SEGMENT_DATA_START + records_bytes
         if offset != trailer["footer_offset"]:
@@ -280,7 +298,18 @@ class SegmentPool:
         data = await self.read_bytes(
             segment, self.segment_bytes - SEGMENT_TRAILER_BYTES, SEGMENT_TRAILER_BYTES
         )
-        trailer = formats.decode_page(SEGMENT_TRAILER, formats.TRAILER_MAGIC, data)
+        return self.check_trailer(segment, formats.decode_page(SEGMENT_TRAILER, formats.TRAILER_MAGIC, data))
+
+    def check_footer(self, segment: Segment, data: bytes) -> memoryview:
+        """The body of a footer's record. Raises Corrupt, FormatMismatch."""
+        header = RecordHeader.decode(data)
+        footer = memoryview(data)[RECORD_HEADER.size : RECORD_HEADER.size + header.body_bytes]
+        if header.segment_sequence != segment.sequence or header.body_checksum != xxh3_64(footer):
+            raise Corrupt("the footer does not match its checksum, or belongs to another life")
+        return footer
+
+    def check_trailer(self, segment: Segment, trailer: dict[str, Any]) -> dict[str, Any]:
+        """The fields of a trailer of this life, whose footer fits. Raises Corrupt."""
         if trailer["store_id"] != self.store_id or trailer["segment_sequence"] != segment.sequence:
             raise Corrupt("the trailer belongs to another life of the file")
         start, length = trailer["footer_offset"], trailer["footer_bytes"]
@@ -395,7 +424,7 @@ def _look(directory: Path, store_id: bytes, segment_bytes: int) -> tuple[int, in
 
 def _settle_geometry(directory: Path, store_id: bytes, segment_bytes: int) -> int:
     """The size that the files there have, else the wanted one, written down. Raises ConfigError, FormatMismatch."""
-    path = directory / _GEOMETRY
+    path = directory / GEOMETRY
     try:
         found = json.loads(path.read_text())
         version, owner, size = (
@@ -412,11 +441,11 @@ def _settle_geometry(directory: Path, store_id: bytes, segment_bytes: int) -> in
                 f"{limits.MAX_SEGMENT_BYTES} are possible"
             ) from None
         if any(directory.glob("*.seg")):
-            raise FormatMismatch(f"{directory} holds segment files, but no {_GEOMETRY}") from None
+            raise FormatMismatch(f"{directory} holds segment files, but no {GEOMETRY}") from None
         text = json.dumps(
             {"format": formats.SEGMENT_VERSION, "store_id": store_id.hex(), "segment_bytes": segment_bytes}
         )
-        temporary = directory / (_GEOMETRY + ".new")
+        temporary = directory / (GEOMETRY + ".new")
         temporary.write_text(text + "\n")
         with temporary.open() as file:
             os.fsync(file.fileno())

@@ -48,7 +48,7 @@ from kvfs.name_rows import SNAPSHOT
 from kvfs.names import NameIndex, NameRow
 from tiers import buckets
 from tiers.adoption import ENTRY_PINNED
-from tiers.base import NO_SLOT, Extent, Kind, SealHeader, StoreKey, object_key
+from tiers.base import NO_SLOT, Extent, Kind, Sealed, SealHeader, StoreKey, object_key
 from tiers.blocks import Block
 from tiers.catalog import DIRECTORY, PINNED, Catalog, block_digest, directory_of_row, extent_of
 from tiers.device import Device
@@ -93,6 +93,8 @@ class TieredStore(Catalog):
         self.journal = Journal()
         """What becomes of objects outside of DRAM; a store without the NVMe tier has one that does nothing."""
         self._promoter = Promoter(self)
+        self.recovery: dict[str, Any] = {}
+        """What the start found and how long it took (`heritage.Recovery`)."""
 
     # --- life ---------------------------------------------------------------------------------------------
 
@@ -227,7 +229,8 @@ class TieredStore(Catalog):
     def close(self, *, keep: bool = False) -> None:
         """With `keep`, what is sealed stays in DRAM for the next `open`."""
         self.dram.close(keep=keep)
-        self.home.close(clean=self.names.close())
+        whole = self.names.close()
+        self.home.close(clean=whole and self.journal.is_finished)
 
     def __enter__(self) -> Self:
         return self
@@ -548,6 +551,18 @@ class TieredStore(Catalog):
     def note_misses(self, count: int) -> None:
         """Lookups of what does not exist that a door has answered without asking."""
         self._counts["misses"] += count
+
+    async def read_into(self, info: ObjectInfo, into: memoryview) -> int:
+        """Read a whole object from where it is, verified if that is a device, without bringing it up; its size.
+
+        `into` is page-aligned memory with room for whole units of RECORD_ALIGNMENT. Raises Superseded, Corrupt,
+        DeviceFailed.
+        """
+        if info.extent is None:
+            await self.journal.read_into(info.object_id, into)
+            return info.size_bytes
+        with self.dram.lease(info.extent) as lease:
+            return await lease.read_into(0, into)
 
     async def wait_published(self, name: Name) -> None:
         """Wait, PUBLISH_WAIT_S at most, while `name` is a draft that is closed but not yet published."""
@@ -1003,6 +1018,12 @@ class TieredStore(Catalog):
             self._expel(digest)
         return leaving
 
+    def lose_slot(self, sealed: Sealed) -> None:
+        """The bytes of a slot are not what was sealed: the object is read from a lower tier, or leaves the store."""
+        entry = self.table.get(sealed.header.key.digest)
+        if entry is not None and extent_of(entry) == sealed.extent:
+            self._evict_one(sealed.header.key.digest)
+
     def _dependents(self, digest: bytes) -> list[bytes]:
         """What is of no use without this object, and not in DRAM either."""
         found = self._blocks.descendants(digest)
@@ -1083,6 +1104,7 @@ class TieredStore(Catalog):
             "quota_bytes": self.space.quota_bytes,
             "headroom_bytes": self.space.headroom_bytes(),
             **self._counts,
+            "recovery": self.recovery,
             "tiers": [
                 {"name": self.dram.name, "backing": self.dram.backing, **asdict(self.dram.usage())},
                 *self.journal.usage(),

@@ -11,6 +11,7 @@ Concurrency: the forking process has one thread and no store.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ import socket
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -31,9 +33,11 @@ from kvfs.limits import MIB
 from tests.support.crash_load import CLIENTS, Client, audit, look, make_buckets
 from tests.support.posix import PR_SET_PDEATHSIG
 from tiers.device import open_device
+from tiers.journal import NvmeJournal
+from tiers.model import Name
 from tiers.store import TieredStore
 
-WATCHDOG_S: Final = 180
+WATCHDOG_S: Final = float(os.environ.get("KVFS_TEST_WATCHDOG_S", "180"))
 """A child that is alive after this long is stuck."""
 
 
@@ -89,6 +93,7 @@ async def live(task: dict[str, Any], say: Speaker) -> None:
     )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(store.run)
+        nursery.start_soon(watch, store, say)
         make_buckets(store)
         await store.journal.settle()
         say(found=await look(store, say), wrong_books=audit(store))
@@ -106,6 +111,41 @@ async def live(task: dict[str, Any], say: Speaker) -> None:
     say(end=True)
 
 
+async def watch(store: TieredStore, say: Speaker) -> None:
+    """Say what every task waits for, when it has become too late."""
+    await trio.sleep(WATCHDOG_S * 0.9)
+    journal = store.journal
+    assert isinstance(journal, NvmeJournal)
+    state = [
+        f"segment {s.number}: life {s.sequence}, {s.state.name}, kept {s.kept_bytes}, live {s.live_bytes}, "
+        f"end {s.end}, first {s.first_sequence}"
+        for s in journal.nvme.pool.segments
+    ]
+    say(error="\n".join([str(store.usage()["tiers"][1]), *state]))
+    say(error="\n".join(["stuck:", *waiting_tasks()]))
+    os._exit(1)
+
+
+def waiting_tasks() -> list[str]:
+    """What every task waits for."""
+    return [f"{task.name}: {' < '.join(frames_of(task))}" for task in every_task()]
+
+
+def every_task() -> Iterator[trio.lowlevel.Task]:
+    tasks = [trio.lowlevel.current_root_task()]
+    while tasks:
+        task = tasks.pop()
+        if task is not None:
+            yield task
+            tasks += [child for nursery in task.child_nurseries for child in nursery.child_tasks]
+
+
+def frames_of(task: trio.lowlevel.Task) -> list[str]:
+    """Innermost first."""
+    frames = [f"{frame.f_code.co_name}:{line}" for frame, line in task.iter_await_frames()]
+    return frames[::-1][:12]
+
+
 async def empty(store: TieredStore, say: Speaker) -> None:
     """Remove all that there is, and say what of it is still counted once reclaim went through every segment."""
     for bucket in store.buckets():
@@ -117,8 +157,6 @@ async def empty(store: TieredStore, say: Speaker) -> None:
 
 
 def remove(store: TieredStore, bucket: bytes, key: bytes) -> None:
-    from tiers.model import Name
-
     if key.endswith(b"/"):
         store.remove_directory(Name(bucket, key))
     else:
@@ -126,8 +164,6 @@ def remove(store: TieredStore, bucket: bytes, key: bytes) -> None:
 
 
 async def reclaimed(store: TieredStore) -> dict[str, int]:
-    from tiers.journal import NvmeJournal
-
     journal = store.journal
     assert isinstance(journal, NvmeJournal)
     return {"live_bytes": journal.nvme.live_bytes, "objects": len(journal.nvme.objects)}
@@ -136,8 +172,8 @@ async def reclaimed(store: TieredStore) -> dict[str, int]:
 def child(task: dict[str, Any], descriptor: int) -> None:
     """What a fork does; it does not return."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.alarm(WATCHDOG_S)
     say = Speaker(descriptor)
+    faulthandler.dump_traceback_later(WATCHDOG_S, exit=True, file=descriptor)
     status = 1
     try:
         logging.basicConfig(handlers=[LogHandler(say)], level=logging.WARNING, force=True)

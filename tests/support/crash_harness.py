@@ -180,7 +180,10 @@ class Harness:
                     life.lines += 1
                     if life.lines == kill_after:
                         signal.pidfd_send_signal(watch, signal.SIGKILL)
-                    yield json.loads(line)
+                    try:
+                        yield json.loads(line)
+                    except json.JSONDecodeError:  # the watchdog's traceback
+                        life.wrong.append(line.decode().rstrip())
         finally:
             os.close(watch)
 

@@ -25,6 +25,7 @@ from tests.support.posix import pattern
 from tests.support.stores import NAMESPACE
 from tiers.journal import NvmeJournal
 from tiers.model import Attributes, Name, ObjectInfo
+from tiers.nvme import counted_bytes
 from tiers.store import TieredStore
 
 CLIENTS: Final = 3
@@ -369,10 +370,10 @@ def _audit_nvme(journal: NvmeJournal) -> list[str]:
             f"{nvme.capacity_bytes} in all"
         )
     live: dict[int, int] = {}
-    for stored in nvme.objects.values():
+    for stored in [*nvme.objects.values(), *nvme._leaving.values()]:
         for piece in stored.pieces:
             if piece is not None:
-                live[piece.segment] = live.get(piece.segment, 0) + piece.record_bytes
+                live[piece.segment] = live.get(piece.segment, 0) + counted_bytes(piece.record_bytes, 0)
         if stored.meta is not None:
             (segment, _), size = stored.meta
             live[segment] = live.get(segment, 0) + size

@@ -1,0 +1,207 @@
+"""`kvfs fsck`: check the data of a stopped service, and repair it.
+
+Responsibility: arguments in, `tiers.fsck` and `tiers.repair`, text or JSON out. This is the one place where the exit
+codes of the command are said; 2 is left to wrong usage, as everywhere in `kvfs`.
+
+Concurrency: holds the lock of the data directory from the first look to the end, so no service starts meanwhile.
+What needs trio and LMDB is imported by the command: see `kvfs.cli`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import AbstractContextManager
+from enum import IntEnum
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+import typer
+
+from kvfs.errors import KvfsError, NotFound
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from tiers.fsck import Findings
+
+
+class Exit(IntEnum):
+    """How `kvfs fsck` ends."""
+
+    CLEAN = 0
+    REPAIRED = 1
+    """There were problems, and all are repaired; no durable object was lost."""
+    DURABLE_LOST = 3
+    """Damage has cost durable objects; the rest is as for REPAIRED, or with --check-only as for LEFT."""
+    CANNOT_RUN = 4
+    """A service runs, another format, no permission, no such directory."""
+    LEFT = 5
+    """There are problems, and they are still there: --check-only, or the repair failed."""
+
+
+def fsck(
+    data: Annotated[
+        str, typer.Option(metavar="DIR", help="The data directory of a stopped service.")
+    ] = "/var/lib/kvfs",
+    nvme: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Where its segments lie, if not in the data directory.")
+    ] = None,
+    repair: Annotated[
+        bool, typer.Option("--repair/--check-only", help="Put right what is found, or only say it.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
+) -> None:
+    """Verify every checksum in a data directory that no service uses, and repair what is damaged.
+
+    Exit codes: 0 clean; 1 problems found, all repaired; 3 damage has cost durable objects; 4 cannot run (a service
+    runs, another format, no permission); 5 problems found and left; 2 wrong usage.
+    """
+    where = Path(os.path.abspath(data))
+    try:
+        found = _check(where, Path(os.path.abspath(nvme)) if nvme else where / "nvme", repair)
+    except (KvfsError, OSError) as error:
+        print(f"kvfs: {error}", file=sys.stderr)
+        raise typer.Exit(Exit.CANNOT_RUN) from None
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        from kvfs.show import check_report
+
+        check_report(found)
+    raise typer.Exit(found["exit_code"])
+
+
+def _check(data: Path, segments: Path, repair: bool) -> dict[str, Any]:
+    """What `--json` prints. Raises NotFound, StoreLocked, FormatMismatch, DeviceFailed, OSError."""
+    import trio
+
+    from tiers.home import open_home
+
+    if not (data / "lock").exists():
+        raise NotFound(f"{data}: not a data directory of kvfs")
+    home = open_home(data)
+    try:
+        os.stat(data / "format.json")
+    except OSError:
+        home.close(clean=False)
+        raise
+
+    async def run() -> dict[str, Any]:
+        from tiers.device import open_device
+        from tiers.fsck import examine
+
+        device = open_device()
+        try:
+            began = time.monotonic()
+            try:
+                with _Bar() as bar:
+                    findings = await examine(home, device, segments, bar)
+            except BaseException:
+                home.close(clean=False)
+                raise
+            seconds = time.monotonic() - began
+            failure = ""
+            try:
+                if repair and findings.problems:
+                    failure = await _repair(findings)
+            finally:
+                findings.close()
+            return _describe(findings, seconds, failure)
+        finally:
+            with trio.CancelScope(shield=True):
+                await device.aclose()
+
+    return trio.run(run)
+
+
+async def _repair(findings: Findings) -> str:
+    """Why it failed; the empty string if it did not."""
+    from tiers.repair import repair
+
+    try:
+        await repair(findings)
+    except (KvfsError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def _describe(findings: Findings, seconds: float, failure: str) -> dict[str, Any]:
+    from tiers.fsck import Cost
+
+    problems = findings.problems
+    repaired = all(problem.repaired for problem in problems)
+    code = Exit.CLEAN
+    if problems:
+        code = Exit.REPAIRED if repaired else Exit.LEFT
+        code = Exit.DURABLE_LOST if findings.cost is Cost.DURABLE else code
+    count = "clean" if not problems else f"{len(problems)} problem{'s' * (len(problems) > 1)}"
+    state = "" if not problems else ", repaired" if repaired else ", left"
+    result = count + state + (f": {failure}" if failure else "")
+    return {
+        "exit_code": int(code),
+        "result": result + ("; durable objects are lost" if code is Exit.DURABLE_LOST else ""),
+        "problems": [
+            {
+                "where": problem.where,
+                "what": problem.what,
+                "consequence": problem.consequence,
+                "cost": problem.cost.name.lower(),
+                "repaired": problem.repaired,
+            }
+            for problem in problems
+        ],
+        **findings.counts(),
+        "seconds": round(seconds, 3),
+    }
+
+
+class _Bar(AbstractContextManager["_Bar"]):
+    """A progress bar on stderr, where that is a terminal."""
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import (
+                BarColumn,
+                DownloadColumn,
+                Progress,
+                TextColumn,
+                TimeRemainingColumn,
+                TransferSpeedColumn,
+            )
+
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                DownloadColumn(binary_units=True),
+                TransferSpeedColumn(),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def begin(self, what: str, total_bytes: int) -> None:
+        if self._progress is not None:
+            if self._task is not None:
+                self._progress.remove_task(self._task)
+            self._task = self._progress.add_task(what, total=total_bytes or None)
+
+    def advance(self, size_bytes: int) -> None:
+        if self._progress is not None and self._task is not None:
+            self._progress.advance(self._task, size_bytes)

@@ -1,0 +1,500 @@
+"""What is wrong with a data directory that no service uses.
+
+Responsibility: verify segments, slots and name index (`tiers.verify`, `tiers.slot_check`, `tiers.index_check`), hold
+them against each other, and say of each problem what it is, where, and what it costs. Nothing is changed and nothing
+printed; `tiers.repair` acts on what is found here.
+
+What decides where two disagree:
+- A name index that is whole and the last one decides which names exist and what they stand for, as at a start
+  (`tiers.rebuild`): the log is never ahead of it. With one exception: a durable object that only a complete log
+  knows, after a clean stop, is given back its name.
+- A damaged index is replaced: its rows that hold count, then the names of the log that they do not mention.
+- An old index (a power failure, a copy) does not count at all.
+
+A name in a cache bucket without bytes is no problem: DRAM is lost at a reboot, and the next start drops the name.
+
+Concurrency: one task per segment, limits.FSCK_SEGMENTS at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Protocol
+
+import trio
+
+from kvfs import limits
+from kvfs.errors import Corrupt
+from kvfs.formats import RecordType, SegmentState
+from kvfs.name_rows import DIRECTORY, BucketRow, NameRow
+from kvfs.records import MetaBody
+from tiers.base import Kind
+from tiers.device import Device
+from tiers.home import Home
+from tiers.index_check import IndexCheck, check_index
+from tiers.nvme import NvmeTier, Stored
+from tiers.replay import Replay
+from tiers.segments import list_records
+from tiers.slot_check import SlotsCheck, check_slots
+from tiers.verify import BadRecord, PoolCheck, SegmentCheck, Tick, check_segment, look_at_pool
+
+
+class Cost(IntEnum):
+    """What a problem has cost, or costs when it is repaired."""
+
+    NOTHING = 0
+    CACHED = 1
+    """Objects of a cache: misses."""
+    DURABLE = 2
+
+
+@dataclass(slots=True)
+class Problem:
+    """One thing that is not as it should be."""
+
+    where: str
+    what: str
+    consequence: str
+    cost: Cost = Cost.NOTHING
+    repaired: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}; {self.consequence}"
+
+
+class Progress(Protocol):
+    """Told how an examination goes on."""
+
+    def begin(self, what: str, total_bytes: int) -> None:
+        """A part of it begins, which verifies at most so many bytes; 0 where that is not known."""
+
+    def advance(self, size_bytes: int) -> None:
+        """So many further bytes were verified."""
+
+
+@dataclass(slots=True)
+class Log:
+    """The NVMe tier as its records say."""
+
+    pool: PoolCheck
+    tier: NvmeTier
+    replay: Replay
+    has_holes: bool
+    lost: dict[int, Stored] = field(default_factory=dict)
+    """Objects whose bytes on NVMe are damaged and which are nowhere else: to be deleted."""
+    weak: set[int] = field(default_factory=set)
+    """The same, but DRAM has the bytes: their records count no more, and are written again."""
+    unnamed: set[int] = field(default_factory=set)
+    """Objects whose newest name cannot be read and is not known: to be deleted."""
+    renamed: dict[int, MetaBody] = field(default_factory=dict)
+    """Names that are to be logged again."""
+    rebucketed: list[BucketRow] = field(default_factory=list)
+
+    def objects(self) -> Iterator[Stored]:
+        """Those that can be read."""
+        gone = self.lost.keys() | self.weak | self.unnamed
+        return (stored for stored in self.tier.objects.values() if stored.object_id not in gone)
+
+    def holds(self, object_id: int) -> bool:
+        stored = self.tier.objects.get(object_id)
+        gone = object_id in self.lost or object_id in self.weak or object_id in self.unnamed
+        return stored is not None and not gone
+
+
+@dataclass(slots=True)
+class Findings:
+    """All that an examination found."""
+
+    home: Home
+    index: IndexCheck
+    slots: SlotsCheck
+    log: Log | None
+    marked: bool = False
+    """Whether a repair has given the index the mark of a start."""
+    problems: list[Problem] = field(default_factory=list)
+    bytes_verified: int = 0
+    dropped_names: set[tuple[bytes, bytes]] = field(default_factory=set)
+    """Rows that are to go."""
+    restored_ids: set[int] = field(default_factory=set)
+    """Objects of the log that get their rows back."""
+
+    @property
+    def cost(self) -> Cost:
+        return max((problem.cost for problem in self.problems), default=Cost.NOTHING)
+
+    def add(self, where: str, what: str, consequence: str, cost: Cost = Cost.NOTHING) -> None:
+        self.problems.append(Problem(where, what, consequence, cost))
+
+    def close(self) -> None:
+        """Let go of the data directory, which stays as clean as it was."""
+        if self.log is not None:
+            self.log.pool.pool.close_files()
+        self.home.close(clean=self.marked and self.home.clean)
+
+    def counts(self) -> dict[str, int]:
+        """How much was looked at."""
+        checks = [] if self.log is None else self.log.pool.checks
+        return {
+            "segments": len(checks),
+            "records": sum(len(check.records) for check in checks),
+            "objects": 0 if self.log is None else len(self.log.tier.objects),
+            "slots": len(self.slots.whole) + len(self.slots.bad),
+            "names": self.index.names,
+            "buckets": len(self.index.buckets),
+            "bytes_verified": self.bytes_verified,
+        }
+
+
+async def examine(home: Home, device: Device, segments: Path, progress: Progress) -> Findings:
+    """Verify everything in a data directory whose lock the caller has.
+
+    Raises FormatMismatch for another store's segments and for newer formats, DeviceFailed, OSError.
+    """
+    index = check_index(home)  # forks: before there are threads
+    pool = look_at_pool(device, segments, home.store_id)
+    verified = 0
+
+    def tick(size_bytes: int) -> None:
+        nonlocal verified
+        verified += size_bytes
+        progress.advance(size_bytes)
+
+    progress.begin("DRAM", 0)
+    slots = await trio.to_thread.run_sync(check_slots, home.dram, home.store_id, tick)
+    findings = Findings(home, index, slots, None)
+    if pool is not None:
+        progress.begin("NVMe", pool.bytes_to_verify)
+        await _check_segments(pool, tick)
+        findings.log = _replay(findings, pool)
+    findings.bytes_verified = verified
+    _judge_index(findings)
+    _judge_slots(findings)
+    if findings.log is not None:
+        _Judge(findings, findings.log).run()
+    return findings
+
+
+async def _check_segments(pool: PoolCheck, tick: Tick) -> None:
+    turns = trio.CapacityLimiter(limits.FSCK_SEGMENTS)
+
+    async def one(check: SegmentCheck) -> None:
+        async with turns:
+            await check_segment(pool.pool, check, tick)
+
+    async with trio.open_nursery() as nursery:
+        for check in pool.checks:
+            if check.segment.state is SegmentState.IN_USE:
+                nursery.start_soon(one, check)
+
+
+def _replay(findings: Findings, pool: PoolCheck) -> Log:
+    """What the records say; the names of those whose own are damaged come from the index."""
+    tier = NvmeTier(pool.pool, 1)
+    replay = Replay(tier)
+    used = [check for check in pool.checks if check.segment.state is SegmentState.IN_USE]
+    for check in sorted(used, key=lambda check: check.segment.sequence):
+        try:
+            replay.take(check.segment, list_records(check.records))
+        except Corrupt as error:
+            check.faults.append(str(error))
+    log = Log(pool, tier, replay, any(check.has_holes for check in pool.checks))
+    _name_again(findings, log, _nameless(log))
+    if log.has_holes and findings.index.rows_count:
+        for row in findings.index.buckets.values():
+            if row.bucket_id not in replay.bucket_places.keys() | replay.dead:
+                replay.found.buckets[row.bucket_id] = row
+                tier.put_bucket(row)
+    replay.finish()
+    return log
+
+
+def _nameless(log: Log) -> set[int]:
+    """Objects whose newest META is damaged."""
+    found = set()
+    for check in log.pool.checks:
+        for bad in check.bad:
+            if bad.lost and bad.header is not None and bad.type is RecordType.META:
+                object_id = bad.header["object_id"]
+                stored = log.replay.objects.get(object_id)
+                if stored is not None and _meta_sequence(log, stored) < bad.header["sequence"]:
+                    found.add(object_id)
+    return found - log.replay.dead
+
+
+def _meta_sequence(log: Log, stored: Stored) -> int:
+    """Of the newest META that holds."""
+    if stored.meta is None:
+        return 0
+    number, offset = stored.meta[0]
+    check = next(each for each in log.pool.checks if each.segment.number == number)
+    return next(int(each.header["sequence"]) for each in check.records if each.offset == offset)
+
+
+def _name_again(findings: Findings, log: Log, nameless: set[int]) -> None:
+    """Give objects whose names are missing in the log those of the index; what has none there is `unnamed`."""
+    wanted = set(nameless)
+    if log.has_holes:
+        named = log.replay.bodies.keys() | log.replay.dead
+        wanted |= {
+            object_id
+            for object_id, stored in log.replay.objects.items()
+            if stored.key.kind is Kind.OBJECT and object_id not in named
+        }
+    for bucket, key, row in findings.index.rows() if wanted else ():
+        if row is not None and row.object_id in wanted:
+            meta = log.renamed[row.object_id] = MetaBody(bucket, key, row)
+            log.replay.bodies[row.object_id] = meta.encode()
+    for object_id in nameless - log.renamed.keys():
+        log.unnamed.add(object_id)
+        log.replay.bodies.pop(object_id, None)
+        log.replay.objects[object_id].meta = None
+
+
+# --- index and slots -----------------------------------------------------------------------------------------
+def _judge_index(findings: Findings) -> None:
+    index, log = findings.index, findings.log
+    where = f"name index {index.path}"
+    anew = "it is built anew from the log" if log is not None else "the names in it are lost"
+    if not index.exists:
+        if log is not None and log.tier.objects:
+            findings.add(where, "is not there", f"{anew}; what only DRAM had is lost", Cost.CACHED)
+        return
+    if index.is_old:
+        findings.add(where, index.doubt, f"{anew}; what only DRAM had is lost", Cost.CACHED)
+        return
+    if index.doubt:
+        findings.add(where, index.doubt, f"{anew}; what only DRAM had is lost", Cost.CACHED)
+        return
+    known = {} if log is None else log.replay.found.buckets
+    logged = {row.name for row in known.values()}
+    for name in index.bad_buckets:
+        there = name in logged
+        consequence = "written again from the log" if there else "the bucket and all in it are lost"
+        cost = Cost.NOTHING if there else Cost.CACHED
+        findings.add(f"bucket {_text(name)}", "its row does not match its checksum", consequence, cost)
+    for bucket, key in index.bad_names:
+        what = "its row does not match its checksum, or cannot be found by its name"
+        consequence = (
+            "the object has the name that the log knows" if log is not None else "the object is lost"
+        )
+        cost = Cost.CACHED if log is None else Cost.NOTHING
+        findings.add(f"name {_text(bucket)}/{_text(key)}", what, consequence, cost)
+
+
+def _judge_slots(findings: Findings) -> None:
+    slots = findings.slots
+    if slots.table_fault:
+        findings.add(f"table {slots.table}", slots.table_fault, "what only DRAM had is lost", Cost.CACHED)
+    if slots.hidden:
+        what = f"its header hides {slots.hidden} slots that are in use"
+        findings.add(f"table {slots.table}", what, "they are found again")
+    for bad in slots.bad:
+        object_id, log = bad.object_id, findings.log
+        if object_id is not None and log is not None and log.tier.holds(object_id):
+            consequence, cost = f"object {object_id} is on NVMe", Cost.NOTHING
+        else:
+            name = "an object" if object_id is None else f"object {object_id}"
+            consequence, cost = f"{name} of the cache is a miss", Cost.CACHED
+        findings.add(f"DRAM slot {bad.slot}", bad.what, consequence, cost)
+
+
+# --- the log -------------------------------------------------------------------------------------------------
+class _Judge:
+    """The problems of the log, and of log and index together."""
+
+    def __init__(self, findings: Findings, log: Log) -> None:
+        self.findings = findings
+        self.log = log
+        self.index = findings.index
+        self.complete = findings.home.clean and not log.has_holes
+        """Whether the log must know all that the index does."""
+
+    def run(self) -> None:
+        if self.log.pool.geometry_fault:
+            where = f"{self.log.pool.pool.directory}/pool.json"
+            self.findings.add(where, self.log.pool.geometry_fault, "written again as the segments say")
+        for check in self.log.pool.checks:
+            self._segment(check)
+        self._sizes()
+        self._torn_durables()
+        if self.index.rows_count:
+            self._names()
+            self._buckets()
+
+    def _segment(self, check: SegmentCheck) -> None:
+        where = f"segment {check.path.name}"
+        for fault in check.faults:
+            if check.hopeless:
+                consequence = "set aside as *.bad, all in it is lost"
+                self.findings.add(where, fault, consequence, Cost.CACHED)
+            elif check.segment.state is SegmentState.FREE:
+                self.findings.add(where, fault, "holds nothing")
+            else:
+                self.findings.add(where, fault, "what it holds is moved to another segment")
+        for bad in check.bad:
+            consequence, cost = self._consequence(check, bad)
+            self.findings.add(f"{where} at {bad.offset}", bad.what, consequence, cost)
+
+    def _consequence(self, check: SegmentCheck, bad: BadRecord) -> tuple[str, Cost]:
+        if not bad.lost:
+            return "the footer has it, nothing is lost", Cost.NOTHING
+        if bad.header is None:
+            return "what it was is not known", Cost.CACHED
+        if bad.type is RecordType.DATA:
+            return self._lost_extent(check, bad)
+        if bad.type is RecordType.META:
+            return self._lost_name(bad.header["object_id"])
+        if self.index.rows_count:
+            return "the name index knows what it said", Cost.NOTHING
+        if bad.type is RecordType.TOMBSTONE:
+            return "names that it removed may come back", Cost.NOTHING
+        return "the bucket may have older attributes, or be lost with all in it", Cost.CACHED
+
+    def _lost_extent(self, check: SegmentCheck, bad: BadRecord) -> tuple[str, Cost]:
+        assert bad.header is not None
+        object_id, number = bad.header["object_id"], bad.header["extent_number"]
+        stored = self.log.tier.objects.get(object_id)
+        piece = stored.pieces[number] if stored is not None and number < len(stored.pieces) else None
+        if (
+            stored is None
+            or piece is None
+            or (piece.segment, piece.offset)
+            != (
+                check.segment.number,
+                bad.offset,
+            )
+        ):
+            return "nothing refers to it any more", Cost.NOTHING
+        what = f"extent {number} of object {object_id}{self._called(object_id)}"
+        if object_id in self.findings.slots.whole:
+            self.log.weak.add(object_id)
+            return f"{what} is in DRAM, and written again", Cost.NOTHING
+        self.log.lost[object_id] = stored
+        if self.log.tier.is_durable(stored.bucket_id):
+            return f"{what}: the durable object is lost", Cost.DURABLE
+        return f"{what}: the object of the cache is a miss", Cost.CACHED
+
+    def _called(self, object_id: int) -> str:
+        known = self.log.replay.found.names.get(object_id)
+        return "" if known is None else f" ({_text(known[1].replace(bytes(1), b'/'))})"
+
+    def _lost_name(self, object_id: int) -> tuple[str, Cost]:
+        if object_id in self.log.renamed:
+            return f"object {object_id} has its name from the name index", Cost.NOTHING
+        if object_id not in self.log.unnamed:
+            return "nothing refers to it any more", Cost.NOTHING
+        if self.log.tier.is_durable(self.log.replay.objects[object_id].bucket_id):
+            return f"the durable object {object_id} has lost its name, and is lost", Cost.DURABLE
+        return f"object {object_id} of the cache has lost its name: a miss", Cost.CACHED
+
+    def _sizes(self) -> None:
+        """Every object has the bytes that it says."""
+        for stored in list(self.log.objects()):
+            there = sum(piece.payload_bytes for piece in stored.pieces if piece is not None)
+            if stored.pieces and there != stored.size_bytes:
+                what = f"has {there} bytes instead of {stored.size_bytes}"
+                self._drop(stored, what)
+
+    def _drop(self, stored: Stored, what: str) -> None:
+        durable = self.log.tier.is_durable(stored.bucket_id)
+        self.log.lost[stored.object_id] = stored
+        self.findings.add(
+            f"object {stored.object_id}{self._called(stored.object_id)}",
+            what,
+            "the durable object is lost" if durable else "the object of the cache is a miss",
+            Cost.DURABLE if durable else Cost.CACHED,
+        )
+
+    def _torn_durables(self) -> None:
+        """Durable objects with a name and without all of their bytes, where records are missing."""
+        for stored in self.log.replay.objects.values() if self.log.has_holes else ():
+            known = stored.object_id in self.log.tier.objects or stored.object_id in self.log.replay.dead
+            superseded = stored.object_id in self.log.replay.found.losers
+            if known or superseded or not self.log.tier.is_durable(stored.bucket_id):
+                continue
+            torn = stored.size_bytes and not (stored.pieces and stored.readable)
+            has_name = stored.object_id in self.log.replay.bodies
+            if has_name and torn and stored.object_id not in self.findings.slots.whole:
+                self._drop(stored, "its bytes are not all there")
+
+    # --- and the index ------------------------------------------------------------------------------------
+
+    def _names(self) -> None:
+        there: set[int] = set()
+        for bucket, key, row in self.index.rows():
+            if row is not None:
+                there.add(row.object_id)
+                self._name(bucket, key, row)
+        for stored in list(self.log.objects()):
+            if stored.key.kind is Kind.OBJECT and stored.object_id not in there:
+                self._unlisted(stored)
+
+    def _name(self, bucket: bytes, key: bytes, row: NameRow) -> None:
+        where = f"name {_text(bucket)}/{_text(key)}"
+        stored = self.log.tier.objects.get(row.object_id)
+        of = self.index.buckets.get(bucket)
+        if of is None and bucket not in self.index.bad_buckets:
+            self.findings.add(where, "its bucket is not there", "the name is dropped", Cost.CACHED)
+            self.findings.dropped_names.add((bucket, key))
+        elif row.flags & DIRECTORY:
+            return
+        elif not self.log.holds(row.object_id):
+            self._without_bytes(where, (bucket, key), row, of)
+        elif stored is not None and stored.size_bytes != row.size_bytes:
+            self._drop(stored, f"has {stored.size_bytes} bytes, its name says {row.size_bytes}")
+            self.findings.dropped_names.add((bucket, key))
+        elif row.object_id not in self.log.renamed.keys() | self.log.replay.found.snapshots:
+            meta = MetaBody(bucket, key, row)
+            if self.log.replay.found.names[row.object_id][0] != meta.encode():
+                self._misnamed(where, row.object_id, meta)
+
+    def _misnamed(self, where: str, object_id: int, meta: MetaBody) -> None:
+        """After a kill the log may be behind, and a start makes up for it."""
+        if self.complete or self.log.has_holes:
+            self.log.renamed[object_id] = meta
+        if self.complete:
+            self.findings.add(where, "the log has another name or other attributes", "logged again")
+
+    def _without_bytes(
+        self, where: str, name: tuple[bytes, bytes], row: NameRow, bucket: BucketRow | None
+    ) -> None:
+        if bucket is None or bucket.class_ != "durable" or row.object_id in self.findings.slots.whole:
+            return
+        reported = row.object_id in self.log.lost or row.object_id in self.log.unnamed
+        if reported or self.complete or self.log.has_holes:
+            self.findings.dropped_names.add(name)
+        if not reported and (self.complete or self.log.has_holes):
+            self.findings.add(where, "has no bytes", "the durable object is lost", Cost.DURABLE)
+
+    def _unlisted(self, stored: Stored) -> None:
+        """An object of the log without a row: a start deletes it, unless it is of a file still being written."""
+        if stored.object_id in self.log.replay.found.snapshots:
+            return
+        if self.index.is_damaged or not (self.complete or self.log.has_holes):
+            return
+        if self.log.has_holes:  # what removed it may be what is damaged
+            self.log.lost[stored.object_id] = stored
+            return
+        where = f"object {stored.object_id}{self._called(stored.object_id)}"
+        what = "the name index does not have it"
+        if self.log.tier.is_durable(stored.bucket_id):
+            self.findings.restored_ids.add(stored.object_id)
+            self.findings.add(where, what, "the durable object is given its name back")
+        else:
+            self.findings.add(where, what, "the object of the cache is dropped", Cost.CACHED)
+            self.log.lost[stored.object_id] = stored
+
+    def _buckets(self) -> None:
+        logged = self.log.replay.found.buckets
+        for row in self.index.buckets.values():
+            if self.complete and logged.get(row.bucket_id) != row:
+                self.log.rebucketed.append(row)
+                where = f"bucket {_text(row.name)}"
+                self.findings.add(where, "the log has it not, or otherwise", "logged again")
+
+
+def _text(name: bytes) -> str:
+    return name.decode(errors="backslashreplace")

@@ -1,0 +1,220 @@
+"""The name index read without changing it, by whoever cannot believe it yet.
+
+Responsibility: whether the index of a data directory is there, whole and the one that the last service used; its
+rows, with those that do not match their checksum.
+
+Invariants: nothing of it is changed, and no lock file made. A child process walks every page that can be reached
+first: LMDB trusts its pages, and a damaged one ends the process that reads it.
+
+Concurrency: while nobody else has the index open; a process may open it once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import lmdb
+
+from kvfs import limits
+from kvfs.errors import Corrupt, FormatMismatch
+from kvfs.name_env import FORMAT_VERSION
+from kvfs.name_rows import BucketRow, NameRow, load_row
+from kvfs.name_tree import NameScan, NameTree
+from tiers.home import Home
+
+if TYPE_CHECKING:
+    Txn = lmdb.Transaction[bytes]
+
+MARK = b"start"
+"""Key of the mark that each start leaves in the index and in `format.json`."""
+_DATABASES = (b"names", b"tails", b"buckets", b"meta")
+
+
+def can_be_walked(path: Path, *, counts: bool, rows: bool) -> bool:
+    """Whether a process can read and find every row of the index, change one, and live.
+
+    `counts`: also whether there are as many rows as the index says. `rows`: whether each matches its name.
+    """
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            _walk(path, counts, rows)
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def _walk(path: Path, counts: bool, rows: bool) -> None:
+    # Without writemap, so that nothing of what is changed and not committed reaches the file.
+    size_bytes = max((path / "data.mdb").stat().st_size, limits.DEFAULT_NAME_MAP_BYTES)
+    env = lmdb.open(str(path), map_size=size_bytes, lock=False, create=False, max_dbs=8, writemap=False)
+    with env.begin(write=True) as txn:
+        pages = env.info()["last_pgno"] + 1
+        if (path / "data.mdb").stat().st_size < pages * env.stat()["psize"]:
+            raise Corrupt(f"{path}: the file has fewer than its {pages} pages")
+        dbs = {name: env.open_db(name, txn=txn, create=False) for name in _DATABASES}
+        for name, db in dbs.items():
+            left = txn.stat(db)["entries"]
+            last = b""
+            for key, value in txn.cursor(db=db):
+                left -= 1
+                if left < 0 or key <= last or txn.get(key, db=db) != value:
+                    raise Corrupt(f"{path}: {name.decode()} is in disorder at {key[:80]!r}")
+                last = key
+            if counts and left:
+                raise Corrupt(f"{path}: {name.decode()} does not have as many rows as it says")
+        if rows:
+            _decode_rows(txn, dbs)
+        txn.put(MARK, b"", db=dbs[b"meta"])
+        txn.abort()
+
+
+def _decode_rows(txn: Txn, dbs: dict[bytes, lmdb._Database]) -> None:
+    """Raises Corrupt for a row that does not match its name."""
+    for key, stored in txn.cursor(db=dbs[b"buckets"]):
+        load_row(key, stored)
+    scan = NameScan(NameTree(dbs[b"names"], dbs[b"tails"]), txn)
+    found = scan.seek(b"\0")
+    while found:
+        load_row(scan.name, scan.value())
+        found = scan.step()
+
+
+class IndexReader:
+    """Read-only. Raises, when built: Corrupt for what LMDB refuses, FormatMismatch for a newer version."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._env = lmdb.open(
+                str(path), readonly=True, lock=False, create=False, max_dbs=8, readahead=False
+            )
+        except lmdb.Error as error:
+            raise Corrupt(f"name index {path}: {error}") from error
+        try:
+            self._txn = self._env.begin()
+            names, tails, self._buckets, self._meta = (
+                self._env.open_db(name, txn=self._txn, create=False) for name in _DATABASES
+            )
+            self._tree = NameTree(names, tails)
+            found = int.from_bytes(self.meta(b"format"), "little")
+        except lmdb.Error as error:
+            self._env.close()
+            raise Corrupt(f"name index {path}: {error}") from error
+        if found > FORMAT_VERSION:
+            self._env.close()
+            raise FormatMismatch(f"name index {path} has format {found}, this is format {FORMAT_VERSION}")
+
+    def meta(self, key: bytes) -> bytes:
+        return self._txn.get(key, db=self._meta) or b""
+
+    def rows(self) -> Iterator[tuple[bytes, bytes, NameRow | None]]:
+        """Every (bucket, key, row), None for a row that is damaged, or cannot be found by its name."""
+        scan = NameScan(self._tree, self._txn)
+        found = scan.seek(b"\0")
+        last = b""
+        while found:
+            name, value = scan.name, scan.value()
+            row = None
+            if name > last and self._tree.get(self._txn, name) == value:
+                try:
+                    row = NameRow.decode(load_row(name, value))
+                except Corrupt:
+                    row = None
+            last = max(last, name)
+            bucket, _, key = name.partition(b"\0")
+            yield bucket, key, row
+            found = scan.step()
+
+    def buckets(self) -> Iterator[tuple[bytes, BucketRow | None]]:
+        """Every (name, row), None for a damaged one."""
+        for name, data in self._txn.cursor(db=self._buckets):
+            try:
+                yield name, BucketRow.decode(name, load_row(name, data))
+            except Corrupt:
+                yield name, None
+
+    def close(self) -> None:
+        self._txn.abort()
+        self._env.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(slots=True)
+class IndexCheck:
+    """What there is to say of the index as a whole."""
+
+    path: Path
+    exists: bool = True
+    doubt: str = ""
+    """Why a start would not believe it."""
+    is_old: bool = False
+    """The doubt is whether it is the last one, not whether it is whole."""
+    readable: bool = True
+    """Whether its rows can be read, be they damaged or not."""
+    buckets: dict[bytes, BucketRow] = field(default_factory=dict)
+    bad_buckets: list[bytes] = field(default_factory=list)
+    bad_names: list[tuple[bytes, bytes]] = field(default_factory=list)
+    names: int = 0
+
+    @property
+    def is_damaged(self) -> bool:
+        return self.exists and bool(self.doubt or self.bad_buckets or self.bad_names)
+
+    @property
+    def rows_count(self) -> bool:
+        """Whether the rows that hold are what the last service left."""
+        return self.exists and self.readable and not self.is_old
+
+    def rows(self) -> Iterator[tuple[bytes, bytes, NameRow | None]]:
+        """See `IndexReader.rows`; nothing where they do not count."""
+        if self.rows_count:
+            with IndexReader(self.path) as reader:
+                yield from reader.rows()
+
+
+def check_index(home: Home) -> IndexCheck:
+    """Raises FormatMismatch for an index of a newer version."""
+    check = IndexCheck(home.index)
+    if not (home.index / "data.mdb").exists():
+        check.exists = check.readable = False
+        return check
+    if not can_be_walked(home.index, counts=True, rows=False):
+        check.doubt, check.readable = "its pages are damaged", False
+        return check
+    try:
+        with IndexReader(home.index) as reader:
+            _read(check, reader, home)
+    except Corrupt as error:
+        check.doubt, check.readable = str(error), False
+    return check
+
+
+def _read(check: IndexCheck, reader: IndexReader, home: Home) -> None:
+    if not home.index_is_durable:
+        check.doubt, check.is_old = "the machine went down while a service ran", True
+    elif not home.knows_mark(reader.meta(MARK).decode(errors="replace")):
+        check.doubt, check.is_old = "it is not the one that the last service used", True
+    for name, found in reader.buckets():
+        if found is None:
+            check.bad_buckets.append(name)
+        else:
+            check.buckets[name] = found
+    for bucket, key, row in reader.rows():
+        check.names += 1
+        if row is None or not key:
+            check.bad_names.append((bucket, key))

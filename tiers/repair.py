@@ -1,0 +1,236 @@
+"""Puts right what `tiers.fsck` found, so that it is neither served nor found again.
+
+Responsibility: the changes, in an order in which a kill leaves no more damage than there was.
+
+What is done, in this order:
+- Files of the pool whose header is gone are renamed `*.bad`, and so are files that are short or that the device fails
+  to read, once what counts in them is elsewhere. They are kept for inspection; the next start makes others.
+- Objects that are lost get a TOMBSTONE; names and buckets that the log lacks are written to it.
+- What counts in a segment with any fault is written again elsewhere, durably; then the segment is freed. So every
+  damaged header, footer and payload is gone with it.
+- Bad slots are marked free, and their files unlinked.
+- The name index loses and gets single rows if it is whole; else another one takes its place.
+
+Concurrency: the caller has the lock of the data directory; nothing else runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from kvfs import formats, limits
+from kvfs.formats import SegmentState
+from kvfs.name_rows import SNAPSHOT, BucketRow, NameRow
+from kvfs.names import NameIndex
+from kvfs.records import MetaBody
+from tiers.fsck import Findings, Log
+from tiers.index_check import MARK
+from tiers.log import Deletion
+from tiers.rebuild import skip_ids
+from tiers.segments import GEOMETRY
+from tiers.slot_check import free_slots
+from tiers.verify import SegmentCheck
+
+
+async def repair(findings: Findings) -> None:
+    """Put every problem right. Afterwards `findings.close` lets go of the directory.
+
+    Raises NoSpace, DeviceFailed, OSError where something could not be done; what was is not undone.
+    """
+    if findings.log is not None:
+        await _repair_log(findings.log)
+    free_slots(findings.slots)
+    _repair_index(findings)
+    for problem in findings.problems:
+        problem.repaired = True
+
+
+# --- the log -------------------------------------------------------------------------------------------------
+async def _repair_log(log: Log) -> None:
+    tier = log.tier
+    tier.log.start_at(log.replay.next_sequence)
+    tier.log.reclaim = None  # nothing is evicted for room
+    if log.pool.geometry_fault:
+        _write_geometry(log)
+    for check in log.pool.checks:
+        if check.hopeless:
+            _set_aside(log, check)
+    faulty = [check for check in log.pool.checks if not check.is_clean and not check.hopeless]
+    if not tier.pool.free:
+        tier.grow()
+    _queue_changes(log)
+    await tier.log.drain()
+    for check in faulty:
+        await _clear(log, check)
+    await tier.log.drain()
+    await tier.log.close()
+
+
+def _write_geometry(log: Log) -> None:
+    pool = log.pool.pool
+    text = json.dumps(
+        {
+            "format": formats.SEGMENT_VERSION,
+            "store_id": pool.store_id.hex(),
+            "segment_bytes": pool.segment_bytes,
+        }
+    )
+    temporary = pool.directory / (GEOMETRY + ".new")
+    temporary.write_text(text + "\n")
+    temporary.rename(pool.directory / GEOMETRY)
+
+
+def _queue_changes(log: Log) -> None:
+    tier = log.tier
+    for object_id in log.replay.found.losers:
+        tier.log.append(Deletion(object_id))
+    for object_id in log.lost.keys() | log.unnamed:
+        if tier.drop(object_id) is None:
+            tier.log.append(Deletion(object_id))
+    for object_id in log.weak:
+        tier.forget(object_id)
+    for row in log.rebucketed:
+        tier.put_bucket(row)
+    for object_id, meta in log.renamed.items():
+        stored = tier.objects.get(object_id)
+        if stored is not None:
+            tier.put_name(stored, meta)
+
+
+async def _clear(log: Log, check: SegmentCheck) -> None:
+    """Have a segment hold nothing."""
+    tier, segment = log.tier, check.segment
+    if segment in tier.pool.free:
+        tier.pool.free.remove(segment)
+    if segment.state is SegmentState.IN_USE:
+        if not tier.pool.free:
+            tier.grow()
+        await tier.evacuate(segment, check.records)
+    if check.worn:
+        _set_aside(log, check)
+    else:
+        await tier.pool.release(segment)
+
+
+def _set_aside(log: Log, check: SegmentCheck) -> None:
+    pool = log.pool.pool
+    target = check.path.with_name(check.path.name + ".bad")
+    count = 1
+    while target.exists():
+        count += 1
+        target = check.path.with_name(f"{check.path.name}.{count}.bad")
+    check.path.rename(target)
+    directory = os.open(pool.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+    check.segment.bad = True
+    check.segment.state = SegmentState.FREE
+    with suppress(ValueError):
+        pool.free.remove(check.segment)
+
+
+# --- the index -----------------------------------------------------------------------------------------------
+def _repair_index(findings: Findings) -> None:
+    index, home = findings.index, findings.home
+    if index.is_damaged or not index.exists:
+        _replace_index(findings)
+    elif findings.dropped_names or findings.restored_ids:
+        names = NameIndex.open(home.index, map_size_bytes=limits.DEFAULT_NAME_MAP_BYTES)
+        try:
+            _mark(findings, names)
+            names.remove_many(sorted(findings.dropped_names))
+            _restore(findings, names)
+        finally:
+            names.close()
+
+
+def _mark(findings: Findings, names: NameIndex) -> None:
+    """As a start does: what a kill leaves from here on is believed only if it is whole."""
+    home, findings.marked = findings.home, True
+    home.begin((names.get_meta(MARK) or b"").decode(errors="replace"))
+    names.put_meta(MARK, home.start.encode())
+    home.begun()
+
+
+def _restore(findings: Findings, names: NameIndex) -> None:
+    """Rows that the log knows and the index does not; a name that is taken stays what it is."""
+    log = findings.log
+    if log is None:
+        return
+    for object_id in findings.restored_ids:
+        meta = MetaBody.decode(log.replay.found.names[object_id][0])
+        if names.get_bucket(meta.bucket) and names.get(meta.bucket, meta.key) is None:
+            names.put(meta.bucket, meta.key, meta.row)
+
+
+def _replace_index(findings: Findings) -> None:
+    """Build another index beside the old one, then have it take its place."""
+    home, log = findings.home, findings.log
+    if log is None and not findings.index.rows_count:
+        _clear_directory(home.index)
+        return
+    beside = home.path / "index.new"
+    shutil.rmtree(beside, ignore_errors=True)
+    names = NameIndex.open(beside, map_size_bytes=limits.DEFAULT_NAME_MAP_BYTES)
+    try:
+        for row in _bucket_rows(findings):
+            names.put_bucket(row)
+        ids: set[int] = set()
+        names.put_many(_kept_rows(findings, names, ids))
+        if log is not None:
+            logged = _logged_rows(log, names, ids)
+            names.put_many(logged)
+            skip_ids(names, log.replay.found)
+        if findings.slots.whole:
+            names.skip_ids(max(findings.slots.whole))
+        _mark(findings, names)
+    finally:
+        names.close()
+    _clear_directory(home.index)
+    home.index.mkdir(mode=0o700, exist_ok=True)
+    for file in beside.iterdir():
+        shutil.move(file, home.index / file.name)
+    beside.rmdir()
+
+
+def _bucket_rows(findings: Findings) -> Iterator[BucketRow]:
+    """Those of the old index first, where they count."""
+    kept = findings.index.buckets if findings.index.rows_count else {}
+    yield from kept.values()
+    if findings.log is not None:
+        ids = {row.bucket_id for row in kept.values()}
+        for row in findings.log.replay.found.buckets.values():
+            if row.bucket_id not in ids and row.name not in kept:
+                yield row
+
+
+def _kept_rows(findings: Findings, names: NameIndex, ids: set[int]) -> Iterator[tuple[bytes, bytes, NameRow]]:
+    for bucket, key, row in findings.index.rows():
+        gone = (bucket, key) in findings.dropped_names or not names.get_bucket(bucket)
+        if row is not None and key and not gone:
+            ids.add(row.object_id)
+            yield bucket, key, row
+
+
+def _logged_rows(log: Log, names: NameIndex, ids: set[int]) -> Iterator[tuple[bytes, bytes, NameRow]]:
+    for object_id, (body, _) in log.replay.found.names.items():
+        if object_id in ids or not log.holds(object_id):
+            continue
+        meta = MetaBody.decode(body)
+        if names.get_bucket(meta.bucket) and names.get(meta.bucket, meta.key) is None:
+            yield meta.bucket, meta.key, replace(meta.row, flags=meta.row.flags & ~SNAPSHOT)
+
+
+def _clear_directory(index: Path) -> None:
+    """Empty it; it may be a link to another device."""
+    if index.exists():
+        for file in index.iterdir():
+            file.unlink()
