@@ -27,6 +27,7 @@ class Layout:
 
     def __init__(self, name: str, fields: tuple[tuple[str, str], ...]) -> None:
         self.name = name
+        self._fields = fields
         self.struct = struct.Struct("<" + "".join(code for _, code in fields))
         self.size: Final = self.struct.size
         self.names: Final = tuple(name for name, _ in fields)
@@ -37,6 +38,15 @@ class Layout:
             size = struct.calcsize("<" + code)
             self.offsets[field] = (offset, size)
             offset += size
+
+    def only(self, *names: str) -> struct.Struct:
+        """The same structure, of which nothing but these fields is unpacked, in the order of the layout."""
+        return struct.Struct(
+            "<"
+            + "".join(
+                code if field in names else f"{struct.calcsize('<' + code)}x" for field, code in self._fields
+            )
+        )
 
     def decode(self, data: bytes | memoryview) -> dict[str, Any]:
         """The fields of the first `size` bytes. Raises Corrupt when there are fewer."""

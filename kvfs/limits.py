@@ -69,6 +69,10 @@ KEEP_WAIT_S: Final = 3.0
 """How long a stop that keeps the tier waits for checksums: within STOP_WAIT_S, and 20 GB of hashing."""
 TABLE_ENTRIES_PER_SLOT: Final = 2
 """Index entries per slot: a table whose slots are all used is half full, so a miss costs 2.5 probes."""
+NVME_BYTES_PER_ENTRY: Final = 64 * KIB
+"""The table has an entry for each so many bytes of the NVMe tier (a block of 16 tokens of a small model)..."""
+TABLE_SHARE_OF_DRAM: Final = 32
+"""...unless these take more than the DRAM capacity divided by this. What a start finds always has one."""
 TABLE_READER_WAIT_S: Final = 0.1
 """How long a reader of the table waits for a writer that stopped in mid-change (KVFS_READER_WAIT_NS)."""
 

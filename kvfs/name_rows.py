@@ -47,6 +47,9 @@ _NAME = struct.Struct("<BBHIIIIQQQQqq")
 _BUCKET = struct.Struct("<BBBBIIIIqq")
 _CHECK_BYTES: Final = 4
 _FLAGS_OFFSET: Final = 4
+_FLAGS = struct.Struct("<I")
+_OBJECT_ID_OFFSET: Final = 20
+_OBJECT_ID = struct.Struct("<Q")
 _U32 = (0, (1 << 32) - 1)
 _U64 = (0, (1 << 64) - 1)
 _I64 = (-(1 << 63), (1 << 63) - 1)
@@ -162,6 +165,16 @@ def _check(key: bytes, row: bytes) -> bytes:
 def is_directory_row(data: bytes) -> bool:
     """Whether an encoded NameRow has the DIRECTORY flag, without decoding the rest."""
     return len(data) > _FLAGS_OFFSET and bool(data[_FLAGS_OFFSET] & DIRECTORY)
+
+
+def row_flags(data: bytes, at: int = 0) -> int:
+    """The flags of an encoded NameRow that begins at byte `at`. Raises struct.error."""
+    return int(_FLAGS.unpack_from(data, at + _FLAGS_OFFSET)[0])
+
+
+def row_object_id(data: bytes) -> int:
+    """The object id of an encoded NameRow. Raises struct.error."""
+    return int(_OBJECT_ID.unpack_from(data, _OBJECT_ID_OFFSET)[0])
 
 
 @dataclass(frozen=True, slots=True)

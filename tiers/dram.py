@@ -123,9 +123,11 @@ class DramTier:
         gid: int | None = None,
         mode: str = "auto",
         choose: Choose | None = None,
+        below: tuple[int, int] = (0, 0),
     ) -> DramTier:
         """A tier at `root`. Of what an earlier process left there, it takes over the sealed slots that are whole
-        and that `choose` wants (see `tiers.adoption`; `adopted` lists them), and drops the rest.
+        and that `choose` wants (see `tiers.adoption`; `adopted` lists them), and drops the rest. `below`:
+        objects that lower tiers have and their capacity in bytes, for which the table has room, too.
 
         `mode`: "tmpfs" (raises DeviceMissing without the right to mount), "directory", or "auto": tmpfs if
         possible. Raises ConfigError for a size out of bounds, StoreLocked while another process has it open,
@@ -135,7 +137,14 @@ class DramTier:
         # A page is the least that an object with bytes takes: more slots than that would cost table and hold nothing.
         slots = min(max_slots, capacity_bytes // PAGE_BYTES)
         layout = dram_layout.prepare(
-            root, capacity_bytes, store_id=store_id, slots=slots, gid=gid, mode=mode, choose=choose
+            root,
+            capacity_bytes,
+            store_id=store_id,
+            slots=slots,
+            entries=dram_layout.entry_count(slots, capacity_bytes, *below),
+            gid=gid,
+            mode=mode,
+            choose=choose,
         )
         tier = cls(root, capacity_bytes, layout, gid)
         try:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvfs import limits
-from kvfs._native.table import SEALED, Table
+from kvfs._native.table import MAX_LOAD_PERCENT, SEALED, Table
 from kvfs.errors import ConfigError, DeviceMissing, NotFound, StoreLocked
 from kvfs.formats import INDEX_ENTRY, SLOT_HEADER, TABLE_HEADER_BYTES
 from tiers import adoption, tmpfs
@@ -50,6 +50,7 @@ def prepare(
     *,
     store_id: bytes,
     slots: int,
+    entries: int,
     gid: int | None,
     mode: str,
     choose: Choose | None,
@@ -74,10 +75,10 @@ def prepare(
             store_id,
             slots=slots,
             capacity_bytes=capacity_bytes,
-            table_bytes=_tables_bytes(root, slots) if mounted else 0,
+            table_bytes=_tables_bytes(root, slots, entries) if mounted else 0,
             choose=choose,
         )
-        table = _new_table(root, store_id, slots, gid, estate)
+        table = _new_table(root, store_id, slots, entries, gid, estate)
         if was_mounted and not growing:
             tmpfs.resize(root, capacity_bytes, inodes=_inodes(slots))
     except BaseException:
@@ -185,24 +186,30 @@ def _drop(root: Path, *names: str) -> None:
         (root / name).unlink(missing_ok=True)
 
 
-def _entry_count(slots: int) -> int:
-    return 1 << (slots * limits.TABLE_ENTRIES_PER_SLOT - 1).bit_length()
+def entry_count(slots: int, capacity_bytes: int, below: int, below_bytes: int) -> int:
+    """Of a table for all slots, the `below` objects that lower tiers have, and those that they may get."""
+    affordable = capacity_bytes // limits.TABLE_SHARE_OF_DRAM // INDEX_ENTRY.size
+    below = max(below, min(below_bytes // limits.NVME_BYTES_PER_ENTRY, affordable))
+    wanted = max(slots * limits.TABLE_ENTRIES_PER_SLOT, (slots + below) * 100 // MAX_LOAD_PERCENT + 1)
+    return 1 << (wanted - 1).bit_length()
 
 
-def _tables_bytes(root: Path, slots: int) -> int:
+def _tables_bytes(root: Path, slots: int, entries: int) -> int:
     """What the new table may take at most, and the old one until it is gone."""
     try:
         old_bytes = os.stat(root / "table").st_blocks * 512
     except FileNotFoundError:
         old_bytes = 0
-    new_bytes = TABLE_HEADER_BYTES + _entry_count(slots) * INDEX_ENTRY.size + slots * SLOT_HEADER.size
+    new_bytes = TABLE_HEADER_BYTES + entries * INDEX_ENTRY.size + slots * SLOT_HEADER.size
     return old_bytes + new_bytes + 2 * PAGE_BYTES
 
 
-def _new_table(root: Path, store_id: bytes, slots: int, gid: int | None, estate: Estate) -> Table:
+def _new_table(
+    root: Path, store_id: bytes, slots: int, entries: int, gid: int | None, estate: Estate
+) -> Table:
     if not estate.survivors:  # nothing is lost with it, and on a full tmpfs its room is needed
         drop_table(root)
-    table = Table.create(root / "table.next", store_id, slots, _entry_count(slots))
+    table = Table.create(root / "table.next", store_id, slots, entries)
     try:
         _write_headers(table, estate)
         for path in (root, root / "slots"):

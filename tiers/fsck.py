@@ -37,6 +37,7 @@ from tiers.home import Home
 from tiers.index_check import IndexCheck, check_index
 from tiers.nvme import NvmeTier, Stored
 from tiers.replay import Replay
+from tiers.segments import list_records
 from tiers.slot_check import SlotsCheck, check_slots
 from tiers.verify import BadRecord, PoolCheck, SegmentCheck, Tick, check_segment, look_at_pool
 
@@ -196,7 +197,7 @@ def _replay(findings: Findings, pool: PoolCheck) -> Log:
     used = [check for check in pool.checks if check.segment.state is SegmentState.IN_USE]
     for check in sorted(used, key=lambda check: check.segment.sequence):
         try:
-            replay.take(check.segment, check.records)
+            replay.take(check.segment, list_records(check.records))
         except Corrupt as error:
             check.faults.append(str(error))
     log = Log(pool, tier, replay, any(check.has_holes for check in pool.checks))
@@ -217,8 +218,8 @@ def _nameless(log: Log) -> set[int]:
         for bad in check.bad:
             if bad.lost and bad.header is not None and bad.type is RecordType.META:
                 object_id = bad.header["object_id"]
-                seen = log.replay.seen.get(object_id)
-                if seen is not None and _meta_sequence(log, seen.stored) < bad.header["sequence"]:
+                stored = log.replay.objects.get(object_id)
+                if stored is not None and _meta_sequence(log, stored) < bad.header["sequence"]:
                     found.add(object_id)
     return found - log.replay.dead
 
@@ -236,19 +237,20 @@ def _name_again(findings: Findings, log: Log, nameless: set[int]) -> None:
     """Give objects whose names are missing in the log those of the index; what has none there is `unnamed`."""
     wanted = set(nameless)
     if log.has_holes:
+        named = log.replay.bodies.keys() | log.replay.dead
         wanted |= {
             object_id
-            for object_id, seen in log.replay.seen.items()
-            if seen.stored.key.kind is Kind.OBJECT and not seen.body and object_id not in log.replay.dead
+            for object_id, stored in log.replay.objects.items()
+            if stored.key.kind is Kind.OBJECT and object_id not in named
         }
     for bucket, key, row in findings.index.rows() if wanted else ():
         if row is not None and row.object_id in wanted:
             meta = log.renamed[row.object_id] = MetaBody(bucket, key, row)
-            log.replay.seen[row.object_id].body = meta.encode()
+            log.replay.bodies[row.object_id] = meta.encode()
     for object_id in nameless - log.renamed.keys():
-        seen = log.replay.seen[object_id]
         log.unnamed.add(object_id)
-        seen.body, seen.stored.meta = b"", None
+        log.replay.bodies.pop(object_id, None)
+        log.replay.objects[object_id].meta = None
 
 
 # --- index and slots -----------------------------------------------------------------------------------------
@@ -384,8 +386,7 @@ class _Judge:
             return f"object {object_id} has its name from the name index", Cost.NOTHING
         if object_id not in self.log.unnamed:
             return "nothing refers to it any more", Cost.NOTHING
-        seen = self.log.replay.seen[object_id]
-        if self.log.tier.is_durable(seen.stored.bucket_id):
+        if self.log.tier.is_durable(self.log.replay.objects[object_id].bucket_id):
             return f"the durable object {object_id} has lost its name, and is lost", Cost.DURABLE
         return f"object {object_id} of the cache has lost its name: a miss", Cost.CACHED
 
@@ -409,14 +410,14 @@ class _Judge:
 
     def _torn_durables(self) -> None:
         """Durable objects with a name and without all of their bytes, where records are missing."""
-        for seen in self.log.replay.seen.values() if self.log.has_holes else ():
-            stored = seen.stored
+        for stored in self.log.replay.objects.values() if self.log.has_holes else ():
             known = stored.object_id in self.log.tier.objects or stored.object_id in self.log.replay.dead
             superseded = stored.object_id in self.log.replay.found.losers
             if known or superseded or not self.log.tier.is_durable(stored.bucket_id):
                 continue
             torn = stored.size_bytes and not (stored.pieces and stored.readable)
-            if seen.body and torn and stored.object_id not in self.findings.slots.whole:
+            has_name = stored.object_id in self.log.replay.bodies
+            if has_name and torn and stored.object_id not in self.findings.slots.whole:
                 self._drop(stored, "its bytes are not all there")
 
     # --- and the index ------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ class Heritage:
         self._lower = lower
         self._rebuilt: int | None = None
         self._killed = not home.clean
-        self._is_first = not home.index.exists()
+        self._is_first = not home.index.exists() and (lower is None or not lower.found.records)
         self.names, believed = _open_index(home, believe, strict=lower is not None)
         if lower is not None:
             if not believed:
@@ -98,6 +98,12 @@ class Heritage:
         """Object id -> the name and row of a survivor."""
         self._index_s = time.monotonic() - began
         self._began = time.monotonic()
+
+    @property
+    def below(self) -> tuple[int, int]:
+        """(objects, capacity in bytes) of the lower tier, for the size of the table."""
+        lower = self._lower
+        return (0, 0) if lower is None else (len(lower.nvme.objects), lower.nvme.capacity_bytes)
 
     def choose(self, survivors: list[Survivor]) -> list[Survivor]:
         """Those that have a name or a bucket, the dearest first."""

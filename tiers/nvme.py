@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import trio
 
@@ -44,8 +44,7 @@ from tiers.segments import Found, Segment, SegmentPool
 _log = logging.getLogger("kvfs.nvme")
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One extent on the device."""
 
     segment: int
@@ -91,7 +90,7 @@ class Stored:
 
     @property
     def readable(self) -> bool:
-        return all(piece is not None for piece in self.pieces)
+        return None not in self.pieces
 
 
 @dataclass(slots=True)

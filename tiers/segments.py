@@ -19,9 +19,10 @@ import logging
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvfs import formats, limits
 from kvfs._native.slots import xxh3_64
@@ -37,7 +38,7 @@ from kvfs.formats import (
     RecordType,
     SegmentState,
 )
-from kvfs.records import encode_footer, footer_records
+from kvfs.records import decode_records, encode_footer, split_footer
 from tiers.device import Device
 
 _log = logging.getLogger("kvfs.nvme")
@@ -97,6 +98,17 @@ class Segment:
         self.headers, self.bodies, self.bodies_bytes = [], [], 0
 
 
+class Listing(NamedTuple):
+    """The records of a segment as its footer has them, one behind the other: not decoded, since a start has a
+    million of them."""
+
+    headers: memoryview
+    """RECORD_HEADER.size bytes each."""
+    bodies: memoryview
+    offsets: list[int] | None = None
+    """Where each record is, for a scan, which may skip something; None: without gaps from SEGMENT_DATA_START on."""
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """One record of a segment, as its footer or a scan found it."""
@@ -105,6 +117,13 @@ class Found:
     header: dict[str, Any]
     """The fields of formats.RECORD_HEADER."""
     body: bytes
+
+
+def list_records(records: Sequence[Found]) -> Listing:
+    """Records that were decoded, as a footer would have them."""
+    headers = b"".join(RECORD_HEADER.encode(**each.header) for each in records)
+    bodies = b"".join(each.body for each in records)
+    return Listing(memoryview(headers), memoryview(bodies), [each.offset for each in records])
 
 
 class SegmentPool:
@@ -258,27 +277,34 @@ class SegmentPool:
 
     async def records(self, segment: Segment) -> list[Found]:
         """The records of a segment's present life: from its footer, or else by a scan that verifies payloads."""
+        listing = await self.listing(segment)
+        offset = SEGMENT_DATA_START
+        found: list[Found] = []
+        for number, (header, body) in enumerate(decode_records(listing.headers, listing.bodies)):
+            found.append(Found(listing.offsets[number] if listing.offsets else offset, header, body))
+            offset += header["record_bytes"]
+        return found
+
+    async def listing(self, segment: Segment) -> Listing:
+        """As `records`, not decoded. Raises DeviceFailed."""
         try:
             return await self._from_footer(segment)
         except Corrupt as error:
             if segment.closed:
                 _log.warning("segment %d: scanned, since its footer is not usable: %s", segment.number, error)
-        return await self._from_scan(segment)
+        return list_records(await self._from_scan(segment))
 
-    async def _from_footer(self, segment: Segment) -> list[Found]:
+    async def _from_footer(self, segment: Segment) -> Listing:
         trailer = await self._trailer(segment)
         data = await self.read_bytes(segment, trailer["footer_offset"], trailer["footer_bytes"])
         footer = self.check_footer(segment, data)
-        found = []
-        offset = SEGMENT_DATA_START
-        for raw, body in footer_records(footer, trailer["records"]):
-            found.append(Found(offset, raw, body))
-            offset += raw["record_bytes"]
+        headers, bodies, records_bytes = split_footer(footer, trailer["records"])
+        offset = SEGMENT_DATA_START + records_bytes
         if offset != trailer["footer_offset"]:
             raise Corrupt(f"the footer's records end at {offset}, not at {trailer['footer_offset']}")
         segment.end, segment.closed = offset, True
         segment.first_sequence, segment.last_sequence = trailer["first_sequence"], trailer["last_sequence"]
-        return found
+        return Listing(headers, bodies)
 
     async def _trailer(self, segment: Segment) -> dict[str, Any]:
         data = await self.read_bytes(

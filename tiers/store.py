@@ -200,7 +200,7 @@ class TieredStore(Naming):
         crashpoints.reach("start.after_names")
         with ExitStack() as on_failure:
             on_failure.callback(heritage.names.close)
-            dram = open_tier(choose=heritage.choose)
+            dram = open_tier(choose=heritage.choose, below=heritage.below)
             on_failure.callback(dram.close, keep=True)
             store = cls(home, heritage.names, dram, quota_bytes, make_policy())
             heritage.restore(store)

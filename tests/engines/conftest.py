@@ -1,4 +1,7 @@
-"""What the tests with real engines share: the engines' python and a bucket on the mount."""
+"""What the tests with real engines share: the engines' python, a bucket on the mount, and vLLM's first two runs.
+
+All of it lasts for the session: an engine process takes half a minute to start.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,18 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.engines.engine import PROMPTS, STORED, VARIANTS, Engines, Run
+from tests.engines.tiny_llama import write_model
 from tests.support.door import BUCKET, ON_DIRECTORY, TEST_PATH, need_mount
 from tests.support.service import ROOT, Service
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def engine_python() -> str:
     python = os.environ.get("KVFS_ENGINES_PYTHON", str(ROOT / ".venv-engines/bin/python"))
     if not os.path.exists(python):
@@ -22,22 +28,57 @@ def engine_python() -> str:
     return python
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def work() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="kvfs-engines-") as directory:
         yield Path(directory)
 
 
-@pytest.fixture(scope="module")
-def bucket(work: Path) -> Iterator[Path]:
-    """A bucket on the mount."""
+@pytest.fixture(scope="session")
+def service() -> Iterator[Service | None]:
+    """One service with an NVMe tier; None where the tests run on a plain directory."""
     if ON_DIRECTORY:
+        yield None
+        return
+    need_mount()
+    with Service(nvme="256MiB") as running:
+        yield running
+        assert not running.complaints()
+
+
+@pytest.fixture(scope="session")
+def bucket(service: Service | None) -> Iterator[Path]:
+    """A bucket on the mount."""
+    if service is None:
         plain = Path(tempfile.mkdtemp(dir="/dev/shm" if TEST_PATH == "dir" else TEST_PATH))
         yield plain
         shutil.rmtree(plain)
         return
-    need_mount()
-    with Service() as service:
-        path = service.mount / BUCKET
-        path.mkdir()
-        yield path
+    path = service.mount / BUCKET
+    path.mkdir()
+    yield path
+
+
+@pytest.fixture(scope="session")
+def engines(engine_python: str, work: Path) -> Engines:
+    write_model(work / "model")
+    return Engines(engine_python, work)
+
+
+@pytest.fixture(scope="session")
+def first_pair(engines: Engines, bucket: Path) -> tuple[Run, Run]:
+    """The reference without a cache, and the run that stores: side by side."""
+    with ThreadPoolExecutor() as pool:
+        reference = pool.submit(engines.run, "no-cache", {**PROMPTS, **VARIANTS}, None)
+        store = pool.submit(engines.run, "store", STORED, bucket / "kv", prefix_caching=True)
+        return reference.result(), store.result()
+
+
+@pytest.fixture(scope="session")
+def reference(first_pair: tuple[Run, Run]) -> Run:
+    return first_pair[0]
+
+
+@pytest.fixture(scope="session")
+def store(first_pair: tuple[Run, Run]) -> Run:
+    return first_pair[1]

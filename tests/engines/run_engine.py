@@ -1,13 +1,14 @@
-"""Run vLLM once, in this process, offline, over prompts of token ids; runs under the engines' python.
+"""vLLM in this process, offline, over prompts of token ids; runs under the engines' python.
 
-Reads a JSON request from standard input and writes a JSON reply to the path given as the only argument
-(the engine's own logs keep standard output and error). Request:
+Reads JSON lines from standard input and writes JSON lines to the descriptor given as the only argument (the
+engine's own logs keep standard output and error). The first line says what the engine is, each further one
+is a request that gets one line in reply:
 
-    {"model": directory, "storage": directory or null, "prefix_caching": bool, "max_tokens": int,
-     "prompts": [[token id, ...], ...]}
+    {"model": directory, "storage": directory or null, "prefix_caching": bool}
+    {"prompts": [[token id, ...], ...], "max_tokens": int}
 
-`storage` is handed to vLLM's bundled ExampleConnector, unmodified, as its `shared_storage_path`. Reply, each
-a list with one entry per prompt:
+`storage` is handed to vLLM's bundled ExampleConnector, unmodified, as its `shared_storage_path`. A reply has
+lists with one entry per prompt:
 
     {"tokens": [[id, ...]], "logprobs": [[of each chosen token, ...]], "cached_tokens": [count],
      "loaded": [path of each tensor file that was loaded, in order], "peak_mib": int}
@@ -52,19 +53,19 @@ def watch_loads() -> list[str]:
     return loaded
 
 
-def make_engine(request: dict[str, Any]) -> Any:
+def make_engine(settings: dict[str, Any]) -> Any:
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
     transfer = None
-    if request["storage"] is not None:
+    if settings["storage"] is not None:
         transfer = KVTransferConfig(
             kv_connector="ExampleConnector",
             kv_role="kv_both",
-            kv_connector_extra_config={"shared_storage_path": request["storage"]},
+            kv_connector_extra_config={"shared_storage_path": settings["storage"]},
         )
     return LLM(
-        model=request["model"],
+        model=settings["model"],
         skip_tokenizer_init=True,
         enforce_eager=True,
         dtype="float32",
@@ -72,18 +73,16 @@ def make_engine(request: dict[str, Any]) -> Any:
         max_model_len=1024,
         # Whole prompts in one step: the connector under test does not store prompts in chunks.
         max_num_batched_tokens=16384,
-        enable_prefix_caching=request["prefix_caching"],
+        enable_prefix_caching=settings["prefix_caching"],
         kv_transfer_config=transfer,
         seed=0,
     )
 
 
-def generate(request: dict[str, Any]) -> dict[str, Any]:
+def generate(engine: Any, loaded: list[str], request: dict[str, Any]) -> dict[str, Any]:
     from vllm import SamplingParams
 
-    loaded = watch_loads()
-    engine = make_engine(request)
-    loaded.clear()  # whatever it took to load the model
+    loaded.clear()
     sampling = SamplingParams(
         temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True, detokenize=False, logprobs=0
     )
@@ -105,10 +104,12 @@ def generate(request: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     os.environ.update(ENVIRONMENT)
-    request = json.load(sys.stdin)
-    reply = generate(request)
-    with open(sys.argv[1], "w") as file:
-        json.dump(reply, file)
+    loaded = watch_loads()
+    engine = make_engine(json.loads(sys.stdin.readline()))
+    with os.fdopen(int(sys.argv[1]), "w") as replies:
+        for line in sys.stdin:
+            replies.write(json.dumps(generate(engine, loaded, json.loads(line))) + "\n")
+            replies.flush()
 
 
 if __name__ == "__main__":

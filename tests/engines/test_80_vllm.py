@@ -12,154 +12,33 @@ Four engine processes, two at a time, each of about 30 s and 1.8 GiB:
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.engines.tiny_llama import HEAD_DIM, KV_HEADS, LAYERS, VOCABULARY, write_model
+from tests.engines.engine import (
+    BLOCK_TOKENS,
+    MAX_TOKENS,
+    MISSES,
+    NEW_TAILS,
+    PROMPTS,
+    STORED,
+    VARIANTS,
+    Engines,
+    Run,
+    same_output,
+    whole_blocks,
+)
+from tests.engines.tiny_llama import HEAD_DIM, KV_HEADS, LAYERS
 from tests.support.door import ON_DIRECTORY
-from tests.support.service import ROOT
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-BLOCK_TOKENS = 32
-MAX_TOKENS = 32
-ENGINE_WAIT_S = 300.0
-LOGPROB_TOLERANCE = 1e-3
-"""Computing only the tail of a prompt sums in another order: differences of about 1e-5 were seen, where one
-changed token makes at least 1e-2."""
 PAGE_BYTES = 4096
 FLOAT_BYTES = 4
-
-_rng = random.Random(20)
-BASE = [_rng.randrange(2, VOCABULARY) for _ in range(171)]
-OTHER = [_rng.randrange(2, VOCABULARY) for _ in range(171)]
-TAIL = [_rng.randrange(2, VOCABULARY) for _ in range(19)]
-
-# The connector keys a prompt by its whole blocks, and never loads all of a prompt.
-STORED = {
-    "base 51": BASE[:51],
-    "base 71, its prefix is stored too": BASE[:71],
-    "base 101": BASE[:101],
-    "base 171": BASE,
-    "other 69": OTHER[:69],
-    "other 135": OTHER[:135],
-}
-NEW_TAILS = {
-    "blocks of base 71, another tail": BASE[:64] + TAIL,
-    "blocks of base 171, another tail": BASE[:160] + TAIL[:7],
-    "blocks of other 135, one token changed after them": [*OTHER[:134], 5],
-}
-MISSES = {
-    "base 101, first token changed": [BASE[0] ^ 3, *BASE[1:101]],
-    "under one block": OTHER[:31],
-}
-PROMPTS = {**STORED, **NEW_TAILS, **MISSES}
-# One token changed, at each position in turn.
-VARIANT_OF = OTHER[:69]
-VARIANTS = [
-    [*VARIANT_OF[:i], (token + 17) % (VOCABULARY - 2) + 2, *VARIANT_OF[i + 1 :]]
-    for i, token in enumerate(VARIANT_OF)
-]
-
-
-@dataclass(frozen=True)
-class Run:
-    """One engine process: outputs by prompt, in the order of its prompts."""
-
-    names: list[str]
-    tokens: list[list[int]]
-    logprobs: list[list[float]]
-    cached_tokens: list[int]
-    loaded: list[str]
-
-    def output(self, name: str) -> tuple[list[int], list[float]]:
-        index = self.names.index(name)
-        return self.tokens[index], self.logprobs[index]
-
-    def cached(self, name: str) -> int:
-        return self.cached_tokens[self.names.index(name)]
-
-
-def whole_blocks(prompt: list[int]) -> int:
-    """Tokens of `prompt` that the connector stores and loads."""
-    return (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-
-
-def same_output(one: tuple[list[int], list[float]], two: tuple[list[int], list[float]]) -> bool:
-    """The same tokens, each as likely."""
-    near = all(abs(a - b) < LOGPROB_TOLERANCE for a, b in zip(one[1], two[1], strict=True))
-    return one[0] == two[0] and near
-
-
-# --- running the engine ------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Engines:
-    """Starts engine processes over one model."""
-
-    python: str
-    work: Path
-
-    def run(
-        self, label: str, prompts: dict[str, list[int]], storage: Path | None, prefix_caching: bool = False
-    ) -> Run:
-        request = {
-            "model": str(self.work / "model"),
-            "storage": None if storage is None else str(storage),
-            "prefix_caching": prefix_caching,
-            "max_tokens": MAX_TOKENS,
-            "prompts": list(prompts.values()),
-        }
-        reply, log = self.work / f"{label}.json", self.work / f"{label}.log"
-        with log.open("wb") as output:
-            done = subprocess.run(
-                [self.python, str(ROOT / "tests/engines/run_engine.py"), str(reply)],
-                input=json.dumps(request).encode(),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=self.work,
-                env={**os.environ, "PYTHONPATH": ""},
-                timeout=ENGINE_WAIT_S,
-            )
-        assert done.returncode == 0, f"engine '{label}' failed\n{log.read_text()[-8000:]}"
-        answer = json.loads(reply.read_text())
-        sys.stderr.write(f"\nengine '{label}': peak {answer.pop('peak_mib')} MiB\n")
-        return Run(list(prompts), **answer)
-
-
-@pytest.fixture(scope="module")
-def engines(engine_python: str, work: Path) -> Engines:
-    write_model(work / "model")
-    return Engines(engine_python, work)
-
-
-@pytest.fixture(scope="module")
-def first_pair(engines: Engines, bucket: Path) -> tuple[Run, Run]:
-    """The reference without a cache, and the run that stores: side by side."""
-    variants = {f"variant {i}": prompt for i, prompt in enumerate(VARIANTS)}
-    with ThreadPoolExecutor() as pool:
-        reference = pool.submit(engines.run, "no-cache", {**PROMPTS, **variants}, None)
-        store = pool.submit(engines.run, "store", STORED, bucket / "kv", prefix_caching=True)
-        return reference.result(), store.result()
-
-
-@pytest.fixture(scope="module")
-def reference(first_pair: tuple[Run, Run]) -> Run:
-    return first_pair[0]
-
-
-@pytest.fixture(scope="module")
-def store(first_pair: tuple[Run, Run]) -> Run:
-    return first_pair[1]
-
 
 # What was done to the plain copy of each stored prompt's directory.
 CORRUPTED = {
@@ -238,9 +117,9 @@ def control(second_pair: tuple[Run, Run]) -> Run:
 def test_every_token_of_the_prompt_changes_the_output(reference: Run) -> None:
     """Without this an equal output would prove nothing."""
     original = reference.output("other 69")
-    variants = [reference.output(f"variant {i}") for i in range(len(VARIANTS))]
+    outputs = {name: reference.output(name) for name in VARIANTS}
     same = [
-        i for i, output in enumerate(variants) if output[0] == original[0] or same_output(output, original)
+        name for name, output in outputs.items() if output[0] == original[0] or same_output(output, original)
     ]
     assert same == []
     assert len(set(original[0])) > MAX_TOKENS // 4, "the output repeats itself"

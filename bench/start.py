@@ -1,0 +1,217 @@
+"""How long a store with many objects takes to start: `python -m bench.start --records 1000000 --kind blocks`.
+
+Responsibility: fill the log of an empty store, through the tier as the service does, stop it cleanly or as if
+killed, and start a store on it in a fresh process, whose own lines say what each phase took.
+
+Objects are small (PAYLOAD_BYTES), since a start reads no payload: a million of them take 4.5 GiB of segments.
+The figures are seconds, with no baseline beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import multiprocessing
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from kvfs import Namespace, limits
+from kvfs._native.slots import xxh3_64
+from kvfs.name_rows import NameRow
+from kvfs.records import MetaBody
+from tiers.base import Kind, StoreKey, object_key
+from tiers.device import open_device
+from tiers.journal import NvmeJournal
+from tiers.nvme import NvmeTier, Stored
+from tiers.store import TieredStore
+
+PAYLOAD_BYTES: Final = 512
+CHAIN_BLOCKS: Final = 64
+"""Blocks of one prompt, each the parent of the next."""
+BATCH: Final = 50_000
+DRAM_BYTES: Final = 256 * limits.MIB
+BUCKET: Final = b"b"
+NAMESPACE: Final = Namespace(
+    model="bench",
+    revision="1",
+    dtype="bfloat16",
+    layout="LKTHD",
+    block_tokens=16,
+    tensor_shards=1,
+    tensor_rank=0,
+    pipeline_shards=1,
+    pipeline_rank=0,
+    lora="",
+    salt="",
+    hash="sha256",
+)
+KINDS: Final = ("blocks", "names", "names-killed", "names-rebuilt")
+"""What is stored, and what became of the index: as a clean stop leaves it, as a kill does, or gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """One start. Seconds, MiB of resident memory of the process before and after, objects found."""
+
+    kind: str
+    records: int
+    start_s: float
+    before_mib: int
+    after_mib: int
+    objects: int
+
+
+class _Payload:
+    """The same bytes for every object."""
+
+    size_bytes = PAYLOAD_BYTES
+    data = bytes(range(256)) * (PAYLOAD_BYTES // 256)
+    checksum: int | None = xxh3_64(data)
+    _known = xxh3_64(data)
+
+    async def read_into(self, view: memoryview) -> int:
+        view[:PAYLOAD_BYTES] = self.data
+        return self._known
+
+
+async def open_store(data: Path, records: int) -> TieredStore:
+    """A store on `data` with room for so many objects, on a device that the caller's process ends with."""
+    segment_bytes = limits.MAX_SEGMENT_BYTES // 4 if records > 100_000 else 16 * limits.MIB
+    need = records * 5 * limits.KIB + limits.MIN_SEGMENTS * segment_bytes
+    return await TieredStore.start(
+        data,
+        open_device("auto"),
+        nvme_bytes=need // segment_bytes * segment_bytes,
+        dram_bytes=DRAM_BYTES,
+        segment_bytes=segment_bytes,
+        max_slots=limits.MAX_SLOTS,
+        backing="directory",
+    )
+
+
+# --- filling -----------------------------------------------------------------------------------------------
+async def fill(data: Path, kind: str, records: int) -> None:
+    """Put `records` objects in an empty store, and stop it."""
+    store = await open_store(data, records)
+    assert isinstance(store.journal, NvmeJournal)
+    bucket = store.create_bucket(BUCKET, uid=0, gid=0, namespace=NAMESPACE if kind == "blocks" else None)
+    tier = store.journal.nvme
+    first = store.names.next_ids(records)
+    put = _put_block if kind == "blocks" else partial(_put_named, store)
+    for number in range(records):
+        put(tier, bucket.bucket_id, first, number)
+        if tier.log.backlog >= BATCH:
+            await tier.log.drain()
+    if kind != "blocks":
+        store.names.put_many((BUCKET, key_of(number), _row(first + number)) for number in range(records))
+    await store.finish()
+    store.close(keep=False)
+    if kind == "names-killed":
+        _look_killed(data)
+    elif kind == "names-rebuilt":
+        shutil.rmtree(data / "index")
+
+
+def digest_of(number: int) -> bytes:
+    return hashlib.sha256(b"%d" % number).digest()[:16]
+
+
+def key_of(number: int) -> bytes:
+    """As engines name their files: a directory for each object, by hash."""
+    return b"model/%s/layer.safetensors" % digest_of(number).hex().encode()
+
+
+def _put_block(tier: NvmeTier, bucket_id: int, first: int, number: int) -> None:
+    parent = digest_of(number - 1) if number % CHAIN_BLOCKS else bytes(16)
+    key = StoreKey(Kind.BLOCK, digest_of(number))
+    tier.put(Stored(key, first + number, PAYLOAD_BYTES, bucket_id, parent), [_Payload()], None)
+
+
+def _put_named(store: TieredStore, tier: NvmeTier, bucket_id: int, first: int, number: int) -> None:
+    object_id = first + number
+    meta = MetaBody(BUCKET, key_of(number), _row(object_id))
+    tier.put(Stored(object_key(object_id), object_id, PAYLOAD_BYTES, bucket_id), [_Payload()], meta)
+
+
+def _row(object_id: int) -> NameRow:
+    return NameRow(object_id, object_id, PAYLOAD_BYTES, 0o644, 0, 0, 7, 8, object_id, 0)
+
+
+def _look_killed(data: Path) -> None:
+    file = data / "format.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "clean": False}))
+
+
+# --- starting ----------------------------------------------------------------------------------------------
+async def start(data: Path, kind: str, records: int) -> Started:
+    """Start a store on what `fill` left, and close it."""
+    before_mib = _resident_mib()
+    began = time.monotonic()
+    store = await open_store(data, records)
+    start_s = time.monotonic() - began
+    found = Started(kind, records, start_s, before_mib, _resident_mib(), store.object_count)
+    store.close(keep=False)
+    return found
+
+
+def _resident_mib() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() // limits.MIB
+
+
+def _in_process(work: Callable[[], object]) -> None:
+    """Run in a process of its own, so that no memory of one step is reused by the next. Raises RuntimeError."""
+    process = multiprocessing.get_context("spawn").Process(target=work)
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise RuntimeError(f"exit status {process.exitcode}")
+
+
+def _fill_process(data: Path, kind: str, records: int) -> None:
+    began = time.monotonic()
+    trio.run(fill, data, kind, records)
+    print(f"{kind}: {records} objects written in {time.monotonic() - began:.1f} s", file=sys.stderr)
+
+
+def _start_process(data: Path, kind: str, records: int, as_json: bool) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    found = trio.run(start, data, kind, records)
+    if as_json:
+        print(json.dumps(asdict(found)))
+        return
+    grown = (found.after_mib - found.before_mib) * limits.MIB / max(found.objects, 1)
+    print(
+        f"{found.kind}: {found.objects} objects there after {found.start_s:.2f} s; "
+        f"{found.after_mib} MiB resident, {grown:.0f} bytes an object"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.start", description=__doc__.partition("\n")[0])
+    parser.add_argument("--records", type=int, default=1_000_000, help="objects (default: %(default)s)")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="default: each of them")
+    parser.add_argument("--at", type=Path, default=Path(tempfile.gettempdir()), help="a folder with room")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    for kind in options.kind or KINDS:
+        with tempfile.TemporaryDirectory(prefix="kvfs-bench-", dir=options.at) as name:
+            data = Path(name)
+            _in_process(partial(_fill_process, data, kind, options.records))
+            _in_process(partial(_start_process, data, kind, options.records, options.json))
+
+
+if __name__ == "__main__":
+    main()

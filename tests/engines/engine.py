@@ -1,0 +1,163 @@
+"""Prompts, engine processes and their outputs, as the tests with vLLM share them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tests.engines.tiny_llama import VOCABULARY
+from tests.support.service import ROOT
+
+BLOCK_TOKENS = 32
+MAX_TOKENS = 32
+END_WAIT_S = 30.0
+LOGPROB_TOLERANCE = 1e-3
+"""Computing only the tail of a prompt sums in another order: differences of about 1e-5 were seen, where one
+changed token makes at least 1e-2."""
+
+_rng = random.Random(20)
+BASE = [_rng.randrange(2, VOCABULARY) for _ in range(171)]
+OTHER = [_rng.randrange(2, VOCABULARY) for _ in range(171)]
+TAIL = [_rng.randrange(2, VOCABULARY) for _ in range(19)]
+
+# The connector keys a prompt by its whole blocks, and never loads all of a prompt.
+STORED = {
+    "base 51": BASE[:51],
+    "base 71, its prefix is stored too": BASE[:71],
+    "base 101": BASE[:101],
+    "base 171": BASE,
+    "other 69": OTHER[:69],
+    "other 135": OTHER[:135],
+}
+NEW_TAILS = {
+    "blocks of base 71, another tail": BASE[:64] + TAIL,
+    "blocks of base 171, another tail": BASE[:160] + TAIL[:7],
+    "blocks of other 135, one token changed after them": [*OTHER[:134], 5],
+}
+MISSES = {
+    "base 101, first token changed": [BASE[0] ^ 3, *BASE[1:101]],
+    "under one block": OTHER[:31],
+}
+PROMPTS = {**STORED, **NEW_TAILS, **MISSES}
+VARIANTS = {
+    f"other 69, token {i} changed": [*OTHER[:i], (token + 17) % (VOCABULARY - 2) + 2, *OTHER[i + 1 : 69]]
+    for i, token in enumerate(OTHER[:69])
+}
+"""One token changed, at each position in turn."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One engine process: outputs by prompt, in the order of its prompts."""
+
+    names: list[str]
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    cached_tokens: list[int]
+    loaded: list[str]
+
+    def output(self, name: str) -> tuple[list[int], list[float]]:
+        index = self.names.index(name)
+        return self.tokens[index], self.logprobs[index]
+
+    def cached(self, name: str) -> int:
+        return self.cached_tokens[self.names.index(name)]
+
+
+def whole_blocks(prompt: list[int]) -> int:
+    """Tokens of `prompt` that the connector stores and loads."""
+    return (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def same_output(one: tuple[list[int], list[float]], two: tuple[list[int], list[float]]) -> bool:
+    """The same tokens, each as likely."""
+    near = all(abs(a - b) < LOGPROB_TOLERANCE for a, b in zip(one[1], two[1], strict=True))
+    return one[0] == two[0] and near
+
+
+# --- running the engine ------------------------------------------------------------------------------------
+class Engine:
+    """One engine process, for as long as the `with` block; it answers one list of prompts after another."""
+
+    def __init__(self, python: str, work: Path, label: str, settings: Mapping[str, Any]) -> None:
+        self._label = label
+        self._log = work / f"{label}.log"
+        source, sink = os.pipe()
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [python, str(ROOT / "tests/engines/run_engine.py"), str(sink)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=work,
+                env={**os.environ, "PYTHONPATH": ""},
+                pass_fds=[sink],
+            )
+        os.close(sink)
+        self._replies = os.fdopen(source)
+        self._send(settings)
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def generate(self, prompts: Mapping[str, Sequence[int]]) -> Run:
+        """The outputs of `prompts`. A process that dies or hangs (pytest's timeout) fails the test, with its log."""
+        self._send({"prompts": list(prompts.values()), "max_tokens": MAX_TOKENS})
+        reply = self._replies.readline()
+        assert reply, f"engine '{self._label}' failed\n{self._log.read_text()[-8000:]}"
+        answer = json.loads(reply)
+        sys.stderr.write(f"\nengine '{self._label}': peak {answer.pop('peak_mib')} MiB\n")
+        return Run(list(prompts), **answer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._replies.close()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(END_WAIT_S if error is None else 0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Starts engine processes over one model."""
+
+    python: str
+    work: Path
+
+    def start(self, label: str, storage: Path | None, *, prefix_caching: bool = False) -> Engine:
+        settings = {
+            "model": str(self.work / "model"),
+            "storage": None if storage is None else str(storage),
+            "prefix_caching": prefix_caching,
+        }
+        return Engine(self.python, self.work, label, settings)
+
+    def run(
+        self,
+        label: str,
+        prompts: Mapping[str, Sequence[int]],
+        storage: Path | None,
+        *,
+        prefix_caching: bool = False,
+    ) -> Run:
+        """A process that answers one list of prompts."""
+        with self.start(label, storage, prefix_caching=prefix_caching) as engine:
+            return engine.generate(prompts)
