@@ -16,11 +16,12 @@ call is atomic towards all others. Native threads only read the table and count 
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -55,8 +56,9 @@ from tiers.device import Device
 from tiers.dram import DramTier
 from tiers.eviction import LruLeafFirst
 from tiers.evictor import Evictor
-from tiers.heritage import Heritage, Lower, unit_of
+from tiers.heritage import Heritage, Lower, unit_of, walking
 from tiers.home import Home, open_home
+from tiers.index_check import IndexWalk
 from tiers.journal import Journal, Resident
 from tiers.model import Attributes, Bucket, Change, ChangeKind, Directory, Draft, Name, ObjectInfo
 from tiers.promotion import Promoter
@@ -126,15 +128,16 @@ class TieredStore(Catalog):
             mode=backing,
         )
         quota_bytes = quota_bytes if quota_bytes is not None else dram_bytes // 2
-        try:
+        with _without_gc():
             try:
-                return cls._open(home, Heritage(home), open_tier, quota_bytes)
-            except Corrupt as error:
-                log.error("starting with an empty index: %s", error)
-                return cls._open(home, Heritage(home, believe=False), open_tier, quota_bytes)
-        except BaseException:
-            home.close(clean=False)
-            raise
+                try:
+                    return cls._open(home, Heritage(home), open_tier, quota_bytes)
+                except Corrupt as error:
+                    log.error("starting with an empty index: %s", error)
+                    return cls._open(home, Heritage(home, believe=False), open_tier, quota_bytes)
+            except BaseException:
+                home.close(clean=False)
+                raise
 
     @classmethod
     async def start(
@@ -175,16 +178,17 @@ class TieredStore(Catalog):
             segment_bytes=segment_bytes,
         )
         quota_bytes = quota_bytes if quota_bytes is not None else dram_bytes // 2
-        try:
+        with _without_gc(), walking(home) as walk:
             try:
-                return cls._open_over(home, Lower(*await open_lower()), open_tier, quota_bytes)
-            except Corrupt as error:
-                log.error("the index is built anew: %s", error)
-                lower = Lower(*await open_lower())
-                return cls._open_over(home, lower, open_tier, quota_bytes, believe=False)
-        except BaseException:
-            home.close(clean=False)
-            raise
+                try:
+                    return cls._open_over(home, Lower(*await open_lower()), open_tier, quota_bytes, walk=walk)
+                except Corrupt as error:
+                    log.error("the index is built anew: %s", error)
+                    lower = Lower(*await open_lower())
+                    return cls._open_over(home, lower, open_tier, quota_bytes, believe=False)
+            except BaseException:
+                home.close(clean=False)
+                raise
 
     @classmethod
     def _open_over(
@@ -195,11 +199,12 @@ class TieredStore(Catalog):
         quota_bytes: int,
         *,
         believe: bool = True,
+        walk: IndexWalk | None = None,
     ) -> Self:
         """A store over an open lower tier, which is closed where that fails."""
         crashpoints.reach("start.after_log")
         try:
-            return cls._open(home, Heritage(home, lower, believe=believe), open_tier, quota_bytes)
+            return cls._open(home, Heritage(home, lower, believe=believe, walk=walk), open_tier, quota_bytes)
         except BaseException:
             lower.nvme.pool.close_files()
             raise
@@ -1114,6 +1119,18 @@ class TieredStore(Catalog):
     def _tell(self, change: Change) -> None:
         for listener in self.listeners:
             listener(change)
+
+
+@contextmanager
+def _without_gc() -> Iterator[None]:
+    """A start makes millions of objects, none of them garbage: looking for some was half of its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _check_dram(dram_bytes: int) -> None:
