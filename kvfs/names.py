@@ -93,6 +93,12 @@ def _full_name(bucket: bytes, key: bytes) -> bytes:
     return _bucket_base(bucket) + key
 
 
+def _check_name(name: bytes) -> bytes:
+    """A `bucket NUL key`. Raises InvalidRequest, NameTooLong."""
+    bucket, _, key = name.partition(b"\0")
+    return _full_name(bucket, key)
+
+
 def _full_prefix(bucket: bytes, prefix: bytes) -> bytes:
     _check_part("key prefix", prefix, MAX_KEY_BYTES)
     return _bucket_base(bucket) + prefix
@@ -176,20 +182,16 @@ class NameIndex:
         if old is None:
             self._count(bucket, 1)
 
-    def put_many(self, rows: Iterable[tuple[bytes, bytes, NameRow]]) -> int:
-        """Put (bucket, key, row) triples, MAX_LIST_ENTRIES in one transaction; how many."""
+    def put_many(self, rows: Iterable[tuple[bytes, bytes]]) -> int:
+        """Put (`bucket NUL key`, encoded row) pairs, MAX_LIST_ENTRIES in one transaction; how many. In the order
+        of the names it is several times as fast."""
         total = 0
-        names = ((_full_name(bucket, key), row) for bucket, key, row in rows)
-        pairs = ((name, store_row(name, row.encode())) for name, row in names)
+        pairs = ((name, store_row(_check_name(name), row)) for name, row in rows)
         while page := list(islice(pairs, MAX_LIST_ENTRIES)):
-            self._env.write(partial(self._put_page, page))
+            self._env.write(partial(self._tree.put_many, pairs=page))
             total += len(page)
         self._counts.clear()
         return total
-
-    def _put_page(self, page: _Pairs, txn: Txn) -> None:
-        for name, data in page:
-            self._tree.put(txn, name, data)
 
     def remove(self, bucket: bytes, key: bytes) -> NameRow | None:
         """Remove a name; the row that it had, or None where there was none."""
@@ -298,28 +300,37 @@ class NameIndex:
     def rows(self) -> Iterator[tuple[bytes, bytes, NameRow | None]]:
         """Every (bucket, key, row) in order, None for a row that cannot be read. Read in pages: the index may
         change meanwhile, and what is then behind the iteration is not seen again."""
+        for bucket, key, data in self.encoded_rows():
+            try:
+                yield bucket, key, None if data is None else NameRow.decode(data)
+            except Corrupt:
+                yield bucket, key, None
+
+    def encoded_rows(self) -> Iterator[tuple[bytes, bytes, bytes | None]]:
+        """As `rows`, not decoded, which is most of what a million rows take; None where the checksum does not hold."""
 
         def look(txn: Txn, start: bytes) -> _Pairs:
-            scan = NameScan(self._tree, txn)
-            page: _Pairs = []
-            found = scan.seek(start)
-            while found and len(page) < MAX_LIST_ENTRIES:
-                page.append((scan.name, scan.value()))
-                found = scan.step()
-            return page
+            return NameScan(self._tree, txn).page(start, MAX_LIST_ENTRIES)
 
         start = b"\0"
+        last = b""
         while page := self._env.read(partial(look, start=start)):
-            for name, data in page:
+            for name, stored in page:
                 bucket, _, key = name.partition(b"\0")
+                if bucket == last:
+                    bucket = last  # one for all of its keys
+                last = bucket
                 try:
-                    yield bucket, key, _row(name, data)
+                    data = load_row(name, stored)
                 except Corrupt:
                     yield bucket, key, None
+                else:
+                    yield bucket, key, data
             start = page[-1][0] + b"\0"
 
-    def prune(self, keep: Callable[[bytes, bytes, NameRow | None], bool]) -> int:
-        """Remove every row of which `keep(bucket, key, row)` is false, page by page; how many went. Raises Corrupt."""
+    def prune(self, keep: Callable[[bytes, bytes, bytes | None], bool]) -> int:
+        """Remove every row of which `keep(bucket, key, encoded row)` is false; how many went. A row whose checksum
+        does not hold is None. Raises Corrupt."""
         removed = 0
         doomed: list[bytes] = []
 
@@ -329,7 +340,7 @@ class NameIndex:
                 raise Corrupt(f"name index: {doomed[gone.index(None)][:80]!r} is listed and not found")
             doomed.clear()
 
-        for bucket, key, row in self.rows():
+        for bucket, key, row in self.encoded_rows():
             if not keep(bucket, key, row):
                 doomed.append(bucket + b"\0" + key)
                 removed += 1

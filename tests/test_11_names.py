@@ -177,9 +177,9 @@ class NamesAgainstModel(RuleBasedStateMachine):
         kept = {name: value for name, value in self.model.items() if value.object_id % 6 != serial}
         seen = []
 
-        def keep(bucket: bytes, key: bytes, value: NameRow | None) -> bool:
+        def keep(bucket: bytes, key: bytes, data: bytes | None) -> bool:
             seen.append((bucket, key))
-            assert value == self.model[bucket, key]
+            assert data == self.model[bucket, key].encode()
             return (bucket, key) in kept
 
         assert self.index.prune(keep) == len(self.model) - len(kept)

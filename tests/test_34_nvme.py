@@ -141,9 +141,10 @@ async def reopened(bench: Bench, check: Callable[[Bench], None] = lambda bench: 
     async with tier_at(bench.directory, run=False) as (tier, found):
         bench.tier, bench.found = tier, found
         names = {}
-        for body, claim in found.names.values():
-            meta = MetaBody.decode(body)
-            assert claim == meta.bucket + b"\0" + meta.key
+        for of, (_, name) in found.names.items():
+            meta = found.meta(of)
+            assert name == meta.bucket + b"\0" + meta.key
+            assert meta.row.object_id == of
             names[meta.key] = meta.row.object_id
         for name, object_id in names.items():
             assert bench.names.get(name) == object_id

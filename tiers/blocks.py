@@ -9,7 +9,7 @@ Invariant: a block is here exactly while it is in the index. Concurrency: the se
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvfs.keys import block_name, parse_block_name
@@ -35,8 +35,9 @@ class BlockCatalog:
     _blocks: dict[bytes, Block] = field(default_factory=dict)
     _by_bucket: dict[bytes, dict[int, set[bytes]]] = field(default_factory=dict)
     _first_bytes: dict[bytes, list[int]] = field(default_factory=dict)
-    _children: dict[bytes, set[bytes]] = field(default_factory=dict)
-    """Prefix hash -> those of the blocks that follow it, whether it is here or not."""
+    _children: dict[bytes, bytes | set[bytes]] = field(default_factory=dict)
+    """Prefix hash -> that of the block which follows it, whether it is here or not; a set where prompts part, since
+    a set for each would be a tenth of a start's memory."""
 
     _by_sequence: dict[int, bytes] = field(default_factory=dict)
 
@@ -54,12 +55,32 @@ class BlockCatalog:
         self._by_sequence[block.sequence] = digest
         self._blocks[digest] = block
         if block.parent is not None:
-            self._children.setdefault(block.parent, set()).add(digest)
+            self._add_child(block.parent, digest)
         shelves = self._by_bucket.setdefault(block.bucket, {})
         if digest[0] not in shelves:
             shelves[digest[0]] = set()
             insort(self._first_bytes.setdefault(block.bucket, []), digest[0])
         shelves[digest[0]].add(digest)
+
+    def _add_child(self, parent: bytes, digest: bytes) -> None:
+        known = self._children.setdefault(parent, digest)
+        if isinstance(known, set):
+            known.add(digest)
+        elif known != digest:
+            self._children[parent] = {known, digest}
+
+    def _remove_child(self, parent: bytes, digest: bytes) -> None:
+        known = self._children[parent]
+        if isinstance(known, set):
+            known.discard(digest)
+            if len(known) == 1:
+                (self._children[parent],) = known
+        elif known == digest:
+            del self._children[parent]
+
+    def _children_of(self, parent: bytes) -> Iterable[bytes]:
+        known = self._children.get(parent, ())
+        return (known,) if isinstance(known, bytes) else known
 
     def remove(self, digest: bytes) -> Block | None:
         block = self._blocks.pop(digest, None)
@@ -67,10 +88,7 @@ class BlockCatalog:
             return None
         self._by_sequence.pop(block.sequence, None)
         if block.parent is not None:
-            siblings = self._children[block.parent]
-            siblings.discard(digest)
-            if not siblings:
-                del self._children[block.parent]
+            self._remove_child(block.parent, digest)
         shelf = self._by_bucket[block.bucket][digest[0]]
         shelf.discard(digest)
         if not shelf:
@@ -84,9 +102,7 @@ class BlockCatalog:
         seen = {digest}
         front = [digest]
         while front:
-            front = [
-                child for parent in front for child in self._children.get(parent, ()) if child not in seen
-            ]
+            front = [child for parent in front for child in self._children_of(parent) if child not in seen]
             seen.update(front)
             found += front
         return found

@@ -448,7 +448,7 @@ class _Judge:
             self.findings.dropped_names.add((bucket, key))
         elif row.object_id not in self.log.renamed.keys() | self.log.replay.found.snapshots:
             meta = MetaBody(bucket, key, row)
-            if self.log.replay.found.names[row.object_id][0] != meta.encode():
+            if self.log.replay.found.names[row.object_id] != (row.encode(), bucket + b"\0" + key):
                 self._misnamed(where, row.object_id, meta)
 
     def _misnamed(self, where: str, object_id: int, meta: MetaBody) -> None:

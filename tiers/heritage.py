@@ -19,20 +19,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvfs import limits, paths
 from kvfs.errors import Corrupt
+from kvfs.name_rows import peek_row
 from kvfs.names import DIRECTORY, PINNED, NameIndex, NameRow
 from kvfs.sizes import format_size
 from tiers.adoption import ENTRY_PINNED, Survivor
 from tiers.base import Kind
 from tiers.blocks import Block
 from tiers.home import Home
-from tiers.index_check import MARK, can_be_walked
+from tiers.index_check import MARK, IndexWalk, can_be_walked
 from tiers.model import Name
 from tiers.nvme import NvmeTier
 from tiers.rebuild import adopt_orphans, rebuild_index, restore_copies, restore_replaced, skip_ids
@@ -79,15 +81,23 @@ class Heritage:
     With a lower tier, an index that is not believed is built anew from its log.
     """
 
-    def __init__(self, home: Home, lower: Lower | None = None, *, believe: bool = True) -> None:
-        """Raises FormatMismatch for an index of a newer version, Corrupt: then again, without `believe`. Any other
-        method may raise Corrupt too: not all of a damaged index shows at once."""
+    def __init__(
+        self,
+        home: Home,
+        lower: Lower | None = None,
+        *,
+        believe: bool = True,
+        walk: IndexWalk | None = None,
+    ) -> None:
+        """`walk` is of `walking`, begun before the log was read. Raises FormatMismatch for an index of a newer
+        version, Corrupt: then again, without `believe`. Any other method may raise Corrupt too: not all of a damaged
+        index shows at once."""
         began = time.monotonic()
         self._lower = lower
         self._rebuilt: int | None = None
         self._killed = not home.clean
         self._is_first = not home.index.exists() and (lower is None or not lower.found.records)
-        self.names, believed = _open_index(home, believe, strict=lower is not None)
+        self.names, believed = _open_index(home, believe, walk, strict=lower is not None)
         if lower is not None:
             if not believed:
                 self._rebuilt = rebuild_index(self.names, lower.found)
@@ -113,9 +123,12 @@ class Heritage:
             if each.sealed.header.key.kind is Kind.OBJECT
         }
         known = {row.name for row in self._buckets.values()}
-        for bucket, key, row in self.names.rows() if objects else ():
-            survivor = None if row is None or row.flags & DIRECTORY else objects.get(row.object_id)
-            if row is not None and survivor is not None and bucket in known and _agree(row, survivor):
+        for bucket, key, data in self.names.encoded_rows() if objects else ():
+            survivor = None if data is None else objects.get(peek_row(data)[0])
+            if data is None or survivor is None or bucket not in known:
+                continue
+            row = NameRow.decode(data)
+            if not row.flags & DIRECTORY and _agree(row, survivor):
                 self._named.setdefault(row.object_id, (Name(bucket, key), row))
         wanted = [found for each in survivors if (found := self._wanted(each)) is not None]
         return dearest_first(wanted, self._unit)
@@ -141,19 +154,21 @@ class Heritage:
         there = {
             each.sealed.header.object_id for each in adopted if each.sealed.header.key.kind is Kind.OBJECT
         }
+        below = {} if self._lower is None else self._lower.nvme.objects
         lost: list[Name] = []
 
-        def keep(bucket: bytes, key: bytes, row: NameRow | None) -> bool:
-            if row is None and self._lower is not None:  # the log knows what it said
+        def keep(bucket: bytes, key: bytes, data: bytes | None) -> bool:
+            if data is not None:
+                object_id, flags = peek_row(data)
+                if flags & DIRECTORY:
+                    return self.names.get_bucket(bucket) is not None
+                if object_id in below:
+                    return True
+                if object_id in there and self._named[object_id][0] == Name(bucket, key):
+                    return True
+            elif self._lower is not None:  # the log knows what it said
                 raise Corrupt(f"name index: the row of {Name(bucket, key)} is damaged")
-            if row is not None and row.flags & DIRECTORY:
-                return self.names.get_bucket(bucket) is not None
-            name = Name(bucket, key)
-            if row is not None and self._is_below(row):
-                return True
-            if row is not None and row.object_id in there and self._named[row.object_id][0] == name:
-                return True
-            lost.append(name)
+            lost.append(Name(bucket, key))
             return False
 
         dropped = self.names.prune(keep)
@@ -173,9 +188,6 @@ class Heritage:
         if not self._is_first:
             self._report(recovery)
         self._named.clear()
-
-    def _is_below(self, row: NameRow) -> bool:
-        return self._lower is not None and row.object_id in self._lower.nvme.objects
 
     def _restore_one(self, store: TieredStore, survivor: Survivor) -> None:
         sealed, key = survivor.sealed, survivor.sealed.header.key
@@ -324,13 +336,23 @@ def _chain(
 
 
 # --- the index ---------------------------------------------------------------------------------------------
-def _open_index(home: Home, believe: bool, *, strict: bool) -> tuple[NameIndex, bool]:
+@contextmanager
+def walking(home: Home) -> Iterator[IndexWalk | None]:
+    """Walk the index meanwhile, as a store with a log wants it; None where there is none to believe."""
+    if (home.index / "data.mdb").exists() and home.index_is_durable:
+        with IndexWalk(home.index, counts=True, rows=True) as walk:
+            yield walk
+    else:
+        yield None
+
+
+def _open_index(home: Home, believe: bool, walk: IndexWalk | None, *, strict: bool) -> tuple[NameIndex, bool]:
     """The index of the last service if it may be believed, else an empty one; with the mark of this start.
 
     `strict`: one damaged row is enough to disbelieve it, since a log has the same names, and what the index does
     not know is deleted there. Otherwise the damaged rows alone are lost.
     """
-    names = _believed_index(home, strict) if believe else None
+    names = _believed_index(home, walk, strict) if believe else None
     if names is not None:
         try:
             return _marked(home, names), True
@@ -353,12 +375,12 @@ def _marked(home: Home, names: NameIndex) -> NameIndex:
     return names
 
 
-def _believed_index(home: Home, strict: bool) -> NameIndex | None:
+def _believed_index(home: Home, walk: IndexWalk | None, strict: bool) -> NameIndex | None:
     if not (home.index / "data.mdb").exists():
         return None
     if not home.index_is_durable:
         why = "the machine went down while a service ran"
-    elif not can_be_walked(home.index, counts=strict, rows=strict):
+    elif not (walk.is_whole() if walk else can_be_walked(home.index, counts=strict, rows=strict)):
         why = "it is damaged"
     else:
         try:

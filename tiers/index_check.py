@@ -12,6 +12,7 @@ Concurrency: while nobody else has the index open; a process may open it once.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,20 +36,42 @@ MARK = b"start"
 _DATABASES = (b"names", b"tails", b"buckets", b"meta")
 
 
-def can_be_walked(path: Path, *, counts: bool, rows: bool) -> bool:
-    """Whether a process can read and find every row of the index, change one, and live.
+class IndexWalk:
+    """A process that reads and finds every row of an index and changes one, beside the caller until it asks.
 
     `counts`: also whether there are as many rows as the index says. `rows`: whether each matches its name.
     """
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            _walk(path, counts, rows)
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def __init__(self, path: Path, *, counts: bool, rows: bool) -> None:
+        self._is_whole: bool | None = None
+        self._child = os.fork()
+        if self._child == 0:
+            status = 1
+            try:
+                _walk(path, counts, rows)
+                status = 0
+            finally:
+                os._exit(status)
+
+    def is_whole(self) -> bool:
+        """Whether the process lived and found nothing wrong, waiting for its end."""
+        if self._is_whole is None:
+            self._is_whole = os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1]) == 0
+        return self._is_whole
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_whole is None:
+            os.kill(self._child, signal.SIGKILL)
+            self.is_whole()
+
+
+def can_be_walked(path: Path, *, counts: bool, rows: bool) -> bool:
+    """As an IndexWalk finds."""
+    with IndexWalk(path, counts=counts, rows=rows) as walk:
+        return walk.is_whole()
 
 
 def _walk(path: Path, counts: bool, rows: bool) -> None:
@@ -81,10 +104,11 @@ def _decode_rows(txn: Txn, dbs: dict[bytes, lmdb._Database]) -> None:
     for key, stored in txn.cursor(db=dbs[b"buckets"]):
         load_row(key, stored)
     scan = NameScan(NameTree(dbs[b"names"], dbs[b"tails"]), txn)
-    found = scan.seek(b"\0")
-    while found:
-        load_row(scan.name, scan.value())
-        found = scan.step()
+    start = b"\0"
+    while page := scan.page(start, limits.MAX_LIST_ENTRIES):
+        for name, stored in page:
+            load_row(name, stored)
+        start = page[-1][0] + b"\0"
 
 
 class IndexReader:

@@ -17,9 +17,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvfs._native.table import TIER_NVME
-from kvfs.name_rows import DIRECTORY, SNAPSHOT, NameRow
+from kvfs.name_rows import DIRECTORY, SNAPSHOT, NameRow, clear_flags, peek_row
 from kvfs.names import NameIndex
-from kvfs.records import MetaBody
 from tiers.base import NO_SLOT, Kind
 from tiers.blocks import Block
 from tiers.journal import NvmeJournal
@@ -36,9 +35,11 @@ def rebuild_index(names: NameIndex, found: Replayed) -> int:
     """Fill an empty index with the buckets and names of the log; how many names."""
     for row in found.buckets.values():
         names.put_bucket(row)
-    metas = (meta for meta in found.metas() if names.get_bucket(meta.bucket) is not None)
-    rows = ((meta.bucket, meta.key, replace(meta.row, flags=meta.row.flags & ~SNAPSHOT)) for meta in metas)
-    return names.put_many(rows)
+    bases = tuple(row.name + b"\0" for row in found.buckets.values())
+    rows = (
+        (name, clear_flags(row, SNAPSHOT)) for row, name in found.names.values() if name.startswith(bases)
+    )
+    return names.put_many(sorted(rows))
 
 
 def adopt_orphans(names: NameIndex, nvme: NvmeTier, found: Replayed) -> None:
@@ -77,7 +78,7 @@ def restore_replaced(names: NameIndex, nvme: NvmeTier, found: Replayed, lost: li
         if object_id is None or object_id in named:
             left.append(name)
         else:
-            names.put(name.bucket, name.key, MetaBody.decode(found.names[object_id][0]).row)
+            names.put(name.bucket, name.key, found.meta(object_id).row)
     return left
 
 
@@ -96,13 +97,17 @@ def restore_copies(store: TieredStore, nvme: NvmeTier, found: Replayed, *, compa
         journal.bucket_removed(row_id)
     _restore_snapshots(store.names, nvme, found)
     restored = _restore_named(store, nvme, journal, found, compare=compare)
-    for stored in list(nvme.objects.values()):
+    buckets = {row.bucket_id: row.name for row in store.names.buckets() if row.namespace is not None}
+    unknown = []
+    for object_id, stored in nvme.objects.items():
         if stored.key.kind is Kind.BLOCK:
-            restored_block = _restore_block(store, stored)
+            known = _restore_block(store, stored, buckets.get(stored.bucket_id))
         else:
-            restored_block = stored.object_id in restored
-        if not restored_block:
-            nvme.drop(stored.object_id)
+            known = object_id in restored
+        if not known:
+            unknown.append(object_id)
+    for object_id in unknown:
+        nvme.drop(object_id)
     journal.queue_unwritten()
     return journal
 
@@ -110,9 +115,9 @@ def restore_copies(store: TieredStore, nvme: NvmeTier, found: Replayed, *, compa
 def _restore_snapshots(names: NameIndex, nvme: NvmeTier, found: Replayed) -> None:
     """Files that were being written, as their writers last made them durable: under their names from here on,
     unless a later object has that name."""
-    for object_id, (body, _) in list(found.names.items()):
-        meta = MetaBody.decode(body) if object_id in found.snapshots else None
-        if meta is None or object_id not in nvme.objects or names.get_bucket(meta.bucket) is None:
+    for object_id in found.snapshots & found.names.keys():
+        meta = found.meta(object_id)
+        if object_id not in nvme.objects or names.get_bucket(meta.bucket) is None:
             continue
         known = names.get(meta.bucket, meta.key)
         if known is None or known.object_id < object_id:
@@ -130,58 +135,48 @@ def _restore_named(
 ) -> set[int]:
     """Go through the index; the ids of what both it and the log have."""
     both: set[int] = set()
-    for name, row in _rows(store.names):
-        stored = nvme.objects.get(row.object_id)
-        if stored is None:
-            if row.flags & DIRECTORY:
-                journal.directory(store.bucket(name.bucket), name, row)
-                both.add(row.object_id)
+    for bucket, key, data in store.names.encoded_rows():
+        if data is None:
             continue
-        both.add(row.object_id)
-        if (compare or row.object_id in found.snapshots) and found.names[row.object_id][0] != MetaBody(
-            name.bucket, name.key, row
-        ).encode():
-            journal.named(row.object_id, name, row)
-        if not row.flags & DIRECTORY:
+        object_id, flags = peek_row(data)
+        stored = nvme.objects.get(object_id)
+        if stored is None:
+            if flags & DIRECTORY:
+                journal.directory(store.bucket(bucket), Name(bucket, key), NameRow.decode(data))
+                both.add(object_id)
+            continue
+        both.add(object_id)
+        if (compare or object_id in found.snapshots) and found.names[object_id] != (
+            data,
+            bucket + b"\0" + key,
+        ):
+            journal.named(object_id, Name(bucket, key), NameRow.decode(data))
+        if not flags & DIRECTORY:
             _enter(store, stored)
-            store.restore_name(stored.key.digest, name)
+            store.restore_name(stored.key.digest, Name(bucket, key))
     return both
 
 
 def _enter(store: TieredStore, stored: Stored) -> None:
     """The table entry of an object that the log holds; beside the one of its copy in DRAM, if that was taken over."""
-    location = stored.place
-    if stored.key.digest in store.table:
-        store.note_copy(stored.key, location)
+    key = stored.key
+    if store.object_id_of(key.digest) is None:
+        store.table.put(key.digest, int(key.kind), NO_SLOT, 0, stored.size_bytes, TIER_NVME, 0, stored.place)
     else:
-        store.table.put(
-            stored.key.digest,
-            int(stored.key.kind),
-            NO_SLOT,
-            0,
-            stored.size_bytes,
-            tiers=TIER_NVME,
-            location=location,
-        )
+        store.note_copy(key, stored.place)
 
 
-def _restore_block(store: TieredStore, stored: Stored) -> bool:
+def _restore_block(store: TieredStore, stored: Stored, bucket: bytes | None) -> bool:
     """False for a block whose bucket is gone, or of which DRAM has a later one."""
     digest = stored.key.digest
-    bucket = next((row for row in store.names.buckets() if row.bucket_id == stored.bucket_id), None)
     known = store.object_id_of(digest)
-    if bucket is None or bucket.namespace is None or known not in (None, stored.object_id):
+    if bucket is None or known not in (None, stored.object_id):
         return False
     _enter(store, stored)
     if known is None:
         parent = stored.parent if any(stored.parent) else None
         block = Block(
-            bucket.name,
-            stored.uid,
-            stored.size_bytes,
-            stored.object_id,
-            stored.sealed_at_ns,
-            parent=parent,
+            bucket, stored.uid, stored.size_bytes, stored.object_id, stored.sealed_at_ns, False, parent
         )
         store.restore_block(digest, block)
     return True

@@ -21,14 +21,12 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from kvfs import formats, limits
 from kvfs.formats import SegmentState
-from kvfs.name_rows import SNAPSHOT, BucketRow, NameRow
+from kvfs.name_rows import SNAPSHOT, BucketRow, clear_flags
 from kvfs.names import NameIndex
-from kvfs.records import MetaBody
 from tiers.fsck import Findings, Log
 from tiers.index_check import MARK
 from tiers.log import Deletion
@@ -166,7 +164,7 @@ def _restore(findings: Findings, names: NameIndex) -> None:
     if log is None:
         return
     for object_id in findings.restored_ids:
-        meta = MetaBody.decode(log.replay.found.names[object_id][0])
+        meta = log.replay.found.meta(object_id)
         if names.get_bucket(meta.bucket) and names.get(meta.bucket, meta.key) is None:
             names.put(meta.bucket, meta.key, meta.row)
 
@@ -212,21 +210,24 @@ def _bucket_rows(findings: Findings) -> Iterator[BucketRow]:
                 yield row
 
 
-def _kept_rows(findings: Findings, names: NameIndex, ids: set[int]) -> Iterator[tuple[bytes, bytes, NameRow]]:
+def _kept_rows(findings: Findings, names: NameIndex, ids: set[int]) -> Iterator[tuple[bytes, bytes]]:
+    """(`bucket NUL key`, encoded row)."""
     for bucket, key, row in findings.index.rows():
         gone = (bucket, key) in findings.dropped_names or not names.get_bucket(bucket)
         if row is not None and key and not gone:
             ids.add(row.object_id)
-            yield bucket, key, row
+            yield bucket + b"\0" + key, row.encode()
 
 
-def _logged_rows(log: Log, names: NameIndex, ids: set[int]) -> Iterator[tuple[bytes, bytes, NameRow]]:
-    for object_id, (body, _) in log.replay.found.names.items():
+def _logged_rows(log: Log, names: NameIndex, ids: set[int]) -> Iterator[tuple[bytes, bytes]]:
+    """(`bucket NUL key`, encoded row)."""
+    for object_id in log.replay.found.names:
         if object_id in ids or not log.holds(object_id):
             continue
-        meta = MetaBody.decode(body)
-        if names.get_bucket(meta.bucket) and names.get(meta.bucket, meta.key) is None:
-            yield meta.bucket, meta.key, replace(meta.row, flags=meta.row.flags & ~SNAPSHOT)
+        row, name = log.replay.found.names[object_id]
+        bucket, _, key = name.partition(b"\0")
+        if names.get_bucket(bucket) and names.get(bucket, key) is None:
+            yield name, clear_flags(row, SNAPSHOT)
 
 
 def _clear_directory(index: Path) -> None:

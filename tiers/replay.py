@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 
 from kvfs.errors import Corrupt, KvfsError
 from kvfs.formats import RECORD_HEADER, SEGMENT_DATA_START, RecordType
-from kvfs.name_rows import DIRECTORY, SNAPSHOT, BucketRow
+from kvfs.name_rows import DIRECTORY, SNAPSHOT, BucketRow, NameRow, peek_row
 from kvfs.records import BucketBody, MetaBody, TombstoneBody, peek_meta
 from tiers.base import Kind, StoreKey
 from tiers.device import Device
@@ -43,7 +43,7 @@ class Replayed:
 
     buckets: dict[int, BucketRow] = field(default_factory=dict)
     names: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
-    """Object id -> encoded META body and the body's name, bucket NUL key; named objects and directories."""
+    """Object id -> encoded row and `bucket NUL key`; named objects and directories."""
     snapshots: set[int] = field(default_factory=set)
     """Ids of files that were still being written."""
     orphans: list[Stored] = field(default_factory=list)
@@ -55,10 +55,11 @@ class Replayed:
     segments: int = 0
     seconds: float = 0.0
 
-    def metas(self) -> Iterator[MetaBody]:
-        """Every name that counts. Decoded when asked: a start with a good name index does not need them."""
-        for body, _ in self.names.values():
-            yield MetaBody.decode(body)
+    def meta(self, object_id: int) -> MetaBody:
+        """The name of an object that has one in `names`, decoded. Raises Corrupt."""
+        row, name = self.names[object_id]
+        bucket, _, key = name.partition(b"\0")
+        return MetaBody(bucket, key, NameRow.decode(row))
 
 
 _FIELDS = RECORD_HEADER.only(
@@ -187,12 +188,13 @@ class Replay:
             body = self.bodies.get(object_id)
             if body is None:
                 continue
-            name, flags = peek_meta(body)
+            name, row = peek_meta(body)
+            _, flags = peek_row(row)
             if not stored.pieces and not flags & DIRECTORY:
                 continue
             if flags & SNAPSHOT:
                 self.found.snapshots.add(object_id)
-            self.found.names[object_id] = (body, name)
+            self.found.names[object_id] = (row, name)
             self._contend(named, name, stored)
         return chain(blocks.values(), named.values())
 

@@ -17,11 +17,12 @@ is atomic towards all others. Native threads only read the table and count hits 
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -48,8 +49,9 @@ from tiers.catalog import block_digest
 from tiers.device import Device
 from tiers.dram import DramTier
 from tiers.eviction import EvictionPolicy, policy_named
-from tiers.heritage import Heritage, Lower
+from tiers.heritage import Heritage, Lower, walking
 from tiers.home import Home, open_home
+from tiers.index_check import IndexWalk
 from tiers.model import Attributes, Change, ChangeKind, Draft, Name, ObjectInfo
 from tiers.naming import Naming, new_row
 from tiers.promotion import Promoter
@@ -102,16 +104,18 @@ class TieredStore(Naming):
             mode=backing,
         )
         quota_bytes = quota_bytes if quota_bytes is not None else dram_bytes // 2
-        try:
-            _check_no_segments(home)
+        with _without_gc():
             try:
-                return cls._open(home, Heritage(home), open_tier, quota_bytes, make_policy)
-            except Corrupt as error:
-                log.error("starting with an empty index: %s", error)
-                return cls._open(home, Heritage(home, believe=False), open_tier, quota_bytes, make_policy)
-        except BaseException:
-            home.close(clean=False)
-            raise
+                _check_no_segments(home)
+                try:
+                    return cls._open(home, Heritage(home), open_tier, quota_bytes, make_policy)
+                except Corrupt as error:
+                    log.error("starting with an empty index: %s", error)
+                    heritage = Heritage(home, believe=False)
+                    return cls._open(home, heritage, open_tier, quota_bytes, make_policy)
+            except BaseException:
+                home.close(clean=False)
+                raise
 
     @classmethod
     async def start(
@@ -155,17 +159,19 @@ class TieredStore(Naming):
             segment_bytes=segment_bytes,
         )
         quota_bytes = quota_bytes if quota_bytes is not None else dram_bytes // 2
-        try:
-            home.note_segments(nvme_dir or home.segments)
+        with _without_gc(), walking(home) as walk:
             try:
-                return cls._open_over(home, Lower(*await open_lower()), open_tier, quota_bytes, make_policy)
-            except Corrupt as error:
-                log.error("the index is built anew: %s", error)
-                lower = Lower(*await open_lower())
-                return cls._open_over(home, lower, open_tier, quota_bytes, make_policy, believe=False)
-        except BaseException:
-            home.close(clean=False)
-            raise
+                home.note_segments(nvme_dir or home.segments)
+                try:
+                    lower = Lower(*await open_lower())
+                    return cls._open_over(home, lower, open_tier, quota_bytes, make_policy, walk=walk)
+                except Corrupt as error:
+                    log.error("the index is built anew: %s", error)
+                    lower = Lower(*await open_lower())
+                    return cls._open_over(home, lower, open_tier, quota_bytes, make_policy, believe=False)
+            except BaseException:
+                home.close(clean=False)
+                raise
 
     @classmethod
     def _open_over(
@@ -177,6 +183,7 @@ class TieredStore(Naming):
         make_policy: Callable[[], EvictionPolicy[bytes]],
         *,
         believe: bool = True,
+        walk: IndexWalk | None = None,
     ) -> Self:
         """A store over an open lower tier, which is closed where that fails."""
         crashpoints.reach("start.after_log")
@@ -450,6 +457,18 @@ class TieredStore(Naming):
                 *self.journal.usage(),
             ],
         }
+
+
+@contextmanager
+def _without_gc() -> Iterator[None]:
+    """A start makes millions of objects, none of them garbage: looking for some was half of its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _check_no_segments(home: Home) -> None:
