@@ -34,7 +34,7 @@ from tiers.adoption import ENTRY_PINNED, Survivor
 from tiers.base import Kind
 from tiers.blocks import Block
 from tiers.home import Home
-from tiers.index_check import MARK, IndexWalk, can_be_walked
+from tiers.index_check import COPY, MARK, IndexWalk
 from tiers.model import Name
 from tiers.nvme import NvmeTier
 from tiers.rebuild import adopt_orphans, rebuild_index, restore_copies, restore_replaced, skip_ids
@@ -340,7 +340,7 @@ def _chain(
 def walking(home: Home) -> Iterator[IndexWalk | None]:
     """Walk the index meanwhile, as a store with a log wants it; None where there is none to believe."""
     if (home.index / "data.mdb").exists() and home.index_is_durable:
-        with IndexWalk(home.index, counts=True, rows=True) as walk:
+        with IndexWalk(home.index, counts=True, rows=True, copy=True) as walk:
             yield walk
     else:
         yield None
@@ -375,12 +375,21 @@ def _marked(home: Home, names: NameIndex) -> NameIndex:
     return names
 
 
+def _renewed(index: Path, walk: IndexWalk | None, strict: bool) -> bool:
+    """Whether the index is whole; then its copy without free pages has taken its place."""
+    with walk or IndexWalk(index, counts=strict, rows=strict, copy=True) as found:
+        if not found.is_whole():
+            return False
+    (index / COPY).replace(index / "data.mdb")
+    return True
+
+
 def _believed_index(home: Home, walk: IndexWalk | None, strict: bool) -> NameIndex | None:
     if not (home.index / "data.mdb").exists():
         return None
     if not home.index_is_durable:
         why = "the machine went down while a service ran"
-    elif not (walk.is_whole() if walk else can_be_walked(home.index, counts=strict, rows=strict)):
+    elif not _renewed(home.index, walk, strict):
         why = "it is damaged"
     else:
         try:

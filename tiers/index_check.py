@@ -3,8 +3,8 @@
 Responsibility: whether the index of a data directory is there, whole and the one that the last service used; its
 rows, with those that do not match their checksum.
 
-Invariants: nothing of it is changed, and no lock file made. A child process walks every page that can be reached
-first: LMDB trusts its pages, and a damaged one ends the process that reads it.
+Invariants: nothing of it is changed, and no lock file made; a copy is another file. A child process walks every page
+that can be reached first: LMDB trusts its pages, and a damaged one ends the process that reads it.
 
 Concurrency: while nobody else has the index open; a process may open it once.
 """
@@ -33,22 +33,26 @@ if TYPE_CHECKING:
 
 MARK = b"start"
 """Key of the mark that each start leaves in the index and in `format.json`."""
+COPY = "data.new"
+"""The file beside an index that a walk leaves when it is asked for a copy."""
 _DATABASES = (b"names", b"tails", b"buckets", b"meta")
 
 
 class IndexWalk:
     """A process that reads and finds every row of an index and changes one, beside the caller until it asks.
 
-    `counts`: also whether there are as many rows as the index says. `rows`: whether each matches its name.
+    `counts`: also whether there are as many rows as the index says. `rows`: whether each matches its name. `copy`:
+    leave what was read in COPY. It has no free pages: no walk comes by those, and damaged ones end the process that
+    one day writes.
     """
 
-    def __init__(self, path: Path, *, counts: bool, rows: bool) -> None:
+    def __init__(self, path: Path, *, counts: bool, rows: bool, copy: bool = False) -> None:
         self._is_whole: bool | None = None
         self._child = os.fork()
         if self._child == 0:
             status = 1
             try:
-                _walk(path, counts, rows)
+                _walk(path, counts, rows, copy)
                 status = 0
             finally:
                 os._exit(status)
@@ -74,7 +78,7 @@ def can_be_walked(path: Path, *, counts: bool, rows: bool) -> bool:
         return walk.is_whole()
 
 
-def _walk(path: Path, counts: bool, rows: bool) -> None:
+def _walk(path: Path, counts: bool, rows: bool, copy: bool) -> None:
     # Without writemap, so that nothing of what is changed and not committed reaches the file.
     size_bytes = max((path / "data.mdb").stat().st_size, limits.DEFAULT_NAME_MAP_BYTES)
     env = lmdb.open(str(path), map_size=size_bytes, lock=False, create=False, max_dbs=8, writemap=False)
@@ -97,6 +101,10 @@ def _walk(path: Path, counts: bool, rows: bool) -> None:
             _decode_rows(txn, dbs)
         txn.put(MARK, b"", db=dbs[b"meta"])
         txn.abort()
+    if copy:
+        descriptor = os.open(path / COPY, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        env.copyfd(descriptor, compact=True)
+        os.close(descriptor)
 
 
 def _decode_rows(txn: Txn, dbs: dict[bytes, lmdb._Database]) -> None:

@@ -125,6 +125,9 @@ class Journal:
         """Read an object from below DRAM. Raises Superseded, Corrupt, DeviceFailed."""
         raise Superseded(f"object {object_id} is in no tier below DRAM")
 
+    async def settle_start(self) -> None:
+        """Before anybody is served, and before `run`: what this start found gone must not be there at the next."""
+
     async def settle_names(self) -> None:
         """Wait until every change of names so far is durable. Raises NoSpace, DeviceFailed."""
 
@@ -310,6 +313,12 @@ class NvmeJournal(Journal):
         if stored is None:
             raise Superseded(f"object {object_id} has left the NVMe tier")
         await self.nvme.load(stored, into)
+
+    async def settle_start(self) -> None:
+        try:
+            await self.nvme.log.drain()
+        except (NoSpace, DeviceFailed) as error:  # the log tries again, and status says so
+            _log.error("what the start decided is not on the device yet: %s", error)
 
     async def settle_names(self) -> None:
         await self.nvme.log.settle()

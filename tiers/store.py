@@ -164,11 +164,13 @@ class TieredStore(Naming):
                 home.note_segments(nvme_dir or home.segments)
                 try:
                     lower = Lower(*await open_lower())
-                    return cls._open_over(home, lower, open_tier, quota_bytes, make_policy, walk=walk)
+                    store = cls._open_over(home, lower, open_tier, quota_bytes, make_policy, walk=walk)
                 except Corrupt as error:
                     log.error("the index is built anew: %s", error)
                     lower = Lower(*await open_lower())
-                    return cls._open_over(home, lower, open_tier, quota_bytes, make_policy, believe=False)
+                    store = cls._open_over(home, lower, open_tier, quota_bytes, make_policy, believe=False)
+                await store.journal.settle_start()
+                return store
             except BaseException:
                 home.close(clean=False)
                 raise
