@@ -4,6 +4,7 @@
 #   make build           .venv/bin/kvfs that works
 #   make serve           the service in the foreground: mount ./mnt, data ./data   (ARGS="--dram 4GiB" adds flags)
 #   make test            lint, types, import contracts, stubs, tests               (ARGS="-k names" for pytest)
+#   make soak            thousands of kills, power cuts, faults (ARGS="-k kill" for pytest, KVFS_TEST_SEED=n again)
 #   make test-engines    the tests against real engines, in an environment of their own
 #   make bench           ratios against the physical limit                         (ARGS="--only mount.pread_1m")
 #   make clean           removes everything that was built, never ./data
@@ -23,7 +24,7 @@ export PYTHON
 NATIVE := $(wildcard kvfs/_native/*.pyx kvfs/_native/*.pxd kvfs/_native/*_*.c kvfs/_native/*.h)
 NATIVE_MODULES := $(patsubst kvfs/_native/%.pyx,kvfs._native.%,$(wildcard kvfs/_native/*.pyx))
 
-.PHONY: help build serve test lint types imports stubs pytest bench clean
+.PHONY: help build serve test soak lint types imports stubs pytest bench clean
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -87,6 +88,16 @@ stubs: $(STAMPS)/dev $(STAMPS)/native
 
 pytest: $(STAMPS)/dev $(STAMPS)/native | $(STAMPS)/system-test
 	$(BIN)/pytest -m "not engine" $(ARGS)
+
+KVFS_TEST_KILLS ?= 4000
+KVFS_TEST_CUTS ?= 2000
+KVFS_TEST_FAULTS ?= 600
+soak: export KVFS_TEST_KILLS := $(KVFS_TEST_KILLS)
+soak: export KVFS_TEST_CUTS := $(KVFS_TEST_CUTS)
+soak: export KVFS_TEST_FAULTS := $(KVFS_TEST_FAULTS)
+soak: $(STAMPS)/dev $(STAMPS)/native | $(STAMPS)/system-test
+	$(BIN)/pytest -s --timeout 14400 tests/test_43_store_power_cuts.py tests/test_44_store_faults.py \
+	    tests/test_76_crash_harness.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

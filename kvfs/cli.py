@@ -1,7 +1,8 @@
 """The command line: `kvfs serve` runs the service, the other commands talk to one that runs.
 
-Responsibility: arguments in, one call, text out. Every command but `serve`, `drop`, `fsck`, `bench` and `umount`
-goes through `kvfs.client`. A failure is one line on stderr, `kvfs: ...`, and the exit code says of which kind.
+Responsibility: arguments in, one call, text out. Every command but `serve`, `drop`, `fsck`, `bench`, `replay`,
+`simulate`, `plan` and `umount` goes through `kvfs.client`. A failure is one line on stderr, `kvfs: ...`, and the exit
+code says of which kind.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 no such name, 4 no service there, 130
 interrupted. `kvfs fsck` has its own (`kvfs.cli_fsck`).
@@ -39,6 +40,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="A .jsonl or .jsonl.zst request trace.")]
+TtftSlo = Annotated[
+    str | None, typer.Option(metavar="TIME", help='Longest time to the first token, such as "30s".')
+]
+TbtSlo = Annotated[
+    str | None, typer.Option(metavar="TIME", help='Longest time between tokens, such as "60ms".')
+]
+DecodeFactor = Annotated[float, typer.Option(help="Decode steps take this many times as long.")]
+ModelName = Annotated[str, typer.Option(help="A model of the cost table.")]
+DeviceName = Annotated[str, typer.Option(help="A device of the cost table.")]
+Devices = Annotated[int, typer.Option(help="Devices of an instance.")]
+PlotFile = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="Plot to FILE (.png, .svg, .pdf).")
+]
 
 
 def main() -> NoReturn:
@@ -224,6 +240,129 @@ def bench(context: typer.Context) -> None:
     from bench.command import run_command
 
     run_command(context.args)
+
+
+# --- scheduling, without a service ------------------------------------------------------------------------
+@app.command()
+def simulate(
+    trace: TraceFile,
+    policy: Annotated[
+        str,
+        typer.Option(help="default, kvcache-centric, local, least-queued, round-robin or random."),
+    ] = "default",
+    queue: Annotated[str, typer.Option(help="fcfs or length-aware.")] = "fcfs",
+    admission: Annotated[str, typer.Option(help="none, early or default.")] = "none",
+    prefill: Annotated[int, typer.Option(help="Prefill instances.")] = 8,
+    decode: Annotated[int, typer.Option(help="Decode instances; 0 leaves decoding out.")] = 8,
+    speed: Annotated[float, typer.Option(help="Arrivals this many times as fast.")] = 1.0,
+    ttft_slo: TtftSlo = "30s",
+    tbt_slo: TbtSlo = None,
+    decode_factor: DecodeFactor = 1.0,
+    cache_blocks: Annotated[int, typer.Option(help="DRAM cache of a prefill instance, in blocks.")] = 5859,
+    model: ModelName = "llama3-70b",
+    device: DeviceName = "a800-80g",
+    devices: Devices = 8,
+    network: Annotated[
+        str | None, typer.Option(metavar="RATE", help='What a node sends, such as "100Gbit".')
+    ] = None,
+    fitted: Annotated[
+        bool, typer.Option("--fitted", help="Policies learn the costs instead of knowing them.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of the random policy.")] = 0,
+    plot: PlotFile = None,
+    as_json: Json = False,
+) -> None:
+    """Replay a request trace over simulated instances, with the scheduler's own policies deciding."""
+    from scheduler.command import run_simulate
+
+    run_simulate(
+        trace,
+        policy=policy,
+        queue=queue,
+        admission=admission,
+        prefill=prefill,
+        decode=decode,
+        speed=speed,
+        ttft_slo=ttft_slo,
+        tbt_slo=tbt_slo,
+        decode_factor=decode_factor,
+        cache_blocks=cache_blocks,
+        model=model,
+        device=device,
+        devices=devices,
+        network=network,
+        fitted=fitted,
+        seed=seed,
+        plot=plot,
+        as_json=as_json,
+    )
+
+
+@app.command()
+def plan(
+    trace: TraceFile,
+    model: ModelName = "llama3-70b",
+    device: DeviceName = "a800-80g",
+    devices: Devices = 8,
+    instances: Annotated[int, typer.Option(help="Instances in all, for prefill and decode.")] = 16,
+    dram: Annotated[str, typer.Option(metavar="SIZE", help="DRAM for blocks, per instance.")] = "480GiB",
+    nvme: Annotated[str, typer.Option(metavar="SIZE", help="NVMe for blocks, per instance.")] = "0",
+    network: Annotated[str, typer.Option(metavar="RATE", help="What a node sends.")] = "87GB/s",
+    speed: Annotated[float, typer.Option(help="Arrivals this many times as fast.")] = 1.0,
+    ttft_slo: TtftSlo = "30s",
+    tbt_slo: TbtSlo = "100ms",
+    decode_factor: DecodeFactor = 1.0,
+    plot: PlotFile = None,
+    as_json: Json = False,
+) -> None:
+    """Say whether keeping and moving KV cache pays for a request trace, and what it takes."""
+    from scheduler.command import run_plan
+
+    run_plan(
+        trace,
+        model=model,
+        device=device,
+        devices=devices,
+        instances=instances,
+        dram=dram,
+        nvme=nvme,
+        network=network,
+        speed=speed,
+        ttft_slo=ttft_slo,
+        tbt_slo=tbt_slo,
+        decode_factor=decode_factor,
+        plot=plot,
+        as_json=as_json,
+    )
+
+
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A request trace, .jsonl or .jsonl.zst.")],
+    policy: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="lru-leaf, s3-fifo, arc, min or default; all.")
+    ] = None,
+    capacity: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SIZE", help="Blocks, or a share of the footprint such as 5%; comma-separated."),
+    ] = None,
+    measure_from: Annotated[float, typer.Option(help="Count hits from this share of the requests on.")] = 0.0,
+    as_json: Json = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the curves: .png, .svg or .pdf.")
+    ] = None,
+) -> None:
+    """Show what eviction policies would have hit of a request trace; needs no service."""
+    from scheduler.replay_command import run
+
+    run(
+        trace,
+        policies=policy or [],
+        capacities=capacity or [],
+        measure_from=measure_from,
+        as_json=as_json,
+        plot_file=plot,
+    )
 
 
 # --- a running service -----------------------------------------------------------------------------------

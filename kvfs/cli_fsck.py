@@ -45,10 +45,13 @@ class Exit(IntEnum):
 
 def fsck(
     data: Annotated[
-        str, typer.Option(metavar="DIR", help="The data directory of a stopped service.")
-    ] = "/var/lib/kvfs",
+        str | None, typer.Option(metavar="DIR", help="The data directory of a stopped service.")
+    ] = None,
     nvme: Annotated[
         str | None, typer.Option(metavar="DIR", help="Where its segments lie, if not in the data directory.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The service's configuration, which says both.")
     ] = None,
     repair: Annotated[
         bool, typer.Option("--repair/--check-only", help="Put right what is found, or only say it.")
@@ -60,9 +63,11 @@ def fsck(
     Exit codes: 0 clean; 1 problems found, all repaired; 3 damage has cost durable objects; 4 cannot run (a service
     runs, another format, no permission); 5 problems found and left; 2 wrong usage.
     """
-    where = Path(os.path.abspath(data))
+    from kvfs.config import load
+
+    settings = load(config, {("store", "data"): data, ("nvme", "path"): nvme})
     try:
-        found = _check(where, Path(os.path.abspath(nvme)) if nvme else where / "nvme", repair)
+        found = _check(settings.store.data, settings.nvme_path, repair)
     except (KvfsError, OSError) as error:
         print(f"kvfs: {error}", file=sys.stderr)
         raise typer.Exit(Exit.CANNOT_RUN) from None
@@ -79,7 +84,10 @@ def _check(data: Path, segments: Path, repair: bool) -> dict[str, Any]:
     """What `--json` prints. Raises NotFound, StoreLocked, FormatMismatch, DeviceFailed, OSError."""
     import trio
 
+    from kvfs.linux import raise_file_limit
     from tiers.home import open_home
+
+    raise_file_limit()
 
     if not (data / "lock").exists():
         raise NotFound(f"{data}: not a data directory of kvfs")

@@ -49,6 +49,7 @@ from kvfs.sizes import format_size, parse_size
 MountMode = Literal["auto", "passthrough", "native", "plain"]
 DeviceIo = Literal["auto", "io_uring", "threads"]
 Backing = Literal["auto", "tmpfs", "directory"]
+EvictionPolicyName = Literal["default", "lru-leaf"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -131,6 +132,8 @@ class StoreSettings(_Section):
 
     data: AbsolutePath = Path("/var/lib/kvfs")
     """Directory of the lock, the index and the DRAM tier's mount point."""
+    policy: EvictionPolicyName = "default"
+    """What leaves a full tier first; docs/policies.md has both orders and their measured curves."""
 
 
 class DramSettings(_Section):

@@ -130,6 +130,8 @@ SCRUB_INTERVAL_S: Final = 3600.0
 """A pass of the scrub begins at least this long after the one before: a small store is not read all the time."""
 FSCK_SEGMENTS: Final = 4
 """Segments that a check reads at once, each with a pooled buffer: one NVMe drive is at its bandwidth."""
+READ_ATTEMPTS: Final = 3
+"""How often a start asks a device for the same bytes of a segment before it does without the objects in it."""
 DEVICE_RETRY_S: Final = 0.25
 """How long the log waits after the device failed before it tries again."""
 
@@ -228,3 +230,15 @@ MAX_OPEN_LISTINGS: Final = 4_096
 """Directory handles, each with its place in a listing."""
 MAX_XATTR_VALUE_BYTES: Final = 64 * KIB
 """XATTR_SIZE_MAX of Linux; also what a bucket's namespace xattr may hold."""
+
+# --- traces ----------------------------------------------------------------------------------------------
+MAX_TRACE_LINE_BYTES: Final = 1 * MIB
+"""One request of a trace: MAX_TRACE_REQUEST_BLOCKS ids of 20 digits and more beside them."""
+MAX_TRACE_REQUEST_BLOCKS: Final = 1 << 15
+"""Blocks of one request: MAX_HASH_TOKENS in blocks of 512 tokens."""
+MAX_TRACE_REFERENCES: Final = 1 << 26
+"""Blocks of all requests of a trace, which is held in memory: 232 times the public conversation trace."""
+
+# --- scheduling ------------------------------------------------------------------------------------------
+MAX_DEFERRED_REQUESTS: Final = 4_096
+"""Requests that wait for room on a decode instance; each is looked at several times a second."""

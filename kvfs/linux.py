@@ -1,6 +1,7 @@
 """mount(2) and umount2(2), which Python's standard library lacks, what is mounted where, and which boot this is.
 
-Responsibility: the two system calls with errors as OSError, and files of /proc as values. No state.
+Responsibility: the two system calls with errors as OSError, files of /proc as values, and this process's limit of
+open files. No state.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,3 +82,10 @@ def top_mount(point: Path) -> MountEntry | None:
         if entry.point == wanted:
             found = entry
     return found
+
+
+def raise_file_limit() -> None:
+    """Sessions, drafts, held slots and segments each keep a descriptor: take all that the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

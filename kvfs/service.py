@@ -20,7 +20,6 @@ import grp
 import logging
 import math
 import os
-import resource
 import signal
 import threading
 import time
@@ -35,6 +34,7 @@ import trio
 from kvfs import addresses, limits
 from kvfs.config import Settings
 from kvfs.errors import ConfigError, KvfsError, NotFound
+from kvfs.linux import raise_file_limit
 from kvfs.notify import notify, watchdog_wanted
 from kvfs.sizes import format_size
 from mounts.mount import Mount, abort, recover
@@ -78,13 +78,6 @@ def group_id(name: str | None) -> int:
         if name is not None:
             raise ConfigError(f"[session] group = {name!r}: no such group on this machine") from None
         return os.getegid()
-
-
-def raise_file_limit() -> None:
-    """Sessions, drafts and held slots each keep a descriptor: take all that the hard limit allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def check_places(settings: Settings) -> None:
@@ -163,6 +156,7 @@ async def _start_store(settings: Settings, device: Device | None) -> TieredStore
                 gid=group_id(settings.session.group),
                 backing=settings.dram.backing,
                 quota_bytes=settings.session.quota,
+                policy=settings.store.policy,
             )
         return await TieredStore.start(
             settings.store.data,
@@ -175,6 +169,7 @@ async def _start_store(settings: Settings, device: Device | None) -> TieredStore
             gid=group_id(settings.session.group),
             backing=settings.dram.backing,
             quota_bytes=settings.session.quota,
+            policy=settings.store.policy,
         )
     except OSError as error:
         raise ConfigError(f"[store] data = '{settings.store.data}': {error.strerror or error}") from error

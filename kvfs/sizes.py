@@ -47,3 +47,24 @@ def format_size(size_bytes: int) -> str:
             break
         value /= KIB
     return f"{value:.1f}".removesuffix(".0") + f" {unit}"
+
+
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT])(bit|B)(?:/s|ps)?\Z")
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s|min)?\Z")
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+
+
+def parse_rate(text: str) -> float:
+    """Bytes a second from text such as "100Gbit" or "12.5GB/s" (decimal units). Raises ValueError."""
+    match = _RATE.match(text.strip())
+    if match is None or not float(match[1]):
+        raise ValueError('a rate is text such as "100Gbit" or "12.5GB/s"')
+    return float(match[1]) * 1000.0 ** (" kMGT".index(match[2])) / (8 if match[3] == "bit" else 1)
+
+
+def parse_duration(text: str, *, bare: str = "s") -> float:
+    """Seconds from text such as "30s" or "60ms"; a number alone is in the unit `bare`. Raises ValueError."""
+    match = _DURATION.match(text.strip())
+    if match is None or not float(match[1]):
+        raise ValueError('a duration is a number above 0 with a unit, such as "30s" or "60ms"')
+    return float(match[1]) * _SECONDS[match[2] or bare]

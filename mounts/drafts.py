@@ -308,6 +308,13 @@ class DraftKeeper:
             opened.draft, self._nodes.name(node), attributes, previous=opened.snapshot
         )
 
+    def rename_snapshot(self, node: Node) -> None:
+        """What is durable of a draft gets its draft's name; `settle` waits for that."""
+        opened = node.draft
+        if opened is not None and opened.snapshot is not None and node.linked:
+            attributes = _attributes(node, opened, self.status(opened))
+            self._store.rename_snapshot(opened.snapshot, self._nodes.name(node), attributes)
+
     def show_draft(self, node: Node, opened: OpenDraft) -> None:
         """Let the native loop answer for a file being written."""
         extent = opened.draft.extent

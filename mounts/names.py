@@ -109,6 +109,7 @@ def renamed(view: View, node: Node, below: Node, new_component: bytes) -> None:
 
 
 def _show_renamed(view: View, node: Node, target: Name) -> None:
+    view.drafts.rename_snapshot(node)
     if node.directory:
         view.unknow_names(node)
     elif node.info is not None:

@@ -87,6 +87,7 @@ def test_the_example_file_is_valid() -> None:
         ("[dram]\nslots = 1", f"[dram] slots = 1: at least {limits.MIN_SLOTS}"),
         ("[dram]\nslots = 2000000", f"[dram] slots = 2000000: at most {limits.MAX_SLOTS}"),
         ('[dram]\nslots = "many"', "[dram] slots = 'many': input should be a valid integer"),
+        ('[store]\npolicy = "fifo"', "[store] policy = 'fifo': must be 'default' or 'lru-leaf'"),
         ('[dram]\nbacking = "tape"', "[dram] backing = 'tape': must be 'auto', 'tmpfs' or 'directory'"),
         (
             '[mount]\nmode = "fast"',

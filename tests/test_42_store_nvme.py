@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from kvfs.errors import Corrupt, DeviceMissing, NoSpace, NotFound
+from kvfs.errors import ConfigError, Corrupt, DeviceMissing, NoSpace, NotFound
+from kvfs.formats import RECORD_MAGIC, RecordType
 from kvfs.limits import MIB
 from tests.support.stores import NAMESPACE
 from tiers.device import ThreadDevice
@@ -267,3 +269,35 @@ async def test_a_damaged_copy_is_written_again_from_dram_and_outlives_it(tmp_pat
     shutil.rmtree(tmp_path / "index")
     async with running(tmp_path) as store:
         assert await read(store, name) == data_of(name, 50_000)
+
+
+async def test_a_start_without_the_tier_that_has_objects_is_refused(tmp_path: Path) -> None:
+    async with running(tmp_path) as store:
+        store.create_bucket(b"b", uid=0, gid=0)
+        put(store, Name(b"b", b"x"), 5_000)
+    with pytest.raises(ConfigError, match="has an NVMe tier in"):
+        TieredStore.open(tmp_path, dram_bytes=DRAM, backing="directory")
+    async with running(tmp_path) as store:
+        assert await read(store, Name(b"b", b"x")) == data_of(Name(b"b", b"x"), 5_000)
+
+
+async def test_a_damaged_record_of_a_bucket_costs_nothing_while_the_index_knows_it(tmp_path: Path) -> None:
+    name = Name(b"b", b"x")
+    async with running(tmp_path) as store:
+        store.create_bucket(b"b", uid=0, gid=0, durable=True)
+        put(store, name, 5_000)
+        await store.journal.settle()
+    for segment in (tmp_path / "nvme").glob("*.seg"):
+        data = segment.read_bytes()
+        for match in re.finditer(re.escape(RECORD_MAGIC + b"\1\0" + bytes([RecordType.BUCKET])), data):
+            with segment.open("r+b") as file:
+                file.seek(match.start() + 200)
+                file.write(b"\xff")
+        with segment.open("r+b") as file:  # the footer's copy, too
+            file.seek(-4096, os.SEEK_END)
+            file.write(bytes(4096))
+    async with running(tmp_path) as store:
+        assert await read(store, name) == data_of(name, 5_000)
+    shutil.rmtree(tmp_path / "index")
+    async with running(tmp_path) as store:  # the start before has logged the bucket again
+        assert await read(store, name) == data_of(name, 5_000)

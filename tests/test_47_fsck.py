@@ -33,7 +33,7 @@ from tiers.model import Attributes, Name, ObjectInfo
 from tiers.store import TieredStore
 
 SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
-ROUNDS: Final = int(os.environ.get("KVFS_TEST_ROUNDS", "12"))
+ROUNDS: Final = int(os.environ.get("KVFS_TEST_ROUNDS", "5"))
 NVME: Final = 16 * MIB
 CACHE, DURABLE, BLOCKS = b"cache", b"durable", b"blocks"
 SIZES: Final = (0, 1, 700, 5_000, 60_000, 300_000, 600_000)
@@ -459,14 +459,23 @@ async def _killed(path: Path) -> dict[bytes, int]:
     return ids
 
 
+async def _clean_life(path: Path) -> None:
+    async with running(path, nvme_bytes=NVME) as store:
+        assert len(store.list(DURABLE).entries) == 2
+
+
 @pytest.mark.parametrize("kind", ["META", "TOMBSTONE", "BUCKET"])
 @pytest.mark.parametrize("index", ["there", "lost"])
 @pytest.mark.parametrize("where", [0, 45, RECORD_HEADER.size + 3])
+@pytest.mark.parametrize("stopped", [False, True])
 def test_a_damaged_name_deletion_or_bucket_brings_nothing_back(
-    tmp_path: Path, kind: str, index: str, where: int
+    tmp_path: Path, kind: str, index: str, where: int, stopped: bool
 ) -> None:
+    """`stopped`: a later service stopped cleanly."""
     ids = trio.run(_killed, tmp_path)
     shutil.rmtree(tmp_path / "dram")
+    if stopped:
+        trio.run(_clean_life, tmp_path)
     file, at = find_record(tmp_path, RecordType[kind], ids[b"a"] if kind == "META" else None)
     flip(file, at + where)
     if index == "lost":
@@ -542,6 +551,15 @@ def test_it_cannot_run_beside_a_service_or_elsewhere(tmp_path: Path) -> None:
             assert f"process {os.getpid()}" in done.stderr
 
     trio.run(beside)
+    (tmp_path / "config.toml").write_text(
+        f'[store]\ndata = "{tmp_path}"\n[nvme]\npath = "{tmp_path}/moved"\n'
+    )
+    trio.run(lambda: _one_durable(tmp_path, Name(DURABLE, b"x"), keep=False))
+    (tmp_path / "nvme").rename(tmp_path / "moved")
+    elsewhere = run_kvfs("fsck", "--data", str(tmp_path))
+    assert elsewhere.returncode == Exit.CANNOT_RUN
+    assert "no segments there" in elsewhere.stderr
+    assert run_kvfs("fsck", "--config", str(tmp_path / "config.toml")).returncode == Exit.CLEAN
     (tmp_path / "format.json").write_text('{"format": 999}')
     other = run_kvfs("fsck", "--data", str(tmp_path))
     assert other.returncode == Exit.CANNOT_RUN

@@ -68,6 +68,7 @@ def test_version_and_help() -> None:
         "drop",
         "fsck",
         "bench",
+        "replay",
         "umount",
     ):
         assert command in shown

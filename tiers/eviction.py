@@ -1,7 +1,10 @@
 """Which objects leave a full tier: least recently used first, and never a block before its descendants.
 
 Responsibility: an order over keys; pure state, no I/O, no clock of its own, no idea of tiers or slots. The
-service and the simulator call the same code.
+service and the simulator call the same code. `EvictionPolicy` is what the store asks of a policy, and
+`policy_named` gives one: both orders of the store are native (`kvfs._native.policy`, docs/policies.md). `LruLeafFirst`
+is the reference in Python, over keys of any kind, that says what the calls mean; the tests hold the native orders
+to it. The rest of this page is about it.
 
 Words: a *unit* is what leaves at once: one key, or all keys of an eviction group (the files of a directory
 that an engine takes as one). A unit is a *leaf* while no cached key outside it has one of its keys as parent.
@@ -31,6 +34,7 @@ from enum import Enum, auto
 from heapq import heappop, heappush
 from typing import Generic, Protocol, TypeVar
 
+from kvfs._native.policy import KINDS, Policy
 from kvfs.errors import InvalidRequest, NotFound
 
 K = TypeVar("K", bound=Hashable)
@@ -84,6 +88,15 @@ class EvictionPolicy(Protocol[K]):
 
     @property
     def total_bytes(self) -> int: ...
+
+
+POLICY_NAMES = KINDS
+"""What `policy_named` takes: "lru-leaf", and "default", which learns."""
+
+
+def policy_named(name: str) -> EvictionPolicy[bytes]:
+    """An empty policy over keys of 16 bytes. Raises InvalidRequest for a name that is not in POLICY_NAMES."""
+    return Policy(name)
 
 
 class _Place(Enum):
@@ -151,6 +164,7 @@ class LruLeafFirst(Generic[K]):
         self._orphans: dict[K, int] = {}
         self._order: OrderedDict[_Unit[K], None] = OrderedDict()
         self._ready: list[tuple[int, _Unit[K]]] = []
+        self._claims = 0
         self._stamp = 0
         self._total_bytes = 0
 
@@ -273,6 +287,7 @@ class LruLeafFirst(Generic[K]):
                 unit.place = _Place.PARKED
                 continue
             unit.place = _Place.CLAIMED
+            self._claims += 1
             for entry in unit.members():
                 if entry.parent is not None:
                     self._lose_child(entry.parent)
@@ -280,6 +295,7 @@ class LruLeafFirst(Generic[K]):
         return None
 
     def _unclaim(self, unit: _Unit[K]) -> None:
+        self._claims -= 1
         for entry in unit.members():
             if entry.parent is not None:
                 self._gain_child(entry.parent)
@@ -294,6 +310,7 @@ class LruLeafFirst(Generic[K]):
             self._make_ready(unit)
 
     def _drop(self, unit: _Unit[K]) -> None:
+        self._claims -= unit.place is _Place.CLAIMED
         unit.place = _Place.GONE
         self._order.pop(unit, None)
 
@@ -324,7 +341,7 @@ class LruLeafFirst(Generic[K]):
         """Whether `key`, not here yet, is an ancestor of `parent`: hashes form no cycle, a writer may lie."""
         if parent == key:
             return True
-        if key not in self._orphans:
+        if key not in self._orphans and not self._claims:  # `_orphans` leaves out what is claimed
             return False
         entry = self._entries.get(parent)
         while entry is not None and entry.parent is not None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tiers.eviction import LruLeafFirst
+from tiers.eviction import EvictionPolicy
 
 MAX_HELD_SKIPS = 1024
 """Held objects that one run passes over before it gives up: 2.5 us each."""
@@ -22,7 +22,7 @@ MAX_HELD_SKIPS = 1024
 class Evictor:
     """`evict_group` takes objects out of the store at once and returns the bytes that became free."""
 
-    policy: LruLeafFirst[bytes]
+    policy: EvictionPolicy[bytes]
     is_held: Callable[[bytes], bool]
     evict_group: Callable[[list[bytes]], int]
     before_choice: Callable[[], None]

@@ -27,7 +27,7 @@ from typing import Protocol
 import trio
 
 from kvfs import limits
-from kvfs.errors import Corrupt
+from kvfs.errors import Corrupt, NotFound
 from kvfs.formats import RecordType, SegmentState
 from kvfs.name_rows import DIRECTORY, BucketRow, NameRow
 from kvfs.records import MetaBody
@@ -60,9 +60,6 @@ class Problem:
     consequence: str
     cost: Cost = Cost.NOTHING
     repaired: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.what}; {self.consequence}"
 
 
 class Progress(Protocol):
@@ -151,10 +148,13 @@ class Findings:
 async def examine(home: Home, device: Device, segments: Path, progress: Progress) -> Findings:
     """Verify everything in a data directory whose lock the caller has.
 
-    Raises FormatMismatch for another store's segments and for newer formats, DeviceFailed, OSError.
+    Raises NotFound where durable objects have no segments, FormatMismatch for another store's segments and for newer
+    formats, DeviceFailed, OSError.
     """
     index = check_index(home)  # forks: before there are threads
     pool = look_at_pool(device, segments, home.store_id)
+    if pool is None and any(row.class_ == "durable" for row in index.buckets.values()):
+        raise NotFound(f"{segments}: no segments there, but the store has durable buckets")
     verified = 0
 
     def tick(size_bytes: int) -> None:

@@ -37,7 +37,7 @@ from tiers.home import Home
 from tiers.index_check import MARK, IndexWalk, can_be_walked
 from tiers.model import Name
 from tiers.nvme import NvmeTier
-from tiers.rebuild import rebuild_index, restore_copies, restore_replaced, skip_ids
+from tiers.rebuild import adopt_orphans, rebuild_index, restore_copies, restore_replaced, skip_ids
 from tiers.replay import Replayed
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ class Heritage:
         if lower is not None:
             if not believed:
                 self._rebuilt = rebuild_index(self.names, lower.found)
+            adopt_orphans(self.names, lower.nvme, lower.found)
             skip_ids(self.names, lower.found)
         self._buckets = {row.bucket_id: row for row in self.names.buckets()}
         self._named: dict[int, tuple[Name, NameRow]] = {}

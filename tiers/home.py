@@ -73,6 +73,18 @@ class Home:
     def segments(self) -> Path:
         return self.path / "nvme"
 
+    def note_segments(self, directory: Path) -> None:
+        """Remember where the NVMe tier's files are, so that no start does without them by mistake."""
+        note = self.path / "nvme.path"
+        if not note.exists() or note.read_text() != str(directory):
+            note.write_text(str(directory))
+
+    def known_segments(self) -> Path | None:
+        """Where an earlier start had its NVMe tier, if its files are still there."""
+        note = self.path / "nvme.path"
+        directory = Path(note.read_text()) if note.exists() else self.segments
+        return directory if (directory / "pool.json").exists() else None
+
     @property
     def socket(self) -> Path:
         return self.path / "kvfs.sock"

@@ -20,7 +20,7 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -136,6 +136,9 @@ class Journal:
     ) -> int | None:
         """See `TieredStore.persist_draft`."""
         return None
+
+    def rename_snapshot(self, name: Name, row: NameRow) -> None:
+        """See `TieredStore.rename_snapshot`."""
 
     def is_snapshot(self, object_id: int, size_bytes: int, checksum: int) -> bool:
         """Whether a draft's durable copy has exactly these bytes."""
@@ -269,6 +272,13 @@ class NvmeJournal(Journal):
         self.nvme.keep(stored, bucket.durable or bool(row.flags & PINNED))
         stored.ticket = self._must = self.nvme.put_name(stored, MetaBody(name.bucket, name.key, row))
         self._store.note_copy(stored.key, stored.place)
+
+    def rename_snapshot(self, name: Name, row: NameRow) -> None:
+        stored = self.nvme.objects.get(row.object_id)
+        if stored is not None:
+            stored.bucket_id = self._store.bucket(name.bucket).bucket_id
+            meta = MetaBody(name.bucket, name.key, replace(row, size_bytes=stored.size_bytes))
+            stored.ticket = self._must = self.nvme.put_name(stored, meta)
 
     def is_snapshot(self, object_id: int, size_bytes: int, checksum: int) -> bool:
         stored = self.nvme.objects.get(object_id)
@@ -505,9 +515,15 @@ class NvmeJournal(Journal):
             raise Corrupt(f"slot {extent.slot} does not match its checksum")
 
     def queue_unwritten(self) -> None:
-        """Have everything written that only DRAM has: what a start took over."""
+        """Have written what a start took over and only DRAM has; durable objects before the first settle."""
         for sealed in self._store.dram.sealed():
-            if sealed.header.object_id not in self.nvme.objects:
+            object_id = sealed.header.object_id
+            if object_id in self.nvme.objects:
+                continue
+            found = self._store.in_dram(object_id)
+            if found is not None and found.bucket.durable:
+                self._must = self._put(found)
+            else:
                 self._queue(sealed.header.key)
 
     async def finish(self) -> None:

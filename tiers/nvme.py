@@ -10,8 +10,9 @@ Invariants:
   META, or for a block its last extent, is durable.
 - Whatever was queued for an object is ended by a Deletion when it is dropped. An object that reclaim evicts
   needs none: without its extents its other records mean nothing.
-- One that makes room for a newer object under its name stays whole, and is moved by reclaim, until its Deletion
-  is written: that is behind the newer one, and until then a crash brings it back.
+- Until its Deletion is written a crash brings a dropped object back: its newest name stays, and is moved by
+  reclaim, so that it never comes back under an earlier one; and one that makes room for a newer object under its
+  name stays whole, since its Deletion is behind that one.
 - Bytes leave this module only after their checksum was found right.
 
 Concurrency: the service's trio thread. Reads may overlap reclaim: one that met a segment's next life fails its
@@ -149,7 +150,7 @@ class NvmeTier:
         """Told that an object can be read from here; again when it moved."""
         self._buckets: dict[int, _BucketPlace] = {}
         self._leaving: dict[int, Stored] = {}
-        """Dropped objects whose Deletion waits behind what replaces them."""
+        """Dropped objects whose Deletion is not written yet."""
         self._evicted_from: set[int] = set()
         """Segments that still hold objects that reclaim has let go."""
         self._by_number = {segment.number: segment for segment in pool.segments}
@@ -328,11 +329,11 @@ class NvmeTier:
         original = stored.meta
 
         def written(location: Location, record_bytes: int, _: int) -> None:
-            if not stored.dropped:
+            if self._known(stored.object_id) is stored:
                 self._set_meta(stored, (location, counted_bytes(record_bytes, len(body))))
 
         def lost(error: KvfsError) -> None:
-            if not stored.dropped:
+            if self._known(stored.object_id) is stored:
                 self._set_meta(stored, original)
 
         origin = 0 if moved is None else moved.header["origin_sequence"] or moved.header["sequence"]
@@ -355,11 +356,11 @@ class NvmeTier:
         stored = self.objects.get(object_id)
         if stored is None:
             return None
-        if not behind:
-            self._forget(stored)
-            return self.log.append(Deletion(object_id))
         self._leaving[object_id] = self.objects.pop(object_id)
-        self.log.append(Barrier())
+        if behind:
+            self.log.append(Barrier())
+        else:
+            self._forget_bytes(stored)
         return self.log.append(Deletion(object_id, partial(self._forget, stored)))
 
     def forget(self, object_id: int) -> None:
@@ -369,15 +370,16 @@ class NvmeTier:
             self._forget(stored)
 
     def _forget(self, stored: Stored) -> None:
-        if stored.dropped:
-            return
-        if self.objects.get(stored.object_id) is stored:
-            del self.objects[stored.object_id]
-        self._leaving.pop(stored.object_id, None)
+        if self._known(stored.object_id) is stored:
+            self.objects.pop(stored.object_id, None)
+            self._leaving.pop(stored.object_id, None)
+            self._forget_bytes(stored)
+            self._set_meta(stored, None)
+
+    def _forget_bytes(self, stored: Stored) -> None:
         stored.dropped = True
         for number in range(len(stored.pieces)):
             self._set_piece(stored, number, None)
-        self._set_meta(stored, None)
 
     def put_bucket(self, row: BucketRow) -> int:
         """Queue a bucket as it is now; the ticket."""

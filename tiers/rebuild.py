@@ -42,6 +42,19 @@ def rebuild_index(names: NameIndex, found: Replayed) -> int:
     return names.put_many(sorted(rows))
 
 
+def adopt_orphans(names: NameIndex, nvme: NvmeTier, found: Replayed) -> None:
+    """Objects whose bucket only the index knows, since its record in the log is damaged, count as well. A bucket that
+    neither knows was removed, which waits until it is empty: what is left of it is deleted again."""
+    durable = {row.bucket_id: row.class_ == "durable" for row in names.buckets()}
+    for stored in found.orphans:
+        if stored.bucket_id in durable:
+            stored.kept = durable[stored.bucket_id]
+            nvme.adopt(stored)
+        else:
+            found.losers.append(stored.object_id)
+            found.names.pop(stored.object_id, None)
+
+
 def skip_ids(names: NameIndex, found: Replayed) -> None:
     """No id that the log knows is given out again."""
     names.skip_ids(found.highest_id)

@@ -46,6 +46,8 @@ class Replayed:
     """Object id -> encoded row and `bucket NUL key`; named objects and directories."""
     snapshots: set[int] = field(default_factory=set)
     """Ids of files that were still being written."""
+    orphans: list[Stored] = field(default_factory=list)
+    """Objects whose bucket the log does not have: it was removed, or its record is damaged."""
     losers: list[int] = field(default_factory=list)
     """Ids whose records must be deleted (again)."""
     highest_id: int = 0
@@ -166,8 +168,8 @@ class Replay:
                 self.tier.adopt_bucket(row, place)
         kept = {bucket_id: row.class_ == "durable" for bucket_id, row in found.buckets.items()}
         for stored in self._holders():
-            if stored.bucket_id not in kept:  # the bucket's removal waits until it is empty: removed before
-                found.losers.append(stored.object_id)
+            if stored.bucket_id not in kept:
+                found.orphans.append(stored)
                 continue
             stored.kept = kept[stored.bucket_id]
             self.tier.adopt(stored)

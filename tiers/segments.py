@@ -254,14 +254,26 @@ class SegmentPool:
     # --- reading back -------------------------------------------------------------------------------------
 
     async def read_bytes(self, segment: Segment, offset: int, length: int) -> bytes:
-        """Raises DeviceFailed. Offset and length are whole pages."""
+        """Raises DeviceFailed, after READ_ATTEMPTS: a segment that a start does without takes durable objects with it.
+
+        Offset and length are whole pages.
+        """
         out = bytearray(length)
         async with self.device.buffer() as view:
             for start in range(0, length, len(view)):
                 part = view[: min(len(view), length - start)]
-                await self.device.read(segment.fd, offset + start, part)
+                await self._read_part(segment, offset + start, part)
                 out[start : start + len(part)] = part
         return bytes(out)
+
+    async def _read_part(self, segment: Segment, offset: int, into: memoryview) -> None:
+        for left in reversed(range(limits.READ_ATTEMPTS)):
+            try:
+                await self.device.read(segment.fd, offset, into)
+                return
+            except DeviceFailed:
+                if not left:
+                    raise
 
     async def records(self, segment: Segment) -> list[Found]:
         """The records of a segment's present life: from its footer, or else by a scan that verifies payloads."""

@@ -37,7 +37,7 @@ from tiers.journal import NvmeJournal
 from tiers.model import Name
 from tiers.store import TieredStore
 
-WATCHDOG_S: Final = float(os.environ.get("KVFS_TEST_WATCHDOG_S", "180"))
+WATCHDOG_S: Final = float(os.environ.get("KVFS_TEST_WATCHDOG_S", "90"))
 """A child that is alive after this long is stuck."""
 
 

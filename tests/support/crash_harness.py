@@ -197,6 +197,7 @@ class Harness:
             wrong = self.model.judge(found, index_lives=self.index_lives)
             life.wrong += wrong + said["wrong_books"]
             life.found = found
+            self.index_lives = True
             self.model = self.model.restart(found)
             self.tally.found += len(found)
         elif "reached" in said:
@@ -212,6 +213,8 @@ class Harness:
             life.wrong.append(said.get("wrong") or said["error"])
         else:
             life.log.append(str(said)[:300])
+            if "does not match its checksum" in str(said):
+                self.tally.activity["damaged slots"] += 1
 
     def _count(self, usage: dict[str, Any]) -> None:
         for key in ("demotions", "promotions", "evictions"):
@@ -227,7 +230,7 @@ class Harness:
             self._lose_dram()
         if index != "intact" and not self._damage_index(index):
             index = "intact"
-        self.index_lives = index == "intact"
+        self.index_lives = self.index_lives and index == "intact"
         self.fate = f"DRAM {dram}, index {index}"
         self.tally.fates[self.fate] += 1
         if self.chance.random() < 0.2 and (self.path / "index").exists():

@@ -6,7 +6,8 @@ It knows nothing of tiers: only which changes were acknowledged, and what a buck
 What is allowed, by name ("bucket/key"; a block is "bucket:prefix hash"; a directory ends in "/"):
 - the acknowledged value, or that of a change that was under way or whose outcome its client was not told;
 - nothing, where a cache's bucket may forget;
-- attributes (all of a value but its version and size) count in durable buckets, and while the index lives.
+- attributes (all of a value but its version and size) count in durable buckets, and while the index lives and
+  nothing was under way: a cache's settle does not wait for them.
 A version is given to one object only, so it may be found under one name only, and never comes back.
 
 Concurrency: none; plain state.
@@ -96,7 +97,7 @@ class Model:
         wrong = []
         for name, value in found.items():
             allowed = outcomes.get(name, {None})
-            if index_lives or is_durable(name):
+            if is_durable(name) or (index_lives and len(allowed) == 1):
                 good = value in allowed
             else:
                 good = value[:2] in {each[:2] for each in allowed if each is not None}

@@ -1,0 +1,131 @@
+"""What the store tells lower tiers of its objects, and hears from them.
+
+Responsibility: an object as a lower tier takes it, the table's word on where copies are, and an object that came back
+up into a slot.
+
+Concurrency: the service's trio thread; nothing here awaits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvfs._native.table import TIER_DRAM, TIER_NVME
+from kvfs.errors import (
+    NotFound,
+)
+from tiers.base import Kind, Sealed, SealHeader, StoreKey, object_key
+from tiers.catalog import extent_of
+from tiers.journal import Resident
+from tiers.model import Change, ChangeKind, Draft, ObjectInfo
+from tiers.residence import Residence
+
+
+class Copies(Residence):
+    """Objects and their copies below DRAM."""
+
+    def in_dram(self, object_id: int) -> Resident | None:
+        """An object that is in DRAM, and all that a lower tier has to know to take a copy; None if it is not."""
+        digest = self._digest_of(object_id)
+        entry = None if digest is None else self.table.get(digest)
+        extent = None if entry is None else extent_of(entry)
+        if digest is None or entry is None or extent is None:
+            return None
+        block, name = self._blocks.get(digest), self._name_of.get(digest)
+        if block is not None:
+            key = StoreKey(Kind.BLOCK, digest)
+            where, parent = self.bucket(block.bucket), block.parent or bytes(16)
+            return Resident(key, object_id, extent, entry.size_bytes, where, None, parent, block.uid)
+        row = None if name is None else self.names.get(name.bucket, name.key)
+        if name is None or row is None:
+            return None
+        key = StoreKey(Kind.OBJECT, digest)
+        where = self.bucket(name.bucket)
+        return Resident(key, object_id, extent, entry.size_bytes, where, (name, row), bytes(16), row.uid)
+
+    def _digest_of(self, object_id: int) -> bytes | None:
+        digest = object_key(object_id).digest
+        return digest if digest in self._name_of else self._blocks.of_sequence(object_id)
+
+    def note_copy(self, key: StoreKey, location: int) -> None:
+        """The NVMe tier has the object, at this place."""
+        entry = self.table.get(key.digest)
+        if entry is not None:
+            self.table.put(
+                key.digest,
+                entry.kind,
+                entry.slot,
+                entry.generation,
+                entry.size_bytes,
+                tiers=entry.tiers | TIER_NVME,
+                flags=entry.flags,
+                location=location,
+            )
+
+    def lose_copy(self, key: StoreKey) -> list[int]:
+        """The NVMe tier has the object no more. The ids of those that leave the store with it: where DRAM has no
+        copy the object itself, then the blocks behind it, or the other files of its unit."""
+        entry = self.table.get(key.digest)
+        if entry is None:
+            return []
+        if entry.tiers & TIER_DRAM:
+            self.table.put(
+                key.digest,
+                entry.kind,
+                entry.slot,
+                entry.generation,
+                entry.size_bytes,
+                tiers=entry.tiers & ~TIER_NVME,
+                flags=entry.flags,
+            )
+            return []
+        digests = [key.digest, *self._dependents(key.digest)]
+        leaving = [object_id for digest in digests if (object_id := self.object_id_of(digest)) is not None]
+        for digest in digests:
+            self._expel(digest)
+        return leaving
+
+    def lose_slot(self, sealed: Sealed) -> None:
+        """The bytes of a slot are not what was sealed: the object is read from a lower tier, or leaves the store."""
+        entry = self.table.get(sealed.header.key.digest)
+        if entry is not None and extent_of(entry) == sealed.extent:
+            self._evict_one(sealed.header.key.digest)
+
+    def promoted(self, info: ObjectInfo, draft: Draft, checksum: int | None) -> ObjectInfo:
+        """Seal the bytes that were read back into `draft` as the object's copy in DRAM.
+
+        Raises NotFound when the object went away meanwhile (the draft then stays open), WriterActive.
+        """
+        entry = self.table.get(info.key.digest)
+        if entry is None or self.object_id_of(info.key.digest) != info.object_id:
+            raise NotFound(f"object {info.object_id} is gone")
+        block, name = self._blocks.get(info.key.digest), self._name_of.get(info.key.digest)
+        header = SealHeader(
+            info.key,
+            info.object_id,
+            info.sequence,
+            parent=block.parent or bytes(16) if block else bytes(16),
+            uid=info.uid,
+            bucket_id=self.bucket(block.bucket).bucket_id if block else 0,
+        )
+        sealed = self.dram.seal(draft.extent, header, checksum=checksum)
+        self._close_draft(draft, sealed.size_bytes)
+        self.table.put(
+            info.key.digest,
+            entry.kind,
+            sealed.extent.slot,
+            sealed.extent.generation,
+            sealed.size_bytes,
+            tiers=entry.tiers | TIER_DRAM,
+            flags=entry.flags,
+            location=entry.location,
+        )
+        if block is not None:
+            self._count_block(info.key.digest, block)
+        elif name is not None:
+            row = self.names.get(name.bucket, name.key)
+            assert row is not None
+            self.enter(info.key.digest, name, row)
+        self._counts["promotions"] += 1
+        self._tell(Change(ChangeKind.MOVED, name, info.key))
+        return replace(info, extent=sealed.extent, tier="dram")
