@@ -74,7 +74,13 @@ def _tmpfs(where: Path, huge: str) -> Iterator[Path]:
 def _service(home: Path) -> Iterator[tuple[Path, str]]:
     mount = home / "mnt"
     arguments = ["serve", "--mount", str(mount), "--data", str(home / "data"), "--dram", str(SIZE_BYTES)]
-    arguments += ["--no-keep", "--log-level", "warning"]
+    arguments += [
+        "--no-keep",
+        "--nvme",
+        "0",
+        "--log-level",
+        "warning",
+    ]  # memory here; the device has its own figure
     with subprocess.Popen(
         [sys.executable, "-m", "kvfs", *arguments], stdout=subprocess.PIPE, text=True
     ) as process:

@@ -111,7 +111,8 @@ class TieredStore(Naming):
                     return cls._open(home, Heritage(home), open_tier, quota_bytes, make_policy)
                 except Corrupt as error:
                     log.error("starting with an empty index: %s", error)
-                    return cls._open(home, Heritage(home, believe=False), open_tier, quota_bytes, make_policy)
+                    heritage = Heritage(home, believe=False)
+                    return cls._open(home, heritage, open_tier, quota_bytes, make_policy)
             except BaseException:
                 home.close(clean=False)
                 raise
@@ -457,15 +458,6 @@ class TieredStore(Naming):
         }
 
 
-def _check_no_segments(home: Home) -> None:
-    """Raises ConfigError where an NVMe tier has objects of this store: without it their names would be dropped."""
-    directory = home.known_segments()
-    if directory is not None:
-        raise ConfigError(
-            f"{home.path} has an NVMe tier in {directory}: start with it, or remove that directory and what it holds"
-        )
-
-
 @contextmanager
 def _without_gc() -> Iterator[None]:
     """A start makes millions of objects, none of them garbage: looking for some was half of its time."""
@@ -476,6 +468,15 @@ def _without_gc() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _check_no_segments(home: Home) -> None:
+    """Raises ConfigError where an NVMe tier has objects of this store: without it their names would be dropped."""
+    directory = home.known_segments()
+    if directory is not None:
+        raise ConfigError(
+            f"{home.path} has an NVMe tier in {directory}: start with it, or remove that directory and what it holds"
+        )
 
 
 def _check_dram(dram_bytes: int) -> None:
