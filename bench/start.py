@@ -20,7 +20,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,9 @@ from tiers.journal import NvmeJournal
 from tiers.nvme import NvmeTier, Stored
 from tiers.store import TieredStore
 
-PAYLOAD_BYTES: Final = 512
+PAYLOAD: Final = bytes(range(256)) * 2
+PAYLOAD_BYTES: Final = len(PAYLOAD)
+_CHECKSUM: Final = xxh3_64(PAYLOAD)
 CHAIN_BLOCKS: Final = 64
 """Blocks of one prompt, each the parent of the next."""
 BATCH: Final = 50_000
@@ -79,39 +82,55 @@ class _Payload:
     """The same bytes for every object."""
 
     size_bytes = PAYLOAD_BYTES
-    data = bytes(range(256)) * (PAYLOAD_BYTES // 256)
-    checksum: int | None = xxh3_64(data)
-    _known = xxh3_64(data)
+    checksum: int | None = _CHECKSUM
 
     async def read_into(self, view: memoryview) -> int:
-        view[:PAYLOAD_BYTES] = self.data
-        return self._known
+        view[:PAYLOAD_BYTES] = PAYLOAD
+        return _CHECKSUM
 
 
-async def open_store(data: Path, records: int) -> TieredStore:
-    """A store on `data` with room for so many objects, on a device that the caller's process ends with."""
+@asynccontextmanager
+async def opened(data: Path, records: int) -> AsyncIterator[TieredStore]:
+    """A store on `data` with room for so many objects, which keeps nothing in DRAM when it is closed."""
     segment_bytes = limits.MAX_SEGMENT_BYTES // 4 if records > 100_000 else 16 * limits.MIB
     need = records * 5 * limits.KIB + limits.MIN_SEGMENTS * segment_bytes
-    return await TieredStore.start(
-        data,
-        open_device("auto"),
-        nvme_bytes=need // segment_bytes * segment_bytes,
-        dram_bytes=DRAM_BYTES,
-        segment_bytes=segment_bytes,
-        max_slots=limits.MAX_SLOTS,
-        backing="directory",
-    )
+    device = open_device("auto")
+    try:
+        store = await TieredStore.start(
+            data,
+            device,
+            nvme_bytes=need // segment_bytes * segment_bytes,
+            dram_bytes=DRAM_BYTES,
+            segment_bytes=segment_bytes,
+            max_slots=limits.MAX_SLOTS,
+            backing="directory",
+        )
+        try:
+            yield store
+        finally:
+            store.close(keep=False)
+    finally:
+        with trio.CancelScope(shield=True):
+            await device.aclose()
 
 
 # --- filling -----------------------------------------------------------------------------------------------
 async def fill(data: Path, kind: str, records: int) -> None:
     """Put `records` objects in an empty store, and stop it."""
-    store = await open_store(data, records)
+    async with opened(data, records) as store:
+        await _fill_open(store, kind, records)
+    if kind == "names-killed":
+        _look_killed(data)
+    elif kind == "names-rebuilt":
+        shutil.rmtree(data / "index")
+
+
+async def _fill_open(store: TieredStore, kind: str, records: int) -> None:
     assert isinstance(store.journal, NvmeJournal)
     bucket = store.create_bucket(BUCKET, uid=0, gid=0, namespace=NAMESPACE if kind == "blocks" else None)
     tier = store.journal.nvme
     first = store.names.next_ids(records)
-    put = _put_block if kind == "blocks" else partial(_put_named, store)
+    put = _put_block if kind == "blocks" else _put_named
     for number in range(records):
         put(tier, bucket.bucket_id, first, number)
         if tier.log.backlog >= BATCH:
@@ -120,11 +139,6 @@ async def fill(data: Path, kind: str, records: int) -> None:
         rows = ((BUCKET + b"\0" + key_of(number), _row(first + number).encode()) for number in range(records))
         store.names.put_many(sorted(rows))
     await store.finish()
-    store.close(keep=False)
-    if kind == "names-killed":
-        _look_killed(data)
-    elif kind == "names-rebuilt":
-        shutil.rmtree(data / "index")
 
 
 def digest_of(number: int) -> bytes:
@@ -142,7 +156,7 @@ def _put_block(tier: NvmeTier, bucket_id: int, first: int, number: int) -> None:
     tier.put(Stored(key, first + number, PAYLOAD_BYTES, bucket_id, parent), [_Payload()], None)
 
 
-def _put_named(store: TieredStore, tier: NvmeTier, bucket_id: int, first: int, number: int) -> None:
+def _put_named(tier: NvmeTier, bucket_id: int, first: int, number: int) -> None:
     object_id = first + number
     meta = MetaBody(BUCKET, key_of(number), _row(object_id))
     tier.put(Stored(object_key(object_id), object_id, PAYLOAD_BYTES, bucket_id), [_Payload()], meta)
@@ -162,11 +176,9 @@ async def start(data: Path, kind: str, records: int) -> Started:
     """Start a store on what `fill` left, and close it."""
     before_mib = _resident_mib()
     began, began_cpu = time.monotonic(), sum(os.times()[:4])
-    store = await open_store(data, records)
-    start_s, cpu_s = time.monotonic() - began, sum(os.times()[:4]) - began_cpu
-    found = Started(kind, records, start_s, cpu_s, before_mib, _resident_mib(), store.object_count)
-    store.close(keep=False)
-    return found
+    async with opened(data, records) as store:
+        start_s, cpu_s = time.monotonic() - began, sum(os.times()[:4]) - began_cpu
+        return Started(kind, records, start_s, cpu_s, before_mib, _resident_mib(), store.object_count)
 
 
 def _resident_mib() -> int:
