@@ -569,7 +569,8 @@ class NvmeTier:
         """Free one segment, moving what must stay; False if none would gain anything. Raises DeviceFailed, NoSpace."""
         closed = [s for s in self.pool.used() if s.closed and not (s.bad or s.failed)]
         views = [SegmentView(s.number, s.sequence, self.pool.segment_bytes, s.kept_bytes) for s in closed]
-        choice = choose_segment(views)
+        short = len(self.pool.free) < limits.RESERVED_SEGMENTS
+        choice = choose_segment(views, short=short)
         if choice is None:
             return False
         victim = self._by_number[choice.number]
@@ -579,7 +580,7 @@ class NvmeTier:
             _log.error("segment %d cannot be reclaimed: %s", victim.number, error)
             victim.failed = True
             return True
-        budget = MoveBudget.of_segment(self.pool.segment_bytes, victim.kept_bytes)
+        budget = MoveBudget(0) if short else MoveBudget.of_segment(self.pool.segment_bytes, victim.kept_bytes)
         await self._rewrite(self._sort_out(victim, records, budget))
         try:
             await self.pool.release(victim)

@@ -46,12 +46,15 @@ class Fate(Enum):
     """The object leaves the tier."""
 
 
-def choose_segment(segments: Sequence[SegmentView]) -> SegmentView | None:
-    """The segment to reclaim, of those closed; None when none would gain anything."""
+def choose_segment(segments: Sequence[SegmentView], *, short: bool = False) -> SegmentView | None:
+    """The segment to reclaim, of those closed; None when none would gain anything.
+
+    `short`: there is hardly room to move anything, as after kills during reclaim, each of which leaves a copy.
+    """
     if not segments:
         return None
     oldest = min(segments, key=lambda view: view.sequence)
-    if oldest.kept_bytes <= FULL_OF_KEPT * oldest.size_bytes:
+    if not short and oldest.kept_bytes <= FULL_OF_KEPT * oldest.size_bytes:
         return oldest
     emptiest = min(segments, key=lambda view: (view.kept_bytes / view.size_bytes, view.sequence))
     return emptiest if emptiest.kept_bytes <= WORTHLESS * emptiest.size_bytes else None

@@ -1,7 +1,7 @@
 """What a start finds in the segments: objects, names, buckets and deletions, from the records alone.
 
 Responsibility: read all segments (footers where there are any, else a scan), decide which records still count,
-and build the tier from them. It changes nothing on the device.
+and build the tier from them. On the device it changes nothing, but that segments of which nothing counts are freed.
 
 What counts:
 - Records apply in the order of segments' lives, and within one by offset: the order in which they were written.
@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from kvfs.errors import Corrupt, KvfsError
+from kvfs.errors import Corrupt, DeviceFailed, KvfsError, NoSpace
 from kvfs.formats import RECORD_HEADER, SEGMENT_DATA_START, RecordType
 from kvfs.name_rows import DIRECTORY, SNAPSHOT, BucketRow, NameRow, peek_row
 from kvfs.records import BucketBody, MetaBody, TombstoneBody, peek_meta
@@ -32,7 +33,7 @@ from tiers.base import Kind, StoreKey
 from tiers.device import Device
 from tiers.log import Location
 from tiers.nvme import NvmeTier, Piece, Stored, counted_bytes
-from tiers.segments import Listing, Segment, open_pool
+from tiers.segments import Listing, Segment, SegmentPool, open_pool
 
 _log = logging.getLogger("kvfs.nvme")
 
@@ -87,6 +88,8 @@ class Replay:
         self.dead: set[int] = set()
         self.bucket_places: dict[int, tuple[BucketRow, tuple[Location, int]]] = {}
         self.next_sequence = 1
+        self._tombstones: dict[int, list[bytes]] = {}
+        """Segment number -> bodies of its TOMBSTONE records."""
 
     def take(self, segment: Segment, listing: Listing) -> None:
         """The records of one segment. Raises Corrupt."""
@@ -140,6 +143,7 @@ class Replay:
             self._take_meta(place, fields, body)
         elif type_ == RecordType.TOMBSTONE:
             self.dead.update(TombstoneBody.decode(body).object_ids)
+            self._tombstones.setdefault(place[0][0], []).append(body)
         elif type_ == RecordType.BUCKET:
             row = BucketBody.decode(body).row
             self.bucket_places[row.bucket_id] = (row, place)
@@ -173,6 +177,25 @@ class Replay:
                 continue
             stored.kept = kept[stored.bucket_id]
             self.tier.adopt(stored)
+
+    def spent(self) -> list[Segment]:
+        """Segments that may be freed as they are, after `finish`: nothing in them counts, and what they say of
+        deletions others say too. A kill between reclaim's copy and its end leaves one, and takes the room that
+        reclaiming it again would need."""
+        others = [*(self.objects[object_id] for object_id in self.found.losers), *self.found.orphans]
+        needed = {piece.segment for stored in others for piece in stored.pieces if piece is not None}
+        needed |= {stored.meta[0][0] for stored in others if stored.meta is not None}
+        readable = [segment for segment in self.tier.pool.used() if not segment.bad]
+        said = Counter(body for each in readable for body in set(self._tombstones.get(each.number, ())))
+        found = []
+        for segment in readable:
+            bodies = set(self._tombstones.get(segment.number, ()))
+            if segment.live_bytes or segment.number in needed:
+                continue
+            if all(said[body] > 1 for body in bodies):
+                said.subtract(bodies)
+                found.append(segment)
+        return found
 
     def _holders(self) -> Iterable[Stored]:
         """Of the objects that can be read, one for each prefix hash and name."""
@@ -212,6 +235,14 @@ class Replay:
 _KINDS = {int(kind): kind for kind in Kind}
 
 
+async def _release_spent(pool: SegmentPool, replay: Replay) -> None:
+    try:
+        for segment in replay.spent():
+            await pool.release(segment)
+    except (NoSpace, DeviceFailed) as error:  # reclaim comes by again
+        _log.error("segments of which nothing counts are not freed: %s", error)
+
+
 async def open_nvme(
     device: Device, directory: Path, *, store_id: bytes, capacity_bytes: int, segment_bytes: int | None = None
 ) -> tuple[NvmeTier, Replayed]:
@@ -234,6 +265,7 @@ async def open_nvme(
                 segment.bad = True
             segment.closed = True
         replay.finish()
+        await _release_spent(pool, replay)
     except BaseException:
         pool.close_files()
         raise

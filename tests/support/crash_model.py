@@ -106,12 +106,19 @@ class Model:
         return wrong
 
     def _moved(self, outcomes: dict[str, set[Value | None]]) -> set[int]:
-        """Versions that may be found under more than one durable name, and have to be under one of them."""
+        """Versions that may be found under more than one durable name, and have to be under one of them.
+
+        Not where a change failed half-way: a later one may have removed what it moved.
+        """
         places: dict[int, list[str]] = {}
         for name, allowed in outcomes.items():
             for version in {value[0] for value in allowed if value is not None and value[0]}:
                 places.setdefault(version, []).append(name)
-        return {v for v, names in places.items() if len(names) > 1 and all(map(is_durable, names))}
+        return {
+            version
+            for version, names in places.items()
+            if len(names) > 1 and all(is_durable(name) and name not in self.unsure for name in names)
+        }
 
     def restart(self, found: dict[str, Value]) -> Model:
         """What the next life begins with."""
