@@ -39,9 +39,7 @@ from tiers.journal import NvmeJournal
 from tiers.nvme import NvmeTier, Stored
 from tiers.store import TieredStore
 
-PAYLOAD: Final = bytes(range(256)) * 2
-PAYLOAD_BYTES: Final = len(PAYLOAD)
-_CHECKSUM: Final = xxh3_64(PAYLOAD)
+PAYLOAD_BYTES: Final = 512
 CHAIN_BLOCKS: Final = 64
 """Blocks of one prompt, each the parent of the next."""
 BATCH: Final = 50_000
@@ -79,14 +77,18 @@ class Started:
 
 
 class _Payload:
-    """The same bytes for every object."""
+    """The bytes of one object, which no other has."""
 
     size_bytes = PAYLOAD_BYTES
-    checksum: int | None = _CHECKSUM
+    checksum: int | None = None
+
+    def __init__(self, number: int) -> None:
+        self._number = number
 
     async def read_into(self, view: memoryview) -> int:
-        view[:PAYLOAD_BYTES] = PAYLOAD
-        return _CHECKSUM
+        data = payload_of(self._number)
+        view[:PAYLOAD_BYTES] = data
+        return xxh3_64(data)
 
 
 @asynccontextmanager
@@ -137,12 +139,16 @@ async def _fill_open(store: TieredStore, kind: str, records: int) -> None:
             await tier.log.drain()
     if kind != "blocks":
         rows = ((BUCKET + b"\0" + key_of(number), _row(first + number).encode()) for number in range(records))
-        store.names.put_many(sorted(rows))
+        store.names.put_many(rows)
     await store.finish()
 
 
 def digest_of(number: int) -> bytes:
     return hashlib.sha256(b"%d" % number).digest()[:16]
+
+
+def payload_of(number: int) -> bytes:
+    return digest_of(number) * (PAYLOAD_BYTES // 16)
 
 
 def key_of(number: int) -> bytes:
@@ -153,13 +159,13 @@ def key_of(number: int) -> bytes:
 def _put_block(tier: NvmeTier, bucket_id: int, first: int, number: int) -> None:
     parent = digest_of(number - 1) if number % CHAIN_BLOCKS else bytes(16)
     key = StoreKey(Kind.BLOCK, digest_of(number))
-    tier.put(Stored(key, first + number, PAYLOAD_BYTES, bucket_id, parent), [_Payload()], None)
+    tier.put(Stored(key, first + number, PAYLOAD_BYTES, bucket_id, parent), [_Payload(number)], None)
 
 
 def _put_named(tier: NvmeTier, bucket_id: int, first: int, number: int) -> None:
     object_id = first + number
     meta = MetaBody(BUCKET, key_of(number), _row(object_id))
-    tier.put(Stored(object_key(object_id), object_id, PAYLOAD_BYTES, bucket_id), [_Payload()], meta)
+    tier.put(Stored(object_key(object_id), object_id, PAYLOAD_BYTES, bucket_id), [_Payload(number)], meta)
 
 
 def _row(object_id: int) -> NameRow:
