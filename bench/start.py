@@ -20,7 +20,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -76,59 +77,78 @@ class Started:
 
 
 class _Payload:
-    """The same bytes for every object."""
+    """The bytes of one object, which no other has."""
 
     size_bytes = PAYLOAD_BYTES
-    data = bytes(range(256)) * (PAYLOAD_BYTES // 256)
-    checksum: int | None = xxh3_64(data)
-    _known = xxh3_64(data)
+    checksum: int | None = None
+
+    def __init__(self, number: int) -> None:
+        self._number = number
 
     async def read_into(self, view: memoryview) -> int:
-        view[:PAYLOAD_BYTES] = self.data
-        return self._known
+        data = payload_of(self._number)
+        view[:PAYLOAD_BYTES] = data
+        return xxh3_64(data)
 
 
-async def open_store(data: Path, records: int) -> TieredStore:
-    """A store on `data` with room for so many objects, on a device that the caller's process ends with."""
+@asynccontextmanager
+async def opened(data: Path, records: int) -> AsyncIterator[TieredStore]:
+    """A store on `data` with room for so many objects, which keeps nothing in DRAM when it is closed."""
     segment_bytes = limits.MAX_SEGMENT_BYTES // 4 if records > 100_000 else 16 * limits.MIB
     need = records * 5 * limits.KIB + limits.MIN_SEGMENTS * segment_bytes
-    return await TieredStore.start(
-        data,
-        open_device("auto"),
-        nvme_bytes=need // segment_bytes * segment_bytes,
-        dram_bytes=DRAM_BYTES,
-        segment_bytes=segment_bytes,
-        max_slots=limits.MAX_SLOTS,
-        backing="directory",
-    )
+    device = open_device("auto")
+    try:
+        store = await TieredStore.start(
+            data,
+            device,
+            nvme_bytes=need // segment_bytes * segment_bytes,
+            dram_bytes=DRAM_BYTES,
+            segment_bytes=segment_bytes,
+            max_slots=limits.MAX_SLOTS,
+            backing="directory",
+        )
+        try:
+            yield store
+        finally:
+            store.close(keep=False)
+    finally:
+        with trio.CancelScope(shield=True):
+            await device.aclose()
 
 
 # --- filling -----------------------------------------------------------------------------------------------
 async def fill(data: Path, kind: str, records: int) -> None:
     """Put `records` objects in an empty store, and stop it."""
-    store = await open_store(data, records)
-    assert isinstance(store.journal, NvmeJournal)
-    bucket = store.create_bucket(BUCKET, uid=0, gid=0, namespace=NAMESPACE if kind == "blocks" else None)
-    tier = store.journal.nvme
-    first = store.names.next_ids(records)
-    put = _put_block if kind == "blocks" else partial(_put_named, store)
-    for number in range(records):
-        put(tier, bucket.bucket_id, first, number)
-        if tier.log.backlog >= BATCH:
-            await tier.log.drain()
-    if kind != "blocks":
-        rows = ((BUCKET + b"\0" + key_of(number), _row(first + number).encode()) for number in range(records))
-        store.names.put_many(sorted(rows))
-    await store.finish()
-    store.close(keep=False)
+    async with opened(data, records) as store:
+        await _fill_open(store, kind, records)
     if kind == "names-killed":
         _look_killed(data)
     elif kind == "names-rebuilt":
         shutil.rmtree(data / "index")
 
 
+async def _fill_open(store: TieredStore, kind: str, records: int) -> None:
+    assert isinstance(store.journal, NvmeJournal)
+    bucket = store.create_bucket(BUCKET, uid=0, gid=0, namespace=NAMESPACE if kind == "blocks" else None)
+    tier = store.journal.nvme
+    first = store.names.next_ids(records)
+    put = _put_block if kind == "blocks" else _put_named
+    for number in range(records):
+        put(tier, bucket.bucket_id, first, number)
+        if tier.log.backlog >= BATCH:
+            await tier.log.drain()
+    if kind != "blocks":
+        rows = ((BUCKET + b"\0" + key_of(number), _row(first + number).encode()) for number in range(records))
+        store.names.put_many(rows)
+    await store.finish()
+
+
 def digest_of(number: int) -> bytes:
     return hashlib.sha256(b"%d" % number).digest()[:16]
+
+
+def payload_of(number: int) -> bytes:
+    return digest_of(number) * (PAYLOAD_BYTES // 16)
 
 
 def key_of(number: int) -> bytes:
@@ -139,13 +159,13 @@ def key_of(number: int) -> bytes:
 def _put_block(tier: NvmeTier, bucket_id: int, first: int, number: int) -> None:
     parent = digest_of(number - 1) if number % CHAIN_BLOCKS else bytes(16)
     key = StoreKey(Kind.BLOCK, digest_of(number))
-    tier.put(Stored(key, first + number, PAYLOAD_BYTES, bucket_id, parent), [_Payload()], None)
+    tier.put(Stored(key, first + number, PAYLOAD_BYTES, bucket_id, parent), [_Payload(number)], None)
 
 
-def _put_named(store: TieredStore, tier: NvmeTier, bucket_id: int, first: int, number: int) -> None:
+def _put_named(tier: NvmeTier, bucket_id: int, first: int, number: int) -> None:
     object_id = first + number
     meta = MetaBody(BUCKET, key_of(number), _row(object_id))
-    tier.put(Stored(object_key(object_id), object_id, PAYLOAD_BYTES, bucket_id), [_Payload()], meta)
+    tier.put(Stored(object_key(object_id), object_id, PAYLOAD_BYTES, bucket_id), [_Payload(number)], meta)
 
 
 def _row(object_id: int) -> NameRow:
@@ -162,11 +182,9 @@ async def start(data: Path, kind: str, records: int) -> Started:
     """Start a store on what `fill` left, and close it."""
     before_mib = _resident_mib()
     began, began_cpu = time.monotonic(), sum(os.times()[:4])
-    store = await open_store(data, records)
-    start_s, cpu_s = time.monotonic() - began, sum(os.times()[:4]) - began_cpu
-    found = Started(kind, records, start_s, cpu_s, before_mib, _resident_mib(), store.object_count)
-    store.close(keep=False)
-    return found
+    async with opened(data, records) as store:
+        start_s, cpu_s = time.monotonic() - began, sum(os.times()[:4]) - began_cpu
+        return Started(kind, records, start_s, cpu_s, before_mib, _resident_mib(), store.object_count)
 
 
 def _resident_mib() -> int:

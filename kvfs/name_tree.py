@@ -175,10 +175,7 @@ class NameScan:
         return True
 
     def page(self, target: bytes, count: int) -> list[tuple[bytes, bytes]]:
-        """At most `count` names from `target` on, each with its value.
-
-        The short ones come out of LMDB's own iterator: `step` takes 4 times as long for each.
-        """
+        """At most `count` names from `target` on, each with its value; the short ones from LMDB's own iterator."""
         page: list[tuple[bytes, bytes]] = []
         found = self.seek(target)
         while found and len(page) < count:

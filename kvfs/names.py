@@ -183,8 +183,7 @@ class NameIndex:
             self._count(bucket, 1)
 
     def put_many(self, rows: Iterable[tuple[bytes, bytes]]) -> int:
-        """Put (`bucket NUL key`, encoded row) pairs, MAX_LIST_ENTRIES in one transaction; how many. In the order
-        of the names it is several times as fast."""
+        """Put (`bucket NUL key`, encoded row) pairs, MAX_LIST_ENTRIES in one transaction; how many."""
         total = 0
         pairs = ((name, store_row(_check_name(name), row)) for name, row in rows)
         while page := list(islice(pairs, MAX_LIST_ENTRIES)):

@@ -36,8 +36,8 @@ class BlockCatalog:
     _by_bucket: dict[bytes, dict[int, set[bytes]]] = field(default_factory=dict)
     _first_bytes: dict[bytes, list[int]] = field(default_factory=dict)
     _children: dict[bytes, bytes | set[bytes]] = field(default_factory=dict)
-    """Prefix hash -> that of the block which follows it, whether it is here or not; a set where prompts part, since
-    a set for each would be a tenth of a start's memory."""
+    """Prefix hash -> that of the block which follows it, whether it is here or not; a set where prompts part,
+    since one for each would take 216 bytes."""
 
     _by_sequence: dict[int, bytes] = field(default_factory=dict)
 

@@ -39,7 +39,7 @@ def rebuild_index(names: NameIndex, found: Replayed) -> int:
     rows = (
         (name, clear_flags(row, SNAPSHOT)) for row, name in found.names.values() if name.startswith(bases)
     )
-    return names.put_many(sorted(rows))
+    return names.put_many(rows)
 
 
 def adopt_orphans(names: NameIndex, nvme: NvmeTier, found: Replayed) -> None:

@@ -68,7 +68,7 @@ _FIELDS = RECORD_HEADER.only(
     "extent_number", "object_bytes", "sealed_at_ns", "uid", "bucket_id",
     "origin_sequence", "payload_checksum",
 )  # fmt: skip
-"""What a replay looks at: decoding every field of a million headers took 4 s, these take 1 s."""
+"""What a replay looks at: decoding every field of a million headers takes 4 s, these take 1 s."""
 _Fields = tuple[Any, ...]
 _NO_PARENT = bytes(16)
 

@@ -190,9 +190,8 @@ class TieredStore(Naming):
         """A store over an open lower tier, which is closed where that fails."""
         crashpoints.reach("start.after_log")
         try:
-            return cls._open(
-                home, Heritage(home, lower, believe=believe), open_tier, quota_bytes, make_policy
-            )
+            heritage = Heritage(home, lower, believe=believe, walk=walk)
+            return cls._open(home, heritage, open_tier, quota_bytes, make_policy)
         except BaseException:
             lower.nvme.pool.close_files()
             raise
