@@ -301,3 +301,32 @@ async def test_a_damaged_record_of_a_bucket_costs_nothing_while_the_index_knows_
     shutil.rmtree(tmp_path / "index")
     async with running(tmp_path) as store:  # the start before has logged the bucket again
         assert await read(store, name) == data_of(name, 5_000)
+
+
+@pytest.mark.parametrize("lost", ["nothing", "dram", "index", "both"])
+async def test_what_was_made_durable_of_a_draft_counts_before_what_it_replaces(
+    tmp_path: Path, lost: str
+) -> None:
+    """Also where that was written behind only afterwards: its records are the later ones."""
+    name = Name(b"b", b"x")
+    async with running(tmp_path, keep=True) as store:
+        store.create_bucket(b"b", uid=0, gid=0)
+        journal = store.journal
+        assert isinstance(journal, NvmeJournal)
+        sealed = put(store, name, 5_000)
+        journal.evicted(sealed.key)  # its turn to be written has not come
+        draft = store.reserve(100, uid=0)
+        fill(store, draft, b"draft" * 20)
+        await store.persist_draft(draft, name, Attributes())
+        await journal.persist(sealed.object_id)
+        store.abort(draft)
+    if lost in ("dram", "both"):
+        shutil.rmtree(tmp_path / "dram")
+    if lost in ("index", "both"):
+        shutil.rmtree(tmp_path / "index")
+    for _ in range(2):
+        async with running(tmp_path, keep=True) as store:
+            assert await read(store, name) == b"draft" * 20
+            store.evict(names=[name])
+            assert await read(store, name) == b"draft" * 20
+            assert store.object_count == 1

@@ -95,7 +95,7 @@ def restore_copies(store: TieredStore, nvme: NvmeTier, found: Replayed, *, compa
             journal.bucket(row)
     for row_id in found.buckets.keys() - {row.bucket_id for row in store.names.buckets()}:
         journal.bucket_removed(row_id)
-    _restore_snapshots(store.names, nvme, found)
+    _restore_snapshots(store, nvme, found)
     restored = _restore_named(store, nvme, journal, found, compare=compare)
     buckets = {row.bucket_id: row.name for row in store.names.buckets() if row.namespace is not None}
     unknown = []
@@ -112,15 +112,18 @@ def restore_copies(store: TieredStore, nvme: NvmeTier, found: Replayed, *, compa
     return journal
 
 
-def _restore_snapshots(names: NameIndex, nvme: NvmeTier, found: Replayed) -> None:
+def _restore_snapshots(store: TieredStore, nvme: NvmeTier, found: Replayed) -> None:
     """Files that were being written, as their writers last made them durable: under their names from here on,
     unless a later object has that name."""
+    names = store.names
     for object_id in found.snapshots & found.names.keys():
         meta = found.meta(object_id)
         if object_id not in nvme.objects or names.get_bucket(meta.bucket) is None:
             continue
         known = names.get(meta.bucket, meta.key)
         if known is None or known.object_id < object_id:
+            if known is not None:
+                store.drop_replaced(known)
             names.put(meta.bucket, meta.key, replace(meta.row, flags=meta.row.flags & ~SNAPSHOT))
 
 

@@ -9,7 +9,8 @@ What counts:
 - An object counts when all of its extents are there and, if it is no block, a META. A META without its extents
   means nothing, so a name whose newest object never arrived still stands for the one before it.
 - Of several objects with one name, or one prefix hash, the one with the newest META (or extent) counts, whatever
-  reclaim moved since. The others are `losers`: their deletion was lost, and is written again by the caller.
+  reclaim moved since; a file that was being written counts before what it replaces. The others are `losers`:
+  their deletion was lost, and is written again by the caller.
 
 Concurrency: the service's trio thread, before any door is open.
 """
@@ -221,12 +222,20 @@ class Replay:
             self._contend(named, name, stored)
         return chain(blocks.values(), named.values())
 
+    def _is_newer(self, stored: Stored, rival: Stored) -> bool:
+        """Of two with one name or hash. What a file being written replaces may have been written behind only after
+        the file was made durable: of those two the later id counts."""
+        snapshots = self.found.snapshots
+        if (stored.object_id in snapshots) != (rival.object_id in snapshots):
+            return stored.object_id > rival.object_id
+        return self.newest.get(rival.object_id, 0) <= self.newest.get(stored.object_id, 0)
+
     def _contend(self, holders: dict[bytes, Stored], claim: bytes, stored: Stored) -> None:
         rival = holders.setdefault(claim, stored)
         if rival is stored:
             return
         loser = stored
-        if self.newest.get(rival.object_id, 0) <= self.newest.get(stored.object_id, 0):
+        if self._is_newer(stored, rival):
             holders[claim], loser = stored, rival
         self.found.losers.append(loser.object_id)
         self.found.names.pop(loser.object_id, None)

@@ -344,6 +344,10 @@ class Residence(Catalog):
         entry = self.table.get(digest)
         return entry is not None and bool(entry.tiers & TIER_DRAM)
 
+    def drop_replaced(self, row: NameRow) -> None:
+        """The object of this row has lost its name to another, which the index is told by the caller."""
+        self._discard(object_key(row.object_id), row.uid)
+
     def _discard(self, key: StoreKey, uid: int) -> int:
         """Take an object out of table, policy and tier; the bytes that became free."""
         self._report_hits()
