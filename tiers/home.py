@@ -76,14 +76,15 @@ class Home:
     def note_segments(self, directory: Path) -> None:
         """Remember where the NVMe tier's files are, so that no start does without them by mistake."""
         note = self.path / "nvme.path"
-        if not note.exists() or note.read_text() != str(directory):
-            note.write_text(str(directory))
+        if not note.exists() or note.read_bytes() != os.fsencode(directory):
+            note.write_bytes(os.fsencode(directory))
 
     def known_segments(self) -> Path | None:
         """Where an earlier start had its NVMe tier, if its files are still there."""
         note = self.path / "nvme.path"
-        directory = Path(note.read_text()) if note.exists() else self.segments
-        return directory if (directory / "pool.json").exists() else None
+        noted = note.read_bytes() if note.exists() else b""
+        known = [Path(os.fsdecode(noted))] if noted and b"\0" not in noted else []
+        return next((found for found in (*known, self.segments) if (found / "pool.json").exists()), None)
 
     @property
     def socket(self) -> Path:
