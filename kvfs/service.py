@@ -130,9 +130,10 @@ async def open_store(settings: Settings) -> AsyncIterator[TieredStore]:
     Raises StoreLocked, FormatMismatch, DeviceMissing, ConfigError, NoSpace.
     """
     release_killed(settings)
-    device = open_device(settings.nvme.io) if settings.nvme_bytes else None
+    nvme_bytes = settings.nvme_bytes
+    device = open_device(settings.nvme.io) if nvme_bytes else None
     try:
-        store = await _start_store(settings, device)
+        store = await _start_store(settings, device, nvme_bytes)
         gc.freeze()  # what was taken over is no garbage: a full collection over a million objects stops all doors
         try:
             yield store
@@ -146,7 +147,7 @@ async def open_store(settings: Settings) -> AsyncIterator[TieredStore]:
                 await device.aclose()
 
 
-async def _start_store(settings: Settings, device: Device | None) -> TieredStore:
+async def _start_store(settings: Settings, device: Device | None, nvme_bytes: int) -> TieredStore:
     try:
         if device is None:
             return TieredStore.open(
@@ -161,7 +162,7 @@ async def _start_store(settings: Settings, device: Device | None) -> TieredStore
         return await TieredStore.start(
             settings.store.data,
             device,
-            nvme_bytes=settings.nvme_bytes,
+            nvme_bytes=nvme_bytes,
             nvme_dir=settings.nvme_path,
             segment_bytes=settings.nvme.segment,
             dram_bytes=settings.dram.capacity,

@@ -51,16 +51,7 @@ class Copies(Residence):
         """The NVMe tier has the object, at this place."""
         entry = self.table.get(key.digest)
         if entry is not None:
-            self.table.put(
-                key.digest,
-                entry.kind,
-                entry.slot,
-                entry.generation,
-                entry.size_bytes,
-                tiers=entry.tiers | TIER_NVME,
-                flags=entry.flags,
-                location=location,
-            )
+            self._amend(key.digest, entry, tiers=entry.tiers | TIER_NVME, location=location)
 
     def lose_copy(self, key: StoreKey) -> list[int]:
         """The NVMe tier has the object no more. The ids of those that leave the store with it: where DRAM has no
@@ -69,15 +60,7 @@ class Copies(Residence):
         if entry is None:
             return []
         if entry.tiers & TIER_DRAM:
-            self.table.put(
-                key.digest,
-                entry.kind,
-                entry.slot,
-                entry.generation,
-                entry.size_bytes,
-                tiers=entry.tiers & ~TIER_NVME,
-                flags=entry.flags,
-            )
+            self._amend(key.digest, entry, tiers=entry.tiers & ~TIER_NVME, location=0)
             return []
         digests = [key.digest, *self._dependents(key.digest)]
         leaving = [object_id for digest in digests if (object_id := self.object_id_of(digest)) is not None]
@@ -110,16 +93,8 @@ class Copies(Residence):
         )
         sealed = self.dram.seal(draft.extent, header, checksum=checksum)
         self._close_draft(draft, sealed.size_bytes)
-        self.table.put(
-            info.key.digest,
-            entry.kind,
-            sealed.extent.slot,
-            sealed.extent.generation,
-            sealed.size_bytes,
-            tiers=entry.tiers | TIER_DRAM,
-            flags=entry.flags,
-            location=entry.location,
-        )
+        slot, generation = sealed.extent.slot, sealed.extent.generation
+        self._amend(info.key.digest, entry, slot=slot, generation=generation, tiers=entry.tiers | TIER_DRAM)
         if block is not None:
             self._count_block(info.key.digest, block)
         elif name is not None:

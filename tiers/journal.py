@@ -20,7 +20,9 @@ import logging
 import os
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -32,16 +34,30 @@ from kvfs.errors import Corrupt, DeviceFailed, DeviceMissing, KvfsError, NoSpace
 from kvfs.name_rows import PINNED, BucketRow, NameRow
 from kvfs.records import MetaBody
 from tiers.admission import GhostQueue
-from tiers.base import Extent, Kind, StoreKey, object_key
+from tiers.base import Extent, StoreKey, object_key
+from tiers.device import Device
 from tiers.log import Barrier, Payload
 from tiers.model import Bucket, Name
 from tiers.nvme import NvmeTier, Stored
 
 if TYPE_CHECKING:
-    from tiers.dram import DramTier
     from tiers.store import TieredStore
 
 _log = logging.getLogger("kvfs.nvme")
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """An object in DRAM, as a lower tier takes it."""
+
+    key: StoreKey
+    object_id: int
+    extent: Extent
+    size_bytes: int
+    bucket: Bucket
+    named: tuple[Name, NameRow] | None
+    parent: bytes
+    uid: int
 
 
 class Journal:
@@ -73,20 +89,7 @@ class Journal:
         """Whether the copy in DRAM may not go yet, since the object is durable and not on the device."""
         return False
 
-    def sealed(
-        self,
-        key: StoreKey,
-        object_id: int,
-        extent: Extent,
-        size_bytes: int,
-        bucket: Bucket,
-        *,
-        named: tuple[Name, NameRow] | None = None,
-        parent: bytes = bytes(16),
-        uid: int = 0,
-        replaced: int | None = None,
-        snapshot: int | None = None,
-    ) -> None:
+    def sealed(self, found: Resident, *, replaced: int | None = None, snapshot: int | None = None) -> None:
         """An object was sealed into DRAM, in the place of object `replaced`; `snapshot`: of its draft, if any."""
 
     def named(self, object_id: int, name: Name, row: NameRow) -> None:
@@ -148,58 +151,25 @@ class Journal:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class Resident:
-    """An object in DRAM, as a lower tier takes it."""
-
-    key: StoreKey
-    object_id: int
-    extent: Extent
-    size_bytes: int
-    bucket: Bucket
-    named: tuple[Name, NameRow] | None
-    parent: bytes
-    uid: int
-
-
 class SlotPayload:
-    """A piece of a sealed slot, read when its turn to be written comes."""
+    """A piece of a slot, sealed or not, read as it is when its turn to be written comes."""
 
     def __init__(
-        self,
-        nvme: NvmeTier,
-        dram: DramTier,
-        extent: Extent,
-        offset: int,
-        size_bytes: int,
-        checksum: int | None,
+        self, device: Device, open_slot: Callable[[], int], offset: int, size_bytes: int, checksum: int | None
     ) -> None:
         self.size_bytes = size_bytes
         self.checksum = checksum
-        self._nvme, self._dram, self._extent, self._offset = nvme, dram, extent, offset
-
-    def open(self) -> int:
-        return self._dram.open_sealed(self._extent)
+        self._device, self._open, self._offset = device, open_slot, offset
 
     async def read_into(self, view: memoryview) -> int:
-        descriptor = self.open()
+        descriptor = self._open()
         try:
             os.set_blocking(descriptor, True)  # with O_NONBLOCK io_uring answers EAGAIN where it would wait
-            return await self._nvme.device.read(
+            return await self._device.read(
                 descriptor, self._offset, view[: self.size_bytes], checksum=self.checksum
             )
         finally:
             os.close(descriptor)
-
-
-class DraftPayload(SlotPayload):
-    """A piece of a draft as it is when its turn to be written comes."""
-
-    def __init__(self, nvme: NvmeTier, dram: DramTier, extent: Extent, offset: int, size_bytes: int) -> None:
-        super().__init__(nvme, dram, extent, offset, size_bytes, None)
-
-    def open(self) -> int:
-        return self._dram.open_draft(self._extent)
 
 
 class NvmeJournal(Journal):
@@ -239,23 +209,10 @@ class NvmeJournal(Journal):
         stored = self.nvme.objects.get(object_id)
         return stored is not None and stored.kept and stored.ticket > self.nvme.log.durable_ticket
 
-    def sealed(
-        self,
-        key: StoreKey,
-        object_id: int,
-        extent: Extent,
-        size_bytes: int,
-        bucket: Bucket,
-        *,
-        named: tuple[Name, NameRow] | None = None,
-        parent: bytes = bytes(16),
-        uid: int = 0,
-        replaced: int | None = None,
-        snapshot: int | None = None,
-    ) -> None:
-        found = Resident(key, object_id, extent, size_bytes, bucket, named, parent, uid)
-        if named is not None and snapshot == object_id:
-            self._keep_snapshot(object_id, bucket, *named)
+    def sealed(self, found: Resident, *, replaced: int | None = None, snapshot: int | None = None) -> None:
+        bucket = found.bucket
+        if found.named is not None and snapshot == found.object_id:
+            self._keep_snapshot(found.object_id, bucket, *found.named)
             self._drop(replaced, behind=True, awaited=False)
             return
         if bucket.durable or snapshot is not None:
@@ -264,10 +221,10 @@ class NvmeJournal(Journal):
             self._drop(replaced, behind=True, awaited=False)
             return
         self._drop(replaced)
-        if not bucket.admits_all and not self._ghosts.admits(_ghost_key(key, named)):
+        if not bucket.admits_all and not self._ghosts.admits(_ghost_key(found)):
             self._skipped += 1
         else:
-            self._queue(key)
+            self._queue(found.key)
 
     def _keep_snapshot(self, object_id: int, bucket: Bucket, name: Name, row: NameRow) -> None:
         """What was made durable of a draft is what was sealed: its bytes are written already."""
@@ -296,16 +253,10 @@ class NvmeJournal(Journal):
         self.check_durable(row.size_bytes)
         key = object_key(row.object_id)
         stored = Stored(key, row.object_id, row.size_bytes, bucket.bucket_id, uid=row.uid, kept=True)
-        step = self.nvme.pool.extent_bytes
-        payloads = [
-            DraftPayload(self.nvme, self._store.dram, extent, start, min(step, row.size_bytes - start))
-            for start in range(0, max(row.size_bytes, 1), step)
-        ]
+        payloads = self._payloads(partial(self._store.dram.open_draft, extent), row.size_bytes, None)
         stored.ticket = self.nvme.put(stored, payloads, MetaBody(name.bucket, name.key, row))
         self._drop(previous, behind=True, awaited=False)
-        await self.nvme.log.settle(stored.ticket)
-        if not self.nvme.holds(row.object_id):
-            raise NoSpace(f"{name} found no room in the NVMe tier")
+        await self._settle_object(row.object_id, stored.ticket, str(name))
         return row.object_id
 
     async def read_into(self, object_id: int, into: memoryview) -> None:
@@ -338,18 +289,21 @@ class NvmeJournal(Journal):
             hits=self._hits(found.key.digest),
         )
         meta = MetaBody(named[0].bucket, named[0].key, named[1]) if named else None
-        stored.ticket = self.nvme.put(stored, self._payloads(found.extent, found.size_bytes), meta)
+        dram = self._store.dram
+        checksum = dram.checksum(found.extent) if found.size_bytes <= self.nvme.pool.extent_bytes else None
+        payloads = self._payloads(partial(dram.open_sealed, found.extent), found.size_bytes, checksum)
+        stored.ticket = self.nvme.put(stored, payloads, meta)
         return stored.ticket
 
     def _pins(self, row: NameRow, *, kept: bool) -> bool:
         """Whether a cache's object is kept because it is pinned: pins take no room that is not there."""
         return bool(row.flags & PINNED) and (kept or self.nvme.has_durable_room(row.size_bytes))
 
-    def _payloads(self, extent: Extent, size_bytes: int) -> list[Payload]:
-        step = self.nvme.pool.extent_bytes
-        whole = self._store.dram.checksum(extent) if size_bytes <= step else None
+    def _payloads(self, open_slot: Callable[[], int], size_bytes: int, checksum: int | None) -> list[Payload]:
+        """The extents of a slot; `checksum` is of the only one, where there is only one and it is known."""
+        step, device = self.nvme.pool.extent_bytes, self.nvme.device
         return [
-            SlotPayload(self.nvme, self._store.dram, extent, start, min(step, size_bytes - start), whole)
+            SlotPayload(device, open_slot, start, min(step, size_bytes - start), checksum)
             for start in range(0, max(size_bytes, 1), step)
         ]
 
@@ -466,9 +420,12 @@ class NvmeJournal(Journal):
             ticket = self._put(found)
         else:
             ticket = stored.ticket
+        await self._settle_object(object_id, ticket, f"object {object_id}")
+
+    async def _settle_object(self, object_id: int, ticket: int, what: str) -> None:
         await self.nvme.log.settle(ticket)
         if not self.nvme.holds(object_id):
-            raise NoSpace(f"object {object_id} found no room in the NVMe tier")
+            raise NoSpace(f"{what} found no room in the NVMe tier")
 
     # --- writing behind -----------------------------------------------------------------------------------
 
@@ -582,8 +539,9 @@ class NvmeJournal(Journal):
         return 0 if entry is None else entry.hits
 
 
-def _ghost_key(key: StoreKey, named: tuple[Name, NameRow] | None) -> int:
+def _ghost_key(found: Resident) -> int:
     """What stays the same when an object is computed again: its prefix hash, or its name."""
-    if key.kind is Kind.BLOCK or named is None:
-        return int.from_bytes(key.digest[:8], "little")
-    return xxhash.xxh3_64_intdigest(named[0].bucket + b"\0" + named[0].key)
+    if found.named is None:
+        return int.from_bytes(found.key.digest[:8], "little")
+    name, _ = found.named
+    return xxhash.xxh3_64_intdigest(name.bucket + b"\0" + name.key)

@@ -283,16 +283,8 @@ class Naming(Copies):
         """A block has no row that could say it, so its table entry does."""
         entry = self.table.get(key.digest)
         if entry is not None:
-            self.table.put(
-                key.digest,
-                int(key.kind),
-                entry.slot,
-                entry.generation,
-                entry.size_bytes,
-                tiers=entry.tiers,
-                flags=entry.flags | ENTRY_PINNED if pinned else entry.flags & ~ENTRY_PINNED,
-                location=entry.location,
-            )
+            flags = entry.flags | ENTRY_PINNED if pinned else entry.flags & ~ENTRY_PINNED
+            self._amend(key.digest, entry, flags=flags)
 
     def _pin(self, digest: bytes, pinned: bool) -> None:
         if digest not in self._policy:

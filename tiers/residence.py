@@ -21,7 +21,7 @@ from typing import Any
 import trio
 
 from kvfs import limits, paths
-from kvfs._native.table import TIER_DRAM
+from kvfs._native.table import TIER_DRAM, Entry
 from kvfs.errors import (
     IsDirectory,
     NoSpace,
@@ -100,6 +100,17 @@ class Residence(Catalog):
             now=time.monotonic(),
             pinned=block.pinned,
         )
+
+    def _amend(self, digest: bytes, entry: Entry, **changes: int) -> None:
+        """Put a table entry back with some of its fields changed: slot, generation, tiers, flags, location."""
+        fields = {
+            "slot": entry.slot,
+            "generation": entry.generation,
+            "tiers": entry.tiers,
+            "flags": entry.flags,
+            "location": entry.location,
+        }
+        self.table.put(digest, entry.kind, size=entry.size_bytes, **fields | changes)
 
     def restore_name(self, digest: bytes, name: Name) -> None:
         """Know a named object that a lower tier has and that is in the table."""
@@ -208,11 +219,11 @@ class Residence(Catalog):
 
     def _is_held(self, digest: bytes) -> bool:
         """Whether the DRAM copy may not go now: somebody has it open, or it is the only one of a durable object."""
-        entry = self.table.get(digest)
-        extent = None if entry is None else extent_of(entry)
         object_id = self.object_id_of(digest)
         if object_id is not None and self.journal.is_needed(object_id):
             return True
+        entry = self.table.get(digest)
+        extent = None if entry is None else extent_of(entry)
         return extent is not None and self.dram.held(extent)
 
     def _evict_group(self, group: list[bytes]) -> int:
@@ -273,16 +284,7 @@ class Residence(Catalog):
         extent = None if entry is None else extent_of(entry)
         if entry is None or extent is None:
             return 0
-        self.table.put(
-            digest,
-            entry.kind,
-            NO_SLOT,
-            0,
-            entry.size_bytes,
-            tiers=entry.tiers & ~TIER_DRAM,
-            flags=entry.flags,
-            location=entry.location,
-        )
+        self._amend(digest, entry, slot=NO_SLOT, generation=0, tiers=entry.tiers & ~TIER_DRAM)
         self._policy.remove(digest)
         uid = self._uid_of(digest)
         held = self.dram.free(extent, charge_uid=self._last_reader.pop(extent.slot, uid))

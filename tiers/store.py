@@ -52,6 +52,7 @@ from tiers.eviction import EvictionPolicy, policy_named
 from tiers.heritage import Heritage, Lower, walking
 from tiers.home import Home, open_home
 from tiers.index_check import IndexWalk
+from tiers.journal import Resident
 from tiers.model import Attributes, Change, ChangeKind, Draft, Name, ObjectInfo
 from tiers.naming import Naming, new_row
 from tiers.promotion import Promoter
@@ -90,19 +91,9 @@ class TieredStore(Naming):
         `policy` is one of `tiers.eviction.POLICY_NAMES`. Raises StoreLocked, FormatMismatch, InvalidRequest,
         DeviceMissing (backing "tmpfs" without the right to mount).
         """
-        _check_dram(dram_bytes)
-        make_policy = partial(policy_named, policy)
-        make_policy()
+        make_policy = _checked(dram_bytes, policy)
         home = open_home(data_dir)
-        open_tier = partial(
-            DramTier.open,
-            home.dram,
-            dram_bytes,
-            store_id=home.store_id,
-            max_slots=max_slots,
-            gid=gid,
-            mode=backing,
-        )
+        open_tier = _tier_opener(home, dram_bytes, max_slots, gid, backing)
         quota_bytes = quota_bytes if quota_bytes is not None else dram_bytes // 2
         with _without_gc():
             try:
@@ -137,19 +128,9 @@ class TieredStore(Naming):
 
         `run` writes to it. Raises what `open` and `tiers.segments.open_pool` do.
         """
-        _check_dram(dram_bytes)
-        make_policy = partial(policy_named, policy)
-        make_policy()
+        make_policy = _checked(dram_bytes, policy)
         home = open_home(data_dir)
-        open_tier = partial(
-            DramTier.open,
-            home.dram,
-            dram_bytes,
-            store_id=home.store_id,
-            max_slots=max_slots,
-            gid=gid,
-            mode=backing,
-        )
+        open_tier = _tier_opener(home, dram_bytes, max_slots, gid, backing)
         open_lower = partial(
             open_nvme,
             device,
@@ -287,17 +268,10 @@ class TieredStore(Naming):
             raise
         crashpoints.reach("store.after_index_put")
         self.enter(key.digest, name, row)
-        self.journal.sealed(
-            key,
-            sequence,
-            sealed.extent,
-            sealed.size_bytes,
-            bucket,
-            named=(name, row),
-            uid=attributes.uid,
-            replaced=None if old is None else old.object_id,
-            snapshot=snapshot,
+        found = Resident(
+            key, sequence, sealed.extent, sealed.size_bytes, bucket, (name, row), bytes(16), attributes.uid
         )
+        self.journal.sealed(found, replaced=None if old is None else old.object_id, snapshot=snapshot)
         if old is not None:
             self._discard(object_key(old.object_id), old.uid)
         self._tell(Change(ChangeKind.SEALED, name, key))
@@ -365,7 +339,7 @@ class TieredStore(Naming):
         block = Block(bucket, uid, sealed.size_bytes, sequence, sealed.sealed_at_ns, parent=parent)
         self.enter_block(digest, block)
         self.journal.sealed(
-            key, sequence, sealed.extent, sealed.size_bytes, where, parent=header.parent, uid=uid
+            Resident(key, sequence, sealed.extent, sealed.size_bytes, where, None, header.parent, uid)
         )
         self._tell(Change(ChangeKind.SEALED, Name(bucket, block_name(digest)), key))
         return self.lookup_block(digest)
@@ -481,9 +455,26 @@ def _check_no_segments(home: Home) -> None:
         )
 
 
-def _check_dram(dram_bytes: int) -> None:
+def _checked(dram_bytes: int, policy: str) -> Callable[[], EvictionPolicy[bytes]]:
+    """What makes the policy, once what can be said without the data directory is right. Raises InvalidRequest."""
     if dram_bytes < limits.MIN_DRAM_BYTES:
         raise InvalidRequest(f"DRAM capacity of {dram_bytes} bytes: at least {limits.MIN_DRAM_BYTES}")
+    policy_named(policy)
+    return partial(policy_named, policy)
+
+
+def _tier_opener(
+    home: Home, dram_bytes: int, max_slots: int, gid: int | None, backing: str
+) -> Callable[..., DramTier]:
+    return partial(
+        DramTier.open,
+        home.dram,
+        dram_bytes,
+        store_id=home.store_id,
+        max_slots=max_slots,
+        gid=gid,
+        mode=backing,
+    )
 
 
 def _with_size(row: NameRow, size_bytes: int) -> NameRow:
