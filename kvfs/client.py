@@ -144,12 +144,18 @@ class Client:
         return found
 
     def create_bucket(
-        self, name: str, *, mode: int = 0o755, durable: bool = False, admits_all: bool = True
+        self,
+        name: str,
+        *,
+        mode: int = 0o755,
+        durable: bool = False,
+        admits_all: bool = True,
+        large: bool = False,
     ) -> Bucket:
         """Raises Exists, InvalidRequest, AccessDenied unless the caller is in the service's group, and DeviceMissing
-        for a durable one where there is no NVMe tier."""
+        for a durable or large one where there is no NVMe tier."""
         made = self._exchange.control(
-            Op.BUCKET_CREATE, bucket=name, mode=mode, durable=durable, admits_all=admits_all
+            Op.BUCKET_CREATE, bucket=name, mode=mode, durable=durable, admits_all=admits_all, large=large
         )
         return bucket_of(made)
 

@@ -118,6 +118,14 @@ SEGMENT_OFFSET_BITS: Final = 32
 """Of a table entry's `location`: the offset in the segment, whose number is above."""
 MAX_PROMOTIONS: Final = 16
 """Objects that are read back into DRAM at once: each is a draft there."""
+OBJECT_SHARE_OF_NVME: Final = 2
+"""The largest object is the NVMe capacity divided by this: it can be replaced while somebody reads it."""
+LARGE_DIRTY_EXTENTS: Final = 16
+"""Extents of files being written that wait in memory: 64 MiB of 4 MiB each; then writers wait for the device."""
+LARGE_CACHED_EXTENTS: Final = 16
+"""Extents kept for those who read objects larger than DRAM takes: 64 MiB, so that a small read is no 4 MiB read."""
+LARGE_READS: Final = 8
+"""Extents read for them at once; fewer than are kept, so that there is always one to give up."""
 DEVICE_RETRY_S: Final = 0.25
 """How long the log waits after the device failed before it tries again."""
 

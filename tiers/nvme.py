@@ -11,6 +11,12 @@ Invariants:
 - Whatever was queued for an object is ended by a Deletion when it is dropped. An object that reclaim evicts
   needs none: without its extents its other records mean nothing.
 - Bytes leave this module only after their checksum was found right.
+- An extent's payload may be shorter than the extent: what follows in it is zeros.
+- What somebody holds (`hold`: a lease) is never evicted, only moved. Dropped meanwhile, it leaves `objects` and its
+  deletion is logged at once; its extents stay until the last holder lets go. Each time reclaim moves one of them, the
+  deletion is logged again behind it, so that none outlives it.
+- Durable objects, held ones and what `promise` has counted fit in `durable_capacity_bytes` together, so that reclaim
+  always gains something.
 
 Concurrency: the service's trio thread. Reads may overlap reclaim: one that met a segment's next life fails its
 checksum and looks the extent up again.
@@ -27,7 +33,7 @@ from typing import Any
 import trio
 
 from kvfs import crashpoints, limits
-from kvfs.errors import Corrupt, DeviceFailed, KvfsError, NoSpace, Superseded
+from kvfs.errors import Corrupt, DeviceFailed, KvfsError, NoSpace, QuotaExceeded, Superseded
 from kvfs.formats import RECORD_ALIGNMENT, RecordType, record_extent
 from kvfs.name_rows import BucketRow
 from kvfs.records import BucketBody, MetaBody, TombstoneBody
@@ -70,6 +76,8 @@ class Stored:
     sealed_at_ns: int = 0
     kept: bool = False
     """Durable: reclaim moves it."""
+    holders: int = 0
+    """Leases on it: reclaim moves it, too."""
     hits: int = 0
     """That it had when it was written: with more it counts as hot."""
     pieces: list[Piece | None] = field(default_factory=list)
@@ -84,6 +92,15 @@ class Stored:
         """Where it begins, as the table's `location` says it; 0 while it is not written."""
         piece = self.pieces[0] if self.pieces else None
         return 0 if piece is None else piece.segment << limits.SEGMENT_OFFSET_BITS | piece.offset
+
+    @property
+    def stays(self) -> bool:
+        """Whether reclaim has to move it."""
+        return self.kept or self.holders > 0
+
+    def is_at(self, number: int, piece: Piece) -> bool:
+        """Whether this is where the extent is; a draft's may have been written again, or cut off."""
+        return number < len(self.pieces) and self.pieces[number] is piece
 
     @property
     def readable(self) -> bool:
@@ -142,7 +159,11 @@ class NvmeTier:
         """Told that an object lost an extent and left the tier; whether it will be written again."""
         self.written: Callable[[Stored], None] = lambda stored: None
         """Told that an object can be read from here; again when it moved."""
+        self.promised_bytes = 0
+        """What open drafts are going to write."""
         self._buckets: dict[int, _BucketPlace] = {}
+        self._gone: dict[int, Stored] = {}
+        """Dropped, and still held."""
         self._by_number = {segment.number: segment for segment in pool.segments}
         self._loads = trio.CapacityLimiter(limits.DEVICE_BUFFERS)
 
@@ -164,7 +185,7 @@ class NvmeTier:
 
     @property
     def kept_bytes(self) -> int:
-        """Of durable objects."""
+        """Of objects that reclaim moves: durable, pinned, held."""
         return sum(segment.kept_bytes for segment in self.pool.segments)
 
     @property
@@ -219,12 +240,26 @@ class NvmeTier:
 
     def check_durable_room(self, size_bytes: int) -> None:
         """Raises NoSpace when another durable object of this size would not fit."""
-        wanted = self.kept_bytes + self.record_bytes(size_bytes)
+        self._check_room(self.record_bytes(size_bytes))
+
+    def _check_room(self, more_bytes: int) -> None:
+        wanted = self.kept_bytes + self.promised_bytes + more_bytes
         if wanted > self.durable_capacity_bytes:
             raise NoSpace(
-                f"durable objects would take {wanted} bytes of the NVMe tier, which has room for "
+                f"open and durable objects would take {wanted} bytes of the NVMe tier, which has room for "
                 f"{self.durable_capacity_bytes}"
             )
+
+    def promise(self, more_bytes: int) -> None:
+        """Count what an open draft is going to write, or (negative) has written. Raises NoSpace."""
+        if more_bytes > 0:
+            self._check_room(more_bytes)
+        self.promised_bytes += more_bytes
+
+    @property
+    def largest_object_bytes(self) -> int:
+        """Of one object: its successor has to fit beside it while somebody reads it."""
+        return self.capacity_bytes // limits.OBJECT_SHARE_OF_NVME
 
     # --- writing ------------------------------------------------------------------------------------------
 
@@ -275,8 +310,8 @@ class NvmeTier:
             Record(
                 RecordType.DATA,
                 stored.object_id,
-                _data_header(stored, number),
-                payload=_Guarded(stored, payload) if payload.size_bytes else None,
+                data_header(stored, number),
+                payload=Guarded(stored, payload) if payload.size_bytes else None,
                 written=written,
                 lost=lost,
             )
@@ -295,7 +330,9 @@ class NvmeTier:
             self.objects[object_id] = stored
         return self.put_name(stored, meta)
 
-    def _meta_record(self, stored: Stored, body: bytes) -> Record:
+    def _meta_record(self, stored: Stored, body: bytes, size_bytes: int | None = None) -> Record:
+        """`size_bytes`: as this META has it, where a draft has grown since."""
+
         def written(location: Location, record_bytes: int, _: int) -> None:
             if not stored.dropped:
                 self._set_meta(stored, (location, record_bytes))
@@ -303,7 +340,7 @@ class NvmeTier:
         header: dict[str, int | bytes] = {
             "kind": int(stored.key.kind),
             "key": stored.key.digest,
-            "object_bytes": stored.size_bytes,
+            "object_bytes": stored.size_bytes if size_bytes is None else size_bytes,
             "bucket_id": stored.bucket_id,
         }
         return Record(RecordType.META, stored.object_id, header, body, written=written)
@@ -313,15 +350,38 @@ class NvmeTier:
         stored = self.objects.get(object_id)
         if stored is None:
             return None
-        self._forget(stored)
+        if stored.holders:
+            del self.objects[object_id]
+            self._gone[object_id] = stored
+            self._set_meta(stored, None)
+        else:
+            self._forget(stored)
         return self.log.append(Deletion(object_id))
 
     def _forget(self, stored: Stored) -> None:
-        del self.objects[stored.object_id]
+        self.objects.pop(stored.object_id, None)
+        self._gone.pop(stored.object_id, None)
         stored.dropped = True
         for number in range(len(stored.pieces)):
             self._set_piece(stored, number, None)
         self._set_meta(stored, None)
+
+    def hold(self, stored: Stored) -> None:
+        """Take a lease: the object's extents stay readable until `release`. Raises Superseded, QuotaExceeded."""
+        if stored.dropped:
+            raise Superseded(f"object {stored.object_id} has left the NVMe tier")
+        if not stored.stays:
+            try:
+                self._check_room(self.record_bytes(stored.size_bytes))
+            except NoSpace as error:
+                raise QuotaExceeded(f"object {stored.object_id} cannot be held open: {error}") from error
+        self._restay(stored, kept=stored.kept, holders=stored.holders + 1)
+
+    def release(self, stored: Stored) -> None:
+        """End a lease; with the last one an object that was dropped meanwhile gives its space back."""
+        self._restay(stored, kept=stored.kept, holders=stored.holders - 1)
+        if not stored.holders and stored.object_id in self._gone:
+            self._forget(stored)
 
     def put_bucket(self, row: BucketRow) -> int:
         """Queue a bucket as it is now; the ticket."""
@@ -355,7 +415,7 @@ class NvmeTier:
         self.objects[stored.object_id] = stored
         for piece in stored.pieces:
             if piece is not None:
-                self._count_piece(piece, stored.kept, 1)
+                self._count_piece(piece, stored.stays, 1)
         self._account(stored.meta, 1)
 
     def adopt_bucket(self, row: BucketRow, place: tuple[Location, int]) -> None:
@@ -364,25 +424,51 @@ class NvmeTier:
 
     def keep(self, stored: Stored, kept: bool) -> None:
         """Have reclaim move the object from now on, or not any more."""
-        if kept != stored.kept:
-            pieces = [piece for piece in stored.pieces if piece is not None]
-            for piece in pieces:
-                self._count_piece(piece, stored.kept, -1)
-            stored.kept = kept
-            for piece in pieces:
-                self._count_piece(piece, kept, 1)
+        self._restay(stored, kept=kept, holders=stored.holders)
+
+    def _restay(self, stored: Stored, *, kept: bool, holders: int) -> None:
+        stayed = stored.stays
+        stored.kept, stored.holders = kept, holders
+        if stored.stays != stayed:
+            for piece in stored.pieces:
+                if piece is not None:
+                    self._count_piece(piece, stayed, -1)
+                    self._count_piece(piece, stored.stays, 1)
 
     def is_durable(self, bucket_id: int) -> bool:
         place = self._buckets.get(bucket_id)
         return place is not None and place.row.class_ == "durable"
 
+    def resize(self, stored: Stored, size_bytes: int) -> None:
+        """A draft has another size: extents past its end are no more, and new ones are not written."""
+        count = self.extent_count(size_bytes)
+        for number in range(count, len(stored.pieces)):
+            self._set_piece(stored, number, None)
+        del stored.pieces[count:]
+        stored.pieces += [None] * (count - len(stored.pieces))
+        stored.size_bytes = size_bytes
+
+    def forget_piece(self, stored: Stored, number: int) -> None:
+        """An extent of a draft has no bytes any more; it is to be written again before the draft is sealed."""
+        self._set_piece(stored, number, None)
+
+    def place(self, stored: Stored, number: int, piece: Piece) -> None:
+        """An extent of a draft was written."""
+        self._set_piece(stored, number, piece)
+        if stored.readable:
+            self.written(stored)
+
+    def payload_of(self, piece: Piece) -> SegmentPayload:
+        """What is written at this place, to be written again."""
+        return SegmentPayload(self.device, self._by_number[piece.segment].fd, piece)
+
     def _set_piece(self, stored: Stored, number: int, piece: Piece | None) -> None:
         old = stored.pieces[number]
         if old is not None:
-            self._count_piece(old, stored.kept, -1)
+            self._count_piece(old, stored.stays, -1)
         stored.pieces[number] = piece
         if piece is not None:
-            self._count_piece(piece, stored.kept, 1)
+            self._count_piece(piece, stored.stays, 1)
 
     def _count_piece(self, piece: Piece, kept: bool, sign: int) -> None:
         segment = self._by_number[piece.segment]
@@ -443,8 +529,9 @@ class NvmeTier:
     def _lose(self, stored: Stored) -> None:
         """An object leaves the tier with an extent that it lacks. Its deletion is logged only if it is not written
         again: a TOMBSTONE ends the later records of an id, too."""
+        was_gone = stored.object_id in self._gone
         self._forget(stored)
-        if not self.damaged(stored):
+        if not was_gone and not self.damaged(stored):
             self.log.append(Deletion(stored.object_id))
 
     async def load(self, stored: Stored, into: memoryview) -> None:
@@ -455,7 +542,7 @@ class NvmeTier:
         extent = self.pool.extent_bytes
         numbers = range(len(stored.pieces))
         if len(numbers) == 1:
-            await self.read_extent(stored, 0, into)
+            await self._load_extent(stored, 0, into)
             return
         failures: list[KvfsError] = []
 
@@ -463,7 +550,7 @@ class NvmeTier:
             async with self._loads:
                 if not failures:
                     try:
-                        await self.read_extent(stored, number, into[number * extent :])
+                        await self._load_extent(stored, number, into[number * extent :])
                     except KvfsError as error:
                         failures.append(error)
 
@@ -472,6 +559,13 @@ class NvmeTier:
                 nursery.start_soon(one, number)
         if failures:
             raise failures[0]
+
+    async def _load_extent(self, stored: Stored, number: int, into: memoryview) -> None:
+        """One extent to where it belongs in the object, with the zeros that its record does not hold."""
+        length = await self.read_extent(stored, number, into)
+        whole = min(self.pool.extent_bytes, stored.size_bytes - number * self.pool.extent_bytes)
+        if length < whole:
+            into[length:whole] = bytes(whole - length)
 
     async def read(self, stored: Stored, offset: int, into: memoryview) -> int:
         """Read a range, each extent that it touches verified whole; the count, short only at the object's end.
@@ -485,8 +579,10 @@ class NvmeTier:
             while offset + done < end:
                 number, start = divmod(offset + done, extent)
                 length = await self.read_extent(stored, number, view)
-                count = min(length - start, end - offset - done)
-                into[done : done + count] = view[start : start + count]
+                count = min(extent - start, end - offset - done)
+                there = min(max(length - start, 0), count)
+                into[done : done + there] = view[start : start + there]
+                into[done + there : done + count] = bytes(count - there)
                 done += count
         return done
 
@@ -526,6 +622,8 @@ class NvmeTier:
             record = self._kept_record(victim, found, budget, others)
             if record is not None:
                 entries.append(record)
+                if record.type == RecordType.DATA and record.object_id in self._gone:
+                    entries.append(Deletion(record.object_id))
         return entries
 
     def _kept_record(
@@ -538,7 +636,9 @@ class NvmeTier:
         if kind == RecordType.META:
             stored = self.objects.get(object_id)
             live = stored is not None and stored.meta is not None and stored.meta[0] == here
-            return self._meta_record(stored, found.body) if stored is not None and live else None
+            if stored is None or not live:
+                return None
+            return self._meta_record(stored, found.body, found.header["object_bytes"])
         if kind == RecordType.BUCKET:
             place = self._buckets.get(object_id)
             live = place is not None and place.place is not None and place.place[0] == here
@@ -550,13 +650,14 @@ class NvmeTier:
         return None
 
     def _kept_data(self, here: Location, found: Found, budget: MoveBudget) -> Record | None:
-        stored = self.objects.get(found.header["object_id"])
+        object_id = found.header["object_id"]
+        stored = self.objects.get(object_id) or self._gone.get(object_id)
         number = found.header["extent_number"]
         piece = stored.pieces[number] if stored is not None and number < len(stored.pieces) else None
         live = piece is not None and (piece.segment, piece.offset) == here
         fate = budget.data_fate(
             live=live,
-            kept=live and stored is not None and stored.kept,
+            kept=live and stored is not None and stored.stays,
             hot=live and stored is not None and self.hits_of(stored) > stored.hits,
             record_bytes=found.header["record_bytes"],
         )
@@ -572,16 +673,17 @@ class NvmeTier:
         return None
 
     def _move(self, stored: Stored, number: int, piece: Piece) -> Record:
-        payload = SegmentPayload(self.device, self._by_number[piece.segment].fd, piece)
+        payload = self.payload_of(piece)
+        moved = piece
 
         def written(location: Location, record_bytes: int, checksum: int) -> None:
-            if not stored.dropped:
+            nonlocal moved
+            if not stored.dropped and stored.is_at(number, moved):
                 moved = Piece(*location, record_bytes, piece.payload_bytes, checksum)
-                self._set_piece(stored, number, moved)
-                self.written(stored)
+                self.place(stored, number, moved)
 
         def lost(error: KvfsError) -> None:
-            if stored.dropped:
+            if stored.dropped or not stored.is_at(number, moved):
                 return
             if isinstance(error, Corrupt):
                 self._damage(stored, number, error)
@@ -592,14 +694,14 @@ class NvmeTier:
         return Record(
             RecordType.DATA,
             stored.object_id,
-            _data_header(stored, number),
-            payload=_Guarded(stored, payload) if piece.payload_bytes else None,
+            data_header(stored, number),
+            payload=Guarded(stored, payload) if piece.payload_bytes else None,
             written=written,
             lost=lost,
         )
 
 
-class _Guarded:
+class Guarded:
     """A payload whose object may be dropped before it is written."""
 
     def __init__(self, stored: Stored, payload: Payload) -> None:
@@ -613,7 +715,7 @@ class _Guarded:
         return await self._payload.read_into(view)
 
 
-def _data_header(stored: Stored, number: int) -> dict[str, int | bytes]:
+def data_header(stored: Stored, number: int) -> dict[str, int | bytes]:
     return {
         "kind": int(stored.key.kind),
         "key": stored.key.digest,

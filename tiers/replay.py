@@ -8,6 +8,7 @@ What counts:
 - A TOMBSTONE ends every record of its ids, wherever it stands: an id is given out once.
 - An object counts when all of its extents are there and, if it is no block, a META. A META without its extents
   means nothing, so a name whose newest object never arrived still stands for the one before it.
+- A named object's size is its newest META's; extents past it, which a draft had once, mean nothing.
 - Of several objects with one name, or one prefix hash, the one with the newest META (or extent) counts. The
   others are `losers`: their deletion was lost, and is written again by the caller.
 
@@ -22,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvfs.errors import Corrupt, KvfsError
+from kvfs.errors import KvfsError
 from kvfs.formats import RecordType
 from kvfs.name_rows import DIRECTORY, SNAPSHOT, BucketRow
 from kvfs.records import BucketBody, MetaBody, TombstoneBody
@@ -43,6 +44,10 @@ class _Seen:
     sequence: int = 0
     """Of its newest record: of two objects with one name or hash the higher wins."""
     body: bytes = b""
+    pieces: dict[int, Piece] = field(default_factory=dict)
+    data_bytes: int = 0
+    meta_bytes: int = 0
+    """The object's size as its newest extent and its newest META say it."""
 
 
 @dataclass(slots=True)
@@ -104,20 +109,16 @@ class _Replay:
 
     def _take_data(self, segment: Segment, found: Found) -> None:
         header = found.header
-        stored = self._of(header).stored
-        count, number = self.tier.extent_count(header["object_bytes"]), header["extent_number"]
-        if number >= count:
-            raise Corrupt(f"extent {number} of an object of {header['object_bytes']} bytes")
-        if len(stored.pieces) != count:
-            stored.pieces = [None] * count
-        stored.pieces[number] = Piece(
+        seen = self._of(header)
+        stored = seen.stored
+        seen.pieces[header["extent_number"]] = Piece(
             segment.number,
             found.offset,
             header["record_bytes"],
             header["payload_bytes"],
             header["payload_checksum"],
         )
-        stored.size_bytes = header["object_bytes"]
+        seen.data_bytes = header["object_bytes"]
         stored.bucket_id = header["bucket_id"]
         stored.parent, stored.uid = header["parent"], header["uid"]
         stored.sealed_at_ns = header["sealed_at_ns"]
@@ -126,6 +127,7 @@ class _Replay:
         seen = self._of(found.header)
         seen.stored.meta = ((segment.number, found.offset), found.header["record_bytes"])
         seen.stored.bucket_id = found.header["bucket_id"]
+        seen.meta_bytes = found.header["object_bytes"]
         seen.body = found.body
 
     def _take_bucket(self, segment: Segment, found: Found) -> None:
@@ -156,12 +158,16 @@ class _Replay:
     def _whole(self, seen: _Seen) -> bool:
         """Whether the object can be read, under some name."""
         stored = seen.stored
-        if stored.key.kind is Kind.BLOCK:
-            return bool(stored.pieces) and stored.readable
-        if not seen.body:
+        is_block = stored.key.kind is Kind.BLOCK
+        if not is_block and not seen.body:
             return False
-        if not stored.pieces:
-            return bool(MetaBody.decode(seen.body).row.flags & DIRECTORY)
+        if not seen.pieces:
+            return not is_block and bool(MetaBody.decode(seen.body).row.flags & DIRECTORY)
+        stored.size_bytes = seen.data_bytes if is_block else seen.meta_bytes
+        count = self.tier.extent_count(stored.size_bytes)
+        if len(seen.pieces) < count:
+            return False
+        stored.pieces = [seen.pieces.get(number) for number in range(count)]
         return stored.readable
 
     def _contend(self, holders: dict[bytes, _Seen], seen: _Seen) -> None:

@@ -42,6 +42,7 @@ from kvfs.errors import (
     NotFound,
     NotPermitted,
     Superseded,
+    WriterActive,
 )
 from kvfs.keys import Namespace, block_name
 from kvfs.name_rows import SNAPSHOT
@@ -58,6 +59,7 @@ from tiers.evictor import Evictor
 from tiers.heritage import Heritage, Lower, unit_of
 from tiers.home import Home, open_home
 from tiers.journal import Journal, Resident
+from tiers.large import LargeDraft, LargeReader
 from tiers.model import Attributes, Bucket, Change, ChangeKind, Directory, Draft, Name, ObjectInfo
 from tiers.promotion import Promoter
 from tiers.replay import open_nvme
@@ -252,11 +254,15 @@ class TieredStore(Catalog):
         mode: int = 0o755,
         durable: bool = False,
         admits_all: bool = True,
+        large: bool = False,
         namespace: Namespace | None = None,
     ) -> Bucket:
-        """Raises Exists, InvalidRequest, LimitExceeded; DeviceMissing for a durable one without the NVMe tier."""
+        """Raises Exists, InvalidRequest, LimitExceeded; DeviceMissing for a durable or large one without the NVMe
+        tier."""
         if durable:
             self.journal.check_durable(0)
+        if large:
+            self._need_large()
         made = buckets.create(
             self.names,
             name,
@@ -265,10 +271,15 @@ class TieredStore(Catalog):
             mode=mode,
             durable=durable,
             admits_all=admits_all,
+            large=large,
             namespace=namespace,
         )
         self._log_bucket(name)
         return made
+
+    def _need_large(self) -> None:
+        """Raises DeviceMissing."""
+        _ = self.journal.large
 
     def _log_bucket(self, name: bytes) -> None:
         row = self.names.get_bucket(name)
@@ -284,10 +295,21 @@ class TieredStore(Catalog):
         gid: int | None = None,
         mtime_ns: int | None = None,
         namespace: Namespace | None = None,
+        large: bool | None = None,
     ) -> Bucket:
-        """Change what is given. Raises BucketNotFound; Exists, NotEmpty for a namespace that cannot be bound."""
+        """Change what is given. Raises BucketNotFound; Exists, NotEmpty for a namespace that cannot be bound;
+        DeviceMissing for `large` without the NVMe tier."""
+        if large:
+            self._need_large()
         changed = buckets.change(
-            self.names, name, mode=mode, uid=uid, gid=gid, mtime_ns=mtime_ns, namespace=namespace
+            self.names,
+            name,
+            mode=mode,
+            uid=uid,
+            gid=gid,
+            mtime_ns=mtime_ns,
+            namespace=namespace,
+            large=large,
         )
         self._log_bucket(name)
         self._tell(Change(ChangeKind.ATTRIBUTES, Name(name, b""), None))
@@ -359,14 +381,7 @@ class TieredStore(Catalog):
         Raises WriterActive while it can still be written, Exists when not `replace` and the name is taken
         (the draft stays open in both cases), NotPermitted for the names of blocks.
         """
-        bucket = self._check_name(name)
-        if name.key.endswith(b"/"):
-            raise InvalidRequest(f"{name} ends in '/': only a directory has such a name")
-        if block_digest(bucket, name.key):
-            raise NotPermitted(f"{name}: names under kv/ of a bound bucket are blocks, sealed by prefix hash")
-        old = self._row(name)
-        if old is not None and not replace:
-            raise Exists(f"{name} exists")
+        bucket, old = self._check_sealable(name, replace=replace)
         if bucket.durable:
             self.journal.check_durable(self.dram.draft_bytes(draft.extent))
         same = snapshot is not None and self.journal.is_snapshot(snapshot, *self._look_at(draft))
@@ -401,6 +416,78 @@ class TieredStore(Catalog):
             self._discard(object_key(old.object_id), old.uid)
         self._tell(Change(ChangeKind.SEALED, name, key))
         return self._info(name, row, sealed.extent)
+
+    def _check_sealable(self, name: Name, *, replace: bool) -> tuple[Bucket, NameRow | None]:
+        """Where an object of this name goes, and the row of the one that it replaces."""
+        bucket = self._check_name(name)
+        if name.key.endswith(b"/"):
+            raise InvalidRequest(f"{name} ends in '/': only a directory has such a name")
+        if block_digest(bucket, name.key):
+            raise NotPermitted(f"{name}: names under kv/ of a bound bucket are blocks, sealed by prefix hash")
+        old = self._row(name)
+        if old is not None and not replace:
+            raise Exists(f"{name} exists")
+        return bucket, old
+
+    # --- objects larger than DRAM takes -------------------------------------------------------------------
+
+    def is_large(self, info: ObjectInfo) -> bool:
+        """Whether DRAM cannot take the object: it is read where it is (`open_large`)."""
+        return info.extent is None and info.size_bytes > self._largest_bytes
+
+    def open_large(self, info: ObjectInfo) -> LargeReader:
+        """A lease on an object in the NVMe tier; the caller closes it. Raises NotFound, QuotaExceeded."""
+        reader = self.journal.large.open(info.object_id)
+        self.touch(info.key)
+        return reader
+
+    def begin_large(self, bucket: bytes, *, uid: int, base: ObjectInfo | None = None) -> LargeDraft:
+        """An empty draft that is written extent by extent to the NVMe tier, or one with the bytes of `base`; the
+        caller closes it, sealed or not.
+
+        Raises BucketNotFound, NotFound (`base` is not in that tier), QuotaExceeded, DeviceMissing.
+        """
+        where = self.bucket(bucket)
+        return self.journal.large.begin(
+            self.names.next_ids(1), where.bucket_id, uid=uid, base=None if base is None else base.object_id
+        )
+
+    async def persist_large(self, draft: LargeDraft, name: Name, attributes: Attributes) -> None:
+        """As `persist_draft`: what was written so far is durable, and there under its name after a crash.
+
+        Raises NoSpace, DeviceFailed.
+        """
+        async with draft.settled():
+            row = _with_size(_new_row(draft.object_id, attributes, SNAPSHOT), draft.size_bytes)
+            await self.journal.persist_large(draft, name, row)
+
+    def seal_large(
+        self, draft: LargeDraft, name: Name, attributes: Attributes, *, replace: bool = True
+    ) -> ObjectInfo:
+        """As `seal`. Raises WriterActive while some of it is not yet written (`LargeDraft.flush`)."""
+        bucket, old = self._check_sealable(name, replace=replace)
+        draft.check()
+        if not draft.is_written or draft.sealed:
+            raise WriterActive(f"{name} is not written yet, or sealed already")
+        stored, digest = draft.stored, draft.stored.key.digest
+        row = _with_size(_new_row(draft.object_id, attributes, 0), stored.size_bytes)
+        self._report_hits()
+        kind = int(stored.key.kind)
+        self.table.put(digest, kind, NO_SLOT, 0, row.size_bytes, tiers=TIER_NVME, location=stored.place)
+        try:
+            self.names.put(name.bucket, name.key, row)
+        except BaseException:
+            self.table.remove(digest)
+            raise
+        crashpoints.reach("store.after_index_put")
+        self._name_of[digest] = name
+        self._counts["seals"] += 1
+        draft.sealed = True
+        self.journal.sealed_large(draft, bucket, name, row, None if old is None else old.object_id)
+        if old is not None:
+            self._discard(object_key(old.object_id), old.uid)
+        self._tell(Change(ChangeKind.SEALED, name, stored.key))
+        return self._info(name, row, None)
 
     def _look_at(self, draft: Draft) -> tuple[int, int]:
         """(bytes, XXH3-64) of a draft as it is now."""
