@@ -14,6 +14,7 @@ import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import tiers.large
 from kvfs import limits
 from kvfs.errors import DeviceMissing, NoSpace, NotFound, ObjectTooLarge, WriterActive
 from kvfs.limits import MIB
@@ -262,11 +263,14 @@ async def test_the_flag_of_a_bucket_outlives_the_index(tmp_path: Path) -> None:
 
 LIMIT = EXTENT * 5
 offsets = st.one_of(
+    st.just(0),
     st.integers(0, LIMIT),
     st.builds(lambda n, d: max(n * EXTENT + d, 0), st.integers(0, 5), st.integers(-3, 3)),
 )
+writes = st.tuples(st.just("write"), offsets, st.one_of(st.integers(1, 5000), st.integers(1, EXTENT * 2)))
 steps = st.one_of(
-    st.tuples(st.just("write"), offsets, st.one_of(st.integers(1, 5000), st.integers(1, EXTENT * 2))),
+    writes,
+    writes,
     st.tuples(st.just("truncate"), offsets, st.just(0)),
     st.tuples(st.just("read"), offsets, st.integers(0, EXTENT * 2)),
     st.tuples(
@@ -282,7 +286,7 @@ class Model:
     store: TieredStore
     seed: int
     draft: LargeDraft
-    bytes: bytearray = field(default_factory=bytearray)
+    now: bytearray = field(default_factory=bytearray)
     sealed: bytes | None = None
     persisted: bytes | None = None
     step: int = 0
@@ -294,17 +298,17 @@ class Model:
     async def _write(self, offset: int, size: int) -> None:
         data = content(self.seed + self.step, size)
         await self.draft.write(offset, data)
-        if len(self.bytes) < offset:
-            self.bytes += bytes(offset - len(self.bytes))
-        self.bytes[offset : offset + size] = data
+        if len(self.now) < offset:
+            self.now += bytes(offset - len(self.now))
+        self.now[offset : offset + size] = data
 
     async def _truncate(self, size_bytes: int, _: int) -> None:
         await self.draft.truncate(size_bytes)
-        del self.bytes[size_bytes:]
-        self.bytes += bytes(size_bytes - len(self.bytes))
+        del self.now[size_bytes:]
+        self.now += bytes(size_bytes - len(self.now))
 
     async def _read(self, offset: int, size: int) -> None:
-        assert await self.draft.read(offset, size) == self.bytes[offset : offset + size]
+        assert await self.draft.read(offset, size) == self.now[offset : offset + size]
 
     async def _flush(self, *_: int) -> None:
         await self.draft.flush()
@@ -312,15 +316,15 @@ class Model:
 
     async def _persist(self, *_: int) -> None:
         await self.store.persist_large(self.draft, NAME, Attributes())
-        self.persisted = bytes(self.bytes)
+        self.persisted = bytes(self.now)
 
     async def _seal(self, *_: int) -> None:
         await self.draft.flush()
-        assert self.store.seal_large(self.draft, NAME, Attributes()).size_bytes == len(self.bytes)
+        assert self.store.seal_large(self.draft, NAME, Attributes()).size_bytes == len(self.now)
         self._close()
-        self.sealed, self.persisted = bytes(self.bytes), None
+        self.sealed, self.persisted = bytes(self.now), None
         assert await read(self.store) == self.sealed
-        self.draft, self.bytes = self.store.begin_large(b"b", uid=0), bytearray()
+        self.draft, self.now = self.store.begin_large(b"b", uid=0), bytearray()
 
     async def _rewrite(self, *_: int) -> None:
         """A draft of what is sealed, which stays as it is."""
@@ -328,12 +332,12 @@ class Model:
         if self.sealed is not None:
             self.draft.close()
             self.draft = self.store.begin_large(b"b", uid=0, base=info_of(self.store))
-            self.bytes = bytearray(self.sealed)
+            self.now = bytearray(self.sealed)
 
     async def _abort(self, *_: int) -> None:
         self._close()
         self.persisted = None
-        self.draft, self.bytes = self.store.begin_large(b"b", uid=0), bytearray()
+        self.draft, self.now = self.store.begin_large(b"b", uid=0), bytearray()
 
     async def _churn(self, *_: int) -> None:
         """Have segments reclaimed."""
@@ -349,7 +353,7 @@ class Model:
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-@given(seed=st.integers(0, 1000), plan=st.lists(steps, min_size=1, max_size=25), crash=st.booleans())
+@given(seed=st.integers(0, 1000), plan=st.lists(steps, min_size=8, max_size=40), crash=st.booleans())
 def test_a_draft_is_a_bytearray(
     tmp_path_factory: pytest.TempPathFactory, seed: int, plan: list[tuple[str, int, int]], crash: bool
 ) -> None:
@@ -357,18 +361,26 @@ def test_a_draft_is_a_bytearray(
 
 
 async def _against_a_bytearray(path: Path, seed: int, plan: list[tuple[str, int, int]], crash: bool) -> None:
+    """With few buffers, which hold what somebody else has left there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "LARGE_DIRTY_EXTENTS", 3)
+        patch.setattr(tiers.large, "extent_memory", lambda size: memoryview(bytearray(b"\xaa" * size)))
+        await _run_plan(path, seed, plan, crash)
+
+
+async def _run_plan(path: Path, seed: int, plan: list[tuple[str, int, int]], crash: bool) -> None:
     device = ThreadDevice()
     store = await TieredStore.start(
         path, device, nvme_bytes=24 * MIB, dram_bytes=16 * MIB, segment_bytes=MIB, backing="directory"
     )
     store.create_bucket(b"b", uid=0, gid=0, durable=True, large=True)
+    model = Model(store, seed, store.begin_large(b"b", uid=0))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(store.run)
-        model = Model(store, seed, store.begin_large(b"b", uid=0))
         for step in plan:
             await model.run(*step)
         await store.journal.settle()
-        assert await model.draft.read(0, LIMIT * 2) == model.bytes
+        assert await model.draft.read(0, LIMIT * 2) == model.now
         if not crash:
             model.draft.close()
             model.persisted = None
