@@ -86,8 +86,10 @@ def all_is_given_back(store: TieredStore) -> None:
 
 
 @asynccontextmanager
-async def started(path: Path, **sizes: int) -> AsyncIterator[TieredStore]:
-    async with running(path, **sizes) as store:
+async def started(
+    path: Path, *, dram_bytes: int = 16 * MIB, nvme_bytes: int = 64 * MIB
+) -> AsyncIterator[TieredStore]:
+    async with running(path, dram_bytes=dram_bytes, nvme_bytes=nvme_bytes) as store:
         if NAME.bucket not in [bucket.name for bucket in store.buckets()]:
             store.create_bucket(b"b", uid=0, gid=0, large=True)
         yield store
@@ -345,7 +347,7 @@ class Model:
             await write(self.store, Name(b"b", b"churn"), content(number, 2 * MIB))
 
     def _close(self) -> None:
-        self.draft.close()
+        self.store.abort_large(self.draft)
 
 
 @settings(
@@ -382,9 +384,9 @@ async def _run_plan(path: Path, seed: int, plan: list[tuple[str, int, int]], cra
         await store.journal.settle()
         assert await model.draft.read(0, LIMIT * 2) == model.now
         if not crash:
-            model.draft.close()
+            store.abort_large(model.draft)
             model.persisted = None
-            await store.journal.settle_names()
+            await store.journal.settle()
             all_is_given_back(store)
         nursery.cancel_scope.cancel()
     store.close(keep=True)  # without `finish`: what was not written is lost, as in a crash

@@ -443,7 +443,7 @@ class TieredStore(Catalog):
 
     def begin_large(self, bucket: bytes, *, uid: int, base: ObjectInfo | None = None) -> LargeDraft:
         """An empty draft that is written extent by extent to the NVMe tier, or one with the bytes of `base`; the
-        caller closes it, sealed or not.
+        caller closes it, sealed or not (`abort_large`).
 
         Raises BucketNotFound, NotFound (`base` is not in that tier), QuotaExceeded, DeviceMissing.
         """
@@ -488,6 +488,12 @@ class TieredStore(Catalog):
             self._discard(object_key(old.object_id), old.uid)
         self._tell(Change(ChangeKind.SEALED, name, stored.key))
         return self._info(name, row, None)
+
+    def abort_large(self, draft: LargeDraft) -> None:
+        """Give the draft back, and what was made durable of it; twice is harmless."""
+        if not draft.sealed:
+            self.journal.removed(draft.object_id)
+        draft.close()
 
     def _look_at(self, draft: Draft) -> tuple[int, int]:
         """(bytes, XXH3-64) of a draft as it is now."""
