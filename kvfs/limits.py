@@ -119,7 +119,7 @@ SEGMENT_OFFSET_BITS: Final = 32
 MAX_PROMOTIONS: Final = 16
 """Objects that are read back into DRAM at once: each is a draft there."""
 OBJECT_SHARE_OF_NVME: Final = 2
-"""The largest object is the NVMe capacity divided by this: it can be replaced while somebody reads it."""
+"""The largest object is the NVMe capacity divided by this, so that one file never empties the tier."""
 LARGE_DIRTY_EXTENTS: Final = 16
 """Extents of files being written that wait in memory: 64 MiB of 4 MiB each; then writers wait for the device."""
 LARGE_CACHED_EXTENTS: Final = 16

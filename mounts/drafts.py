@@ -458,10 +458,14 @@ class DraftKeeper:
         finally:
             os.close(descriptor)
 
-    async def truncate(self, opened: OpenDraft, size_bytes: int) -> None:
+    async def truncate(self, node: Node, opened: OpenDraft, size_bytes: int) -> None:
         """Set the size. Growth of a slot is allocated at once: a hole mapped in a full tier is SIGBUS."""
         if isinstance(opened.draft, LargeDraft):
             await opened.draft.truncate(size_bytes)
+            if (
+                opened.draft.persisted
+            ):  # the extents that were cut off are no longer kept for what is durable of it
+                await self.persist(node, opened)
         else:
             self._truncate_slot(opened.draft, size_bytes)
         opened.awaited = False

@@ -79,7 +79,7 @@ class OpenFiles:
         drafts = self._view.drafts
         if node.draft is not None and not drafts.publish_if_closed(node, node.draft):
             if flags & os.O_TRUNC:
-                await drafts.truncate(node.draft, 0)
+                await drafts.truncate(node, node.draft, 0)
             return self._open_draft(node, node.draft, flags, pid), False
         if _writes(flags) or flags & os.O_TRUNC:
             await self._rewrite(node, flags, uid)

@@ -93,7 +93,7 @@ class Operations(pyfuse3.Operations):
         if node.draft is not None:
             opened = node.draft
             if fields.update_size:
-                await self.view.drafts.truncate(opened, attr.st_size)
+                await self.view.drafts.truncate(node, opened, attr.st_size)
             if fields.update_mtime or fields.update_atime:
                 self.view.drafts.set_times(
                     opened, attr.st_atime_ns if fields.update_atime else None, mtime_ns

@@ -133,7 +133,7 @@ async def test_small_reads_do_not_read_an_extent_each(tmp_path: Path) -> None:
 async def test_who_has_it_open_reads_it_whatever_happens_to_the_name(tmp_path: Path, how: str) -> None:
     """Law 4: leased bytes are never recycled. 30 MiB more than fill the tier several times over."""
     data = content(1, 5 * MIB)
-    async with started(tmp_path, nvme_bytes=20 * MIB) as store:
+    async with started(tmp_path, nvme_bytes=24 * MIB) as store:
         reader = store.open_large(await write(store, NAME, data))
         if how == "removed":
             store.remove(NAME)
@@ -151,7 +151,7 @@ async def test_who_has_it_open_reads_it_whatever_happens_to_the_name(tmp_path: P
         else:
             assert len(nvme_of(store)._gone) == 0
     shutil.rmtree(tmp_path / "index")
-    async with started(tmp_path, nvme_bytes=20 * MIB) as store:
+    async with started(tmp_path, nvme_bytes=24 * MIB) as store:
         if how == "removed":
             with pytest.raises(NotFound):
                 store.lookup(NAME)

@@ -180,6 +180,8 @@ class LargeDraft:
         self._closed = False
         self.sealed = False
         """Set by the store: from then on the object is its own."""
+        self.persisted = False
+        """Set by the store: the log has a META, and so the file would be there after a crash."""
         self.error: KvfsError | None = None
         """Why an extent could not be written: the draft will never be sealed."""
         now = time.time_ns()

@@ -349,9 +349,11 @@ class Log:
         return taken
 
     async def _keep_reserve(self, *, essential: bool) -> None:
-        """Reclaim until more than the reserve is free, while anything can be gained."""
-        while len(self.pool.free) <= limits.RESERVED_SEGMENTS and self.reclaim is not None:
-            if not await self.reclaim():
+        """Reclaim until more than the reserve is free, while anything can be gained: where going through all
+        segments has not freed one, nothing would."""
+        for _ in self.pool.segments:
+            enough = len(self.pool.free) > limits.RESERVED_SEGMENTS
+            if enough or self.reclaim is None or not await self.reclaim():
                 break
         if self._segment is None and not essential and len(self.pool.free) < limits.RESERVED_SEGMENTS:
             raise TierFull("the NVMe tier is full of objects that may not be evicted")

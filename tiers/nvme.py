@@ -190,9 +190,11 @@ class NvmeTier:
 
     @property
     def durable_capacity_bytes(self) -> int:
-        """What durable objects may fill: the rest keeps reclaim moving."""
+        """What durable and open objects may fill: the rest keeps reclaim moving. A segment can end where the next
+        extent does not fit: with segments of four extents a quarter of each may stay empty."""
         usable = len(self.pool.segments) - limits.RESERVED_SEGMENTS - 1
-        return usable * self.pool.segment_bytes * limits.DURABLE_PERCENT // 100
+        filled_bytes = self.pool.segment_bytes - self.record_bytes(self.pool.extent_bytes)
+        return usable * filled_bytes * limits.DURABLE_PERCENT // 100
 
     @property
     def write_amplification(self) -> float:
@@ -258,8 +260,8 @@ class NvmeTier:
 
     @property
     def largest_object_bytes(self) -> int:
-        """Of one object: its successor has to fit beside it while somebody reads it."""
-        return self.capacity_bytes // limits.OBJECT_SHARE_OF_NVME
+        """Of one object, where nothing else has to stay."""
+        return min(self.capacity_bytes // limits.OBJECT_SHARE_OF_NVME, self.durable_capacity_bytes)
 
     # --- writing ------------------------------------------------------------------------------------------
 

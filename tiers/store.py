@@ -41,6 +41,7 @@ from kvfs.errors import (
     NotEmpty,
     NotFound,
     NotPermitted,
+    ObjectTooLarge,
     Superseded,
     WriterActive,
 )
@@ -460,6 +461,7 @@ class TieredStore(Catalog):
         async with draft.settled():
             row = _with_size(_new_row(draft.object_id, attributes, SNAPSHOT), draft.size_bytes)
             await self.journal.persist_large(draft, name, row)
+            draft.persisted = True
 
     def seal_large(
         self, draft: LargeDraft, name: Name, attributes: Attributes, *, replace: bool = True
@@ -609,8 +611,12 @@ class TieredStore(Catalog):
     def open_read(self, info: ObjectInfo, *, uid: int) -> int:
         """A read-only descriptor, which is the lease; the caller closes it. `load` brings up what is not in DRAM.
 
-        Raises Superseded, QuotaExceeded.
+        Raises Superseded, QuotaExceeded, ObjectTooLarge.
         """
+        if self.is_large(info):
+            raise ObjectTooLarge(
+                f"object {info.object_id} has {info.size_bytes} bytes: DRAM takes {self._largest_bytes}"
+            )
         if info.extent is None:
             raise Superseded(f"object {info.object_id} is not in DRAM")
         self.space.check_quota(uid, held_bytes=self.dram.charged_bytes(uid))
