@@ -292,7 +292,7 @@ static int handle_fallocate(struct fuse_loop *loop, const struct fw_in_header *i
 static int seek_in_size(struct fuse_loop *loop, uint64_t nodeid, const struct fw_lseek_in *body, uint64_t *offset) {
     pthread_mutex_lock(&loop->nodes_lock);
     struct fl_node *node = fl_find(loop, nodeid);
-    int known = node != NULL && node->state == FL_OTHER;
+    int known = node != NULL && node->state == FL_OTHER && S_ISREG(node->attr.mode);
     uint64_t size = known ? node->attr.size : 0;
     pthread_mutex_unlock(&loop->nodes_lock);
     if (!known || (body->whence != SEEK_DATA && body->whence != SEEK_HOLE)) return -EINVAL;
