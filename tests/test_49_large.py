@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import tiers.large
@@ -165,14 +165,14 @@ async def test_a_removed_block_that_was_moved_does_not_come_back(tmp_path: Path)
     digest = b"\x07" * 16
     async with started(tmp_path, nvme_bytes=16 * MIB) as store:
         store.create_bucket(b"kv", uid=0, gid=0, namespace=NAMESPACE)
-        info = put_block(store, b"kv", digest, None, MIB)
+        info = put_block(store, b"kv", digest, None, EXTENT)  # of a segment so little that it is moved
         await until_written(store, 1)
         reader = store.open_large(info)
         store.remove_block(digest)
         for number in range(30):
             await write(store, Name(b"b", b"other%d" % number), content(number, 2 * MIB))
         store.journal.large.cache.clear()
-        assert await reader.read(0, MIB) == digest * (MIB // 16)
+        assert await reader.read(0, EXTENT) == digest * (EXTENT // 16)
         assert nvme_of(store).log.counts.segments_reclaimed > 40
         await store.journal.settle_names()
         del reader  # as a crash leaves it: nobody let go
@@ -355,6 +355,20 @@ class Model:
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
+@example(  # cut off and grown again over what is rewritten: zeros
+    1,
+    [
+        ("write", 0, EXTENT * 2),
+        ("seal", 0, 0),
+        ("rewrite", 0, 0),
+        ("truncate", 9, 0),
+        ("truncate", EXTENT + 700, 0),
+    ],
+    False,
+)
+@example(  # grown since it was made durable: as large as it was then
+    2, [("write", 0, 5000), ("persist", 0, 0), ("write", 5000, EXTENT * 2), ("flush", 0, 0)], True
+)
 @given(seed=st.integers(0, 1000), plan=st.lists(steps, min_size=8, max_size=40), crash=st.booleans())
 def test_a_draft_is_a_bytearray(
     tmp_path_factory: pytest.TempPathFactory, seed: int, plan: list[tuple[str, int, int]], crash: bool
@@ -401,6 +415,7 @@ async def _run_plan(path: Path, seed: int, plan: list[tuple[str, int, int]], cra
             assert await read(store) == expected
         else:  # written to since then: of what was not persisted any part may be there
             assert info_of(store).size_bytes == len(expected)
+            assert len(await read(store)) == len(expected)
         all_is_given_back(store)
     shutil.rmtree(path)
 
