@@ -36,6 +36,7 @@ from kvfs.records import MetaBody
 from tiers.admission import GhostQueue
 from tiers.base import Extent, StoreKey, object_key
 from tiers.device import Device
+from tiers.large import LargeDraft, LargeObjects
 from tiers.log import Barrier, Payload
 from tiers.model import Bucket, Name
 from tiers.nvme import NvmeTier, Stored
@@ -65,6 +66,19 @@ class Journal:
 
     is_finished = True
     """Whether the lower tiers know all that the store does."""
+
+    @property
+    def large(self) -> LargeObjects:
+        """Objects larger than DRAM takes. Raises DeviceMissing."""
+        raise DeviceMissing("objects larger than DRAM takes need the NVMe tier, and this store has none")
+
+    def sealed_large(
+        self, draft: LargeDraft, bucket: Bucket, name: Name, row: NameRow, replaced: int | None
+    ) -> None:
+        """A draft that was written extent by extent has its name, in the place of object `replaced`."""
+
+    async def persist_large(self, draft: LargeDraft, name: Name, row: NameRow) -> None:
+        """What was written of such a draft is durable under this name when this returns."""
 
     def usage(self) -> list[dict[str, Any]]:
         """Of the tiers below DRAM."""
@@ -177,6 +191,7 @@ class NvmeJournal(Journal):
 
     def __init__(self, store: TieredStore, nvme: NvmeTier) -> None:
         self.nvme = nvme
+        self._large = LargeObjects(nvme)
         self._store = store
         self._ghosts = GhostQueue()
         self._behind: OrderedDict[bytes, None] = OrderedDict()
@@ -198,6 +213,28 @@ class NvmeJournal(Journal):
         return [self.nvme.usage() | {"write_behind": len(self._behind), "not_admitted": self._skipped}]
 
     # --- what the store tells -----------------------------------------------------------------------------
+
+    @property
+    def large(self) -> LargeObjects:
+        return self._large
+
+    def sealed_large(
+        self, draft: LargeDraft, bucket: Bucket, name: Name, row: NameRow, replaced: int | None
+    ) -> None:
+        stored = draft.stored
+        stored.bucket_id, stored.sealed_at_ns = bucket.bucket_id, row.mtime_ns
+        self.nvme.keep(stored, bucket.durable or bool(row.flags & PINNED))
+        stored.ticket = self.nvme.put_name(stored, MetaBody(name.bucket, name.key, row))
+        if bucket.durable:
+            self._must = stored.ticket
+        self.nvme.counts.objects_written += 1
+        self.nvme.counts.bytes_written += stored.size_bytes
+        self._drop(replaced, behind=True, awaited=not bucket.durable)
+
+    async def persist_large(self, draft: LargeDraft, name: Name, row: NameRow) -> None:
+        draft.stored.bucket_id = self._store.bucket(name.bucket).bucket_id
+        await self.nvme.log.settle(self.nvme.put_name(draft.stored, MetaBody(name.bucket, name.key, row)))
+        draft.check()
 
     def check_durable(self, size_bytes: int) -> None:
         self.nvme.check_durable_room(size_bytes)
@@ -434,6 +471,7 @@ class NvmeJournal(Journal):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.nvme.log.run)
             nursery.start_soon(self._write_behind)
+            nursery.start_soon(self._large.run)
 
     async def _write_behind(self) -> None:
         while True:
