@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from kvfs._native.slots import xxh3_64
-from kvfs.errors import ConfigError, FormatMismatch, NoSpace
+from kvfs.errors import ConfigError, FormatMismatch, NoSpace, Superseded
 from kvfs.limits import MIB
 from kvfs.name_rows import BucketRow, NameRow
 from kvfs.records import MetaBody
@@ -189,6 +189,34 @@ async def test_a_removed_name_stays_removed_without_a_footer(tmp_path: Path) -> 
             bench.drop(b"%d" % number)
         await tier.log.settle()
     assert await reopened(bench) == 25
+
+
+class Gone(Bytes):
+    """A payload whose slot was given to another object before it could be read."""
+
+    async def read_into(self, view: memoryview) -> int:
+        raise Superseded("the slot has another object")
+
+
+async def test_two_half_writings_make_no_object(tmp_path: Path) -> None:
+    """Neither was ever whole, so nobody deletes the object, whose name may have been given away since."""
+    async with tier_at(tmp_path) as (tier, _):
+        fresh(tier)
+        tier.damaged = lambda stored, had_it: True
+        extent = tier.pool.extent_bytes
+        data = content(7, 2 * extent)
+        for written, lost in ((0, 1), (1, 0)):
+            stored = Stored(object_key(7), 7, len(data), CACHE)
+            tier.begin(stored)
+            stored.pieces = [None, None]
+            tier.put_extent(stored, written, Bytes(data[written * extent :][:extent]))
+            tier.put_extent(stored, lost, Gone(data[lost * extent :][:extent]))
+            tier.put_name(stored, MetaBody(b"b1", b"name", row(7, len(data))))
+            await tier.log.settle()
+            assert not tier.holds(7)
+    async with tier_at(tmp_path, run=False) as (tier, found):
+        assert not tier.objects
+        assert not found.names
 
 
 @pytest.mark.parametrize("seed", range(6))

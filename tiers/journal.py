@@ -200,7 +200,8 @@ class NvmeJournal(Journal):
         self._must = 0
         """Ticket of the newest entry that a durable object depends on..."""
         self._should = 0
-        """...and of the newest deletion or rename: both are waited for, only the first may fail a request."""
+        """...and of the newest rename, bucket, or deletion of what was replaced. They are waited for too, as is
+        `NvmeTier.deletion_ticket`, but only the first may fail a request."""
         self._skipped = 0
         self.is_finished = False
         nvme.evicted = self._let_go
@@ -396,10 +397,10 @@ class NvmeJournal(Journal):
             return
         kept = self.nvme.objects[object_id].kept
         ticket = self.nvme.drop(object_id, behind=behind)
-        if ticket is not None and (awaited or not behind):
+        if ticket is not None and awaited:
             self._should = ticket
-            if kept and not behind:
-                self._must = ticket
+        if ticket is not None and kept and not behind:
+            self._must = ticket
 
     def _fence(self) -> None:
         """What reclaim lets go of has no deletion in the log, so a name that it had is settled once it is gone."""
@@ -427,21 +428,23 @@ class NvmeJournal(Journal):
             self._must = self._should
 
     def bucket_removed(self, bucket_id: int) -> None:
-        ticket = self.nvme.drop_bucket(bucket_id)
-        if ticket is not None:
-            self._should = ticket
+        self.nvme.drop_bucket(bucket_id)
 
     # --- waiting ------------------------------------------------------------------------------------------
 
     @property
     def is_settled(self) -> bool:
-        return self.nvme.log.durable_ticket >= max(self._must, self._should)
+        return self.nvme.log.durable_ticket >= self._promised
+
+    @property
+    def _promised(self) -> int:
+        return max(self._must, self._should, self.nvme.deletion_ticket)
 
     async def settle(self) -> None:
-        must, should = self._must, self._should
+        must = self._must
         log = self.nvme.log
         try:
-            await log.settle(max(must, should))
+            await log.settle(self._promised)
         except (NoSpace, DeviceFailed):
             if log.durable_ticket < must:
                 raise

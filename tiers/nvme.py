@@ -13,6 +13,8 @@ Invariants:
 - Until its Deletion is written a crash brings a dropped object back: its newest name stays, and is moved by
   reclaim, so that it never comes back under an earlier one; and one that makes room for a newer object under its
   name stays whole, since its Deletion is behind that one.
+- An object that left without a Deletion may be written again under its id. What is left of the earlier writing does
+  not complete the later one: each record says which writing it is of.
 - Bytes leave this module only after their checksum was found right.
 - An extent's payload may be shorter than the extent: what follows in it is zeros.
 - What somebody holds (`hold`: a lease) is never evicted, only moved. Dropped meanwhile, its extents stay until the
@@ -83,6 +85,8 @@ class Stored:
     """Leases on it: reclaim moves it, too."""
     hits: int = 0
     """That it had when it was written: with more it counts as hot."""
+    writing: int = 0
+    """Which writing of the object its extents are of: those of two never make one object."""
     pieces: list[Piece | None] = field(default_factory=list)
     meta: tuple[Location, int] | None = None
     """Where its newest META is, and what that counts for (`counted_bytes`)."""
@@ -177,6 +181,9 @@ class NvmeTier:
         """Dropped objects whose Deletion is written, and which somebody still holds."""
         self._evicted_from: set[int] = set()
         """Segments that still hold objects that reclaim has let go."""
+        self._writings = 0
+        self.deletion_ticket = 0
+        """Of the newest deletion that waits for nothing: names that became free are settled once it is durable."""
         self._by_number = {segment.number: segment for segment in pool.segments}
         self._loads = trio.CapacityLimiter(limits.DEVICE_BUFFERS)
 
@@ -307,6 +314,7 @@ class NvmeTier:
         """Make an object known whose extents follow with `put_extent`."""
         if stored.object_id in self.objects:
             raise Superseded(f"object {stored.object_id} is in the NVMe tier already")
+        stored.writing = self._writings = max(self._writings + 1, self.log.next_sequence)
         self.objects[stored.object_id] = stored
 
     def put(self, stored: Stored, payloads: Sequence[Payload], meta: MetaBody | None) -> int:
@@ -405,7 +413,10 @@ class NvmeTier:
             self.log.append(Barrier())
         elif not stored.holders:
             self._forget_bytes(stored)
-        return self.log.append(Deletion(object_id, partial(self._deleted, stored)))
+        ticket = self.log.append(Deletion(object_id, partial(self._deleted, stored)))
+        if not behind:
+            self.deletion_ticket = ticket
+        return ticket
 
     def _deleted(self, stored: Stored) -> None:
         """Its Deletion is written: who holds it is the last with a use for its extents."""
@@ -480,12 +491,11 @@ class NvmeTier:
             RecordType.BUCKET, bucket_id, header, body, written=written, lost=lambda error: move_to(original)
         )
 
-    def drop_bucket(self, bucket_id: int) -> int | None:
+    def drop_bucket(self, bucket_id: int) -> None:
         place = self._buckets.pop(bucket_id, None)
-        if place is None:
-            return None
-        self._account(place.place, -1)
-        return self.log.append(Deletion(bucket_id))
+        if place is not None:
+            self._account(place.place, -1)
+            self.deletion_ticket = self.log.append(Deletion(bucket_id))
 
     # --- books --------------------------------------------------------------------------------------------
 
@@ -618,7 +628,7 @@ class NvmeTier:
         was_here = self.objects.get(stored.object_id) is stored
         self._forget(stored)
         if was_here and not self.damaged(stored, had_it):
-            self.log.append(Deletion(stored.object_id))
+            self.deletion_ticket = self.log.append(Deletion(stored.object_id))
 
     async def load(self, stored: Stored, into: memoryview) -> None:
         """Read a whole object, verified extent by extent. `into` is page-aligned and has whole RECORD_ALIGNMENT units.
@@ -834,4 +844,5 @@ def data_header(stored: Stored, number: int) -> dict[str, int | bytes]:
         "sealed_at_ns": stored.sealed_at_ns,
         "uid": stored.uid,
         "bucket_id": stored.bucket_id,
+        "origin_sequence": stored.writing,
     }

@@ -6,8 +6,8 @@ and build the tier from them. On the device it changes nothing, but that segment
 What counts:
 - Records apply in the order of segments' lives, and within one by offset: the order in which they were written.
 - A TOMBSTONE ends every record of its ids, wherever it stands: an id is given out once.
-- An object counts when all of its extents are there and, if it is no block, a META. A META without its extents
-  means nothing, so a name whose newest object never arrived still stands for the one before it.
+- An object counts when all extents of its last writing are there and, if it is no block, a META. A META without its
+  extents means nothing, so a name whose newest object never arrived still stands for the one before it.
 - Of several objects with one name, or one prefix hash, the one with the newest META (or extent) counts, whatever
   reclaim moved since; a file that was being written counts before what it replaces. The others are `losers`:
   their deletion was lost, and is written again by the caller.
@@ -114,7 +114,7 @@ class Replay:
     def _take_data(self, segment: int, offset: int, fields: _Fields) -> None:
         (
             _, kind, _, record_bytes, payload_bytes, sequence, key, parent, object_id,
-            number, size_bytes, sealed_at_ns, uid, bucket_id, _, checksum,
+            number, size_bytes, sealed_at_ns, uid, bucket_id, writing, checksum,
         ) = fields  # fmt: skip
         if parent == _NO_PARENT:
             parent = _NO_PARENT  # one for all
@@ -132,6 +132,9 @@ class Replay:
         count = self.tier.extent_count(size_bytes)
         if number >= count:
             raise Corrupt(f"extent {number} of an object of {size_bytes} bytes")
+        if stored.writing != writing:
+            stored.pieces, stored.writing = [], writing
+            self.next_sequence = max(self.next_sequence, writing + 1)
         if len(stored.pieces) < count:
             stored.pieces += [None] * (count - len(stored.pieces))
         stored.pieces[number] = piece

@@ -96,7 +96,9 @@ async def live(task: dict[str, Any], say: Speaker) -> None:
         nursery.start_soon(watch, store, say)
         make_buckets(store)
         await store.journal.settle()
-        say(found=await look(store, say), wrong_books=audit(store))
+        found = await look(store, say)
+        await store.journal.settle()  # what the look itself has evicted
+        say(found=found, wrong_books=audit(store))
         async with trio.open_nursery() as clients:
             for number in range(CLIENTS):
                 client = Client(store, number, task["seed"], task["life"], say)

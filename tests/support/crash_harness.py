@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections import Counter, deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -179,7 +180,8 @@ class Harness:
                         return
                     life.lines += 1
                     if life.lines == kill_after:
-                        signal.pidfd_send_signal(watch, signal.SIGKILL)
+                        with suppress(ProcessLookupError):  # it has ended, and this line is late
+                            signal.pidfd_send_signal(watch, signal.SIGKILL)
                     try:
                         yield json.loads(line)
                     except json.JSONDecodeError:  # the watchdog's traceback

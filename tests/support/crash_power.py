@@ -92,6 +92,7 @@ class Machine:
                 make_buckets(store)
                 await store.journal.settle()
                 found = await look(store, self.say)
+                await store.journal.settle()  # what the look itself has evicted
                 self.wrong += self.model.judge(found, index_lives=False) + audit(store)
                 self.model = self.model.restart(found)
                 self.counts["found"] += len(found)
