@@ -1,8 +1,7 @@
 """The NVMe tier: objects as extents in a log of segment files, found again by object id.
 
-Responsibility: which object's extents and names lie where, reading and verifying them, and carrying out
-reclaim. Record order, batches and durability are `tiers.log`; the policy of reclaim is `tiers.reclaim`; what
-is written, and when, the store decides.
+Responsibility: which object's extents and names lie where, reading and verifying them. Record order, batches and
+durability are `tiers.log`; reclaim is `tiers.reclaiming`; what is written, and when, the store decides.
 
 Invariants:
 - `objects` has an entry from the moment an object's first record is queued until it is dropped or evicted.
@@ -30,7 +29,6 @@ checksum and looks the extent up again.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,16 +36,15 @@ from typing import Any, NamedTuple
 
 import trio
 
-from kvfs import crashpoints, limits
-from kvfs.errors import Corrupt, DeviceFailed, KvfsError, NoSpace, QuotaExceeded, Superseded
+from kvfs import limits
+from kvfs.errors import Corrupt, KvfsError, NoSpace, QuotaExceeded, Superseded
 from kvfs.formats import RECORD_ALIGNMENT, RECORD_HEADER, RecordType, record_extent
 from kvfs.name_rows import BucketRow
-from kvfs.records import BucketBody, MetaBody, TombstoneBody
+from kvfs.records import BucketBody, MetaBody
 from tiers.base import Kind, StoreKey
 from tiers.device import Device
-from tiers.log import Barrier, Deletion, Entry, Location, Log, Payload, Record
-from tiers.reclaim import Fate, MoveBudget, SegmentView, choose_segment, tombstone_counts
-from tiers.segments import Found, Segment, SegmentPool
+from tiers.log import Barrier, Deletion, Location, Log, Payload, Record
+from tiers.segments import Found, SegmentPool
 
 _log = logging.getLogger("kvfs.nvme")
 
@@ -158,7 +155,6 @@ class NvmeTier:
         self.pool = pool
         self.device = pool.device
         self.log = Log(pool, next_sequence)
-        self.log.reclaim = self.reclaim
         self.objects: dict[int, Stored] = {}
         self.counts = NvmeCounts()
         self.evicted: Callable[[Stored], list[int]] = lambda stored: []
@@ -362,7 +358,7 @@ class NvmeTier:
 
     def put_name(self, stored: Stored, meta: MetaBody) -> int:
         """Queue what the object is called from here on; the ticket."""
-        return self.log.append(self._meta_record(stored, meta.encode()))
+        return self.log.append(self.meta_record(stored, meta.encode()))
 
     def put_marker(self, object_id: int, bucket_id: int, meta: MetaBody, *, kept: bool) -> int:
         """Queue the name of a directory; the ticket."""
@@ -373,18 +369,18 @@ class NvmeTier:
             self.objects[object_id] = stored
         return self.put_name(stored, meta)
 
-    def _meta_record(self, stored: Stored, body: bytes, *, moved: Found | None = None) -> Record:
+    def meta_record(self, stored: Stored, body: bytes, *, moved: Found | None = None) -> Record:
         """`moved`: the record that reclaim writes again; it counts until the copy is durable. A draft may have grown
         since."""
         original = stored.meta
         size_bytes = stored.size_bytes if moved is None else moved.header["object_bytes"]
 
         def written(location: Location, record_bytes: int, _: int) -> None:
-            if self._known(stored.object_id) is stored:
+            if self.known(stored.object_id) is stored:
                 self._set_meta(stored, (location, counted_bytes(record_bytes, len(body))))
 
         def lost(error: KvfsError) -> None:
-            if self._known(stored.object_id) is stored:
+            if self.known(stored.object_id) is stored:
                 self._set_meta(stored, original)
 
         origin = 0 if moved is None else moved.header["origin_sequence"] or moved.header["sequence"]
@@ -433,7 +429,7 @@ class NvmeTier:
             self._forget(stored)
 
     def _forget(self, stored: Stored) -> None:
-        if self._known(stored.object_id) is stored:
+        if self.known(stored.object_id) is stored:
             for where in (self.objects, self._leaving, self._gone):
                 where.pop(stored.object_id, None)
             self._forget_bytes(stored)
@@ -470,6 +466,12 @@ class NvmeTier:
         place = self._buckets.setdefault(row.bucket_id, _BucketPlace(row))
         place.row = row
         return self.log.append(self._bucket_record(place))
+
+    def bucket_record_at(self, bucket_id: int, here: Location) -> Record | None:
+        """The bucket as it is now, if its record here is the one that counts."""
+        place = self._buckets.get(bucket_id)
+        live = place is not None and place.place is not None and place.place[0] == here
+        return self._bucket_record(place) if place is not None and live else None
 
     def _bucket_record(self, place: _BucketPlace) -> Record:
         bucket_id = place.row.bucket_id
@@ -551,6 +553,10 @@ class NvmeTier:
         """What is written at this place, to be written again."""
         return SegmentPayload(self.device, self._by_number[piece.segment].fd, piece)
 
+    def put_back(self, stored: Stored, number: int, piece: Piece) -> None:
+        """A copy of the extent may not count: it is where it was."""
+        self._set_piece(stored, number, piece)
+
     def _set_piece(self, stored: Stored, number: int, piece: Piece | None) -> None:
         old = stored.pieces[number]
         if old is not None:
@@ -611,12 +617,12 @@ class NvmeTier:
                 )
             except Corrupt as error:
                 if not stored.dropped and stored.is_at(number, piece):
-                    self._damage(stored, number, error)
+                    self.damage(stored, number, error)
                     raise
                 continue
             return piece.payload_bytes
 
-    def _damage(self, stored: Stored, number: int, error: KvfsError) -> None:
+    def damage(self, stored: Stored, number: int, error: KvfsError) -> None:
         """An extent is not what was written: the object leaves the tier, and is a miss unless DRAM has it."""
         self.counts.corrupt += 1
         _log.error("object %d, extent %d on NVMe: %s", stored.object_id, number, error)
@@ -684,135 +690,26 @@ class NvmeTier:
 
     # --- reclaim ------------------------------------------------------------------------------------------
 
-    async def reclaim(self) -> bool:
-        """Free one segment, moving what must stay; False if none would gain anything. Raises DeviceFailed, NoSpace."""
-        closed = [s for s in self.pool.used() if s.closed and not (s.bad or s.failed)]
-        views = [SegmentView(s.number, s.sequence, self.pool.segment_bytes, s.kept_bytes) for s in closed]
-        short = len(self.pool.free) < limits.RESERVED_SEGMENTS
-        choice = choose_segment(views, short=short)
-        if choice is None:
-            return False
-        victim = self._by_number[choice.number]
-        try:
-            records = await self.pool.records(victim)
-        except DeviceFailed as error:
-            _log.error("segment %d cannot be reclaimed: %s", victim.number, error)
-            victim.failed = True
-            return True
-        budget = MoveBudget(0) if short else MoveBudget.of_segment(self.pool.segment_bytes, victim.kept_bytes)
-        await self._rewrite(self._sort_out(victim, records, budget))
-        try:
-            await self.pool.release(victim)
-        except DeviceFailed:
-            victim.failed = True  # the next attempt takes another one
-            raise
-        self._evicted_from.discard(victim.number)
-        crashpoints.reach("reclaim.after_release")
-        self.log.counts.segments_reclaimed += 1
-        return True
-
-    async def evacuate(self, victim: Segment, records: Sequence[Found]) -> None:
-        """Write everything that counts of `records`, which are the segment's, again in another one; durably.
-
-        Then the segment's file may go. Raises DeviceFailed, NoSpace.
-        """
-        await self._rewrite(self._sort_out(victim, records, MoveBudget(0, everything=True)))
-
-    async def _rewrite(self, entries: deque[Entry]) -> None:
-        crashpoints.reach("reclaim.before_rewrite")
-        while entries:
-            await self.log.write_now(entries)
-        await self.log.sync_now()
-        crashpoints.reach("reclaim.after_rewrite")
-
-    def _sort_out(self, victim: Segment, records: Sequence[Found], budget: MoveBudget) -> deque[Entry]:
-        """Evict what may go; what is to be moved, in order."""
-        others = [s.first_sequence for s in self.pool.used() if s is not victim]
-        entries: deque[Entry] = deque()
-        for found in records:
-            record = self._kept_record(victim, found, budget, others)
-            if record is not None:
-                entries.append(record)
-                if record.type == RecordType.DATA and record.object_id in self._gone:
-                    entries.append(Deletion(record.object_id))
-        return entries
-
-    def _kept_record(
-        self, victim: Segment, found: Found, budget: MoveBudget, others: Sequence[int]
-    ) -> Record | None:
-        kind, object_id = found.header["type"], found.header["object_id"]
-        here = (victim.number, found.offset)
-        if kind == RecordType.DATA:
-            return self._kept_data(here, found, budget)
-        if kind == RecordType.META:
-            stored = self._known(object_id)
-            if stored is None or stored.meta is None or stored.meta[0] != here:
-                return None
-            return self._meta_record(stored, found.body, moved=found)
-        if kind == RecordType.BUCKET:
-            place = self._buckets.get(object_id)
-            live = place is not None and place.place is not None and place.place[0] == here
-            return self._bucket_record(place) if place is not None and live else None
-        if kind == RecordType.TOMBSTONE:
-            body = TombstoneBody.decode(found.body)
-            if tombstone_counts(body.deleted_sequence, others):
-                return Record(RecordType.TOMBSTONE, 0, body=found.body)
-        return None
-
-    def _known(self, object_id: int) -> Stored | None:
+    def known(self, object_id: int) -> Stored | None:
         """The object, one that is dropped and still of use included."""
         return self.objects.get(object_id) or self._leaving.get(object_id) or self._gone.get(object_id)
 
-    def _kept_data(self, here: Location, found: Found, budget: MoveBudget) -> Record | None:
-        stored = self._known(found.header["object_id"])
-        number = found.header["extent_number"]
-        piece = stored.pieces[number] if stored is not None and number < len(stored.pieces) else None
-        live = piece is not None and (piece.segment, piece.offset) == here
-        fate = budget.data_fate(
-            live=live,
-            kept=live and stored is not None and stored.stays,
-            hot=live and stored is not None and self.hits_of(stored) > stored.hits,
-            record_bytes=found.header["record_bytes"],
-        )
-        if fate is Fate.DEAD or stored is None or piece is None:
-            return None
-        if fate is Fate.MOVE:
-            return self._move(stored, number, piece)
-        self._evicted_from.add(piece.segment)
+    def is_deleted(self, object_id: int) -> bool:
+        """Whether the object's Deletion is written, and somebody still holds it."""
+        return object_id in self._gone
+
+    def evict(self, stored: Stored, segment: int) -> None:
+        """Let an object go that has an extent in this segment, and what has to leave with it."""
+        self._evicted_from.add(segment)
         leaving = self.evicted(stored)
         self._forget(stored)
         self.counts.objects_evicted += 1
         for object_id in leaving:
             self.drop(object_id)
-        return None
 
-    def _move(self, stored: Stored, number: int, piece: Piece) -> Record:
-        payload = self.payload_of(piece)
-        moved = piece
-
-        def written(location: Location, record_bytes: int, checksum: int) -> None:
-            nonlocal moved
-            if not stored.dropped and stored.is_at(number, moved):
-                moved = Piece(*location, record_bytes, piece.payload_bytes, checksum)
-                self.place(stored, number, moved)
-
-        def lost(error: KvfsError) -> None:
-            if stored.dropped or not stored.is_at(number, moved):
-                return
-            if isinstance(error, Corrupt):
-                self._damage(stored, number, error)
-            else:  # the copy may not count, and the original is still there
-                self._set_piece(stored, number, piece)
-
-        stored.hits = self.hits_of(stored)
-        return Record(
-            RecordType.DATA,
-            stored.object_id,
-            data_header(stored, number),
-            payload=Guarded(stored, payload) if piece.payload_bytes else None,
-            written=written,
-            lost=lost,
-        )
+    def released(self, segment: int) -> None:
+        """The segment has no records any more."""
+        self._evicted_from.discard(segment)
 
 
 class Guarded:

@@ -35,6 +35,7 @@ from tiers.base import Kind, StoreKey
 from tiers.device import Device
 from tiers.log import Location
 from tiers.nvme import NvmeTier, Piece, Stored, counted_bytes
+from tiers.reclaiming import Reclaimer
 from tiers.segments import Listing, Segment, SegmentPool, open_pool
 
 _log = logging.getLogger("kvfs.nvme")
@@ -277,6 +278,7 @@ async def open_nvme(
     )
     try:
         tier = NvmeTier(pool, 1)
+        tier.log.reclaim = Reclaimer(tier).reclaim
         replay = Replay(tier)
         for segment in pool.used():
             try:
