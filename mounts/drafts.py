@@ -371,13 +371,28 @@ class DraftKeeper:
         opened.snapshot = await self._store.persist_draft(
             opened.draft, self._nodes.name(node), attributes, previous=opened.snapshot
         )
+        if not node.linked:
+            self.forget_snapshot(opened)
 
     def rename_snapshot(self, node: Node) -> None:
         """What is durable of a draft gets its draft's name; `settle` waits for that."""
         opened = node.draft
-        if opened is not None and opened.snapshot is not None and node.linked:
-            attributes = _attributes(node, opened, self.status(opened))
+        if opened is None or not node.linked:
+            return
+        attributes = _attributes(node, opened, self.status(opened))
+        if isinstance(opened.draft, LargeDraft):
+            self._store.rename_large(opened.draft, self._nodes.name(node), attributes)
+        elif opened.snapshot is not None:
             self._store.rename_snapshot(opened.snapshot, self._nodes.name(node), attributes)
+
+    def forget_snapshot(self, opened: OpenDraft, *, behind: bool = False) -> None:
+        """What is durable of a draft without a name does not come back, though somebody may have it open for long.
+        `behind`: something else has the name."""
+        durable, opened.snapshot = opened.snapshot, None
+        if isinstance(opened.draft, LargeDraft) and not opened.draft.sealed:
+            durable = opened.draft.object_id
+        if durable is not None:
+            self._store.journal.removed(durable, behind=behind)
 
     def show_draft(self, node: Node, opened: OpenDraft) -> None:
         """Let the native loop answer for a file being written."""
@@ -470,8 +485,8 @@ class DraftKeeper:
         if isinstance(opened.draft, LargeDraft):
             await opened.draft.truncate(size_bytes)
             if (
-                opened.draft.persisted
-            ):  # the extents that were cut off are no longer kept for what is durable of it
+                opened.draft.persisted_bytes is not None
+            ):  # what was cut off is not kept for what is durable of it
                 await self.persist(node, opened)
         else:
             self._truncate_slot(opened.draft, size_bytes)

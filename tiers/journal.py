@@ -115,8 +115,8 @@ class Journal:
     def directory(self, bucket: Bucket, name: Name, row: NameRow) -> None:
         """A directory was made."""
 
-    def removed(self, object_id: int) -> None:
-        """An object or directory was removed."""
+    def removed(self, object_id: int, *, behind: bool = False) -> None:
+        """An object or directory was removed; `behind`: by what has its name, and goes once that is durable."""
 
     def evicted(self, key: StoreKey) -> None:
         """An object left the store, as a cache's may."""
@@ -157,8 +157,8 @@ class Journal:
         """See `TieredStore.persist_draft`."""
         return None
 
-    def rename_snapshot(self, name: Name, row: NameRow) -> None:
-        """See `TieredStore.rename_snapshot`."""
+    def rename_snapshot(self, name: Name, row: NameRow, size_bytes: int | None = None) -> None:
+        """See `TieredStore.rename_snapshot`; `size_bytes`: of what is durable, where the draft may have grown since."""
 
     def is_snapshot(self, object_id: int, size_bytes: int, checksum: int) -> bool:
         """Whether a draft's durable copy has exactly these bytes."""
@@ -271,11 +271,12 @@ class NvmeJournal(Journal):
         stored.ticket = self._must = self.nvme.put_name(stored, MetaBody(name.bucket, name.key, row))
         self._store.note_copy(stored.key, stored.place)
 
-    def rename_snapshot(self, name: Name, row: NameRow) -> None:
+    def rename_snapshot(self, name: Name, row: NameRow, size_bytes: int | None = None) -> None:
         stored = self.nvme.objects.get(row.object_id)
         if stored is not None:
             stored.bucket_id = self._store.bucket(name.bucket).bucket_id
-            meta = MetaBody(name.bucket, name.key, replace(row, size_bytes=stored.size_bytes))
+            size_bytes = stored.size_bytes if size_bytes is None else size_bytes
+            meta = MetaBody(name.bucket, name.key, replace(row, size_bytes=size_bytes))
             stored.ticket = self._must = self.nvme.put_name(stored, meta)
 
     def is_snapshot(self, object_id: int, size_bytes: int, checksum: int) -> bool:
@@ -387,8 +388,8 @@ class NvmeJournal(Journal):
         if bucket.durable:
             self._must = ticket
 
-    def removed(self, object_id: int) -> None:
-        self._drop(object_id)
+    def removed(self, object_id: int, *, behind: bool = False) -> None:
+        self._drop(object_id, behind=behind)
 
     def _drop(self, object_id: int | None, *, behind: bool = False, awaited: bool = True) -> None:
         """`behind`: only once what was queued before is durable, which replaces it; not `awaited` where that stays."""

@@ -180,8 +180,8 @@ class LargeDraft:
         self._closed = False
         self.sealed = False
         """Set by the store: from then on the object is its own."""
-        self.persisted = False
-        """Set by the store: the log has a META, and so the file would be there after a crash."""
+        self.persisted_bytes: int | None = None
+        """Set by the store: the log has a META, and so the file would be there after a crash, with this size."""
         self.error: KvfsError | None = None
         """Why an extent could not be written: the draft will never be sealed."""
         now = time.time_ns()
@@ -369,6 +369,7 @@ class LargeDraft:
                 payload=Guarded(self.stored, payload) if payload.size_bytes else None,
                 written=written,
                 lost=lost,
+                essential=self._nvme.is_durable(self.stored.bucket_id),
             )
         )
 

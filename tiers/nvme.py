@@ -358,7 +358,7 @@ class NvmeTier:
 
     def put_name(self, stored: Stored, meta: MetaBody) -> int:
         """Queue what the object is called from here on; the ticket."""
-        return self.log.append(self.meta_record(stored, meta.encode()))
+        return self.log.append(self.meta_record(stored, meta.encode(), meta.row.size_bytes))
 
     def put_marker(self, object_id: int, bucket_id: int, meta: MetaBody, *, kept: bool) -> int:
         """Queue the name of a directory; the ticket."""
@@ -369,11 +369,12 @@ class NvmeTier:
             self.objects[object_id] = stored
         return self.put_name(stored, meta)
 
-    def meta_record(self, stored: Stored, body: bytes, *, moved: Found | None = None) -> Record:
-        """`moved`: the record that reclaim writes again; it counts until the copy is durable. A draft may have grown
-        since."""
+    def meta_record(
+        self, stored: Stored, body: bytes, size_bytes: int, *, moved: Found | None = None
+    ) -> Record:
+        """`size_bytes`: of the object as it has this name, where a draft may have grown since. `moved`: the record that
+        reclaim writes again; it counts until the copy is durable."""
         original = stored.meta
-        size_bytes = stored.size_bytes if moved is None else moved.header["object_bytes"]
 
         def written(location: Location, record_bytes: int, _: int) -> None:
             if self.known(stored.object_id) is stored:

@@ -104,7 +104,7 @@ class Reclaimer:
             stored = self._nvme.known(object_id)
             if stored is None or stored.meta is None or stored.meta[0] != here:
                 return None
-            return self._nvme.meta_record(stored, found.body, moved=found)
+            return self._nvme.meta_record(stored, found.body, found.header["object_bytes"], moved=found)
         if kind == RecordType.BUCKET:
             return self._nvme.bucket_record_at(object_id, here)
         if kind == RecordType.TOMBSTONE:

@@ -237,10 +237,11 @@ class Replay:
 
     def _is_newer(self, stored: Stored, rival: Stored) -> bool:
         """Of two with one name or hash. What a file being written replaces may have been written behind only after
-        the file was made durable: of those two the later id counts."""
+        the file was made durable: of those two the later sequence of their rows counts."""
         snapshots = self.found.snapshots
         if (stored.object_id in snapshots) != (rival.object_id in snapshots):
-            return stored.object_id > rival.object_id
+            mine, other = (self.found.meta(each.object_id).row for each in (stored, rival))
+            return mine.sequence > other.sequence
         return self.newest.get(rival.object_id, 0) <= self.newest.get(stored.object_id, 0)
 
     def _contend(self, holders: dict[bytes, Stored], claim: bytes, stored: Stored) -> None:

@@ -315,9 +315,20 @@ class TieredStore(Naming):
         Raises NoSpace, DeviceFailed.
         """
         async with draft.settled():
-            row = _with_size(new_row(draft.object_id, attributes, SNAPSHOT), draft.size_bytes)
-            await self.journal.persist_large(draft, name, row)
-            draft.persisted = True
+            draft.persisted_bytes = draft.size_bytes
+            await self.journal.persist_large(draft, name, self._large_row(draft, attributes, SNAPSHOT))
+
+    def _large_row(self, draft: LargeDraft, attributes: Attributes, flags: int) -> NameRow:
+        """With a sequence of its own: the object has had its id since before what may have got the name meanwhile."""
+        size_bytes = draft.persisted_bytes if flags & SNAPSHOT else draft.size_bytes
+        row = new_row(draft.object_id, attributes, flags)
+        return replace(row, size_bytes=size_bytes or 0, sequence=self.names.next_ids(1))
+
+    def rename_large(self, draft: LargeDraft, name: Name, attributes: Attributes) -> None:
+        """What `persist_large` made durable, if anything, has this name from here on."""
+        if draft.persisted_bytes is not None:
+            row = self._large_row(draft, attributes, SNAPSHOT)
+            self.journal.rename_snapshot(name, row, draft.persisted_bytes)
 
     def seal_large(
         self, draft: LargeDraft, name: Name, attributes: Attributes, *, replace: bool = True
@@ -328,7 +339,7 @@ class TieredStore(Naming):
         if not draft.is_written or draft.sealed:
             raise WriterActive(f"{name} is not written yet, or sealed already")
         stored, digest = draft.stored, draft.stored.key.digest
-        row = _with_size(new_row(draft.object_id, attributes, 0), stored.size_bytes)
+        row = self._large_row(draft, attributes, 0)
         self._report_hits()
         kind = int(stored.key.kind)
         self.table.put(digest, kind, NO_SLOT, 0, row.size_bytes, tiers=TIER_NVME, location=stored.place)
