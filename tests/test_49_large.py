@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from collections.abc import AsyncIterator
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 import tiers.large
 from kvfs import limits
+from kvfs.cli_fsck import _check as fsck
 from kvfs.errors import DeviceMissing, NoSpace, NotFound, ObjectTooLarge, WriterActive
 from kvfs.limits import MIB
 from tests.test_42_store_nvme import put, running
@@ -128,6 +130,27 @@ async def test_a_small_one_comes_up_into_dram(tmp_path: Path) -> None:
         found = await store.load(info_of(store), uid=0)
         assert found.extent is not None
         assert not store.is_large(found)
+
+
+async def test_what_ends_in_a_hole_comes_up_into_dram_and_is_whole_to_fsck(tmp_path: Path) -> None:
+    """Its record is shorter than the object, and so is what the record's checksum is of."""
+    async with running(tmp_path, keep=True) as store:
+        store.create_bucket(b"b", uid=0, gid=0, large=True)
+        draft = store.begin_large(b"b", uid=0)
+        await draft.write(0, b"bytes")
+        await draft.truncate(5000)
+        await draft.flush()
+        info = store.seal_large(draft, NAME, Attributes())
+        draft.close()
+        await store.load(info, uid=0)
+        store.dram.wait_checksums(30)
+    found = await trio.to_thread.run_sync(fsck, tmp_path, tmp_path / "nvme", False)
+    assert found["problems"] == []
+    async with running(tmp_path) as store:
+        assert info_of(store).tier == "dram"
+        descriptor = store.open_read(info_of(store), uid=0)
+        assert os.pread(descriptor, 6000, 0) == b"bytes" + bytes(4995)
+        os.close(descriptor)
 
 
 async def test_small_reads_do_not_read_an_extent_each(tmp_path: Path) -> None:
@@ -438,3 +461,86 @@ async def test_an_object_sealed_into_dram_is_replaced(tmp_path: Path) -> None:
         assert await read(store) == data
         put(store, NAME, 70_000)
         assert info_of(store).tier == "dram"
+
+
+# --- what is durable of a draft ---------------------------------------------------------------------------
+OTHER = Name(b"b", b"other")
+SYNCED = content(1, EXTENT * 2 + 5)
+
+
+@asynccontextmanager
+async def crashing(
+    path: Path, *, durable: bool = False, admits_all: bool = True
+) -> AsyncIterator[tuple[TieredStore, LargeDraft]]:
+    """A store with a draft that is durable as NAME and was written to since, which ends without its clean stop."""
+    device = ThreadDevice()
+    store = await TieredStore.start(
+        path, device, nvme_bytes=24 * MIB, dram_bytes=16 * MIB, segment_bytes=MIB, backing="directory"
+    )
+    store.create_bucket(b"b", uid=0, gid=0, durable=durable, admits_all=admits_all, large=True)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(store.run)
+        draft = store.begin_large(b"b", uid=0)
+        yield store, draft
+        nursery.cancel_scope.cancel()
+    store.close(keep=True)
+    await device.aclose()
+
+
+async def make_durable(store: TieredStore, draft: LargeDraft) -> None:
+    await draft.write(0, SYNCED)
+    await store.persist_large(draft, NAME, Attributes())
+    await draft.write(len(SYNCED), content(2, EXTENT))
+    await draft.flush()
+
+
+def lose_index(path: Path, lost: bool) -> None:
+    if lost:
+        shutil.rmtree(path / "index")
+
+
+@pytest.mark.parametrize("lost", [False, True])
+async def test_what_is_durable_of_a_draft_moves_with_its_name(tmp_path: Path, lost: bool) -> None:
+    async with crashing(tmp_path) as (store, draft):
+        await make_durable(store, draft)
+        store.rename_large(draft, OTHER, Attributes())
+        await store.journal.settle()
+    lose_index(tmp_path, lost)
+    async with running(tmp_path, nvme_bytes=24 * MIB) as store:
+        assert await read(store, OTHER) == SYNCED
+        with pytest.raises(NotFound):
+            store.lookup(NAME)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+async def test_what_is_durable_of_a_draft_ends_with_its_name(tmp_path: Path, lost: bool) -> None:
+    async with crashing(tmp_path) as (store, draft):
+        await make_durable(store, draft)
+        store.journal.removed(draft.object_id)
+        await store.journal.settle()
+        await draft.write(0, b"x")  # it is open all the same
+        await draft.flush()
+        assert await draft.read(0, len(SYNCED)) == b"x" + SYNCED[1:]
+    lose_index(tmp_path, lost)
+    async with running(tmp_path, nvme_bytes=24 * MIB) as store:
+        with pytest.raises(NotFound):
+            store.lookup(NAME)
+        all_is_given_back(store)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("bucket", [{}, {"durable": True}, {"admits_all": False}])
+async def test_what_is_durable_of_a_draft_counts_before_what_came_under_its_name_earlier(
+    tmp_path: Path, lost: bool, bucket: dict[str, bool]
+) -> None:
+    """Though the draft is older, and also where only DRAM and the index have what came."""
+    async with crashing(tmp_path, **bucket) as (store, draft):
+        if bucket.get("admits_all", True):
+            await write(store, NAME, content(3, EXTENT))
+        else:
+            put(store, NAME, EXTENT)
+        await store.journal.settle()
+        await make_durable(store, draft)
+    lose_index(tmp_path, lost)
+    async with running(tmp_path, nvme_bytes=24 * MIB) as store:
+        assert await read(store) == SYNCED
