@@ -13,6 +13,7 @@ import trio
 
 from kvfs._native.slots import xxh3_64
 from kvfs.errors import ConfigError, FormatMismatch, NoSpace, Superseded
+from kvfs.formats import SEGMENT_DATA_START
 from kvfs.limits import MIB
 from kvfs.name_rows import BucketRow, NameRow
 from kvfs.records import MetaBody
@@ -306,6 +307,21 @@ async def test_hot_objects_stay_and_amplification_is_bounded(tmp_path: Path) -> 
         await tier.log.settle()
         assert sum(object_id in tier.objects for object_id in hot) >= 18
         assert tier.write_amplification < 1.34
+
+
+@pytest.mark.parametrize("trim", [False, True])
+async def test_a_freed_segment_is_trimmed_and_stays_allocated(tmp_path: Path, trim: bool) -> None:
+    async with tier_at(tmp_path) as (tier, found):
+        fresh(tier)
+        tier.pool.trims = trim
+        bench = Bench(tmp_path, tier, found)
+        while not tier.log.counts.segments_reclaimed:
+            bench.put(b"name", 200_000)
+            await tier.log.settle()
+        freed = tier.pool.free[-1]
+        file = tmp_path / f"{freed.number:08x}.seg"
+        assert file.stat().st_blocks * 512 >= SEGMENT
+        assert any(file.read_bytes()[SEGMENT_DATA_START:]) is not trim
 
 
 async def test_another_store_or_geometry_is_refused(tmp_path: Path) -> None:

@@ -267,7 +267,13 @@ async def _release_spent(pool: SegmentPool, replay: Replay) -> None:
 
 
 async def open_nvme(
-    device: Device, directory: Path, *, store_id: bytes, capacity_bytes: int, segment_bytes: int | None = None
+    device: Device,
+    directory: Path,
+    *,
+    store_id: bytes,
+    capacity_bytes: int,
+    segment_bytes: int | None = None,
+    trim: bool = False,
 ) -> tuple[NvmeTier, Replayed]:
     """The tier in `directory` with all that its records say. Raises what `open_pool` does.
 
@@ -277,6 +283,7 @@ async def open_nvme(
     pool = await open_pool(
         device, directory, store_id=store_id, capacity_bytes=capacity_bytes, segment_bytes=segment_bytes
     )
+    pool.trims = trim
     try:
         tier = NvmeTier(pool, 1)
         tier.log.reclaim = Reclaimer(tier).reclaim

@@ -122,6 +122,7 @@ class TieredStore(Naming):
         dram_bytes: int,
         nvme_dir: Path | None = None,
         segment_bytes: int | None = None,
+        trim: bool = False,
         max_slots: int = limits.DEFAULT_SLOTS,
         gid: int | None = None,
         backing: str = "auto",
@@ -130,7 +131,8 @@ class TieredStore(Naming):
     ) -> Self:
         """As `open`, with an NVMe tier in `nvme_dir` (default: in the data directory), which the store outlives.
 
-        `run` writes to it. Raises what `open` and `tiers.segments.open_pool` do.
+        `trim`: tell the device what freed segments no longer hold. `run` writes to the tier. Raises what `open` and
+        `tiers.segments.open_pool` do.
         """
         make_policy = _checked(dram_bytes, policy)
         home = open_home(data_dir)
@@ -142,6 +144,7 @@ class TieredStore(Naming):
             store_id=home.store_id,
             capacity_bytes=nvme_bytes,
             segment_bytes=segment_bytes,
+            trim=trim,
         )
         quota_bytes = quota_bytes if quota_bytes is not None else dram_bytes // 2
         with _without_gc(), walking(home) as walk:
