@@ -218,10 +218,13 @@ class Refiller:
             return
         self._asked.set()
         if not self._running:
-            with self._lock:
-                if not (self._running or self._closed.is_set()):
-                    self._running = True
-                    threading.Thread(target=self._refill, daemon=True, name="kvfs-drafts").start()
+            self._start()
+
+    def _start(self) -> None:
+        with self._lock:
+            if not (self._running or self._closed.is_set()):
+                self._running = True
+                threading.Thread(target=self._refill, daemon=True, name="kvfs-drafts").start()
 
     def close(self) -> None:
         self._closed.set()
