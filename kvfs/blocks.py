@@ -125,6 +125,9 @@ class Blocks:
 
         Raises InvalidRequest for a block that is longer than its places, LimitExceeded.
         """
+        native = self._reader.native
+        if native is not None and (found := native.read_into(keys, buffers)) is not None:
+            return found
         deadline, joined = self._deadline(timeout_s), join_keys(keys)
         pieces = Pieces(buffers, len(joined) // DIGEST_BYTES, True)
         results = self._reader.read(joined, pieces, deadline)
@@ -415,6 +418,7 @@ def _mark_forked() -> None:
     """Whatever is writable goes: while a child has it open, its parent could not have it sealed."""
     for blocks in list(_forkable):
         blocks._forked = True
+        blocks._reader.native = None
         blocks._session.after_fork()
         blocks._aside.after_fork()
         for draft in list(blocks._drafts):
