@@ -231,6 +231,39 @@ MAX_OPEN_LISTINGS: Final = 4_096
 MAX_XATTR_VALUE_BYTES: Final = 64 * KIB
 """XATTR_SIZE_MAX of Linux; also what a bucket's namespace xattr may hold."""
 
+# --- gateway: connections --------------------------------------------------------------------------------
+MAX_HEAD_BYTES: Final = 32 * KIB
+"""Request line and headers together: a key of 1,024 bytes escaped, 2 KiB of metadata, a session token and room."""
+MAX_HEADERS: Final = 128
+"""Header fields of one request; S3's clients send about twenty."""
+MAX_CHUNK_LINE_BYTES: Final = 256
+"""The line before a chunk of Transfer-Encoding: chunked; nobody needs its extensions."""
+MAX_TRAILER_BYTES: Final = 8 * KIB
+"""The trailer section after the last chunk; S3's own trailers are inside the payload."""
+MAX_GATEWAY_CONNECTIONS: Final = 4_096
+"""Connections of one gateway process, unless told otherwise: each has a buffer of MAX_HEAD_BYTES."""
+GATEWAY_BACKLOG: Final = 1_024
+"""Connections that the kernel queues before they are accepted."""
+DRAIN_WAIT_S: Final = 8.0
+"""How long a gateway that stops waits for the requests in flight: less than STOP_WAIT_S."""
+HEAD_TIMEOUT_S: Final = 15.0
+"""From the first byte of a request to the end of its headers."""
+KEEP_ALIVE_S: Final = 75.0
+"""How long a connection may be quiet between two requests: clients' pools keep theirs for about a minute."""
+BODY_STALL_S: Final = 20.0
+"""How long a peer may send, or take, nothing in the middle of a body (S3 itself ends such requests after 20 s)."""
+MIN_BODY_RATE_BYTES_S: Final = 256
+"""A body must move at least so fast on average, once BODY_GRACE_S are over: a trickle holds a draft or a lease."""
+BODY_GRACE_S: Final = 60.0
+MAX_DRAIN_BYTES: Final = 256 * KIB
+"""What is left of a refused request's body is read away up to this, so that the connection can be used again."""
+LINGER_S: Final = 2.0
+"""How long a closed connection's input is still read: a reset would take the answer from the client."""
+SEND_CHUNK_BYTES: Final = 4 * MIB
+"""Sent at once from a slot: what one slow reader keeps of the event loop's time."""
+TLS_RECORDS_BYTES: Final = 256 * KIB
+"""Read and encrypted at once for a TLS connection."""
+
 # --- traces ----------------------------------------------------------------------------------------------
 MAX_TRACE_LINE_BYTES: Final = 1 * MIB
 """One request of a trace: MAX_TRACE_REQUEST_BLOCKS ids of 20 digits and more beside them."""

@@ -233,13 +233,15 @@ class TieredStore(Naming):
         attributes: Attributes,
         *,
         replace: bool = True,
+        expected_id: int | None = None,
         checksum: int | None = None,
         snapshot: int | None = None,
     ) -> ObjectInfo:
         """Publish a draft under a name: the last seal wins. `snapshot` is what `persist_draft` made of it.
 
-        Raises WriterActive while it can still be written, Exists when not `replace` and the name is taken
-        (the draft stays open in both cases), NotPermitted for the names of blocks.
+        Raises WriterActive while it can still be written, Exists when not `replace` and the name is taken, and
+        where another object than `expected_id` has it, NotFound where none has (the draft then stays open),
+        NotPermitted for the names of blocks.
         """
         bucket = self._check_name(name)
         if name.key.endswith(b"/"):
@@ -249,6 +251,8 @@ class TieredStore(Naming):
         old = self._row(name)
         if old is not None and not replace:
             raise Exists(f"{name} exists")
+        if expected_id is not None:
+            self._check_expected(name, expected_id)
         if bucket.durable:
             self.journal.check_durable(self.dram.draft_bytes(draft.extent))
         same = snapshot is not None and self.journal.is_snapshot(snapshot, *self._look_at(draft))
