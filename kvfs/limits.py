@@ -240,6 +240,13 @@ MAX_CHUNK_LINE_BYTES: Final = 256
 """The line before a chunk of Transfer-Encoding: chunked; nobody needs its extensions."""
 MAX_TRAILER_BYTES: Final = 8 * KIB
 """The trailer section after the last chunk; S3's own trailers are inside the payload."""
+GATEWAY_RECONNECT_WAIT_S: Final = 2.0
+"""How long a request waits for a service that is gone, before it is told to come again (503)."""
+GATEWAY_RECONNECT_MIN_S: Final = 0.05
+GATEWAY_RECONNECT_MAX_S: Final = 1.0
+"""Pauses between the gateway's attempts to reach its service, doubling."""
+GATEWAY_TOUCH_INTERVAL_S: Final = 0.25
+"""How often a gateway reports hits that it read without the service, MAX_BATCH at once; more are not counted."""
 MAX_GATEWAY_CONNECTIONS: Final = 4_096
 """Connections of one gateway process, unless told otherwise: each has a buffer of MAX_HEAD_BYTES."""
 GATEWAY_BACKLOG: Final = 1_024
