@@ -42,7 +42,7 @@ class ObjectMetadata:
 
 
 def from_request(request: Request) -> ObjectMetadata:
-    """What a PUT, copy (REPLACE) or create-upload says. Raises S3Error MetadataTooLarge, InvalidTag, InvalidArgument."""
+    """What a PUT, copy (REPLACE) or create-upload says. Raises S3Error MetadataTooLarge, InvalidTag."""
     raise NotImplementedError
 
 

@@ -28,12 +28,14 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from kvfs.errors import ConfigError
+from kvfs.credentials import Credential
+from kvfs.errors import ConfigError, InvalidRequest
 from kvfs.limits import (
     DEFAULT_SCRUB_BYTES_S,
     DEFAULT_SLOTS,
     DRAM_SHARE_OF_AVAILABLE,
     KIB,
+    MAX_CREDENTIALS,
     MAX_DEFAULT_NVME_BYTES,
     MAX_SCRUB_BYTES_S,
     MAX_SLOTS,
@@ -44,6 +46,7 @@ from kvfs.limits import (
     MIN_SLOTS,
     NVME_SHARE_OF_FREE,
 )
+from kvfs.paths import check_bucket
 from kvfs.sizes import format_size, parse_size
 
 MountMode = Literal["auto", "passthrough", "native", "plain"]
@@ -117,6 +120,14 @@ def _short_enough(path: Path) -> Path:
             {"length": length, "limit": MAX_SOCKET_PATH_BYTES},
         )
     return path
+
+
+def _bucket_name(name: str) -> str:
+    try:
+        check_bucket(name.encode())
+    except InvalidRequest as error:
+        raise PydanticCustomError("bucket", "{reason}", {"reason": str(error)}) from None
+    return name
 
 
 Size = Annotated[int, BeforeValidator(_size)]
@@ -194,6 +205,18 @@ class SessionSettings(_Section):
     """Bytes that one uid may hold of replaced objects. None: half the DRAM capacity."""
 
 
+class S3Settings(_Section):
+    """[s3]"""
+
+    region: Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")] = "us-east-1"
+    """What clients must sign for."""
+    domains: tuple[Annotated[str, Field(pattern=r"^[a-z0-9.-]{1,253}$")], ...] = ()
+    """`BUCKET.DOMAIN` of one of these means the bucket; the domain itself is path style."""
+    default_bucket: Annotated[str, AfterValidator(_bucket_name)] | None = None
+    """What a host of no domain means, where it is neither an IP address nor `localhost`. None: path style."""
+    credentials: Annotated[tuple[Credential, ...], Field(max_length=MAX_CREDENTIALS)] = ()
+
+
 class LogSettings(_Section):
     """[log]"""
 
@@ -208,6 +231,7 @@ class Settings(_Section):
     nvme: NvmeSettings = NvmeSettings()
     mount: MountSettings = MountSettings()
     session: SessionSettings = SessionSettings()
+    s3: S3Settings = S3Settings()
     log: LogSettings = LogSettings()
 
     @property
@@ -268,10 +292,21 @@ def _explain(errors: Iterable[ErrorDetails]) -> Iterable[str]:
     """One phrase per error: "[dram] capacity = '12MiB': at least 16 MiB"."""
     for error in errors:
         where = [str(part) for part in error["loc"]]
-        if error["type"] == "extra_forbidden":
+        if where[:2] == ["s3", "credentials"]:
+            yield _about_credentials(where[2:], error)
+        elif error["type"] == "extra_forbidden":
             yield _unknown(where)
         else:
             yield f"[{where[0]}] {'.'.join(where[1:2])} = {error['input']!r}: {_limit(where, error)}"
+
+
+def _about_credentials(where: list[str], error: ErrorDetails) -> str:
+    """Never with the value: it may be a secret, or what holds one."""
+    place = "[[s3.credentials]]"
+    if where:
+        number = f" number {int(where[0]) + 1}" if where[0].isdigit() else ""
+        place += number + "".join(f" {part}" for part in where[1:])
+    return f"{place}: {error['msg'][:1].lower()}{error['msg'][1:]}"
 
 
 def _unknown(where: list[str]) -> str:

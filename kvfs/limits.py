@@ -282,3 +282,51 @@ MAX_TRACE_REFERENCES: Final = 1 << 26
 # --- scheduling ------------------------------------------------------------------------------------------
 MAX_DEFERRED_REQUESTS: Final = 4_096
 """Requests that wait for room on a decode instance; each is looked at several times a second."""
+
+# --- S3 --------------------------------------------------------------------------------------------------
+MAX_QUERY_PARAMETERS: Final = 64
+"""Of one S3 request; a presigned one has eight besides its own, and no operation takes twenty."""
+MAX_CREDENTIALS: Final = 10_000
+"""Credentials of the S3 door: a look-up table that every worker holds."""
+MAX_ACCESS_KEY_BYTES: Final = 128
+MIN_SECRET_KEY_BYTES: Final = 16
+"""Shorter secrets are guessed from one captured signature."""
+MAX_SECRET_KEY_BYTES: Final = 256
+MAX_SIGNING_KEYS: Final = 1_024
+"""Derived signing keys that a worker remembers, of (secret, date, region): four HMACs saved on each request."""
+MAX_CLOCK_SKEW_S: Final = 900
+"""How far the time of a signature may be from the gateway's clock, as S3 has it."""
+MAX_PRESIGN_EXPIRY_S: Final = 604_800
+"""Longest life of a presigned URL: a week, as S3 has it."""
+MAX_SIGNED_HEADERS: Final = 64
+"""Names in SignedHeaders; clients sign 3 to 12."""
+MIN_AWS_CHUNK_BYTES: Final = 8 * KIB
+"""Of an aws-chunked body, each chunk but the last is at least this long, as S3 has it: bounds the framing."""
+MAX_AWS_CHUNK_BYTES: Final = 5 * GIB
+"""No chunk is longer than the largest body of one request."""
+MAX_AWS_CHUNK_LINE_BYTES: Final = 256
+"""A chunk's header: 16 hex digits, `;chunk-signature=` and 64 hex digits take 97."""
+MAX_AWS_TRAILER_BYTES: Final = 4 * KIB
+"""All trailers of one aws-chunked body: a checksum and a signature take 150."""
+MAX_PARTS: Final = 10_000
+"""Of one multipart upload, as S3 has it."""
+MIN_PART_BYTES: Final = 5 * MIB
+"""Every part but the last, as S3 has it."""
+MAX_SINGLE_PUT_BYTES: Final = 5 * GIB
+"""One PUT or part, as S3 has it."""
+MAX_XML_BODY_BYTES: Final = 4 * MIB
+"""A document of a request: 1,000 keys of 1,024 bytes, escaped, or 10,000 parts with two checksums each."""
+MAX_XML_DEPTH: Final = 8
+"""Nesting of a document of a request; the deepest that S3 knows has four levels."""
+MAX_DELETE_KEYS: Final = 1_000
+"""Of one DeleteObjects, as S3 has it."""
+MAX_TAGS: Final = 10
+"""Of one object, as S3 has it; a key has at most 128 characters and a value 256."""
+MAX_TAG_KEY_CHARACTERS: Final = 128
+MAX_TAG_VALUE_CHARACTERS: Final = 256
+MAX_S3_USER_METADATA_BYTES: Final = 2 * KIB
+"""Names and values of x-amz-meta-* headers of one object, as S3 has it."""
+MAX_SYSTEM_METADATA_BYTES: Final = 8 * KIB
+"""Content-Type and the other kept headers of one object: S3 bounds them by its header section only."""
+MAX_ETAG_CONDITIONS: Final = 64
+"""ETags in one If-Match or If-None-Match."""
