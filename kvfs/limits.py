@@ -240,6 +240,20 @@ MAX_CHUNK_LINE_BYTES: Final = 256
 """The line before a chunk of Transfer-Encoding: chunked; nobody needs its extensions."""
 MAX_TRAILER_BYTES: Final = 8 * KIB
 """The trailer section after the last chunk; S3's own trailers are inside the payload."""
+RECEIVE_BYTES: Final = 256 * KIB
+"""Read from a socket at once: a buffer that stays in the second-level cache between reading, digest and writing."""
+INLINE_DIGEST_BYTES: Final = 128 * KIB
+"""Bodies up to this are digested as they come: an MD5 of it takes 150 us, a thread's start and end about 80."""
+MAX_UPLOADS: Final = 10_000
+"""Multipart uploads under way: their records are listed and sorted in memory, 20 MB with the longest keys."""
+EXPIRE_INTERVAL_S: Final = 600.0
+"""How often a gateway looks for expired uploads."""
+ORPHAN_AGE_S: Final = 3_600.0
+"""A part without a record is removed after this: one that is being uploaded may outlive its upload by a request."""
+COPY_TURN_BYTES: Final = 64 * MIB
+"""Copied by one job of a worker thread, which cannot be cancelled: 30 ms."""
+MAX_MARKER_BODY_BYTES: Final = 32 * KIB
+"""Body of a key that ends in '/': it is kept with the name, whose user metadata has 64 KiB."""
 GATEWAY_RECONNECT_WAIT_S: Final = 2.0
 """How long a request waits for a service that is gone, before it is told to come again (503)."""
 GATEWAY_RECONNECT_MIN_S: Final = 0.05
