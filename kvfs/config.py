@@ -25,6 +25,7 @@ from pydantic import (
     Field,
     ValidationError,
     field_validator,
+    model_validator,
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
@@ -37,6 +38,8 @@ from kvfs.limits import (
     KIB,
     MAX_CREDENTIALS,
     MAX_DEFAULT_NVME_BYTES,
+    MAX_GATEWAY_CONNECTIONS,
+    MAX_GATEWAY_WORKERS,
     MAX_SCRUB_BYTES_S,
     MAX_SLOTS,
     MAX_SOCKET_PATH_BYTES,
@@ -130,6 +133,19 @@ def _bucket_name(name: str) -> str:
     return name
 
 
+def _host_and_port(text: str) -> str:
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdigit() or int(port) > 65535 or (":" in host and not host.startswith("[")):
+        raise PydanticCustomError("endpoint", "must be HOST:PORT, such as 127.0.0.1:9000 or [::]:9000")
+    return text
+
+
+def host_and_port(text: str) -> tuple[str, int]:
+    """`HOST:PORT` of a valid setting, taken apart; an empty host means every address."""
+    host, _, port = text.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
 Size = Annotated[int, BeforeValidator(_size)]
 AbsolutePath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_absolute)]
 
@@ -215,6 +231,27 @@ class S3Settings(_Section):
     default_bucket: Annotated[str, AfterValidator(_bucket_name)] | None = None
     """What a host of no domain means, where it is neither an IP address nor `localhost`. None: path style."""
     credentials: Annotated[tuple[Credential, ...], Field(max_length=MAX_CREDENTIALS)] = ()
+    listen: Annotated[str, AfterValidator(_host_and_port)] | None = None
+    """`HOST:PORT` of the S3 endpoint. None: the service starts none."""
+    workers: Annotated[int, Field(ge=1, le=MAX_GATEWAY_WORKERS)] = 1
+    """Processes that share the port."""
+    certificate: AbsolutePath | None = None
+    key: AbsolutePath | None = None
+    """PEM files; with both, the endpoint speaks TLS. SIGHUP reads them, and the credentials, again."""
+    admin: Annotated[str, AfterValidator(_host_and_port)] | None = None
+    """`HOST:PORT` of /healthz and /metrics of the first worker; the next ports are the other workers'."""
+    opaque_etags: tuple[str, ...] = ()
+    """Globs of buckets whose objects get an opaque ETag: MD5 halves the speed of uploads."""
+    upload_expiry_s: Annotated[float, Field(ge=60)] = 7 * 86400.0
+    """Multipart uploads that were not completed so long after their begin are removed."""
+    connections: Annotated[int, Field(ge=1, le=MAX_GATEWAY_CONNECTIONS)] = MAX_GATEWAY_CONNECTIONS
+    """Of one worker; more wait."""
+
+    @model_validator(mode="after")
+    def _both_or_none(self) -> S3Settings:
+        if (self.certificate is None) != (self.key is None):
+            raise PydanticCustomError("tls", "certificate and key are given together or not at all")
+        return self
 
 
 class LogSettings(_Section):

@@ -252,6 +252,15 @@ ORPHAN_AGE_S: Final = 3_600.0
 """A part without a record is removed after this: one that is being uploaded may outlive its upload by a request."""
 COPY_TURN_BYTES: Final = 64 * MIB
 """Copied by one job of a worker thread, which cannot be cancelled: 30 ms."""
+WORKER_START_WAIT_S: Final = 20.0
+"""How long a gateway worker may take until it answers."""
+WORKER_RESTART_MIN_S: Final = 0.2
+WORKER_RESTART_MAX_S: Final = 15.0
+"""Pauses before a gateway worker that ended is started again, doubling."""
+MAX_GATEWAY_WORKERS: Final = 64
+"""Processes that share a port: one per core at most."""
+MAX_MATCH_HASHES: Final = 1 << 15
+"""Prefix hashes of one ?match: MAX_HASH_TOKENS in blocks of 512 tokens, 1.2 MB of JSON."""
 MAX_MARKER_BODY_BYTES: Final = 32 * KIB
 """Body of a key that ends in '/': it is kept with the name, whose user metadata has 64 KiB."""
 GATEWAY_RECONNECT_WAIT_S: Final = 2.0
