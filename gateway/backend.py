@@ -16,6 +16,7 @@ import base64
 import errno
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -344,7 +345,7 @@ class Backend:
             self._namespaces[bucket.name] = known
         return known[1]
 
-    async def match(self, bucket: BucketInfo, digests: list[bytes]) -> int:
+    async def match(self, bucket: BucketInfo, digests: Sequence[bytes]) -> int:
         """How many blocks are in the bucket without a gap from the first on."""
         session = await self.session()
         handle = await self.namespace(session, bucket)
@@ -408,5 +409,3 @@ def _first_error(group: BaseExceptionGroup[KvfsError]) -> KvfsError:
         error = error.exceptions[0]
     assert isinstance(error, KvfsError)
     return error
-
-

@@ -59,7 +59,8 @@ def _check_location(call: Call, location: str | None) -> None:
     if location in ("us-east-1", "EU") and region in ("us-east-1", "eu-west-1"):
         return
     raise S3Error(
-        "IllegalLocationConstraintException", f"The {location} location constraint is not the one of {region}."
+        "IllegalLocationConstraintException",
+        f"The {location} location constraint is not the one of {region}.",
     )
 
 

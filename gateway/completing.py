@@ -18,6 +18,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from urllib.parse import quote
 
 import trio
 
@@ -26,9 +27,10 @@ from gateway import etag as etags
 from gateway.backend import Draft, Seal
 from gateway.bodies import PartClaim
 from gateway.calls import Answer, Call, Document, Stored
-from gateway.checksums import Algorithm, Checksum, ChecksumType
+from gateway.checksums import Checksum, ChecksumType
 from gateway.copying import copy_range
 from gateway.errors import S3Error
+from gateway.found import Found
 from gateway.metadata import ObjectMetadata, PartMetadata
 from gateway.stored import stored
 from gateway.uploads import Upload, find_upload, remove_parts
@@ -69,16 +71,14 @@ async def complete(call: Call) -> Answer:
     return await _answer(call, said)
 
 
-def _claimed(claims: Sequence[PartClaim], found: dict) -> list[_Part]:
+def _claimed(claims: Sequence[PartClaim], found: dict[int, Found]) -> list[_Part]:
     """The parts that are claimed, as they are. Raises S3Error InvalidPart, EntityTooSmall."""
     parts = []
     for claim in claims:
         row = found.get(claim.number)
         what = None if row is None else stored(row)
         if what is None or what.etag != claim.etag or not _matches(claim, what):
-            raise S3Error(
-                "InvalidPart", detail={"PartNumber": str(claim.number), "ETag": claim.etag}
-            )
+            raise S3Error("InvalidPart", detail={"PartNumber": str(claim.number), "ETag": claim.etag})
         parts.append(_Part(claim.number, what))
     for part in parts[:-1]:
         if part.what.size_bytes < limits.MIN_PART_BYTES:
@@ -126,7 +126,8 @@ def _metadata(
         upload_id=upload.upload_id,
         parts=tuple(
             PartMetadata(
-                part.what.size_bytes, part.what.metadata.checksum.digest if part.what.metadata.checksum else b""
+                part.what.size_bytes,
+                part.what.metadata.checksum.digest if part.what.metadata.checksum else b"",
             )
             for part in parts
         ),
@@ -229,6 +230,6 @@ async def _answer(call: Call, said: ObjectMetadata) -> Answer:
         found = await call.backend.find(call.bucket, call.key)
         etag = "" if found is None else stored(found).etag
     scheme = "https" if call.secure else "http"
-    location = f"{scheme}://{call.request.host}/{call.bucket}/{documents.url_path(call.key)}"
+    location = f"{scheme}://{call.request.host}/{call.bucket}/{quote(call.key)}"
     body = documents.complete_multipart_upload(location, call.bucket, call.key, etag, said.checksum)
     return Document(200, (), body)

@@ -144,7 +144,8 @@ class Exchange:
         return count
 
     async def _receive_chunked(self, into: memoryview) -> int:
-        assert self._chunked is not None and self._pace is not None
+        assert self._chunked is not None
+        assert self._pace is not None
         while not self._chunked.done:
             pending = self._input.pending
             try:
@@ -166,13 +167,9 @@ class Exchange:
     async def respond(self, status: int, headers: Headers, body: Buffer = b"") -> None:
         """A whole answer; of a HEAD request without its body, with its length. Raises Gone, Stalled."""
         length = None if status in _NO_BODY else len(body)
-        parts: list[Buffer] = [self._render(status, headers, length)]
-        if len(body) and self.head.method != "HEAD" and length is not None:
-            if len(body) <= limits.SESSION_CHUNK_BYTES:
-                parts = [parts[0] + bytes(body)]
-            else:
-                parts.append(body)
-        await self._transport.send(parts)
+        head = self._render(status, headers, length)
+        sends_body = length is not None and length > 0 and self.head.method != "HEAD"
+        await self._transport.send([head, body] if sends_body else [head])
 
     async def respond_head(self, status: int, headers: Headers, length: int) -> None:
         """The answer to a HEAD request, of what a GET would bring."""

@@ -11,18 +11,17 @@ Concurrency: one task per call, one worker thread per copy.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from hashlib import md5
 from typing import Any
 
-import time
-
 import trio
 
 from gateway import checksums, conditions, documents, metadata, ranges
-from gateway.backend import Draft, Seal
+from gateway.backend import Draft
 from gateway.calls import Answer, Call, Document, Stored, no_such_key
 from gateway.checksums import Algorithm, Checksum, ChecksumType
 from gateway.errors import S3Error
@@ -181,9 +180,7 @@ def _plan(call: Call, source: Source) -> CopyPlan:
     had = what.metadata.checksum
     if algorithm is None and had is not None and had.type is ChecksumType.COMPOSITE:
         algorithm = had.algorithm
-    take_md5 = call.settings.takes_md5(call.bucket) and (
-        not what.metadata.etag or "-" in what.metadata.etag
-    )
+    take_md5 = call.settings.takes_md5(call.bucket) and (not what.metadata.etag or "-" in what.metadata.etag)
     return CopyPlan(source, Span(0, what.size_bytes), take_md5, algorithm)
 
 

@@ -36,7 +36,11 @@ class Counters:
             ("connections_total", "counter", "Connections that were accepted.", accepted),
             ("connected_bool", "gauge", "1 while there is a session with the service.", int(connected)),
         ):
-            lines += [f"# HELP kvfs_s3_{name} {text}", f"# TYPE kvfs_s3_{name} {kind}", f"kvfs_s3_{name} {value}"]
+            lines += [
+                f"# HELP kvfs_s3_{name} {text}",
+                f"# TYPE kvfs_s3_{name} {kind}",
+                f"kvfs_s3_{name} {value}",
+            ]
         return "\n".join(lines) + "\n"
 
 

@@ -63,7 +63,7 @@ class ChunkedReader:
         if self._state is _State.END_OF_DATA:
             if len(data) < 2:
                 return Step(0)
-            if data[:2] != b"\r\n":
+            if bytes(data[:2]) != b"\r\n":
                 raise BadChunk("a chunk does not end where its size says")
             self._state = _State.SIZE
             return Step(2)

@@ -6,13 +6,13 @@ Concurrency: one task per call; a bucket that changes meanwhile shows some state
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 from gateway import documents, listing
 from gateway.answers import object_item
 from gateway.calls import Answer, Call, Document
 from gateway.documents import ObjectItem
-from gateway.listing import Listing, ListRequest, Page
+from gateway.listing import Listing, ListRequest, Page, Wanted
 from gateway.stored import stored
 from kvfs import limits
 
@@ -34,7 +34,7 @@ async def list_object_versions(call: Call) -> Answer:
 
 async def _list(call: Call, request: ListRequest, render: _Render) -> Answer:
     await call.backend.bucket(call.bucket)
-    pages = listing.collect(request)
+    pages: Generator[Wanted, Page[ObjectItem], Listing[ObjectItem]] = listing.collect(request)
     try:
         wanted = next(pages)
         while True:
@@ -44,7 +44,7 @@ async def _list(call: Call, request: ListRequest, render: _Render) -> Answer:
     return Document(200, (), render(call.bucket, request, found))
 
 
-async def _page(call: Call, wanted: listing.Wanted) -> Page[ObjectItem]:
+async def _page(call: Call, wanted: Wanted) -> Page[ObjectItem]:
     """What the store has after `wanted.after`; a page of it may end before the limit without being the last."""
     entries: list[tuple[str, ObjectItem | None]] = []
     after: str | None = wanted.after

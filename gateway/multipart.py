@@ -129,7 +129,7 @@ def _check_algorithm(upload: Upload, algorithm: Algorithm | None) -> None:
     if upload.algorithm is not None and algorithm not in (None, upload.algorithm):
         raise S3Error(
             "InvalidRequest",
-            f"The upload was begun with {upload.algorithm.value}, and this part has {algorithm and algorithm.value}.",
+            f"The upload was begun with {upload.algorithm.value}, and the part has another checksum.",
         )
 
 
@@ -182,7 +182,9 @@ async def list_uploads(call: Call) -> Answer:
     found = await uploads_of(call.backend, call.bucket)
     shown, prefixes, truncated = page_of(found, request, key_marker, id_marker if key_marker else "")
     items = [
-        UploadItem(each.key, each.upload_id, each.initiated_ns, each.owner, each.algorithm, each.checksum_type)
+        UploadItem(
+            each.key, each.upload_id, each.initiated_ns, each.owner, each.algorithm, each.checksum_type
+        )
         for each in shown
     ]
     body = documents.list_multipart_uploads(
@@ -224,5 +226,3 @@ def page_of(
         else:
             prefixes.append(common)
     return shown, prefixes, False
-
-

@@ -9,6 +9,8 @@ Concurrency: any worker; every write is one operation of the service.
 
 from __future__ import annotations
 
+import contextlib
+
 from gateway.backend import Backend
 from kvfs.errors import BucketNotFound, Exists
 from kvfs.messages import Op
@@ -19,10 +21,8 @@ _OWNERS = "owners/"
 
 async def make(backend: Backend) -> None:
     """The bucket, if it is not there yet."""
-    try:
+    with contextlib.suppress(Exists):
         await backend.control(Op.BUCKET_CREATE, bucket=BUCKET, mode=0o700)
-    except Exists:
-        pass
 
 
 async def put_note(backend: Backend, key: str, data: bytes) -> None:
@@ -47,7 +47,5 @@ async def bucket_owner(backend: Backend, bucket: str) -> str | None:
 
 
 async def forget_bucket(backend: Backend, bucket: str) -> None:
-    try:
+    with contextlib.suppress(BucketNotFound):
         await backend.remove(BUCKET, f"{_OWNERS}{bucket}/")
-    except BucketNotFound:
-        pass

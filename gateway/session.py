@@ -153,9 +153,7 @@ class Session:
         for received in await self.exchange(request):
             assert isinstance(received.answer, ExtentAnswer)
             left = iter(received.descriptors)
-            found += [
-                (entry, next(left) if entry.status == 0 else None) for entry in received.answer.entries
-            ]
+            found += [(entry, next(left) if entry.status == 0 else None) for entry in received.answer.entries]
         return found
 
     async def _send(self, data: bytes) -> None:
@@ -210,7 +208,9 @@ class Session:
                 descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
         if outcome & socket.MSG_CTRUNC:
             close_all(descriptors)
-            raise LimitExceeded("descriptors were lost on arrival: this process is at its limit of open files")
+            raise LimitExceeded(
+                "descriptors were lost on arrival: this process is at its limit of open files"
+            )
         if not data:
             raise SessionClosed(f"{self.path}: the service ended the session")
         self._protocol.receive_data(data, descriptors)

@@ -18,11 +18,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import trio
 
 from gateway.worker import WorkerSettings
 from kvfs import limits
+from kvfs.config import S3Settings, host_and_port
 from kvfs.errors import ConfigError
 
 log = logging.getLogger("kvfs.gateway")
@@ -37,6 +39,47 @@ class Listening:
     admin_port: int
     """Of the first worker, the others have those after it; 0: none."""
     workers: int
+    secure: bool
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host or "*"
+        scheme = "https" if self.secure else "http"
+        many = f", {self.workers} workers" if self.workers > 1 else ""
+        return f"{scheme}://{host}:{self.port}{many}"
+
+
+def worker_settings(s3: S3Settings, socket: Path, log_level: str, file: Path | None) -> WorkerSettings:
+    """What workers are told of a configuration; `file` is where it was read. Raises ConfigError without credentials."""
+    if s3.listen is None:
+        raise ConfigError("[s3] listen is missing: where the endpoint answers, as HOST:PORT")
+    if not s3.credentials:
+        raise ConfigError("[s3] has no credentials, and nobody is served without: `kvfs credentials add`")
+    host, port = host_and_port(s3.listen)
+    admin_host, admin_port = (None, 0) if s3.admin is None else host_and_port(s3.admin)
+    return WorkerSettings(
+        socket=socket,
+        host=host,
+        port=port,
+        admin_host=admin_host,
+        admin_port=admin_port,
+        log_level=log_level,
+        config=file,
+        **s3.model_dump(include=_SAME),
+        credentials=s3.credentials,
+    )
+
+
+_SAME = {
+    "certificate",
+    "key",
+    "region",
+    "domains",
+    "default_bucket",
+    "opaque_etags",
+    "upload_expiry_s",
+    "connections",
+}
+"""Settings that a worker has under the same name."""
 
 
 class Workers:
@@ -72,7 +115,8 @@ class Workers:
                 found = await nursery.start(self._keep, index, settings)
                 port = found[0]
                 admin_port = admin_port or found[1]
-            task_status.started(Listening(self._settings.host, port, admin_port, self._count))
+            secure = self._settings.certificate is not None
+            task_status.started(Listening(self._settings.host, port, admin_port, self._count, secure))
 
     async def _keep(
         self, index: int, settings: WorkerSettings, task_status: trio.TaskStatus[tuple[int, int]]
@@ -134,7 +178,8 @@ class Workers:
 
     async def _stop(self, process: trio.Process) -> None:
         """End its input, which stops it after the requests in flight; kill what stays."""
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         await process.stdin.aclose()
         with trio.move_on_after(limits.DRAIN_WAIT_S + 1):
             await process.wait()
@@ -158,13 +203,13 @@ async def _line(process: trio.Process) -> str:
 def _environment() -> dict[str, str]:
     """The same modules as here, whatever the working directory; nothing of the service manager's."""
     path = os.pathsep.join(part for part in sys.path if part)
-    kept = {name: value for name, value in os.environ.items() if name not in ("NOTIFY_SOCKET", "WATCHDOG_PID")}
+    kept = {
+        name: value for name, value in os.environ.items() if name not in ("NOTIFY_SOCKET", "WATCHDOG_PID")
+    }
     return {**kept, "PYTHONPATH": path}
 
 
-async def run_alone(
-    settings: WorkerSettings, count: int, started: Callable[[Listening], None]
-) -> None:
+async def run_alone(settings: WorkerSettings, count: int, started: Callable[[Listening], None]) -> None:
     """`kvfs gateway`: supervise until SIGTERM or SIGINT. Raises ConfigError."""
     workers = Workers(settings, count)
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:

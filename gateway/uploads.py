@@ -179,7 +179,8 @@ async def check_room(backend: Backend) -> None:
         count += 1
         if count >= limits.MAX_UPLOADS:
             raise S3Error(
-                "SlowDown", f"There are {count} uploads under way, which is the limit: abort or complete some."
+                "SlowDown",
+                f"There are {count} uploads under way, which is the limit: abort or complete some.",
             )
 
 

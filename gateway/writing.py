@@ -77,7 +77,7 @@ def check_size(call: Call, size_bytes: int) -> None:
         )
 
 
-async def _condition(call: Call) -> Seal:
+async def write_condition(call: Call) -> Seal:
     """The seal with the request's condition, which is checked here for a first time."""
     seal = Seal(call.bucket, call.key, b"")
     if not call.conditions:

@@ -120,6 +120,10 @@ def serve(
     mode: Annotated[str | None, typer.Option(help="auto, passthrough, native or plain.")] = None,
     no_passthrough: Annotated[bool, typer.Option("--no-passthrough", help="Same as --mode native.")] = False,
     socket: Annotated[str | None, typer.Option(metavar="PATH", help="Session socket.")] = None,
+    s3: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Serve S3 there; credentials are in the file.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes that serve S3.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:
     """Run the service in the foreground until Ctrl-C or SIGTERM."""
@@ -140,6 +144,8 @@ def serve(
             ("dram", "keep"): keep,
             ("nvme", "capacity"): nvme,
             ("session", "socket"): socket,
+            ("s3", "listen"): s3,
+            ("s3", "workers"): workers,
             ("log", "level"): log_level,
         },
     )
@@ -171,6 +177,7 @@ def _started(running: Running) -> None:
         "NVMe": f"{format_size(running.nvme_bytes)} by {running.nvme_io}" if running.nvme_bytes else "none",
         "mount": f"{running.mountpoint}, {running.mode}",
         "session": str(running.socket),
+        "S3": running.s3 or "none",
     }
     for name, value in lines.items():
         print(f"{name:8} {value}")
@@ -193,6 +200,49 @@ try, in another terminal:
 stop with Ctrl-C""",
         flush=True,
     )
+
+
+@app.command()
+def gateway(
+    s3: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where to serve S3.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes that share the port.")] = None,
+    admin: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where /healthz and /metrics are.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="TOML configuration, with the credentials.")
+    ] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    at: At = None,
+) -> None:
+    """Serve S3 in front of a running service, in the foreground until Ctrl-C or SIGTERM."""
+    import trio
+
+    from gateway.supervisor import run_alone, worker_settings
+    from kvfs import limits
+    from kvfs.config import load
+    from kvfs.notify import set_up_logging
+    from kvfs.transport import socket_path
+
+    flags = {
+        ("s3", "listen"): s3,
+        ("s3", "workers"): workers,
+        ("s3", "admin"): admin,
+        ("log", "level"): log_level,
+    }
+    settings = load(config, flags)
+    address = at if at is not None else addresses.only_mount()
+    socket = socket_path(address, timeout_s=limits.CLIENT_TIMEOUT_S)
+    told = worker_settings(settings.s3, socket, settings.log.level, settings.file)
+    set_up_logging(settings.log.level)
+
+    def started(listening: object) -> None:
+        print(f"S3       {listening}\nready", flush=True)
+
+    try:
+        trio.run(run_alone, told, settings.s3.workers, started)
+    except BaseExceptionGroup as group:
+        raise _only_error(group) from None
 
 
 @app.command()

@@ -23,6 +23,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
     field_validator,
     model_validator,
@@ -270,6 +271,12 @@ class Settings(_Section):
     session: SessionSettings = SessionSettings()
     s3: S3Settings = S3Settings()
     log: LogSettings = LogSettings()
+    _file: Path | None = PrivateAttr(default=None)
+
+    @property
+    def file(self) -> Path | None:
+        """Where it was read from."""
+        return self._file
 
     @property
     def nvme_path(self) -> Path:
@@ -306,7 +313,9 @@ def load(file: Path | None = None, flags: Mapping[tuple[str, str], object] | Non
         if value is not None:
             values.setdefault(section, {})[key] = value
     try:
-        return Settings.model_validate(values)
+        settings = Settings.model_validate(values)
+        settings._file = file
+        return settings
     except ValidationError as error:
         where = f"{file}: " if file is not None else ""
         raise ConfigError(where + "; ".join(_explain(error.errors()))) from None

@@ -390,9 +390,7 @@ class NameIndex:
         With a delimiter, keys that hold it after the prefix show once, as the common prefix up to it. `after`
         may be a common prefix: then nothing under it follows. Raises LimitExceeded for a page over the limit.
         """
-        return self._env.read(
-            lambda txn: list_page(self._tree, txn, bucket, prefix, after, delimiter, limit)
-        )
+        return self._env.read(lambda txn: list_page(self._tree, txn, bucket, prefix, after, delimiter, limit))
 
     # --- buckets -----------------------------------------------------------------------------------------
 

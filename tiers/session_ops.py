@@ -219,7 +219,7 @@ def _touch(session: Session, digest: bytes) -> None:
 
 
 def _touch_any(session: Session, digest: bytes) -> int:
-    """Count a hit of any object by its store key; 1 where it is there. Who reads without the service has every right."""
+    """Count a hit of any object by its store key; 1 where it is there."""
     if not session.access.privileged:
         raise NotPermitted("only the service's user reports hits of named objects")
     kind = Kind.BLOCK if any(digest[:8]) else Kind.OBJECT
