@@ -31,12 +31,14 @@ def canonical_request(
     """What is hashed and signed.
 
     `names` are those in `signed_headers`; `payload` is what stands for the body's hash. `escape`: path and query in
-    S3's own percent-encoding, instead of as they came.
+    S3's own percent-encoding and headers taken as Latin-1 and signed as UTF-8, instead of as they came.
     """
     headers = request.headers_by_name
     lines = b"\n".join([name + b":" + headers.get(name, b"") for name in names])
     if b"  " in lines:
         lines = _SPACES.sub(b" ", lines)
+    if escape:
+        lines = lines.decode("latin-1").encode()
     if raw_query:
         raw_query = _canonical_query(_escaped_query(raw_query) if escape else raw_query)
     return b"\n".join(

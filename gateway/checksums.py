@@ -243,7 +243,7 @@ def parse_object(algorithm: Algorithm, text: str) -> Checksum:
     digest = parse(algorithm, encoded)
     if not hyphen:
         return Checksum(algorithm, digest)
-    if not (count.isascii() and count.isdigit() and 1 <= int(count[:10]) <= MAX_PARTS):
+    if not (count.isascii() and count.isdigit() and len(count) <= 10 and 1 <= int(count) <= MAX_PARTS):
         raise S3Error("InvalidRequest", f"The value of {algorithm.header} is invalid.")
     return Checksum(algorithm, digest, ChecksumType.COMPOSITE, int(count))
 

@@ -128,4 +128,6 @@ def from_kvfs(error: KvfsError, resource: str) -> S3Error:
         "EntityTooLarge",
         "NotImplemented",
     )
-    return S3Error(code, str(error) if told else None, detail={"Resource": f"/{resource}"})
+    bucket, _, key = resource.partition("/")
+    detail = {"NoSuchBucket": {"BucketName": bucket}, "NoSuchKey": {"Key": key}}.get(code, _NONE)
+    return S3Error(code, str(error) if told else None, detail=detail)

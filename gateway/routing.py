@@ -313,7 +313,7 @@ def _part_number(operation: Operation, query: Mapping[str, str]) -> int | None:
         return None
     if text is None:
         return None
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:10]) <= MAX_PARTS:
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and 1 <= int(text) <= MAX_PARTS):
         raise _argument("partNumber", text, f"A part number is an integer from 1 to {MAX_PARTS}")
     return int(text)
 

@@ -5,8 +5,8 @@ headers, the credentials and an explicit clock. The bodies of chunk-signed uploa
 
 Invariants:
 - The path that is signed is the one that came: nothing is decoded, collapsed or normalised. A client that sends
-  characters which S3's encoding escapes may have signed either form; the second is tried after the first, and since
-  both mean the same key and parameters, neither lets a signature stand for another request.
+  characters which S3's encoding escapes, or headers in Latin-1 (as botocore does), may have signed either form; the
+  second is tried after the first, and since both mean the same, neither lets a signature stand for another request.
 - `host` and every `x-amz-*` header must be signed (`x-amz-content-sha256` is part of what is signed anyway).
 - Signatures are compared in constant time. No secret, signing key or expected signature leaves in a message.
 
@@ -330,7 +330,7 @@ def _check_skew(claim: _Claim, now: float) -> None:
 
 
 def _check_expiry(claim: _Claim, text: str, now: float) -> None:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:20]) <= MAX_PRESIGN_EXPIRY_S):
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and 1 <= int(text) <= MAX_PRESIGN_EXPIRY_S):
         raise S3Error(_QUERY, f"X-Amz-Expires is to be an integer from 1 to {MAX_PRESIGN_EXPIRY_S}.")
     begin = _time(claim)
     if begin > now + MAX_CLOCK_SKEW_S:

@@ -1,8 +1,8 @@
 """The command line: `kvfs serve` runs the service, the other commands talk to one that runs.
 
 Responsibility: arguments in, one call, text out. Every command but `serve`, `drop`, `fsck`, `bench`, `replay`,
-`simulate`, `plan` and `umount` goes through `kvfs.client`. A failure is one line on stderr, `kvfs: ...`, and the exit
-code says of which kind.
+`simulate`, `plan`, `credentials` and `umount` goes through `kvfs.client`. A failure is one line on stderr,
+`kvfs: ...`, and the exit code says of which kind.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 no such name, 4 no service there, 130
 interrupted. `kvfs fsck` has its own (`kvfs.cli_fsck`).
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from kvfs import addresses, cli_bucket
+from kvfs import addresses, cli_bucket, cli_credentials
 from kvfs.cli_fsck import fsck
 from kvfs.cli_options import At, Json, Paths, connected
 from kvfs.errors import ConfigError, InvalidRequest, KvfsError, NotFound, SessionClosed
@@ -92,6 +92,7 @@ def _show_version(wanted: bool) -> None:
 
 
 app.add_typer(cli_bucket.app, name="bucket")
+app.add_typer(cli_credentials.app, name="credentials")
 
 
 @app.callback()

@@ -23,7 +23,7 @@ from tomlkit.exceptions import TOMLKitError
 from tomlkit.items import AoT
 
 from kvfs.config import load
-from kvfs.credentials import Credential
+from kvfs.credentials import RIGHTS, Credential
 from kvfs.errors import ConfigError, Exists, LimitExceeded, NotFound
 from kvfs.limits import MAX_CREDENTIALS
 
@@ -69,8 +69,9 @@ def _table(credential: Credential) -> Any:
         table["owner"] = credential.owner
     rights = tomlkit.inline_table()
     for glob, granted in credential.rights.items():
-        rights[glob] = sorted(granted)
+        rights[glob] = [right for right in RIGHTS if right in granted]
     table["rights"] = rights
+    table.add(tomlkit.nl())
     return table
 
 
@@ -110,6 +111,9 @@ def _replace(file: Path, text: str) -> None:
                 os.fchown(out.fileno(), found.st_uid, found.st_gid)
         load(Path(name))
         os.rename(name, file)
+    except ConfigError as error:
+        os.unlink(name)
+        raise ConfigError(str(error).replace(name, str(file))) from None
     except BaseException:
         os.unlink(name)
         raise

@@ -10,6 +10,7 @@ Concurrency: plain values.
 from __future__ import annotations
 
 import secrets
+import string
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
@@ -22,9 +23,10 @@ from kvfs.errors import ConfigError
 RightName = Literal["read", "write", "list"]
 RIGHTS: tuple[RightName, ...] = ("read", "write", "list")
 
-_SECRET_BYTES = 30
-_KEY_ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567"
+_KEY_ALPHABET = string.ascii_uppercase + "234567"
 _KEY_CHARACTERS = 20
+_SECRET_ALPHABET = string.ascii_letters + string.digits
+_SECRET_CHARACTERS = 40
 
 
 class Credential(BaseModel):
@@ -84,5 +86,5 @@ def new_access_key() -> str:
 
 
 def new_secret_key() -> str:
-    """40 characters of base64, 240 bits."""
-    return secrets.token_urlsafe(_SECRET_BYTES)
+    """40 letters and digits, 238 bits."""
+    return "".join(secrets.choice(_SECRET_ALPHABET) for _ in range(_SECRET_CHARACTERS))

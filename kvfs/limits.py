@@ -339,10 +339,10 @@ MAX_SINGLE_PUT_BYTES: Final = 5 * GIB
 """One PUT or part, as S3 has it."""
 MAX_XML_BODY_BYTES: Final = 4 * MIB
 """A document of a request: 1,000 keys of 1,024 bytes, escaped, or 10,000 parts with two checksums each."""
-MAX_XML_DEPTH: Final = 8
-"""Nesting of a document of a request; the deepest that S3 knows has four levels."""
 MAX_DELETE_KEYS: Final = 1_000
 """Of one DeleteObjects, as S3 has it."""
+MAX_MATCH_HASHES: Final = 1 << 15
+"""Prefix hashes in one `?match`: 512k tokens in blocks of 16."""
 MAX_TAGS: Final = 10
 """Of one object, as S3 has it; a key has at most 128 characters and a value 256."""
 MAX_TAG_KEY_CHARACTERS: Final = 128
