@@ -5,14 +5,14 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 
-from gateway import documents
+from gateway import documents, listing
 from gateway.calls import Stored
 from gateway.checksums import Checksum, ChecksumType
 from gateway.documents import ObjectItem, PartItem
-from gateway.errors import S3Error
 from gateway.request import Request
 
 http_date = documents.http_date
+_PAGING = ("part-number-marker", "max-parts")
 OBJECT_ATTRIBUTES = ("ETag", "Checksum", "ObjectParts", "StorageClass", "ObjectSize")
 
 
@@ -35,8 +35,10 @@ def object_item(what: Stored) -> ObjectItem:
 
 def object_attributes(wanted: Sequence[str], what: Stored, request: Request) -> bytes:
     """The document of GetObjectAttributes. Raises S3Error InvalidArgument."""
-    marker = number_header(request, b"x-amz-part-number-marker", 0)
-    most = min(number_header(request, b"x-amz-max-parts", 1000), 1000)
+    said = {name: request.header(b"x-amz-" + name.encode()) or "" for name in _PAGING}
+    given = {name: text for name, text in said.items() if text}
+    marker = listing.parse_number(given, "part-number-marker")
+    most = listing.parse_limit(given, "max-parts")
     parts = what.metadata.parts
     shown = list(enumerate(parts, 1))[marker : marker + most]
     checksum = what.metadata.checksum
@@ -57,19 +59,3 @@ def object_attributes(wanted: Sequence[str], what: Stored, request: Request) -> 
         max_parts=most,
         truncated=marker + len(shown) < len(parts),
     )
-
-
-def number_header(request: Request, name: bytes, default: int) -> int:
-    text = request.header(name)
-    return default if text is None else number(name.decode(), text)
-
-
-def number(name: str, text: str) -> int:
-    """Raises S3Error InvalidArgument unless `text` is a number of at most nine digits."""
-    if not text.isascii() or not text.isdigit() or len(text) > 9:
-        raise S3Error(
-            "InvalidArgument",
-            f"{name} is not a number that is allowed here.",
-            detail={"ArgumentName": name, "ArgumentValue": text},
-        )
-    return int(text)

@@ -20,15 +20,15 @@ _Render = Callable[[str, ListRequest, Listing[ObjectItem]], bytes]
 
 
 async def list_objects(call: Call) -> Answer:
-    return await _list(call, listing.parse_v1(dict(call.action.arguments)), documents.list_objects_v1)
+    return await _list(call, listing.parse_v1(call.action.arguments), documents.list_objects_v1)
 
 
 async def list_objects_v2(call: Call) -> Answer:
-    return await _list(call, listing.parse_v2(dict(call.action.arguments)), documents.list_objects_v2)
+    return await _list(call, listing.parse_v2(call.action.arguments), documents.list_objects_v2)
 
 
 async def list_object_versions(call: Call) -> Answer:
-    request = listing.parse_versions(dict(call.action.arguments))
+    request = listing.parse_versions(call.action.arguments)
     return await _list(call, request, documents.list_object_versions)
 
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from gateway import checksums, documents, metadata, reserved
+from gateway import checksums, documents, listing, metadata, reserved
 from gateway import etag as etags
-from gateway.answers import number
 from gateway.backend import Seal
 from gateway.bodies_plan import payload_bytes
 from gateway.calls import Answer, Call, Document
@@ -144,21 +143,17 @@ async def abort(call: Call) -> Answer:
 async def list_parts(call: Call) -> Answer:
     upload = await need_upload(call.backend, call.action.upload_id, call.bucket, call.key)
     arguments = call.action.arguments
-    marker = number("part-number-marker", arguments.get("part-number-marker") or "0")
-    most = min(number("max-parts", arguments.get("max-parts") or "1000"), 1000)
+    marker = listing.parse_number(arguments, "part-number-marker")
+    most = listing.parse_limit(arguments, "max-parts")
     parts = [(each, found) for each, found in (await upload.parts(call.backend)).items() if each > marker]
     body = documents.list_parts(
         call.bucket,
-        call.key,
-        upload.upload_id,
-        upload.owner,
+        upload_item(upload),
         [part_item(each, found) for each, found in parts[:most]],
         marker=marker,
         max_parts=most,
         truncated=len(parts) > most,
         encoding_url=arguments.get("encoding-type") == "url",
-        checksum_algorithm=upload.algorithm,
-        checksum_type=upload.checksum_type,
     )
     return Document(200, (), body)
 
@@ -170,54 +165,47 @@ def part_item(each: int, found: Found) -> PartItem:
 
 async def list_uploads(call: Call) -> Answer:
     await call.backend.bucket(call.bucket)
-    arguments = call.action.arguments
-    most = min(number("max-uploads", arguments.get("max-uploads") or "1000"), 1000)
-    encoding = arguments.get("encoding-type")
-    if encoding not in (None, "url"):
-        raise S3Error("InvalidArgument", "The only encoding-type is url.")
-    key_marker, id_marker = arguments.get("key-marker", ""), arguments.get("upload-id-marker", "")
-    request = ListRequest(
-        arguments.get("prefix", ""), arguments.get("delimiter", ""), most, key_marker, encoding == "url"
-    )
+    request = listing.parse_uploads(call.action.arguments)
+    id_marker = call.action.arguments.get("upload-id-marker", "")
     found = await uploads_of(call.backend, call.bucket)
-    shown, prefixes, truncated = page_of(found, request, key_marker, id_marker if key_marker else "")
-    items = [
-        UploadItem(
-            each.key, each.upload_id, each.initiated_ns, each.owner, each.algorithm, each.checksum_type
-        )
-        for each in shown
-    ]
+    shown, prefixes, truncated = page_of(found, request, id_marker if request.marker else "")
     body = documents.list_multipart_uploads(
         call.bucket,
         request,
-        items,
+        [upload_item(each) for each in shown],
         prefixes,
-        key_marker=key_marker,
         upload_id_marker=id_marker,
         truncated=truncated,
     )
     return Document(200, (), body)
 
 
+def upload_item(upload: Upload) -> UploadItem:
+    return UploadItem(
+        upload.key,
+        upload.upload_id,
+        upload.initiated_ns,
+        upload.owner,
+        upload.algorithm,
+        upload.checksum_type,
+    )
+
+
 def page_of(
-    found: list[Upload], request: ListRequest, key_marker: str, id_marker: str
+    found: list[Upload], request: ListRequest, id_marker: str
 ) -> tuple[list[Upload], list[str], bool]:
     """(uploads, common prefixes, whether more follow) of the sorted uploads after the markers."""
     shown: list[Upload] = []
     prefixes: list[str] = []
-    past_marker = id_marker == ""
     for upload in found:
-        if key_marker and upload.key.encode() <= key_marker.encode():
-            if upload.key != key_marker or not id_marker:
-                continue
-            if not past_marker:
-                past_marker = upload.upload_id == id_marker
-                continue
+        past = upload.key > request.after or not request.after
+        if not past and (upload.key != request.after or not id_marker or upload.upload_id <= id_marker):
+            continue
         if not upload.key.startswith(request.prefix):
             continue
         cut = upload.key.find(request.delimiter, len(request.prefix)) if request.delimiter else -1
         common = upload.key[: cut + len(request.delimiter)] if cut >= 0 else None
-        if common is not None and (common in prefixes or common == key_marker):
+        if common is not None and (common in prefixes or request.after.startswith(common)):
             continue
         if len(shown) + len(prefixes) >= request.max_keys:
             return shown, prefixes, request.max_keys > 0

@@ -15,9 +15,8 @@ from gateway import answers, checksums, conditions, metadata, ranges
 from gateway import etag as etags
 from gateway.calls import Answer, AnyAnswer, Call, Document, FileAnswer, HeadAnswer, Stored, no_such_key
 from gateway.errors import S3Error
-from gateway.metadata import ObjectMetadata
 from gateway.ranges import Span
-from gateway.stored import stored
+from gateway.stored import read_metadata, stored, unpack_marker
 
 _OVERRIDES = {
     "response-content-type": "Content-Type",
@@ -92,7 +91,7 @@ def _span(call: Call, what: Stored) -> Span | None:
 
 def _headers(call: Call, what: Stored, span: Span | None) -> list[tuple[str, str]]:
     found = what.found
-    headers = list(_stored_headers(found.user_metadata, found.mtime_ns, what.etag, what.metadata))
+    headers = list(_stored_headers(found.user_metadata, found.marker, found.mtime_ns, what.etag))
     headers += [("x-kvfs-tier", found.tier), ("x-kvfs-hits", str(found.hits))]
     if span is not None:
         headers.append(("Content-Range", ranges.content_range(span, what.size_bytes)))
@@ -107,10 +106,9 @@ def _headers(call: Call, what: Stored, span: Span | None) -> list[tuple[str, str
 
 
 @lru_cache(maxsize=4096)
-def _stored_headers(
-    data: bytes, mtime_ns: int, etag: str, parsed: ObjectMetadata
-) -> tuple[tuple[str, str], ...]:
-    """What depends on the object alone."""
+def _stored_headers(data: bytes, marker: bool, mtime_ns: int, etag: str) -> tuple[tuple[str, str], ...]:
+    """What depends on the object alone; `data` is its user metadata."""
+    parsed = unpack_marker(data)[0] if marker else read_metadata(data)
     headers = [
         ("ETag", etags.quote(etag)),
         ("Last-Modified", answers.http_date(mtime_ns)),

@@ -139,8 +139,11 @@ class _Digests:
 async def receive(
     call: Call, sink: Sink, *, take_md5: bool = False, algorithm: Algorithm | None = None
 ) -> Received:
-    """Read the whole body of `call` into `sink`, taking an MD5 and a checksum if told so. Raises S3Error IncompleteBody, BadDigest, XAmzContentSHA256Mismatch,
-    MissingContentLength and what the aws-chunked decoder raises."""
+    """Read the whole body of `call` into `sink`, taking an MD5 and a checksum if told so.
+
+    Raises S3Error IncompleteBody, BadDigest, XAmzContentSHA256Mismatch, MissingContentLength and what the aws-chunked
+    decoder raises.
+    """
     plan = plan_of(call)
     if plan.wanted.algorithm is None and algorithm is not None:
         plan = replace(plan, wanted=replace(plan.wanted, algorithm=algorithm))

@@ -142,9 +142,9 @@ async def all_uploads(backend: Backend) -> list[Upload]:
 
 
 async def uploads_of(backend: Backend, bucket: str) -> list[Upload]:
-    """Of one bucket, by key and time."""
+    """Of one bucket, by key and id."""
     found = [upload for upload in await all_uploads(backend) if upload.bucket == bucket]
-    return sorted(found, key=lambda each: (each.key.encode(), each.initiated_ns, each.upload_id))
+    return sorted(found, key=lambda each: (each.key, each.upload_id))
 
 
 async def remove_parts(backend: Backend, upload_id: str) -> None:

@@ -259,8 +259,6 @@ WORKER_RESTART_MAX_S: Final = 15.0
 """Pauses before a gateway worker that ended is started again, doubling."""
 MAX_GATEWAY_WORKERS: Final = 64
 """Processes that share a port: one per core at most."""
-MAX_MATCH_HASHES: Final = 1 << 15
-"""Prefix hashes of one ?match: MAX_HASH_TOKENS in blocks of 512 tokens, 1.2 MB of JSON."""
 MAX_MARKER_BODY_BYTES: Final = 32 * KIB
 """Body of a key that ends in '/': it is kept with the name, whose user metadata has 64 KiB."""
 GATEWAY_RECONNECT_WAIT_S: Final = 2.0
