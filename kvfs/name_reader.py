@@ -49,9 +49,9 @@ class NameReader:
         self._path = path
         self._known: dict[bytes, tuple[bytes, BucketRow]] = {}
         try:
+            databases = [self._env.open_db(name, create=False) for name in _DATABASES]
+            meta, names, tails, self._bucket_db = databases
             with self._env.begin() as txn:
-                databases = [self._env.open_db(name, txn=txn, create=False) for name in _DATABASES]
-                meta, names, tails, self._bucket_db = databases
                 check_format(txn.get(b"format", db=meta), str(path))
             self._tree = NameTree(names, tails)
         except lmdb.Error as error:
