@@ -189,14 +189,14 @@ class Backend:
         return found
 
     async def find(self, bucket: str, key: str) -> Found | None:
-        """What a key names; None where there is nothing. Raises BucketNotFound."""
+        """What a key names; None where there is nothing. Raises BucketNotFound.
+
+        A miss is asked of the service, which waits for a file that was just closed on the mount.
+        """
         if self._direct is not None:
-            try:
-                return self._direct.find(bucket, key)
-            except BucketNotFound:
-                raise
-            except NotFound:
-                pass
+            found = self._direct.find(bucket, key)
+            if found is not None:
+                return found
         try:
             values = await self.control(Op.STAT, name=[bucket, key])
             return None if values["directory"] and not key.endswith("/") else found_of_object(values)

@@ -57,7 +57,7 @@ class Direct:
         return [bucket_of_row(row) for row in self._names.buckets()]
 
     def find(self, bucket: str, key: str) -> Found | None:
-        """None where there is nothing. Raises BucketNotFound, SessionClosed."""
+        """None where nothing is found in place. Raises BucketNotFound, SessionClosed."""
         raw = key.encode("utf-8", "surrogateescape")
         where, row = self._names.find(bucket.encode("utf-8", "surrogateescape"), raw)
         if where.namespace is not None:
@@ -76,13 +76,13 @@ class Direct:
         return None
 
     def _find_block(self, digest: bytes, bucket_id: int) -> Found | None:
-        """A block that is in DRAM, in the bucket that it was sealed into; others are the session's to find."""
+        """A block that is in DRAM, in the bucket that it was sealed into."""
         entry = self._table.get(digest)
         if entry is None or not entry.tiers & TIER_DRAM:
-            raise NotFound(f"block {digest.hex()} is not in DRAM")
+            return None
         header = self._table.read_header(entry.slot)
         if header.key != digest or header.generation != entry.generation or header.bucket_id != bucket_id:
-            raise NotFound(f"block {digest.hex()} is not here")
+            return None
         return Found(
             header.sequence,
             entry.size_bytes,

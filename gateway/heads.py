@@ -84,7 +84,7 @@ def parse_head(data: bytes) -> Head:
         raise BadHead(505, f"HTTP/{version} is not served, HTTP/1.1 is")
     if not _TARGET.match(fields.target):
         raise BadHead(400, "the request target holds bytes that must be escaped")
-    return _framed(parser.get_method().decode("ascii"), fields, version, parser.should_keep_alive())
+    return _framed(parser.get_method().decode("ascii"), fields, version)
 
 
 def _check_lines(data: bytes) -> None:
@@ -98,7 +98,7 @@ def _check_lines(data: bytes) -> None:
         raise BadHead(400, "a folded header line")
 
 
-def _framed(method: str, fields: _Fields, version: str, keep_alive: bool) -> Head:
+def _framed(method: str, fields: _Fields, version: str) -> Head:
     lengths = [value for name, value in fields.headers if name == b"content-length"]
     codings = [value for name, value in fields.headers if name == b"transfer-encoding"]
     hosts = sum(name == b"host" for name, _ in fields.headers)
@@ -120,5 +120,12 @@ def _framed(method: str, fields: _Fields, version: str, keep_alive: bool) -> Hea
         content_length=int(lengths[0]) if lengths else 0,
         chunked=bool(codings),
         expects_continue=bool(expectations) and version == "1.1",
-        keep_alive=keep_alive,
+        keep_alive=_keeps_alive(fields, version),
     )
+
+
+def _keeps_alive(fields: _Fields, version: str) -> bool:
+    """RFC 9112, section 9.3; llhttp has forgotten it by the end of a message."""
+    said = b",".join(value for name, value in fields.headers if name == b"connection").lower()
+    options = {option.strip() for option in said.split(b",")} if said else set()
+    return b"close" not in options and (version == "1.1" or b"keep-alive" in options)

@@ -74,12 +74,9 @@ class Gateway:
     def worker_pids(self) -> list[int]:
         """The gateway's processes."""
         assert self.service.process is not None
-        children = Path(f"/proc/{self.service.process.pid}/task/{self.service.process.pid}/children")
-        pids = []
-        for pid in map(int, children.read_text().split()):
-            if b"gateway" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-                pids.append(pid)
-        return pids
+        tasks = Path(f"/proc/{self.service.process.pid}/task").iterdir()
+        pids = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+        return [pid for pid in pids if b"gateway" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
 
 
 @contextmanager
