@@ -27,8 +27,8 @@ class Request:
     host: str
     """Of the Host header, as it came (with the port, if there is one)."""
     peer: str = field(default="", compare=False)
-    _by_name: dict[bytes, bytes] | None = field(default=None, repr=False, compare=False)
-    _query: dict[str, str] | None = field(default=None, repr=False, compare=False)
+    _by_name: dict[bytes, bytes] | None = field(default=None, init=False, repr=False, compare=False)
+    _query: dict[str, str] | None = field(default=None, init=False, repr=False, compare=False)
 
     def header(self, name: bytes) -> str | None:
         """The value of a header, Latin-1; repeats joined with ","; None without it. `name` in lower case."""
