@@ -252,14 +252,14 @@ class Connection:
         self._application = application
         self._refuse = refuse
         self._input = _Input(transport)
-        self._idle: trio.CancelScope | None = None
+        self._is_idle = False
         self._stopping = False
 
     def stop(self) -> None:
         """End after the request that is being served; at once if there is none."""
         self._stopping = True
-        if self._idle is not None:
-            self._idle.cancel()
+        if self._is_idle:
+            self._transport.wake()
 
     async def serve(self) -> None:
         linger = False
@@ -278,12 +278,11 @@ class Connection:
 
     async def _serve_one(self) -> bool:
         """One exchange; whether there may be another."""
-        data: bytes | None = None
         if self._stopping:
             return False
-        with trio.CancelScope() as self._idle:
-            data = await self._input.head()
-        self._idle = None
+        self._is_idle = True
+        data = await self._input.head()
+        self._is_idle = False
         if data is None:
             return False
         exchange = Exchange(parse_head(data), self._transport, self._input)

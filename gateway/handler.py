@@ -39,7 +39,7 @@ from gateway.connection import BodyLost, Exchange
 from gateway.counters import Counters
 from gateway.errors import S3Error, from_kvfs
 from gateway.request import Request
-from gateway.routing import Operation, Right
+from gateway.routing import Action, Operation, Right
 from gateway.settings import GatewaySettings
 from gateway.transports import Gone, Stalled
 from kvfs.credentials import RightName
@@ -76,6 +76,7 @@ _OPERATIONS: dict[Operation, Callable[[Call], Awaitable[AnyAnswer]]] = {
     Operation.LIST_PARTS: multipart.list_parts,
 }
 _RIGHTS: dict[Right, RightName] = {Right.READ: "read", Right.WRITE: "write", Right.LIST: "list"}
+_MOST_ROUTES = 4_096
 _XML = ("Content-Type", "application/xml")
 
 
@@ -96,10 +97,12 @@ class Handler:
         self._settings = settings
         self._clock = clock
         self._next_id = secrets.randbits(64)
+        self._routes: dict[tuple[str, bytes, str], Action] = {}
 
     def replace_settings(self, settings: GatewaySettings) -> None:
         """For requests that begin from here on."""
         self._settings = settings
+        self._routes.clear()
 
     def refuse(self, status: int, message: str) -> tuple[Headers, bytes]:
         """The answer to what is no request."""
@@ -130,8 +133,7 @@ class Handler:
     async def _answer(self, exchange: Exchange, request: Request, request_id: str) -> AnyAnswer:
         settings = self._settings
         verified = signing.verify(request, settings.credentials, self._clock(), settings.region)
-        address = addressing.resolve(request, settings.domains, settings.default_bucket)
-        action = routing.route(request, address)
+        action = self._route(request)
         head = exchange.head
         call = Call(
             request,
@@ -149,6 +151,23 @@ class Handler:
             call.need_right(right, call.bucket)
         self.counters.began(action.operation)
         return await _OPERATIONS[action.operation](call)
+
+    def _route(self, request: Request) -> Action:
+        """What is asked for; of plain reads, which no header changes, remembered."""
+        settings = self._settings
+        key = None
+        if not request.raw_query and request.method in ("GET", "HEAD"):
+            key = request.method, request.raw_path, request.host
+            known = self._routes.get(key)
+            if known is not None:
+                return known
+        address = addressing.resolve(request, settings.domains, settings.default_bucket)
+        action = routing.route(request, address)
+        if key is not None:
+            if len(self._routes) >= _MOST_ROUTES:
+                self._routes.clear()
+            self._routes[key] = action
+        return action
 
     def _failure(self, error: S3Error, request: Request, request_id: str) -> AnyAnswer:
         self.counters.failed(error.code)

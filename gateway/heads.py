@@ -14,7 +14,8 @@ Concurrency: pure functions.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import httptools
 
@@ -22,7 +23,7 @@ from kvfs.limits import MAX_HEAD_BYTES, MAX_HEADERS
 
 END = b"\r\n\r\n"
 _LENGTH = re.compile(rb"[0-9]{1,18}\Z")
-_BARE = re.compile(rb"(?<!\r)\n|\r(?!\n)|\0")
+_FRAMING = frozenset((b"content-length", b"transfer-encoding", b"host", b"expect", b"connection"))
 _TARGET = re.compile(rb"[\x21-\x7e]+\Z")
 
 
@@ -34,8 +35,7 @@ class BadHead(Exception):
         self.status = status
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(NamedTuple):
     """Names of headers are in lower case, values without white space around them, in the order of arrival."""
 
     method: str
@@ -90,18 +90,22 @@ def parse_head(data: bytes) -> Head:
 def _check_lines(data: bytes) -> None:
     if len(data) > MAX_HEAD_BYTES:
         raise BadHead(431, f"headers of {len(data)} bytes, the limit is {MAX_HEAD_BYTES}")
-    if data.count(b"\r\n") - 2 > MAX_HEADERS:
+    lines = data.count(b"\n")
+    if lines - 2 > MAX_HEADERS:
         raise BadHead(431, f"more than {MAX_HEADERS} headers")
-    if _BARE.search(data):
+    if lines != data.count(b"\r\n") or lines != data.count(b"\r") or b"\0" in data:
         raise BadHead(400, "a bare CR, a bare LF or a NUL in the headers")
     if b"\n " in data or b"\n\t" in data:
         raise BadHead(400, "a folded header line")
 
 
 def _framed(method: str, fields: _Fields, version: str) -> Head:
-    lengths = [value for name, value in fields.headers if name == b"content-length"]
-    codings = [value for name, value in fields.headers if name == b"transfer-encoding"]
-    hosts = sum(name == b"host" for name, _ in fields.headers)
+    found: dict[bytes, list[bytes]] = {}
+    for name, value in fields.headers:
+        if name in _FRAMING:
+            found.setdefault(name, []).append(value)
+    lengths, codings = found.get(b"content-length", []), found.get(b"transfer-encoding", [])
+    hosts = len(found.get(b"host", ()))
     if hosts > 1 or (hosts == 0 and version == "1.1"):
         raise BadHead(400, f"{hosts} Host headers where one is wanted")
     if codings and (lengths or version == "1.0"):
@@ -110,22 +114,23 @@ def _framed(method: str, fields: _Fields, version: str) -> Head:
         raise BadHead(501, "a transfer coding other than chunked")
     if len(lengths) > 1 or (lengths and not _LENGTH.match(lengths[0])):
         raise BadHead(400, "a Content-Length that is not one number")
-    expectations = [value.lower() for name, value in fields.headers if name == b"expect"]
-    if any(value != b"100-continue" for value in expectations):
+    expectations = found.get(b"expect", [])
+    if any(value.lower() != b"100-continue" for value in expectations):
         raise BadHead(417, "an expectation other than 100-continue")
     return Head(
         method,
         fields.target,
         fields.headers,
-        content_length=int(lengths[0]) if lengths else 0,
-        chunked=bool(codings),
-        expects_continue=bool(expectations) and version == "1.1",
-        keep_alive=_keeps_alive(fields, version),
+        int(lengths[0]) if lengths else 0,
+        bool(codings),
+        bool(expectations) and version == "1.1",
+        _keeps_alive(found.get(b"connection", ()), version),
     )
 
 
-def _keeps_alive(fields: _Fields, version: str) -> bool:
+def _keeps_alive(said: Sequence[bytes], version: str) -> bool:
     """RFC 9112, section 9.3; llhttp has forgotten it by the end of a message."""
-    said = b",".join(value for name, value in fields.headers if name == b"connection").lower()
-    options = {option.strip() for option in said.split(b",")} if said else set()
+    if not said:
+        return version == "1.1"
+    options = {option.strip() for option in b",".join(said).lower().split(b",")}
     return b"close" not in options and (version == "1.1" or b"keep-alive" in options)

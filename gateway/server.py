@@ -20,7 +20,7 @@ from pathlib import Path
 import trio
 
 from gateway.connection import Application, Connection, Refusal
-from gateway.transports import Gone, PlainTransport, Stalled, TlsTransport, Transport
+from gateway.transports import Gone, PlainTransport, Stalled, Sweeper, TlsTransport, Transport
 from kvfs import limits
 from kvfs.errors import ConfigError
 
@@ -92,6 +92,7 @@ class Server:
         self._room = trio.Semaphore(most)
         self._connections: set[Connection] = set()
         self._accepting = trio.CancelScope()
+        self._sweeper = Sweeper()
         self.accepted = 0
 
     @property
@@ -117,6 +118,12 @@ class Server:
 
     async def serve(self, sockets: list[socket.socket]) -> None:
         """Until `stop`, and then for limits.DRAIN_WAIT_S at most. Owns the sockets."""
+        async with trio.open_nursery() as background:
+            background.start_soon(self._sweeper.run)
+            await self._serve_connections(sockets)
+            background.cancel_scope.cancel()
+
+    async def _serve_connections(self, sockets: list[socket.socket]) -> None:
         async with trio.open_nursery() as connections:
             try:
                 with self._accepting:
@@ -169,7 +176,7 @@ class Server:
 
     async def _transport(self, sock: socket.socket, peer: str) -> Transport | None:
         if self._context is None:
-            return PlainTransport(sock, peer)
+            return PlainTransport(sock, peer, self._sweeper)
         transport = TlsTransport(sock, peer, self._context)
         try:
             await transport.handshake()

@@ -287,6 +287,10 @@ MAX_DRAIN_BYTES: Final = 256 * KIB
 """What is left of a refused request's body is read away up to this, so that the connection can be used again."""
 LINGER_S: Final = 2.0
 """How long a closed connection's input is still read: a reset would take the answer from the client."""
+SWEEP_INTERVAL_S: Final = 1.0
+"""How late the end of a wait on a client may be noticed."""
+SMALL_BODY_BYTES: Final = 64 * KIB
+"""Bodies up to this leave in one write with their headers; above it a copy costs more than a second call."""
 SEND_CHUNK_BYTES: Final = 4 * MIB
 """Sent at once from a slot: what one slow reader keeps of the event loop's time."""
 TLS_RECORDS_BYTES: Final = 256 * KIB
