@@ -17,13 +17,14 @@ import errno
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import trio
 
 from gateway.direct import Direct
+from gateway.drafts import Draft, SpareDrafts
 from gateway.found import (
     BucketInfo,
     Found,
@@ -53,23 +54,6 @@ log = logging.getLogger("kvfs.gateway")
 _OPEN_ATTEMPTS = 4
 
 
-@dataclass(slots=True)
-class Draft:
-    """A granted draft and its writable descriptor."""
-
-    session: Session
-    slot: int
-    generation: int
-    descriptor: int
-    open: bool = field(default=True)
-
-    def close(self) -> None:
-        """Close the descriptor, as the seal wants it."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
-
-
 @dataclass(frozen=True, slots=True)
 class Seal:
     """Under which name a draft is sealed, and on what condition."""
@@ -92,6 +76,7 @@ class Backend:
         self._direct: Direct | None = None
         self._changed = trio.Event()
         self._touched: list[bytes] = []
+        self._spares: SpareDrafts | None = None
         self._namespaces: dict[str, tuple[Session, int]] = {}
 
     # --- the session -------------------------------------------------------------------------------------
@@ -103,7 +88,8 @@ class Backend:
             try:
                 async with trio.open_nursery() as nursery:
                     session = await Session.connect(self._path, self._client, nursery)
-                    self._take(session)
+                    spares = self._take(session)
+                    nursery.start_soon(spares.run)
                     nursery.start_soon(self._report_hits, session)
                     if first:
                         first = False
@@ -120,21 +106,24 @@ class Backend:
             await trio.sleep(pause_s)
             pause_s = min(2 * pause_s, limits.GATEWAY_RECONNECT_MAX_S)
 
-    def _take(self, session: Session) -> None:
+    def _take(self, session: Session) -> SpareDrafts:
         if session.hello.may_open and "index" in session.hello.details:
             try:
                 self._direct = Direct(session.hello.details, session.hello.store_id)
             except (OSError, KvfsError) as error:
                 log.info("names are asked of the service: %s", error)
-        self._session = session
+        self._session, self._spares = session, SpareDrafts(session)
         self._changed.set()
+        return self._spares
 
     def _drop(self) -> None:
         if self._session is not None:
             self._session.close()
         if self._direct is not None:
             self._direct.close()
-        self._session = self._direct = None
+        if self._spares is not None:
+            self._spares.close()
+        self._session = self._direct = self._spares = None
         self._touched.clear()
         self._namespaces.clear()
         self._changed = trio.Event()
@@ -271,8 +260,10 @@ class Backend:
             self._touched.append(store_key)
 
     async def _report_hits(self, session: Session) -> None:
+        """And see that the session answers: a request that waits has no deadline of its own."""
         while True:
             await trio.sleep(limits.GATEWAY_TOUCH_INTERVAL_S)
+            session.check_time()
             if self._touched:
                 keys, self._touched = self._touched, []
                 try:
@@ -284,6 +275,9 @@ class Backend:
     async def reserve(self, size_bytes: int) -> Draft:
         """Raises NoSpace, ObjectTooLarge, QuotaExceeded."""
         session = await self.session()
+        spare = self._spares.take(size_bytes) if self._spares is not None else None
+        if spare is not None:
+            return spare
         [(entry, descriptor)] = await session.opened(Reserve((size_bytes,)))
         if descriptor is None:
             raise status_error(entry.status, f"room for {size_bytes} bytes")

@@ -24,11 +24,12 @@ import trio
 
 from gateway import bodies, checksums, documents, reserved
 from gateway import etag as etags
-from gateway.backend import Draft, Seal
+from gateway.backend import Seal
 from gateway.bodies import PartClaim
 from gateway.calls import Answer, Call, Document, Stored
 from gateway.checksums import Checksum, ChecksumType
 from gateway.copying import copy_range
+from gateway.drafts import Draft
 from gateway.errors import S3Error
 from gateway.found import Found
 from gateway.metadata import ObjectMetadata, PartMetadata
@@ -124,14 +125,15 @@ def _metadata(
         etag=etag,
         checksum=checksum,
         upload_id=upload.upload_id,
-        parts=tuple(
-            PartMetadata(
-                part.what.size_bytes,
-                part.what.metadata.checksum.digest if part.what.metadata.checksum else b"",
-            )
-            for part in parts
-        ),
+        parts=tuple(_part_metadata(part, checksum) for part in parts),
     )
+
+
+def _part_metadata(part: _Part, checksum: Checksum | None) -> PartMetadata:
+    """A part's checksum is kept where the object has one, too."""
+    own = part.what.metadata.checksum
+    digest = own.digest if own is not None and checksum is not None else b""
+    return PartMetadata(part.what.size_bytes, digest)
 
 
 def _checksum(upload: Upload, parts: Sequence[_Part]) -> Checksum | None:

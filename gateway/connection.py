@@ -107,7 +107,6 @@ class Exchange:
         self._chunked = ChunkedReader() if head.chunked else None
         self._waits_for_continue = head.expects_continue and head.has_body
         self._pace: Pace | None = None
-        self._streaming = False
 
     # --- the body ----------------------------------------------------------------------------------------
     @property
@@ -181,25 +180,6 @@ class Exchange:
         """`count` bytes of a sealed slot from `offset` on. Raises Gone, Stalled."""
         await self._transport.send_file(self._render(status, headers, count), descriptor, offset, count)
 
-    async def start_stream(self, status: int, headers: Headers) -> None:
-        """An answer whose end is not known yet: `stream` its parts, and `end_stream`."""
-        self._streaming = self.keep_alive = False
-        head = self._render(status, headers, None)
-        self._streaming = True
-        await self._transport.send([head])
-
-    async def stream(self, data: bytes) -> None:
-        await self._transport.send([data])
-
-    def end_stream(self) -> None:
-        """The end of the connection ends the answer."""
-        self._streaming = False
-
-    @property
-    def whole(self) -> bool:
-        """Whether there is an answer, to its end."""
-        return self.answered and not self._streaming
-
     def _render(self, status: int, headers: Headers, length: int | None) -> bytes:
         assert not self.answered, "an exchange has one answer"
         self.answered = True
@@ -253,11 +233,14 @@ class Connection:
         self._refuse = refuse
         self._input = _Input(transport)
         self._is_idle = False
+        self._exchange: Exchange | None = None
         self._stopping = False
 
     def stop(self) -> None:
         """End after the request that is being served; at once if there is none."""
         self._stopping = True
+        if self._exchange is not None:
+            self._exchange.keep_alive = False
         if self._is_idle:
             self._transport.wake()
 
@@ -285,10 +268,11 @@ class Connection:
         self._is_idle = False
         if data is None:
             return False
-        exchange = Exchange(parse_head(data), self._transport, self._input)
+        self._exchange = exchange = Exchange(parse_head(data), self._transport, self._input)
         exchange.keep_alive = exchange.keep_alive and not self._stopping
         await self._application(exchange)
-        if not exchange.whole:
+        self._exchange = None
+        if not exchange.answered:
             log.error("%s: a request was left without an answer", self._transport.peer)
             return False
         await exchange.drain()

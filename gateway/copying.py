@@ -21,9 +21,9 @@ from typing import Any
 import trio
 
 from gateway import checksums, conditions, documents, metadata, ranges
-from gateway.backend import Draft
 from gateway.calls import Answer, Call, Document, Stored, no_such_key
 from gateway.checksums import Algorithm, Checksum, ChecksumType
+from gateway.drafts import Draft
 from gateway.errors import S3Error
 from gateway.metadata import ObjectMetadata
 from gateway.ranges import Span

@@ -23,11 +23,11 @@ from typing import Protocol
 import trio
 
 from gateway import checksums
-from gateway.backend import Draft
 from gateway.bodies_plan import BodyPlan, plan_of
 from gateway.calls import Call
 from gateway.checksums import Algorithm, Checksum, Digester
 from gateway.chunked import ChunkedDecoder
+from gateway.drafts import Draft
 from gateway.errors import S3Error
 from kvfs import limits
 from kvfs.exchange import status_error

@@ -32,8 +32,7 @@ PIN = "kvfs-pin"
 
 async def put_object(call: Call) -> Answer:
     bucket = await call.backend.bucket(call.bucket)
-    said = replace(metadata.from_request(call.request), owner=call.owner)
-    said.encode()
+    said = metadata.from_request(call.request)
     size_bytes = payload_bytes(call)
     checksums.wanted(call.request)
     condition = await write_condition(call)
@@ -47,7 +46,7 @@ async def put_object(call: Call) -> Answer:
     try:
         took_md5 = call.settings.takes_md5(call.bucket)
         received = await receive(call, DraftSink(draft), take_md5=took_md5)
-        said = with_digests(said, received, took_md5)
+        said = with_digests(said, received, took_md5, call.owner)
         await call.backend.seal(draft, replace(condition, user_metadata=said.encode()))
     finally:
         await call.backend.abort(draft)
@@ -56,10 +55,11 @@ async def put_object(call: Call) -> Answer:
     return await _sealed_answer(call, said)
 
 
-def with_digests(said: ObjectMetadata, received: Received, took_md5: bool) -> ObjectMetadata:
+def with_digests(said: ObjectMetadata, received: Received, took_md5: bool, owner: str = "") -> ObjectMetadata:
     """The metadata of a body that came whole."""
     md5 = received.md5 if took_md5 and received.md5 is not None else None
-    return replace(said, etag="" if md5 is None else md5.hex(), checksum=received.checksum)
+    etag = "" if md5 is None else md5.hex()
+    return replace(said, etag=etag, checksum=received.checksum, owner=owner)
 
 
 def is_pinned(said: ObjectMetadata) -> bool:
@@ -114,7 +114,7 @@ async def _put_marker(call: Call, said: ObjectMetadata, size_bytes: int) -> Answ
         )
     sink = MemorySink(most)
     received = await receive(call, sink, take_md5=True)
-    said = with_digests(said, received, True)
+    said = with_digests(said, received, True, call.owner)
     await call.backend.put_marker(call.bucket, call.key, pack_marker(said, bytes(sink.data)))
     return await _sealed_answer(call, said)
 

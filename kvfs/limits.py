@@ -242,6 +242,15 @@ MAX_TRAILER_BYTES: Final = 8 * KIB
 """The trailer section after the last chunk; S3's own trailers are inside the payload."""
 RECEIVE_BYTES: Final = 256 * KIB
 """Read from a socket at once: a buffer that stays in the second-level cache between reading, digest and writing."""
+SPARE_DRAFT_BYTES: Final = 1 * MIB
+"""Room that a spare draft of a gateway is promised; larger bodies ask for their own."""
+GATEWAY_SPARE_DRAFTS: Final = 8
+"""Drafts that a gateway process under load has granted ahead of use."""
+SPARE_OBJECT_BYTES: Final = 16 * MIB
+"""Where objects may not be so large, the tier is too small for spares: eight are a 64th of it at this size's least."""
+SPARE_RATE: Final = 16
+"""Writes in SPARE_INTERVAL_S from which spares pay."""
+SPARE_INTERVAL_S: Final = 0.5
 INLINE_DIGEST_BYTES: Final = 128 * KIB
 """Bodies up to this are digested as they come: an MD5 of it takes 150 us, a thread's start and end about 80."""
 MAX_UPLOADS: Final = 10_000

@@ -57,7 +57,7 @@ def bucket(s3: Any, request: pytest.FixtureRequest) -> str:
 def fails(call: Callable[[], object], code: str, status: int | None = None) -> dict[str, Any]:
     with pytest.raises(ClientError) as error:
         call()
-    found: dict[str, Any] = error.value.response  # type: ignore[assignment]
+    found: dict[str, Any] = error.value.response
     assert found["Error"]["Code"] == code
     assert status in (None, found["ResponseMetadata"]["HTTPStatusCode"])
     return found
@@ -183,7 +183,7 @@ def test_of_writers_that_race_on_a_condition_one_wins(door: Gateway, s3: Any, bu
         try:
             clients[n].put_object(Bucket=bucket, Key="race", Body=b"%d" % n, **condition)
         except ClientError as error:
-            return error.response["Error"]["Code"] != "PreconditionFailed"
+            return bool(error.response["Error"]["Code"] != "PreconditionFailed")
         return True
 
     with ThreadPoolExecutor(8) as pool:
