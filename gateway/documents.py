@@ -15,7 +15,7 @@ from gateway.checksums import Algorithm, Checksum, ChecksumType
 from gateway.errors import S3Error
 from gateway.etag import quote
 from gateway.listing import Listing, ListRequest
-from gateway.xml import document, element, escape, http_date, optional, timestamp, url_encoded
+from gateway.xml import document, element, escape, http_date, is_xml, optional, timestamp, url_encoded
 
 __all__ = ["ObjectItem", "PartItem", "UploadItem", "http_date", "timestamp"]
 
@@ -87,14 +87,19 @@ def list_buckets(
 
 
 def list_objects_v1(bucket: str, request: ListRequest, listing: Listing[ObjectItem]) -> bytes:
-    """NextMarker stands there only with a delimiter, as at S3: without, the last key is the next marker."""
+    """NextMarker stands there only with a delimiter, as at S3: without, the last key is the next marker.
+
+    Prefix stays plain where XML can hold it: boto3, which always asks for `encoding-type=url`, decodes it in version 2
+    but not here.
+    """
     text = _encoding(request)
+    prefix = request.prefix if is_xml(request.prefix) else text(request.prefix)
     next_marker = text(listing.last) if listing.truncated and request.delimiter else None
     return document(
         "ListBucketResult",
         (
             element("Name", bucket),
-            element("Prefix", text(request.prefix)),
+            element("Prefix", prefix),
             element("Marker", text(request.marker or "")),
             optional("NextMarker", next_marker),
             _limits(request, "MaxKeys", listing.truncated),
