@@ -5,7 +5,8 @@ and the JSON of `?match`. Invariants: the parser takes no DTD, so no entities of
 MAX_XML_BODY_BYTES, which whoever receives it checks before it comes here; what has another root, misses an element or
 has one twice is MalformedXML. Namespaces are not looked at, and elements that S3 may add are passed over.
 
-Concurrency: pure functions; 10,000 parts take 40 ms, so large documents are read in a thread.
+Concurrency: pure functions; 1,000 keys to delete take 3 ms, 10,000 parts 90 ms, so that large documents are read in a
+thread.
 """
 
 from __future__ import annotations

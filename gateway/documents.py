@@ -2,12 +2,13 @@
 
 Responsibility: one function for each document, in the order of elements that S3 documents. Invariants: every text
 passes `gateway.xml.escape`; with `encoding-type=url` keys, prefixes, delimiters and markers are percent-encoded first.
-Concurrency: pure functions; 1,000 keys take 3 ms.
+Concurrency: pure functions; 1,000 keys take 5 ms.
 """
 
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from gateway.checksums import Algorithm, Checksum, ChecksumType
 from gateway.errors import S3Error
 from gateway.etag import quote
 from gateway.listing import Listing, ListRequest
-from gateway.xml import document, element, escape, http_date, optional, timestamp, url_encoded
+from gateway.xml import document, element, escape, http_date, is_xml, optional, timestamp, url_encoded
 
 __all__ = ["ObjectItem", "PartItem", "UploadItem", "http_date", "timestamp"]
 
@@ -87,14 +88,19 @@ def list_buckets(
 
 
 def list_objects_v1(bucket: str, request: ListRequest, listing: Listing[ObjectItem]) -> bytes:
-    """NextMarker stands there only with a delimiter, as at S3: without, the last key is the next marker."""
+    """NextMarker stands there only with a delimiter, as at S3: without, the last key is the next marker.
+
+    Prefix stays plain where XML can hold it: boto3, which always asks for `encoding-type=url`, decodes it in version 2
+    but not here.
+    """
     text = _encoding(request)
+    prefix = request.prefix if is_xml(request.prefix) else text(request.prefix)
     next_marker = text(listing.last) if listing.truncated and request.delimiter else None
     return document(
         "ListBucketResult",
         (
             element("Name", bucket),
-            element("Prefix", text(request.prefix)),
+            element("Prefix", prefix),
             element("Marker", text(request.marker or "")),
             optional("NextMarker", next_marker),
             _limits(request, "MaxKeys", listing.truncated),
@@ -352,11 +358,21 @@ def object_attributes(
     max_parts: int = 1000,
     truncated: bool = False,
 ) -> bytes:
-    """`wanted`: names of `x-amz-object-attributes`; `total_parts` 0: an object of one piece."""
+    """`wanted`: names of `x-amz-object-attributes`; `total_parts` 0: an object of one piece.
+
+    As at S3, the checksum of a composite object is without `-N` here, and only such an object's parts are shown.
+    """
+    shown = ""
+    if checksum is not None:
+        plain = element(checksum.algorithm.element, b64encode(checksum.digest).decode())
+        shown = f"<Checksum>{plain}{element('ChecksumType', checksum.type.value)}</Checksum>"
+    piece = element("PartsCount", total_parts)
+    if checksum is not None and checksum.type is ChecksumType.COMPOSITE:
+        piece += _object_parts(parts, marker, max_parts, truncated)
     found = {
         "ETag": element("ETag", etag),
-        "Checksum": f"<Checksum>{_checksum(checksum)}</Checksum>" if checksum else "",
-        "ObjectParts": _object_parts(parts, total_parts, marker, max_parts, truncated) if total_parts else "",
+        "Checksum": shown,
+        "ObjectParts": f"<ObjectParts>{piece}</ObjectParts>" if total_parts else "",
         "StorageClass": _STANDARD,
         "ObjectSize": element("ObjectSize", size_bytes),
     }
@@ -364,22 +380,19 @@ def object_attributes(
     return document("GetObjectAttributesOutput", (text for name, text in found.items() if name in names))
 
 
-def _object_parts(
-    parts: Sequence[PartItem], total_parts: int, marker: int, max_parts: int, truncated: bool
-) -> str:
+def _object_parts(parts: Sequence[PartItem], marker: int, max_parts: int, truncated: bool) -> str:
     rows = (
         f"<Part>{element('PartNumber', part.number)}{element('Size', part.size_bytes)}"
         f"{_checksum(part.checksum, with_type=False)}</Part>"
         for part in parts
     )
-    head = (
-        element("PartsCount", total_parts)
-        + element("PartNumberMarker", marker)
+    return (
+        element("PartNumberMarker", marker)
         + element("NextPartNumberMarker", parts[-1].number if parts else 0)
         + element("MaxParts", max_parts)
         + element("IsTruncated", truncated)
+        + "".join(rows)
     )
-    return f"<ObjectParts>{head}{''.join(rows)}</ObjectParts>"
 
 
 def match_result(hits: int) -> bytes:

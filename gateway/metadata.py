@@ -201,6 +201,8 @@ def _text(text: str, default: str) -> bytes:
 
 
 def _pairs(pairs: Mapping[str, str]) -> bytes:
+    if not pairs:
+        return b""
     out = bytearray()
     for pair in pairs.items():
         for text in pair:
@@ -216,6 +218,8 @@ def _checksum(checksum: Checksum) -> bytes:
 
 def _sizes(sizes: Sequence[int]) -> bytes:
     """Runs of equal sizes: varint(size * 2 + whether a count follows), varint(count)."""
+    if not sizes:
+        return b""
     out = bytearray()
     for size, run in groupby(sizes):
         count = sum(1 for _ in run)
@@ -236,37 +240,40 @@ def _varint(value: int) -> bytes:
 
 
 def _decode(data: bytes) -> ObjectMetadata:
-    fields = dict(_read_fields(data))
+    fields = _read_fields(data)
     checksum = _read_checksum(fields[_CHECKSUM_FIELD]) if _CHECKSUM_FIELD in fields else None
-    sizes = list(_read_sizes(fields.get(_SIZES, b"")))
+    parts: tuple[PartMetadata, ...] = ()
+    if _SIZES in fields:
+        sizes = list(_read_sizes(fields[_SIZES]))
+        parts = _read_parts(sizes, fields.get(_PART_CHECKSUMS, b""), checksum)
     found = ObjectMetadata(
-        fields.get(_CONTENT_TYPE, DEFAULT_CONTENT_TYPE.encode()).decode(),
-        _read_pairs(fields.get(_HEADERS, b"")),
-        _read_pairs(fields.get(_USER, b"")),
-        _read_pairs(fields.get(_TAGS, b"")),
-        fields.get(_ETAG, b"").decode(),
-        fields.get(_OWNER, b"").decode(),
+        fields[_CONTENT_TYPE].decode() if _CONTENT_TYPE in fields else DEFAULT_CONTENT_TYPE,
+        _read_pairs(fields[_HEADERS]) if _HEADERS in fields else {},
+        _read_pairs(fields[_USER]) if _USER in fields else {},
+        _read_pairs(fields[_TAGS]) if _TAGS in fields else {},
+        fields[_ETAG].decode() if _ETAG in fields else "",
+        fields[_OWNER].decode() if _OWNER in fields else "",
         checksum,
-        _read_parts(sizes, fields.get(_PART_CHECKSUMS, b""), checksum),
-        fields.get(_UPLOAD, b"").decode(),
+        parts,
+        fields[_UPLOAD].decode() if _UPLOAD in fields else "",
     )
     if _encode(found) != data:
         raise ValueError("not in the canonical form")
     return found
 
 
-def _read_fields(data: bytes) -> Iterator[tuple[int, bytes]]:
+def _read_fields(data: bytes) -> dict[int, bytes]:
     _, version = _HEAD.unpack_from(data)
     if version != VERSION:
         raise ValueError(f"version {version}, known is {VERSION}")
-    at, last = _HEAD.size, 0
-    while at < len(data):
+    fields = {}
+    at, end = _HEAD.size, len(data)
+    while at < end:
         tag, _, length = _FIELD.unpack_from(data, at)
         at += _FIELD.size
-        if not last < tag <= _UPLOAD or length > len(data) - at:
-            raise ValueError(f"field {tag} of {length} bytes after field {last}")
-        yield tag, data[at : at + length]
-        at, last = at + length, tag
+        fields[tag] = data[at : at + length]
+        at += length
+    return fields
 
 
 def _read_pairs(data: bytes) -> dict[str, str]:

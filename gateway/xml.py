@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 _NAMED: Final = {"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;"}
 _SPECIAL: Final = re.compile('[&<>"\x00-\x1f\x7f-\x9f\u2028\ufffe\uffff]')
+_IMPOSSIBLE: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 _SECOND_NS: Final = 1_000_000_000
 
 NAMESPACE: Final = ' xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
@@ -26,6 +27,11 @@ def escape(text: str) -> str:
     if not _SPECIAL.search(text):
         return text
     return _SPECIAL.sub(lambda found: _NAMED.get(found[0]) or f"&#x{ord(found[0]):x};", text)
+
+
+def is_xml(text: str) -> bool:
+    """Whether XML 1.0 can hold `text`, so that every parser reads it."""
+    return not _IMPOSSIBLE.search(text)
 
 
 def element(name: str, value: object) -> str:

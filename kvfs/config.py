@@ -188,6 +188,8 @@ class NvmeSettings(_Section):
     """Bytes of one segment file, fixed when the first is made. None: a 64th of the capacity."""
     io: DeviceIo = "auto"
     """`auto` takes io_uring where the kernel allows it."""
+    trim: bool = False
+    """Whether what a freed segment held is punched out of its file, for filesystems that tell the drive (TRIM)."""
     scrub_rate: Annotated[Size, Field(le=MAX_SCRUB_BYTES_S)] = DEFAULT_SCRUB_BYTES_S
     """Bytes that the scrub verifies in a second, on NVMe and in DRAM; 0: none."""
 

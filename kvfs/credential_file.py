@@ -52,11 +52,14 @@ def remove(file: Path, access_key: str) -> None:
 
     def change(document: tomlkit.TOMLDocument) -> None:
         present = _entries(document, file)
-        for index, entry in enumerate(present):
-            if entry.get("access_key") == access_key:
-                del present[index]
-                return
-        raise NotFound(f"{file}: no access key {access_key}")
+        keys = [entry.get("access_key") for entry in present]
+        if access_key not in keys:
+            raise NotFound(f"{file}: no access key {access_key}")
+        del present[keys.index(access_key)]
+        if not present:
+            # An empty array of tables would be written as a key, which `add` could not go on from.
+            section: Any = document["s3"]
+            del section["credentials"]
 
     _edit(file, change)
 

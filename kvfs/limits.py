@@ -132,6 +132,14 @@ FSCK_SEGMENTS: Final = 4
 """Segments that a check reads at once, each with a pooled buffer: one NVMe drive is at its bandwidth."""
 READ_ATTEMPTS: Final = 3
 """How often a start asks a device for the same bytes of a segment before it does without the objects in it."""
+OBJECT_SHARE_OF_NVME: Final = 2
+"""The largest object is the NVMe capacity divided by this, so that one file never empties the tier."""
+LARGE_DIRTY_EXTENTS: Final = 16
+"""Extents of files being written that wait in memory: 64 MiB of 4 MiB each; then writers wait for the device."""
+LARGE_CACHED_EXTENTS: Final = 16
+"""Extents kept for those who read objects larger than DRAM takes: 64 MiB, so that a small read is no 4 MiB read."""
+LARGE_READS: Final = 8
+"""Extents read for them at once; fewer than are kept, so that there is always one to give up."""
 DEVICE_RETRY_S: Final = 0.25
 """How long the log waits after the device failed before it tries again."""
 

@@ -169,6 +169,7 @@ async def _start_store(settings: Settings, device: Device | None, nvme_bytes: in
             nvme_bytes=nvme_bytes,
             nvme_dir=settings.nvme_path,
             segment_bytes=settings.nvme.segment,
+            trim=settings.nvme.trim,
             dram_bytes=settings.dram.capacity,
             max_slots=settings.dram.slots,
             gid=group_id(settings.session.group),

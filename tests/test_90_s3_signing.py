@@ -32,7 +32,10 @@ EMPTY = sha256(b"").hexdigest()
 KEYS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=40)
 NAMES = st.text("abcdefghijklmnopqrstuvwxyz-", min_size=1, max_size=12)
 VALUES = st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E), max_size=30)
-QUERIES = st.dictionaries(st.text(min_size=1, max_size=10), st.text(max_size=20), max_size=5)
+PARAMETERS = st.text(min_size=1, max_size=10).filter(
+    lambda name: not name.lower().startswith("x-amz-") and name != "AWSAccessKeyId"
+)
+QUERIES = st.dictionaries(PARAMETERS, st.text(max_size=20), max_size=5)
 HEADERS = st.dictionaries(NAMES.map("x-amz-meta-".__add__), VALUES, max_size=5)
 METHODS = st.sampled_from(["GET", "PUT", "POST", "DELETE", "HEAD"])
 
@@ -232,6 +235,9 @@ def test_hoisted_headers_count_as_headers_of_a_presigned_request() -> None:
     made = presigned(url("k", {"x-amz-meta-colour": "blue"}), "PUT")
     assert check(made)
     assert made.header(b"x-amz-meta-colour") == "blue"
+    both = presigned(url("k", {"x-amz-acl": "private"}), "PUT", headers={"x-amz-acl": "public-read"})
+    assert check(both)
+    assert both.header(b"x-amz-acl") == "public-read"
     plain = signed(url("k", {"x-amz-meta-colour": "blue"}), "PUT")
     assert plain.header(b"x-amz-meta-colour") is None
 

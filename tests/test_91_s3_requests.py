@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from pathlib import Path
 from urllib.parse import quote
 
 import pytest
@@ -67,6 +69,18 @@ def test_a_full_store_is_refused_with_a_status_that_botocore_does_not_retry() ->
     assert error.status not in TransientRetryableChecker._TRANSIENT_STATUS_CODES
     assert error.code not in TransientRetryableChecker._TRANSIENT_ERROR_CODES
     assert error.code not in ThrottledRetryableChecker._THROTTLED_ERROR_CODES
+
+
+def test_the_page_about_s3_lists_every_code_under_its_status() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "s3.md").read_text()
+    listed = {
+        code: int(status)
+        for status, codes in re.findall(r"^\| (\d{3}) \| ([A-Za-z0-9, ]+) \|$", page, re.MULTILINE)
+        for code in codes.split(", ")
+    }
+    assert listed == {code: S3Error(code).status for code in CODES}
+    for operation in Operation:
+        assert operation.value in page
 
 
 def test_an_unknown_code_cannot_be_raised() -> None:

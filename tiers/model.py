@@ -96,6 +96,8 @@ class Bucket:
     """The 16-byte digest of the bound namespace."""
     admits_all: bool = True
     """Whether every object is written to NVMe; else only what was wanted before (`tiers.admission`)."""
+    large: bool = False
+    """Whether files made on the mount go to NVMe extent by extent, so that they may be larger than DRAM takes."""
 
 
 @dataclass(slots=True)

@@ -47,11 +47,15 @@ class Naming(Copies):
         mode: int = 0o755,
         durable: bool = False,
         admits_all: bool = True,
+        large: bool = False,
         namespace: Namespace | None = None,
     ) -> Bucket:
-        """Raises Exists, InvalidRequest, LimitExceeded; DeviceMissing for a durable one without the NVMe tier."""
+        """Raises Exists, InvalidRequest, LimitExceeded; DeviceMissing for a durable or large one without the NVMe
+        tier."""
         if durable:
             self.journal.check_durable(0)
+        if large:
+            self._need_large()
         made = buckets.create(
             self.names,
             name,
@@ -60,10 +64,15 @@ class Naming(Copies):
             mode=mode,
             durable=durable,
             admits_all=admits_all,
+            large=large,
             namespace=namespace,
         )
         self._log_bucket(name)
         return made
+
+    def _need_large(self) -> None:
+        """Raises DeviceMissing."""
+        _ = self.journal.large
 
     def _log_bucket(self, name: bytes) -> None:
         row = self.names.get_bucket(name)
@@ -79,10 +88,21 @@ class Naming(Copies):
         gid: int | None = None,
         mtime_ns: int | None = None,
         namespace: Namespace | None = None,
+        large: bool | None = None,
     ) -> Bucket:
-        """Change what is given. Raises BucketNotFound; Exists, NotEmpty for a namespace that cannot be bound."""
+        """Change what is given. Raises BucketNotFound; Exists, NotEmpty for a namespace that cannot be bound;
+        DeviceMissing for `large` without the NVMe tier."""
+        if large:
+            self._need_large()
         changed = buckets.change(
-            self.names, name, mode=mode, uid=uid, gid=gid, mtime_ns=mtime_ns, namespace=namespace
+            self.names,
+            name,
+            mode=mode,
+            uid=uid,
+            gid=gid,
+            mtime_ns=mtime_ns,
+            namespace=namespace,
+            large=large,
         )
         self._log_bucket(name)
         self._tell(Change(ChangeKind.ATTRIBUTES, Name(name, b""), None))

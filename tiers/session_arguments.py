@@ -148,4 +148,5 @@ def bucket_object(bucket: Bucket) -> dict[str, Any]:
         "mtime_ns": bucket.mtime_ns,
         "namespace": bucket.namespace.hex() if bucket.namespace is not None else None,
         "admits_all": bucket.admits_all,
+        "large": bucket.large,
     }

@@ -186,7 +186,7 @@ def _evict(service: Service, session: Session, arguments: Arguments) -> JsonObje
 # --- buckets and namespaces ------------------------------------------------------------------------------
 def _bucket_create(service: Service, session: Session, arguments: Arguments) -> JsonObject:
     name, mode, durable = arguments.text("bucket"), arguments.mode(0o755), arguments.flag("durable", False)
-    admits_all = arguments.flag("admits_all", True)
+    admits_all, large = arguments.flag("admits_all", True), arguments.flag("large", False)
     uid, gid = arguments.optional_integer("uid"), arguments.optional_integer("gid")
     arguments.done()
     paths.check_bucket(name)
@@ -200,6 +200,7 @@ def _bucket_create(service: Service, session: Session, arguments: Arguments) -> 
         mode=mode,
         durable=durable,
         admits_all=admits_all,
+        large=large,
     )
     return bucket_object(made)
 
