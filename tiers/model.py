@@ -74,6 +74,9 @@ class Directory:
     uid: int
     gid: int
     mtime_ns: int
+    marker_id: int = 0
+    """The id of its marker; 0: none."""
+    user_metadata: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

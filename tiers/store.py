@@ -242,16 +242,18 @@ class TieredStore(Naming):
         attributes: Attributes,
         *,
         replace: bool = True,
+        expected_id: int | None = None,
         checksum: int | None = None,
         snapshot: int | None = None,
     ) -> ObjectInfo:
         """Publish a draft under a name: the last seal wins. `snapshot` is what `persist_draft` made of it.
 
-        Raises WriterActive while it can still be written, Exists when not `replace` and the name is taken
-        (the draft stays open in both cases), NotPermitted for the names of blocks, NoSpace of a full index.
+        Raises WriterActive while it can still be written, Exists when not `replace` and the name is taken, and
+        where another object than `expected_id` has it, NotFound where none has (the draft then stays open),
+        NotPermitted for the names of blocks, NoSpace of a full index.
         """
         self.make_entry_room()
-        bucket, old = self._check_sealable(name, replace=replace)
+        bucket, old = self._check_sealable(name, replace=replace, expected_id=expected_id)
         if bucket.durable:
             self.journal.check_durable(self.dram.draft_bytes(draft.extent))
         same = snapshot is not None and self.journal.is_snapshot(snapshot, *self._look_at(draft))
@@ -280,7 +282,9 @@ class TieredStore(Naming):
         self._tell(Change(ChangeKind.SEALED, name, key))
         return self._info(name, row, sealed.extent)
 
-    def _check_sealable(self, name: Name, *, replace: bool) -> tuple[Bucket, NameRow | None]:
+    def _check_sealable(
+        self, name: Name, *, replace: bool, expected_id: int | None = None
+    ) -> tuple[Bucket, NameRow | None]:
         """Where an object of this name goes, and the row of the one that it replaces."""
         bucket = self._check_name(name)
         if name.key.endswith(b"/"):
@@ -290,6 +294,8 @@ class TieredStore(Naming):
         old = self._row(name)
         if old is not None and not replace:
             raise Exists(f"{name} exists")
+        if expected_id is not None:
+            self._check_expected(name, expected_id)
         return bucket, old
 
     # --- objects larger than DRAM takes -------------------------------------------------------------------
