@@ -39,7 +39,18 @@ _FIELD: Final = struct.Struct("<BxHI")
 _CHECKSUM: Final = struct.Struct("<BBH")
 _LENGTH: Final = struct.Struct("<H")
 
-_CONTENT_TYPE, _HEADERS, _USER, _TAGS, _ETAG, _OWNER, _CHECKSUM_FIELD, _SIZES, _PART_CHECKSUMS = range(1, 10)
+(
+    _CONTENT_TYPE,
+    _HEADERS,
+    _USER,
+    _TAGS,
+    _ETAG,
+    _OWNER,
+    _CHECKSUM_FIELD,
+    _SIZES,
+    _PART_CHECKSUMS,
+    _UPLOAD,
+) = range(1, 11)
 
 _ALGORITHM_CODES: Final = {algorithm: code for code, algorithm in enumerate(Algorithm, 1)}
 _ALGORITHMS: Final = {code: algorithm for algorithm, code in _ALGORITHM_CODES.items()}
@@ -80,6 +91,8 @@ class ObjectMetadata:
     checksum: Checksum | None = None
     parts: tuple[PartMetadata, ...] = ()
     """Of a multipart object, in order."""
+    upload_id: str = ""
+    """The upload that a multipart object came from: a completion that is repeated gets the same answer."""
 
     def encode(self) -> bytes:
         """The bytes, less the parts' checksums where they do not fit. Raises S3Error MetadataTooLarge."""
@@ -177,6 +190,7 @@ def _encode(metadata: ObjectMetadata) -> bytes:
         (_CHECKSUM_FIELD, b"" if checksum is None else _checksum(checksum)),
         (_SIZES, _sizes([part.size_bytes for part in parts])),
         (_PART_CHECKSUMS, b"".join(part.checksum for part in parts)),
+        (_UPLOAD, metadata.upload_id.encode()),
     )
     body = b"".join(_FIELD.pack(tag, 0, len(value)) + value for tag, value in fields if value)
     return _HEAD.pack(MAGIC, VERSION) + body
@@ -241,6 +255,7 @@ def _decode(data: bytes) -> ObjectMetadata:
         fields[_OWNER].decode() if _OWNER in fields else "",
         checksum,
         parts,
+        fields[_UPLOAD].decode() if _UPLOAD in fields else "",
     )
     if _encode(found) != data:
         raise ValueError("not in the canonical form")
