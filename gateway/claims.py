@@ -165,8 +165,8 @@ _REQUIRED: Final = (
 
 
 def query_claim(request: Request) -> Claim:
-    """Of a presigned query. Raises S3Error AuthorizationQueryParametersError, AccessDenied (no signature), InvalidToken,
-    InvalidRequest (another signature version), InvalidArgument."""
+    """Of a presigned query. Raises S3Error AuthorizationQueryParametersError, AccessDenied (no signature),
+    InvalidToken, InvalidRequest (another signature version), InvalidArgument."""
     query = request.query
     if "AWSAccessKeyId" in query:
         _refuse_algorithm("AWS")
