@@ -73,6 +73,8 @@ NVME_BYTES_PER_ENTRY: Final = 64 * KIB
 """The table has an entry for each so many bytes of the NVMe tier (a block of 16 tokens of a small model)..."""
 TABLE_SHARE_OF_DRAM: Final = 32
 """...unless these take more than the DRAM capacity divided by this. What a start finds always has one."""
+ENTRIES_AT_ONCE: Final = 256
+"""What only NVMe has leaves a full table by so many: looking for the oldest takes 10 ms among a million."""
 TABLE_READER_WAIT_S: Final = 0.1
 """How long a reader of the table waits for a writer that stopped in mid-change (KVFS_READER_WAIT_NS)."""
 

@@ -246,8 +246,9 @@ class TieredStore(Naming):
         """Publish a draft under a name: the last seal wins. `snapshot` is what `persist_draft` made of it.
 
         Raises WriterActive while it can still be written, Exists when not `replace` and the name is taken
-        (the draft stays open in both cases), NotPermitted for the names of blocks.
+        (the draft stays open in both cases), NotPermitted for the names of blocks, NoSpace of a full index.
         """
+        self.make_entry_room()
         bucket, old = self._check_sealable(name, replace=replace)
         if bucket.durable:
             self.journal.check_durable(self.dram.draft_bytes(draft.extent))
@@ -337,6 +338,7 @@ class TieredStore(Naming):
         self, draft: LargeDraft, name: Name, attributes: Attributes, *, replace: bool = True
     ) -> ObjectInfo:
         """As `seal`. Raises WriterActive while some of it is not yet written (`LargeDraft.flush`)."""
+        self.make_entry_room()
         bucket, old = self._check_sealable(name, replace=replace)
         draft.check()
         if not draft.is_written or draft.sealed:
@@ -414,6 +416,7 @@ class TieredStore(Naming):
         where = self.bucket(bucket)
         if where.namespace is None:
             raise InvalidRequest(f"bucket {bucket.decode()} is bound to no namespace")
+        self.make_entry_room()
         if self._blocks.get(digest) is not None:
             self.abort(draft)
             return self.lookup_block(digest)
