@@ -358,6 +358,10 @@ MAX_CLOCK_SKEW_S: Final = 900
 """How far the time of a signature may be from the gateway's clock, as S3 has it."""
 MAX_PRESIGN_EXPIRY_S: Final = 604_800
 """Longest life of a presigned URL: a week, as S3 has it."""
+MAX_SIGNERS: Final = 256
+"""Pairs of credential and signed headers that a worker remembers as taken apart, before any signature is checked."""
+MAX_SIGNER_BYTES: Final = 4 * KIB
+"""Credential and SignedHeaders together: 64 names of 60 bytes; with MAX_SIGNERS it bounds what strangers can fill."""
 MAX_SIGNED_HEADERS: Final = 64
 """Names in SignedHeaders; clients sign 3 to 12."""
 MIN_AWS_CHUNK_BYTES: Final = 8 * KIB
