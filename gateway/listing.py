@@ -109,9 +109,9 @@ def parse_v1(arguments: Mapping[str, str]) -> ListRequest:
 
 
 def parse_v2(arguments: Mapping[str, str]) -> ListRequest:
-    """Of ListObjectsV2; a token beats start-after. Raises S3Error InvalidArgument."""
+    """Of ListObjectsV2; a token beats start-after, an empty one is none. Raises S3Error InvalidArgument."""
     token, start_after = arguments.get("continuation-token"), arguments.get("start-after")
-    after = (start_after or "") if token is None else decode_token(token)
+    after = decode_token(token) if token else start_after or ""
     return _parse(
         arguments,
         after,

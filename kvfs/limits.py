@@ -73,6 +73,8 @@ NVME_BYTES_PER_ENTRY: Final = 64 * KIB
 """The table has an entry for each so many bytes of the NVMe tier (a block of 16 tokens of a small model)..."""
 TABLE_SHARE_OF_DRAM: Final = 32
 """...unless these take more than the DRAM capacity divided by this. What a start finds always has one."""
+ENTRIES_AT_ONCE: Final = 256
+"""What only NVMe has leaves a full table by so many: looking for the oldest takes 10 ms among a million."""
 TABLE_READER_WAIT_S: Final = 0.1
 """How long a reader of the table waits for a writer that stopped in mid-change (KVFS_READER_WAIT_NS)."""
 
@@ -340,6 +342,10 @@ MAX_CLOCK_SKEW_S: Final = 900
 """How far the time of a signature may be from the gateway's clock, as S3 has it."""
 MAX_PRESIGN_EXPIRY_S: Final = 604_800
 """Longest life of a presigned URL: a week, as S3 has it."""
+MAX_SIGNERS: Final = 256
+"""Pairs of credential and signed headers that a worker remembers as taken apart, before any signature is checked."""
+MAX_SIGNER_BYTES: Final = 4 * KIB
+"""Credential and SignedHeaders together: 64 names of 60 bytes; with MAX_SIGNERS it bounds what strangers can fill."""
 MAX_SIGNED_HEADERS: Final = 64
 """Names in SignedHeaders; clients sign 3 to 12."""
 MIN_AWS_CHUNK_BYTES: Final = 8 * KIB

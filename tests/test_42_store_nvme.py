@@ -16,6 +16,7 @@ import trio
 from kvfs.errors import ConfigError, Corrupt, DeviceMissing, NoSpace, NotFound
 from kvfs.formats import RECORD_MAGIC, RecordType
 from kvfs.limits import MIB
+from tests.support.crash_load import audit
 from tests.support.stores import NAMESPACE
 from tiers.device import ThreadDevice
 from tiers.journal import NvmeJournal
@@ -193,6 +194,26 @@ async def test_what_left_with_its_unit_does_not_come_back_under_a_name_given_awa
     async with running(crashed) as store:
         found = [info.size_bytes for _, info in store.list(b"b").entries if isinstance(info, ObjectInfo)]
         assert found in ([], [70_000])
+
+
+async def test_a_full_index_gives_up_what_is_oldest(tmp_path: Path) -> None:
+    async with running(tmp_path, nvme_bytes=128 * MIB) as store:
+        store.create_bucket(b"b", uid=0, gid=0)
+        store.create_bucket(b"kv", uid=0, gid=0, namespace=NAMESPACE)
+        most = store.table.max_entries
+        name = Name(b"b", b"")
+        for number in range(most + 1_000):
+            name = Name(b"b", b"%032x/%d" % (number // 2, number % 2))
+            put(store, name, 100)
+            if number % 500 == 0:  # before DRAM runs short of slots
+                await until_written(store, len(store.table))
+        put_block(store, b"kv", b"\1" * 16, None, 512)
+        assert await read(store, name) == data_of(name, 100)
+        units = {key.partition(b"/")[0] for key, _ in store.list(b"b", delimiter=b"/").entries}
+        assert b"%032x" % 0 not in units
+        assert not audit(store)
+        with pytest.raises(NotFound):
+            store.lookup(Name(b"b", b"%032x/0" % 0))
 
 
 async def fill_up(store: TieredStore, bucket: bytes) -> AsyncIterator[Name]:

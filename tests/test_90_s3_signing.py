@@ -370,6 +370,17 @@ def test_headers_that_do_not_go(name: str, value: str, code: str) -> None:
     assert refusal(replace(made, headers=headers), signing_time(made)).code == code
 
 
+@pytest.mark.parametrize("names", ["host;" + "x" * 4096, ";".join(["host"] * 65)])
+def test_limits_of_signed_headers(names: str) -> None:
+    made = signed(url("k", {}))
+    before, _, after = (made.header(b"authorization") or "").partition("SignedHeaders=")
+    text = f"{before}SignedHeaders={names},{after.partition(',')[2]}"
+    changed = [*without(made, b"authorization").headers, (b"authorization", text.encode())]
+    assert refusal(replace(made, headers=changed)).code == "AuthorizationHeaderMalformed"
+    query = with_query(presigned(url("k", {})), "X-Amz-SignedHeaders", names)
+    assert refusal(query).code == "AuthorizationQueryParametersError"
+
+
 def test_needed_headers() -> None:
     made = signed(url("k", {}))
     now = signing_time(made)

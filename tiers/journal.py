@@ -20,7 +20,7 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -98,6 +98,10 @@ class Journal:
     def holds(self, object_id: int) -> bool:
         """Whether a copy outside of DRAM can be read."""
         return False
+
+    def expendable(self) -> Iterable[StoreKey]:
+        """Objects below DRAM that may leave the store, the oldest first."""
+        return ()
 
     def is_needed(self, object_id: int) -> bool:
         """Whether the copy in DRAM may not go yet, since the object is durable and not on the device."""
@@ -242,6 +246,9 @@ class NvmeJournal(Journal):
 
     def holds(self, object_id: int) -> bool:
         return self.nvme.holds(object_id)
+
+    def expendable(self) -> Iterable[StoreKey]:
+        return (each.key for each in list(self.nvme.objects.values()) if each.pieces and not each.stays)
 
     def is_needed(self, object_id: int) -> bool:
         stored = self.nvme.objects.get(object_id)

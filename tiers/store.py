@@ -248,8 +248,9 @@ class TieredStore(Naming):
 
         Raises WriterActive while it can still be written, Exists when not `replace` and the name is taken, and
         where another object than `expected_id` has it, NotFound where none has (the draft then stays open),
-        NotPermitted for the names of blocks.
+        NotPermitted for the names of blocks, NoSpace of a full index.
         """
+        self.make_entry_room()
         bucket, old = self._check_sealable(name, replace=replace, expected_id=expected_id)
         if bucket.durable:
             self.journal.check_durable(self.dram.draft_bytes(draft.extent))
@@ -343,6 +344,7 @@ class TieredStore(Naming):
         self, draft: LargeDraft, name: Name, attributes: Attributes, *, replace: bool = True
     ) -> ObjectInfo:
         """As `seal`. Raises WriterActive while some of it is not yet written (`LargeDraft.flush`)."""
+        self.make_entry_room()
         bucket, old = self._check_sealable(name, replace=replace)
         draft.check()
         if not draft.is_written or draft.sealed:
@@ -420,6 +422,7 @@ class TieredStore(Naming):
         where = self.bucket(bucket)
         if where.namespace is None:
             raise InvalidRequest(f"bucket {bucket.decode()} is bound to no namespace")
+        self.make_entry_room()
         if self._blocks.get(digest) is not None:
             self.abort(draft)
             return self.lookup_block(digest)
