@@ -189,6 +189,28 @@ SESSION_FRAME_TIMEOUT_S: Final = 10.0
 CLIENT_TIMEOUT_S: Final = 30.0
 """How long the synchronous client waits for one answer, unless told otherwise."""
 
+# --- KV events -------------------------------------------------------------------------------------------
+EVENT_INTERVAL_S: Final = 0.01
+"""How long changes are gathered into one batch of KV events."""
+MAX_EVENT_HASHES: Final = 1_024
+"""Blocks in one batch: about 20 KiB."""
+MAX_EVENT_BYTES: Final = 16 * MIB
+"""One batch: engines send the tokens too, 5 bytes each, of whole prompts at once."""
+EVENT_QUEUE_BATCHES: Final = 10_000
+"""Batches that ZeroMQ keeps for one peer; a subscriber that is slower finds a gap."""
+MAX_REPLAY_BATCHES: Final = 10_000
+"""Batches of the recent past that can be replayed, vLLM's own default..."""
+MAX_REPLAY_BYTES: Final = 64 * MIB
+"""...and their bytes: three million blocks."""
+REPLAY_WAIT_S: Final = 10.0
+"""How long an engine may take to replay what was missed before its blocks are forgotten instead."""
+MAX_ENGINE_STREAMS: Final = 1_024
+"""Engines, or data-parallel ranks of engines, whose events are followed."""
+MAX_ENGINE_BLOCKS: Final = 1 << 20
+"""Blocks of one engine that are remembered, about 100 bytes each: 16 million tokens of GPU memory in blocks of 16."""
+MAX_HELD_BATCHES: Final = 10_000
+"""Batches of one engine that wait for a replay; the oldest are given up."""
+
 # --- waits -----------------------------------------------------------------------------------------------
 PUBLISH_WAIT_S: Final = 0.5
 """How long another door waits for a flushed draft whose RELEASE is still on its way (it follows close())."""

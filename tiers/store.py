@@ -32,6 +32,7 @@ import trio
 
 from kvfs import crashpoints, limits
 from kvfs._native.slots import fd_xxh3_64
+from kvfs._native.table import TIER_DRAM
 from kvfs.errors import (
     ConfigError,
     Corrupt,
@@ -338,6 +339,7 @@ class TieredStore(Naming):
         self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
         block = Block(bucket, uid, sealed.size_bytes, sequence, sealed.sealed_at_ns, parent=parent)
         self.enter_block(digest, block)
+        self._tell_placed(digest, 0, TIER_DRAM)
         self.journal.sealed(
             Resident(key, sequence, sealed.extent, sealed.size_bytes, where, None, header.parent, uid)
         )
