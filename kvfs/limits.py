@@ -211,6 +211,20 @@ MAX_ENGINE_BLOCKS: Final = 1 << 20
 MAX_HELD_BATCHES: Final = 10_000
 """Batches of one engine that wait for a replay; the oldest are given up."""
 
+# --- connectors ------------------------------------------------------------------------------------------
+CONNECTOR_TIMEOUT_S: Final = 5.0
+"""How long a connector waits for the service where nobody waits for it: loads in the background, its start."""
+CONNECTOR_SAVE_S: Final = 0.5
+"""How long a step of an engine may wait for drafts; the service that does not answer is then left alone for..."""
+CONNECTOR_RETRY_S: Final = 1.0
+"""...as long as it takes to answer a connection, tried this often."""
+CONNECTOR_LOADS: Final = 256
+"""Loads of requests that wait or run in one engine worker; more are misses."""
+WEIGHTS_SAMPLES: Final = 64
+"""Places in each file of weights that are read to tell them from others..."""
+WEIGHTS_SAMPLE_BYTES: Final = 4 * KIB
+"""...and what is read at each."""
+
 # --- waits -----------------------------------------------------------------------------------------------
 PUBLISH_WAIT_S: Final = 0.5
 """How long another door waits for a flushed draft whose RELEASE is still on its way (it follows close())."""
