@@ -188,6 +188,14 @@ SESSION_FRAME_TIMEOUT_S: Final = 10.0
 """A frame that has begun must be complete by then: its buffer is the service's memory."""
 CLIENT_TIMEOUT_S: Final = 30.0
 """How long the synchronous client waits for one answer, unless told otherwise."""
+CLIENT_UNREPORTED_HITS: Final = 8_192
+"""Hits that a client has not told the service of: eight batches; past it they are forgotten."""
+CLIENT_REPORT_S: Final = 0.5
+"""How often a client tells the service of its hits: soon enough for eviction, seldom enough to cost nothing."""
+CLIENT_THREADS: Final = 4
+"""Threads of one client that futures run on: four copies at once meet a machine's memory bandwidth."""
+CLIENT_FUTURES: Final = 1_024
+"""Calls of one client that wait for a thread or run on one."""
 
 # --- KV events -------------------------------------------------------------------------------------------
 EVENT_INTERVAL_S: Final = 0.01
