@@ -226,6 +226,10 @@ CONNECTOR_SAVE_S: Final = 0.5
 """How long a step of an engine may wait for drafts; the service that does not answer is then left alone for..."""
 CONNECTOR_RETRY_S: Final = 1.0
 """...as long as it takes to answer a connection, tried this often."""
+CONNECTOR_COPY_S: Final = 60.0
+"""A layer that is not copied by then never will be: its load waits at most CONNECTOR_TIMEOUT_S for the service."""
+CONNECTOR_STEP_BLOCKS: Final = 512
+"""Blocks that one step of an engine stores: the rest follows in the next. Two steps' drafts are a session's limit."""
 CONNECTOR_LOADS: Final = 256
 """Loads of requests that wait or run in one engine worker; more are misses."""
 WEIGHTS_SAMPLES: Final = 64

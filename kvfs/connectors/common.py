@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 
 from kvfs.blocks import Blocks
 from kvfs.client import Client, connect
-from kvfs.errors import InvalidRequest, KvfsError
+from kvfs.errors import DeadlinePassed, InvalidRequest, KvfsError, ProtocolError, SessionClosed
 from kvfs.limits import CONNECTOR_RETRY_S, CONNECTOR_TIMEOUT_S, WEIGHTS_SAMPLE_BYTES, WEIGHTS_SAMPLES
 from kvfs.namespaces import DIGEST_BYTES, Namespace
 
@@ -29,6 +29,7 @@ log = logging.getLogger("kvfs.connectors")
 
 ADDRESS_VARIABLE: Final = "KVFS_ADDRESS"
 DEFAULT_ADDRESS: Final = "/mnt/kvfs"
+_OUTAGES: Final = (SessionClosed, DeadlinePassed, ProtocolError, OSError)
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
@@ -93,7 +94,11 @@ class Link:
             return otherwise
 
     def failed(self, error: BaseException) -> None:
-        """Say once that the service does not answer, and look for it in the background."""
+        """Where the service does not answer, say so once and look for it in the background; else (no space, ...) say what
+        went wrong."""
+        if not isinstance(error, _OUTAGES):
+            log.warning("%s: %s", self._name, error)
+            return
         with self._lock:
             if self._down.is_set() or self._closed.is_set():
                 return

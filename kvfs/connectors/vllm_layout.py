@@ -67,7 +67,9 @@ def paged(tensor: torch.Tensor, num_blocks: int) -> Paged:
     if not num_blocks or tensor.dim() < 2 or tensor.shape[0] % num_blocks:
         raise InvalidRequest(f"KV cache of shape {tuple(tensor.shape)} is no row of {num_blocks} blocks")
     rows, item = tensor.shape[0] // num_blocks, tensor.element_size()
-    inner = [(size, stride * item) for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True)]
+    inner = [
+        (size, stride * item) for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
+    ]
     run, outer = item, []
     for size, stride in sorted(inner, key=lambda axis: axis[1]):
         if size == 1:
@@ -159,7 +161,9 @@ def group_layers(kv_cache_config: Any) -> list[str]:
     """The layers of the only cache group. Raises InvalidRequest for caches that are not plain full attention."""
     groups = list(kv_cache_config.kv_cache_groups)
     if len(groups) != 1:
-        raise InvalidRequest(f"{len(groups)} groups of KV cache: models with several kinds of attention are not supported")
+        raise InvalidRequest(
+            f"{len(groups)} groups of KV cache: models with several kinds of attention are not supported"
+        )
     kind = type(groups[0].kv_cache_spec).__name__
     if kind not in ("FullAttentionSpec", "MLAAttentionSpec"):
         raise InvalidRequest(f"KV cache of kind {kind} is not supported, only full attention and MLA are")
@@ -214,7 +218,9 @@ def revision_of(vllm_config: Any) -> str:
     try:
         from huggingface_hub import snapshot_download
 
-        return weights_revision(Path(snapshot_download(model.model, revision=model.revision, local_files_only=True)))
+        return weights_revision(
+            Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+        )
     except (ImportError, OSError, ValueError) as error:
         raise InvalidRequest(
             f"which weights of {model.model} these are is unknown ({error}): set revision in kv_connector_extra_config"

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvfs.connectors.common import Link
 from kvfs.keys import HASH_BYTES, prefix_hashes
-from kvfs.limits import MAX_EXTRA_BYTES
+from kvfs.limits import CONNECTOR_STEP_BLOCKS, MAX_EXTRA_BYTES
 from kvfs.namespaces import Namespace
 
 
@@ -134,7 +134,10 @@ class Planner:
     ) -> None:
         request = tracked.request
         known = request.num_tokens if self._store_generated else request.num_prompt_tokens
-        last = min(min(num_computed_tokens, known) // self._block_tokens, len(block_ids))
+        room = CONNECTOR_STEP_BLOCKS - sum(len(run.block_ids) for run in plan.stores)
+        last = min(
+            min(num_computed_tokens, known) // self._block_tokens, len(block_ids), tracked.stored + room
+        )
         # A load that failed is computed after all, and perhaps in the store no more.
         first = min(tracked.stored, num_computed_tokens // self._block_tokens)
         tracked.stored = max(last, first)
@@ -176,7 +179,8 @@ class Planner:
             return
         extra = self._extra(tracked, first, blocks)
         tokens = np.array(
-            tracked.request.all_token_ids[first * self._block_tokens : blocks * self._block_tokens], dtype=np.int64
+            tracked.request.all_token_ids[first * self._block_tokens : blocks * self._block_tokens],
+            dtype=np.int64,
         )
         if tokens.size < (blocks - first) * self._block_tokens or (tokens < 0).any():
             return

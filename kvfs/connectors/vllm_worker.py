@@ -9,7 +9,8 @@ Invariants:
   goes on behind.
 - A store that does not answer costs at most CONNECTOR_SAVE_S of one step per outage.
 
-Concurrency: called by the worker's thread; copies run on one thread for stores and on the client's for loads.
+Concurrency: called by the worker's thread; stores are copied on one thread and sealed on another, so that a seal that
+takes long holds up no step; loads run on the client's threads.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from kvfs.blocks import Blocks
 from kvfs.connectors.common import Link, chain_parents
 from kvfs.connectors.vllm_layout import KVLayout
 from kvfs.connectors.vllm_scheduler import BlockRun, Plan, Rank
-from kvfs.errors import InvalidRequest, KvfsError
+from kvfs.errors import DeadlinePassed, InvalidRequest, KvfsError
 from kvfs.keys import HASH_BYTES
-from kvfs.limits import CONNECTOR_LOADS, CONNECTOR_SAVE_S, CONNECTOR_TIMEOUT_S
+from kvfs.limits import CONNECTOR_COPY_S, CONNECTOR_LOADS, CONNECTOR_SAVE_S, CONNECTOR_TIMEOUT_S
 from kvfs.namespaces import Namespace
 
 if TYPE_CHECKING:
@@ -63,27 +64,33 @@ class _Store:
 class Transfers:
     """See the module's header."""
 
-    def __init__(self, link: Link, namespace: Namespace, rank: Rank, layout: KVLayout, *, is_async: bool) -> None:
+    def __init__(
+        self, link: Link, namespace: Namespace, rank: Rank, layout: KVLayout, *, is_async: bool
+    ) -> None:
         self._link, self._namespace, self._rank, self._layout = link, namespace, rank, layout
         self._is_async = is_async
+        self._layer_of = {name: layer for layer, name in enumerate(layout.names)}
         self._loads: dict[str, _Load] = {}
         self._layered: list[tuple[BlockRun, Loading | None]] = []
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._store: _Store | None = None
-        self._storer = ThreadPoolExecutor(1, thread_name_prefix="kvfs-stores")
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="kvfs-stores")
+        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="kvfs-seals")
         self._sealing = threading.BoundedSemaphore(2)
         """Steps whose blocks wait to be sealed: each holds its drafts."""
         self.counts = {"loaded_blocks": 0, "failed_blocks": 0, "stored_blocks": 0, "dropped_blocks": 0}
         link.open(namespace)
 
     def close(self) -> None:
-        self._storer.shutdown(wait=True)
+        self._copier.shutdown(wait=True)
+        self._sealer.shutdown(wait=True)
         self._link.close()
 
     # --- loads --------------------------------------------------------------------------------------------
     def begin(self, plan: Plan) -> None:
         """Begin what the step is to load."""
+        self._layered = []
         for run in plan.loads:
             if self._is_async:
                 self._begin_load(run)
@@ -119,24 +126,34 @@ class Transfers:
         )
 
     def wait_layer(self, name: str) -> None:
-        """Wait until a layer of all that this step loads is there; what is not is reported with the step."""
-        if not self._layered:
+        """Wait until a layer of all that this step loads is there; what is not is reported with the step.
+
+        Raises DeadlinePassed where a copy does not end: what it still writes to must not be used for anything else.
+        """
+        layer = self._layer_of.get(name)
+        if layer is None or not self._layered:
             return
-        layer = self._layout.names.index(name)
-        for i, (run, loading) in enumerate(self._layered):
+        for run, loading in self._layered:
             hits = [False] * len(run.block_ids)
             if loading is not None:
-                hits = self._link.attempt(
-                    lambda loading=loading: loading.wait_layer(layer, timeout_s=CONNECTOR_TIMEOUT_S),  # type: ignore[misc]
-                    hits,
-                )
-            failed = {block for block, hit in zip(run.block_ids, hits, strict=True) if not hit}
-            self._failed_blocks |= failed
-            if not any(hits):
-                self._layered[i] = (run, None)
+                hits = self._wait(loading, layer, hits)
             if layer == len(self._layout.layers) - 1:
-                self.counts["loaded_blocks"] += sum(hits)
-                self.counts["failed_blocks"] += len(failed)
+                self._count(run, hits)
+
+    def _wait(self, loading: Loading, layer: int, missed: list[bool]) -> list[bool]:
+        try:
+            return loading.wait_layer(layer, timeout_s=CONNECTOR_COPY_S)
+        except DeadlinePassed:
+            raise
+        except (KvfsError, OSError) as error:
+            log.warning("a load failed: %s", error)
+            return missed
+
+    def _count(self, run: BlockRun, good: Sequence[bool]) -> None:
+        failed = [block for block, is_good in zip(run.block_ids, good, strict=True) if not is_good]
+        self._failed_blocks.update(failed)
+        self.counts["loaded_blocks"] += len(good) - len(failed)
+        self.counts["failed_blocks"] += len(failed)
 
     def take_finished(self) -> set[str]:
         """Requests whose loads have ended since the last call, well or not."""
@@ -165,23 +182,21 @@ class Transfers:
         if staging is not None and any(good):
             which = [i for i, is_good in enumerate(good) if is_good]
             self._layout.scatter([run.block_ids[i] for i in which], staging[which])
-        self._failed_blocks.update(b for b, is_good in zip(run.block_ids, good, strict=True) if not is_good)
-        self.counts["loaded_blocks"] += sum(good)
-        self.counts["failed_blocks"] += len(good) - sum(good)
+        self._count(run, good)
         self._finished.add(run.request_id)
 
     # --- stores -------------------------------------------------------------------------------------------
     def save_layer(self, plan: Plan, name: str) -> None:
         """A layer's cache has this step's tokens: copy its blocks out behind the layers that follow."""
-        if self._layout.is_on_cpu and plan.stores and name in self._layout.names:
-            self._save_layers_to(plan, self._layout.names.index(name) + 1)
+        if self._layout.is_on_cpu and plan.stores and name in self._layer_of:
+            self._save_layers_to(plan, self._layer_of[name] + 1)
 
     def _save_layers_to(self, plan: Plan, end: int) -> None:
         if self._store is None:
             self._store = self._begin_store(plan)
         store = self._store
         for layer in range(store.layers_begun, end):
-            store.jobs.append(self._storer.submit(self._save_one, store, layer))
+            store.jobs.append(self._copier.submit(self._save_one, store, layer))
         store.layers_begun = max(store.layers_begun, end)
 
     def finish(self, plan: Plan) -> None:
@@ -203,7 +218,7 @@ class Transfers:
 
     def _begin_store(self, plan: Plan) -> _Store:
         store = _step_of(plan, self._rank)
-        store.jobs.append(self._storer.submit(self._reserve, store))
+        store.jobs.append(self._copier.submit(self._reserve, store))
         return store
 
     def _reserve(self, store: _Store) -> None:
@@ -239,9 +254,9 @@ class Transfers:
             store.given_up = True
 
     def _seal_behind(self, do: Callable[[Blocks], int], count: int) -> None:
-        """On the stores' thread; where two steps wait already the engine is faster than the store, and waits."""
+        """On a thread of its own; where two steps wait already the engine is faster than the store, and waits."""
         self._sealing.acquire()
-        future = self._storer.submit(self._seal_all, do, count)
+        future = self._sealer.submit(self._seal_all, do, count)
         future.add_done_callback(lambda _: self._sealing.release())
 
     def _seal_all(self, do: Callable[[Blocks], int], count: int) -> None:
@@ -261,7 +276,7 @@ class Transfers:
         if store.given_up:
             blocks.abort(store.drafts, timeout_s=CONNECTOR_SAVE_S)
             return 0
-        return sum(blocks.seal(store.drafts, timeout_s=CONNECTOR_TIMEOUT_S))
+        return sum(blocks.seal(store.drafts, timeout_s=CONNECTOR_SAVE_S))
 
     def _put(self, blocks: Blocks, step: _Store, copies: torch.Tensor) -> int:
         if not self._link.is_up:

@@ -1,0 +1,160 @@
+"""vLLM with `KVFSConnector`: blocks by prefix hash through the native client, between engine processes that run at once.
+
+Two engines live through the whole module, so that each starts once. `filler` stores what it computes, `hitter`, which
+has no prefix cache of its own, loads it. Its outputs are those of `reference`, an engine without any cache
+(`test_80_vllm.py` shows that they depend on every token of the prompt).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.engines.engine import (
+    BLOCK_TOKENS,
+    PROMPTS,
+    VARIANTS,
+    Engine,
+    Engines,
+    Run,
+    same_output,
+    whole_blocks,
+)
+from tests.engines.tiny_llama import HEAD_DIM, KV_HEADS, LAYERS, VOCABULARY
+from tests.support.door import ON_DIRECTORY
+from tests.support.service import Service
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.mount,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(ON_DIRECTORY, reason="only on the service"),
+]
+
+BLOCK_BYTES = LAYERS * 2 * KV_HEADS * HEAD_DIM * BLOCK_TOKENS * 4
+
+_rng = random.Random(84)
+ROOTS = [[_rng.randrange(2, VOCABULARY) for _ in range(400)] for _ in range(3)]
+
+
+def shared_prefixes() -> dict[str, list[int]]:
+    """20 prompts over three roots: each shares an odd number of tokens with another, and goes on by itself."""
+    prompts = {}
+    for number in range(20):
+        root, shared = ROOTS[number % 3], 37 + 2 * _rng.randrange(170)
+        tail = [_rng.randrange(2, VOCABULARY) for _ in range(1 + 2 * _rng.randrange(30))]
+        prompts[f"{shared} of root {number % 3}, {len(tail)} more"] = root[:shared] + tail
+    return prompts
+
+
+SHARED = shared_prefixes()
+
+
+def connector(service: Service, **extra: str) -> dict[str, Any]:
+    return {
+        "kv_connector": "KVFSConnector",
+        "kv_connector_module_path": "kvfs.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"address": str(service.mount), **extra},
+    }
+
+
+@pytest.fixture(scope="module")
+def both(engines: Engines, service: Service) -> Iterator[tuple[Engine, Engine]]:
+    with (
+        engines.start(
+            "filler", None, connector=connector(service), prefix_caching=True, batched_tokens=96
+        ) as filler,
+        engines.start("hitter", None, connector=connector(service)) as hitter,
+    ):
+        yield filler, hitter
+
+
+@pytest.fixture(scope="module")
+def runs(engines: Engines, both: tuple[Engine, Engine]) -> dict[str, Run]:
+    filler, hitter = both
+    with ThreadPoolExecutor() as pool:
+        no_cache = pool.submit(engines.run, "no-cache-84", {**SHARED, **PROMPTS, **VARIANTS}, None)
+        filled = filler.generate(SHARED)
+        hit = hitter.generate(SHARED)
+        return {"reference": no_cache.result(), "filler": filled, "hitter": hit}
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("who", ["filler", "hitter"])
+def test_outputs_are_those_without_a_cache(runs: dict[str, Run], who: str, name: str) -> None:
+    assert same_output(runs[who].output(name), runs["reference"].output(name))
+
+
+def test_the_second_engine_computes_no_whole_block(runs: dict[str, Run]) -> None:
+    loaded = {name: runs["hitter"].cached(name) for name in SHARED}
+    assert loaded == {name: whole_blocks(prompt) for name, prompt in SHARED.items()}
+    assert runs["hitter"].counts["failed_blocks"] == 0
+    assert runs["hitter"].counts["loaded_blocks"] == sum(loaded.values()) // BLOCK_TOKENS
+
+
+def test_what_is_stored_is_stored_once(runs: dict[str, Run], service: Service) -> None:
+    """Shared prefixes are one block each, and what the second engine generated was there already."""
+    assert runs["filler"].counts["dropped_blocks"] == 0
+    assert runs["hitter"].counts["stored_blocks"] <= len(SHARED)
+    with service.client() as client:
+        [bucket] = [each for each in client.buckets() if each.namespace]
+        entries = [entry for entry in client.list(f"{bucket.name}/kv/") if not entry.is_directory]
+    assert {entry.size_bytes for entry in entries} == {BLOCK_BYTES}
+    prompts = {tuple(prompt[: i + BLOCK_TOKENS]) for prompt in SHARED.values() for i in block_starts(prompt)}
+    assert len(entries) >= len(prompts)
+
+
+def block_starts(prompt: list[int]) -> range:
+    return range(0, len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS)
+
+
+def test_layer_by_layer_loads_give_the_same(
+    engines: Engines, service: Service, runs: dict[str, Run], both: tuple[Engine, Engine]
+) -> None:
+    settings = connector(service, load="layers", store="prompt")
+    with engines.start("layers", None, connector=settings, batched_tokens=128) as engine:
+        run = engine.generate(SHARED)
+    assert {name: run.cached(name) for name in SHARED} == {
+        name: whole_blocks(p) for name, p in SHARED.items()
+    }
+    assert [n for n in SHARED if not same_output(run.output(n), runs["reference"].output(n))] == []
+    assert run.counts["failed_blocks"] == 0
+
+
+def test_a_cache_too_small_for_the_batch(engines: Engines, service: Service, runs: dict[str, Run]) -> None:
+    """Requests are preempted, their blocks are given to others, and they come back from the store."""
+    with engines.start("preempted", None, connector=connector(service), cache_blocks=34) as engine:
+        run = engine.generate({**SHARED, **PROMPTS})
+    names = [*SHARED, *PROMPTS]
+    assert [n for n in names if not same_output(run.output(n), runs["reference"].output(n))] == []
+    assert set(run.finish) == {"length"}
+
+
+def test_the_service_is_killed_in_the_middle_of_a_batch(
+    service: Service, runs: dict[str, Run], both: tuple[Engine, Engine]
+) -> None:
+    filler, hitter = both
+    names = list(VARIANTS)
+    with ThreadPoolExecutor() as pool:
+        storing = pool.submit(filler.generate, VARIANTS)
+        loading = pool.submit(hitter.generate, {**SHARED, **VARIANTS})
+        service.kill()
+        service.restart()
+        stored, loaded = storing.result(), loading.result()
+    for run in (stored, loaded):
+        assert [n for n in names if not same_output(run.output(n), runs["reference"].output(n))] == []
+        assert set(run.finish) == {"length"}
+    again = hitter.generate(SHARED)
+    assert {name: again.cached(name) for name in SHARED} == {
+        name: whole_blocks(p) for name, p in SHARED.items()
+    }
+    # The engine that lived through it stores again.
+    fresh = {"fresh": [_rng.randrange(2, VOCABULARY) for _ in range(131)]}
+    filler.generate(fresh)
+    assert hitter.generate(fresh).cached("fresh") == whole_blocks(fresh["fresh"])
