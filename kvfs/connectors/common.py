@@ -1,8 +1,9 @@
-"""What all connectors share: a link to the store that outlives outages, keys of strings, weights by their content.
+"""What all connectors share: a link to the store that outlives outages, digests of engines' keys, names of weights.
 
-Responsibility: `Link` opens blocks of namespaces and keeps an engine from waiting for a service that is not there: after
-a failure reads go on in place, writes are skipped, and a thread of the link's own tries until the service answers again.
-`string_keys` are prefix hashes for engines whose keys are strings. `weights_revision` names weights by what they are.
+Responsibility: `Link` opens blocks of namespaces and keeps an engine from waiting for a service that is not there:
+after a failure reads go on in place, writes are skipped, and a thread of the link's own tries until the service answers
+again. `digest_keys` are prefix hashes for engines with keys of their own. `weights_revision` names weights by what
+they are.
 
 Invariants: a failure of the store is a miss or a store that did not happen, said once per outage, never an exception in
 an engine's step. Concurrency: any thread; the prober is one daemon thread, alive during an outage only.
@@ -94,8 +95,8 @@ class Link:
             return otherwise
 
     def failed(self, error: BaseException) -> None:
-        """Where the service does not answer, say so once and look for it in the background; else (no space, ...) say what
-        went wrong."""
+        """Where the service does not answer, say so once and look for it in the background; else (no space, ...) say
+        what went wrong."""
         if not isinstance(error, _OUTAGES):
             log.warning("%s: %s", self._name, error)
             return
@@ -138,9 +139,9 @@ class Link:
 
 # --- keys ----------------------------------------------------------------------------------------------------
 def string_namespace(kind: str, extra: Mapping[str, str] | None = None) -> Namespace:
-    """The namespace of an engine whose keys are strings that say what decides the bytes themselves.
+    """The namespace of an engine that has keys of its own, which say what decides the bytes besides `extra`.
 
-    `kind` names the form of those keys; model and layout are the engine's business, which its strings tell apart.
+    `kind` names the form of those keys.
     """
     return Namespace(
         model=kind,
@@ -155,19 +156,24 @@ def string_namespace(kind: str, extra: Mapping[str, str] | None = None) -> Names
         lora="",
         salt="",
         hash="sha256",
-        extra={"keys": "sha256 of the string", **(extra or {})},
+        extra={"keys": "sha256", **(extra or {})},
     )
 
 
-def string_keys(namespace: Namespace, strings: Sequence[str]) -> list[bytes]:
-    """A digest for each string: the first 16 bytes of SHA-256 over the namespace's digest and the string in UTF-8."""
+def digest_keys(namespace: Namespace, keys: Sequence[bytes]) -> list[bytes]:
+    """The first 16 bytes of SHA-256 over the namespace's digest and each of an engine's own keys."""
     start = hashlib.sha256(namespace.digest)
-    keys = []
-    for string in strings:
+    digests = []
+    for key in keys:
         digest = start.copy()
-        digest.update(string.encode("utf-8", "surrogateescape"))
-        keys.append(digest.digest()[:DIGEST_BYTES])
-    return keys
+        digest.update(key)
+        digests.append(digest.digest()[:DIGEST_BYTES])
+    return digests
+
+
+def string_keys(namespace: Namespace, strings: Sequence[str]) -> list[bytes]:
+    """The same of strings, in UTF-8."""
+    return digest_keys(namespace, [string.encode("utf-8", "surrogateescape") for string in strings])
 
 
 def chain_parents(keys: Sequence[bytes], before: bytes | None = None) -> list[bytes | None]:

@@ -42,8 +42,8 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Paged:
-    """One layer's cache as flat memory. A block's bytes are pieces of `run_bytes`, at block times `block_stride_bytes` +
-    each of `run_offsets`."""
+    """One layer's cache as flat memory. A block's bytes are pieces of `run_bytes`, at block times `block_stride_bytes`
+    plus each of `run_offsets`."""
 
     memory: torch.Tensor
     """uint8, one axis: from block 0 to the end of the allocation, on the cache's device."""

@@ -5,8 +5,8 @@ by layer behind the layer that made them; and a true account of both.
 
 Invariants:
 - A load that failed is reported, block by block, no later than its request is: the engine computes these blocks.
-- A step ends (`wait_for_save`) only when its blocks were copied out: the engine may free or reuse them then. Sealing them
-  goes on behind.
+- A step ends (`wait_for_save`) only when its blocks were copied out: the engine may free or reuse them then. Sealing
+  them goes on behind.
 - A store that does not answer costs at most CONNECTOR_SAVE_S of one step per outage.
 
 Concurrency: called by the worker's thread; stores are copied on one thread and sealed on another, so that a seal that
@@ -261,26 +261,24 @@ class Transfers:
 
     def _seal_all(self, do: Callable[[Blocks], int], count: int) -> None:
         blocks = self._link.blocks(self._namespace)
-        stored = 0
-        if blocks is not None:
-            try:
-                stored = do(blocks)
-            except InvalidRequest as error:
-                log.error("blocks are not stored: %s", error)
-            except (KvfsError, OSError) as error:
-                self._link.failed(error)
-        self.counts["stored_blocks"] += stored
-        self.counts["dropped_blocks"] += count - stored
+        try:
+            if blocks is not None and self._link.is_up:
+                self.counts["stored_blocks"] += do(blocks)
+                return
+        except InvalidRequest as error:
+            log.error("blocks are not stored: %s", error)
+        except (KvfsError, OSError) as error:
+            self._link.failed(error)
+        self.counts["dropped_blocks"] += count
 
     def _seal(self, blocks: Blocks, store: _Store) -> int:
         if store.given_up:
             blocks.abort(store.drafts, timeout_s=CONNECTOR_SAVE_S)
+            self.counts["dropped_blocks"] += len(store.keys)
             return 0
         return sum(blocks.seal(store.drafts, timeout_s=CONNECTOR_SAVE_S))
 
     def _put(self, blocks: Blocks, step: _Store, copies: torch.Tensor) -> int:
-        if not self._link.is_up:
-            return 0
         return sum(blocks.put(step.keys, list(copies), step.parents, timeout_s=CONNECTOR_TIMEOUT_S))
 
 

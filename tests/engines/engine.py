@@ -101,7 +101,11 @@ class Engine:
                 stderr=subprocess.STDOUT,
                 cwd=work,
                 # kvfs itself only where its connector is asked for: ExampleConnector's engine is an unmodified program.
-                env={**os.environ, "PYTHONPATH": str(ROOT) if settings.get("connector") else ""},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(ROOT) if settings.get("connector") else "",
+                    **settings.get("environment", {}),
+                },
                 pass_fds=[sink],
             )
         os.close(sink)

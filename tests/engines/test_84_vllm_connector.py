@@ -1,4 +1,4 @@
-"""vLLM with `KVFSConnector`: blocks by prefix hash through the native client, between engine processes that run at once.
+"""vLLM with `KVFSConnector`: blocks by prefix hash through the native client, between engines that run at once.
 
 Two engines live through the whole module, so that each starts once. `filler` stores what it computes, `hitter`, which
 has no prefix cache of its own, loads it. Its outputs are those of `reference`, an engine without any cache
@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from tests.engines.engine import (
     whole_blocks,
 )
 from tests.engines.tiny_llama import HEAD_DIM, KV_HEADS, LAYERS, VOCABULARY
-from tests.support.door import ON_DIRECTORY
+from tests.support.door import ON_DIRECTORY, eventually
 from tests.support.service import Service
 
 pytestmark = [
@@ -54,10 +55,10 @@ def shared_prefixes() -> dict[str, list[int]]:
 SHARED = shared_prefixes()
 
 
-def connector(service: Service, **extra: str) -> dict[str, Any]:
+def connector(service: Service, *, watched: bool = False, **extra: str) -> dict[str, Any]:
     return {
-        "kv_connector": "KVFSConnector",
-        "kv_connector_module_path": "kvfs.connectors.vllm",
+        "kv_connector": "WatchedConnector" if watched else "KVFSConnector",
+        "kv_connector_module_path": "tests.engines.watched_connector" if watched else "kvfs.connectors.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"address": str(service.mount), **extra},
@@ -114,47 +115,79 @@ def block_starts(prompt: list[int]) -> range:
     return range(0, len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS)
 
 
-def test_layer_by_layer_loads_give_the_same(
-    engines: Engines, service: Service, runs: dict[str, Run], both: tuple[Engine, Engine]
-) -> None:
+def all_hits(run: Run, prompts: dict[str, list[int]]) -> bool:
+    return all(run.cached(name) == whole_blocks(prompt) for name, prompt in prompts.items())
+
+
+def wrong(run: Run, runs: dict[str, Run]) -> list[str]:
+    """Prompts whose outputs are not those without a cache."""
+    return [name for name in run.names if not same_output(run.output(name), runs["reference"].output(name))]
+
+
+def test_layer_by_layer_loads_give_the_same(engines: Engines, service: Service, runs: dict[str, Run]) -> None:
     settings = connector(service, load="layers", store="prompt")
     with engines.start("layers", None, connector=settings, batched_tokens=128) as engine:
         run = engine.generate(SHARED)
-    assert {name: run.cached(name) for name in SHARED} == {
-        name: whole_blocks(p) for name, p in SHARED.items()
-    }
-    assert [n for n in SHARED if not same_output(run.output(n), runs["reference"].output(n))] == []
+    assert all_hits(run, SHARED)
+    assert wrong(run, runs) == []
     assert run.counts["failed_blocks"] == 0
 
 
 def test_a_cache_too_small_for_the_batch(engines: Engines, service: Service, runs: dict[str, Run]) -> None:
     """Requests are preempted, their blocks are given to others, and they come back from the store."""
-    with engines.start("preempted", None, connector=connector(service), cache_blocks=34) as engine:
+    settings = connector(service, watched=True)
+    with engines.start("preempted", None, connector=settings, cache_blocks=34) as engine:
         run = engine.generate({**SHARED, **PROMPTS})
-    names = [*SHARED, *PROMPTS]
-    assert [n for n in names if not same_output(run.output(n), runs["reference"].output(n))] == []
+    assert run.counts["resumed"] > 0
+    assert wrong(run, runs) == []
+    assert set(run.finish) == {"length"}
+
+
+@pytest.mark.parametrize("load", ["async", "layers"])
+def test_a_block_that_goes_between_match_and_load_is_computed(
+    engines: Engines, service: Service, runs: dict[str, Run], load: str
+) -> None:
+    """Nothing of a block that failed to load is used, nor of those behind it."""
+    settings = connector(service, watched=True, load=load)
+    lose = {"KVFS_TEST_LOSE": "1"}
+    with engines.start(f"losing-{load}", None, connector=settings, environment=lose) as engine:
+        run = engine.generate(SHARED)
+    assert run.counts["failed_blocks"] > 0
+    assert wrong(run, runs) == []
     assert set(run.finish) == {"length"}
 
 
 def test_the_service_is_killed_in_the_middle_of_a_batch(
-    service: Service, runs: dict[str, Run], both: tuple[Engine, Engine]
+    engines: Engines, service: Service, runs: dict[str, Run], both: tuple[Engine, Engine], work: Path
 ) -> None:
+    """Killed after one engine was promised blocks and before it loads them, started again while all go on."""
     filler, hitter = both
-    names = list(VARIANTS)
-    with ThreadPoolExecutor() as pool:
-        storing = pool.submit(filler.generate, VARIANTS)
-        loading = pool.submit(hitter.generate, {**SHARED, **VARIANTS})
+    hitter.generate(SHARED)  # what an earlier test removed is there again
+    gate, settings = work / "gate", connector(service, watched=True)
+    at_gate = {"KVFS_TEST_GATE": str(gate)}
+    with (
+        engines.start("outage", None, connector=settings, environment=at_gate) as engine,
+        ThreadPoolExecutor() as pool,
+    ):
+        loading = pool.submit(engine.generate, {**SHARED, **PROMPTS})
+        eventually(Path(f"{gate}.reached").exists, "the engine is about to load", 90)
         service.kill()
+        storing = pool.submit(filler.generate, VARIANTS)
+        Path(f"{gate}.go").touch()
+        while_down = hitter.generate(SHARED)
         service.restart()
-        stored, loaded = storing.result(), loading.result()
-    for run in (stored, loaded):
-        assert [n for n in names if not same_output(run.output(n), runs["reference"].output(n))] == []
+        results = [storing.result(), loading.result(), while_down]
+    for run in results:
+        assert wrong(run, runs) == []
         assert set(run.finish) == {"length"}
-    again = hitter.generate(SHARED)
-    assert {name: again.cached(name) for name in SHARED} == {
-        name: whole_blocks(p) for name, p in SHARED.items()
-    }
-    # The engine that lived through it stores again.
+    # What lay in DRAM was loaded in place while no service ran, and is there with the new one.
+    assert all_hits(while_down, SHARED)
+    assert all_hits(hitter.generate(SHARED), SHARED)
+    # The engines that lived through it store again.
     fresh = {"fresh": [_rng.randrange(2, VOCABULARY) for _ in range(131)]}
-    filler.generate(fresh)
-    assert hitter.generate(fresh).cached("fresh") == whole_blocks(fresh["fresh"])
+
+    def is_shared() -> bool:
+        filler.generate(fresh)
+        return all_hits(hitter.generate(fresh), fresh)
+
+    eventually(is_shared, "a new prompt is shared again", 30)
