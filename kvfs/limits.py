@@ -232,6 +232,10 @@ CONNECTOR_STEP_BLOCKS: Final = 512
 """Blocks that one step of an engine stores: the rest follows in the next. Two steps' drafts are a session's limit."""
 CONNECTOR_LOADS: Final = 256
 """Loads of requests that wait or run in one engine worker; more are misses."""
+CONNECTOR_THREADS: Final = 4
+"""Threads of a connector that copies for an engine that has none of its own."""
+CONNECTOR_LOCKS: Final = 4_096
+"""Blocks that LMCache may lock at once, each a mapping: vm.max_map_count is 65,530."""
 WEIGHTS_SAMPLES: Final = 64
 """Places in each file of weights that are read to tell them from others..."""
 WEIGHTS_SAMPLE_BYTES: Final = 4 * KIB

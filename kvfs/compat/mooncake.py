@@ -22,9 +22,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
+from kvfs._native.reader import View
 from kvfs.blocks import Blocks
 from kvfs.client import Client, connect
-from kvfs.connectors.common import address_of, string_keys, string_namespace
+from kvfs.connectors.common import address_of, clear, memory_at, string_keys, string_namespace
 from kvfs.errors import InvalidRequest, KvfsError, NoSpace, ObjectTooLarge, QuotaExceeded
 from kvfs.namespaces import Namespace
 
@@ -36,7 +37,6 @@ INVALID: Final = -600
 NOT_FOUND: Final = -704
 FAILED: Final = -900
 """The store did not answer."""
-_LIST_BATCH: Final = 1_024
 
 
 class ReplicateConfig:
@@ -75,7 +75,7 @@ class MooncakeHostMemAllocator:
 
 
 class MooncakeDistributedStore:
-    """See the module's header. Codes: 0 or a size, -200 no space, -600 wrong argument, -704 no such key, -900 failed."""
+    """See the module's header. Codes: 0 or a size, -200 no space, -600 wrong argument, -704 no key, -900 failed."""
 
     def __init__(self) -> None:
         self._client: Client | None = None
@@ -136,11 +136,13 @@ class MooncakeDistributedStore:
         return self.batch_is_exist([key])[0]
 
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
-        return [int(there) for there in self._do(lambda b: b.exists(self._digests(keys)), [False] * len(keys))]
+        return [
+            int(there) for there in self._do(lambda b: b.exists(self._digests(keys)), [False] * len(keys))
+        ]
 
     def get_size(self, key: str) -> int:
-        handle = self.get_buffer(key)
-        return NOT_FOUND if handle is None else handle.size()
+        [view] = self._views([key])
+        return NOT_FOUND if view is None else len(view)
 
     # --- writing ------------------------------------------------------------------------------------------
     def put(self, key: str, value: Any, config: Any = None) -> int:
@@ -163,7 +165,9 @@ class MooncakeDistributedStore:
     def batch_put_from(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int], config: Any = None
     ) -> list[int]:
-        return self.batch_put_from_multi_buffers(keys, [[at] for at in buffer_ptrs], [[size] for size in sizes])
+        return self.batch_put_from_multi_buffers(
+            keys, [[at] for at in buffer_ptrs], [[size] for size in sizes]
+        )
 
     def batch_put_from_multi_buffers(
         self,
@@ -174,7 +178,7 @@ class MooncakeDistributedStore:
     ) -> list[int]:
         if not len(keys) == len(all_buffer_ptrs) == len(all_sizes):
             return [INVALID] * len(keys)
-        places = [_memory(at, sizes) for at, sizes in zip(all_buffer_ptrs, all_sizes, strict=True)]
+        places = [memory_at(at, sizes) for at, sizes in zip(all_buffer_ptrs, all_sizes, strict=True)]
         codes, full = [OK] * len(keys), [i for i, place in enumerate(places) if place]
         for i, code in zip(full, self._put([keys[i] for i in full], [places[i] for i in full]), strict=True):
             codes[i] = code
@@ -191,7 +195,9 @@ class MooncakeDistributedStore:
         if not keys:
             return []
         if not all(keys):
-            return [self._put([key], [part])[0] if key else INVALID for key, part in zip(keys, parts, strict=True)]
+            return [
+                self._put([key], [part])[0] if key else INVALID for key, part in zip(keys, parts, strict=True)
+            ]
         if self._blocks is None:
             return [FAILED] * len(keys)
         try:
@@ -215,13 +221,17 @@ class MooncakeDistributedStore:
 
     def batch_get_buffer(self, keys: Sequence[str]) -> list[BufferHandle | None]:
         handles: list[BufferHandle | None] = []
-        for view in self._do(lambda blocks: blocks.get(self._digests(keys)), [None] * len(keys)):
+        for view in self._views(keys):
             if view is None:
                 handles.append(None)
             else:
                 with view:
                     handles.append(BufferHandle(view))
         return handles
+
+    def _views(self, keys: Sequence[str]) -> list[View | None]:
+        missed: list[View | None] = [None] * len(keys)
+        return self._do(lambda blocks: blocks.get(self._digests(keys)), missed)
 
     def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
         return self.batch_get_into([key], [buffer_ptr], [size])[0]
@@ -230,7 +240,9 @@ class MooncakeDistributedStore:
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
         """The bytes of each, or a code."""
-        return self.batch_get_into_multi_buffers(keys, [[at] for at in buffer_ptrs], [[size] for size in sizes])
+        return self.batch_get_into_multi_buffers(
+            keys, [[at] for at in buffer_ptrs], [[size] for size in sizes]
+        )
 
     def batch_get_into_multi_buffers(
         self,
@@ -241,7 +253,7 @@ class MooncakeDistributedStore:
     ) -> list[int]:
         if not len(keys) == len(all_buffer_ptrs) == len(all_sizes):
             return [INVALID] * len(keys)
-        places = [_memory(at, sizes) for at, sizes in zip(all_buffer_ptrs, all_sizes, strict=True)]
+        places = [memory_at(at, sizes) for at, sizes in zip(all_buffer_ptrs, all_sizes, strict=True)]
         return self._get_into(self._digests(keys), places)
 
     def _get_into(self, digests: list[bytes], places: list[list[Any]]) -> list[int]:
@@ -263,10 +275,7 @@ class MooncakeDistributedStore:
         if client is None or blocks is None:
             return 0
         try:
-            digests = [bytes.fromhex(each.key.rpartition("/")[2]) for each in client.list(f"{blocks.bucket}/kv/")]
-            return sum(
-                blocks.remove(digests[at : at + _LIST_BATCH]) for at in range(0, len(digests), _LIST_BATCH)
-            )
+            return clear(client, blocks)
         except (KvfsError, OSError) as error:
             return _code(error)
 
@@ -282,12 +291,6 @@ class MooncakeDistributedStore:
             raise
         except (KvfsError, OSError):
             return otherwise
-
-
-def _memory(pointers: Sequence[int], sizes: Sequence[int]) -> list[Any]:
-    return [
-        (ctypes.c_ubyte * size).from_address(at) for at, size in zip(pointers, sizes, strict=True) if size > 0
-    ]
 
 
 def _path(address: str) -> str | None:

@@ -11,6 +11,7 @@ an engine's step. Concurrency: any thread; the prober is one daemon thread, aliv
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import os
@@ -107,6 +108,13 @@ class Link:
         log.warning("%s: the store at %s failed, going on without: %s", self._name, self._address, error)
         threading.Thread(target=self._probe, daemon=True, name="kvfs-probe").start()
 
+    def clear(self, namespace: Namespace) -> int:
+        """Remove all blocks of a namespace; how many there were. 0 while the service is not there."""
+        client, blocks = self._client, self._opened.get(namespace.digest)
+        if client is None or blocks is None:
+            return 0
+        return self.attempt(lambda: clear(client, blocks), 0)
+
     def close(self) -> None:
         self._closed.set()
         with self._lock:
@@ -135,6 +143,20 @@ class Link:
             log.warning("%s: the store at %s answers again", self._name, self._address)
             self._down.clear()
             return
+
+
+def clear(client: Client, blocks: Blocks) -> int:
+    """Remove all blocks of a bucket; how many there were. Raises what the store does."""
+    names = client.list(f"{blocks.bucket}/kv/")
+    digests = [bytes.fromhex(entry.key.rpartition("/")[2]) for entry in names if entry.is_block]
+    return blocks.remove(digests)
+
+
+def memory_at(pointers: Sequence[int], sizes: Sequence[int]) -> list[Any]:
+    """Memory that an engine names by address, as buffers; empty pieces are left out."""
+    return [
+        (ctypes.c_ubyte * size).from_address(at) for at, size in zip(pointers, sizes, strict=True) if size > 0
+    ]
 
 
 # --- keys ----------------------------------------------------------------------------------------------------
@@ -201,3 +223,22 @@ def weights_revision(directory: Path) -> str:
                 file.seek(at)
                 digest.update(file.read(WEIGHTS_SAMPLE_BYTES))
     return f"weights-{digest.hexdigest()[:32]}"
+
+
+def model_revision(model: str, given: object = None, hub_revision: str | None = None) -> str:
+    """Which weights: what the configuration says, else what the files of a directory or of the hub's cache are.
+
+    Raises InvalidRequest where neither says.
+    """
+    if given:
+        return str(given)
+    if model and Path(model).is_dir():
+        return weights_revision(Path(model))
+    try:
+        from huggingface_hub import snapshot_download
+
+        return weights_revision(Path(snapshot_download(model, revision=hub_revision, local_files_only=True)))
+    except (ImportError, OSError, ValueError) as error:
+        raise InvalidRequest(
+            f"which weights of {model!r} these are is unknown ({error}): set revision in the connector's configuration"
+        ) from None

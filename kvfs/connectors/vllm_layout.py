@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from kvfs._native.pieces import Scatter
-from kvfs.connectors.common import weights_revision
+from kvfs.connectors.common import model_revision
 from kvfs.errors import InvalidRequest
 from kvfs.namespaces import Namespace
 
@@ -70,7 +70,8 @@ def paged(tensor: torch.Tensor, num_blocks: int) -> Paged:
     inner = [
         (size, stride * item) for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
     ]
-    run, outer = item, []
+    run = item
+    outer: list[tuple[int, int]] = []
     for size, stride in sorted(inner, key=lambda axis: axis[1]):
         if size == 1:
             continue
@@ -82,7 +83,7 @@ def paged(tensor: torch.Tensor, num_blocks: int) -> Paged:
     steps = [[i * stride for i in range(size)] for size, stride in reversed(outer)]
     offsets = tuple(sum(each) for each in itertools.product(*steps))
     order = sorted(range(len(inner)), key=lambda axis: -inner[axis][1])
-    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     return Paged(
         memory=memory[tensor.storage_offset() * item :],
         block_stride_bytes=rows * tensor.stride(0) * item,
@@ -192,7 +193,11 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, layout: KVLayout, dtype
     }
     return Namespace(
         model=Path(model.model).name if Path(model.model).is_dir() else model.model,
-        revision=revision_of(vllm_config),
+        revision=model_revision(
+            model.model,
+            vllm_config.kv_transfer_config.kv_connector_extra_config.get("revision"),
+            model.revision,
+        ),
         dtype=_DTYPES[dtype],
         layout="LTC" if type(spec).__name__ == "MLAAttentionSpec" else "LHTKD",
         block_tokens=spec.block_size,
@@ -205,26 +210,6 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, layout: KVLayout, dtype
         hash="sha256",
         extra=extra,
     )
-
-
-def revision_of(vllm_config: Any) -> str:
-    """Which weights: what the connector's configuration says, else what the weights are. Raises InvalidRequest."""
-    given = vllm_config.kv_transfer_config.kv_connector_extra_config.get("revision")
-    if given:
-        return str(given)
-    model = vllm_config.model_config
-    if Path(model.model).is_dir():
-        return weights_revision(Path(model.model))
-    try:
-        from huggingface_hub import snapshot_download
-
-        return weights_revision(
-            Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
-        )
-    except (ImportError, OSError, ValueError) as error:
-        raise InvalidRequest(
-            f"which weights of {model.model} these are is unknown ({error}): set revision in kv_connector_extra_config"
-        ) from None
 
 
 def _backend_of(vllm_config: Any, layer_name: str) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -105,7 +106,7 @@ class Planner:
             if not hits or blocks is None:
                 return 0
             some = bytes(keys[first * HASH_BYTES : (first + hits) * HASH_BYTES])
-            hits = self._link.attempt(lambda some=some: blocks.match(some, timeout_s=0), 0)  # type: ignore[misc]
+            hits = self._link.attempt(partial(blocks.match, some, timeout_s=0), 0)
         return hits
 
     def allocated(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
@@ -157,7 +158,8 @@ class Planner:
         missing: set[int] = set()
         for keys in tracked.keys.values():
             some = bytes(keys[first * HASH_BYTES : last * HASH_BYTES])
-            there = self._link.attempt(lambda some=some: blocks.exists(some, timeout_s=0), [])  # type: ignore[misc]
+            nothing: list[bool] = []
+            there = self._link.attempt(partial(blocks.exists, some, timeout_s=0), nothing)
             missing.update(first + i for i, is_there in enumerate(there) if not is_there)
         return sorted(missing)
 

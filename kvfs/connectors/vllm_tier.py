@@ -19,7 +19,6 @@ import time
 from collections.abc import Collection, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,7 +28,7 @@ from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvfs._native.pieces import Scatter
-from kvfs.connectors.common import Link, address_of, digest_keys, string_namespace, weights_revision
+from kvfs.connectors.common import Link, address_of, digest_keys, model_revision, string_namespace
 from kvfs.errors import InvalidRequest, KvfsError
 from kvfs.limits import CONNECTOR_COPY_S, CONNECTOR_TIMEOUT_S
 from kvfs.namespaces import Namespace
@@ -90,7 +89,8 @@ class KVFSTier(SecondaryTierManager):  # type: ignore[misc]
             stored = self._link.attempt(
                 lambda: blocks.put_async(digests, places, timeout_s=CONNECTOR_TIMEOUT_S), None
             )
-            job = stored and _Job(job_metadata.job_id, keys, time.monotonic(), stored=stored)
+            if stored is not None:
+                job = _Job(job_metadata.job_id, keys, time.monotonic(), stored=stored)
         self._begin(job_metadata.job_id, job)
 
     def submit_load(self, job_metadata: Any) -> None:
@@ -102,7 +102,8 @@ class KVFSTier(SecondaryTierManager):  # type: ignore[misc]
             sizes = self._link.attempt(
                 lambda: blocks.get_into_async(digests, places, timeout_s=CONNECTOR_TIMEOUT_S), None
             )
-            job = sizes and _Job(job_metadata.job_id, keys, time.monotonic(), sizes=sizes)
+            if sizes is not None:
+                job = _Job(job_metadata.job_id, keys, time.monotonic(), sizes=sizes)
         self._begin(job_metadata.job_id, job)
 
     def _begin(self, job_id: int, job: _Job | None) -> None:
@@ -167,16 +168,12 @@ def _future(job: _Job) -> Future[Any]:
 
 def _namespace_of(spec: Any, chunk_bytes: int, revision: str | None) -> Namespace:
     config = spec.config
-    if revision is None:
-        if not Path(config.model.name).is_dir():
-            raise InvalidRequest(f"which weights of {config.model.name} these are is unknown: set revision")
-        revision = weights_revision(Path(config.model.name))
     mapper = FileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk, parallel_agnostic=True)
     fields = dict(mapper.get_run_config(), model_name="", rank=mapper.rank)
     return string_namespace(
         "vllm offload key",
         {
-            "revision": revision,
+            "revision": model_revision(config.model.name, revision),
             "run": hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32],
             "layout": str(config.kv_cache_layout),
             "chunk_bytes": str(chunk_bytes),

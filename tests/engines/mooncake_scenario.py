@@ -21,11 +21,11 @@ GIB = 1 << 30
 def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(each) for each in value]
+    if type(value).__name__ == "BufferHandle":
+        return {"size": value.size(), "bytes": bytes(memoryview(value)).hex()}
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value).hex()
-    if value is None or isinstance(value, int | str):
-        return value
-    return {"size": value.size(), "bytes": bytes(memoryview(value)).hex()}
+    return value
 
 
 class _Recorder:
@@ -93,7 +93,13 @@ def _buffers(say: _Recorder, store: Any, memory: Any, at: int) -> None:
     say("put_from", store.put_from, "from", at, SIZE)
     say("put_from again", store.put_from, "from", at + SIZE, SIZE)
     say("put_from of nothing", store.put_from, "from nothing", at, 0)
-    say("batch_put_from", store.batch_put_from, ["b0", "from", "b2"], [at, at + SIZE, at + 2 * SIZE], [SIZE, SIZE, 7])
+    say(
+        "batch_put_from",
+        store.batch_put_from,
+        ["b0", "from", "b2"],
+        [at, at + SIZE, at + 2 * SIZE],
+        [SIZE, SIZE, 7],
+    )
     say("batch_put_from of unequal lists", store.batch_put_from, ["b3", "b4"], [at], [SIZE])
     say("get_into", store.get_into, "from", at + 3 * SIZE, SIZE)
     say("bytes of get_into", lambda: bytes(memory[3 * SIZE : 3 * SIZE + 4]))
@@ -107,14 +113,20 @@ def _buffers(say: _Recorder, store: Any, memory: Any, at: int) -> None:
         [at + i * SIZE for i in range(4, 8)],
         [SIZE, SIZE, SIZE, 16],
     )
-    say("bytes of batch_get_into", lambda: bytes(memory[4 * SIZE : 4 * SIZE + 2]) + bytes(memory[6 * SIZE : 6 * SIZE + 2]))
+    say(
+        "bytes of batch_get_into",
+        lambda: bytes(memory[4 * SIZE : 4 * SIZE + 2]) + bytes(memory[6 * SIZE : 6 * SIZE + 2]),
+    )
     say("batch_get_into of unequal lists", store.batch_get_into, ["b0", "b2"], [at], [SIZE])
     many = [[at, at + 2 * SIZE], [at + SIZE]], [[3, 5], [4]]
     say("batch_put_from_multi_buffers", store.batch_put_from_multi_buffers, ["m0", "m1"], *many)
     say("get of multi buffers", store.get_batch, ["m0", "m1"])
     into = [[at + 5 * SIZE, at + 6 * SIZE], [at + 7 * SIZE], [at + 7 * SIZE + 64]], [[3, 5], [4], [4]]
     say("batch_get_into_multi_buffers", store.batch_get_into_multi_buffers, ["m0", "m1", "missing"], *into)
-    say("bytes of that", lambda: bytes(memory[5 * SIZE : 5 * SIZE + 3]) + bytes(memory[6 * SIZE : 6 * SIZE + 5]))
+    say(
+        "bytes of that",
+        lambda: bytes(memory[5 * SIZE : 5 * SIZE + 3]) + bytes(memory[6 * SIZE : 6 * SIZE + 5]),
+    )
     say("unregister_buffer", store.unregister_buffer, at)
     say("unregister_buffer again", store.unregister_buffer, at)
 
