@@ -35,6 +35,10 @@ from kvfs.namespaces import Namespace
 
 T = TypeVar("T")
 
+PIECES, FLAT = "pieces", "flat"
+"""The order of a page's bytes: as the pool lists its pieces of memory (the v1 forms), or as a tensor of the page
+(the others). They differ for the layout `layer_first`, so each form has a namespace of its own."""
+
 
 class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
     """See the module's header. `extra_config` may name `address` and `revision` (which weights)."""
@@ -44,17 +48,18 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
         self._extra = dict(storage_config.extra_config or {})
         self._link = Link(address_of(self._extra), name="sglang")
         self._revision = model_revision(str(storage_config.model_name or ""), self._extra.get("revision"))
-        self._namespace: Namespace | None = None
+        self._namespaces: dict[str, Namespace] = {}
+        self._used = PIECES if self._extra.get("interface_v1") else FLAT
         self._page_bytes = 0
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Raises InvalidRequest, InvalidNamespace for what cannot be described."""
         super().register_mem_pool_host(mem_pool_host)
         self._page_bytes = mem_pool_host.page_size * mem_pool_host.get_size_per_token()
-        self._namespace = self._describe(mem_pool_host)
-        self._link.open(self._namespace)
+        self._namespaces = {form: self._describe(mem_pool_host, form) for form in (PIECES, FLAT)}
+        self._link.open(self._namespaces[self._used])
 
-    def _describe(self, pool: Any) -> Namespace:
+    def _describe(self, pool: Any, form: str) -> Namespace:
         config = self._config
         ranks = {
             "pp": f"{config.pp_rank}/{config.pp_size}",
@@ -76,6 +81,7 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
                 "dtype": str(pool.dtype),
                 "page": f"{pool.page_size} tokens, {self._page_bytes} bytes",
                 "shape": shape,
+                "form": form,
                 "tag": str(self._extra.get("extra_backend_tag", "")),
                 **ranks,
             },
@@ -84,11 +90,12 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
     # --- pages in the host pool ---------------------------------------------------------------------------
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         places = self._places(keys, host_indices)
-        sizes = self._do(lambda blocks, digests: blocks.get_into(digests, places), keys, [-1] * len(keys))
+        missed = [-1] * len(keys)
+        sizes = self._do(PIECES, lambda blocks, digests: blocks.get_into(digests, places), keys, missed)
         return [size == self._page_bytes for size in sizes]
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        return self._put(keys, self._places(keys, host_indices), extra_info)
+        return self._put(PIECES, keys, self._places(keys, host_indices), extra_info)
 
     def _places(self, keys: Sequence[str], host_indices: Any) -> list[list[Any]]:
         """The pieces of host memory that each page is spread over."""
@@ -111,13 +118,8 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
             target if target is not None else torch.empty(self._page_bytes, dtype=torch.uint8)
             for target in target_locations or [None] * len(keys)
         ]
-        sizes = self._do(
-            lambda blocks, digests: blocks.get_into(
-                digests, [target.view(torch.uint8) for target in targets]
-            ),
-            keys,
-            [-1] * len(keys),
-        )
+        places, missed = [target.view(torch.uint8) for target in targets], [-1] * len(keys)
+        sizes = self._do(FLAT, lambda blocks, digests: blocks.get_into(digests, places), keys, missed)
         return [t if size == t.nbytes else None for t, size in zip(targets, sizes, strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
@@ -126,7 +128,8 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        return all(self._put(keys, [value.contiguous().view(-1).view(torch.uint8) for value in values], None))
+        pages = [value.contiguous().view(-1).view(torch.uint8) for value in values]
+        return all(self._put(FLAT, keys, pages, None))
 
     # --- what is there ------------------------------------------------------------------------------------
     def exists(self, key: str) -> bool:
@@ -134,32 +137,33 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many pages are there without a gap from the first on."""
-        return self._do(lambda blocks, digests: blocks.match(digests, timeout_s=0), keys, 0)
+        return self._do(self._used, lambda blocks, digests: blocks.match(digests, timeout_s=0), keys, 0)
 
     def clear(self) -> None:
-        """Remove every page of this namespace."""
-        if self._namespace is not None:
-            self._link.clear(self._namespace)
+        """Remove every page of these weights, this pool and this rank."""
+        for namespace in self._namespaces.values():
+            self._link.clear(namespace)
 
     def close(self) -> None:
         self._link.close()
 
-    def _put(self, keys: Sequence[str], places: Sequence[Any], extra_info: Any) -> list[bool]:
+    def _put(self, form: str, keys: Sequence[str], places: Sequence[Any], extra_info: Any) -> list[bool]:
         if not self._link.is_up:
             return [False] * len(keys)
         before = (getattr(extra_info, "prefix_keys", None) or [None])[-1]
 
         def put(blocks: Blocks, digests: list[bytes]) -> list[bool]:
-            assert self._namespace is not None
-            parent = string_keys(self._namespace, [before])[0] if before is not None else None
+            parent = string_keys(self._namespaces[form], [before])[0] if before is not None else None
             blocks.put(digests, places, chain_parents(digests, parent))
             return [True] * len(digests)
 
-        return self._do(put, keys, [False] * len(keys))
+        return self._do(form, put, keys, [False] * len(keys))
 
-    def _do(self, call: Callable[[Blocks, list[bytes]], T], keys: Sequence[str], otherwise: T) -> T:
-        namespace = self._namespace
-        blocks = None if namespace is None else self._link.blocks(namespace)
+    def _do(
+        self, form: str, call: Callable[[Blocks, list[bytes]], T], keys: Sequence[str], otherwise: T
+    ) -> T:
+        namespace = self._namespaces.get(form)
+        blocks = None if namespace is None else self._link.open(namespace)
         if namespace is None or blocks is None or not keys:
             return otherwise
         return self._link.attempt(lambda: call(blocks, string_keys(namespace, keys)), otherwise)
