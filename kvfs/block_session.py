@@ -15,7 +15,6 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvfs import limits
@@ -23,6 +22,7 @@ from kvfs._native.writer import Draft
 from kvfs.errors import DeadlinePassed, InvalidRequest, SessionClosed
 from kvfs.exchange import Exchange, check, status_error
 from kvfs.messages import NO_PARENT, Abort, BlockSeal, HelloAnswer, Op, Reserve, SealBlocks
+from kvfs.puts import Grants
 from kvfs.transport import Deadline, Transport
 
 T = TypeVar("T")
@@ -31,14 +31,34 @@ _RETRY_PAUSE_S = 0.02
 """Between two attempts to reach a service that does not answer: it may be starting."""
 
 
-@dataclass(frozen=True, slots=True)
 class Live:
-    """One session, with the namespace open in it, for one call."""
+    """One session with the namespace open in it, for one call."""
 
-    exchange: Exchange
-    handle: int
-    bucket: str
-    transport: Transport
+    __slots__ = ("bucket", "deadline", "digest", "grants", "handle", "transport")
+
+    def __init__(
+        self,
+        transport: Transport,
+        handle: int,
+        bucket: str,
+        digest: bytes,
+        grants: Grants,
+        deadline: Deadline,
+    ) -> None:
+        self.transport = transport
+        self.handle = handle
+        self.bucket = bucket
+        self.digest = digest
+        self.grants = grants
+        self.deadline = deadline
+
+    def until(self, deadline: Deadline) -> Live:
+        return Live(self.transport, self.handle, self.bucket, self.digest, self.grants, deadline)
+
+    @property
+    def exchange(self) -> Exchange:
+        """Requests that are answered by the call's deadline."""
+        return Exchange(self.transport, max(self.deadline.left_s, 0.0))
 
     def reserve(
         self, keys: Sequence[bytes], sizes: Sequence[int], parents: Sequence[bytes], layers: int = 0
@@ -91,19 +111,15 @@ class BlockSession:
         while True:
             live = self._with_session(deadline)
             try:
-                return do(
-                    Live(
-                        Exchange(live.transport, max(deadline.left_s, 0.0)),
-                        live.handle,
-                        live.bucket,
-                        live.transport,
-                    )
-                )
+                return do(live.until(deadline))
             except (SessionClosed, OSError):
                 if live.transport.is_open or not again or deadline.left_s <= 0:
                     raise
 
     def _with_session(self, deadline: Deadline) -> Live:
+        live = self._live
+        if live is not None and live.transport.is_open:
+            return live
         while True:
             try:
                 if not self._lock.acquire(timeout=max(deadline.left_s, 0.0)):
@@ -112,6 +128,8 @@ class BlockSession:
                     if self._closed:
                         raise InvalidRequest("these blocks are closed")
                     if self._live is None or not self._live.transport.is_open:
+                        if self._live is not None:
+                            self._live.grants.close()
                         self._live = self._open(deadline)
                     return self._live
                 finally:
@@ -124,12 +142,15 @@ class BlockSession:
     def _open(self, deadline: Deadline) -> Live:
         transport = self._begin(max(deadline.left_s, 0.0))
         try:
-            exchange = Exchange(transport, max(deadline.left_s, 0.0))
-            found = exchange.control(Op.OPEN_NAMESPACE, **self._namespace)
+            found = Exchange(transport, max(deadline.left_s, 0.0)).control(
+                Op.OPEN_NAMESPACE, **self._namespace
+            )
         except BaseException:
             transport.close()
             raise
-        return Live(exchange, found["handle"], found["bucket"]["name"], transport)
+        digest = bytes.fromhex(found["digest"])
+        bucket = found["bucket"]["name"]
+        return Live(transport, found["handle"], bucket, digest, Grants(transport), deadline)
 
     @property
     def hello(self) -> HelloAnswer:
@@ -143,6 +164,18 @@ class BlockSession:
             self._closed = True
             if self._live is not None:
                 self._live.transport.close()
+                self._live.grants.close()
+
+    def after_fork(self) -> None:
+        """In a child: let go of what only the parent may use, whose threads' locks are nobody's here."""
+        self._closed = True
+        if self._live is not None:
+            self._live.grants.close()
+
+    @property
+    def grants(self) -> Grants | None:
+        """Of the session that there is."""
+        return self._live.grants if self._live is not None else None
 
 
 def parents_of(parents: Sequence[bytes | None] | None, count: int) -> list[bytes]:

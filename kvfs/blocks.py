@@ -30,7 +30,7 @@ from typing import Any, Self, TypeVar
 from kvfs import limits
 from kvfs._native.pieces import Memory, Pieces, Scatter, join_keys
 from kvfs._native.reader import BELOW, MISS, NO_ROOM, View
-from kvfs._native.writer import Draft, write_drafts
+from kvfs._native.writer import PUTS_AT_ONCE, Draft
 from kvfs.block_session import AT_ONCE, BlockSession, Live, parents_of
 from kvfs.errors import InvalidRequest, KvfsError, NotFound, SessionClosed
 from kvfs.exchange import check
@@ -38,6 +38,7 @@ from kvfs.futures import Workers
 from kvfs.keys import block_name
 from kvfs.layers import Loading
 from kvfs.messages import DIGEST_BYTES, DigestBatch, Op, Result, text
+from kvfs.puts import Refiller, put_some, seal_patiently
 from kvfs.readers import BlockReader, LocalReader, ServedReader
 from kvfs.transport import Deadline, Transport, close_all
 
@@ -68,6 +69,8 @@ class Blocks:
             LocalReader(lambda: self._session.hello) if local else ServedReader(self._session)
         )
         self._workers = Workers()
+        self._refiller = Refiller(self._session.run)
+        self._drafts: weakref.WeakSet[Draft] = weakref.WeakSet()
         self._forked = False
         self._closed = threading.Event()
         if local:
@@ -84,6 +87,7 @@ class Blocks:
                 self.report_hits(timeout_s=limits.CLIENT_REPORT_S)
         self._closed.set()
         self._workers.close()
+        self._refiller.close()
         self._session.close()
         self._aside.close()
 
@@ -121,6 +125,9 @@ class Blocks:
 
         Raises InvalidRequest for a block that is longer than its places, LimitExceeded.
         """
+        native = self._reader.native
+        if native is not None and (found := native.read_into(keys, buffers)) is not None:
+            return found
         deadline, joined = self._deadline(timeout_s), join_keys(keys)
         pieces = Pieces(buffers, len(joined) // DIGEST_BYTES, True)
         results = self._reader.read(joined, pieces, deadline)
@@ -199,12 +206,12 @@ class Blocks:
         """
         deadline, joined = self._deadline(timeout_s), join_keys(keys)
         count = len(joined) // DIGEST_BYTES
-        pieces, before = Pieces(buffers, count, False), parents_of(parents, count)
+        pieces, before = Pieces(buffers, count, False), b"".join(parents_of(parents, count))
         stored: list[bool] = []
-        for at in range(0, count, AT_ONCE):
-            some = range(at, min(at + AT_ONCE, count))
+        for at in range(0, count, PUTS_AT_ONCE):
+            some = range(at, min(at + PUTS_AT_ONCE, count))
             put = partial(
-                self._put_some, joined=joined, pieces=pieces, parents=before, some=some, deadline=deadline
+                self._put_some, keys=joined, parents=before, pieces=pieces, some=some, deadline=deadline
             )
             stored += self._session.run(put, deadline)
         return stored
@@ -212,24 +219,22 @@ class Blocks:
     def _put_some(
         self,
         live: Live,
-        joined: bytes,
+        keys: bytes,
+        parents: bytes,
         pieces: Pieces,
-        parents: list[bytes],
         some: range,
         deadline: Deadline,
     ) -> list[bool]:
-        there = self._reader.find(joined[some.start * DIGEST_BYTES : some.stop * DIGEST_BYTES], deadline)
+        there = self._reader.find(keys[some.start * DIGEST_BYTES : some.stop * DIGEST_BYTES], deadline)
         fresh = [i for i in some if not there[i - some.start]]
-        keys = [_choose(joined, [i]) for i in fresh]
-        sizes = pieces.sizes()
-        drafts = live.reserve(keys, [sizes[i] for i in fresh], [parents[i] for i in fresh])
-        try:
-            write_drafts(drafts, pieces.choose(fresh))
-            new = dict(zip(fresh, live.seal(drafts), strict=True))
-        except BaseException:
-            live.abort(drafts)
-            raise
-        return [new.get(i, False) for i in some]
+        if not fresh:
+            return [False] * len(some)
+        new = put_some(live, keys, parents, pieces, fresh, deadline)
+        self._refiller.ask(live.grants)
+        if len(fresh) == len(some):
+            return new
+        found = dict(zip(fresh, new, strict=True))
+        return [found.get(i, False) for i in some]
 
     def put_async(
         self,
@@ -274,6 +279,7 @@ class Blocks:
                     layers=layers,
                 )
                 granted = self._session.run(grant, deadline)
+                self._drafts.update(granted)
                 for i, draft in zip(some, granted, strict=True):
                     drafts[i] = draft
         except BaseException:
@@ -294,7 +300,7 @@ class Blocks:
         sealed: list[bool] = []
         for at in range(0, len(ready), limits.MAX_BATCH):
             some = ready[at : at + limits.MAX_BATCH]
-            sealed += self._session.run(partial(_seal, drafts=some), deadline, again=False)
+            sealed += self._session.run(partial(_seal, drafts=some, deadline=deadline), deadline, again=False)
         new = iter(sealed)
         return [draft is not None and next(new) for draft in drafts]
 
@@ -384,10 +390,10 @@ def _abort(live: Live, drafts: Sequence[Draft]) -> None:
     live.abort([draft for draft in drafts if draft.session is live.transport])
 
 
-def _seal(live: Live, drafts: Sequence[Draft]) -> list[bool]:
+def _seal(live: Live, drafts: Sequence[Draft], deadline: Deadline) -> list[bool]:
     if any(draft.session is not live.transport for draft in drafts):
         raise SessionClosed("the session that these drafts were granted in is gone, and they with it")
-    return live.seal(drafts)
+    return seal_patiently(live, drafts, deadline)
 
 
 def _check_sizes(sizes: Sequence[int], count: int, layers: int) -> None:
@@ -409,8 +415,14 @@ def _report_hits(blocks: weakref.ref[Blocks], closed: threading.Event) -> None:
 
 
 def _mark_forked() -> None:
+    """Whatever is writable goes: while a child has it open, its parent could not have it sealed."""
     for blocks in list(_forkable):
         blocks._forked = True
+        blocks._reader.native = None
+        blocks._session.after_fork()
+        blocks._aside.after_fork()
+        for draft in list(blocks._drafts):
+            draft.after_fork()
 
 
 os.register_at_fork(after_in_child=_mark_forked)

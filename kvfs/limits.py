@@ -190,6 +190,14 @@ CLIENT_TIMEOUT_S: Final = 30.0
 """How long the synchronous client waits for one answer, unless told otherwise."""
 CLIENT_UNREPORTED_HITS: Final = 8_192
 """Hits that a client has not told the service of: eight batches; past it they are forgotten."""
+UNHEARD_SEALS: Final = 4_096
+"""Blocks sealed natively that the event loop has not heard of: some 0.3 s of its time; past it, it seals itself."""
+SEALER_IDS: Final = 8_192
+"""Object ids that native seals are given at a time, and again when half of them are used."""
+CLIENT_SPARE_DRAFTS: Final = 32
+"""Drafts that a client which puts blocks is granted ahead: the service grants 16 in the time of some 30 puts."""
+CLIENT_SPARE_IDLE_S: Final = 5.0
+"""A client that has put nothing for so long gives its spare drafts back."""
 CLIENT_REPORT_S: Final = 0.5
 """How often a client tells the service of its hits: soon enough for eviction, seldom enough to cost nothing."""
 CLIENT_THREADS: Final = 4

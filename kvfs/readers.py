@@ -33,6 +33,9 @@ T = TypeVar("T")
 class BlockReader(Protocol):
     """What both have. `keys` are prefix hashes of 16 bytes, joined."""
 
+    native: Reader | None
+    """For what it can do at once, if it was attached already."""
+
     def match(self, keys: bytes, deadline: Deadline) -> int:
         """How many are there without a gap from the first on, in whatever tier."""
         ...
@@ -60,7 +63,7 @@ class LocalReader:
     def __init__(self, hello: Callable[[], HelloAnswer]) -> None:
         self._hello = hello
         self._lock = threading.Lock()
-        self._reader: Reader | None = None
+        self.native: Reader | None = None
 
     def match(self, keys: bytes, deadline: Deadline) -> int:
         found = self._current()
@@ -79,25 +82,25 @@ class LocalReader:
         return found.map(keys) if found else [reader.MISS] * (len(keys) // DIGEST_BYTES)
 
     def take_hits(self) -> bytes:
-        return self._reader.take_hits(limits.MAX_BATCH) if self._reader else b""
+        return self.native.take_hits(limits.MAX_BATCH) if self.native else b""
 
     def _current(self) -> Reader | None:
         """The reader of a table that no later service has replaced, if there is one."""
-        found = self._reader
+        found = self.native
         return found if found is not None and found.alive else self._attach()
 
     def _attach(self) -> Reader | None:
         with self._lock:
-            if self._reader is not None and self._reader.alive:
-                return self._reader
+            if self.native is not None and self.native.alive:
+                return self.native
             hello = self._hello()
             try:
                 table = Table.attach(hello.details["table"], hello.store_id)
                 found = Reader(table, hello.details["directory"])
             except (KvfsError, OSError):  # no service since, or one with another store
                 return None
-            self._reader = found if found.alive else None
-            return self._reader
+            self.native = found if found.alive else None
+            return self.native
 
 
 class ServedReader:
@@ -105,6 +108,7 @@ class ServedReader:
 
     def __init__(self, session: BlockSession) -> None:
         self._session = session
+        self.native: Reader | None = None
 
     def match(self, keys: bytes, deadline: Deadline) -> int:
         hits = 0

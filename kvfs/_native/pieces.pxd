@@ -21,3 +21,6 @@ cdef class Pieces:
     cdef int _hold(self, object buffer, bint writable, char **base, size_t *size) except -1
     cdef int _fill_list(self, object buffers, bint writable) except -1
     cdef int _fill_scatter(self, object scatter, bint writable) except -1
+
+
+cpdef bytes join_keys(keys)

@@ -213,11 +213,11 @@ cdef class Pieces:
         return 0
 
 
-def join_keys(keys):
+cpdef bytes join_keys(keys):
     """Prefix hashes (16 bytes each) as one bytes object."""
     cdef Py_ssize_t i = 0
     if isinstance(keys, (bytes, bytearray, memoryview)):
-        joined = bytes(keys)
+        joined = keys if isinstance(keys, bytes) else bytes(keys)
         if len(joined) % 16:
             raise InvalidRequest(f"{len(joined)} bytes of keys are no multiple of 16")
         return joined

@@ -1,12 +1,13 @@
 """Blocks read in place, from the shared table and the slots, without asking the service."""
 
+from collections.abc import Sequence
 from os import PathLike
 from types import TracebackType
 from typing import Self
 
 from typing_extensions import disjoint_base
 
-from kvfs._native.pieces import Pieces
+from kvfs._native.pieces import Memory, Pieces, Scatter
 from kvfs._native.table import Table
 
 MISS: int
@@ -64,6 +65,11 @@ class Reader:
 
     def read(self, keys: bytes, pieces: Pieces) -> list[int]:
         """Bytes of each block, or MISS, BELOW, NO_ROOM. Raises LimitExceeded, OSError."""
+
+    def read_into(
+        self, keys: Sequence[bytes] | bytes, buffers: Sequence[Memory | Sequence[Memory]] | Scatter
+    ) -> list[int] | None:
+        """`read` of what a caller gave. None where the table is dead, or a result is neither a size nor MISS."""
 
     def map(self, keys: bytes) -> list[View | int]:
         """A view of each block, or MISS, BELOW. Raises LimitExceeded, OSError."""

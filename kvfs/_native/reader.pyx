@@ -15,7 +15,7 @@ import os
 from kvfs import limits
 from kvfs.errors import InvalidRequest, LimitExceeded, SessionClosed, from_errno
 
-from kvfs._native.pieces cimport Pieces, iovec
+from kvfs._native.pieces cimport Pieces, iovec, join_keys
 from kvfs._native.table cimport Table, kvfs_table, kvfs_table_alive, kvfs_table_match
 
 cdef extern from "<sys/mman.h>" nogil:
@@ -33,8 +33,18 @@ cdef extern from "reader_core.h" nogil:
     int kvfs_hits_init(kvfs_hits *h, uint32_t room)
     void kvfs_hits_free(kvfs_hits *h)
     uint32_t kvfs_hits_take(kvfs_hits *h, uint8_t *keys, uint32_t most)
-    void kvfs_read_batch(const kvfs_table *t, int dirfd, const uint8_t *keys, int64_t n, const iovec *vectors,
-                         const Py_ssize_t *starts, int64_t *results, kvfs_hits *hits)
+
+    struct kvfs_read_job:
+        const kvfs_table *table
+        int dirfd
+        const uint8_t *keys
+        int64_t n
+        const iovec *vectors
+        const Py_ssize_t *starts
+        int64_t *results
+        int64_t next
+
+    void kvfs_read_batch(kvfs_read_job *job, kvfs_hits *hits)
     void kvfs_map_batch(const kvfs_table *t, int dirfd, const uint8_t *keys, int64_t n, void **places,
                         int64_t *results, kvfs_hits *hits)
     void kvfs_find_batch(const kvfs_table *t, const uint8_t *keys, int64_t n, uint8_t *tiers)
@@ -217,23 +227,44 @@ cdef class Reader:
         return tiers
 
     def read(self, bytes keys not None, Pieces pieces not None):
-        cdef const kvfs_table *table = self._table.pointer()
-        cdef const uint8_t *first = <const uint8_t *>PyBytes_AS_STRING(keys)
-        cdef int64_t n = PyBytes_GET_SIZE(keys) // 16, i
-        if n != pieces.blocks:
-            raise InvalidRequest(f"{n} keys and places for {pieces.blocks}")
-        cdef int64_t *results = <int64_t *>PyMem_Malloc((n + 1) * sizeof(int64_t))
-        if results == NULL:
+        cdef int64_t few[16]
+        cdef kvfs_read_job job
+        cdef int64_t i
+        job.table = self._table.pointer()
+        job.dirfd = self._dirfd
+        job.keys = <const uint8_t *>PyBytes_AS_STRING(keys)
+        job.n = PyBytes_GET_SIZE(keys) // 16
+        job.vectors = pieces.vectors
+        job.starts = pieces.starts
+        job.next = 0
+        if job.n != pieces.blocks:
+            raise InvalidRequest(f"{job.n} keys and places for {pieces.blocks}")
+        job.results = &few[0]
+        if job.n > 16:
+            job.results = <int64_t *>PyMem_Malloc(job.n * sizeof(int64_t))
+        if job.results == NULL:
             raise MemoryError
         try:
             with nogil:
-                kvfs_read_batch(table, self._dirfd, first, n, pieces.vectors, pieces.starts, results, &self._hits)
-            for i in range(n):
-                if results[i] <= KVFS_READ_ERROR:
-                    raise trouble(results[i])
-            return [results[i] for i in range(n)]
+                kvfs_read_batch(&job, &self._hits)
+            for i in range(job.n):
+                if job.results[i] <= KVFS_READ_ERROR:
+                    raise trouble(job.results[i])
+            return [job.results[i] for i in range(job.n)]
         finally:
-            PyMem_Free(results)
+            if job.results != &few[0]:
+                PyMem_Free(job.results)
+
+    def read_into(self, keys, buffers):
+        """`read` of what a caller gave; None where there is more to do than to hand the sizes on."""
+        if not kvfs_table_alive(self._table.pointer()):
+            return None
+        joined = join_keys(keys)
+        results = self.read(joined, Pieces(buffers, PyBytes_GET_SIZE(joined) // 16, True))
+        for result in results:
+            if result < KVFS_READ_MISS:
+                return None
+        return results
 
     def map(self, bytes keys not None):
         cdef const kvfs_table *table = self._table.pointer()

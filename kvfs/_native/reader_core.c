@@ -31,6 +31,7 @@
 /* How often a block that moves meanwhile (evicted, read back, replaced) is looked up again. */
 #define ATTEMPTS 8
 #define VECTORS_AT_ONCE 128
+#define CREW_BYTES ((uint64_t)2 << 20)
 #define BYTES_AT_ONCE ((size_t)1 << 30) /* Linux moves at most 2 GiB less a page in one call */
 
 int kvfs_hits_init(struct kvfs_hits *h, uint32_t room)
@@ -155,13 +156,33 @@ static int64_t read_block(const struct kvfs_table *t, int dirfd, const uint8_t *
     return KVFS_READ_MISS;
 }
 
-/* The i-th block goes into vectors[starts[i]] .. vectors[starts[i + 1] - 1]. */
-void kvfs_read_batch(const struct kvfs_table *t, int dirfd, const uint8_t *keys, int64_t n, const struct iovec *vectors,
-                     const ssize_t *starts, int64_t *results, struct kvfs_hits *hits)
+/* Reads blocks until all are taken. Several threads may. */
+void kvfs_read_some(struct kvfs_read_job *job)
 {
-    for (int64_t i = 0; i < n; i++)
-        results[i] = read_block(t, dirfd, keys + i * KVFS_KEY_BYTES, vectors + starts[i], starts[i + 1] - starts[i]);
-    note_hits(hits, keys, n, results);
+    for (;;) {
+        int64_t i = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+        if (i >= job->n)
+            return;
+        const ssize_t first = job->starts[i], pieces = job->starts[i + 1] - first;
+        job->results[i] =
+            read_block(job->table, job->dirfd, job->keys + i * KVFS_KEY_BYTES, job->vectors + first, pieces);
+    }
+}
+
+/* Whether other threads pay: waking one costs some 10 us, in which one core copies 256 KiB. */
+static int is_large(const struct kvfs_read_job *job)
+{
+    return job->n > 1 && room_of(job->vectors, job->starts[job->n]) >= CREW_BYTES;
+}
+
+/* The i-th block goes into vectors[starts[i]] .. vectors[starts[i + 1] - 1]. */
+void kvfs_read_batch(struct kvfs_read_job *job, struct kvfs_hits *hits)
+{
+    int called = is_large(job) && kvfs_crew_call(job);
+    kvfs_read_some(job);
+    if (called)
+        kvfs_crew_dismiss(job);
+    note_hits(hits, job->keys, job->n, job->results);
 }
 
 /* Maps `size` bytes of `fd`, populated: a fault for every 64 KiB would cost as much as copying them. An empty

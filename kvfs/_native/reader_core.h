@@ -28,8 +28,22 @@ int kvfs_hits_init(struct kvfs_hits *h, uint32_t room);
 void kvfs_hits_free(struct kvfs_hits *h);
 uint32_t kvfs_hits_take(struct kvfs_hits *h, uint8_t *keys, uint32_t most);
 
-void kvfs_read_batch(const struct kvfs_table *t, int dirfd, const uint8_t *keys, int64_t n, const struct iovec *vectors,
-                     const ssize_t *starts, int64_t *results, struct kvfs_hits *hits);
+/* A batch of reads. `next` is the first block that nobody has taken yet. */
+struct kvfs_read_job {
+    const struct kvfs_table *table;
+    int dirfd;
+    const uint8_t *keys;
+    int64_t n;
+    const struct iovec *vectors;
+    const ssize_t *starts;
+    int64_t *results;
+    int64_t next;
+};
+
+void kvfs_read_batch(struct kvfs_read_job *job, struct kvfs_hits *hits);
+void kvfs_read_some(struct kvfs_read_job *job);
+int kvfs_crew_call(struct kvfs_read_job *job);
+void kvfs_crew_dismiss(struct kvfs_read_job *job);
 void kvfs_map_batch(const struct kvfs_table *t, int dirfd, const uint8_t *keys, int64_t n, void **places,
                     int64_t *results, struct kvfs_hits *hits);
 void kvfs_find_batch(const struct kvfs_table *t, const uint8_t *keys, int64_t n, uint8_t *tiers);

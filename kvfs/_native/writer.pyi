@@ -6,6 +6,9 @@ from typing_extensions import disjoint_base
 
 from kvfs._native.pieces import Memory, Pieces
 
+PUTS_AT_ONCE: int
+"""Blocks of one `put_blocks`."""
+
 @disjoint_base
 class Draft:
     """A block on its way in: writable memory of `size_bytes` (the buffer protocol), or filled by `write`."""
@@ -46,7 +49,23 @@ class Draft:
     def close(self) -> None:
         """Raises InvalidRequest while a memoryview or an array of it is alive; twice is harmless."""
 
+    def after_fork(self) -> None: ...
     def finish(self) -> None: ...
 
 def write_drafts(drafts: Sequence[Draft | None], pieces: Pieces, first: int = 0) -> None:
     """Write each draft's block whole, from the `first` of `pieces` on, and close it. Raises the first failure."""
+
+def put_blocks(
+    channel: int,
+    drafts: list[tuple[int, int, int]],
+    blocks: list[int],
+    keys: bytes,
+    parents: bytes,
+    pieces: Pieces,
+    timeout_s: float,
+) -> list[int] | None:
+    """Write `blocks` (indexes into keys, parents and pieces) into drafts (slot, generation, descriptor), with their
+    checksums, and seal them over a seal channel. The errno of each, 0 for a new block; None when the channel failed.
+
+    All descriptors are closed. Copies and waits without the GIL; one call at a time for a channel.
+    """

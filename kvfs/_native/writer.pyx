@@ -7,7 +7,8 @@ Writes drop the GIL.
 """
 
 from cpython.buffer cimport PyBuffer_FillInfo
-from libc.stdint cimport uint32_t, uint64_t
+from cpython.bytes cimport PyBytes_AS_STRING
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 import os
 
@@ -28,6 +29,19 @@ cdef extern from "errno.h":
 cdef extern from "writer_core.h" nogil:
     int kvfs_write_fd(int fd, uint64_t offset, const iovec *vectors, Py_ssize_t pieces)
     int kvfs_map_draft(int fd, uint64_t size, void **place)
+    int KVFS_PUTS_AT_ONCE
+
+    struct kvfs_put:
+        int fd
+        uint32_t slot
+        uint32_t generation
+        Py_ssize_t block
+        int status
+
+    int kvfs_put_blocks(int channel, kvfs_put *puts, Py_ssize_t n, const uint8_t *keys, const uint8_t *parents,
+                        const iovec *vectors, const Py_ssize_t *starts, int64_t timeout_ns)
+
+PUTS_AT_ONCE = KVFS_PUTS_AT_ONCE
 
 
 cdef class Draft:
@@ -44,6 +58,7 @@ cdef class Draft:
     cdef void *_place
     cdef Py_ssize_t _exports
     cdef set _missing
+    cdef object __weakref__
 
     def __cinit__(self):
         self._fd = -1
@@ -131,6 +146,13 @@ cdef class Draft:
             fd, self._fd = self._fd, -1
             close(fd)
 
+    def after_fork(self):
+        """In a child, which has no mapping of the draft."""
+        self._place = NULL
+        if self._fd >= 0:
+            close(self._fd)
+            self._fd = -1
+
     def finish(self):
         """Close before the seal: with all layers in, and with its full size, since a slot's size is its block's."""
         if self._missing:
@@ -161,3 +183,23 @@ def write_drafts(drafts not None, Pieces pieces not None, Py_ssize_t first=0):
             failed = rc
     if failed:
         raise from_errno(failed, f"writing {len(drafts)} blocks")
+
+
+def put_blocks(int channel, list drafts not None, list blocks not None, bytes keys not None, bytes parents not None,
+               Pieces pieces not None, double timeout_s):
+    cdef kvfs_put puts[64]
+    cdef Py_ssize_t n = len(drafts), i
+    cdef const uint8_t *first_key = <const uint8_t *>PyBytes_AS_STRING(keys)
+    cdef const uint8_t *first_parent = <const uint8_t *>PyBytes_AS_STRING(parents)
+    cdef int64_t timeout_ns = <int64_t>(timeout_s * 1e9)
+    cdef int rc
+    if n > KVFS_PUTS_AT_ONCE or n != len(blocks) or len(keys) != pieces.blocks * 16 or len(parents) != len(keys):
+        raise InvalidRequest(f"{n} drafts for {len(blocks)} blocks of {pieces.blocks}, {len(keys)} bytes of keys")
+    for i in range(n):
+        puts[i].slot, puts[i].generation, puts[i].fd = drafts[i]
+        puts[i].block = blocks[i]
+        if not 0 <= puts[i].block < pieces.blocks:
+            raise InvalidRequest(f"block {blocks[i]} of {pieces.blocks}")
+    with nogil:
+        rc = kvfs_put_blocks(channel, puts, n, first_key, first_parent, pieces.vectors, pieces.starts, timeout_ns)
+    return None if rc < 0 else [puts[i].status for i in range(n)]

@@ -19,7 +19,7 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from kvfs._native.reader import View
@@ -87,7 +87,7 @@ class MooncakeDistributedStore:
     # --- life ---------------------------------------------------------------------------------------------
     def setup(
         self,
-        local_hostname: str = "",
+        local_hostname: str | Mapping[str, Any] = "",
         metadata_server: str = "",
         global_segment_size: int = 0,
         local_buffer_size: int = 0,
@@ -99,7 +99,16 @@ class MooncakeDistributedStore:
         tenant_id: str = "default",
         **_: Any,
     ) -> int:
-        """Connect; segments, buffers and transports are the service's business. Code."""
+        """Connect; segments, buffers and transports are the service's business. Code.
+
+        All arguments may also be one mapping.
+        """
+        if isinstance(local_hostname, Mapping):
+            given = local_hostname
+            master_server_addr = str(
+                given.get("master_server_addr") or given.get("master_server_address") or ""
+            )
+            tenant_id = str(given.get("tenant_id") or tenant_id)
         try:
             self._client = connect(address_of({"address": _path(master_server_addr)}), client="mooncake")
             self._namespace = string_namespace("mooncake store key", {"tenant": tenant_id})

@@ -36,7 +36,7 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         module = cast(ModuleType, MagicMock(name=spec.name))
-        module.__path__, module.__spec__ = [], spec  # type: ignore[attr-defined]
+        module.__path__, module.__spec__ = [], spec
         return module
 
     def exec_module(self, module: ModuleType) -> None:
