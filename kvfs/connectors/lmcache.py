@@ -22,6 +22,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -264,7 +265,8 @@ class KVFSL2Adapter(L2AdapterInterface):  # type: ignore[misc]
                 if not views:
                     self._locked.pop(digest, None)
             if view is not None:
-                view.release()
+                with suppress(BufferError):  # being copied: it goes when that ends
+                    view.release()
 
     # --- load ---------------------------------------------------------------------------------------------
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
@@ -275,16 +277,34 @@ class KVFSL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def _load(self, keys: list[Any], objects: list[Any]) -> Any:
         bitmap = Bitmap(len(keys))
-        places = [chunk.byte_array for chunk in objects]
+        digests, places = self._digests(keys), [chunk.byte_array for chunk in objects]
+        rest = []
+        for i, digest in enumerate(digests):
+            if self._copy_locked(digest, places[i]):
+                bitmap.set(i)
+            else:
+                rest.append(i)
         blocks = self._link.blocks(self._namespace)
-        if blocks is None:
+        if blocks is None or not rest:
             return bitmap
-        missed = [-1] * len(keys)
-        sizes = self._link.attempt(lambda: blocks.get_into(self._digests(keys), places), missed)
-        for i, (size, place) in enumerate(zip(sizes, places, strict=True)):
-            if size == len(place):
+        missed = [-1] * len(rest)
+        sizes = self._link.attempt(
+            lambda: blocks.get_into([digests[i] for i in rest], [places[i] for i in rest]), missed
+        )
+        for i, size in zip(rest, sizes, strict=True):
+            if size == len(places[i]):
                 bitmap.set(i)
         return bitmap
+
+    def _copy_locked(self, digest: bytes, place: Any) -> bool:
+        """Copy what is leased here, whether the store still has it or not."""
+        with self._lock:
+            views = self._locked.get(digest)
+            locked = memoryview(views[-1]) if views else None
+        if locked is None or len(locked) != len(place):
+            return False
+        np.copyto(np.frombuffer(place, dtype=np.uint8), np.frombuffer(locked, dtype=np.uint8))
+        return True
 
     # --- the rest -----------------------------------------------------------------------------------------
     def delete(self, keys: list[Any]) -> None:

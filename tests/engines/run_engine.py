@@ -5,7 +5,8 @@ engine's own logs keep standard output and error). The first line says what the 
 is a request that gets one line in reply:
 
     {"model": directory, "storage": directory or null, "prefix_caching": bool, "connector": settings or null,
-     "batched_tokens": int, "cache_blocks": int or null, "events": settings or null}
+     "batched_tokens": int, "cache_blocks": int or null, "events": settings or null,
+     "tensor_parallel": int}
     {"prompts": [[token id, ...], ...], "max_tokens": int}
 
 `storage` is handed to vLLM's bundled ExampleConnector, unmodified, as its `shared_storage_path`. `connector` are
@@ -83,6 +84,7 @@ def make_engine(settings: dict[str, Any]) -> Any:
         max_num_batched_tokens=settings.get("batched_tokens", 16384),
         num_gpu_blocks_override=settings.get("cache_blocks"),
         enable_prefix_caching=settings["prefix_caching"],
+        tensor_parallel_size=settings.get("tensor_parallel", 1),
         kv_transfer_config=transfer,
         kv_events_config=events,
         seed=0,

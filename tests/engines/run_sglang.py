@@ -132,6 +132,7 @@ def check_layout(address: str, layout: str) -> dict[str, Any]:
     evict(writer, KEYS[1])
     found["get after eviction"] = reader.batch_get_v1(KEYS, indices(range(PAGES)))
     found["exists after eviction"] = reader.batch_exists(KEYS)
+    writer.clear()
     for each in (writer, reader):
         each.close()
     return found
