@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvfs.errors import InvalidRequest
 from kvfs.events import (
@@ -90,7 +91,7 @@ class EngineIndex:
                 return count
         return len(blocks)
 
-    def status(self) -> dict[str, object]:
+    def status(self) -> dict[str, Any]:
         """Counters and streams, as JSON values."""
         streams = [
             {"topic": e.topic, "rank": e.rank, "blocks": s.block_count, "next": s.next, "clears": s.clears}

@@ -89,7 +89,7 @@ def test_values_go_between_processes_and_outlive_a_restart(service: Service) -> 
     assert second.get("lasting") == b"value" * 1000
     assert second.put("later", b"value") == 0
     assert first.get("later") == b"value"
-    first.remove_all()
+    assert first.remove_all() == 2
     first.close()
     second.close()
 

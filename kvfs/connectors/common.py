@@ -147,9 +147,19 @@ class Link:
 
 def clear(client: Client, blocks: Blocks) -> int:
     """Remove all blocks of a bucket; how many there were. Raises what the store does."""
-    names = client.list(f"{blocks.bucket}/kv/")
-    digests = [bytes.fromhex(entry.key.rpartition("/")[2]) for entry in names if entry.is_block]
-    return blocks.remove(digests)
+
+    def digests() -> list[bytes]:
+        names = client.list(f"{blocks.bucket}/kv/")
+        return [bytes.fromhex(entry.key.rpartition("/")[2]) for entry in names if entry.is_block]
+
+    try:
+        found = digests()
+    except (
+        SessionClosed
+    ):  # unlike that of the blocks, the client's own session is begun anew by whoever uses it
+        client.reconnect()
+        found = digests()
+    return blocks.remove(found)
 
 
 def memory_at(pointers: Sequence[int], sizes: Sequence[int]) -> list[Any]:

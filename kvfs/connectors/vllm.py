@@ -15,7 +15,7 @@ is asked for at the start. Concurrency: as vLLM calls it, one thread on each sid
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvfs.connectors.common import Link, address_of
 from kvfs.connectors.vllm_layout import KVLayout, group_layers, namespace_of
-from kvfs.connectors.vllm_scheduler import Plan, Planner, Rank
+from kvfs.connectors.vllm_scheduler import Plan, Planner, Rank, Step
 from kvfs.connectors.vllm_worker import Transfers
 from kvfs.errors import InvalidRequest
 from kvfs.namespaces import Namespace
@@ -171,17 +171,18 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self.planner.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVFSMetadata:
-        return KVFSMetadata(self.planner.plan(self._computed(scheduler_output)))
-
-    def _computed(self, output: Any) -> Iterator[tuple[str, int, Sequence[int]]]:
-        before = {each.req_id: each.num_computed_tokens for each in output.scheduled_new_reqs}
-        cached = output.scheduled_cached_reqs
-        before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        for request_id, scheduled in output.num_scheduled_tokens.items():
-            block_ids = output.kv_connector_block_state.get_block_ids(request_id)
-            if block_ids is not None and request_id in before:
-                yield request_id, before[request_id] + scheduled, block_ids[0]
+        return KVFSMetadata(self.planner.plan(_steps_of(scheduler_output)))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self.planner.finished(request.request_id)
         return False, None
+
+
+def _steps_of(output: Any) -> Iterator[Step]:
+    before = {each.req_id: each.num_computed_tokens for each in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    for request_id, scheduled in output.num_scheduled_tokens.items():
+        block_ids = output.kv_connector_block_state.get_block_ids(request_id)
+        if block_ids is not None and request_id in before:
+            yield Step(request_id, before[request_id], before[request_id] + scheduled, block_ids[0])

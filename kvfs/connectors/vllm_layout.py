@@ -47,6 +47,7 @@ class Paged:
 
     memory: torch.Tensor
     """uint8, one axis: from block 0 to the end of the allocation, on the cache's device."""
+    num_blocks: int
     block_stride_bytes: int
     run_offsets: tuple[int, ...]
     run_bytes: int
@@ -86,6 +87,7 @@ def paged(tensor: torch.Tensor, num_blocks: int) -> Paged:
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     return Paged(
         memory=memory[tensor.storage_offset() * item :],
+        num_blocks=num_blocks,
         block_stride_bytes=rows * tensor.stride(0) * item,
         run_offsets=offsets,
         run_bytes=run,
@@ -150,9 +152,8 @@ class KVLayout:
 
     @staticmethod
     def _run(place: Paged, offset: int) -> torch.Tensor:
-        count = (place.memory.numel() - offset - place.run_bytes) // place.block_stride_bytes + 1
         return place.memory.as_strided(
-            (count, place.run_bytes),
+            (place.num_blocks, place.run_bytes),
             (place.block_stride_bytes, 1),
             place.memory.storage_offset() + offset,
         )

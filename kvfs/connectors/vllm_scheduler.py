@@ -38,6 +38,16 @@ class BlockRun:
     """The hash before the first block."""
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step does for one request: tokens that are computed before and after it, and the request's blocks."""
+
+    request_id: str
+    tokens_before: int
+    tokens_after: int
+    block_ids: Sequence[int]
+
+
 Rank = tuple[int, int]
 """Pipeline rank, tensor rank."""
 
@@ -119,35 +129,31 @@ class Planner:
         self.counts["hit_blocks"] += count
 
     # --- stores -------------------------------------------------------------------------------------------
-    def plan(self, computed: Iterable[tuple[str, int, Sequence[int]]]) -> Plan:
-        """For each request of the step: its id, the tokens that are computed after the step, and its blocks."""
+    def plan(self, steps: Iterable[Step]) -> Plan:
         plan = Plan(loads=self._loads)
         self._loads = []
         if self._link.is_up:
-            for request_id, num_computed_tokens, block_ids in computed:
-                tracked = self._requests.get(request_id)
+            for step in steps:
+                tracked = self._requests.get(step.request_id)
                 if tracked is not None:
-                    self._plan_stores(plan, tracked, num_computed_tokens, block_ids)
+                    self._plan_stores(plan, tracked, step)
         return plan
 
-    def _plan_stores(
-        self, plan: Plan, tracked: _Tracked, num_computed_tokens: int, block_ids: Sequence[int]
-    ) -> None:
+    def _plan_stores(self, plan: Plan, tracked: _Tracked, step: Step) -> None:
         request = tracked.request
         known = request.num_tokens if self._store_generated else request.num_prompt_tokens
         room = CONNECTOR_STEP_BLOCKS - sum(len(run.block_ids) for run in plan.stores)
-        last = min(
-            min(num_computed_tokens, known) // self._block_tokens, len(block_ids), tracked.stored + room
-        )
-        # A load that failed is computed after all, and perhaps in the store no more.
-        first = min(tracked.stored, num_computed_tokens // self._block_tokens)
+        # What is computed a second time (after a preemption, or a load that failed) may be in the store no more.
+        first = min(tracked.stored, step.tokens_before // self._block_tokens)
+        whole = min(step.tokens_after, known) // self._block_tokens
+        last = min(whole, len(step.block_ids), first + room)
         tracked.stored = max(last, first)
         if last <= first:
             return
         self._extend(tracked, last)
         missing = self._missing(tracked, first, min(last, tracked.count()))
         for start, stop in _runs(missing):
-            plan.stores.append(self._run(tracked, start, stop, block_ids))
+            plan.stores.append(self._run(tracked, start, stop, step.block_ids))
             self.counts["stored_blocks"] += stop - start
 
     def _missing(self, tracked: _Tracked, first: int, last: int) -> list[int]:

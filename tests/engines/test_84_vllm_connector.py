@@ -7,14 +7,20 @@ has no prefix cache of its own, loads it. Its outputs are those of `reference`, 
 
 from __future__ import annotations
 
+import queue
 import random
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 
+from kvfs.engine_index import Engine as EventStream
+from kvfs.engine_index import EngineIndex
+from kvfs.event_sockets import Subscriber
 from tests.engines.engine import (
     BLOCK_TOKENS,
     PROMPTS,
@@ -25,6 +31,7 @@ from tests.engines.engine import (
     same_output,
     whole_blocks,
 )
+from tests.engines.test_83_events import free_port
 from tests.engines.tiny_llama import HEAD_DIM, KV_HEADS, LAYERS, VOCABULARY
 from tests.support.door import ON_DIRECTORY, eventually
 from tests.support.service import Service
@@ -37,6 +44,8 @@ pytestmark = [
 ]
 
 BLOCK_BYTES = LAYERS * 2 * KV_HEADS * HEAD_DIM * BLOCK_TOKENS * 4
+
+FILLER = EventStream("filler", 0)
 
 _rng = random.Random(84)
 ROOTS = [[_rng.randrange(2, VOCABULARY) for _ in range(400)] for _ in range(3)]
@@ -66,12 +75,44 @@ def connector(service: Service, *, watched: bool = False, **extra: str) -> dict[
 
 
 @pytest.fixture(scope="module")
-def both(engines: Engines, service: Service) -> Iterator[tuple[Engine, Engine]]:
+def index() -> EngineIndex:
+    """Of what the filler's events say it holds itself."""
+    return EngineIndex()
+
+
+@pytest.fixture(scope="module")
+def events(index: EngineIndex) -> Iterator[dict[str, Any]]:
+    """An engine's settings for events that a subscriber here follows."""
+    replay, stop, tokens = f"tcp://127.0.0.1:{free_port()}", trio.CancelScope(), queue.SimpleQueue[Any]()
+    with Subscriber(index, "tcp://127.0.0.1:*", replays={FILLER.topic: replay}) as subscriber:
+
+        async def follow() -> None:
+            tokens.put(trio.lowlevel.current_trio_token())
+            with stop:
+                await subscriber.run()
+
+        thread = threading.Thread(target=trio.run, args=[follow])
+        thread.start()
+        token = tokens.get()
+        yield {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "topic": FILLER.topic,
+            "endpoint": subscriber.endpoint,
+            "replay_endpoint": replay,
+        }
+        trio.from_thread.run_sync(stop.cancel, trio_token=token)
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def both(engines: Engines, service: Service, events: dict[str, Any]) -> Iterator[tuple[Engine, Engine]]:
+    settings = connector(service)
     with (
         engines.start(
-            "filler", None, connector=connector(service), prefix_caching=True, batched_tokens=96
+            "filler", None, connector=settings, prefix_caching=True, batched_tokens=96, events=events
         ) as filler,
-        engines.start("hitter", None, connector=connector(service)) as hitter,
+        engines.start("hitter", None, connector=settings) as hitter,
     ):
         yield filler, hitter
 
@@ -111,6 +152,17 @@ def test_what_is_stored_is_stored_once(runs: dict[str, Run], service: Service) -
     assert len(entries) >= len(prompts)
 
 
+def test_the_index_knows_what_the_engine_holds_itself(runs: dict[str, Run], index: EngineIndex) -> None:
+    blocks = {tuple(prompt[: i + BLOCK_TOKENS]) for prompt in SHARED.values() for i in block_starts(prompt)}
+
+    def held() -> int:
+        [found] = [each for each in index.status()["engines"] if each["topic"] == FILLER.topic]
+        return int(found["blocks"])
+
+    eventually(lambda: held() >= len(blocks), "all blocks of the prompts are known", 20)
+    assert index.counts["lost"] == 0
+
+
 def block_starts(prompt: list[int]) -> range:
     return range(0, len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS)
 
@@ -131,6 +183,20 @@ def test_layer_by_layer_loads_give_the_same(engines: Engines, service: Service, 
     assert all_hits(run, SHARED)
     assert wrong(run, runs) == []
     assert run.counts["failed_blocks"] == 0
+
+
+def test_each_tensor_parallel_rank_has_its_own_shard(
+    engines: Engines, service: Service, runs: dict[str, Run]
+) -> None:
+    """Two workers, each with half of the heads: what one engine of one worker stored is not taken for theirs."""
+    settings, cores = connector(service), {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    with engines.start(
+        "tensor-parallel", None, connector=settings, tensor_parallel=2, environment=cores
+    ) as engine:
+        first, second = engine.generate(SHARED), engine.generate(SHARED)
+    assert set(first.cached_tokens) == {0}
+    assert all_hits(second, SHARED)
+    assert wrong(first, runs) + wrong(second, runs) == []
 
 
 def test_a_cache_too_small_for_the_batch(engines: Engines, service: Service, runs: dict[str, Run]) -> None:
