@@ -277,10 +277,10 @@ async def test_a_subscriber_fetches_what_was_said_before_it_came() -> None:
     async with AsyncExitStack() as stack:
         index = EngineIndex()
         subscriber = stack.enter_context(Subscriber(index, "tcp://127.0.0.1:*"))
-        nursery = await stack.enter_async_context(trio.open_nursery())
         publisher = stack.enter_context(
             Publisher(subscriber.endpoint, topic=TOPIC, replay_endpoint="tcp://127.0.0.1:*")
         )
+        nursery = await stack.enter_async_context(trio.open_nursery())
         assert publisher.replay_endpoint is not None
         subscriber._replays[TOPIC] = publisher.replay_endpoint
         nursery.start_soon(publisher.serve_replays)
