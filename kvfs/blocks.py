@@ -40,7 +40,7 @@ from kvfs.layers import Loading
 from kvfs.messages import DIGEST_BYTES, DigestBatch, Op, Result, text
 from kvfs.puts import Grants, Refiller, put_some, seal_patiently, settle
 from kvfs.readers import BlockReader, LocalReader, ServedReader
-from kvfs.transport import Deadline, Transport, close_all
+from kvfs.transport import Deadline, Transport
 
 T = TypeVar("T")
 Keys = Sequence[bytes] | bytes
@@ -174,10 +174,9 @@ class Blocks:
 
     def _prefetch(self, joined: bytes, deadline: Deadline) -> int:
         found = 0
-        for at in range(0, len(joined), AT_ONCE * DIGEST_BYTES):
-            some = joined[at : at + AT_ONCE * DIGEST_BYTES]
-
-            found += self._aside.run(partial(_open_and_close, keys=some), deadline)
+        for at in range(0, len(joined), limits.MAX_BATCH * DIGEST_BYTES):
+            some = joined[at : at + limits.MAX_BATCH * DIGEST_BYTES]
+            found += self._aside.run(partial(_ask_count, op=Op.PREFETCH, keys=some), deadline)
         return found
 
     def _bring_up(self, joined: bytes, which: list[int], deadline: Deadline) -> bool:
@@ -351,7 +350,7 @@ class Blocks:
         """Tell the service of hits now, as a thread does from time to time: they count for eviction."""
         deadline, found = self._deadline(timeout_s), 0
         while hits := self._reader.take_hits():
-            found += self._aside.run(partial(_touch, keys=hits), deadline)
+            found += self._aside.run(partial(_ask_count, op=Op.TOUCH, keys=hits), deadline)
         return found
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
@@ -367,19 +366,12 @@ def _choose(joined: bytes, which: Sequence[int]) -> bytes:
     return b"".join([joined[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES] for i in which])
 
 
-def _open_and_close(live: Live, keys: bytes) -> int:
-    opened = live.exchange.open(DigestBatch(Op.OPEN_BLOCK, live.handle, keys))
-    descriptors = [descriptor for _, descriptor in opened if descriptor is not None]
-    close_all(descriptors)
-    return len(descriptors)
-
-
 def _ask_results(live: Live, op: Op, keys: bytes) -> list[Result]:
     return live.exchange.results(DigestBatch(op, live.handle, keys))
 
 
-def _touch(live: Live, keys: bytes) -> int:
-    return live.exchange.count(DigestBatch(Op.TOUCH, live.handle, keys))
+def _ask_count(live: Live, op: Op, keys: bytes) -> int:
+    return live.exchange.count(DigestBatch(op, live.handle, keys))
 
 
 def _pin(live: Live, name: list[str], pinned: bool) -> None:
