@@ -99,7 +99,10 @@ def test_the_example_file_is_valid() -> None:
         ("[session]\nquota = -5", "[session] quota = -5: at least 0 B"),
         ('[log]\nlevel = "chatty"', "[log] level = 'chatty': must be 'debug', 'info', 'warning' or 'error'"),
         ("[dram]\ncapasity = 5", "[dram] capasity: no such key; there are capacity, slots, keep, backing"),
-        ("[drum]\ncapacity = 5", "[drum]: no such section; there are store, dram, nvme, mount, session, log"),
+        (
+            "[drum]\ncapacity = 5",
+            "[drum]: no such section; there are store, dram, nvme, mount, session, s3, log",
+        ),
         ("capacity = 5", "capacity = 5: must stand in a section such as [store]"),
         ("[dram\n", "not TOML"),
         ('[session]\nsocket = "/' + "x" * 107 + '"', "108 bytes long: at most 107"),
