@@ -207,7 +207,8 @@ class Blocks:
         grants, native = self._session.grants, self._reader.native
         if grants is not None:
             new = grants.put(put, native.table if native else None, deadline)
-            self._refiller.ask(grants)
+            if new is not None:
+                self._refiller.ask(grants)
             if new:
                 return [True] * put.count
             if new is False:
