@@ -1,8 +1,8 @@
 """The command line: `kvfs serve` runs the service, the other commands talk to one that runs.
 
 Responsibility: arguments in, one call, text out. Every command but `serve`, `drop`, `fsck`, `bench`, `replay`,
-`simulate`, `plan` and `umount` goes through `kvfs.client`. A failure is one line on stderr, `kvfs: ...`, and the exit
-code says of which kind.
+`simulate`, `plan`, `credentials` and `umount` goes through `kvfs.client`. A failure is one line on stderr,
+`kvfs: ...`, and the exit code says of which kind.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 no such name, 4 no service there, 130
 interrupted. `kvfs fsck` has its own (`kvfs.cli_fsck`).
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from kvfs import addresses, cli_bucket
+from kvfs import addresses, cli_bucket, cli_credentials
 from kvfs.cli_fsck import fsck
 from kvfs.cli_options import At, Json, Paths, connected
 from kvfs.errors import ConfigError, InvalidRequest, KvfsError, NotFound, SessionClosed
@@ -92,6 +92,7 @@ def _show_version(wanted: bool) -> None:
 
 
 app.add_typer(cli_bucket.app, name="bucket")
+app.add_typer(cli_credentials.app, name="credentials")
 
 
 @app.callback()
@@ -120,6 +121,10 @@ def serve(
     mode: Annotated[str | None, typer.Option(help="auto, passthrough, native or plain.")] = None,
     no_passthrough: Annotated[bool, typer.Option("--no-passthrough", help="Same as --mode native.")] = False,
     socket: Annotated[str | None, typer.Option(metavar="PATH", help="Session socket.")] = None,
+    s3: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Serve S3 there; credentials are in the file.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes that serve S3.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:
     """Run the service in the foreground until Ctrl-C or SIGTERM."""
@@ -140,6 +145,8 @@ def serve(
             ("dram", "keep"): keep,
             ("nvme", "capacity"): nvme,
             ("session", "socket"): socket,
+            ("s3", "listen"): s3,
+            ("s3", "workers"): workers,
             ("log", "level"): log_level,
         },
     )
@@ -171,6 +178,7 @@ def _started(running: Running) -> None:
         "NVMe": f"{format_size(running.nvme_bytes)} by {running.nvme_io}" if running.nvme_bytes else "none",
         "mount": f"{running.mountpoint}, {running.mode}",
         "session": str(running.socket),
+        "S3": running.s3 or "none",
     }
     for name, value in lines.items():
         print(f"{name:8} {value}")
@@ -193,6 +201,49 @@ try, in another terminal:
 stop with Ctrl-C""",
         flush=True,
     )
+
+
+@app.command()
+def gateway(
+    s3: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where to serve S3.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes that share the port.")] = None,
+    admin: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where /healthz and /metrics are.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="TOML configuration, with the credentials.")
+    ] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    at: At = None,
+) -> None:
+    """Serve S3 in front of a running service, in the foreground until Ctrl-C or SIGTERM."""
+    import trio
+
+    from gateway.supervisor import run_alone, worker_settings
+    from kvfs import limits
+    from kvfs.config import load
+    from kvfs.notify import set_up_logging
+    from kvfs.transport import socket_path
+
+    flags = {
+        ("s3", "listen"): s3,
+        ("s3", "workers"): workers,
+        ("s3", "admin"): admin,
+        ("log", "level"): log_level,
+    }
+    settings = load(config, flags)
+    address = at if at is not None else addresses.only_mount()
+    socket = socket_path(address, timeout_s=limits.CLIENT_TIMEOUT_S)
+    told = worker_settings(settings.s3, socket, settings.log.level, settings.file)
+    set_up_logging(settings.log.level)
+
+    def started(listening: object) -> None:
+        print(f"S3       {listening}\nready", flush=True)
+
+    try:
+        trio.run(run_alone, told, settings.s3.workers, started)
+    except BaseExceptionGroup as group:
+        raise _only_error(group) from None
 
 
 @app.command()

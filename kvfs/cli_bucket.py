@@ -41,6 +41,12 @@ def create(
     admission: Annotated[
         Admission, typer.Option(help="ghost: NVMe takes only what is read, or written again.")
     ] = Admission.ALL,
+    large: Annotated[
+        bool,
+        typer.Option(
+            "--large", help="Files go to NVMe as they are written, and may be larger than DRAM takes."
+        ),
+    ] = False,
     mode: Annotated[str, typer.Option(help="Access rights, octal.")] = "755",
     at: At = None,
 ) -> None:
@@ -55,6 +61,7 @@ def create(
             mode=bits,
             durable=class_ is BucketClass.DURABLE,
             admits_all=admission is Admission.ALL,
+            large=large,
         )
 
 

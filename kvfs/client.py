@@ -25,7 +25,7 @@ import xxhash
 
 from kvfs import limits, paths
 from kvfs.blocks import Blocks
-from kvfs.errors import InvalidRequest, NotFound, Superseded
+from kvfs.errors import InvalidRequest, KvfsError, NotFound, ObjectTooLarge, Superseded
 from kvfs.exchange import Exchange, check, status_error
 from kvfs.messages import (
     DIGEST_BYTES,
@@ -152,12 +152,18 @@ class Client:
         return found
 
     def create_bucket(
-        self, name: str, *, mode: int = 0o755, durable: bool = False, admits_all: bool = True
+        self,
+        name: str,
+        *,
+        mode: int = 0o755,
+        durable: bool = False,
+        admits_all: bool = True,
+        large: bool = False,
     ) -> Bucket:
         """Raises Exists, InvalidRequest, AccessDenied unless the caller is in the service's group, and DeviceMissing
-        for a durable one where there is no NVMe tier."""
+        for a durable or large one where there is no NVMe tier."""
         made = self._exchange.control(
-            Op.BUCKET_CREATE, bucket=name, mode=mode, durable=durable, admits_all=admits_all
+            Op.BUCKET_CREATE, bucket=name, mode=mode, durable=durable, admits_all=admits_all, large=large
         )
         return bucket_of(made)
 
@@ -220,14 +226,14 @@ class Client:
         """A read-only descriptor of the object's bytes, which is a lease on them; the caller closes it."""
         [(entry, descriptor)] = self._exchange.open(OpenNames((paths.parse(name),)))
         if descriptor is None:
-            raise status_error(entry.status, name)
+            raise _not_opened(entry.status, name)
         return descriptor
 
     def get(self, name: str) -> bytes:
         """Raises NotFound, IsDirectory, AccessDenied."""
         [(entry, descriptor)] = self._exchange.open(OpenNames((paths.parse(name),)))
         if descriptor is None:
-            raise status_error(entry.status, name)
+            raise _not_opened(entry.status, name)
         try:
             return _read(descriptor, entry.size_bytes, name)
         finally:
@@ -418,6 +424,12 @@ class Client:
         if any(len(digest) != DIGEST_BYTES for digest in digests):
             raise InvalidRequest(f"a prefix hash has {DIGEST_BYTES} bytes")
         return DigestBatch(op, namespace.handle, b"".join(digests))
+
+
+def _not_opened(status: int, name: str) -> KvfsError:
+    if status == ObjectTooLarge.errno:
+        name += ": larger than DRAM takes, which is a quarter of its capacity; it is read on a mount"
+    return status_error(status, name)
 
 
 def _namespace_arguments(

@@ -66,6 +66,7 @@ _STATUS: Final = struct.Struct("<iHH")
 _HAS_CHECKSUM: Final = 1
 _REPLACE: Final = 2
 _HAS_MTIME: Final = 4
+_HAS_EXPECTED: Final = 8
 _MAY_OPEN: Final = 1
 _ALIGNMENT: Final = 8
 
@@ -117,6 +118,7 @@ def _encode_name_seal(seal: NameSeal) -> bytes:
     flags = _REPLACE if seal.replace else 0
     flags |= _HAS_CHECKSUM if seal.checksum is not None else 0
     flags |= _HAS_MTIME if seal.mtime_ns is not None else 0
+    flags |= _HAS_EXPECTED if seal.expected_id is not None else 0
     head = _NAME_SEAL.pack(
         seal.slot,
         seal.generation,
@@ -128,7 +130,8 @@ def _encode_name_seal(seal: NameSeal) -> bytes:
         len(seal.key),
         len(seal.user_metadata),
     )
-    return _padded(head + seal.bucket + seal.key + seal.user_metadata)
+    expected = b"" if seal.expected_id is None else _HINT.pack(seal.expected_id)
+    return _padded(head + expected + seal.bucket + seal.key + seal.user_metadata)
 
 
 def encode_answer(answer: Answer) -> bytes:
@@ -235,18 +238,20 @@ def _name_seals(count: int, body: bytes) -> Iterator[NameSeal]:
         slot, generation, flags, mode, mtime, checksum, bucket, key, metadata = _NAME_SEAL.unpack_from(
             body, at
         )
-        _zero(op, "unknown flags", flags & ~(_HAS_CHECKSUM | _REPLACE | _HAS_MTIME))
-        parts, at = _parts(op, body, at + _NAME_SEAL.size, bucket, key, metadata)
+        _zero(op, "unknown flags", flags & ~(_HAS_CHECKSUM | _REPLACE | _HAS_MTIME | _HAS_EXPECTED))
+        expected = _HINT.size if flags & _HAS_EXPECTED else 0
+        parts, at = _parts(op, body, at + _NAME_SEAL.size, expected, bucket, key, metadata)
         yield NameSeal(
             slot,
             generation,
-            parts[0],
             parts[1],
+            parts[2],
             mode,
             bool(flags & _REPLACE),
             _optional(op, "mtime", mtime, flags & _HAS_MTIME),
             _optional(op, "checksum", checksum, flags & _HAS_CHECKSUM),
-            parts[2],
+            parts[3],
+            _HINT.unpack(parts[0])[0] if expected else None,
         )
     _exact(op, body, at)
 

@@ -23,19 +23,25 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from kvfs.errors import ConfigError
+from kvfs.credentials import Credential
+from kvfs.errors import ConfigError, InvalidRequest
 from kvfs.limits import (
     DEFAULT_SCRUB_BYTES_S,
     DEFAULT_SLOTS,
     DRAM_SHARE_OF_AVAILABLE,
     KIB,
+    MAX_CREDENTIALS,
     MAX_DEFAULT_NVME_BYTES,
+    MAX_GATEWAY_CONNECTIONS,
+    MAX_GATEWAY_WORKERS,
     MAX_SCRUB_BYTES_S,
     MAX_SLOTS,
     MAX_SOCKET_PATH_BYTES,
@@ -45,6 +51,7 @@ from kvfs.limits import (
     MIN_SLOTS,
     NVME_SHARE_OF_FREE,
 )
+from kvfs.paths import check_bucket
 from kvfs.sizes import format_size, parse_size
 
 MountMode = Literal["auto", "passthrough", "native", "plain"]
@@ -120,6 +127,27 @@ def _short_enough(path: Path) -> Path:
     return path
 
 
+def _bucket_name(name: str) -> str:
+    try:
+        check_bucket(name.encode())
+    except InvalidRequest as error:
+        raise PydanticCustomError("bucket", "{reason}", {"reason": str(error)}) from None
+    return name
+
+
+def _host_and_port(text: str) -> str:
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdigit() or int(port) > 65535 or (":" in host and not host.startswith("[")):
+        raise PydanticCustomError("endpoint", "must be HOST:PORT, such as 127.0.0.1:9000 or [::]:9000")
+    return text
+
+
+def host_and_port(text: str) -> tuple[str, int]:
+    """`HOST:PORT` of a valid setting, taken apart; an empty host means every address."""
+    host, _, port = text.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
 Size = Annotated[int, BeforeValidator(_size)]
 AbsolutePath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_absolute)]
 
@@ -161,6 +189,8 @@ class NvmeSettings(_Section):
     """Bytes of one segment file, fixed when the first is made. None: a 64th of the capacity."""
     io: DeviceIo = "auto"
     """`auto` takes io_uring where the kernel allows it."""
+    trim: bool = False
+    """Whether what a freed segment held is punched out of its file, for filesystems that tell the drive (TRIM)."""
     scrub_rate: Annotated[Size, Field(le=MAX_SCRUB_BYTES_S)] = DEFAULT_SCRUB_BYTES_S
     """Bytes that the scrub verifies in a second, on NVMe and in DRAM; 0: none."""
 
@@ -193,6 +223,39 @@ class SessionSettings(_Section):
     """Members read the whole tier directly. None: `kvfs` where that group exists, else the service's own."""
     quota: Annotated[Size, Field(ge=0)] | None = None
     """Bytes that one uid may hold of replaced objects. None: half the DRAM capacity."""
+
+
+class S3Settings(_Section):
+    """[s3]"""
+
+    region: Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")] = "us-east-1"
+    """What clients must sign for."""
+    domains: tuple[Annotated[str, Field(pattern=r"^[a-z0-9.-]{1,253}$")], ...] = ()
+    """`BUCKET.DOMAIN` of one of these means the bucket; the domain itself is path style."""
+    default_bucket: Annotated[str, AfterValidator(_bucket_name)] | None = None
+    """What a host of no domain means, where it is neither an IP address nor `localhost`. None: path style."""
+    credentials: Annotated[tuple[Credential, ...], Field(max_length=MAX_CREDENTIALS)] = ()
+    listen: Annotated[str, AfterValidator(_host_and_port)] | None = None
+    """`HOST:PORT` of the S3 endpoint. None: the service starts none."""
+    workers: Annotated[int, Field(ge=1, le=MAX_GATEWAY_WORKERS)] = 1
+    """Processes that share the port."""
+    certificate: AbsolutePath | None = None
+    key: AbsolutePath | None = None
+    """PEM files; with both, the endpoint speaks TLS. SIGHUP reads them, and the credentials, again."""
+    admin: Annotated[str, AfterValidator(_host_and_port)] | None = None
+    """`HOST:PORT` of /healthz and /metrics of the first worker; the next ports are the other workers'."""
+    opaque_etags: tuple[str, ...] = ()
+    """Globs of buckets whose objects get an opaque ETag: MD5 halves the speed of uploads."""
+    upload_expiry_s: Annotated[float, Field(ge=60)] = 7 * 86400.0
+    """Multipart uploads that were not completed so long after their begin are removed."""
+    connections: Annotated[int, Field(ge=1, le=MAX_GATEWAY_CONNECTIONS)] = MAX_GATEWAY_CONNECTIONS
+    """Of one worker; more wait."""
+
+    @model_validator(mode="after")
+    def _both_or_none(self) -> S3Settings:
+        if (self.certificate is None) != (self.key is None):
+            raise PydanticCustomError("tls", "certificate and key are given together or not at all")
+        return self
 
 
 class EventSettings(_Section):
@@ -230,8 +293,15 @@ class Settings(_Section):
     nvme: NvmeSettings = NvmeSettings()
     mount: MountSettings = MountSettings()
     session: SessionSettings = SessionSettings()
+    s3: S3Settings = S3Settings()
     events: EventSettings = EventSettings()
     log: LogSettings = LogSettings()
+    _file: Path | None = PrivateAttr(default=None)
+
+    @property
+    def file(self) -> Path | None:
+        """Where it was read from."""
+        return self._file
 
     @property
     def nvme_path(self) -> Path:
@@ -268,7 +338,9 @@ def load(file: Path | None = None, flags: Mapping[tuple[str, str], object] | Non
         if value is not None:
             values.setdefault(section, {})[key] = value
     try:
-        return Settings.model_validate(values)
+        settings = Settings.model_validate(values)
+        settings._file = file
+        return settings
     except ValidationError as error:
         where = f"{file}: " if file is not None else ""
         raise ConfigError(where + "; ".join(_explain(error.errors()))) from None
@@ -291,10 +363,21 @@ def _explain(errors: Iterable[ErrorDetails]) -> Iterable[str]:
     """One phrase per error: "[dram] capacity = '12MiB': at least 16 MiB"."""
     for error in errors:
         where = [str(part) for part in error["loc"]]
-        if error["type"] == "extra_forbidden":
+        if where[:2] == ["s3", "credentials"]:
+            yield _about_credentials(where[2:], error)
+        elif error["type"] == "extra_forbidden":
             yield _unknown(where)
         else:
             yield f"[{where[0]}] {'.'.join(where[1:2])} = {error['input']!r}: {_limit(where, error)}"
+
+
+def _about_credentials(where: list[str], error: ErrorDetails) -> str:
+    """Never with the value: it may be a secret, or what holds one."""
+    place = "[[s3.credentials]]"
+    if where:
+        number = f" number {int(where[0]) + 1}" if where[0].isdigit() else ""
+        place += number + "".join(f" {part}" for part in where[1:])
+    return f"{place}: {error['msg'][:1].lower()}{error['msg'][1:]}"
 
 
 def _unknown(where: list[str]) -> str:

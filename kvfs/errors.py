@@ -1,8 +1,8 @@
 """The one exception tree, with what each error becomes at every door.
 
 Responsibility: every failure that kvfs reports on purpose is a `KvfsError`, and carries beside each other
-the errno that the mount answers, the S3 error code and status that the gateway answers, and the level at
-which it is logged. Nothing else maps errors.
+the errno that the mount answers, the S3 error code that the gateway answers (`gateway.errors` has its status),
+and the level at which it is logged. Nothing else maps errors.
 
 Invariants: a message names the offending thing and, where there is one, its limit. Native code reports
 `-errno`; `from_errno` is the only place that turns one into an exception, and `from_device_errno` for the
@@ -22,7 +22,6 @@ class KvfsError(Exception):
 
     errno: ClassVar[int] = errno.EIO
     s3_code: ClassVar[str] = "InternalError"
-    s3_status: ClassVar[int] = 500
     log_level: ClassVar[int] = logging.ERROR
 
 
@@ -30,7 +29,7 @@ class NotFound(KvfsError):
     """No sealed object, bucket or directory has this name or key."""
 
     errno = errno.ENOENT
-    s3_code, s3_status = "NoSuchKey", 404
+    s3_code = "NoSuchKey"
     log_level = logging.DEBUG
 
 
@@ -50,7 +49,7 @@ class Exists(KvfsError):
     """The name is taken and the caller asked not to replace it."""
 
     errno = errno.EEXIST
-    s3_code, s3_status = "PreconditionFailed", 412
+    s3_code = "PreconditionFailed"
     log_level = logging.DEBUG
 
 
@@ -58,7 +57,7 @@ class NotEmpty(KvfsError):
     """A directory or bucket still holds names."""
 
     errno = errno.ENOTEMPTY
-    s3_code, s3_status = "BucketNotEmpty", 409
+    s3_code = "BucketNotEmpty"
     log_level = logging.DEBUG
 
 
@@ -66,7 +65,7 @@ class IsDirectory(KvfsError):
     """The name is a directory and the call is for files."""
 
     errno = errno.EISDIR
-    s3_code, s3_status = "InvalidRequest", 400
+    s3_code = "InvalidRequest"
     log_level = logging.DEBUG
 
 
@@ -74,7 +73,7 @@ class NotDirectory(KvfsError):
     """A component of the path is a file."""
 
     errno = errno.ENOTDIR
-    s3_code, s3_status = "InvalidRequest", 400
+    s3_code = "InvalidRequest"
     log_level = logging.DEBUG
 
 
@@ -82,7 +81,7 @@ class InvalidRequest(KvfsError):
     """An argument is malformed; the message says which and why."""
 
     errno = errno.EINVAL
-    s3_code, s3_status = "InvalidArgument", 400
+    s3_code = "InvalidArgument"
     log_level = logging.INFO
 
 
@@ -107,7 +106,7 @@ class ObjectTooLarge(KvfsError):
     """The object is over the largest size that its tier accepts."""
 
     errno = errno.EFBIG
-    s3_code, s3_status = "EntityTooLarge", 400
+    s3_code = "EntityTooLarge"
     log_level = logging.WARNING
 
 
@@ -115,7 +114,7 @@ class NoSpace(KvfsError):
     """The tier is full and nothing more can be evicted now."""
 
     errno = errno.ENOSPC
-    s3_code, s3_status = "InsufficientStorage", 507
+    s3_code = "InsufficientStorage"
     log_level = logging.WARNING
 
 
@@ -123,7 +122,7 @@ class QuotaExceeded(KvfsError):
     """A uid holds more bytes or drafts than it may."""
 
     errno = errno.EDQUOT
-    s3_code, s3_status = "QuotaExceeded", 403
+    s3_code = "QuotaExceeded"
     log_level = logging.WARNING
 
 
@@ -131,7 +130,7 @@ class AccessDenied(KvfsError):
     """The caller's uid has no right to this object or bucket."""
 
     errno = errno.EACCES
-    s3_code, s3_status = "AccessDenied", 403
+    s3_code = "AccessDenied"
     log_level = logging.INFO
 
 
@@ -139,7 +138,7 @@ class NotPermitted(KvfsError):
     """The operation is one that a cache does not offer, or only to the service's own user."""
 
     errno = errno.EPERM
-    s3_code, s3_status = "AccessDenied", 403
+    s3_code = "AccessDenied"
     log_level = logging.INFO
 
 
@@ -147,7 +146,7 @@ class Unsupported(KvfsError):
     """The operation is not offered here; the message says what is."""
 
     errno = errno.EOPNOTSUPP
-    s3_code, s3_status = "NotImplemented", 501
+    s3_code = "NotImplemented"
     log_level = logging.INFO
 
 
@@ -155,7 +154,7 @@ class WriterActive(KvfsError):
     """A draft still has a writable descriptor or mapping somewhere, so it cannot be sealed yet."""
 
     errno = errno.EBUSY
-    s3_code, s3_status = "OperationAborted", 409
+    s3_code = "OperationAborted"
     log_level = logging.DEBUG
 
 
@@ -163,7 +162,7 @@ class Superseded(KvfsError):
     """The slot, draft or node meant has been replaced since it was looked up: look it up again."""
 
     errno = errno.ESTALE
-    s3_code, s3_status = "OperationAborted", 409
+    s3_code = "OperationAborted"
     log_level = logging.DEBUG
 
 
@@ -171,7 +170,7 @@ class CrossDevice(KvfsError):
     """A rename that cannot be one transaction; the caller copies instead."""
 
     errno = errno.EXDEV
-    s3_code, s3_status = "InvalidRequest", 400
+    s3_code = "InvalidRequest"
     log_level = logging.DEBUG
 
 
@@ -179,7 +178,7 @@ class Corrupt(KvfsError):
     """Bytes do not match their checksum or format; they were not served."""
 
     errno = errno.EIO
-    s3_code, s3_status = "InternalError", 500
+    s3_code = "InternalError"
     log_level = logging.ERROR
 
 
@@ -187,7 +186,7 @@ class DeadlinePassed(KvfsError):
     """A bounded wait ended without its event."""
 
     errno = errno.ETIMEDOUT
-    s3_code, s3_status = "RequestTimeout", 400
+    s3_code = "RequestTimeout"
     log_level = logging.WARNING
 
 
@@ -195,7 +194,7 @@ class SessionClosed(KvfsError):
     """The service ended the session, or is not running."""
 
     errno = errno.ENOTCONN
-    s3_code, s3_status = "ServiceUnavailable", 503
+    s3_code = "ServiceUnavailable"
     log_level = logging.WARNING
 
 
@@ -203,7 +202,7 @@ class ProtocolError(KvfsError):
     """A peer broke the session protocol; the connection is closed."""
 
     errno = errno.EPROTO
-    s3_code, s3_status = "InvalidRequest", 400
+    s3_code = "InvalidRequest"
     log_level = logging.WARNING
 
 
@@ -229,14 +228,14 @@ class DeviceMissing(KvfsError):
     """A device, driver or right that this tier or transport needs is not on this machine."""
 
     errno = errno.ENODEV
-    s3_code, s3_status = "ServiceUnavailable", 503
+    s3_code = "ServiceUnavailable"
 
 
 class DeviceFailed(KvfsError):
     """A storage device refused or lost an operation; what it held there is unknown."""
 
     errno = errno.EIO
-    s3_code, s3_status = "InternalError", 500
+    s3_code = "InternalError"
     log_level = logging.ERROR
 
 

@@ -73,6 +73,8 @@ NVME_BYTES_PER_ENTRY: Final = 64 * KIB
 """The table has an entry for each so many bytes of the NVMe tier (a block of 16 tokens of a small model)..."""
 TABLE_SHARE_OF_DRAM: Final = 32
 """...unless these take more than the DRAM capacity divided by this. What a start finds always has one."""
+ENTRIES_AT_ONCE: Final = 256
+"""What only NVMe has leaves a full table by so many: looking for the oldest takes 10 ms among a million."""
 TABLE_READER_WAIT_S: Final = 0.1
 """How long a reader of the table waits for a writer that stopped in mid-change (KVFS_READER_WAIT_NS)."""
 
@@ -132,6 +134,14 @@ FSCK_SEGMENTS: Final = 4
 """Segments that a check reads at once, each with a pooled buffer: one NVMe drive is at its bandwidth."""
 READ_ATTEMPTS: Final = 3
 """How often a start asks a device for the same bytes of a segment before it does without the objects in it."""
+OBJECT_SHARE_OF_NVME: Final = 2
+"""The largest object is the NVMe capacity divided by this, so that one file never empties the tier."""
+LARGE_DIRTY_EXTENTS: Final = 16
+"""Extents of files being written that wait in memory: 64 MiB of 4 MiB each; then writers wait for the device."""
+LARGE_CACHED_EXTENTS: Final = 16
+"""Extents kept for those who read objects larger than DRAM takes: 64 MiB, so that a small read is no 4 MiB read."""
+LARGE_READS: Final = 8
+"""Extents read for them at once; fewer than are kept, so that there is always one to give up."""
 DEVICE_RETRY_S: Final = 0.25
 """How long the log waits after the device failed before it tries again."""
 
@@ -291,6 +301,80 @@ MAX_OPEN_LISTINGS: Final = 4_096
 MAX_XATTR_VALUE_BYTES: Final = 64 * KIB
 """XATTR_SIZE_MAX of Linux; also what a bucket's namespace xattr may hold."""
 
+# --- gateway: connections --------------------------------------------------------------------------------
+MAX_HEAD_BYTES: Final = 32 * KIB
+"""Request line and headers together: a key of 1,024 bytes escaped, 2 KiB of metadata, a session token and room."""
+MAX_HEADERS: Final = 128
+"""Header fields of one request; S3's clients send about twenty."""
+MAX_CHUNK_LINE_BYTES: Final = 256
+"""The line before a chunk of Transfer-Encoding: chunked; nobody needs its extensions."""
+MAX_TRAILER_BYTES: Final = 8 * KIB
+"""The trailer section after the last chunk; S3's own trailers are inside the payload."""
+RECEIVE_BYTES: Final = 256 * KIB
+"""Read from a socket at once: a buffer that stays in the second-level cache between reading, digest and writing."""
+SPARE_DRAFT_BYTES: Final = 1 * MIB
+"""Room that a spare draft of a gateway is promised; larger bodies ask for their own."""
+GATEWAY_SPARE_DRAFTS: Final = 8
+"""Drafts that a gateway process under load has granted ahead of use."""
+SPARE_OBJECT_BYTES: Final = 16 * MIB
+"""Where objects may not be so large, the tier is too small for spares: eight are a 64th of it at this size's least."""
+SPARE_RATE: Final = 16
+"""Writes in SPARE_INTERVAL_S from which spares pay."""
+SPARE_INTERVAL_S: Final = 0.5
+INLINE_DIGEST_BYTES: Final = 128 * KIB
+"""Bodies up to this are digested as they come: an MD5 of it takes 150 us, a thread's start and end about 80."""
+MAX_UPLOADS: Final = 10_000
+"""Multipart uploads under way: their records are listed and sorted in memory, 20 MB with the longest keys."""
+EXPIRE_INTERVAL_S: Final = 600.0
+"""How often a gateway looks for expired uploads."""
+ORPHAN_AGE_S: Final = 3_600.0
+"""A part without a record is removed after this: one that is being uploaded may outlive its upload by a request."""
+COPY_TURN_BYTES: Final = 64 * MIB
+"""Copied by one job of a worker thread, which cannot be cancelled: 30 ms."""
+WORKER_START_WAIT_S: Final = 20.0
+"""How long a gateway worker may take until it answers."""
+WORKER_RESTART_MIN_S: Final = 0.2
+WORKER_RESTART_MAX_S: Final = 15.0
+"""Pauses before a gateway worker that ended is started again, doubling."""
+MAX_GATEWAY_WORKERS: Final = 64
+"""Processes that share a port: one per core at most."""
+MAX_MARKER_BODY_BYTES: Final = 32 * KIB
+"""Body of a key that ends in '/': it is kept with the name, whose user metadata has 64 KiB."""
+GATEWAY_RECONNECT_WAIT_S: Final = 2.0
+"""How long a request waits for a service that is gone, before it is told to come again (503)."""
+GATEWAY_RECONNECT_MIN_S: Final = 0.05
+GATEWAY_RECONNECT_MAX_S: Final = 1.0
+"""Pauses between the gateway's attempts to reach its service, doubling."""
+GATEWAY_TOUCH_INTERVAL_S: Final = 0.25
+"""How often a gateway reports hits that it read without the service, MAX_BATCH at once; more are not counted."""
+MAX_GATEWAY_CONNECTIONS: Final = 4_096
+"""Connections of one gateway process, unless told otherwise: each has a buffer of MAX_HEAD_BYTES."""
+GATEWAY_BACKLOG: Final = 1_024
+"""Connections that the kernel queues before they are accepted."""
+DRAIN_WAIT_S: Final = 8.0
+"""How long a gateway that stops waits for the requests in flight: less than STOP_WAIT_S."""
+HEAD_TIMEOUT_S: Final = 15.0
+"""From the first byte of a request to the end of its headers."""
+KEEP_ALIVE_S: Final = 75.0
+"""How long a connection may be quiet between two requests: clients' pools keep theirs for about a minute."""
+BODY_STALL_S: Final = 20.0
+"""How long a peer may send, or take, nothing in the middle of a body (S3 itself ends such requests after 20 s)."""
+MIN_BODY_RATE_BYTES_S: Final = 256
+"""A body must move at least so fast on average, once BODY_GRACE_S are over: a trickle holds a draft or a lease."""
+BODY_GRACE_S: Final = 60.0
+MAX_DRAIN_BYTES: Final = 256 * KIB
+"""What is left of a refused request's body is read away up to this, so that the connection can be used again."""
+LINGER_S: Final = 2.0
+"""How long a closed connection's input is still read: a reset would take the answer from the client."""
+SWEEP_INTERVAL_S: Final = 1.0
+"""How late the end of a wait on a client may be noticed."""
+SMALL_BODY_BYTES: Final = 64 * KIB
+"""Bodies up to this leave in one write with their headers; above it a copy costs more than a second call."""
+SEND_CHUNK_BYTES: Final = 4 * MIB
+"""Sent at once from a slot: what one slow reader keeps of the event loop's time."""
+TLS_RECORDS_BYTES: Final = 256 * KIB
+"""Read and encrypted at once for a TLS connection."""
+
 # --- traces ----------------------------------------------------------------------------------------------
 MAX_TRACE_LINE_BYTES: Final = 1 * MIB
 """One request of a trace: MAX_TRACE_REQUEST_BLOCKS ids of 20 digits and more beside them."""
@@ -302,3 +386,55 @@ MAX_TRACE_REFERENCES: Final = 1 << 26
 # --- scheduling ------------------------------------------------------------------------------------------
 MAX_DEFERRED_REQUESTS: Final = 4_096
 """Requests that wait for room on a decode instance; each is looked at several times a second."""
+
+# --- S3 --------------------------------------------------------------------------------------------------
+MAX_QUERY_PARAMETERS: Final = 64
+"""Of one S3 request; a presigned one has eight besides its own, and no operation takes twenty."""
+MAX_CREDENTIALS: Final = 10_000
+"""Credentials of the S3 door: a look-up table that every worker holds."""
+MAX_ACCESS_KEY_BYTES: Final = 128
+MIN_SECRET_KEY_BYTES: Final = 16
+"""Shorter secrets are guessed from one captured signature."""
+MAX_SECRET_KEY_BYTES: Final = 256
+MAX_SIGNING_KEYS: Final = 1_024
+"""Derived signing keys that a worker remembers, of (secret, date, region): four HMACs saved on each request."""
+MAX_CLOCK_SKEW_S: Final = 900
+"""How far the time of a signature may be from the gateway's clock, as S3 has it."""
+MAX_PRESIGN_EXPIRY_S: Final = 604_800
+"""Longest life of a presigned URL: a week, as S3 has it."""
+MAX_SIGNERS: Final = 256
+"""Pairs of credential and signed headers that a worker remembers as taken apart, before any signature is checked."""
+MAX_SIGNER_BYTES: Final = 4 * KIB
+"""Credential and SignedHeaders together: 64 names of 60 bytes; with MAX_SIGNERS it bounds what strangers can fill."""
+MAX_SIGNED_HEADERS: Final = 64
+"""Names in SignedHeaders; clients sign 3 to 12."""
+MIN_AWS_CHUNK_BYTES: Final = 8 * KIB
+"""Of an aws-chunked body, each chunk but the last is at least this long, as S3 has it: bounds the framing."""
+MAX_AWS_CHUNK_BYTES: Final = 5 * GIB
+"""No chunk is longer than the largest body of one request."""
+MAX_AWS_CHUNK_LINE_BYTES: Final = 256
+"""A chunk's header: 16 hex digits, `;chunk-signature=` and 64 hex digits take 97."""
+MAX_AWS_TRAILER_BYTES: Final = 4 * KIB
+"""All trailers of one aws-chunked body: a checksum and a signature take 150."""
+MAX_PARTS: Final = 10_000
+"""Of one multipart upload, as S3 has it."""
+MIN_PART_BYTES: Final = 5 * MIB
+"""Every part but the last, as S3 has it."""
+MAX_SINGLE_PUT_BYTES: Final = 5 * GIB
+"""One PUT or part, as S3 has it."""
+MAX_XML_BODY_BYTES: Final = 4 * MIB
+"""A document of a request: 1,000 keys of 1,024 bytes, escaped, or 10,000 parts with two checksums each."""
+MAX_DELETE_KEYS: Final = 1_000
+"""Of one DeleteObjects, as S3 has it."""
+MAX_MATCH_HASHES: Final = 1 << 15
+"""Prefix hashes in one `?match`: 512k tokens in blocks of 16."""
+MAX_TAGS: Final = 10
+"""Of one object, as S3 has it; a key has at most 128 characters and a value 256."""
+MAX_TAG_KEY_CHARACTERS: Final = 128
+MAX_TAG_VALUE_CHARACTERS: Final = 256
+MAX_S3_USER_METADATA_BYTES: Final = 2 * KIB
+"""Names and values of x-amz-meta-* headers of one object, as S3 has it."""
+MAX_SYSTEM_METADATA_BYTES: Final = 8 * KIB
+"""Content-Type and the other kept headers of one object: S3 bounds them by its header section only."""
+MAX_ETAG_CONDITIONS: Final = 64
+"""ETags in one If-Match or If-None-Match."""

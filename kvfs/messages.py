@@ -106,6 +106,8 @@ class NameSeal(NamedTuple):
     mtime_ns: int | None = None
     checksum: int | None = None
     user_metadata: bytes = b""
+    expected_id: int | None = None
+    """Only in the place of the object with this id."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,14 +147,7 @@ class NameEnvironment:
                 txn.put(_FORMAT_KEY, data, db=self._meta_db)
             return data
 
-        data = self.write(change)
-        found = int.from_bytes(data, "little")
-        if found < FORMAT_VERSION:  # there was none
-            raise Corrupt(f"name index {self._path} has format {found}")
-        if found > FORMAT_VERSION:
-            raise FormatMismatch(
-                f"name index {self._path} has format {found}, this is format {FORMAT_VERSION}"
-            )
+        check_format(self.write(change), str(self._path))
 
     # --- meta and ids ------------------------------------------------------------------------------------
 
@@ -240,3 +233,12 @@ class NameEnvironment:
         if len(data) != _U64.size:
             raise Corrupt(f"name index {self._path}: the row {key.decode()} has {len(data)} bytes")
         return int(_U64.unpack(data)[0])
+
+
+def check_format(data: bytes | None, path: str) -> None:
+    """Raises Corrupt, FormatMismatch unless `data` is the row of this format's version."""
+    found = int.from_bytes(data or b"", "little")
+    if found < FORMAT_VERSION:  # there was none
+        raise Corrupt(f"name index {path} has format {found}")
+    if found > FORMAT_VERSION:
+        raise FormatMismatch(f"name index {path} has format {found}, this is format {FORMAT_VERSION}")

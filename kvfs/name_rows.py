@@ -9,8 +9,8 @@ length or with a non-zero reserved field is `Corrupt`.
                | uid u32 | gid u32 | object_id u64 | ino u64 | size_bytes u64 | sequence u64
                | mtime_ns i64 | ctime_ns i64 | digest | user metadata (the rest)
     BucketRow  version u8 = 1 | class u8 (1 cache, 2 durable) | namespace digest length u8 (0 or 16)
-               | flags u8 (bit 0: ghost admission) | bucket_id u32 | uid u32 | gid u32 | mode u32 | created_ns i64
-               | mtime_ns i64 | namespace digest | namespace description (the rest)
+               | flags u8 (bit 0: ghost admission, bit 1: large) | bucket_id u32 | uid u32 | gid u32 | mode u32
+               | created_ns i64 | mtime_ns i64 | namespace digest | namespace description (the rest)
 
     stored     row | the low 32 bits of XXH3-64 over key and row
 
@@ -36,7 +36,9 @@ SNAPSHOT: Final = 4
 
 GHOST_ADMISSION: Final = 1
 """`BucketRow.flags`: only what was wanted before is written to NVMe."""
-_BUCKET_FLAGS: Final = GHOST_ADMISSION
+LARGE: Final = 2
+"""`BucketRow.flags`: files written on the mount go to NVMe extent by extent, and may be larger than DRAM takes."""
+_BUCKET_FLAGS: Final = GHOST_ADMISSION | LARGE
 
 DIGEST_BYTES: Final = 16
 ROW_VERSION: Final = 1

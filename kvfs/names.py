@@ -125,6 +125,33 @@ def _list_start(base: bytes, prefix: bytes, after: bytes, delimiter: bytes | Non
     return base + after + b"\0"
 
 
+def list_page(
+    tree: NameTree, txn: Txn, bucket: bytes, prefix: bytes, after: bytes, delimiter: bytes | None, limit: int
+) -> ListPage:
+    """See `NameIndex.list`."""
+    if not 0 <= limit <= MAX_LIST_ENTRIES:
+        raise LimitExceeded(f"a page of {limit} entries, the limit is {MAX_LIST_ENTRIES}")
+    _check_part("after", after, MAX_KEY_BYTES)
+    full_prefix = _full_prefix(bucket, prefix)
+    base = bucket + b"\0"
+    page: list[ListEntry] = []
+    scan = NameScan(tree, txn)
+    found = scan.seek(_list_start(base, prefix, after, delimiter))
+    while found and scan.name.startswith(full_prefix):
+        if len(page) == limit:
+            return ListPage(page, limit > 0)
+        key = scan.name[len(base) :]
+        cut = key.find(delimiter, len(prefix)) if delimiter else -1
+        if delimiter and cut >= 0:
+            common = key[: cut + len(delimiter)]
+            page.append(ListEntry(common, None))
+            found = scan.seek(_past(base + common))
+        else:
+            page.append(ListEntry(key, _row(scan.name, scan.value())))
+            found = scan.step()
+    return ListPage(page, False)
+
+
 class NameIndex:
     """See the module's header. Built by `open`."""
 
@@ -363,31 +390,7 @@ class NameIndex:
         With a delimiter, keys that hold it after the prefix show once, as the common prefix up to it. `after`
         may be a common prefix: then nothing under it follows. Raises LimitExceeded for a page over the limit.
         """
-        if not 0 <= limit <= MAX_LIST_ENTRIES:
-            raise LimitExceeded(f"a page of {limit} entries, the limit is {MAX_LIST_ENTRIES}")
-        _check_part("after", after, MAX_KEY_BYTES)
-        full_prefix = _full_prefix(bucket, prefix)
-        base = bucket + b"\0"
-
-        def look(txn: Txn) -> ListPage:
-            page: list[ListEntry] = []
-            scan = NameScan(self._tree, txn)
-            found = scan.seek(_list_start(base, prefix, after, delimiter))
-            while found and scan.name.startswith(full_prefix):
-                if len(page) == limit:
-                    return ListPage(page, limit > 0)
-                key = scan.name[len(base) :]
-                cut = key.find(delimiter, len(prefix)) if delimiter else -1
-                if delimiter and cut >= 0:
-                    common = key[: cut + len(delimiter)]
-                    page.append(ListEntry(common, None))
-                    found = scan.seek(_past(base + common))
-                else:
-                    page.append(ListEntry(key, _row(scan.name, scan.value())))
-                    found = scan.step()
-            return ListPage(page, False)
-
-        return self._env.read(look)
+        return self._env.read(lambda txn: list_page(self._tree, txn, bucket, prefix, after, delimiter, limit))
 
     # --- buckets -----------------------------------------------------------------------------------------
 

@@ -49,6 +49,8 @@ class Bucket:
     namespace: bytes | None
     admits_all: bool = True
     """Whether NVMe takes every object; else what is read, or written again."""
+    large: bool = False
+    """Whether files written on the mount may be larger than DRAM takes."""
 
 
 def entry_of(bucket: str, values: dict[str, Any]) -> Entry:

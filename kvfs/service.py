@@ -31,6 +31,8 @@ from typing import Any, Self
 
 import trio
 
+from gateway.supervisor import Listening, Workers, worker_settings
+from gateway.worker import WorkerSettings
 from kvfs import addresses, limits
 from kvfs.config import Settings
 from kvfs.errors import ConfigError, KvfsError, NotFound
@@ -67,6 +69,8 @@ class Running:
     mountpoint: Path
     mode: str
     socket: Path
+    s3: str | None
+    """Where the S3 endpoint answers, for people."""
     missing: tuple[str, ...]
     """What this machine or user lacks, and what still works without it."""
 
@@ -166,6 +170,7 @@ async def _start_store(settings: Settings, device: Device | None, nvme_bytes: in
             nvme_bytes=nvme_bytes,
             nvme_dir=settings.nvme_path,
             segment_bytes=settings.nvme.segment,
+            trim=settings.nvme.trim,
             dram_bytes=settings.dram.capacity,
             max_slots=settings.dram.slots,
             gid=group_id(settings.session.group),
@@ -262,12 +267,36 @@ async def _serve(
             await doors.start(sessions.serve)
             upkeep.start_soon(_stop_when_asked, sessions, stop, watchdog)
             with stop:
-                await _serve_mount(mount, lambda: _tell_started(_describe(settings, store, mount), started))
+                async with trio.open_nursery() as network:
+                    listening = await _start_gateway(settings, network)
+                    running = _describe(settings, store, mount, listening)
+                    await _serve_mount(mount, lambda: _tell_started(running, started))
+                    network.cancel_scope.cancel()
             if not stop.cancel_called:
                 _begin_stop(stop, watchdog, f"{settings.mount.path} was unmounted")
             sessions.stop()
             doors.cancel_scope.deadline = trio.current_time() + limits.STOP_WAIT_S / 2
         upkeep.cancel_scope.cancel()
+
+
+async def _start_gateway(settings: Settings, nursery: trio.Nursery) -> Listening | None:
+    """The S3 endpoint's workers, where one is configured. Raises ConfigError."""
+    if settings.s3.listen is None:
+        return None
+    workers = Workers(_worker_settings(settings), settings.s3.workers)
+    nursery.start_soon(_reload_on_hangup, workers)
+    found: Listening = await nursery.start(workers.supervise)
+    return found
+
+
+def _worker_settings(settings: Settings) -> WorkerSettings:
+    return worker_settings(settings.s3, settings.socket_path, settings.log.level, settings.file)
+
+
+async def _reload_on_hangup(workers: Workers) -> None:
+    with trio.open_signal_receiver(signal.SIGHUP) as signals:
+        async for _ in signals:
+            workers.reload()
 
 
 async def _serve_mount(mount: Mount, mounted: Callable[[], None]) -> None:
@@ -378,7 +407,7 @@ def _missing(store: TieredStore, mount: Mount) -> list[str]:
     ]
 
 
-def _describe(settings: Settings, store: TieredStore, mount: Mount) -> Running:
+def _describe(settings: Settings, store: TieredStore, mount: Mount, listening: Listening | None) -> Running:
     usage, lower = store.dram.usage(), store.journal.usage()
     return Running(
         data=store.data_dir,
@@ -391,5 +420,6 @@ def _describe(settings: Settings, store: TieredStore, mount: Mount) -> Running:
         mountpoint=settings.mount.path,
         mode=mount.mode,
         socket=settings.socket_path,
+        s3=None if listening is None else str(listening),
         missing=tuple(_missing(store, mount)),
     )

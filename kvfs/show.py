@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def buckets(found: Iterable[Bucket], *, long: bool, as_json: bool) -> None:
-    """One bucket a line; long: mode, owner, class, time."""
+    """One bucket a line; long: mode, owner, class, time, name, what else is special."""
     if as_json:
         print(json.dumps([_jsonable(bucket) for bucket in found], indent=2))
         return
@@ -30,9 +30,10 @@ def buckets(found: Iterable[Bucket], *, long: bool, as_json: bool) -> None:
         if long:
             kind = "durable" if bucket.durable else "cache"
             mode = stat.filemode(stat.S_IFDIR | bucket.mode)
+            large = "  large" if bucket.large else ""
             bound = f"  namespace {bucket.namespace.hex()}" if bucket.namespace else ""
             print(
-                f"{mode} {bucket.uid:>5} {bucket.gid:>5} {kind:>9} {_time(bucket.mtime_ns)} {bucket.name}{bound}"
+                f"{mode} {bucket.uid:>5} {bucket.gid:>5} {kind:>9} {_time(bucket.mtime_ns)} {bucket.name}{large}{bound}"
             )
         else:
             print(bucket.name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
+from typing import Protocol
 
 import pyfuse3
 
@@ -47,8 +48,23 @@ def of_object(node: Node, info: ObjectInfo) -> pyfuse3.EntryAttributes:
     return entry
 
 
-def of_draft(node: Node, opened: OpenDraft, status: os.stat_result | None) -> pyfuse3.EntryAttributes:
-    """`status` is that of the slot file; None for a draft that was made just now."""
+class FileStatus(Protocol):
+    """What is asked of an `os.stat_result`, or of a draft that is no file of its own."""
+
+    @property
+    def st_size(self) -> int: ...
+    @property
+    def st_blocks(self) -> int: ...
+    @property
+    def st_atime_ns(self) -> int: ...
+    @property
+    def st_mtime_ns(self) -> int: ...
+    @property
+    def st_ctime_ns(self) -> int: ...
+
+
+def of_draft(node: Node, opened: OpenDraft, status: FileStatus | None) -> pyfuse3.EntryAttributes:
+    """`status` is that of the bytes so far; None for a draft that was made just now."""
     entry = _entry(node, stat.S_IFREG | opened.mode, opened.uid, opened.gid, cache_s=0)
     if status is None:
         entry.st_size = entry.st_blocks = 0

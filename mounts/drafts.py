@@ -29,10 +29,13 @@ import trio
 
 from kvfs import limits
 from kvfs.errors import KvfsError, ObjectTooLarge, WriterActive
+from mounts.attributes import FileStatus
 from mounts.backing import Backings
+from mounts.large import begin_copy, large_of, status_of
 from mounts.nodes import Node, NodeTable, OpenDraft
 from tiers.base import Extent
-from tiers.model import Attributes, Name, ObjectInfo
+from tiers.large import LargeDraft
+from tiers.model import Attributes, Draft, Name, ObjectInfo
 from tiers.store import TieredStore
 
 log = logging.getLogger("kvfs.mount")
@@ -75,17 +78,29 @@ class DraftKeeper:
 
     def create(self, parent: Node, component: bytes, *, mode: int, uid: int, gid: int, ino: int = 0) -> Node:
         """A new empty file, linked under its name in place of what was there. Raises NoSpace, QuotaExceeded."""
-        draft = self._store.reserve(0, uid=uid)
+        draft = self._reserve(self._nodes.name(parent).bucket, uid)
         ino = ino or self._store.names.next_ids(1)
         try:
             node = self._nodes.add(parent, component, directory=False, ino=ino)
         except KvfsError:
-            self._store.abort(draft)
+            self._abort(draft)
             raise
         opened = OpenDraft(draft, mode=mode & 0o7777, uid=uid, gid=gid, ctime_ns=time.time_ns())
         self._nodes.set_draft(node, opened)
         self.show_draft(node, opened)
         return node
+
+    def _reserve(self, bucket: bytes, uid: int) -> Draft | LargeDraft:
+        """An empty draft: in DRAM, or in a large bucket on NVMe."""
+        if self._store.bucket(bucket).large:
+            return self._store.begin_large(bucket, uid=uid)
+        return self._store.reserve(0, uid=uid)
+
+    def _abort(self, draft: Draft | LargeDraft) -> None:
+        if isinstance(draft, LargeDraft):
+            self._store.abort_large(draft)
+        else:
+            self._store.abort(draft)
 
     def adopt(
         self,
@@ -111,25 +126,21 @@ class DraftKeeper:
         """Put a draft with the object's bytes in the node's place; the caller then answers ESTALE."""
         assert node.parent is not None
         parent, component = node.parent, node.component
-        if info.extent is None and keep_bytes:
-            await self._store.load(info, uid=uid)
-            if node.info is None or node.info.key != info.key:
-                return
-            info = node.info
-        source = self._store.open_read(info, uid=uid) if keep_bytes else -1
-        try:
-            draft = self._store.reserve(info.size_bytes if keep_bytes else 0, uid=uid)
-            try:
-                if keep_bytes:
-                    await self._copy(source, self._store.open_draft(draft), info.size_bytes)
-            except BaseException:
-                self._store.abort(draft)
-                raise
-        finally:
-            if keep_bytes:
-                os.close(source)
-        if not node.linked or node.info is not info:
-            self._store.abort(draft)
+        bucket = self._nodes.name(node).bucket
+        draft: Draft | LargeDraft
+        if not keep_bytes:
+            draft = self._reserve(bucket, uid)
+        elif self._store.bucket(bucket).large:
+            draft = await begin_copy(self._store, bucket, info, uid=uid)
+        else:
+            if info.extent is None:
+                await self._store.load(info, uid=uid)
+                if node.info is None or node.info.key != info.key:
+                    return
+                info = node.info
+            draft = await self._reserve_copy(info, uid)
+        if not node.linked or node.info is None or node.info.key != info.key:
+            self._abort(draft)
             return
         replacement = self._nodes.add(parent, component, directory=False, ino=info.ino)
         opened = OpenDraft(
@@ -140,6 +151,20 @@ class DraftKeeper:
         self.show_draft(replacement, opened)
         self._backings.node_dead(node.nodeid)
         self._spawn(self._expire, replacement)
+
+    async def _reserve_copy(self, info: ObjectInfo, uid: int) -> Draft:
+        """A draft in DRAM with the bytes of an object there."""
+        source = self._store.open_read(info, uid=uid)
+        try:
+            draft = self._store.reserve(info.size_bytes, uid=uid)
+            try:
+                await self._copy(source, self._store.open_draft(draft), info.size_bytes)
+            except BaseException:
+                self._store.abort(draft)
+                raise
+        finally:
+            os.close(source)
+        return draft
 
     @staticmethod
     async def _copy(source: int, target: int, size_bytes: int) -> None:
@@ -164,12 +189,13 @@ class DraftKeeper:
     # --- handles ------------------------------------------------------------------------------------------
 
     def open(self, node: Node, opened: OpenDraft, *, writable: bool) -> None:
-        """Count a handle and make the slot its backing."""
-        descriptor = self._store.open_draft(opened.draft)
-        try:
-            self._backings.acquire(node.nodeid, descriptor)
-        finally:
-            os.close(descriptor)
+        """Count a handle and make the slot, if there is one, its backing."""
+        if not isinstance(opened.draft, LargeDraft):
+            descriptor = self._store.open_draft(opened.draft)
+            try:
+                self._backings.acquire(node.nodeid, descriptor)
+            finally:
+                os.close(descriptor)
         self._count_handle(node, opened, writable=writable)
 
     def _count_handle(self, node: Node, opened: OpenDraft, *, writable: bool) -> None:
@@ -178,19 +204,24 @@ class DraftKeeper:
         if writable:
             opened.closed = opened.awaited = False
             opened.writers += 1
-            self.writers += 1
-            self.writers_changed.set()
+            if large_of(opened) is None:
+                self.writers += 1
+                self.writers_changed.set()
 
     def close(self, node: Node, opened: OpenDraft, *, writable: bool) -> None:
         """Count a handle's end; with the last writer the draft is published or dropped."""
-        self._backings.release(node.nodeid)
+        large = large_of(opened)
+        if large is None:
+            self._backings.release(node.nodeid)
         opened.handles -= 1
         node.handles -= 1
         if writable:
             opened.writers -= 1
-            self.writers -= 1
+            self.writers -= large is None
             if opened.writers == 0:
                 opened.torn = self._backings.killed(node.nodeid)
+        if large is not None and opened.handles == 0 and node.draft is not opened:
+            self._store.abort_large(large)  # or, sealed, let go of it
         if opened.writers == 0 and node.draft is opened:
             self.settle(node, opened)
 
@@ -263,6 +294,7 @@ class DraftKeeper:
                 self.catch_up()
                 if node.draft is not opened or not opened.closed:
                     return
+                await self._write_out(node, opened)
                 if not node.linked and opened.handles == 0:
                     self.discard(node)
                     return
@@ -271,17 +303,25 @@ class DraftKeeper:
         finally:
             opened.lingering = False
 
+    async def _write_out(self, node: Node, opened: OpenDraft) -> None:
+        """Have a draft without a slot written; one that cannot be is dropped."""
+        large = large_of(opened)
+        if large is None or not node.linked or large.is_written:
+            return
+        try:
+            await large.flush()
+        except KvfsError as error:
+            if node.draft is opened and opened.closed:
+                log.log(error.log_level, "%s was not published: %s", self._nodes.name(node), error)
+                self.discard(node)
+
     # --- ends ---------------------------------------------------------------------------------------------
 
     def _publish(self, node: Node, opened: OpenDraft) -> bool:
         """Seal the draft under its name; False while somebody can still write it."""
         name = self._nodes.name(node)
         try:
-            times = self.status(opened)
-            if times.st_size > self.largest_bytes:
-                raise ObjectTooLarge(f"{name} has {times.st_size} bytes: the limit is {self.largest_bytes}")
-            attributes = _attributes(node, opened, times)
-            info = self._store.seal(opened.draft, name, attributes, snapshot=opened.snapshot)
+            info = self._seal(node, opened, name)
         except WriterActive:
             return False
         except OSError as error:  # out of descriptors or memory: later
@@ -295,8 +335,29 @@ class DraftKeeper:
         self._nodes.set_draft(node, None)
         self._nodes.set_object(node, info)
         self.show_sealed(node, info)
+        if isinstance(opened.draft, LargeDraft):
+            self._part(node, opened, opened.draft, info)
         self._nodes.release(node)
         return True
+
+    def _seal(self, node: Node, opened: OpenDraft, name: Name) -> ObjectInfo:
+        times = self.status(opened)
+        attributes = _attributes(node, opened, times)
+        if isinstance(opened.draft, LargeDraft):
+            return self._store.seal_large(opened.draft, name, attributes)
+        if times.st_size > self.largest_bytes:
+            raise ObjectTooLarge(f"{name} has {times.st_size} bytes: the limit is {self.largest_bytes}")
+        return self._store.seal(opened.draft, name, attributes, snapshot=opened.snapshot)
+
+    def _part(self, node: Node, opened: OpenDraft, draft: LargeDraft, info: ObjectInfo) -> None:
+        """A sealed draft ends with its readers. While there are any, an object that DRAM takes gets a node of its own:
+        passthrough and they cannot be on one."""
+        if opened.handles == 0:
+            draft.close()
+        elif not self._store.is_large(info) and node.parent is not None:
+            self._backings.invalidate_entry(node.parent.nodeid, node.component)
+            self._backings.node_dead(node.nodeid)
+            self._nodes.unlink(node, doubt=True)
 
     async def persist(self, node: Node, opened: OpenDraft) -> None:
         """What is written so far is durable under the draft's name when this returns (fsync, close in a durable
@@ -304,19 +365,40 @@ class DraftKeeper:
         if not node.linked or node.draft is not opened:
             return
         attributes = _attributes(node, opened, self.status(opened))
+        if isinstance(opened.draft, LargeDraft):
+            await self._store.persist_large(opened.draft, self._nodes.name(node), attributes)
+            return
         opened.snapshot = await self._store.persist_draft(
             opened.draft, self._nodes.name(node), attributes, previous=opened.snapshot
         )
+        if not node.linked:
+            self.forget_snapshot(opened)
 
     def rename_snapshot(self, node: Node) -> None:
         """What is durable of a draft gets its draft's name; `settle` waits for that."""
         opened = node.draft
-        if opened is not None and opened.snapshot is not None and node.linked:
-            attributes = _attributes(node, opened, self.status(opened))
+        if opened is None or not node.linked:
+            return
+        attributes = _attributes(node, opened, self.status(opened))
+        if isinstance(opened.draft, LargeDraft):
+            self._store.rename_large(opened.draft, self._nodes.name(node), attributes)
+        elif opened.snapshot is not None:
             self._store.rename_snapshot(opened.snapshot, self._nodes.name(node), attributes)
+
+    def forget_snapshot(self, opened: OpenDraft, *, behind: bool = False) -> None:
+        """What is durable of a draft without a name does not come back, though somebody may have it open for long.
+        `behind`: something else has the name."""
+        durable, opened.snapshot = opened.snapshot, None
+        if isinstance(opened.draft, LargeDraft) and not opened.draft.sealed:
+            durable = opened.draft.object_id
+        if durable is not None:
+            self._store.journal.removed(durable, behind=behind)
 
     def show_draft(self, node: Node, opened: OpenDraft) -> None:
         """Let the native loop answer for a file being written."""
+        if isinstance(opened.draft, LargeDraft):
+            self._show_large(node, opened, opened.draft)
+            return
         extent = opened.draft.extent
         self._backings.node_draft(
             node.nodeid,
@@ -329,6 +411,19 @@ class DraftKeeper:
         )
         if self.is_durable(node):
             self._backings.node_settles(node.nodeid, True)
+
+    def _show_large(self, node: Node, opened: OpenDraft, draft: LargeDraft) -> None:
+        """Its attributes as they are; reads and writes come to Python."""
+        self._backings.node_away(
+            node.nodeid,
+            node.ino,
+            size_bytes=draft.size_bytes,
+            mode=stat.S_IFREG | opened.mode,
+            uid=opened.uid,
+            gid=opened.gid,
+            mtime_ns=draft.times.mtime_ns,
+            ctime_ns=max(draft.times.ctime_ns, opened.ctime_ns),
+        )
 
     def is_durable(self, node: Node) -> bool:
         """Whether the file's bucket promises that it is on the device once it is closed."""
@@ -363,7 +458,8 @@ class DraftKeeper:
         self._nodes.unlink(node, doubt=True)  # it may have stood before a sealed object
         self._nodes.set_draft(node, None)
         self._backings.node_dead(node.nodeid)
-        self._store.abort(opened.draft)
+        if large_of(opened) is None or opened.handles == 0:  # else its last reader ends it
+            self._abort(opened.draft)
         if opened.snapshot is not None:
             self._store.journal.removed(opened.snapshot)
         self._nodes.release(node)
@@ -374,19 +470,32 @@ class DraftKeeper:
     def largest_bytes(self) -> int:
         return self._store.dram.largest_object_bytes
 
-    def status(self, opened: OpenDraft) -> os.stat_result:
-        """The slot file's size and times, as passthrough writes left them."""
+    def status(self, opened: OpenDraft) -> FileStatus:
+        """Size and times: the slot file's, as passthrough writes left them."""
+        if isinstance(opened.draft, LargeDraft):
+            return status_of(opened.draft)
         descriptor = self._store.open_draft(opened.draft)
         try:
             return os.fstat(descriptor)
         finally:
             os.close(descriptor)
 
-    def truncate(self, opened: OpenDraft, size_bytes: int) -> None:
-        """Set the size. Growth is allocated at once: a hole met by a shared mapping in a full tier is SIGBUS."""
+    async def truncate(self, node: Node, opened: OpenDraft, size_bytes: int) -> None:
+        """Set the size. Growth of a slot is allocated at once: a hole mapped in a full tier is SIGBUS."""
+        if isinstance(opened.draft, LargeDraft):
+            await opened.draft.truncate(size_bytes)
+            if (
+                opened.draft.persisted_bytes is not None
+            ):  # what was cut off is not kept for what is durable of it
+                await self.persist(node, opened)
+        else:
+            self._truncate_slot(opened.draft, size_bytes)
+        opened.awaited = False
+
+    def _truncate_slot(self, draft: Draft, size_bytes: int) -> None:
         if size_bytes > self.largest_bytes:
             raise ObjectTooLarge(f"{size_bytes} bytes: the limit is {self.largest_bytes}")
-        descriptor = self._store.open_draft(opened.draft)
+        descriptor = self._store.open_draft(draft)
         try:
             grown = size_bytes - os.fstat(descriptor).st_size
             if grown > 0:
@@ -396,9 +505,13 @@ class DraftKeeper:
                 os.ftruncate(descriptor, size_bytes)
         finally:
             os.close(descriptor)
-        opened.awaited = False
 
     def set_times(self, opened: OpenDraft, atime_ns: int | None, mtime_ns: int | None) -> None:
+        if isinstance(opened.draft, LargeDraft):
+            times = opened.draft.times
+            times.atime_ns = times.atime_ns if atime_ns is None else atime_ns
+            times.mtime_ns = times.mtime_ns if mtime_ns is None else mtime_ns
+            return
         descriptor = self._store.open_draft(opened.draft)
         try:
             now = os.fstat(descriptor)
@@ -417,7 +530,7 @@ class DraftKeeper:
         self._nursery.start_soon(function, *arguments)  # type: ignore[arg-type]
 
 
-def _attributes(node: Node, opened: OpenDraft, times: os.stat_result) -> Attributes:
+def _attributes(node: Node, opened: OpenDraft, times: FileStatus) -> Attributes:
     return Attributes(
         mode=opened.mode,
         uid=opened.uid,

@@ -16,8 +16,10 @@ from kvfs._native.fuse_loop import died_by_signal
 from kvfs.errors import Exists, IsDirectory, KvfsError, NotPermitted, Superseded
 from mounts.backing import PlainBackings
 from mounts.drafts import stale
+from mounts.large import large_of
 from mounts.nodes import Node, OpenDraft
 from mounts.view import View
+from tiers.large import LargeReader
 from tiers.model import ObjectInfo
 
 
@@ -29,6 +31,8 @@ class Handle:
     opened: OpenDraft | None
     writable: bool
     pid: int
+    reader: LargeReader | None = None
+    """Of a sealed object that DRAM cannot take."""
 
 
 NATIVE_HANDLE = 1 << 63
@@ -75,12 +79,14 @@ class OpenFiles:
         drafts = self._view.drafts
         if node.draft is not None and not drafts.publish_if_closed(node, node.draft):
             if flags & os.O_TRUNC:
-                drafts.truncate(node.draft, 0)
+                await drafts.truncate(node, node.draft, 0)
             return self._open_draft(node, node.draft, flags, pid), False
         if _writes(flags) or flags & os.O_TRUNC:
             await self._rewrite(node, flags, uid)
             raise stale()
         info = _sealed_info(node)
+        if self._view.store.is_large(info):
+            return self._open_large(node, info, pid), True
         if info.extent is None:
             await self._view.store.load(info, uid=uid)
             info = _sealed_info(node)
@@ -91,6 +97,11 @@ class OpenFiles:
             os.close(descriptor)
         node.handles += 1
         return self._handle(Handle(node, None, writable=False, pid=pid)), True
+
+    def _open_large(self, node: Node, info: ObjectInfo, pid: int) -> int:
+        reader = self._view.store.open_large(info)
+        node.handles += 1
+        return self._handle(Handle(node, None, writable=False, pid=pid, reader=reader))
 
     async def _rewrite(self, node: Node, flags: int, uid: int) -> None:
         """Put a draft in the place of what the node's name leads to now: the kernel asks only once more."""
@@ -120,11 +131,23 @@ class OpenFiles:
         """A handle on a draft that the native loop gave out."""
         self._handles[number] = Handle(node, node.draft, writable=True, pid=pid)
 
-    def read(self, number: int, offset: int, size: int) -> bytes:
+    async def read(self, number: int, offset: int, size: int) -> bytes:
+        """What has no slot, and in the plain mode everything."""
+        handle = self._handles[number]
+        source = handle.reader or large_of(handle.opened)
+        if source is not None:
+            return await source.read(offset, size)
         return os.pread(self._descriptor(number), size, offset)
 
-    def write(self, number: int, offset: int, data: bytes) -> int:
-        """Raises OSError: EFBIG past the largest object, ENOSPC."""
+    async def write(self, number: int, offset: int, data: bytes) -> int:
+        """As `read`. Raises OSError, ObjectTooLarge: EFBIG past the largest object; ENOSPC."""
+        handle = self._handles[number]
+        large = large_of(handle.opened)
+        if large is not None and handle.opened is not None:
+            count = await large.write(offset, data)
+            if handle.node.draft is handle.opened:
+                self._view.drafts.show_draft(handle.node, handle.opened)
+            return count
         if offset + len(data) > self._view.drafts.largest_bytes:
             raise OSError(errno.EFBIG, "over the largest object")
         return os.pwrite(self._descriptor(number), data, offset)
@@ -157,20 +180,26 @@ class OpenFiles:
             await self._view.store.journal.persist(node.info.object_id)
 
     async def settle_close(self, number: int) -> None:
-        """close(2) of a writer in a durable bucket."""
-        handle = self._handles[number]
+        """close(2) of a writer: in a durable bucket the file is on the device when this returns; one without a slot is
+        in the log, so that it can be published, and the writer is told what stands against that."""
+        handle, drafts = self._handles[number], self._view.drafts
         opened = handle.opened
-        if (
-            handle.writable
-            and opened is not None
-            and not opened.torn
-            and self._view.drafts.is_durable(handle.node)
-        ):
-            await self._view.drafts.persist(handle.node, opened)
+        if not handle.writable or opened is None or opened.torn:
+            return
+        large = large_of(opened)
+        if large is not None and self._view.backings.killed(handle.node.nodeid):
+            return
+        if drafts.is_durable(handle.node):
+            await drafts.persist(handle.node, opened)
+        elif large is not None and handle.node.linked and handle.node.draft is opened:
+            await large.flush()
 
     def release(self, number: int) -> None:
         handle = self._handles.pop(number)
-        if handle.opened is not None:
+        if handle.reader is not None:
+            handle.reader.close()
+            handle.node.handles -= 1
+        elif handle.opened is not None:
             self._view.drafts.close(handle.node, handle.opened, writable=handle.writable)
         else:
             self._view.backings.release(handle.node.nodeid)

@@ -62,6 +62,8 @@ def remove_file(view: View, parent: Node, component: bytes) -> None:
         raise IsDirectory(f"{component.decode(errors='replace')} is a directory")
     view.remove_sealed(view.nodes.name(node))
     view.gone(node)
+    if node.draft is not None:
+        view.drafts.forget_snapshot(node.draft)
 
 
 def rename(view: View, above: Node, component: bytes, below: Node, new_component: bytes, flags: int) -> None:
@@ -81,7 +83,7 @@ def rename(view: View, above: Node, component: bytes, below: Node, new_component
     if known is not None:
         view.gone(known)
     view.nodes.move(node, below, new_component)
-    _show_renamed(view, node, target)
+    _show_renamed(view, node, target, known)
 
 
 def renamed(view: View, node: Node, below: Node, new_component: bytes) -> None:
@@ -105,11 +107,13 @@ def renamed(view: View, node: Node, below: Node, new_component: bytes) -> None:
     if known is not None:
         view.gone(known)
     view.nodes.move(node, below, new_component, mirrored=True)
-    _show_renamed(view, node, target)
+    _show_renamed(view, node, target, known)
 
 
-def _show_renamed(view: View, node: Node, target: Name) -> None:
+def _show_renamed(view: View, node: Node, target: Name, known: Node | None) -> None:
     view.drafts.rename_snapshot(node)
+    if known is not None and known.draft is not None:
+        view.drafts.forget_snapshot(known.draft, behind=True)
     if node.directory:
         view.unknow_names(node)
     elif node.info is not None:

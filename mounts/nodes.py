@@ -23,6 +23,7 @@ import trio
 
 from kvfs.errors import LimitExceeded, Superseded
 from kvfs.limits import MAX_NODES
+from tiers.large import LargeDraft
 from tiers.model import Draft, Name, ObjectInfo
 
 ROOT_ID = 1
@@ -33,7 +34,7 @@ INDEX_BITS = 24
 class OpenDraft:
     """A file being written: the grant, its future attributes, and who has it open."""
 
-    draft: Draft
+    draft: Draft | LargeDraft
     mode: int
     uid: int
     gid: int

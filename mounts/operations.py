@@ -9,7 +9,7 @@ request can end the mount. Lookup counts have one owner: the node table.
 
 Concurrency: the service's trio thread. A handler is one step, and then may wait for the log before it answers.
 `open` awaits before: it brings a sealed object up into DRAM, or copies a large one that is opened for writing in a
-thread, and checks afterwards that nothing has moved.
+thread, and checks afterwards that nothing has moved. Reads and writes of what has no slot wait for the device.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from mounts.files import OpenFiles
 from mounts.listings import Listing
 from mounts.nodes import Node
 from mounts.view import View
+from mounts.xattrs import LARGE_NAME
 from tiers.model import Directory, ObjectInfo
 
 
@@ -92,7 +93,7 @@ class Operations(pyfuse3.Operations):
         if node.draft is not None:
             opened = node.draft
             if fields.update_size:
-                self.view.drafts.truncate(opened, attr.st_size)
+                await self.view.drafts.truncate(node, opened, attr.st_size)
             if fields.update_mtime or fields.update_atime:
                 self.view.drafts.set_times(
                     opened, attr.st_atime_ns if fields.update_atime else None, mtime_ns
@@ -243,11 +244,11 @@ class Operations(pyfuse3.Operations):
 
     @answers_errno
     async def read(self, fh: pyfuse3.FileHandleT, off: int, size: int) -> bytes:
-        return self.files.read(fh, off, size)
+        return await self.files.read(fh, off, size)
 
     @answers_errno
     async def write(self, fh: pyfuse3.FileHandleT, off: int, buf: bytes) -> int:
-        return self.files.write(fh, off, buf)
+        return await self.files.write(fh, off, buf)
 
     @answers_errno
     async def flush(self, fh: pyfuse3.FileHandleT) -> None:
@@ -340,6 +341,9 @@ class Operations(pyfuse3.Operations):
                 f"uid {ctx.uid} does not own what it would change {name.decode(errors='replace')} of"
             )
         self.view.xattrs.set(node, name, value)
+        if node.directory and name == LARGE_NAME:
+            self.view.unknow_names(node)  # files are made there by Python, from here on
+            await self.view.store.journal.settle()
         if node.info is not None and node.linked:
             found = self.view.store.lookup(self.view.nodes.name(node))
             if isinstance(found, ObjectInfo):

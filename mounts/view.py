@@ -183,6 +183,8 @@ class View:
             return  # blocks, whose names are made by their seal
         if bucket.durable:
             return  # a draft there is shown before it is opened: its close() waits for the device
+        if bucket.large:
+            return  # a draft there has no slot that could be made ahead
         directory.names_known = True
         room = min(limits.MAX_COMPONENT_BYTES, limits.MAX_KEY_BYTES - len(name.key))
         self.backings.know_names(directory.nodeid, max(room, 0), b"/".join(components))

@@ -8,6 +8,7 @@
 | `user.kvfs.pin` | files, writable | `1` or `0`: a pinned object is never evicted |
 | `user.kvfs.socket` | the root | path of the session socket |
 | `user.kvfs.class` | buckets | `cache` or `durable` |
+| `user.kvfs.large` | buckets, writable | `1` or `0`: whether files may be larger than DRAM takes |
 | `user.kvfs.namespace` | buckets, writable once | the namespace's digest in hex; set as its JSON description |
 
 Concurrency: the service's trio thread.
@@ -25,6 +26,7 @@ from tiers.model import Bucket
 from tiers.store import TieredStore
 
 PREFIX = b"user.kvfs."
+LARGE_NAME = PREFIX + b"large"
 
 
 class ExtendedAttributes:
@@ -61,7 +63,10 @@ class ExtendedAttributes:
 
     @staticmethod
     def _of_bucket(bucket: Bucket) -> dict[bytes, Callable[[], bytes]]:
-        found = {PREFIX + b"class": lambda: b"durable" if bucket.durable else b"cache"}
+        found = {
+            PREFIX + b"class": lambda: b"durable" if bucket.durable else b"cache",
+            LARGE_NAME: lambda: b"1" if bucket.large else b"0",
+        }
         namespace = bucket.namespace
         if namespace is not None:
             found[PREFIX + b"namespace"] = lambda: namespace.hex().encode()
@@ -81,16 +86,26 @@ class ExtendedAttributes:
             raise Unsupported(f"attribute {name.decode(errors='replace')}: only user.kvfs.* exist here")
         if name == PREFIX + b"pin" and not node.directory:
             self._set_pin(node, value)
-        elif name == PREFIX + b"namespace" and node.parent is not None and node.parent.parent is None:
+        elif name == PREFIX + b"namespace" and _is_bucket(node):
             self._store.set_bucket(node.component, namespace=Namespace.from_json(value))
+        elif name == LARGE_NAME and _is_bucket(node):
+            self._store.set_bucket(node.component, large=_flag(name, value))
         else:
             raise NotPermitted(f"attribute {name.decode(errors='replace')} cannot be set here")
 
     def _set_pin(self, node: Node, value: bytes) -> None:
-        if value.strip() not in (b"0", b"1"):
-            raise InvalidRequest(f"user.kvfs.pin is 0 or 1, not {value[:16]!r}")
-        pinned = value.strip() == b"1"
+        pinned = _flag(PREFIX + b"pin", value)
         if node.draft is not None:
             node.draft.pinned = pinned
         elif node.linked:
             self._store.set_attributes(self._nodes.name(node), pinned=pinned)
+
+
+def _is_bucket(node: Node) -> bool:
+    return node.parent is not None and node.parent.parent is None
+
+
+def _flag(name: bytes, value: bytes) -> bool:
+    if value.strip() not in (b"0", b"1"):
+        raise InvalidRequest(f"{name.decode()} is 0 or 1, not {value[:16]!r}")
+    return value.strip() == b"1"

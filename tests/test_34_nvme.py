@@ -12,7 +12,8 @@ import pytest
 import trio
 
 from kvfs._native.slots import xxh3_64
-from kvfs.errors import ConfigError, FormatMismatch, NoSpace
+from kvfs.errors import ConfigError, FormatMismatch, NoSpace, Superseded
+from kvfs.formats import SEGMENT_DATA_START
 from kvfs.limits import MIB
 from kvfs.name_rows import BucketRow, NameRow
 from kvfs.records import MetaBody
@@ -191,6 +192,34 @@ async def test_a_removed_name_stays_removed_without_a_footer(tmp_path: Path) -> 
     assert await reopened(bench) == 25
 
 
+class Gone(Bytes):
+    """A payload whose slot was given to another object before it could be read."""
+
+    async def read_into(self, view: memoryview) -> int:
+        raise Superseded("the slot has another object")
+
+
+async def test_two_half_writings_make_no_object(tmp_path: Path) -> None:
+    """Neither was ever whole, so nobody deletes the object, whose name may have been given away since."""
+    async with tier_at(tmp_path) as (tier, _):
+        fresh(tier)
+        tier.damaged = lambda stored, had_it: True
+        extent = tier.pool.extent_bytes
+        data = content(7, 2 * extent)
+        for written, lost in ((0, 1), (1, 0)):
+            stored = Stored(object_key(7), 7, len(data), CACHE)
+            tier.begin(stored)
+            stored.pieces = [None, None]
+            tier.put_extent(stored, written, Bytes(data[written * extent :][:extent]))
+            tier.put_extent(stored, lost, Gone(data[lost * extent :][:extent]))
+            tier.put_name(stored, MetaBody(b"b1", b"name", row(7, len(data))))
+            await tier.log.settle()
+            assert not tier.holds(7)
+    async with tier_at(tmp_path, run=False) as (tier, found):
+        assert not tier.objects
+        assert not found.names
+
+
 @pytest.mark.parametrize("seed", range(6))
 async def test_a_random_life_with_reclaim_and_restarts(tmp_path: Path, seed: int) -> None:
     print(f"seed {seed}")
@@ -278,6 +307,21 @@ async def test_hot_objects_stay_and_amplification_is_bounded(tmp_path: Path) -> 
         await tier.log.settle()
         assert sum(object_id in tier.objects for object_id in hot) >= 18
         assert tier.write_amplification < 1.34
+
+
+@pytest.mark.parametrize("trim", [False, True])
+async def test_a_freed_segment_is_trimmed_and_stays_allocated(tmp_path: Path, trim: bool) -> None:
+    async with tier_at(tmp_path) as (tier, found):
+        fresh(tier)
+        tier.pool.trims = trim
+        bench = Bench(tmp_path, tier, found)
+        while not tier.log.counts.segments_reclaimed:
+            bench.put(b"name", 200_000)
+            await tier.log.settle()
+        freed = tier.pool.free[-1]
+        file = tmp_path / f"{freed.number:08x}.seg"
+        assert file.stat().st_blocks * 512 >= SEGMENT
+        assert any(file.read_bytes()[SEGMENT_DATA_START:]) is not trim
 
 
 async def test_another_store_or_geometry_is_refused(tmp_path: Path) -> None:

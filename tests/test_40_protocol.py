@@ -80,6 +80,7 @@ NAME_SEALS = st.builds(
     st.none() | st.integers(-(2**63), 2**63 - 1),
     st.none() | U64,
     st.binary(max_size=40),
+    st.none() | U64,
 )
 BATCHES: st.SearchStrategy[Request] = st.one_of(
     st.builds(Reserve, batch(U64)),
@@ -316,8 +317,8 @@ BAD_REQUESTS: dict[str, tuple[bytes, str]] = {
     "name rest": (frame(Op.OPEN_NAMED, BATCH.pack(0, 0) + bytes(8)), "16 bytes where its counts say 8"),
     "seal name entry": (frame(Op.SEAL_NAMED, BATCH.pack(1, 0) + bytes(39)), "inside the entry at byte 8"),
     "seal name flags": (
-        frame(Op.SEAL_NAMED, BATCH.pack(1, 0) + struct.pack("<IIIIqQHHI", 1, 1, 8, 0, 0, 0, 0, 0, 0)),
-        "unknown flags is 0x8",
+        frame(Op.SEAL_NAMED, BATCH.pack(1, 0) + struct.pack("<IIIIqQHHI", 1, 1, 16, 0, 0, 0, 0, 0, 0)),
+        "unknown flags is 0x10",
     ),
     "no JSON": (frame(Op.STAT, b"{"), "not JSON"),
     "no object": (frame(Op.STAT, b"[]"), "a JSON list"),

@@ -16,10 +16,12 @@ import trio
 from kvfs.errors import ConfigError, Corrupt, DeviceMissing, NoSpace, NotFound
 from kvfs.formats import RECORD_MAGIC, RecordType
 from kvfs.limits import MIB
+from tests.support.crash_load import audit
 from tests.support.stores import NAMESPACE
 from tiers.device import ThreadDevice
 from tiers.journal import NvmeJournal
 from tiers.model import Attributes, Name, ObjectInfo
+from tiers.nvme import NvmeTier
 from tiers.store import TieredStore
 
 DRAM = 16 * MIB
@@ -80,13 +82,16 @@ async def read(store: TieredStore, name: Name) -> bytes:
         os.close(descriptor)
 
 
+def nvme_of(store: TieredStore) -> NvmeTier:
+    assert isinstance(store.journal, NvmeJournal)
+    return store.journal.nvme
+
+
 async def until_written(store: TieredStore, count: int) -> None:
     """Until so many objects have a copy on NVMe."""
-    journal = store.journal
-    assert isinstance(journal, NvmeJournal)
     with trio.fail_after(20):
         while sum(entry.tiers >> 2 & 1 for _, entry in store.table.items()) < count:
-            await journal.nvme.log.wait_written()
+            await nvme_of(store).log.wait_written()
 
 
 async def test_what_leaves_dram_comes_back_from_nvme(tmp_path: Path) -> None:
@@ -165,6 +170,50 @@ async def test_a_restart_has_everything_again(tmp_path: Path, lost: str) -> None
         descriptor = store.open_read(block, uid=0)
         assert os.pread(descriptor, 5000, 0) == digests[2] * 256
         os.close(descriptor)
+
+
+async def test_what_left_with_its_unit_does_not_come_back_under_a_name_given_away(tmp_path: Path) -> None:
+    path, crashed = tmp_path / "data", tmp_path / "crashed"
+    names = [Name(b"b", b"%032x/%d" % (7, number)) for number in range(3)]
+    async with running(path) as store:
+        store.create_bucket(b"b", uid=0, gid=0)
+        for name in names:
+            put(store, name, 50_000)
+        await until_written(store, len(names))
+        store.evict(names=names)
+        await store.journal.settle()
+        nvme = nvme_of(store)
+        for object_id in nvme.evicted(next(iter(nvme.objects.values()))):  # as reclaim does
+            nvme.drop(object_id)
+        assert not store.list(b"b").entries
+        put(store, names[2], 70_000)
+        await store.journal.settle()
+        shutil.copytree(path, crashed)
+    shutil.rmtree(crashed / "dram")
+    shutil.rmtree(crashed / "index")
+    async with running(crashed) as store:
+        found = [info.size_bytes for _, info in store.list(b"b").entries if isinstance(info, ObjectInfo)]
+        assert found in ([], [70_000])
+
+
+async def test_a_full_index_gives_up_what_is_oldest(tmp_path: Path) -> None:
+    async with running(tmp_path, nvme_bytes=128 * MIB) as store:
+        store.create_bucket(b"b", uid=0, gid=0)
+        store.create_bucket(b"kv", uid=0, gid=0, namespace=NAMESPACE)
+        most = store.table.max_entries
+        name = Name(b"b", b"")
+        for number in range(most + 1_000):
+            name = Name(b"b", b"%032x/%d" % (number // 2, number % 2))
+            put(store, name, 100)
+            if number % 500 == 0:  # before DRAM runs short of slots
+                await until_written(store, len(store.table))
+        put_block(store, b"kv", b"\1" * 16, None, 512)
+        assert await read(store, name) == data_of(name, 100)
+        units = {key.partition(b"/")[0] for key, _ in store.list(b"b", delimiter=b"/").entries}
+        assert b"%032x" % 0 not in units
+        assert not audit(store)
+        with pytest.raises(NotFound):
+            store.lookup(Name(b"b", b"%032x/0" % 0))
 
 
 async def fill_up(store: TieredStore, bucket: bytes) -> AsyncIterator[Name]:

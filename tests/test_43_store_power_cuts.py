@@ -15,7 +15,7 @@ import pytest
 from tests.support.crash_power import Machine
 
 SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
-CUTS: Final = int(os.environ.get("KVFS_TEST_CUTS", "60"))
+CUTS: Final = int(os.environ.get("KVFS_TEST_CUTS", "150"))
 CUTS_OF_A_MACHINE: Final = 10
 
 

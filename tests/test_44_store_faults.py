@@ -125,7 +125,7 @@ async def recovers(store: TieredStore) -> None:
     """With the device well again, everything is written in the end, and the trouble is over."""
     while True:
         try:
-            await store.journal.settle()
+            await store.journal.settle_names()
         except (NoSpace, DeviceFailed):
             continue
         break

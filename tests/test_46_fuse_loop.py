@@ -1043,6 +1043,17 @@ def test_fallocate_and_lseek_of_a_draft(stand: Stand) -> None:
         stand.ask(FALLOCATE, 10, fallocate_in(0, 10))
 
 
+def test_lseek_of_what_has_no_slot(stand: Stand) -> None:
+    """All of it is data."""
+    stand.loop.node_away(
+        10, 77, size_bytes=5000, mode=stat.S_IFREG | 0o600, uid=5, gid=6, mtime_ns=0, ctime_ns=0
+    )
+    assert struct.unpack("<Q", stand.ask(LSEEK, 10, lseek_in(4999, os.SEEK_DATA))) == (4999,)
+    assert struct.unpack("<Q", stand.ask(LSEEK, 10, lseek_in(7, os.SEEK_HOLE))) == (5000,)
+    with pytest.raises(OSError, match="No such device or address"):
+        stand.ask(LSEEK, 10, lseek_in(5000, os.SEEK_DATA))
+
+
 def test_flush_of_a_draft(stand: Stand) -> None:
     extent = stand.draft(10)
     assert not stand.loop.flushed(10)

@@ -159,6 +159,32 @@ def test_fsync_keeps_a_file_that_is_still_being_written(
         os.close(descriptor)
 
 
+@pytest.mark.parametrize("large", [False, True])
+def test_what_was_synced_ends_with_its_name_though_somebody_has_it_open(
+    service: Service, large: bool
+) -> None:
+    bucket = service.mount / "b"
+    bucket.mkdir()
+    os.setxattr(bucket, "user.kvfs.large", b"1" if large else b"0")
+    descriptors = []
+    for path in [bucket / name for name in ("removed", "replaced", "moved", "above", "below")]:
+        descriptors.append(os.open(path, os.O_RDWR | os.O_CREAT))
+        os.write(descriptors[-1], path.name.encode())
+        os.fsync(descriptors[-1])
+    (bucket / "removed").unlink()
+    (bucket / "moved").rename(bucket / "replaced")
+    (bucket / "above").rename(bucket / "below")
+    (bucket / "below").unlink()
+    service.signal(signal.SIGKILL)
+    lose_dram(service)
+    lose_index(service)
+    service.restart()
+    assert {path.name: path.read_bytes() for path in bucket.iterdir()} == {"replaced": b"moved"}
+    for descriptor in descriptors:
+        with suppress(OSError):  # of a mount that is gone
+            os.close(descriptor)
+
+
 def test_fsync_of_a_sealed_file_and_of_a_directory(service: Service) -> None:
     (service.mount / "b").mkdir()
     path = service.mount / "b" / "file"

@@ -12,7 +12,7 @@ from dataclasses import replace
 from kvfs import limits, paths
 from kvfs.errors import BucketNotFound, Exists, LimitExceeded, NotEmpty
 from kvfs.keys import Namespace
-from kvfs.name_rows import GHOST_ADMISSION
+from kvfs.name_rows import GHOST_ADMISSION, LARGE
 from kvfs.names import BucketRow, NameIndex
 from tiers.model import Bucket
 
@@ -26,6 +26,7 @@ def create(
     mode: int,
     durable: bool,
     admits_all: bool,
+    large: bool,
     namespace: Namespace | None,
 ) -> Bucket:
     """Raises Exists, InvalidRequest, NameTooLong, LimitExceeded."""
@@ -41,7 +42,7 @@ def create(
         name=name,
         bucket_id=names.next_bucket_id(),
         class_="durable" if durable else "cache",
-        flags=0 if admits_all else GHOST_ADMISSION,
+        flags=(0 if admits_all else GHOST_ADMISSION) | (LARGE if large else 0),
         uid=uid,
         gid=gid,
         mode=mode & 0o7777,
@@ -72,6 +73,7 @@ def change(
     gid: int | None,
     mtime_ns: int | None,
     namespace: Namespace | None,
+    large: bool | None,
 ) -> Bucket:
     """Change what is given. A namespace is bound once, to a bucket without names under `kv/`."""
     row = _row(names, name)
@@ -83,6 +85,7 @@ def change(
         uid=row.uid if uid is None else uid,
         gid=row.gid if gid is None else gid,
         mtime_ns=row.mtime_ns if mtime_ns is None else mtime_ns,
+        flags=row.flags if large is None else row.flags & ~LARGE | (LARGE if large else 0),
     )
     names.put_bucket(row)
     return _bucket(row)
@@ -117,4 +120,5 @@ def _bucket(row: BucketRow) -> Bucket:
         mtime_ns=row.mtime_ns,
         namespace=row.namespace,
         admits_all=not row.flags & GHOST_ADMISSION,
+        large=bool(row.flags & LARGE),
     )

@@ -283,7 +283,9 @@ def _directory_of_bucket(bucket: Bucket, name: Name) -> Directory:
 
 
 def directory_of_row(name: Name, row: NameRow) -> Directory:
-    return Directory(name, row.ino, row.mode, row.uid, row.gid, row.mtime_ns)
+    return Directory(
+        name, row.ino, row.mode, row.uid, row.gid, row.mtime_ns, row.object_id, row.user_metadata
+    )
 
 
 def _as_prefix(key: bytes) -> bytes:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvfs import limits
 from kvfs._native.table import TIER_DRAM, TIER_NVME
-from kvfs.errors import (
-    NotFound,
-)
+from kvfs.errors import NoSpace, NotFound
 from tiers.base import Kind, Sealed, SealHeader, StoreKey, object_key
 from tiers.catalog import extent_of
 from tiers.journal import Resident
@@ -67,6 +66,26 @@ class Copies(Residence):
         for digest in digests:
             self._expel(digest)
         return leaving
+
+    def make_entry_room(self) -> None:
+        """Have the table take another entry: where it is full, the oldest of what only NVMe has leaves the store.
+
+        Raises NoSpace where nothing may.
+        """
+        if len(self.table) < self.table.max_entries:
+            return
+        left = limits.ENTRIES_AT_ONCE
+        for key in self.journal.expendable():
+            entry = self.table.get(key.digest)
+            if entry is None or entry.tiers & TIER_DRAM:
+                continue
+            for object_id in self.lose_copy(key):
+                self.journal.removed(object_id)
+                left -= 1
+            if left <= 0:
+                return
+        if left == limits.ENTRIES_AT_ONCE:
+            raise NoSpace(f"the index is full: {len(self.table)} objects, and none may be evicted")
 
     def lose_slot(self, sealed: Sealed) -> None:
         """The bytes of a slot are not what was sealed: the object is read from a lower tier, or leaves the store."""

@@ -393,10 +393,14 @@ class _Judge:
     def _sizes(self) -> None:
         """Every object has the bytes that it says."""
         for stored in list(self.log.objects()):
-            there = sum(piece.payload_bytes for piece in stored.pieces if piece is not None)
-            if stored.pieces and there != stored.size_bytes:
-                what = f"has {there} bytes instead of {stored.size_bytes}"
-                self._drop(stored, what)
+            extent = self.log.tier.pool.extent_bytes
+            for number, piece in enumerate(stored.pieces):  # one may be short: zeros follow
+                most = min(extent, stored.size_bytes - number * extent)
+                if piece is not None and piece.payload_bytes > most:
+                    self._drop(
+                        stored, f"has {piece.payload_bytes} bytes in extent {number} instead of {most}"
+                    )
+                    break
 
     def _drop(self, stored: Stored, what: str) -> None:
         durable = self.log.tier.is_durable(stored.bucket_id)

@@ -20,7 +20,7 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from kvfs.records import MetaBody
 from tiers.admission import GhostQueue
 from tiers.base import Extent, StoreKey, object_key
 from tiers.device import Device
+from tiers.large import LargeDraft, LargeObjects
 from tiers.log import Barrier, Payload
 from tiers.model import Bucket, Name
 from tiers.nvme import NvmeTier, Stored
@@ -66,6 +67,19 @@ class Journal:
     is_finished = True
     """Whether the lower tiers know all that the store does."""
 
+    @property
+    def large(self) -> LargeObjects:
+        """Objects larger than DRAM takes. Raises DeviceMissing."""
+        raise DeviceMissing("objects larger than DRAM takes need the NVMe tier, and this store has none")
+
+    def sealed_large(
+        self, draft: LargeDraft, bucket: Bucket, name: Name, row: NameRow, replaced: int | None
+    ) -> None:
+        """A draft that was written extent by extent has its name, in the place of object `replaced`."""
+
+    async def persist_large(self, draft: LargeDraft, name: Name, row: NameRow) -> None:
+        """What was written of such a draft is durable under this name when this returns."""
+
     def usage(self) -> list[dict[str, Any]]:
         """Of the tiers below DRAM."""
         return []
@@ -85,6 +99,10 @@ class Journal:
         """Whether a copy outside of DRAM can be read."""
         return False
 
+    def expendable(self) -> Iterable[StoreKey]:
+        """Objects below DRAM that may leave the store, the oldest first."""
+        return ()
+
     def is_needed(self, object_id: int) -> bool:
         """Whether the copy in DRAM may not go yet, since the object is durable and not on the device."""
         return False
@@ -101,8 +119,8 @@ class Journal:
     def directory(self, bucket: Bucket, name: Name, row: NameRow) -> None:
         """A directory was made."""
 
-    def removed(self, object_id: int) -> None:
-        """An object or directory was removed."""
+    def removed(self, object_id: int, *, behind: bool = False) -> None:
+        """An object or directory was removed; `behind`: by what has its name, and goes once that is durable."""
 
     def evicted(self, key: StoreKey) -> None:
         """An object left the store, as a cache's may."""
@@ -143,8 +161,8 @@ class Journal:
         """See `TieredStore.persist_draft`."""
         return None
 
-    def rename_snapshot(self, name: Name, row: NameRow) -> None:
-        """See `TieredStore.rename_snapshot`."""
+    def rename_snapshot(self, name: Name, row: NameRow, size_bytes: int | None = None) -> None:
+        """See `TieredStore.rename_snapshot`; `size_bytes`: of what is durable, where the draft may have grown since."""
 
     def is_snapshot(self, object_id: int, size_bytes: int, checksum: int) -> bool:
         """Whether a draft's durable copy has exactly these bytes."""
@@ -177,6 +195,7 @@ class NvmeJournal(Journal):
 
     def __init__(self, store: TieredStore, nvme: NvmeTier) -> None:
         self.nvme = nvme
+        self._large = LargeObjects(nvme)
         self._store = store
         self._ghosts = GhostQueue()
         self._behind: OrderedDict[bytes, None] = OrderedDict()
@@ -185,7 +204,8 @@ class NvmeJournal(Journal):
         self._must = 0
         """Ticket of the newest entry that a durable object depends on..."""
         self._should = 0
-        """...and of the newest deletion or rename: both are waited for, only the first may fail a request."""
+        """...and of the newest rename, bucket, or deletion of what was replaced. They are waited for too, as is
+        `NvmeTier.deletion_ticket`, but only the first may fail a request."""
         self._skipped = 0
         self.is_finished = False
         nvme.evicted = self._let_go
@@ -199,11 +219,36 @@ class NvmeJournal(Journal):
 
     # --- what the store tells -----------------------------------------------------------------------------
 
+    @property
+    def large(self) -> LargeObjects:
+        return self._large
+
+    def sealed_large(
+        self, draft: LargeDraft, bucket: Bucket, name: Name, row: NameRow, replaced: int | None
+    ) -> None:
+        stored = draft.stored
+        stored.bucket_id, stored.sealed_at_ns = bucket.bucket_id, row.mtime_ns
+        self.nvme.keep(stored, bucket.durable or bool(row.flags & PINNED))
+        stored.ticket = self.nvme.put_name(stored, MetaBody(name.bucket, name.key, row))
+        if bucket.durable:
+            self._must = stored.ticket
+        self.nvme.counts.objects_written += 1
+        self.nvme.counts.bytes_written += stored.size_bytes
+        self._drop(replaced, behind=True, awaited=not bucket.durable)
+
+    async def persist_large(self, draft: LargeDraft, name: Name, row: NameRow) -> None:
+        draft.stored.bucket_id = self._store.bucket(name.bucket).bucket_id
+        await self.nvme.log.settle(self.nvme.put_name(draft.stored, MetaBody(name.bucket, name.key, row)))
+        draft.check()
+
     def check_durable(self, size_bytes: int) -> None:
         self.nvme.check_durable_room(size_bytes)
 
     def holds(self, object_id: int) -> bool:
         return self.nvme.holds(object_id)
+
+    def expendable(self) -> Iterable[StoreKey]:
+        return (each.key for each in list(self.nvme.objects.values()) if each.pieces and not each.stays)
 
     def is_needed(self, object_id: int) -> bool:
         stored = self.nvme.objects.get(object_id)
@@ -233,11 +278,12 @@ class NvmeJournal(Journal):
         stored.ticket = self._must = self.nvme.put_name(stored, MetaBody(name.bucket, name.key, row))
         self._store.note_copy(stored.key, stored.place)
 
-    def rename_snapshot(self, name: Name, row: NameRow) -> None:
+    def rename_snapshot(self, name: Name, row: NameRow, size_bytes: int | None = None) -> None:
         stored = self.nvme.objects.get(row.object_id)
         if stored is not None:
             stored.bucket_id = self._store.bucket(name.bucket).bucket_id
-            meta = MetaBody(name.bucket, name.key, replace(row, size_bytes=stored.size_bytes))
+            size_bytes = stored.size_bytes if size_bytes is None else size_bytes
+            meta = MetaBody(name.bucket, name.key, replace(row, size_bytes=size_bytes))
             stored.ticket = self._must = self.nvme.put_name(stored, meta)
 
     def is_snapshot(self, object_id: int, size_bytes: int, checksum: int) -> bool:
@@ -349,8 +395,8 @@ class NvmeJournal(Journal):
         if bucket.durable:
             self._must = ticket
 
-    def removed(self, object_id: int) -> None:
-        self._drop(object_id)
+    def removed(self, object_id: int, *, behind: bool = False) -> None:
+        self._drop(object_id, behind=behind)
 
     def _drop(self, object_id: int | None, *, behind: bool = False, awaited: bool = True) -> None:
         """`behind`: only once what was queued before is durable, which replaces it; not `awaited` where that stays."""
@@ -359,10 +405,10 @@ class NvmeJournal(Journal):
             return
         kept = self.nvme.objects[object_id].kept
         ticket = self.nvme.drop(object_id, behind=behind)
-        if ticket is not None and (awaited or not behind):
+        if ticket is not None and awaited:
             self._should = ticket
-            if kept and not behind:
-                self._must = ticket
+        if ticket is not None and kept and not behind:
+            self._must = ticket
 
     def _fence(self) -> None:
         """What reclaim lets go of has no deletion in the log, so a name that it had is settled once it is gone."""
@@ -390,21 +436,23 @@ class NvmeJournal(Journal):
             self._must = self._should
 
     def bucket_removed(self, bucket_id: int) -> None:
-        ticket = self.nvme.drop_bucket(bucket_id)
-        if ticket is not None:
-            self._should = ticket
+        self.nvme.drop_bucket(bucket_id)
 
     # --- waiting ------------------------------------------------------------------------------------------
 
     @property
     def is_settled(self) -> bool:
-        return self.nvme.log.durable_ticket >= max(self._must, self._should)
+        return self.nvme.log.durable_ticket >= self._promised
+
+    @property
+    def _promised(self) -> int:
+        return max(self._must, self._should, self.nvme.deletion_ticket)
 
     async def settle(self) -> None:
-        must, should = self._must, self._should
+        must = self._must
         log = self.nvme.log
         try:
-            await log.settle(max(must, should))
+            await log.settle(self._promised)
         except (NoSpace, DeviceFailed):
             if log.durable_ticket < must:
                 raise
@@ -434,6 +482,7 @@ class NvmeJournal(Journal):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.nvme.log.run)
             nursery.start_soon(self._write_behind)
+            nursery.start_soon(self._large.run)
 
     async def _write_behind(self) -> None:
         while True:

@@ -260,6 +260,7 @@ class Log:
         self.trouble = error
         self._wanted = self._durable
         self._wake_settled()
+        self._wake_popped()
         await trio.sleep(limits.DEVICE_RETRY_S)
 
     async def drain(self) -> None:
@@ -295,6 +296,9 @@ class Log:
         for _ in range(count):
             self._queue.popleft()
         self._queued_before += count
+        self._wake_popped()
+
+    def _wake_popped(self) -> None:
         event, self._popped = self._popped, trio.Event()
         event.set()
 
@@ -305,7 +309,7 @@ class Log:
             await self._popped.wait()
 
     async def wait_written(self) -> None:
-        """Wait until another batch was written."""
+        """Wait until another batch was written, or the device refused one (`trouble`)."""
         await self._popped.wait()
 
     async def write_now(self, entries: deque[Entry], *, from_queue: bool = False) -> None:

@@ -74,6 +74,9 @@ class Directory:
     uid: int
     gid: int
     mtime_ns: int
+    marker_id: int = 0
+    """The id of its marker; 0: none."""
+    user_metadata: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,8 @@ class Bucket:
     """The 16-byte digest of the bound namespace."""
     admits_all: bool = True
     """Whether every object is written to NVMe; else only what was wanted before (`tiers.admission`)."""
+    large: bool = False
+    """Whether files made on the mount go to NVMe extent by extent, so that they may be larger than DRAM takes."""
 
 
 @dataclass(slots=True)

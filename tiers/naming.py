@@ -47,11 +47,15 @@ class Naming(Copies):
         mode: int = 0o755,
         durable: bool = False,
         admits_all: bool = True,
+        large: bool = False,
         namespace: Namespace | None = None,
     ) -> Bucket:
-        """Raises Exists, InvalidRequest, LimitExceeded; DeviceMissing for a durable one without the NVMe tier."""
+        """Raises Exists, InvalidRequest, LimitExceeded; DeviceMissing for a durable or large one without the NVMe
+        tier."""
         if durable:
             self.journal.check_durable(0)
+        if large:
+            self._need_large()
         made = buckets.create(
             self.names,
             name,
@@ -60,10 +64,15 @@ class Naming(Copies):
             mode=mode,
             durable=durable,
             admits_all=admits_all,
+            large=large,
             namespace=namespace,
         )
         self._log_bucket(name)
         return made
+
+    def _need_large(self) -> None:
+        """Raises DeviceMissing."""
+        _ = self.journal.large
 
     def _log_bucket(self, name: bytes) -> None:
         row = self.names.get_bucket(name)
@@ -79,10 +88,21 @@ class Naming(Copies):
         gid: int | None = None,
         mtime_ns: int | None = None,
         namespace: Namespace | None = None,
+        large: bool | None = None,
     ) -> Bucket:
-        """Change what is given. Raises BucketNotFound; Exists, NotEmpty for a namespace that cannot be bound."""
+        """Change what is given. Raises BucketNotFound; Exists, NotEmpty for a namespace that cannot be bound;
+        DeviceMissing for `large` without the NVMe tier."""
+        if large:
+            self._need_large()
         changed = buckets.change(
-            self.names, name, mode=mode, uid=uid, gid=gid, mtime_ns=mtime_ns, namespace=namespace
+            self.names,
+            name,
+            mode=mode,
+            uid=uid,
+            gid=gid,
+            mtime_ns=mtime_ns,
+            namespace=namespace,
+            large=large,
         )
         self._log_bucket(name)
         self._tell(Change(ChangeKind.ATTRIBUTES, Name(name, b""), None))
@@ -115,6 +135,20 @@ class Naming(Copies):
         self._tell(Change(ChangeKind.SEALED, name, None))
         return made
 
+    def put_marker(self, name: Name, attributes: Attributes) -> Directory:
+        """Give a directory a marker, in the place of one that it has, whatever else has the name without its '/'."""
+        bucket = self._check_name(name)
+        if not name.key.endswith(b"/"):
+            raise InvalidRequest(f"{name}: a directory's key ends in '/'")
+        if bucket.namespace is not None and name.key.startswith(b"kv/"):
+            raise NotPermitted(f"{name}: names under kv/ of a bound bucket are blocks")
+        old = self.names.get(name.bucket, name.key)
+        made = self.mark_directory(name, attributes)
+        if old is not None:
+            self.journal.removed(old.object_id)
+        self._tell(Change(ChangeKind.SEALED, name, None))
+        return made
+
     def mark_directory(self, name: Name, attributes: Attributes) -> Directory:
         """Give a directory that is only a common prefix a marker, which can hold attributes."""
         identity = self.names.next_ids(1)
@@ -139,8 +173,30 @@ class Naming(Copies):
         if page.entries or any(self._block_names(name.bucket, name.key, b"", b"/")):
             raise NotEmpty(f"{name} is not empty")
 
-    def remove(self, name: Name) -> None:
-        """Raises NotFound, IsDirectory."""
+    def remove_marker(self, name: Name) -> None:
+        """Remove a directory's marker, whatever else the directory holds. Raises NotFound."""
+        if not name.key.endswith(b"/"):
+            raise InvalidRequest(f"{name}: a directory's key ends in '/'")
+        row = self.names.remove(name.bucket, name.key)
+        if row is None:
+            raise NotFound(f"no directory marker {name}")
+        self.journal.removed(row.object_id)
+        self._tell(Change(ChangeKind.REMOVED, name, None))
+
+    def _check_expected(self, name: Name, expected_id: int) -> None:
+        """Raises NotFound where nothing has the name, Exists where another object has it."""
+        row = self.names.get(name.bucket, name.key)
+        if row is None or (
+            not row.flags & DIRECTORY and self.table.get(object_key(row.object_id).digest) is None
+        ):
+            raise NotFound(f"no object {name}")
+        if row.object_id != expected_id:
+            raise Exists(f"{name} is object {row.object_id}, not {expected_id}")
+
+    def remove(self, name: Name, *, expected_id: int | None = None) -> None:
+        """Raises NotFound, IsDirectory; Exists where another object than `expected_id` has the name."""
+        if expected_id is not None:
+            self._check_expected(name, expected_id)
         info = self.lookup(name)
         if isinstance(info, Directory):
             raise IsDirectory(f"{name} is a directory")
@@ -236,8 +292,12 @@ class Naming(Copies):
         mtime_ns: int | None = None,
         pinned: bool | None = None,
         user_metadata: bytes | None = None,
+        expected_id: int | None = None,
     ) -> ObjectInfo | Directory:
-        """Change what is given. Raises NotFound; NotPermitted for all but `pinned` on a block."""
+        """Change what is given. Raises NotFound; NotPermitted for all but `pinned` on a block; Exists where another
+        object than `expected_id` has the name."""
+        if expected_id is not None:
+            self._check_expected(name, expected_id)
         info = self.lookup(name)
         if isinstance(info, ObjectInfo) and info.name is None:
             return self._set_block(info, name, pinned, (mode, uid, gid, mtime_ns, user_metadata))

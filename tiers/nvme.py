@@ -1,8 +1,7 @@
 """The NVMe tier: objects as extents in a log of segment files, found again by object id.
 
-Responsibility: which object's extents and names lie where, reading and verifying them, and carrying out
-reclaim. Record order, batches and durability are `tiers.log`; the policy of reclaim is `tiers.reclaim`; what
-is written, and when, the store decides.
+Responsibility: which object's extents and names lie where, reading and verifying them. Record order, batches and
+durability are `tiers.log`; reclaim is `tiers.reclaiming`; what is written, and when, the store decides.
 
 Invariants:
 - `objects` has an entry from the moment an object's first record is queued until it is dropped or evicted.
@@ -13,7 +12,15 @@ Invariants:
 - Until its Deletion is written a crash brings a dropped object back: its newest name stays, and is moved by
   reclaim, so that it never comes back under an earlier one; and one that makes room for a newer object under its
   name stays whole, since its Deletion is behind that one.
+- An object that left without a Deletion may be written again under its id. What is left of the earlier writing does
+  not complete the later one: each record says which writing it is of.
 - Bytes leave this module only after their checksum was found right.
+- An extent's payload may be shorter than the extent: what follows in it is zeros.
+- What somebody holds (`hold`: a lease) is never evicted, only moved. Dropped meanwhile, its extents stay until the
+  last holder lets go. Each time reclaim moves one of them past the Deletion, that is logged again behind it, so that
+  none outlives it.
+- Durable objects, held ones and what `promise` has counted fit in `durable_capacity_bytes` together, so that reclaim
+  always gains something.
 
 Concurrency: the service's trio thread. Reads may overlap reclaim: one that met a segment's next life fails its
 checksum and looks the extent up again.
@@ -22,7 +29,6 @@ checksum and looks the extent up again.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,16 +36,15 @@ from typing import Any, NamedTuple
 
 import trio
 
-from kvfs import crashpoints, limits
-from kvfs.errors import Corrupt, DeviceFailed, KvfsError, NoSpace, Superseded
+from kvfs import limits
+from kvfs.errors import Corrupt, KvfsError, NoSpace, QuotaExceeded, Superseded
 from kvfs.formats import RECORD_ALIGNMENT, RECORD_HEADER, RecordType, record_extent
 from kvfs.name_rows import BucketRow
-from kvfs.records import BucketBody, MetaBody, TombstoneBody
+from kvfs.records import BucketBody, MetaBody
 from tiers.base import Kind, StoreKey
 from tiers.device import Device
-from tiers.log import Barrier, Deletion, Entry, Location, Log, Payload, Record
-from tiers.reclaim import Fate, MoveBudget, SegmentView, choose_segment, tombstone_counts
-from tiers.segments import Found, Segment, SegmentPool
+from tiers.log import Barrier, Deletion, Location, Log, Payload, Record
+from tiers.segments import Found, SegmentPool
 
 _log = logging.getLogger("kvfs.nvme")
 
@@ -73,12 +78,19 @@ class Stored:
     sealed_at_ns: int = 0
     kept: bool = False
     """Durable: reclaim moves it."""
+    holders: int = 0
+    """Leases on it: reclaim moves it, too."""
     hits: int = 0
     """That it had when it was written: with more it counts as hot."""
+    writing: int = 0
+    """Which writing of the object its extents are of: those of two never make one object."""
     pieces: list[Piece | None] = field(default_factory=list)
     meta: tuple[Location, int] | None = None
     """Where its newest META is, and what that counts for (`counted_bytes`)."""
     dropped: bool = False
+    """Its bytes are no more."""
+    is_replaced: bool = False
+    """It makes room for a newer object: until its Deletion is written it stays whole."""
     ticket: int = 0
     """Of the log entry after which all of it is durable."""
 
@@ -87,6 +99,15 @@ class Stored:
         """Where it begins, as the table's `location` says it; 0 while it is not written."""
         piece = self.pieces[0] if self.pieces else None
         return 0 if piece is None else piece.segment << limits.SEGMENT_OFFSET_BITS | piece.offset
+
+    @property
+    def stays(self) -> bool:
+        """Whether reclaim has to move it."""
+        return self.kept or self.holders > 0
+
+    def is_at(self, number: int, piece: Piece) -> bool:
+        """Whether this is where the extent is; a draft's may have been written again, or cut off."""
+        return number < len(self.pieces) and self.pieces[number] is piece
 
     @property
     def readable(self) -> bool:
@@ -134,7 +155,6 @@ class NvmeTier:
         self.pool = pool
         self.device = pool.device
         self.log = Log(pool, next_sequence)
-        self.log.reclaim = self.reclaim
         self.objects: dict[int, Stored] = {}
         self.counts = NvmeCounts()
         self.evicted: Callable[[Stored], list[int]] = lambda stored: []
@@ -148,11 +168,18 @@ class NvmeTier:
         """Told that an object found no room in the tier."""
         self.written: Callable[[Stored], None] = lambda stored: None
         """Told that an object can be read from here; again when it moved."""
+        self.promised_bytes = 0
+        """What open drafts are going to write."""
         self._buckets: dict[int, _BucketPlace] = {}
         self._leaving: dict[int, Stored] = {}
         """Dropped objects whose Deletion is not written yet."""
+        self._gone: dict[int, Stored] = {}
+        """Dropped objects whose Deletion is written, and which somebody still holds."""
         self._evicted_from: set[int] = set()
         """Segments that still hold objects that reclaim has let go."""
+        self._writings = 0
+        self.deletion_ticket = 0
+        """Of the newest deletion that waits for nothing: names that became free are settled once it is durable."""
         self._by_number = {segment.number: segment for segment in pool.segments}
         self._loads = trio.CapacityLimiter(limits.DEVICE_BUFFERS)
 
@@ -179,14 +206,16 @@ class NvmeTier:
 
     @property
     def kept_bytes(self) -> int:
-        """Of durable objects."""
+        """Of objects that reclaim moves: durable, pinned, held."""
         return sum(segment.kept_bytes for segment in self.pool.segments)
 
     @property
     def durable_capacity_bytes(self) -> int:
-        """What durable objects may fill: the rest keeps reclaim moving."""
+        """What durable and open objects may fill: the rest keeps reclaim moving. A segment can end where the next
+        extent does not fit: with segments of eight extents an eighth of each may stay empty."""
         usable = len(self.pool.segments) - limits.RESERVED_SEGMENTS - 1
-        return usable * self.pool.segment_bytes * limits.DURABLE_PERCENT // 100
+        filled_bytes = self.pool.segment_bytes - self.record_bytes(self.pool.extent_bytes)
+        return usable * filled_bytes * limits.DURABLE_PERCENT // 100
 
     @property
     def write_amplification(self) -> float:
@@ -234,16 +263,33 @@ class NvmeTier:
         return total + (counted_bytes(record_extent(0, 0, rest)[1], 0) if rest or not whole else 0)
 
     def has_durable_room(self, size_bytes: int) -> bool:
-        return self.kept_bytes + self.record_bytes(size_bytes) <= self.durable_capacity_bytes
+        return self._wanted(self.record_bytes(size_bytes)) <= self.durable_capacity_bytes
 
     def check_durable_room(self, size_bytes: int) -> None:
         """Raises NoSpace when another durable object of this size would not fit."""
-        wanted = self.kept_bytes + self.record_bytes(size_bytes)
-        if not self.has_durable_room(size_bytes):
+        self._check_room(self.record_bytes(size_bytes))
+
+    def _wanted(self, more_bytes: int) -> int:
+        return self.kept_bytes + self.promised_bytes + more_bytes
+
+    def _check_room(self, more_bytes: int) -> None:
+        wanted = self._wanted(more_bytes)
+        if wanted > self.durable_capacity_bytes:
             raise NoSpace(
-                f"durable objects would take {wanted} bytes of the NVMe tier, which has room for "
+                f"open and durable objects would take {wanted} bytes of the NVMe tier, which has room for "
                 f"{self.durable_capacity_bytes}"
             )
+
+    def promise(self, more_bytes: int) -> None:
+        """Count what an open draft is going to write, or (negative) has written. Raises NoSpace."""
+        if more_bytes > 0:
+            self._check_room(more_bytes)
+        self.promised_bytes += more_bytes
+
+    @property
+    def largest_object_bytes(self) -> int:
+        """Of one object, where nothing else has to stay."""
+        return min(self.capacity_bytes // limits.OBJECT_SHARE_OF_NVME, self.durable_capacity_bytes)
 
     # --- writing ------------------------------------------------------------------------------------------
 
@@ -264,6 +310,7 @@ class NvmeTier:
         """Make an object known whose extents follow with `put_extent`."""
         if stored.object_id in self.objects:
             raise Superseded(f"object {stored.object_id} is in the NVMe tier already")
+        stored.writing = self._writings = max(self._writings + 1, self.log.next_sequence)
         self.objects[stored.object_id] = stored
 
     def put(self, stored: Stored, payloads: Sequence[Payload], meta: MetaBody | None) -> int:
@@ -284,9 +331,7 @@ class NvmeTier:
         def written(location: Location, record_bytes: int, checksum: int) -> None:
             if stored.dropped:
                 return
-            self._set_piece(stored, number, Piece(*location, record_bytes, payload.size_bytes, checksum))
-            if stored.readable:
-                self.written(stored)
+            self.place(stored, number, Piece(*location, record_bytes, payload.size_bytes, checksum))
 
         def lost(error: KvfsError) -> None:
             if stored.dropped or stored.pieces[number] is not None:
@@ -303,8 +348,8 @@ class NvmeTier:
             Record(
                 RecordType.DATA,
                 stored.object_id,
-                _data_header(stored, number),
-                payload=_Guarded(stored, payload) if payload.size_bytes else None,
+                data_header(stored, number),
+                payload=Guarded(stored, payload) if payload.size_bytes else None,
                 written=written,
                 lost=lost,
                 essential=stored.kept,
@@ -313,7 +358,7 @@ class NvmeTier:
 
     def put_name(self, stored: Stored, meta: MetaBody) -> int:
         """Queue what the object is called from here on; the ticket."""
-        return self.log.append(self._meta_record(stored, meta.encode()))
+        return self.log.append(self.meta_record(stored, meta.encode(), meta.row.size_bytes))
 
     def put_marker(self, object_id: int, bucket_id: int, meta: MetaBody, *, kept: bool) -> int:
         """Queue the name of a directory; the ticket."""
@@ -324,23 +369,26 @@ class NvmeTier:
             self.objects[object_id] = stored
         return self.put_name(stored, meta)
 
-    def _meta_record(self, stored: Stored, body: bytes, *, moved: Found | None = None) -> Record:
-        """`moved`: the record that reclaim writes again; it counts until the copy is durable."""
+    def meta_record(
+        self, stored: Stored, body: bytes, size_bytes: int, *, moved: Found | None = None
+    ) -> Record:
+        """`size_bytes`: of the object as it has this name, where a draft may have grown since. `moved`: the record that
+        reclaim writes again; it counts until the copy is durable."""
         original = stored.meta
 
         def written(location: Location, record_bytes: int, _: int) -> None:
-            if self._known(stored.object_id) is stored:
+            if self.known(stored.object_id) is stored:
                 self._set_meta(stored, (location, counted_bytes(record_bytes, len(body))))
 
         def lost(error: KvfsError) -> None:
-            if self._known(stored.object_id) is stored:
+            if self.known(stored.object_id) is stored:
                 self._set_meta(stored, original)
 
         origin = 0 if moved is None else moved.header["origin_sequence"] or moved.header["sequence"]
         header: dict[str, int | bytes] = {
             "kind": int(stored.key.kind),
             "key": stored.key.digest,
-            "object_bytes": stored.size_bytes,
+            "object_bytes": size_bytes,
             "bucket_id": stored.bucket_id,
             "origin_sequence": origin,
         }
@@ -357,11 +405,23 @@ class NvmeTier:
         if stored is None:
             return None
         self._leaving[object_id] = self.objects.pop(object_id)
+        stored.is_replaced = behind
         if behind:
             self.log.append(Barrier())
-        else:
+        elif not stored.holders:
             self._forget_bytes(stored)
-        return self.log.append(Deletion(object_id, partial(self._forget, stored)))
+        ticket = self.log.append(Deletion(object_id, partial(self._deleted, stored)))
+        if not behind:
+            self.deletion_ticket = ticket
+        return ticket
+
+    def _deleted(self, stored: Stored) -> None:
+        """Its Deletion is written: who holds it is the last with a use for its extents."""
+        if not stored.holders:
+            self._forget(stored)
+        elif self._leaving.pop(stored.object_id, None) is stored:
+            self._gone[stored.object_id] = stored
+            self._set_meta(stored, None)
 
     def forget(self, object_id: int) -> None:
         """The object's records count no more, but may be followed by others of the same id."""
@@ -370,9 +430,9 @@ class NvmeTier:
             self._forget(stored)
 
     def _forget(self, stored: Stored) -> None:
-        if self._known(stored.object_id) is stored:
-            self.objects.pop(stored.object_id, None)
-            self._leaving.pop(stored.object_id, None)
+        if self.known(stored.object_id) is stored:
+            for where in (self.objects, self._leaving, self._gone):
+                where.pop(stored.object_id, None)
             self._forget_bytes(stored)
             self._set_meta(stored, None)
 
@@ -381,11 +441,38 @@ class NvmeTier:
         for number in range(len(stored.pieces)):
             self._set_piece(stored, number, None)
 
+    def hold(self, stored: Stored) -> None:
+        """Take a lease: the object's extents stay readable until `release`. Raises Superseded, QuotaExceeded."""
+        if stored.dropped:
+            raise Superseded(f"object {stored.object_id} has left the NVMe tier")
+        if not stored.stays:
+            try:
+                self._check_room(self.record_bytes(stored.size_bytes))
+            except NoSpace as error:
+                raise QuotaExceeded(f"object {stored.object_id} cannot be held open: {error}") from error
+        self._restay(stored, kept=stored.kept, holders=stored.holders + 1)
+
+    def release(self, stored: Stored) -> None:
+        """End a lease; with the last one an object that was dropped meanwhile gives its space back."""
+        self._restay(stored, kept=stored.kept, holders=stored.holders - 1)
+        if stored.holders:
+            return
+        if self._gone.get(stored.object_id) is stored:
+            self._forget(stored)
+        elif self._leaving.get(stored.object_id) is stored and not stored.is_replaced:
+            self._forget_bytes(stored)
+
     def put_bucket(self, row: BucketRow) -> int:
         """Queue a bucket as it is now; the ticket."""
         place = self._buckets.setdefault(row.bucket_id, _BucketPlace(row))
         place.row = row
         return self.log.append(self._bucket_record(place))
+
+    def bucket_record_at(self, bucket_id: int, here: Location) -> Record | None:
+        """The bucket as it is now, if its record here is the one that counts."""
+        place = self._buckets.get(bucket_id)
+        live = place is not None and place.place is not None and place.place[0] == here
+        return self._bucket_record(place) if place is not None and live else None
 
     def _bucket_record(self, place: _BucketPlace) -> Record:
         bucket_id = place.row.bucket_id
@@ -407,12 +494,11 @@ class NvmeTier:
             RecordType.BUCKET, bucket_id, header, body, written=written, lost=lambda error: move_to(original)
         )
 
-    def drop_bucket(self, bucket_id: int) -> int | None:
+    def drop_bucket(self, bucket_id: int) -> None:
         place = self._buckets.pop(bucket_id, None)
-        if place is None:
-            return None
-        self._account(place.place, -1)
-        return self.log.append(Deletion(bucket_id))
+        if place is not None:
+            self._account(place.place, -1)
+            self.deletion_ticket = self.log.append(Deletion(bucket_id))
 
     # --- books --------------------------------------------------------------------------------------------
 
@@ -421,7 +507,7 @@ class NvmeTier:
         self.objects[stored.object_id] = stored
         for piece in stored.pieces:
             if piece is not None:
-                self._count_piece(piece, stored.kept, 1)
+                self._count_piece(piece, stored.stays, 1)
         self._account(stored.meta, 1)
 
     def adopt_bucket(self, row: BucketRow, place: tuple[Location, int]) -> None:
@@ -430,25 +516,55 @@ class NvmeTier:
 
     def keep(self, stored: Stored, kept: bool) -> None:
         """Have reclaim move the object from now on, or not any more."""
-        if kept != stored.kept:
-            pieces = [piece for piece in stored.pieces if piece is not None]
-            for piece in pieces:
-                self._count_piece(piece, stored.kept, -1)
-            stored.kept = kept
-            for piece in pieces:
-                self._count_piece(piece, kept, 1)
+        self._restay(stored, kept=kept, holders=stored.holders)
+
+    def _restay(self, stored: Stored, *, kept: bool, holders: int) -> None:
+        stayed = stored.stays
+        stored.kept, stored.holders = kept, holders
+        if stored.stays != stayed:
+            for piece in stored.pieces:
+                if piece is not None:
+                    self._count_piece(piece, stayed, -1)
+                    self._count_piece(piece, stored.stays, 1)
 
     def is_durable(self, bucket_id: int) -> bool:
         place = self._buckets.get(bucket_id)
         return place is not None and place.row.class_ == "durable"
 
+    def resize(self, stored: Stored, size_bytes: int) -> None:
+        """A draft has another size: extents past its end are no more, and new ones are not written."""
+        count = self.extent_count(size_bytes)
+        for number in range(count, len(stored.pieces)):
+            self._set_piece(stored, number, None)
+        del stored.pieces[count:]
+        stored.pieces += [None] * (count - len(stored.pieces))
+        stored.size_bytes = size_bytes
+
+    def forget_piece(self, stored: Stored, number: int) -> None:
+        """An extent of a draft has no bytes any more; it is to be written again before the draft is sealed."""
+        self._set_piece(stored, number, None)
+
+    def place(self, stored: Stored, number: int, piece: Piece) -> None:
+        """An extent was written, here."""
+        self._set_piece(stored, number, piece)
+        if stored.readable and self.objects.get(stored.object_id) is stored:
+            self.written(stored)
+
+    def payload_of(self, piece: Piece) -> SegmentPayload:
+        """What is written at this place, to be written again."""
+        return SegmentPayload(self.device, self._by_number[piece.segment].fd, piece)
+
+    def put_back(self, stored: Stored, number: int, piece: Piece) -> None:
+        """A copy of the extent may not count: it is where it was."""
+        self._set_piece(stored, number, piece)
+
     def _set_piece(self, stored: Stored, number: int, piece: Piece | None) -> None:
         old = stored.pieces[number]
         if old is not None:
-            self._count_piece(old, stored.kept, -1)
+            self._count_piece(old, stored.stays, -1)
         stored.pieces[number] = piece
         if piece is not None:
-            self._count_piece(piece, stored.kept, 1)
+            self._count_piece(piece, stored.stays, 1)
 
     def _count_piece(self, piece: Piece, kept: bool, sign: int) -> None:
         segment = self._by_number[piece.segment]
@@ -486,7 +602,7 @@ class NvmeTier:
     async def verify_extent(self, stored: Stored, number: int, into: memoryview) -> int:
         """As `read_extent`, for upkeep: it is not counted as a read."""
         while True:
-            piece = None if stored.dropped else stored.pieces[number]
+            piece = stored.pieces[number] if not stored.dropped and number < len(stored.pieces) else None
             if piece is None:
                 raise Superseded(f"object {stored.object_id} has left the NVMe tier")
             aligned = -(-piece.payload_bytes // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
@@ -501,13 +617,13 @@ class NvmeTier:
                     payload_bytes=piece.payload_bytes,
                 )
             except Corrupt as error:
-                if not stored.dropped and stored.pieces[number] is piece:
-                    self._damage(stored, number, error)
+                if not stored.dropped and stored.is_at(number, piece):
+                    self.damage(stored, number, error)
                     raise
                 continue
             return piece.payload_bytes
 
-    def _damage(self, stored: Stored, number: int, error: KvfsError) -> None:
+    def damage(self, stored: Stored, number: int, error: KvfsError) -> None:
         """An extent is not what was written: the object leaves the tier, and is a miss unless DRAM has it."""
         self.counts.corrupt += 1
         _log.error("object %d, extent %d on NVMe: %s", stored.object_id, number, error)
@@ -516,9 +632,10 @@ class NvmeTier:
     def _lose(self, stored: Stored, *, had_it: bool) -> None:
         """An object leaves the tier with an extent that it lacks. Its deletion is logged only if it is not written
         again: a TOMBSTONE ends the later records of an id, too."""
+        was_here = self.objects.get(stored.object_id) is stored
         self._forget(stored)
-        if not self.damaged(stored, had_it):
-            self.log.append(Deletion(stored.object_id))
+        if was_here and not self.damaged(stored, had_it):
+            self.deletion_ticket = self.log.append(Deletion(stored.object_id))
 
     async def load(self, stored: Stored, into: memoryview) -> None:
         """Read a whole object, verified extent by extent. `into` is page-aligned and has whole RECORD_ALIGNMENT units.
@@ -528,7 +645,7 @@ class NvmeTier:
         extent = self.pool.extent_bytes
         numbers = range(len(stored.pieces))
         if len(numbers) == 1:
-            await self.read_extent(stored, 0, into)
+            await self._load_extent(stored, 0, into)
             return
         failures: list[KvfsError] = []
 
@@ -536,7 +653,7 @@ class NvmeTier:
             async with self._loads:
                 if not failures:
                     try:
-                        await self.read_extent(stored, number, into[number * extent :])
+                        await self._load_extent(stored, number, into[number * extent :])
                     except KvfsError as error:
                         failures.append(error)
 
@@ -545,6 +662,13 @@ class NvmeTier:
                 nursery.start_soon(one, number)
         if failures:
             raise failures[0]
+
+    async def _load_extent(self, stored: Stored, number: int, into: memoryview) -> None:
+        """One extent to where it belongs in the object, with the zeros that its record does not hold."""
+        length = await self.read_extent(stored, number, into)
+        whole = min(self.pool.extent_bytes, stored.size_bytes - number * self.pool.extent_bytes)
+        if length < whole:
+            into[length:whole] = bytes(whole - length)
 
     async def read(self, stored: Stored, offset: int, into: memoryview) -> int:
         """Read a range, each extent that it touches verified whole; the count, short only at the object's end.
@@ -558,142 +682,38 @@ class NvmeTier:
             while offset + done < end:
                 number, start = divmod(offset + done, extent)
                 length = await self.read_extent(stored, number, view)
-                count = min(length - start, end - offset - done)
-                into[done : done + count] = view[start : start + count]
+                count = min(extent - start, end - offset - done)
+                there = min(max(length - start, 0), count)
+                into[done : done + there] = view[start : start + there]
+                into[done + there : done + count] = bytes(count - there)
                 done += count
         return done
 
     # --- reclaim ------------------------------------------------------------------------------------------
 
-    async def reclaim(self) -> bool:
-        """Free one segment, moving what must stay; False if none would gain anything. Raises DeviceFailed, NoSpace."""
-        closed = [s for s in self.pool.used() if s.closed and not (s.bad or s.failed)]
-        views = [SegmentView(s.number, s.sequence, self.pool.segment_bytes, s.kept_bytes) for s in closed]
-        short = len(self.pool.free) < limits.RESERVED_SEGMENTS
-        choice = choose_segment(views, short=short)
-        if choice is None:
-            return False
-        victim = self._by_number[choice.number]
-        try:
-            records = await self.pool.records(victim)
-        except DeviceFailed as error:
-            _log.error("segment %d cannot be reclaimed: %s", victim.number, error)
-            victim.failed = True
-            return True
-        budget = MoveBudget(0) if short else MoveBudget.of_segment(self.pool.segment_bytes, victim.kept_bytes)
-        await self._rewrite(self._sort_out(victim, records, budget))
-        try:
-            await self.pool.release(victim)
-        except DeviceFailed:
-            victim.failed = True  # the next attempt takes another one
-            raise
-        self._evicted_from.discard(victim.number)
-        crashpoints.reach("reclaim.after_release")
-        self.log.counts.segments_reclaimed += 1
-        return True
+    def known(self, object_id: int) -> Stored | None:
+        """The object, one that is dropped and still of use included."""
+        return self.objects.get(object_id) or self._leaving.get(object_id) or self._gone.get(object_id)
 
-    async def evacuate(self, victim: Segment, records: Sequence[Found]) -> None:
-        """Write everything that counts of `records`, which are the segment's, again in another one; durably.
+    def is_deleted(self, object_id: int) -> bool:
+        """Whether the object's Deletion is written, and somebody still holds it."""
+        return object_id in self._gone
 
-        Then the segment's file may go. Raises DeviceFailed, NoSpace.
-        """
-        await self._rewrite(self._sort_out(victim, records, MoveBudget(0, everything=True)))
-
-    async def _rewrite(self, entries: deque[Entry]) -> None:
-        crashpoints.reach("reclaim.before_rewrite")
-        while entries:
-            await self.log.write_now(entries)
-        await self.log.sync_now()
-        crashpoints.reach("reclaim.after_rewrite")
-
-    def _sort_out(self, victim: Segment, records: Sequence[Found], budget: MoveBudget) -> deque[Entry]:
-        """Evict what may go; what is to be moved, in order."""
-        others = [s.first_sequence for s in self.pool.used() if s is not victim]
-        entries: deque[Entry] = deque()
-        for found in records:
-            record = self._kept_record(victim, found, budget, others)
-            if record is not None:
-                entries.append(record)
-        return entries
-
-    def _kept_record(
-        self, victim: Segment, found: Found, budget: MoveBudget, others: Sequence[int]
-    ) -> Record | None:
-        kind, object_id = found.header["type"], found.header["object_id"]
-        here = (victim.number, found.offset)
-        if kind == RecordType.DATA:
-            return self._kept_data(here, found, budget)
-        if kind == RecordType.META:
-            stored = self._known(object_id)
-            if stored is None or stored.meta is None or stored.meta[0] != here:
-                return None
-            return self._meta_record(stored, found.body, moved=found)
-        if kind == RecordType.BUCKET:
-            place = self._buckets.get(object_id)
-            live = place is not None and place.place is not None and place.place[0] == here
-            return self._bucket_record(place) if place is not None and live else None
-        if kind == RecordType.TOMBSTONE:
-            body = TombstoneBody.decode(found.body)
-            if tombstone_counts(body.deleted_sequence, others):
-                return Record(RecordType.TOMBSTONE, 0, body=found.body)
-        return None
-
-    def _known(self, object_id: int) -> Stored | None:
-        """The object, one that is leaving included."""
-        return self.objects.get(object_id) or self._leaving.get(object_id)
-
-    def _kept_data(self, here: Location, found: Found, budget: MoveBudget) -> Record | None:
-        stored = self._known(found.header["object_id"])
-        number = found.header["extent_number"]
-        piece = stored.pieces[number] if stored is not None and number < len(stored.pieces) else None
-        live = piece is not None and (piece.segment, piece.offset) == here
-        fate = budget.data_fate(
-            live=live,
-            kept=live and stored is not None and stored.kept,
-            hot=live and stored is not None and self.hits_of(stored) > stored.hits,
-            record_bytes=found.header["record_bytes"],
-        )
-        if fate is Fate.DEAD or stored is None or piece is None:
-            return None
-        if fate is Fate.MOVE:
-            return self._move(stored, number, piece)
-        self._evicted_from.add(piece.segment)
+    def evict(self, stored: Stored, segment: int) -> None:
+        """Let an object go that has an extent in this segment, and what has to leave with it."""
+        self._evicted_from.add(segment)
         leaving = self.evicted(stored)
         self._forget(stored)
         self.counts.objects_evicted += 1
         for object_id in leaving:
             self.drop(object_id)
-        return None
 
-    def _move(self, stored: Stored, number: int, piece: Piece) -> Record:
-        payload = SegmentPayload(self.device, self._by_number[piece.segment].fd, piece)
-
-        def written(location: Location, record_bytes: int, checksum: int) -> None:
-            if not stored.dropped:
-                moved = Piece(*location, record_bytes, piece.payload_bytes, checksum)
-                self._set_piece(stored, number, moved)
-                self.written(stored)
-
-        def lost(error: KvfsError) -> None:
-            if stored.dropped:
-                return
-            if isinstance(error, Corrupt):
-                self._damage(stored, number, error)
-            else:  # the copy may not count, and the original is still there
-                self._set_piece(stored, number, piece)
-
-        stored.hits = self.hits_of(stored)
-        return Record(
-            RecordType.DATA,
-            stored.object_id,
-            _data_header(stored, number),
-            payload=_Guarded(stored, payload) if piece.payload_bytes else None,
-            written=written,
-            lost=lost,
-        )
+    def released(self, segment: int) -> None:
+        """The segment has no records any more."""
+        self._evicted_from.discard(segment)
 
 
-class _Guarded:
+class Guarded:
     """A payload whose object may be dropped before it is written."""
 
     def __init__(self, stored: Stored, payload: Payload) -> None:
@@ -712,7 +732,7 @@ def counted_bytes(record_bytes: int, body_bytes: int) -> int:
     return record_bytes + RECORD_HEADER.size + body_bytes
 
 
-def _data_header(stored: Stored, number: int) -> dict[str, int | bytes]:
+def data_header(stored: Stored, number: int) -> dict[str, int | bytes]:
     return {
         "kind": int(stored.key.kind),
         "key": stored.key.digest,
@@ -722,4 +742,5 @@ def _data_header(stored: Stored, number: int) -> dict[str, int | bytes]:
         "sealed_at_ns": stored.sealed_at_ns,
         "uid": stored.uid,
         "bucket_id": stored.bucket_id,
+        "origin_sequence": stored.writing,
     }

@@ -67,9 +67,9 @@ class Promoter:
                 await _fill(journal, stored, descriptor)
             finally:
                 os.close(descriptor)
-            whole = len(stored.pieces) == 1 and stored.size_bytes  # an empty one's record has no checksum
-            piece = stored.pieces[0] if whole else None
-            return self._store.promoted(info, draft, piece.checksum if piece else None)
+            piece = stored.pieces[0] if len(stored.pieces) == 1 else None
+            known = piece is not None and 0 < piece.payload_bytes == stored.size_bytes
+            return self._store.promoted(info, draft, piece.checksum if piece and known else None)
         except (Corrupt, Superseded) as error:
             raise NotFound(f"object {info.object_id} is gone: {error}") from error
         finally:

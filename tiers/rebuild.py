@@ -121,7 +121,7 @@ def _restore_snapshots(store: TieredStore, nvme: NvmeTier, found: Replayed) -> N
         if object_id not in nvme.objects or names.get_bucket(meta.bucket) is None:
             continue
         known = names.get(meta.bucket, meta.key)
-        if known is None or known.object_id < object_id:
+        if known is None or known.sequence < meta.row.sequence:
             if known is not None:
                 store.drop_replaced(known)
             names.put(meta.bucket, meta.key, replace(meta.row, flags=meta.row.flags & ~SNAPSHOT))

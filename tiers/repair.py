@@ -31,6 +31,7 @@ from tiers.fsck import Findings, Log
 from tiers.index_check import MARK
 from tiers.log import Deletion
 from tiers.rebuild import skip_ids
+from tiers.reclaiming import Reclaimer
 from tiers.segments import GEOMETRY
 from tiers.slot_check import free_slots
 from tiers.verify import SegmentCheck
@@ -53,7 +54,6 @@ async def repair(findings: Findings) -> None:
 async def _repair_log(log: Log) -> None:
     tier = log.tier
     tier.log.start_at(log.replay.next_sequence)
-    tier.log.reclaim = None  # nothing is evicted for room
     if log.pool.geometry_fault:
         _write_geometry(log)
     for check in log.pool.checks:
@@ -109,7 +109,7 @@ async def _clear(log: Log, check: SegmentCheck) -> None:
     if segment.state is SegmentState.IN_USE:
         if not tier.pool.free:
             tier.grow()
-        await tier.evacuate(segment, check.records)
+        await Reclaimer(tier).evacuate(segment, check.records)
     if check.worn:
         _set_aside(log, check)
     else:

@@ -6,11 +6,12 @@ and build the tier from them. On the device it changes nothing, but that segment
 What counts:
 - Records apply in the order of segments' lives, and within one by offset: the order in which they were written.
 - A TOMBSTONE ends every record of its ids, wherever it stands: an id is given out once.
-- An object counts when all of its extents are there and, if it is no block, a META. A META without its extents
-  means nothing, so a name whose newest object never arrived still stands for the one before it.
+- An object counts when all extents of its last writing are there and, if it is no block, a META. A META without its
+  extents means nothing, so a name whose newest object never arrived still stands for the one before it.
 - Of several objects with one name, or one prefix hash, the one with the newest META (or extent) counts, whatever
   reclaim moved since; a file that was being written counts before what it replaces. The others are `losers`:
   their deletion was lost, and is written again by the caller.
+- A named object's size is its newest META's; extents past it, which a draft had once, mean nothing.
 
 Concurrency: the service's trio thread, before any door is open.
 """
@@ -34,6 +35,7 @@ from tiers.base import Kind, StoreKey
 from tiers.device import Device
 from tiers.log import Location
 from tiers.nvme import NvmeTier, Piece, Stored, counted_bytes
+from tiers.reclaiming import Reclaimer
 from tiers.segments import Listing, Segment, SegmentPool, open_pool
 
 _log = logging.getLogger("kvfs.nvme")
@@ -113,7 +115,7 @@ class Replay:
     def _take_data(self, segment: int, offset: int, fields: _Fields) -> None:
         (
             _, kind, _, record_bytes, payload_bytes, sequence, key, parent, object_id,
-            number, size_bytes, sealed_at_ns, uid, bucket_id, _, checksum,
+            number, size_bytes, sealed_at_ns, uid, bucket_id, writing, checksum,
         ) = fields  # fmt: skip
         if parent == _NO_PARENT:
             parent = _NO_PARENT  # one for all
@@ -124,14 +126,18 @@ class Replay:
             )
             self.objects[object_id] = stored
         else:
-            stored.size_bytes, stored.parent, stored.uid = size_bytes, parent, uid
-            stored.sealed_at_ns = sealed_at_ns
+            stored.parent, stored.uid, stored.sealed_at_ns = parent, uid, sealed_at_ns
+            if object_id not in self.bodies:
+                stored.size_bytes = size_bytes
         piece = Piece(segment, offset, record_bytes, payload_bytes, checksum)
         count = self.tier.extent_count(size_bytes)
         if number >= count:
             raise Corrupt(f"extent {number} of an object of {size_bytes} bytes")
-        if len(stored.pieces) != count:
-            stored.pieces = [None] * count
+        if stored.writing != writing:
+            stored.pieces, stored.writing = [], writing
+            self.next_sequence = max(self.next_sequence, writing + 1)
+        if len(stored.pieces) < count:
+            stored.pieces += [None] * (count - len(stored.pieces))
         stored.pieces[number] = piece
         if kind == Kind.BLOCK:  # an object's META says where it belongs: reclaim may move ahead of it
             self.newest[object_id] = sequence
@@ -159,7 +165,7 @@ class Replay:
         if sequence < self.newest.get(object_id, 0):
             return
         stored.meta = place
-        stored.bucket_id = bucket_id
+        stored.bucket_id, stored.size_bytes = bucket_id, size_bytes
         self.newest[object_id] = sequence
         self.bodies[object_id] = body
 
@@ -203,7 +209,7 @@ class Replay:
         blocks: dict[bytes, Stored] = {}
         named: dict[bytes, Stored] = {}
         for object_id, stored in self.objects.items():
-            if object_id in self.dead or not stored.readable:
+            if object_id in self.dead or not self._is_whole(stored):
                 continue
             if stored.key.kind is Kind.BLOCK:
                 if stored.pieces:
@@ -222,12 +228,20 @@ class Replay:
             self._contend(named, name, stored)
         return chain(blocks.values(), named.values())
 
+    def _is_whole(self, stored: Stored) -> bool:
+        """Whether every extent is there, for what has any; those past the end go."""
+        count = self.tier.extent_count(stored.size_bytes)
+        if stored.pieces and len(stored.pieces) != count:
+            stored.pieces = (stored.pieces + [None] * count)[:count]
+        return stored.readable
+
     def _is_newer(self, stored: Stored, rival: Stored) -> bool:
         """Of two with one name or hash. What a file being written replaces may have been written behind only after
-        the file was made durable: of those two the later id counts."""
+        the file was made durable: of those two the later sequence of their rows counts."""
         snapshots = self.found.snapshots
         if (stored.object_id in snapshots) != (rival.object_id in snapshots):
-            return stored.object_id > rival.object_id
+            mine, other = (self.found.meta(each.object_id).row for each in (stored, rival))
+            return mine.sequence > other.sequence
         return self.newest.get(rival.object_id, 0) <= self.newest.get(stored.object_id, 0)
 
     def _contend(self, holders: dict[bytes, Stored], claim: bytes, stored: Stored) -> None:
@@ -253,7 +267,13 @@ async def _release_spent(pool: SegmentPool, replay: Replay) -> None:
 
 
 async def open_nvme(
-    device: Device, directory: Path, *, store_id: bytes, capacity_bytes: int, segment_bytes: int | None = None
+    device: Device,
+    directory: Path,
+    *,
+    store_id: bytes,
+    capacity_bytes: int,
+    segment_bytes: int | None = None,
+    trim: bool = False,
 ) -> tuple[NvmeTier, Replayed]:
     """The tier in `directory` with all that its records say. Raises what `open_pool` does.
 
@@ -263,8 +283,10 @@ async def open_nvme(
     pool = await open_pool(
         device, directory, store_id=store_id, capacity_bytes=capacity_bytes, segment_bytes=segment_bytes
     )
+    pool.trims = trim
     try:
         tier = NvmeTier(pool, 1)
+        tier.log.reclaim = Reclaimer(tier).reclaim
         replay = Replay(tier)
         for segment in pool.used():
             try:

@@ -138,6 +138,8 @@ class SegmentPool:
         self.segments: list[Segment] = []
         self.free: deque[Segment] = deque()
         self.next_sequence = 1
+        self.trims = False
+        """Whether the device is told what a freed segment no longer holds."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -183,13 +185,13 @@ class SegmentPool:
         segment.forget_records()
         return segment
 
-    async def release(self, segment: Segment, *, discard: bool = False) -> None:
+    async def release(self, segment: Segment) -> None:
         """End a life, durably: nothing that the file holds is read again. Raises NoSpace, DeviceFailed."""
         await self._write_header(segment, SegmentState.FREE, segment.sequence)
         await self.device.sync(segment.fd)
         segment.state = SegmentState.FREE
         segment.forget_records()
-        if discard:
+        if self.trims:
             self.device.discard(segment.fd, SEGMENT_DATA_START, self.segment_bytes - SEGMENT_DATA_START)
         if not segment.bad:
             self.free.append(segment)

@@ -119,9 +119,10 @@ def entry_object(key: bytes, found: ObjectInfo | Directory) -> dict[str, Any]:
         "uid": found.uid,
         "gid": found.gid,
         "mtime_ns": found.mtime_ns,
+        "user_metadata": base64.b64encode(found.user_metadata).decode(),
     }
     if isinstance(found, Directory):
-        return {**common, "directory": True}
+        return {**common, "directory": True, "marker_id": found.marker_id}
     return {
         **common,
         "directory": False,
@@ -133,7 +134,6 @@ def entry_object(key: bytes, found: ObjectInfo | Directory) -> dict[str, Any]:
         "pinned": found.pinned,
         "hits": found.hits,
         "block": found.name is None,
-        "user_metadata": base64.b64encode(found.user_metadata).decode(),
     }
 
 
@@ -148,4 +148,5 @@ def bucket_object(bucket: Bucket) -> dict[str, Any]:
         "mtime_ns": bucket.mtime_ns,
         "namespace": bucket.namespace.hex() if bucket.namespace is not None else None,
         "admits_all": bucket.admits_all,
+        "large": bucket.large,
     }

@@ -95,13 +95,16 @@ def _list(service: Service, session: Session, arguments: Arguments) -> JsonObjec
 
 
 def _remove(service: Service, session: Session, arguments: Arguments) -> JsonObject:
-    name = arguments.name()
+    name, marker = arguments.name(), arguments.flag("marker", False)
+    expected_id = arguments.optional_integer("expected_id")
     arguments.done()
     session.access.need_write_in(name)
-    if name.key.endswith(b"/"):
+    if marker:
+        session.store.remove_marker(name)
+    elif name.key.endswith(b"/"):
         session.store.remove_directory(name)
     else:
-        session.store.remove(name)
+        session.store.remove(name, expected_id=expected_id)
     return {}
 
 
@@ -117,11 +120,14 @@ def _rename(service: Service, session: Session, arguments: Arguments) -> JsonObj
 
 def _mkdir(service: Service, session: Session, arguments: Arguments) -> JsonObject:
     name, mode = arguments.name(), arguments.mode(0o755)
+    marker = arguments.optional_bytes("marker", limits.MAX_USER_METADATA_BYTES)
     arguments.done()
     session.access.need_write_in(name)
     caller = session.caller
-    made = session.store.make_directory(name, Attributes(mode=mode, uid=caller.uid, gid=caller.gid))
-    return entry_object(name.key, made)
+    attributes = Attributes(mode=mode, uid=caller.uid, gid=caller.gid, user_metadata=marker or b"")
+    if marker is None:
+        return entry_object(name.key, session.store.make_directory(name, attributes))
+    return entry_object(name.key, session.store.put_marker(name, attributes))
 
 
 def _set_attributes(service: Service, session: Session, arguments: Arguments) -> JsonObject:
@@ -131,12 +137,19 @@ def _set_attributes(service: Service, session: Session, arguments: Arguments) ->
     gid = arguments.optional_integer("gid", most=0xFFFF_FFFE)
     mtime_ns = arguments.optional_integer("mtime_ns")
     user_metadata = arguments.optional_bytes("user_metadata", limits.MAX_USER_METADATA_BYTES)
+    expected_id = arguments.optional_integer("expected_id")
     arguments.done()
     found = session.store.lookup(name)
     session.access.need_control(name, found)
     _need_new_owner(session, uid, gid)
     changed = session.store.set_attributes(
-        name, mode=mode, uid=uid, gid=gid, mtime_ns=mtime_ns, user_metadata=user_metadata
+        name,
+        mode=mode,
+        uid=uid,
+        gid=gid,
+        mtime_ns=mtime_ns,
+        user_metadata=user_metadata,
+        expected_id=expected_id,
     )
     return entry_object(name.key, changed)
 
@@ -173,7 +186,7 @@ def _evict(service: Service, session: Session, arguments: Arguments) -> JsonObje
 # --- buckets and namespaces ------------------------------------------------------------------------------
 def _bucket_create(service: Service, session: Session, arguments: Arguments) -> JsonObject:
     name, mode, durable = arguments.text("bucket"), arguments.mode(0o755), arguments.flag("durable", False)
-    admits_all = arguments.flag("admits_all", True)
+    admits_all, large = arguments.flag("admits_all", True), arguments.flag("large", False)
     uid, gid = arguments.optional_integer("uid"), arguments.optional_integer("gid")
     arguments.done()
     paths.check_bucket(name)
@@ -187,6 +200,7 @@ def _bucket_create(service: Service, session: Session, arguments: Arguments) -> 
         mode=mode,
         durable=durable,
         admits_all=admits_all,
+        large=large,
     )
     return bucket_object(made)
 

@@ -26,7 +26,7 @@ import trio
 
 from kvfs import limits
 from kvfs._native.sealer import SEALS_AT_ONCE
-from kvfs.errors import InvalidRequest, IsDirectory, KvfsError, NotFound
+from kvfs.errors import InvalidRequest, IsDirectory, KvfsError, NotFound, NotPermitted
 from kvfs.messages import (
     DIGEST_BYTES,
     NO_PARENT,
@@ -108,6 +108,10 @@ async def serve_batch(session: Session, request: Batch, reply: Reply) -> None:
 
 async def _serve_digests(session: Session, request: DigestBatch, reply: Reply) -> None:
     digests = [request.digests[at : at + DIGEST_BYTES] for at in range(0, len(request.digests), DIGEST_BYTES)]
+    if request.op is Op.TOUCH and request.namespace == 0:
+        touched = await _each(digests, lambda digest: _touch_any(session, digest), lambda _: 0)
+        await reply.send(CountAnswer(Op.TOUCH, sum(touched)))
+        return
     if request.op is Op.REMOVE_BLOCK:
         bucket = _writable(session, request.namespace)
         await _send_results(
@@ -183,7 +187,14 @@ def _seal_named(session: Session, seal: NameSeal) -> Result:
         user_metadata=seal.user_metadata,
     )
     try:
-        info = session.store.seal(draft, name, attributes, replace=seal.replace, checksum=seal.checksum)
+        info = session.store.seal(
+            draft,
+            name,
+            attributes,
+            replace=seal.replace,
+            expected_id=seal.expected_id,
+            checksum=seal.checksum,
+        )
     finally:
         session.settle(draft)
     return Result(0, info.size_bytes)
@@ -217,6 +228,17 @@ def _find_name(session: Session, name: Name) -> ObjectInfo:
 
 def _touch(session: Session, digest: bytes) -> None:
     session.store.touch(StoreKey(Kind.BLOCK, digest))
+
+
+def _touch_any(session: Session, digest: bytes) -> int:
+    """Count a hit of any object by its store key; 1 where it is there."""
+    if not session.access.privileged:
+        raise NotPermitted("only the service's user reports hits of named objects")
+    kind = Kind.BLOCK if any(digest[:8]) else Kind.OBJECT
+    if session.store.table.get(digest) is None:
+        return 0
+    session.store.touch(StoreKey(kind, digest))
+    return 1
 
 
 def _block(session: Session, bucket: bytes, digest: bytes) -> ObjectInfo:

@@ -262,6 +262,7 @@ class SessionServer:
             details={
                 "directory": str(self.store.dram.root / "slots"),
                 "table": self.store.table.path,
+                "index": str(self.store.home.index),
                 "limits": {
                     "frame_bytes": limits.MAX_FRAME_BYTES,
                     "batch": limits.MAX_BATCH,

@@ -22,7 +22,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -33,19 +33,22 @@ import trio
 from kvfs import crashpoints, limits
 from kvfs._native.sealer import Sealed
 from kvfs._native.slots import fd_xxh3_64
-from kvfs._native.table import TIER_DRAM
+from kvfs._native.table import TIER_DRAM, TIER_NVME
 from kvfs.errors import (
     ConfigError,
     Corrupt,
     Exists,
     InvalidRequest,
+    NoSpace,
     NotPermitted,
+    ObjectTooLarge,
     Superseded,
+    WriterActive,
 )
 from kvfs.keys import block_name
 from kvfs.name_rows import SNAPSHOT
 from kvfs.names import NameIndex, NameRow
-from tiers.base import Extent, Kind, SealHeader, StoreKey, object_key
+from tiers.base import NO_SLOT, Extent, Kind, SealHeader, StoreKey, object_key
 from tiers.blocks import Block
 from tiers.catalog import block_digest
 from tiers.device import Device
@@ -55,6 +58,7 @@ from tiers.heritage import Heritage, Lower, walking
 from tiers.home import Home, open_home
 from tiers.index_check import IndexWalk
 from tiers.journal import Resident
+from tiers.large import LargeDraft, LargeReader
 from tiers.model import Attributes, Bucket, Change, ChangeKind, Draft, Name, ObjectInfo
 from tiers.naming import Naming, new_row
 from tiers.promotion import Promoter
@@ -120,6 +124,7 @@ class TieredStore(Naming):
         dram_bytes: int,
         nvme_dir: Path | None = None,
         segment_bytes: int | None = None,
+        trim: bool = False,
         max_slots: int = limits.DEFAULT_SLOTS,
         gid: int | None = None,
         backing: str = "auto",
@@ -128,7 +133,8 @@ class TieredStore(Naming):
     ) -> Self:
         """As `open`, with an NVMe tier in `nvme_dir` (default: in the data directory), which the store outlives.
 
-        `run` writes to it. Raises what `open` and `tiers.segments.open_pool` do.
+        `trim`: tell the device what freed segments no longer hold. `run` writes to the tier. Raises what `open` and
+        `tiers.segments.open_pool` do.
         """
         make_policy = _checked(dram_bytes, policy)
         home = open_home(data_dir)
@@ -140,6 +146,7 @@ class TieredStore(Naming):
             store_id=home.store_id,
             capacity_bytes=nvme_bytes,
             segment_bytes=segment_bytes,
+            trim=trim,
         )
         quota_bytes = quota_bytes if quota_bytes is not None else dram_bytes // 2
         with _without_gc(), walking(home) as walk:
@@ -235,22 +242,18 @@ class TieredStore(Naming):
         attributes: Attributes,
         *,
         replace: bool = True,
+        expected_id: int | None = None,
         checksum: int | None = None,
         snapshot: int | None = None,
     ) -> ObjectInfo:
         """Publish a draft under a name: the last seal wins. `snapshot` is what `persist_draft` made of it.
 
-        Raises WriterActive while it can still be written, Exists when not `replace` and the name is taken
-        (the draft stays open in both cases), NotPermitted for the names of blocks.
+        Raises WriterActive while it can still be written, Exists when not `replace` and the name is taken, and
+        where another object than `expected_id` has it, NotFound where none has (the draft then stays open),
+        NotPermitted for the names of blocks, NoSpace of a full index.
         """
-        bucket = self._check_name(name)
-        if name.key.endswith(b"/"):
-            raise InvalidRequest(f"{name} ends in '/': only a directory has such a name")
-        if block_digest(bucket, name.key):
-            raise NotPermitted(f"{name}: names under kv/ of a bound bucket are blocks, sealed by prefix hash")
-        old = self._row(name)
-        if old is not None and not replace:
-            raise Exists(f"{name} exists")
+        self.make_entry_room()
+        bucket, old = self._check_sealable(name, replace=replace, expected_id=expected_id)
         if bucket.durable:
             self.journal.check_durable(self.dram.draft_bytes(draft.extent))
         same = snapshot is not None and self.journal.is_snapshot(snapshot, *self._look_at(draft))
@@ -278,6 +281,101 @@ class TieredStore(Naming):
             self._discard(object_key(old.object_id), old.uid)
         self._tell(Change(ChangeKind.SEALED, name, key))
         return self._info(name, row, sealed.extent)
+
+    def _check_sealable(
+        self, name: Name, *, replace: bool, expected_id: int | None = None
+    ) -> tuple[Bucket, NameRow | None]:
+        """Where an object of this name goes, and the row of the one that it replaces."""
+        bucket = self._check_name(name)
+        if name.key.endswith(b"/"):
+            raise InvalidRequest(f"{name} ends in '/': only a directory has such a name")
+        if block_digest(bucket, name.key):
+            raise NotPermitted(f"{name}: names under kv/ of a bound bucket are blocks, sealed by prefix hash")
+        old = self._row(name)
+        if old is not None and not replace:
+            raise Exists(f"{name} exists")
+        if expected_id is not None:
+            self._check_expected(name, expected_id)
+        return bucket, old
+
+    # --- objects larger than DRAM takes -------------------------------------------------------------------
+
+    def is_large(self, info: ObjectInfo) -> bool:
+        """Whether DRAM cannot take the object: it is read where it is (`open_large`)."""
+        return info.extent is None and info.size_bytes > self._largest_bytes
+
+    def open_large(self, info: ObjectInfo) -> LargeReader:
+        """A lease on an object in the NVMe tier; the caller closes it. Raises NotFound, QuotaExceeded."""
+        reader = self.journal.large.open(info.object_id)
+        self.touch(info.key)
+        return reader
+
+    def begin_large(self, bucket: bytes, *, uid: int, base: ObjectInfo | None = None) -> LargeDraft:
+        """An empty draft that is written extent by extent to the NVMe tier, or one with the bytes of `base`; the
+        caller closes it, sealed or not (`abort_large`).
+
+        Raises BucketNotFound, NotFound (`base` is not in that tier), QuotaExceeded, DeviceMissing.
+        """
+        where = self.bucket(bucket)
+        return self.journal.large.begin(
+            self.names.next_ids(1), where.bucket_id, uid=uid, base=None if base is None else base.object_id
+        )
+
+    async def persist_large(self, draft: LargeDraft, name: Name, attributes: Attributes) -> None:
+        """As `persist_draft`: what was written so far is durable, and there under its name after a crash.
+
+        Raises NoSpace, DeviceFailed.
+        """
+        async with draft.settled():
+            draft.persisted_bytes = draft.size_bytes
+            await self.journal.persist_large(draft, name, self._large_row(draft, attributes, SNAPSHOT))
+
+    def _large_row(self, draft: LargeDraft, attributes: Attributes, flags: int) -> NameRow:
+        """With a sequence of its own: the object has had its id since before what may have got the name meanwhile."""
+        size_bytes = draft.persisted_bytes if flags & SNAPSHOT else draft.size_bytes
+        row = new_row(draft.object_id, attributes, flags)
+        return replace(row, size_bytes=size_bytes or 0, sequence=self.names.next_ids(1))
+
+    def rename_large(self, draft: LargeDraft, name: Name, attributes: Attributes) -> None:
+        """What `persist_large` made durable, if anything, has this name from here on."""
+        if draft.persisted_bytes is not None:
+            row = self._large_row(draft, attributes, SNAPSHOT)
+            self.journal.rename_snapshot(name, row, draft.persisted_bytes)
+
+    def seal_large(
+        self, draft: LargeDraft, name: Name, attributes: Attributes, *, replace: bool = True
+    ) -> ObjectInfo:
+        """As `seal`. Raises WriterActive while some of it is not yet written (`LargeDraft.flush`)."""
+        self.make_entry_room()
+        bucket, old = self._check_sealable(name, replace=replace)
+        draft.check()
+        if not draft.is_written or draft.sealed:
+            raise WriterActive(f"{name} is not written yet, or sealed already")
+        stored, digest = draft.stored, draft.stored.key.digest
+        row = self._large_row(draft, attributes, 0)
+        self._report_hits()
+        kind = int(stored.key.kind)
+        self.table.put(digest, kind, NO_SLOT, 0, row.size_bytes, tiers=TIER_NVME, location=stored.place)
+        try:
+            self.names.put(name.bucket, name.key, row)
+        except BaseException:
+            self.table.remove(digest)
+            raise
+        crashpoints.reach("store.after_index_put")
+        self._name_of[digest] = name
+        self._counts["seals"] += 1
+        draft.sealed = True
+        self.journal.sealed_large(draft, bucket, name, row, None if old is None else old.object_id)
+        if old is not None:
+            self._discard(object_key(old.object_id), old.uid)
+        self._tell(Change(ChangeKind.SEALED, name, stored.key))
+        return self._info(name, row, None)
+
+    def abort_large(self, draft: LargeDraft) -> None:
+        """Give the draft back, and what was made durable of it; twice is harmless."""
+        if not draft.sealed:
+            self.journal.removed(draft.object_id)
+        draft.close()
 
     def _look_at(self, draft: Draft) -> tuple[int, int]:
         """(bytes, XXH3-64) of a draft as it is now."""
@@ -326,6 +424,7 @@ class TieredStore(Naming):
         where = self.bucket(bucket)
         if where.namespace is None:
             raise InvalidRequest(f"bucket {bucket.decode()} is bound to no namespace")
+        self.make_entry_room()
         with self.native_seals.settled():
             if self._blocks.get(digest) is not None:
                 self.abort(draft)
@@ -356,10 +455,13 @@ class TieredStore(Naming):
         self._enter_sealed(StoreKey(Kind.BLOCK, sealed.key), block, bucket, extent)
 
     def drop_unindexed(self, draft: Draft, sealed: Sealed) -> None:
-        """The sealing thread has sealed a draft that the table has no room for: the slot goes back."""
+        """The sealing thread has sealed a draft that the table has no room for: the slot goes back, and there is room
+        for the next one, if anything may be evicted."""
         self._close_draft(draft, None)
         extent = self.dram.note_sealed(draft.extent, sealed.physical_bytes, has_checksum=True)
         self.dram.free(extent, charge_uid=draft.uid)
+        with suppress(NoSpace):
+            self.make_entry_room()
 
     def _enter_sealed(self, key: StoreKey, block: Block, bucket: Bucket, extent: Extent) -> None:
         """Tell all who want to know of a block that is in the table from here on."""
@@ -382,8 +484,12 @@ class TieredStore(Naming):
     def open_read(self, info: ObjectInfo, *, uid: int) -> int:
         """A read-only descriptor, which is the lease; the caller closes it. `load` brings up what is not in DRAM.
 
-        Raises Superseded, QuotaExceeded.
+        Raises Superseded, QuotaExceeded, ObjectTooLarge.
         """
+        if self.is_large(info):
+            raise ObjectTooLarge(
+                f"object {info.object_id} has {info.size_bytes} bytes: DRAM takes {self._largest_bytes}"
+            )
         if info.extent is None:
             raise Superseded(f"object {info.object_id} is not in DRAM")
         self.space.check_quota(uid, held_bytes=self.dram.charged_bytes(uid))

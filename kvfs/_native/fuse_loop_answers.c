@@ -288,10 +288,22 @@ static int handle_fallocate(struct fuse_loop *loop, const struct fw_in_header *i
     return 1;
 }
 
+/* SEEK_DATA and SEEK_HOLE of what has no slot: all of it is data, as lseek(2) allows. */
+static int seek_in_size(struct fuse_loop *loop, uint64_t nodeid, const struct fw_lseek_in *body, uint64_t *offset) {
+    pthread_mutex_lock(&loop->nodes_lock);
+    struct fl_node *node = fl_find(loop, nodeid);
+    int known = node != NULL && node->state == FL_OTHER && S_ISREG(node->attr.mode);
+    uint64_t size = known ? node->attr.size : 0;
+    pthread_mutex_unlock(&loop->nodes_lock);
+    if (!known || (body->whence != SEEK_DATA && body->whence != SEEK_HOLE)) return -EINVAL;
+    *offset = body->whence == SEEK_DATA ? body->offset : size;
+    return body->offset < size ? 0 : -ENXIO;
+}
+
 static int handle_lseek(struct fuse_loop *loop, const struct fw_in_header *in, const struct fw_lseek_in *body) {
     int fd = open_node_slot(loop, in->nodeid, 0);
     struct fw_lseek_out out = {0};
-    int status = fd == -EAGAIN ? -EINVAL : fd;
+    int status = fd == -EAGAIN ? seek_in_size(loop, in->nodeid, body, &out.offset) : fd;
     if (fd >= 0) {
         off_t found = lseek(fd, (off_t)body->offset, (int)body->whence);
         status = found < 0 ? -errno : 0;
@@ -331,7 +343,8 @@ int fl_died_by_signal(uint32_t pid) {
 }
 
 /* close() of a handle: an object over the limit is refused while the writer can still be told, and a writer
- * that dies by a signal is remembered, so that what it leaves is not published. A reader's end says nothing. */
+ * that dies by a signal is remembered, so that what it leaves is not published. A reader's end says nothing.
+ * What has no slot is written to NVMe by the library, which answers when it has done so. */
 static int handle_flush(struct fuse_loop *loop, const struct fw_in_header *in, const uint64_t *handle) {
     struct fw_attr attr = {0};
     uint64_t valid_s;
@@ -340,8 +353,8 @@ static int handle_flush(struct fuse_loop *loop, const struct fw_in_header *in, c
     pthread_mutex_lock(&loop->nodes_lock);
     struct fl_node *node = fl_find(loop, in->nodeid);
     int ours = node != NULL && (node->state == FL_DRAFT || node->state == FL_SEALED);
-    if (ours) {
-        if (fl_current_attr(loop, node, &attr, &valid_s) < 0) attr.size = 0;
+    if (ours && fl_current_attr(loop, node, &attr, &valid_s) < 0) attr.size = 0;
+    if (node != NULL) {
         if (writable) node->killed = (uint8_t)killed;
         node->flushed = 1;
     }

@@ -19,12 +19,14 @@ import sys
 import tempfile
 from collections import Counter, deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
 from kvfs import crashpoints
+from kvfs.cli_fsck import _check
 from kvfs.limits import MIB
 from tests.support.crash_model import Model, Value
 from tests.support.service import ROOT
@@ -34,6 +36,8 @@ INDEX_FATES: Final = ("intact", "intact", "intact", "gone", "truncated", "flippe
 DRAM_FATES: Final = ("intact", "intact", "gone")
 CHANGES: Final = 120
 """Of each client in a life that is not killed before."""
+FSCK_SHARE: Final = 0.3
+"""Of the lives: each check reads everything."""
 
 
 def fast_directory() -> str | None:
@@ -84,6 +88,8 @@ class Tally:
 
     lives: int = 0
     kills: int = 0
+    checks: int = 0
+    """Lives after which the stored data was checked."""
     acknowledged: int = 0
     found: int = 0
     reached: Counter[str] = field(default_factory=Counter)
@@ -96,7 +102,7 @@ class Tally:
     def __str__(self) -> str:
         never = sorted(crashpoints.POINTS - self.reached.keys())
         return (
-            f"{self.lives} lives, {self.kills} kills, {self.acknowledged} changes acknowledged, "
+            f"{self.lives} lives, {self.kills} kills, {self.checks} checks, {self.acknowledged} changes acknowledged, "
             f"{self.found} things found again\nfates: {dict(self.fates)}\nactivity: {dict(self.activity)}\n"
             f"killed at: {dict(self.killed_at)}\nreached: {dict(self.reached)}\nnever reached: {never}"
         )
@@ -159,6 +165,8 @@ class Harness:
         assert not life.wrong, f"{where}: {life.wrong}\n" + "\n".join(
             [*life.log, *self._history_of(life.wrong)]
         )
+        if life.found is not None and self.chance.random() < FSCK_SHARE:  # else earlier damage may be there
+            self.check_clean(where)
         self.tally.lives += 1
         self.tally.kills += status == -signal.SIGKILL
         if status and crash_at and kill_after is None:
@@ -179,7 +187,8 @@ class Harness:
                         return
                     life.lines += 1
                     if life.lines == kill_after:
-                        signal.pidfd_send_signal(watch, signal.SIGKILL)
+                        with suppress(ProcessLookupError):  # it has ended, and this line is late
+                            signal.pidfd_send_signal(watch, signal.SIGKILL)
                     try:
                         yield json.loads(line)
                     except json.JSONDecodeError:  # the watchdog's traceback
@@ -221,6 +230,16 @@ class Harness:
             self.tally.activity[key] += usage[key]
         for key in ("segments_reclaimed", "objects_evicted", "corrupt", "syncs"):
             self.tally.activity[key] += usage["tiers"][1][key]
+
+    def check_clean(self, where: str) -> None:
+        """A kill leaves nothing to repair: what is stored agrees and is all referred to. At most the last write of a
+        segment is torn, and then it is of nothing that was acknowledged."""
+        found = _check(self.path, self.path / "nvme", repair=False)
+        self.tally.checks += 1
+        torn = [each for each in found["problems"] if " at " in each["where"] and each["cost"] != "durable"]
+        wrong = [each for each in found["problems"] if each not in torn]
+        assert not wrong, f"{where}: {wrong}"
+        assert len({each["where"].partition(" at ")[0] for each in torn}) <= 1, f"{where}: {torn}"
 
     # --- damage ------------------------------------------------------------------------------------------------
     def damage(self) -> None:

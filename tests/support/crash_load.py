@@ -370,7 +370,7 @@ def _audit_nvme(journal: NvmeJournal) -> list[str]:
             f"{nvme.capacity_bytes} in all"
         )
     live: dict[int, int] = {}
-    for stored in [*nvme.objects.values(), *nvme._leaving.values()]:
+    for stored in [*nvme.objects.values(), *nvme._leaving.values(), *nvme._gone.values()]:
         for piece in stored.pieces:
             if piece is not None:
                 live[piece.segment] = live.get(piece.segment, 0) + counted_bytes(piece.record_bytes, 0)

@@ -121,8 +121,14 @@ class Model:
         }
 
     def restart(self, found: dict[str, Value]) -> Model:
-        """What the next life begins with."""
-        return Model(values=dict(found), acknowledged=self.acknowledged)
+        """What the next life begins with. That something in a cache was not found promises nothing: its eviction may
+        not have reached the device, so until its name is used again it may be back."""
+        forgotten = {
+            name: allowed
+            for name, allowed in self.outcomes().items()
+            if name not in found and not is_durable(name)
+        }
+        return Model(values=dict(found), unsure=forgotten, acknowledged=self.acknowledged)
 
 
 def _value(raw: list[Any] | Value) -> Value:

@@ -1,0 +1,94 @@
+"""Buckets: create, list, head, location, delete.
+
+Responsibility: S3's view of buckets. Whom one belongs to is kept in the gateway's own bucket (`gateway.reserved`); one
+that another door made belongs to nobody, so it is "exists" to all.
+
+Names that begin with a dot are no S3 buckets. Concurrency: one task per call.
+"""
+
+from __future__ import annotations
+
+import re
+
+from gateway import bodies, documents
+from gateway.calls import Answer, Call, Document
+from gateway.errors import S3Error
+from gateway.reserved import bucket_owner, forget_bucket, note_owner
+from gateway.uploads import uploads_of
+from kvfs.errors import Exists
+from kvfs.messages import Op
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]\Z")
+_ADDRESS = re.compile(r"\d+\.\d+\.\d+\.\d+\Z")
+
+
+async def list_buckets(call: Call) -> Answer:
+    """Those that the caller may do anything with."""
+    credential = call.verified.credential
+    prefix = call.action.arguments.get("prefix", "")
+    found = [
+        (bucket.name, bucket.created_ns)
+        for bucket in await call.backend.buckets()
+        if not bucket.name.startswith(".")
+        and bucket.name.startswith(prefix)
+        and any(credential.may(right, bucket.name) for right in ("read", "write", "list"))
+    ]
+    return Document(200, (), documents.list_buckets(found, call.owner, prefix=prefix))
+
+
+async def create_bucket(call: Call) -> Answer:
+    location = bodies.create_bucket_configuration(await call.read_document())
+    _check_location(call, location)
+    check_name(call.bucket)
+    try:
+        await call.backend.control(Op.BUCKET_CREATE, bucket=call.bucket)
+    except Exists:
+        if await bucket_owner(call.backend, call.bucket) != call.owner:
+            raise S3Error("BucketAlreadyExists", detail={"BucketName": call.bucket}) from None
+        if call.settings.region != "us-east-1":
+            raise S3Error("BucketAlreadyOwnedByYou", detail={"BucketName": call.bucket}) from None
+    else:
+        await note_owner(call.backend, call.bucket, call.owner)
+    return Answer(200, [("Location", f"/{call.bucket}")])
+
+
+def _check_location(call: Call, location: str | None) -> None:
+    region = call.settings.region
+    if location is None or location in (region, ""):
+        return
+    if location in ("us-east-1", "EU") and region in ("us-east-1", "eu-west-1"):
+        return
+    raise S3Error(
+        "IllegalLocationConstraintException",
+        f"The {location} location constraint is not the one of {region}.",
+    )
+
+
+def check_name(name: str) -> None:
+    """Raises S3Error InvalidBucketName by S3's rules for new buckets, which are narrower than kvfs's."""
+    if not _NAME.match(name) or ".." in name or ".-" in name or "-." in name or _ADDRESS.match(name):
+        raise S3Error(
+            "InvalidBucketName",
+            "A bucket's name has 3 to 63 lower-case letters, digits, dots and hyphens, and is no IP address.",
+            detail={"BucketName": name},
+        )
+
+
+async def head_bucket(call: Call) -> Answer:
+    await call.backend.bucket(call.bucket)
+    return Answer(200, [("x-amz-bucket-region", call.settings.region)])
+
+
+async def get_location(call: Call) -> Answer:
+    await call.backend.bucket(call.bucket)
+    return Document(200, (), documents.location_constraint(call.settings.region))
+
+
+async def delete_bucket(call: Call) -> Answer:
+    """Uploads under way go with it, as they are in no listing of its keys."""
+    await call.backend.bucket(call.bucket)
+    await call.backend.control(Op.BUCKET_REMOVE, bucket=call.bucket)
+    await forget_bucket(call.backend, call.bucket)
+    for upload in await uploads_of(call.backend, call.bucket):
+        await upload.remove(call.backend)
+    return Answer(204)

@@ -1,0 +1,237 @@
+"""CompleteMultipartUpload: parts become one object.
+
+Responsibility: check what the client claims against the parts that are there, copy them into one draft, and publish
+it. A retry of a completion that succeeded gets the same answer: the object remembers its upload.
+
+Invariants:
+- Everything is checked before a byte is copied; the parts' descriptors are leases on what was checked, so a part that
+  is uploaded again meanwhile changes nothing.
+- The upload's record is taken away right before the seal: of completions and aborts that race, one wins. A seal that
+  fails puts the record back.
+
+Concurrency: one task per call, one worker thread per copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from urllib.parse import quote
+
+import trio
+
+from gateway import bodies, checksums, documents, reserved
+from gateway import etag as etags
+from gateway.backend import Seal
+from gateway.bodies import PartClaim
+from gateway.calls import Answer, Call, Document, Stored
+from gateway.checksums import Checksum, ChecksumType
+from gateway.copying import copy_range
+from gateway.drafts import Draft
+from gateway.errors import S3Error
+from gateway.found import Found
+from gateway.metadata import ObjectMetadata, PartMetadata
+from gateway.stored import stored
+from gateway.uploads import Upload, find_upload, remove_parts
+from gateway.writing import check_size, is_pinned, write_condition
+from kvfs import limits
+from kvfs.errors import KvfsError
+
+log = logging.getLogger("kvfs.gateway")
+
+_WINNER_WAIT_S = 2.0
+_WINNER_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    number: int
+    what: Stored
+
+
+async def complete(call: Call) -> Answer:
+    claims = bodies.complete_multipart_upload(await call.read_document())
+    upload_id = call.action.upload_id or ""
+    upload = await find_upload(call.backend, upload_id, call.bucket, call.key)
+    if upload is None:
+        return await _completed_before(call, upload_id)
+    parts = _claimed(claims, await upload.parts(call.backend))
+    said = _metadata(call, upload, parts, claims)
+    check_size(call, sum(part.what.size_bytes for part in parts))
+    seal = replace(await write_condition(call), user_metadata=said.encode())
+    draft = await _join(call, upload, parts)
+    try:
+        if not await upload.claim(call.backend):
+            return await _completed_before(call, upload_id)
+        await _publish(call, upload, draft, seal)
+    finally:
+        await call.backend.abort(draft)
+    await _tidy(call, upload, said)
+    return await _answer(call, said)
+
+
+def _claimed(claims: Sequence[PartClaim], found: dict[int, Found]) -> list[_Part]:
+    """The parts that are claimed, as they are. Raises S3Error InvalidPart, EntityTooSmall."""
+    parts = []
+    for claim in claims:
+        row = found.get(claim.number)
+        what = None if row is None else stored(row)
+        if what is None or what.etag != claim.etag or not _matches(claim, what):
+            raise S3Error("InvalidPart", detail={"PartNumber": str(claim.number), "ETag": claim.etag})
+        parts.append(_Part(claim.number, what))
+    for part in parts[:-1]:
+        if part.what.size_bytes < limits.MIN_PART_BYTES:
+            raise S3Error(
+                "EntityTooSmall",
+                detail={
+                    "PartNumber": str(part.number),
+                    "ProposedSize": str(part.what.size_bytes),
+                    "MinSizeAllowed": str(limits.MIN_PART_BYTES),
+                },
+            )
+    return parts
+
+
+def _matches(claim: PartClaim, what: Stored) -> bool:
+    """Whether the part has the checksums that are claimed."""
+    checksum = what.metadata.checksum
+    return all(
+        checksum is not None and checksum.algorithm is algorithm and checksum.digest == digest
+        for algorithm, digest in claim.checksums.items()
+    )
+
+
+def _metadata(
+    call: Call, upload: Upload, parts: Sequence[_Part], claims: Sequence[PartClaim]
+) -> ObjectMetadata:
+    """The object's. Raises S3Error InvalidRequest, BadDigest."""
+    size_bytes = sum(part.what.size_bytes for part in parts)
+    promised = call.request.header(b"x-amz-mp-object-size")
+    if promised is not None and promised != str(size_bytes):
+        raise S3Error(
+            "InvalidRequest", f"x-amz-mp-object-size is {promised[:20]}, the parts have {size_bytes} bytes."
+        )
+    tags = [part.what.metadata.etag for part in parts]
+    etag = etags.multipart([bytes.fromhex(tag) for tag in tags]) if all(tags) else ""
+    checksum = _checksum(upload, parts)
+    wanted = checksums.wanted(call.request)
+    if wanted.digest is not None and wanted.algorithm is not None:
+        found = None if checksum is None or checksum.algorithm is not wanted.algorithm else checksum.digest
+        checksums.verify(wanted.algorithm.value, wanted.digest, found or b"")
+    return replace(
+        upload.metadata,
+        etag=etag,
+        checksum=checksum,
+        upload_id=upload.upload_id,
+        parts=tuple(_part_metadata(part, checksum) for part in parts),
+    )
+
+
+def _part_metadata(part: _Part, checksum: Checksum | None) -> PartMetadata:
+    """A part's checksum is kept where the object has one, too."""
+    own = part.what.metadata.checksum
+    digest = own.digest if own is not None and checksum is not None else b""
+    return PartMetadata(part.what.size_bytes, digest)
+
+
+def _checksum(upload: Upload, parts: Sequence[_Part]) -> Checksum | None:
+    """Of the whole object, out of the parts'."""
+    algorithm = upload.algorithm
+    own = [part.what.metadata.checksum for part in parts]
+    if algorithm is None:
+        return None
+    digests = [each.digest for each in own if each is not None and each.algorithm is algorithm]
+    if len(digests) != len(parts):
+        raise S3Error("InvalidPart", f"A part has no {algorithm.value} checksum.")
+    if upload.checksum_type is ChecksumType.COMPOSITE:
+        return checksums.composite(algorithm, digests)
+    pairs = zip(digests, (part.what.size_bytes for part in parts), strict=True)
+    return Checksum(algorithm, checksums.combine(algorithm, pairs))
+
+
+async def _join(call: Call, upload: Upload, parts: Sequence[_Part]) -> Draft:
+    """A draft that holds the parts' bytes in order; the caller seals or aborts it."""
+    draft = await call.backend.reserve(sum(part.what.size_bytes for part in parts))
+    try:
+        at = 0
+        for part in parts:
+            opened = await call.backend.open(reserved.BUCKET, upload.part_key(part.number))
+            if opened is None:
+                raise S3Error("InvalidPart", detail={"PartNumber": str(part.number)})
+            found, descriptor = opened
+            try:
+                if found.object_id != part.what.found.object_id:
+                    raise S3Error("InvalidPart", detail={"PartNumber": str(part.number)})
+                await _copy(descriptor, draft, at, found.size_bytes)
+            finally:
+                os.close(descriptor)
+            at += found.size_bytes
+    except BaseException:
+        with trio.CancelScope(shield=True):
+            await call.backend.abort(draft)
+        raise
+    return draft
+
+
+async def _copy(descriptor: int, draft: Draft, at: int, size_bytes: int) -> None:
+    for start in range(0, size_bytes, limits.COPY_TURN_BYTES):
+        count = min(size_bytes - start, limits.COPY_TURN_BYTES)
+        await trio.to_thread.run_sync(copy_range, descriptor, start, draft.descriptor, at + start, count)
+
+
+async def _publish(call: Call, upload: Upload, draft: Draft, seal: Seal) -> None:
+    try:
+        await call.backend.seal(draft, seal)
+    except BaseException:
+        with trio.CancelScope(shield=True):
+            try:
+                await upload.save(call.backend)
+            except KvfsError as error:
+                log.warning("upload %s is lost: %s", upload.upload_id, error)
+        raise
+
+
+async def _tidy(call: Call, upload: Upload, said: ObjectMetadata) -> None:
+    """What may fail without the completion having failed."""
+    try:
+        if is_pinned(said):
+            await call.backend.pin(call.bucket, call.key, True)
+        await remove_parts(call.backend, upload.upload_id)
+    except KvfsError as error:
+        log.warning("parts of upload %s are left until they expire: %s", upload.upload_id, error)
+
+
+async def _completed_before(call: Call, upload_id: str) -> Answer:
+    """The answer to a completion that another one preceded. Raises S3Error NoSuchUpload."""
+    with trio.move_on_after(_WINNER_WAIT_S):
+        while True:
+            found = await call.backend.find(call.bucket, call.key)
+            if found is not None and not found.marker:
+                said = stored(found).metadata
+                if upload_id and said.upload_id == upload_id:
+                    return await _answer(call, said)
+            if not upload_id or await _is_known(call, upload_id):
+                break
+            await trio.sleep(_WINNER_POLL_S)
+    raise S3Error("NoSuchUpload", detail={"UploadId": upload_id})
+
+
+async def _is_known(call: Call, upload_id: str) -> bool:
+    """Whether nobody is about to publish it: the record is there again, or there are no parts."""
+    if await find_upload(call.backend, upload_id, call.bucket, call.key) is not None:
+        return True
+    page = await call.backend.list(reserved.BUCKET, prefix=f"parts/{upload_id}/", limit=1)
+    return not page.entries
+
+
+async def _answer(call: Call, said: ObjectMetadata) -> Answer:
+    etag = said.etag
+    if not etag:
+        found = await call.backend.find(call.bucket, call.key)
+        etag = "" if found is None else stored(found).etag
+    scheme = "https" if call.secure else "http"
+    location = f"{scheme}://{call.request.host}/{call.bucket}/{quote(call.key)}"
+    body = documents.complete_multipart_upload(location, call.bucket, call.key, etag, said.checksum)
+    return Document(200, (), body)

@@ -1,0 +1,136 @@
+"""If-Match, If-None-Match, If-Modified-Since, If-Unmodified-Since: RFC 9110 section 13, and S3 on writes and copies.
+
+Responsibility: which of a request's conditions counts, and what its failing is called. Invariants: If-Match beats
+If-Unmodified-Since and If-None-Match beats If-Modified-Since (section 13.2.2); a date that is none is no condition.
+Concurrency: pure functions; `check_write` is called where no other write of the name can come between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import format_datetime, parsedate_to_datetime
+
+from gateway import etag as etags
+from gateway.errors import S3Error
+from gateway.request import Request
+from kvfs.limits import MAX_ETAG_CONDITIONS
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What a request demands; all empty or None: nothing."""
+
+    if_match: tuple[str, ...] = ()
+    """Unquoted ETags, or `*`; empty: no such header."""
+    if_none_match: tuple[str, ...] = ()
+    modified_since_s: int | None = None
+    unmodified_since_s: int | None = None
+
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return self != _NOTHING
+
+
+_NOTHING = Conditions()
+
+
+def from_headers(request: Request, prefix: bytes = b"") -> Conditions:
+    """`prefix` is `b"x-amz-copy-source-"` for a copy's source. Raises S3Error InvalidArgument (too many ETags)."""
+    headers = request.headers_by_name
+    if prefix == b"" and not any(name.startswith(b"if-") for name in headers):
+        return _NOTHING
+    return Conditions(
+        _tags(headers.get(prefix + b"if-match")),
+        _tags(headers.get(prefix + b"if-none-match")),
+        _seconds(headers.get(prefix + b"if-modified-since")),
+        _seconds(headers.get(prefix + b"if-unmodified-since")),
+    )
+
+
+def _tags(value: bytes | None) -> tuple[str, ...]:
+    """ETags hold no comma: all of S3's are hex digits and a hyphen."""
+    if value is None:
+        return ()
+    parts = value.decode("latin-1").split(",")
+    if len(parts) > MAX_ETAG_CONDITIONS:
+        raise S3Error("InvalidArgument", f"{len(parts)} ETags in a condition: at most {MAX_ETAG_CONDITIONS}.")
+    return tuple(etags.unquote(part) for part in parts)
+
+
+def _seconds(value: bytes | None) -> int | None:
+    """Seconds since 1970 of an HTTP date."""
+    if value is None:
+        return None
+    try:
+        found = parsedate_to_datetime(value.decode("latin-1"))
+        return int(found.replace(tzinfo=found.tzinfo or UTC).timestamp())
+    except (ValueError, OverflowError):
+        return None
+
+
+def _matches(wanted: tuple[str, ...], etag: str) -> bool:
+    return "*" in wanted or etag in wanted
+
+
+def _failed(name: str) -> S3Error:
+    return S3Error("PreconditionFailed", detail={"Condition": name})
+
+
+def _http_date(seconds: int) -> str:
+    return format_datetime(datetime.fromtimestamp(seconds, UTC), usegmt=True)
+
+
+def _check(
+    conditions: Conditions, etag: str, modified_s: int, prefix: str, unchanged: Callable[[str], S3Error]
+) -> None:
+    """Section 13.2.2, steps 1 to 4; `unchanged` makes the error of the last two."""
+    if conditions.if_match:
+        if not _matches(conditions.if_match, etag):
+            raise _failed(f"{prefix}If-Match")
+    elif conditions.unmodified_since_s is not None and modified_s > conditions.unmodified_since_s:
+        raise _failed(f"{prefix}If-Unmodified-Since")
+    if conditions.if_none_match:
+        if _matches(conditions.if_none_match, etag):
+            raise unchanged(f"{prefix}If-None-Match")
+    elif conditions.modified_since_s is not None and modified_s <= conditions.modified_since_s:
+        raise unchanged(f"{prefix}If-Modified-Since")
+
+
+def check_read(conditions: Conditions, etag: str, modified_s: int) -> None:
+    """Raises S3Error PreconditionFailed, or NotModified: 304, without body, with ETag and Last-Modified."""
+
+    def unchanged(_: str) -> S3Error:
+        return S3Error(
+            "NotModified", headers={"ETag": etags.quote(etag), "Last-Modified": _http_date(modified_s)}
+        )
+
+    if conditions is not _NOTHING:
+        _check(conditions, etag, modified_s, "", unchanged)
+
+
+def check_source(conditions: Conditions, etag: str, modified_s: int) -> None:
+    """Of a copy: raises S3Error PreconditionFailed whatever failed."""
+    _check(conditions, etag, modified_s, "x-amz-copy-source-", _failed)
+
+
+def check_write(conditions: Conditions, etag: str | None) -> None:
+    """Before a name is given to another object, or taken away; `etag` of what has it (None: nothing).
+
+    Raises S3Error PreconditionFailed, NoSuchKey (If-Match of nothing), and NotImplemented for what S3 does not take on
+    writes: dates, and If-None-Match of anything but `*`.
+    """
+    if conditions is _NOTHING:
+        return
+    if conditions.modified_since_s is not None or conditions.unmodified_since_s is not None:
+        raise S3Error("NotImplemented", "Writes take no condition on dates.")
+    if conditions.if_none_match and conditions.if_none_match != ("*",):
+        raise S3Error("NotImplemented", "Writes take If-None-Match only with `*`.")
+    if conditions.if_none_match and etag is not None:
+        raise _failed("If-None-Match")
+    if conditions.if_match:
+        if etag is None:
+            raise S3Error("NoSuchKey")
+        if not _matches(conditions.if_match, etag):
+            raise _failed("If-Match")

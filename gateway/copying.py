@@ -1,0 +1,271 @@
+"""CopyObject, and what UploadPartCopy shares with it.
+
+Responsibility: a source with its conditions and range, and copying its bytes into a draft, in a worker thread and in
+the kernel where no digest is wanted. A copy onto itself changes metadata only: no byte moves.
+
+Invariants: the source's descriptor is its lease from before the conditions are checked until the copy is sealed.
+
+Concurrency: one task per call, one worker thread per copy.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from hashlib import md5
+from typing import Any
+
+import trio
+
+from gateway import checksums, conditions, documents, metadata, ranges
+from gateway.calls import Answer, Call, Document, Stored, no_such_key
+from gateway.checksums import Algorithm, Checksum, ChecksumType
+from gateway.drafts import Draft
+from gateway.errors import S3Error
+from gateway.metadata import ObjectMetadata
+from gateway.ranges import Span
+from gateway.stored import pack_marker, stored
+from gateway.writing import check_size, is_pinned, write_condition
+from kvfs import limits
+from kvfs.exchange import status_error
+
+_SOURCE = b"x-amz-copy-source-"
+_KEPT = ("content_type", "headers", "user")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An open source object."""
+
+    what: Stored
+    descriptor: int
+    """-1 for a marker."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """What is copied, and which digests are taken on the way."""
+
+    source: Source
+    span: Span
+    take_md5: bool
+    algorithm: Algorithm | None
+
+
+@asynccontextmanager
+async def open_source(call: Call) -> AsyncIterator[Source]:
+    """The source of a copy. Raises S3Error AccessDenied, NoSuchKey, PreconditionFailed; BucketNotFound."""
+    named = call.action.source
+    assert named is not None
+    call.need_right("read", named.bucket)
+    opened = await call.backend.open(named.bucket, named.key)
+    if opened is None:
+        raise no_such_key(named.key)
+    found, descriptor = opened
+    try:
+        what = stored(found)
+        wanted = conditions.from_headers(call.request, _SOURCE)
+        conditions.check_source(wanted, what.etag, what.modified_s)
+        yield Source(what, descriptor)
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def part_span(call: Call, source: Source) -> Span:
+    """What UploadPartCopy takes of its source. Raises S3Error InvalidArgument, InvalidRange."""
+    header = call.request.header(b"x-amz-copy-source-range")
+    return ranges.of_copy(header, source.what.size_bytes)
+
+
+async def copy_object(call: Call) -> Answer:
+    await call.backend.bucket(call.bucket)
+    named = call.action.source
+    assert named is not None
+    replaces = _directive(call, b"x-amz-metadata-directive")
+    replaces_tags = _directive(call, b"x-amz-tagging-directive")
+    itself = (named.bucket, named.key) == (call.bucket, call.key)
+    async with open_source(call) as source:
+        said = _metadata(call, source.what, replaces, replaces_tags)
+        if itself and not (replaces or replaces_tags or call.request.header(b"x-amz-checksum-algorithm")):
+            raise S3Error(
+                "InvalidRequest",
+                "This copy request is illegal because it is trying to copy an object to itself without changing "
+                "the object's metadata.",
+            )
+        if itself and not call.request.header(b"x-amz-checksum-algorithm"):
+            said = await _change_itself(call, source, said)
+        else:
+            said = await _copy_bytes(call, source, said)
+    if is_pinned(said) and not call.key.endswith("/"):
+        await call.backend.pin(call.bucket, call.key, True)
+    found = await call.backend.find(call.bucket, call.key)
+    if found is None:
+        raise no_such_key(call.key)
+    return Document(200, (), documents.copy_object(stored(found).etag, found.mtime_ns, said.checksum))
+
+
+def _directive(call: Call, header: bytes) -> bool:
+    value = call.request.header(header) or "COPY"
+    if value not in ("COPY", "REPLACE"):
+        raise S3Error("InvalidArgument", f"Unknown {header.decode()}: it is COPY or REPLACE.")
+    return value == "REPLACE"
+
+
+def _metadata(call: Call, what: Stored, replaces: bool, replaces_tags: bool) -> ObjectMetadata:
+    """The copy's metadata, still without digests."""
+    new = replace(metadata.from_request(call.request), owner=call.owner)
+    if not replaces:
+        new = replace(new, **{name: getattr(what.metadata, name) for name in _KEPT})
+    if not replaces_tags:
+        new = replace(new, tags=what.metadata.tags)
+    new.encode()
+    return new
+
+
+async def _change_itself(call: Call, source: Source, said: ObjectMetadata) -> ObjectMetadata:
+    """A copy onto itself: new metadata and a new time, the same bytes."""
+    what = source.what
+    said = replace(said, etag=what.metadata.etag, checksum=what.metadata.checksum, parts=what.metadata.parts)
+    if what.found.block:
+        raise S3Error("NotImplemented", "A block has no metadata of its own.")
+    encoded = pack_marker(said, what.inline) if what.found.marker else said.encode()
+    await call.backend.set_metadata(call.bucket, call.key, what.found, encoded, time.time_ns())
+    return said
+
+
+async def _copy_bytes(call: Call, source: Source, said: ObjectMetadata) -> ObjectMetadata:
+    size_bytes = source.what.size_bytes
+    condition = await write_condition(call)
+    plan = _plan(call, source)
+    if call.key.endswith("/"):
+        return await _copy_to_marker(call, plan, said)
+    check_size(call, size_bytes)
+    draft = await call.backend.reserve(size_bytes)
+    try:
+        said = copied_digests(said, plan, await run_copy(plan, draft))
+        await call.backend.seal(draft, replace(condition, user_metadata=said.encode()))
+    finally:
+        await call.backend.abort(draft)
+    return said
+
+
+async def _copy_to_marker(call: Call, plan: CopyPlan, said: ObjectMetadata) -> ObjectMetadata:
+    if plan.span.size_bytes > limits.MAX_MARKER_BODY_BYTES:
+        raise S3Error(
+            "EntityTooLarge", f"A key that ends in '/' takes at most {limits.MAX_MARKER_BODY_BYTES} bytes."
+        )
+    source = plan.source
+    body = source.what.inline
+    if source.descriptor >= 0:
+        body = os.pread(source.descriptor, plan.span.size_bytes, plan.span.start)
+    digests = _Digests(plan)
+    digests.update(memoryview(body))
+    said = copied_digests(said, plan, digests)
+    await call.backend.put_marker(call.bucket, call.key, pack_marker(said, body))
+    return said
+
+
+def _plan(call: Call, source: Source) -> CopyPlan:
+    """Whole object. An MD5 and a checksum that the source has are taken over; others are computed."""
+    what = source.what
+    name = call.request.header(b"x-amz-checksum-algorithm")
+    try:
+        algorithm = None if name is None else Algorithm(name.upper())
+    except ValueError:
+        raise S3Error("InvalidRequest", f"There is no checksum {name}.") from None
+    had = what.metadata.checksum
+    if algorithm is None and had is not None and had.type is ChecksumType.COMPOSITE:
+        algorithm = had.algorithm
+    take_md5 = call.settings.takes_md5(call.bucket) and (not what.metadata.etag or "-" in what.metadata.etag)
+    return CopyPlan(source, Span(0, what.size_bytes), take_md5, algorithm)
+
+
+class _Digests:
+    """Taken while bytes are copied."""
+
+    def __init__(self, plan: CopyPlan) -> None:
+        self._md5: Any = md5(usedforsecurity=False) if plan.take_md5 else None
+        self._checksum = None if plan.algorithm is None else checksums.digester(plan.algorithm)
+        self.wanted = self._md5 is not None or self._checksum is not None
+
+    def update(self, data: memoryview) -> None:
+        for each in (self._md5, self._checksum):
+            if each is not None:
+                each.update(data)
+
+    @property
+    def md5(self) -> bytes | None:
+        return None if self._md5 is None else bytes(self._md5.digest())
+
+    @property
+    def checksum(self) -> bytes | None:
+        return None if self._checksum is None else self._checksum.digest()
+
+
+def copied_digests(said: ObjectMetadata, plan: CopyPlan, digests: _Digests) -> ObjectMetadata:
+    """The metadata of a copy, once its bytes were copied."""
+    had = plan.source.what.metadata
+    whole = plan.span == Span(0, plan.source.what.size_bytes)
+    etag = digests.md5.hex() if digests.md5 is not None else ""
+    if not etag and whole and "-" not in had.etag:
+        etag = had.etag
+    checksum = None
+    if plan.algorithm is not None and digests.checksum is not None:
+        checksum = Checksum(plan.algorithm, digests.checksum)
+    elif whole and had.checksum is not None and had.checksum.type is ChecksumType.FULL_OBJECT:
+        checksum = had.checksum
+    return replace(said, etag=etag, checksum=checksum)
+
+
+async def run_copy(plan: CopyPlan, draft: Draft) -> _Digests:
+    """Copy the span into the draft. Raises NoSpace."""
+    digests = _Digests(plan)
+    span = plan.span
+    if plan.source.descriptor < 0:
+        piece = memoryview(plan.source.what.inline)[span.start : span.end]
+        digests.update(piece)
+        os.pwrite(draft.descriptor, piece, 0)
+        return digests
+    at = span.start
+    while at < span.end:
+        count = min(span.end - at, limits.COPY_TURN_BYTES)
+        await trio.to_thread.run_sync(
+            copy_range, plan.source.descriptor, at, draft.descriptor, at - span.start, count, digests
+        )
+        at += count
+    return digests
+
+
+def copy_range(
+    source: int, offset: int, target: int, target_offset: int, count: int, digests: _Digests | None = None
+) -> None:
+    """In a worker thread: `count` bytes from one slot to another. Raises NoSpace."""
+    try:
+        if digests is None or not digests.wanted:
+            _copy_in_kernel(source, offset, target, target_offset, count)
+            return
+        memory = memoryview(bytearray(min(limits.RECEIVE_BYTES, count)))
+        while count:
+            got = os.preadv(source, [memory[:count]], offset)
+            if got == 0:
+                raise S3Error("InternalError")
+            piece = memory[:got]
+            digests.update(piece)
+            while piece:
+                written = os.pwrite(target, piece, target_offset)
+                piece, target_offset = piece[written:], target_offset + written
+            offset, count = offset + got, count - got
+    except OSError as error:
+        raise status_error(error.errno or 5, "copying an object") from None
+
+
+def _copy_in_kernel(source: int, offset: int, target: int, target_offset: int, count: int) -> None:
+    while count:
+        done = os.copy_file_range(source, target, count, offset, target_offset)
+        if done == 0:
+            raise S3Error("InternalError")
+        offset, target_offset, count = offset + done, target_offset + done, count - done

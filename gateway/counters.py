@@ -1,0 +1,49 @@
+"""What one gateway process counts, in Prometheus's text form.
+
+Responsibility: requests by operation, failures by code, bytes sent; beside the service's own numbers (`kvfs.metrics`).
+Concurrency: one thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from gateway.routing import Operation
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the process began."""
+
+    requests: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    sent_bytes: int = 0
+
+    def began(self, operation: Operation) -> None:
+        self.requests[operation.value] += 1
+
+    def failed(self, code: str) -> None:
+        self.errors[code] += 1
+
+    def exposition(self, *, connections: int, accepted: int, connected: bool) -> str:
+        """`kvfs_s3_*` in exposition format 0.0.4."""
+        lines = _metric("requests_total", "counter", "Authenticated requests.", "operation", self.requests)
+        lines += _metric("errors_total", "counter", "Requests that failed.", "code", self.errors)
+        for name, kind, text, value in (
+            ("sent_bytes_total", "counter", "Bytes of objects sent.", self.sent_bytes),
+            ("connections", "gauge", "Connections that are open.", connections),
+            ("connections_total", "counter", "Connections that were accepted.", accepted),
+            ("connected_bool", "gauge", "1 while there is a session with the service.", int(connected)),
+        ):
+            lines += [
+                f"# HELP kvfs_s3_{name} {text}",
+                f"# TYPE kvfs_s3_{name} {kind}",
+                f"kvfs_s3_{name} {value}",
+            ]
+        return "\n".join(lines) + "\n"
+
+
+def _metric(name: str, kind: str, text: str, label: str, values: Counter[str]) -> list[str]:
+    lines = [f"# HELP kvfs_s3_{name} {text}", f"# TYPE kvfs_s3_{name} {kind}"]
+    return lines + [f'kvfs_s3_{name}{{{label}="{key}"}} {count}' for key, count in sorted(values.items())]

@@ -1,0 +1,37 @@
+"""Entity tags, without quotes inside the gateway.
+
+Responsibility: the three kinds of ETag: MD5 of the body (hex), MD5 of the parts' MD5s with `-N`, opaque. Clients take
+an ETag with a hyphen for one that is no MD5 of the body, so an opaque one ends in `-1`. Concurrency: pure functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import md5
+
+from xxhash import xxh3_128_digest
+
+
+def multipart(md5s: Sequence[bytes]) -> str:
+    """Of a multipart object: MD5 of the parts' 16-byte MD5s, then `-` and their number."""
+    return f"{md5(b''.join(md5s), usedforsecurity=False).hexdigest()}-{len(md5s)}"
+
+
+def opaque(identity: bytes) -> str:
+    """`<32 hex>-1`: of an object of which nobody took an MD5; `identity` differs between any two of one name."""
+    return f"{xxh3_128_digest(identity).hex()}-1"
+
+
+def quote(etag: str) -> str:
+    """As headers and documents have it."""
+    return f'"{etag}"'
+
+
+def unquote(text: str) -> str:
+    """Of a client, with quotes or without; a weak tag loses its `W/`."""
+    text = text.strip()
+    if text.startswith("W/"):
+        text = text[2:]
+    if len(text) >= 2 and text[0] == text[-1] == '"':
+        return text[1:-1]
+    return text

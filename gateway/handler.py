@@ -1,0 +1,224 @@
+"""From an HTTP exchange to an operation and back: authentication, routing, rights, errors.
+
+Responsibility: what every request goes through. Order: request id, signature, address, action, right, operation; so
+nobody unauthenticated learns what is there, and no body is asked for before all of that.
+
+Invariants: every exchange is answered once, or its connection closes. A failure is an S3 error document; one that
+nobody foresaw is logged with its request id, and says no more than that. Signatures, keys and credentials are never
+logged.
+
+Concurrency: one task per exchange.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+
+from gateway import (
+    addressing,
+    buckets,
+    completing,
+    copying,
+    deleting,
+    documents,
+    listings,
+    matching,
+    multipart,
+    reading,
+    routing,
+    signing,
+    tagging,
+    writing,
+)
+from gateway.backend import Backend
+from gateway.calls import AnyAnswer, Call, Document, FileAnswer, HeadAnswer, Headers
+from gateway.connection import BodyLost, Exchange
+from gateway.counters import Counters
+from gateway.errors import S3Error, from_kvfs
+from gateway.request import Request
+from gateway.routing import Action, Operation, Right
+from gateway.settings import GatewaySettings
+from gateway.transports import Gone, Stalled
+from kvfs.credentials import RightName
+from kvfs.errors import BucketNotFound, KvfsError
+
+log = logging.getLogger("kvfs.gateway")
+
+_OPERATIONS: dict[Operation, Callable[[Call], Awaitable[AnyAnswer]]] = {
+    Operation.LIST_BUCKETS: buckets.list_buckets,
+    Operation.CREATE_BUCKET: buckets.create_bucket,
+    Operation.HEAD_BUCKET: buckets.head_bucket,
+    Operation.DELETE_BUCKET: buckets.delete_bucket,
+    Operation.GET_BUCKET_LOCATION: buckets.get_location,
+    Operation.LIST_OBJECTS: listings.list_objects,
+    Operation.LIST_OBJECTS_V2: listings.list_objects_v2,
+    Operation.LIST_OBJECT_VERSIONS: listings.list_object_versions,
+    Operation.LIST_MULTIPART_UPLOADS: multipart.list_uploads,
+    Operation.DELETE_OBJECTS: deleting.delete_objects,
+    Operation.MATCH: matching.match,
+    Operation.GET_OBJECT: reading.get_object,
+    Operation.HEAD_OBJECT: reading.head_object,
+    Operation.PUT_OBJECT: writing.put_object,
+    Operation.COPY_OBJECT: copying.copy_object,
+    Operation.DELETE_OBJECT: writing.delete_object,
+    Operation.GET_OBJECT_ATTRIBUTES: reading.get_object_attributes,
+    Operation.GET_OBJECT_TAGGING: tagging.get_tagging,
+    Operation.PUT_OBJECT_TAGGING: tagging.put_tagging,
+    Operation.DELETE_OBJECT_TAGGING: tagging.delete_tagging,
+    Operation.CREATE_MULTIPART_UPLOAD: multipart.create,
+    Operation.UPLOAD_PART: multipart.upload_part,
+    Operation.UPLOAD_PART_COPY: multipart.upload_part_copy,
+    Operation.COMPLETE_MULTIPART_UPLOAD: completing.complete,
+    Operation.ABORT_MULTIPART_UPLOAD: multipart.abort,
+    Operation.LIST_PARTS: multipart.list_parts,
+}
+_RIGHTS: dict[Right, RightName] = {Right.READ: "read", Right.WRITE: "write", Right.LIST: "list"}
+_MOST_ROUTES = 4_096
+_XML = ("Content-Type", "application/xml")
+
+
+class Handler:
+    """The application of `gateway.connection`."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        settings: GatewaySettings,
+        *,
+        counters: Counters | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`clock`: seconds since 1970, which signatures are checked against."""
+        self.counters = counters or Counters()
+        self._backend = backend
+        self._settings = settings
+        self._clock = clock
+        self._next_id = secrets.randbits(64)
+        self._routes: dict[tuple[str, bytes, str], Action] = {}
+
+    def replace_settings(self, settings: GatewaySettings) -> None:
+        """For requests that begin from here on."""
+        self._settings = settings
+        self._routes.clear()
+
+    def refuse(self, status: int, message: str) -> tuple[Headers, bytes]:
+        """The answer to what is no request."""
+        code = {501: "NotImplemented", 431: "RequestHeaderSectionTooLarge"}.get(status, "BadRequest")
+        request_id = self._request_id()
+        self.counters.failed(code)
+        body = documents.error(S3Error(code, message), "", request_id)
+        return [("x-amz-request-id", request_id), _XML], body
+
+    async def serve(self, exchange: Exchange) -> None:
+        """Answer one exchange. Raises Gone, Stalled where the client is not there to be answered."""
+        request_id = self._request_id()
+        request = request_of(exchange)
+        answer: AnyAnswer
+        try:
+            answer = await self._answer(exchange, request, request_id)
+        except (S3Error, KvfsError, BodyLost, Stalled) as error:
+            if isinstance(error, BodyLost | Stalled):
+                exchange.keep_alive = False
+            answer = self._failure(_as_s3(error, request), request, request_id)
+        except Gone:
+            raise
+        except Exception:
+            log.exception("request %s: %s failed", request_id, request.method)
+            answer = self._failure(S3Error("InternalError"), request, request_id)
+        await self._send(exchange, answer, request_id)
+
+    async def _answer(self, exchange: Exchange, request: Request, request_id: str) -> AnyAnswer:
+        settings = self._settings
+        verified = signing.verify(request, settings.credentials, self._clock(), settings.region)
+        action = self._route(request)
+        head = exchange.head
+        call = Call(
+            request,
+            action,
+            verified,
+            self._backend,
+            settings,
+            exchange,
+            request_id,
+            None if head.chunked else head.content_length,
+            exchange.secure,
+        )
+        right = _RIGHTS.get(action.operation.right)
+        if right is not None:
+            call.need_right(right, call.bucket)
+        self.counters.began(action.operation)
+        return await _OPERATIONS[action.operation](call)
+
+    def _route(self, request: Request) -> Action:
+        """What is asked for; of plain reads, which no header changes, remembered."""
+        settings = self._settings
+        key = None
+        if not request.raw_query and request.method in ("GET", "HEAD"):
+            key = request.method, request.raw_path, request.host
+            known = self._routes.get(key)
+            if known is not None:
+                return known
+        address = addressing.resolve(request, settings.domains, settings.default_bucket)
+        action = routing.route(request, address)
+        if key is not None:
+            if len(self._routes) >= _MOST_ROUTES:
+                self._routes.clear()
+            self._routes[key] = action
+        return action
+
+    def _failure(self, error: S3Error, request: Request, request_id: str) -> AnyAnswer:
+        self.counters.failed(error.code)
+        if error.status >= 500 and error.code not in ("NotImplemented", "InternalError"):
+            log.warning("request %s: %s", request_id, error)
+        headers = list(error.headers.items())
+        if error.status == 304:
+            return Document(304, headers)
+        resource = request.raw_path.decode("latin-1")
+        return Document(error.status, headers, documents.error(error, resource, request_id))
+
+    async def _send(self, exchange: Exchange, answer: AnyAnswer, request_id: str) -> None:
+        headers = [("x-amz-request-id", request_id), ("x-amz-id-2", request_id), *answer.headers]
+        if isinstance(answer, FileAnswer):
+            try:
+                await exchange.respond_file(
+                    answer.status, headers, answer.descriptor, answer.offset, answer.size_bytes
+                )
+            finally:
+                answer.close()
+            self.counters.sent_bytes += answer.size_bytes
+        elif isinstance(answer, HeadAnswer):
+            await exchange.respond_head(answer.status, headers, answer.size_bytes)
+        else:
+            if isinstance(answer, Document) and answer.body:
+                headers.append(_XML)
+            await exchange.respond(answer.status, headers, answer.body)
+
+    def _request_id(self) -> str:
+        self._next_id = (self._next_id + 1) & 0xFFFF_FFFF_FFFF_FFFF
+        return f"{self._next_id:016X}"
+
+
+def request_of(exchange: Exchange) -> Request:
+    """The request as the pure modules see it."""
+    head = exchange.head
+    path, _, query = head.target.partition(b"?")
+    host = next((value for name, value in head.headers if name == b"host"), b"")
+    return Request(head.method, path, query, head.headers, host.decode("latin-1"), exchange.peer)
+
+
+def _as_s3(error: Exception, request: Request) -> S3Error:
+    match error:
+        case S3Error():
+            return error
+        case BodyLost():
+            return S3Error("IncompleteBody", str(error))
+        case Stalled():
+            return S3Error("RequestTimeout")
+        case BucketNotFound():
+            return S3Error("NoSuchBucket")
+        case KvfsError():
+            return from_kvfs(error, request.raw_path.decode("latin-1").lstrip("/"))
+    raise AssertionError(error)

@@ -1,0 +1,216 @@
+"""Multipart uploads: create, parts, listings, abort. Completion is `gateway.completing`.
+
+Responsibility: the requests of an upload under way. A part is received like an object and kept by `gateway.uploads`.
+
+Invariants: a part that comes while its upload is completed or aborted is not left behind. Concurrency: one task per
+call; requests of one upload may reach different workers.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from gateway import checksums, documents, listing, metadata, reserved
+from gateway import etag as etags
+from gateway.backend import Seal
+from gateway.bodies_plan import payload_bytes
+from gateway.calls import Answer, Call, Document
+from gateway.checksums import Algorithm, ChecksumType
+from gateway.copying import CopyPlan, copied_digests, open_source, part_span, run_copy
+from gateway.documents import PartItem, UploadItem
+from gateway.errors import S3Error
+from gateway.found import Found
+from gateway.listing import ListRequest
+from gateway.metadata import ObjectMetadata
+from gateway.receiving import DraftSink, receive
+from gateway.stored import stored
+from gateway.uploads import Upload, check_room, need_upload, new_upload_id, uploads_of
+from gateway.writing import check_size, with_digests
+
+
+async def create(call: Call) -> Answer:
+    await call.backend.bucket(call.bucket)
+    await check_room(call.backend)
+    said = replace(metadata.from_request(call.request), owner=call.owner)
+    algorithm, type_ = _checksum_of(call)
+    upload = Upload(
+        new_upload_id(), call.bucket, call.key, call.owner, time.time_ns(), said, algorithm, type_
+    )
+    await upload.save(call.backend)
+    headers = []
+    if algorithm is not None and type_ is not None:
+        headers = [("x-amz-checksum-algorithm", algorithm.value), ("x-amz-checksum-type", type_.value)]
+    return Document(
+        200, headers, documents.initiate_multipart_upload(call.bucket, call.key, upload.upload_id)
+    )
+
+
+def _checksum_of(call: Call) -> tuple[Algorithm | None, ChecksumType | None]:
+    """What the parts and the object will be checked with. Raises S3Error InvalidRequest."""
+    name = call.request.header(b"x-amz-checksum-algorithm")
+    type_name = call.request.header(b"x-amz-checksum-type")
+    if name is None:
+        if type_name is not None:
+            raise S3Error("InvalidRequest", "x-amz-checksum-type needs x-amz-checksum-algorithm.")
+        return None, None
+    try:
+        algorithm = Algorithm(name.upper())
+        type_ = checksums.default_type(algorithm) if type_name is None else ChecksumType(type_name.upper())
+    except ValueError:
+        raise S3Error("InvalidRequest", f"There is no checksum {name} {type_name or ''}.") from None
+    checksums.check_type(algorithm, type_)
+    return algorithm, type_
+
+
+# --- parts -------------------------------------------------------------------------------------------------
+async def upload_part(call: Call) -> Answer:
+    upload = await need_upload(call.backend, call.action.upload_id, call.bucket, call.key)
+    size_bytes = payload_bytes(call)
+    wanted = checksums.wanted(call.request)
+    _check_algorithm(upload, wanted.algorithm)
+    check_size(call, size_bytes)
+    draft = await call.backend.reserve(size_bytes)
+    try:
+        took_md5 = call.settings.takes_md5(call.bucket)
+        received = await receive(
+            call, DraftSink(draft), take_md5=took_md5, algorithm=wanted.algorithm or upload.algorithm
+        )
+        said = with_digests(ObjectMetadata(), received, took_md5)
+        await call.backend.seal(draft, _part_seal(call, upload, said))
+    finally:
+        await call.backend.abort(draft)
+    found = await _sealed_part(call, upload)
+    headers = [("ETag", etags.quote(stored(found).etag))]
+    if received.checksum is not None and wanted.algorithm is not None:
+        headers.append((received.checksum.algorithm.header, received.checksum.text))
+    return Answer(200, headers)
+
+
+async def upload_part_copy(call: Call) -> Answer:
+    upload = await need_upload(call.backend, call.action.upload_id, call.bucket, call.key)
+    async with open_source(call) as source:
+        span = part_span(call, source)
+        plan = CopyPlan(source, span, call.settings.takes_md5(call.bucket), upload.algorithm)
+        check_size(call, span.size_bytes)
+        draft = await call.backend.reserve(span.size_bytes)
+        try:
+            digests = await run_copy(plan, draft)
+            said = copied_digests(ObjectMetadata(), plan, digests)
+            await call.backend.seal(draft, _part_seal(call, upload, said))
+        finally:
+            await call.backend.abort(draft)
+    found = await _sealed_part(call, upload)
+    return Document(200, (), documents.copy_part(stored(found).etag, found.mtime_ns, said.checksum))
+
+
+def _part_seal(call: Call, upload: Upload, said: ObjectMetadata) -> Seal:
+    assert call.action.part_number is not None
+    return Seal(reserved.BUCKET, upload.part_key(call.action.part_number), said.encode())
+
+
+async def _sealed_part(call: Call, upload: Upload) -> Found:
+    """The part, after its seal. Raises S3Error NoSuchUpload where the upload has ended meanwhile."""
+    assert call.action.part_number is not None
+    key = upload.part_key(call.action.part_number)
+    found = await call.backend.find(reserved.BUCKET, key)
+    try:
+        await need_upload(call.backend, upload.upload_id, call.bucket, call.key)
+    except S3Error:
+        await call.backend.remove(reserved.BUCKET, key)
+        raise
+    if found is None:
+        raise S3Error("InsufficientStorage", "The part was evicted at once: the store is full.")
+    return found
+
+
+def _check_algorithm(upload: Upload, algorithm: Algorithm | None) -> None:
+    if upload.algorithm is not None and algorithm not in (None, upload.algorithm):
+        raise S3Error(
+            "InvalidRequest",
+            f"The upload was begun with {upload.algorithm.value}, and the part has another checksum.",
+        )
+
+
+async def abort(call: Call) -> Answer:
+    upload = await need_upload(call.backend, call.action.upload_id, call.bucket, call.key)
+    if not await upload.remove(call.backend):
+        raise S3Error("NoSuchUpload", detail={"UploadId": upload.upload_id})
+    return Answer(204)
+
+
+# --- listings ----------------------------------------------------------------------------------------------
+async def list_parts(call: Call) -> Answer:
+    upload = await need_upload(call.backend, call.action.upload_id, call.bucket, call.key)
+    arguments = call.action.arguments
+    marker = listing.parse_number(arguments, "part-number-marker")
+    most = listing.parse_limit(arguments, "max-parts")
+    parts = [(each, found) for each, found in (await upload.parts(call.backend)).items() if each > marker]
+    body = documents.list_parts(
+        call.bucket,
+        upload_item(upload),
+        [part_item(each, found) for each, found in parts[:most]],
+        marker=marker,
+        max_parts=most,
+        truncated=len(parts) > most,
+        encoding_url=arguments.get("encoding-type") == "url",
+    )
+    return Document(200, (), body)
+
+
+def part_item(each: int, found: Found) -> PartItem:
+    what = stored(found)
+    return PartItem(each, found.size_bytes, what.etag, found.mtime_ns, what.metadata.checksum)
+
+
+async def list_uploads(call: Call) -> Answer:
+    await call.backend.bucket(call.bucket)
+    request = listing.parse_uploads(call.action.arguments)
+    id_marker = call.action.arguments.get("upload-id-marker", "")
+    found = await uploads_of(call.backend, call.bucket)
+    shown, prefixes, truncated = page_of(found, request, id_marker if request.marker else "")
+    body = documents.list_multipart_uploads(
+        call.bucket,
+        request,
+        [upload_item(each) for each in shown],
+        prefixes,
+        upload_id_marker=id_marker,
+        truncated=truncated,
+    )
+    return Document(200, (), body)
+
+
+def upload_item(upload: Upload) -> UploadItem:
+    return UploadItem(
+        upload.key,
+        upload.upload_id,
+        upload.initiated_ns,
+        upload.owner,
+        upload.algorithm,
+        upload.checksum_type,
+    )
+
+
+def page_of(
+    found: list[Upload], request: ListRequest, id_marker: str
+) -> tuple[list[Upload], list[str], bool]:
+    """(uploads, common prefixes, whether more follow) of the sorted uploads after the markers."""
+    shown: list[Upload] = []
+    prefixes: list[str] = []
+    for upload in found:
+        past = upload.key > request.after or not request.after
+        if not past and (upload.key != request.after or not id_marker or upload.upload_id <= id_marker):
+            continue
+        if not upload.key.startswith(request.prefix):
+            continue
+        cut = upload.key.find(request.delimiter, len(request.prefix)) if request.delimiter else -1
+        common = upload.key[: cut + len(request.delimiter)] if cut >= 0 else None
+        if common is not None and (common in prefixes or request.after.startswith(common)):
+            continue
+        if len(shown) + len(prefixes) >= request.max_keys:
+            return shown, prefixes, request.max_keys > 0
+        if common is None:
+            shown.append(upload)
+        else:
+            prefixes.append(common)
+    return shown, prefixes, False

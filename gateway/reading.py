@@ -1,0 +1,143 @@
+"""GetObject, HeadObject and GetObjectAttributes.
+
+Responsibility: conditions, ranges and parts of a read, and its headers. Bytes leave from the slot itself
+(`FileAnswer`); the open descriptor is the lease, so what overwrites or removes the key meanwhile changes nothing.
+
+Concurrency: one task per call.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+
+from gateway import answers, checksums, conditions, metadata, ranges
+from gateway import etag as etags
+from gateway.calls import Answer, AnyAnswer, Call, Document, FileAnswer, HeadAnswer, Stored, no_such_key
+from gateway.errors import S3Error
+from gateway.ranges import Span
+from gateway.stored import read_metadata, stored, unpack_marker
+
+_OVERRIDES = {
+    "response-content-type": "Content-Type",
+    "response-content-language": "Content-Language",
+    "response-expires": "Expires",
+    "response-cache-control": "Cache-Control",
+    "response-content-disposition": "Content-Disposition",
+    "response-content-encoding": "Content-Encoding",
+}
+
+
+async def get_object(call: Call) -> AnyAnswer:
+    opened = await call.backend.open(call.bucket, call.key)
+    if opened is None:
+        raise no_such_key(call.key)
+    found, descriptor = opened
+    try:
+        what = stored(found)
+        conditions.check_read(call.conditions, what.etag, what.modified_s)
+        span = _span(call, what)
+        headers = _headers(call, what, span)
+        status = 200 if span is None else 206
+        span = span or Span(0, what.size_bytes)
+    except BaseException:
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise
+    if descriptor < 0:
+        return Answer(status, headers, what.inline[span.start : span.end])
+    return FileAnswer(status, headers, descriptor, span.start, span.size_bytes)
+
+
+async def head_object(call: Call) -> AnyAnswer:
+    found = await call.backend.find(call.bucket, call.key)
+    if found is None:
+        raise no_such_key(call.key)
+    what = stored(found)
+    conditions.check_read(call.conditions, what.etag, what.modified_s)
+    span = _span(call, what)
+    headers = _headers(call, what, span)
+    return HeadAnswer(
+        200 if span is None else 206, headers, what.size_bytes if span is None else span.size_bytes
+    )
+
+
+async def get_object_attributes(call: Call) -> Answer:
+    names = call.request.header(b"x-amz-object-attributes")
+    if not names:
+        raise S3Error("InvalidArgument", "The header x-amz-object-attributes is missing.")
+    wanted = [name.strip() for name in names.split(",")]
+    unknown = [name for name in wanted if name not in answers.OBJECT_ATTRIBUTES]
+    if unknown:
+        raise S3Error("InvalidArgument", f"There is no object attribute {unknown[0]!r}.")
+    found = await call.backend.find(call.bucket, call.key)
+    if found is None:
+        raise no_such_key(call.key)
+    what = stored(found)
+    body = answers.object_attributes(wanted, what, call.request)
+    return Document(200, [("Last-Modified", answers.http_date(found.mtime_ns))], body)
+
+
+def _span(call: Call, what: Stored) -> Span | None:
+    """The bytes that are asked for; None: all of them. Raises S3Error InvalidRange, InvalidPartNumber."""
+    part = call.action.part_number
+    header = call.request.header(b"range")
+    if part is None:
+        return ranges.parse(header, what.size_bytes)
+    if header is not None:
+        raise S3Error("InvalidRequest", "Cannot specify both Range header and partNumber query parameter")
+    return ranges.of_part([each.size_bytes for each in what.metadata.parts], part, what.size_bytes)
+
+
+def _headers(call: Call, what: Stored, span: Span | None) -> list[tuple[str, str]]:
+    found = what.found
+    headers = list(_stored_headers(found.user_metadata, found.marker, found.mtime_ns, what.etag))
+    headers += [("x-kvfs-tier", found.tier), ("x-kvfs-hits", str(found.hits))]
+    if span is not None:
+        headers.append(("Content-Range", ranges.content_range(span, what.size_bytes)))
+    parts = what.metadata.parts
+    if call.action.part_number is not None and parts:
+        headers.append(("x-amz-mp-parts-count", str(len(parts))))
+    if call.request.header_bytes(b"x-amz-checksum-mode") == b"ENABLED" and what.metadata.checksum:
+        _add_checksum(headers, call, what, span)
+    if call.request.raw_query:
+        _override(headers, call)
+    return headers
+
+
+@lru_cache(maxsize=4096)
+def _stored_headers(data: bytes, marker: bool, mtime_ns: int, etag: str) -> tuple[tuple[str, str], ...]:
+    """What depends on the object alone; `data` is its user metadata."""
+    parsed = unpack_marker(data)[0] if marker else read_metadata(data)
+    headers = [
+        ("ETag", etags.quote(etag)),
+        ("Last-Modified", answers.http_date(mtime_ns)),
+        ("Accept-Ranges", "bytes"),
+    ]
+    return (*headers, *metadata.response_headers(parsed))
+
+
+def _add_checksum(headers: list[tuple[str, str]], call: Call, what: Stored, span: Span | None) -> None:
+    """Of the whole object, or of the part that is asked for; a mere range has none."""
+    checksum = what.metadata.checksum
+    assert checksum is not None
+    number = call.action.part_number
+    if number is not None and what.metadata.parts:
+        digest = what.metadata.parts[number - 1].checksum
+        if digest:
+            headers.append((checksum.algorithm.header, answers.base64_text(digest)))
+            headers.append(("x-amz-checksum-type", checksum.type.value))
+    elif span is None or span.size_bytes == what.size_bytes:
+        headers += checksums.headers(checksum).items()
+
+
+def _override(headers: list[tuple[str, str]], call: Call) -> None:
+    """response-content-type and its like, which only signed requests have."""
+    for name, header in _OVERRIDES.items():
+        value = call.action.arguments.get(name)
+        if value is None:
+            continue
+        if not value.isprintable() or not value.isascii():
+            raise S3Error("InvalidArgument", f"The value of {name} cannot stand in a header.")
+        headers[:] = [pair for pair in headers if pair[0].lower() != header.lower()]
+        headers.append((header, value))

@@ -1,0 +1,51 @@
+"""The gateway's own bucket: what it has to remember besides objects.
+
+Responsibility: the bucket `.kvfs-s3`, of mode 0700 and with a name that S3 cannot have, and the owners of buckets in
+it: a directory marker `owners/BUCKET/` each, whose user metadata is the owner's name. Markers have no bytes, so
+nothing of this is ever evicted. Uploads are `gateway.uploads`'s.
+
+Concurrency: any worker; every write is one operation of the service.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from gateway.backend import Backend
+from kvfs.errors import BucketNotFound, Exists
+from kvfs.messages import Op
+
+BUCKET = ".kvfs-s3"
+_OWNERS = "owners/"
+
+
+async def make(backend: Backend) -> None:
+    """The bucket, if it is not there yet."""
+    with contextlib.suppress(Exists):
+        await backend.control(Op.BUCKET_CREATE, bucket=BUCKET, mode=0o700)
+
+
+async def put_note(backend: Backend, key: str, data: bytes) -> None:
+    """A marker with `data`, in the place of an earlier one; `key` ends in '/'."""
+    try:
+        await backend.put_marker(BUCKET, key, data)
+    except BucketNotFound:
+        await make(backend)
+        await backend.put_marker(BUCKET, key, data)
+
+
+async def note_owner(backend: Backend, bucket: str, owner: str) -> None:
+    await put_note(backend, f"{_OWNERS}{bucket}/", owner.encode())
+
+
+async def bucket_owner(backend: Backend, bucket: str) -> str | None:
+    try:
+        found = await backend.find(BUCKET, f"{_OWNERS}{bucket}/")
+    except BucketNotFound:
+        return None
+    return None if found is None else found.user_metadata.decode()
+
+
+async def forget_bucket(backend: Backend, bucket: str) -> None:
+    with contextlib.suppress(BucketNotFound):
+        await backend.remove(BUCKET, f"{_OWNERS}{bucket}/")

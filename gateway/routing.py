@@ -1,0 +1,371 @@
+"""What a request asks for: a pure function from request to action.
+
+Responsibility: method, address, query and the headers that change the operation in; one `Action` out. Everything that
+is not served is refused here, as S3 says it: NotImplemented for what S3 has and this gateway has not, MethodNotAllowed
+for what S3 has not either.
+
+Invariants: a request that would mean something else at S3 is never taken for a plain PUT, POST or DELETE: there, a
+query parameter that nobody knows is refused, where a GET or HEAD ignores it. Concurrency: pure functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+from gateway.addressing import Address, check_bucket, check_key
+from gateway.errors import S3Error
+from gateway.request import Request, decode_component
+from kvfs.limits import MAX_PARTS
+
+
+class Right(Enum):
+    """What a credential must be allowed on the bucket."""
+
+    NONE = "none"
+    READ = "read"
+    WRITE = "write"
+    LIST = "list"
+
+
+class Operation(Enum):
+    """S3's name of each operation that is served."""
+
+    LIST_BUCKETS = "ListBuckets"
+    CREATE_BUCKET = "CreateBucket"
+    HEAD_BUCKET = "HeadBucket"
+    DELETE_BUCKET = "DeleteBucket"
+    GET_BUCKET_LOCATION = "GetBucketLocation"
+    LIST_OBJECTS = "ListObjects"
+    LIST_OBJECTS_V2 = "ListObjectsV2"
+    LIST_OBJECT_VERSIONS = "ListObjectVersions"
+    LIST_MULTIPART_UPLOADS = "ListMultipartUploads"
+    DELETE_OBJECTS = "DeleteObjects"
+    MATCH = "Match"
+    GET_OBJECT = "GetObject"
+    HEAD_OBJECT = "HeadObject"
+    PUT_OBJECT = "PutObject"
+    COPY_OBJECT = "CopyObject"
+    DELETE_OBJECT = "DeleteObject"
+    GET_OBJECT_ATTRIBUTES = "GetObjectAttributes"
+    GET_OBJECT_TAGGING = "GetObjectTagging"
+    PUT_OBJECT_TAGGING = "PutObjectTagging"
+    DELETE_OBJECT_TAGGING = "DeleteObjectTagging"
+    CREATE_MULTIPART_UPLOAD = "CreateMultipartUpload"
+    UPLOAD_PART = "UploadPart"
+    UPLOAD_PART_COPY = "UploadPartCopy"
+    COMPLETE_MULTIPART_UPLOAD = "CompleteMultipartUpload"
+    ABORT_MULTIPART_UPLOAD = "AbortMultipartUpload"
+    LIST_PARTS = "ListParts"
+
+    @property
+    def right(self) -> Right:
+        """Of the bucket in the address; a copy needs READ on its source too."""
+        return _RIGHTS.get(self, Right.WRITE)
+
+
+_RIGHTS: Final = {
+    Operation.LIST_BUCKETS: Right.NONE,
+    Operation.HEAD_BUCKET: Right.LIST,
+    Operation.GET_BUCKET_LOCATION: Right.LIST,
+    Operation.LIST_OBJECTS: Right.LIST,
+    Operation.LIST_OBJECTS_V2: Right.LIST,
+    Operation.LIST_OBJECT_VERSIONS: Right.LIST,
+    Operation.LIST_MULTIPART_UPLOADS: Right.LIST,
+    Operation.LIST_PARTS: Right.LIST,
+    Operation.MATCH: Right.READ,
+    Operation.GET_OBJECT: Right.READ,
+    Operation.HEAD_OBJECT: Right.READ,
+    Operation.GET_OBJECT_ATTRIBUTES: Right.READ,
+    Operation.GET_OBJECT_TAGGING: Right.READ,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CopySource:
+    """`x-amz-copy-source`, decoded."""
+
+    bucket: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One operation and what it is about; the names are checked."""
+
+    operation: Operation
+    bucket: str | None = None
+    key: str | None = None
+    upload_id: str | None = None
+    part_number: int | None = None
+    """1 to 10,000: of UploadPart and UploadPartCopy, or of a GET or HEAD with `partNumber`."""
+    source: CopySource | None = None
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    """The query, decoded: what the operation reads of it (prefix, response-*, max-parts, ...) and the rest."""
+
+
+_Table = dict[str, dict[str, Operation]]
+
+_SERVICE: Final[_Table] = {"GET": {"": Operation.LIST_BUCKETS}}
+_BUCKET: Final[_Table] = {
+    "GET": {
+        "": Operation.LIST_OBJECTS,
+        "list-type": Operation.LIST_OBJECTS_V2,
+        "location": Operation.GET_BUCKET_LOCATION,
+        "uploads": Operation.LIST_MULTIPART_UPLOADS,
+        "versions": Operation.LIST_OBJECT_VERSIONS,
+    },
+    "HEAD": {"": Operation.HEAD_BUCKET},
+    "PUT": {"": Operation.CREATE_BUCKET},
+    "POST": {"delete": Operation.DELETE_OBJECTS, "match": Operation.MATCH},
+    "DELETE": {"": Operation.DELETE_BUCKET},
+}
+_OBJECT: Final[_Table] = {
+    "GET": {
+        "": Operation.GET_OBJECT,
+        "attributes": Operation.GET_OBJECT_ATTRIBUTES,
+        "tagging": Operation.GET_OBJECT_TAGGING,
+        "uploadId": Operation.LIST_PARTS,
+    },
+    "HEAD": {"": Operation.HEAD_OBJECT},
+    "PUT": {
+        "": Operation.PUT_OBJECT,
+        "tagging": Operation.PUT_OBJECT_TAGGING,
+        "uploadId": Operation.UPLOAD_PART,
+    },
+    "POST": {
+        "uploadId": Operation.COMPLETE_MULTIPART_UPLOAD,
+        "uploads": Operation.CREATE_MULTIPART_UPLOAD,
+    },
+    "DELETE": {
+        "": Operation.DELETE_OBJECT,
+        "tagging": Operation.DELETE_OBJECT_TAGGING,
+        "uploadId": Operation.ABORT_MULTIPART_UPLOAD,
+    },
+}
+"""By method, then by the query parameter that selects the operation ("": none of them)."""
+
+_COPIES: Final = {
+    Operation.PUT_OBJECT: Operation.COPY_OBJECT,
+    Operation.UPLOAD_PART: Operation.UPLOAD_PART_COPY,
+}
+
+_NOT_SERVED: Final = frozenset(
+    {
+        "abac",
+        "accelerate",
+        "acl",
+        "analytics",
+        "annotation",
+        "cors",
+        "encryption",
+        "intelligent-tiering",
+        "inventory",
+        "legal-hold",
+        "lifecycle",
+        "logging",
+        "metadataConfiguration",
+        "metadataInventoryTable",
+        "metadataJournalTable",
+        "metadataTable",
+        "metrics",
+        "notification",
+        "object-lock",
+        "ownershipControls",
+        "policy",
+        "policyStatus",
+        "publicAccessBlock",
+        "renameObject",
+        "replication",
+        "requestPayment",
+        "restore",
+        "retention",
+        "select",
+        "session",
+        "torrent",
+        "versioning",
+        "website",
+    }
+)
+"""Query parameters that select operations of S3 which are not served."""
+
+_SELECTORS: Final = (
+    frozenset(name for table in (_BUCKET, _OBJECT) for row in table.values() for name in row if name)
+    | _NOT_SERVED
+)
+
+_WRITE_PARAMETERS: Final = frozenset({"versionId", "partNumber", "x-id", "select-type"})
+"""Parameters of PUT, POST and DELETE that select nothing."""
+
+_VERSIONED: Final = frozenset(
+    {
+        Operation.GET_OBJECT,
+        Operation.HEAD_OBJECT,
+        Operation.DELETE_OBJECT,
+        Operation.GET_OBJECT_ATTRIBUTES,
+        Operation.GET_OBJECT_TAGGING,
+        Operation.PUT_OBJECT_TAGGING,
+        Operation.DELETE_OBJECT_TAGGING,
+    }
+)
+
+_REFUSED_HEADERS: Final = (
+    b"x-amz-bucket-object-lock-token",
+    b"x-amz-copy-source-server-side-encryption-customer-algorithm",
+    b"x-amz-grant-full-control",
+    b"x-amz-grant-read",
+    b"x-amz-grant-read-acp",
+    b"x-amz-grant-write",
+    b"x-amz-grant-write-acp",
+    b"x-amz-object-lock-legal-hold",
+    b"x-amz-object-lock-mode",
+    b"x-amz-object-lock-retain-until-date",
+    b"x-amz-server-side-encryption",
+    b"x-amz-server-side-encryption-aws-kms-key-id",
+    b"x-amz-server-side-encryption-customer-algorithm",
+    b"x-amz-website-redirect-location",
+    b"x-amz-write-offset-bytes",
+)
+"""Headers that promise what is not done here: encryption, locks, grants, redirects, appends."""
+
+_HARMLESS_ACLS: Final = frozenset({b"private", b"bucket-owner-full-control", b"bucket-owner-read"})
+"""Canned ACLs under which nobody may do more than the credentials already say."""
+
+
+def route(request: Request, address: Address) -> Action:
+    """What `request` asks of `address`.
+
+    Raises S3Error NotImplemented, MethodNotAllowed, InvalidArgument, InvalidRequest (two operations at once),
+    InvalidStorageClass, NoSuchVersion, and what the names of a copy's source raise.
+    """
+    query = request.query
+    operation = _select(request, address, query)
+    source = None
+    if operation in _COPIES and request.header_bytes(b"x-amz-copy-source") is not None:
+        operation = _COPIES[operation]
+        source = copy_source(request)
+    _check_headers(request)
+    if "versionId" in query and address.key is not None:
+        if operation not in _VERSIONED:
+            raise _argument("versionId", query["versionId"], "This operation takes no version id")
+        check_version(query["versionId"])
+    upload_id = query.get("uploadId")
+    if upload_id == "":
+        raise _argument("uploadId", "", "The upload id is empty")
+    return Action(
+        operation,
+        address.bucket,
+        address.key,
+        upload_id,
+        _part_number(operation, query),
+        source,
+        query,
+    )
+
+
+def _select(request: Request, address: Address, query: Mapping[str, str]) -> Operation:
+    """The operation by method and query parameters."""
+    table = _OBJECT
+    if address.key is None:
+        table = _SERVICE if address.bucket is None else _BUCKET
+    found = [name for name in query if name in _SELECTORS]
+    if len(found) > 1:
+        raise S3Error("InvalidRequest", f"Conflicting query parameters: {', '.join(sorted(found))}.")
+    name = found[0] if found else ""
+    row = table.get(request.method)
+    if row is not None and name in row:
+        if name == "list-type" and query[name] != "2":
+            raise _argument(name, query[name], "The only value is 2")
+        if request.method not in ("GET", "HEAD"):
+            _refuse_unknown(query)
+        return row[name]
+    if name and not any(name in other for other in table.values()):
+        raise S3Error("NotImplemented", f"?{name} is not implemented on this resource.")
+    if request.method == "POST" and table is _BUCKET and not name:
+        raise S3Error("NotImplemented", "Uploads by HTML form are not implemented.")
+    allowed = ", ".join(method for method, row in table.items() if name in row)
+    raise S3Error(
+        "MethodNotAllowed",
+        detail={"Method": request.method, "ResourceType": name.upper() or "OBJECT"},
+        headers={"Allow": allowed},
+    )
+
+
+def _refuse_unknown(query: Mapping[str, str]) -> None:
+    for name in query:
+        if name in _SELECTORS or name in _WRITE_PARAMETERS or name.lower().startswith("x-"):
+            continue
+        raise S3Error("NotImplemented", f"The query parameter {name} is not implemented.")
+
+
+def _part_number(operation: Operation, query: Mapping[str, str]) -> int | None:
+    """`partNumber` where the operation has one."""
+    text = query.get("partNumber")
+    if operation in (Operation.UPLOAD_PART, Operation.UPLOAD_PART_COPY):
+        if text is None:
+            raise _argument("partNumber", "", "An upload of a part needs a part number")
+    elif operation in (Operation.PUT_OBJECT, Operation.COPY_OBJECT):
+        if text is not None:
+            raise _argument("partNumber", text, "A part number needs an upload id")
+    elif operation not in (Operation.GET_OBJECT, Operation.HEAD_OBJECT):
+        return None
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and 1 <= int(text) <= MAX_PARTS):
+        raise _argument("partNumber", text, f"A part number is an integer from 1 to {MAX_PARTS}")
+    return int(text)
+
+
+def check_version(version: str) -> None:
+    """Raises S3Error unless `version` is `null`, the only version that a key has."""
+    if version == "":
+        raise _argument("versionId", "", "The version id is empty")
+    if version != "null":
+        raise S3Error("NoSuchVersion", detail={"VersionId": version})
+
+
+def copy_source(request: Request) -> CopySource:
+    """`x-amz-copy-source`: `[/]bucket/key[?versionId=null]`, percent-encoded.
+
+    Raises S3Error InvalidArgument, NoSuchVersion, InvalidURI, InvalidBucketName, KeyTooLongError.
+    """
+    raw = request.header_bytes(b"x-amz-copy-source") or b""
+    path, mark, version = raw.partition(b"?versionId=")
+    bucket, slash, key = decode_component(path).removeprefix("/").partition("/")
+    if not slash or not bucket or not key or bucket.startswith("arn:"):
+        raise _argument("x-amz-copy-source", raw.decode("latin-1"), "A copy source is BUCKET/KEY")
+    if mark:
+        check_version(decode_component(version))
+    check_bucket(bucket)
+    check_key(key)
+    return CopySource(bucket, key)
+
+
+def _check_headers(request: Request) -> None:
+    """Refuse headers that promise what is not done here."""
+    if request.method not in ("PUT", "POST"):
+        return
+    headers = request.headers_by_name
+    for name in _REFUSED_HEADERS:
+        if name in headers:
+            raise _header(name)
+    if headers.get(b"x-amz-acl", b"private") not in _HARMLESS_ACLS:
+        raise _header(b"x-amz-acl")
+    if headers.get(b"x-amz-bucket-object-lock-enabled", b"false").lower() != b"false":
+        raise _header(b"x-amz-bucket-object-lock-enabled")
+    storage_class = headers.get(b"x-amz-storage-class", b"STANDARD")
+    if storage_class != b"STANDARD":
+        raise S3Error(
+            "InvalidStorageClass", detail={"StorageClassRequested": storage_class.decode("latin-1")}
+        )
+
+
+def _header(name: bytes) -> S3Error:
+    text = name.decode()
+    return S3Error("NotImplemented", f"The header {text} is not implemented.", detail={"Header": text})
+
+
+def _argument(name: str, value: str, reason: str) -> S3Error:
+    return S3Error("InvalidArgument", f"{reason}.", detail={"ArgumentName": name, "ArgumentValue": value})

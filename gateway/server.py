@@ -1,0 +1,188 @@
+"""Listening, accepting and stopping: the connections of one gateway process.
+
+Responsibility: bind (with SO_REUSEPORT where several processes share a port), accept up to a limit, hand each
+connection to `gateway.connection` (over TLS where there is a certificate), and drain at the end.
+
+Invariants: past the limit connections wait in the kernel's backlog. A connection's failure is its own. A new
+certificate is taken by connections that begin after it; one that cannot be loaded leaves the old one in use.
+
+Concurrency: one task accepts per listener, one serves per connection.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+
+from gateway.connection import Application, Connection, Refusal
+from gateway.transports import Gone, PlainTransport, Stalled, Sweeper, TlsTransport, Transport
+from kvfs import limits
+from kvfs.errors import ConfigError
+
+log = logging.getLogger("kvfs.gateway")
+
+_RETRY_PAUSE_S = 0.05
+"""Out of descriptors or memory: the connection waits in the backlog meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """PEM files."""
+
+    certificate: Path
+    key: Path
+
+    def context(self) -> ssl.SSLContext:
+        """Raises ConfigError."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            context.load_cert_chain(self.certificate, self.key)
+        except (OSError, ssl.SSLError) as error:
+            reason = error.strerror or str(error)
+            raise ConfigError(f"[s3] certificate {self.certificate}, key {self.key}: {reason}") from None
+        return context
+
+
+def listen(host: str, port: int, *, shared: bool) -> list[socket.socket]:
+    """A socket for each address of `host`; `shared` with other processes. Raises ConfigError."""
+    sockets: list[socket.socket] = []
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            sock = socket.socket(family, kind | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC, protocol)
+            sockets.append(sock)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            # Port 0 is a free port, the same one for every address.
+            sock.bind((address[0], port or (sockets[0].getsockname()[1] if sockets[1:] else 0), *address[2:]))
+            sock.listen(limits.GATEWAY_BACKLOG)
+    except OSError as error:
+        for sock in sockets:
+            sock.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    return sockets
+
+
+class Server:
+    """Connections of some listening sockets to one application."""
+
+    def __init__(
+        self,
+        application: Application,
+        refuse: Refusal,
+        *,
+        certificate: Certificate | None = None,
+        most: int = limits.MAX_GATEWAY_CONNECTIONS,
+    ) -> None:
+        """Raises ConfigError for a certificate that cannot be loaded."""
+        self._application = application
+        self._refuse = refuse
+        self._certificate = certificate
+        self._context = None if certificate is None else certificate.context()
+        self._room = trio.Semaphore(most)
+        self._connections: set[Connection] = set()
+        self._accepting = trio.CancelScope()
+        self._sweeper = Sweeper()
+        self.accepted = 0
+
+    @property
+    def open_connections(self) -> int:
+        return len(self._connections)
+
+    def reload(self) -> None:
+        """Read the certificate again."""
+        if self._certificate is None:
+            return
+        try:
+            self._context = self._certificate.context()
+        except ConfigError as error:
+            log.error("the old certificate stays in use: %s", error)
+        else:
+            log.info("certificate %s was read again", self._certificate.certificate)
+
+    def stop(self) -> None:
+        """Accept no more, and end each connection with the request that it is in."""
+        self._accepting.cancel()
+        for connection in list(self._connections):
+            connection.stop()
+
+    async def serve(self, sockets: list[socket.socket]) -> None:
+        """Until `stop`, and then for limits.DRAIN_WAIT_S at most. Owns the sockets."""
+        async with trio.open_nursery() as background:
+            background.start_soon(self._sweeper.run)
+            await self._serve_connections(sockets)
+            background.cancel_scope.cancel()
+
+    async def _serve_connections(self, sockets: list[socket.socket]) -> None:
+        async with trio.open_nursery() as connections:
+            try:
+                with self._accepting:
+                    async with trio.open_nursery() as accepting:
+                        for sock in sockets:
+                            accepting.start_soon(self._accept, sock, connections)
+            finally:
+                for sock in sockets:
+                    sock.close()
+            connections.cancel_scope.deadline = trio.current_time() + limits.DRAIN_WAIT_S
+
+    async def _accept(self, listener: socket.socket, nursery: trio.Nursery) -> None:
+        while True:
+            await self._room.acquire()
+            try:
+                connection, address = await self._next(listener)
+            except BaseException:
+                self._room.release()
+                raise
+            self.accepted += 1
+            nursery.start_soon(self._serve, connection, f"{address[0]}:{address[1]}")
+
+    async def _next(self, listener: socket.socket) -> tuple[socket.socket, tuple[str, int]]:
+        while True:
+            await trio.lowlevel.wait_readable(listener)
+            try:
+                return listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                continue
+            except OSError as error:
+                log.warning("cannot accept a connection: %s", error)
+                await trio.sleep(_RETRY_PAUSE_S)
+
+    async def _serve(self, sock: socket.socket, peer: str) -> None:
+        try:
+            transport = await self._transport(sock, peer)
+            if transport is None:
+                return
+            connection = Connection(transport, self._application, self._refuse)
+            self._connections.add(connection)
+            try:
+                await connection.serve()
+            finally:
+                self._connections.discard(connection)
+        except Exception:
+            log.exception("%s: the connection was closed by an internal error", peer)
+        finally:
+            self._room.release()
+            sock.close()
+
+    async def _transport(self, sock: socket.socket, peer: str) -> Transport | None:
+        if self._context is None:
+            return PlainTransport(sock, peer, self._sweeper)
+        transport = TlsTransport(sock, peer, self._context)
+        try:
+            await transport.handshake()
+        except (Gone, Stalled) as error:
+            log.debug("%s: %s", peer, error)
+            with trio.CancelScope(shield=True):
+                await transport.close(linger=False)
+            return None
+        return transport

@@ -1,0 +1,219 @@
+"""A session with the service for a trio program: many tasks' requests in flight on one connection.
+
+Responsibility: frames and descriptors to and from the service's socket, each answer to the task that asked.
+
+Invariants: an exchange, once begun, is not cancelled: whoever asked gets the answer, and so owns the descriptors and
+drafts in it. It ends within limits.CLIENT_TIMEOUT_S, or the session does. After any failure the session is closed,
+every waiting task is told (`SessionClosed`), and the service takes its drafts back.
+
+Concurrency: one trio thread. One task runs `run`; any number exchange. Requests go out in the order of their numbers
+under a lock, answers come in that order.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import trio
+
+from kvfs import limits
+from kvfs.errors import DeadlinePassed, KvfsError, LimitExceeded, SessionClosed
+from kvfs.messages import (
+    Control,
+    ControlAnswer,
+    CountAnswer,
+    ExtentAnswer,
+    ExtentResult,
+    Failure,
+    Hello,
+    HelloAnswer,
+    Op,
+    Request,
+    Result,
+    ResultAnswer,
+)
+from kvfs.protocol import Connection, ReceivedAnswer, Side
+from kvfs.transport import close_all, close_answers
+
+_ANCILLARY_BYTES = socket.CMSG_SPACE(4 * limits.MAX_FDS_PER_MESSAGE)
+
+Opened = list[tuple[ExtentResult, int | None]]
+"""Entries of an answer, each with its descriptor where its status is 0."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    answers: list[ReceivedAnswer] = field(default_factory=list)
+    done: trio.Event = field(default_factory=trio.Event)
+    began_s: float = field(default_factory=trio.current_time)
+    error: KvfsError | None = None
+
+
+class Session:
+    """Made by `connect`; `run` must run beside it."""
+
+    def __init__(self, connection: socket.socket, path: Path) -> None:
+        self.path = path
+        self._socket = connection
+        self._protocol = Connection(Side.CLIENT)
+        self._waiting: deque[_Waiting] = deque()
+        self._sending = trio.Lock()
+        self._ended: KvfsError | None = None
+        self.ended = trio.Event()
+        self.hello: HelloAnswer
+
+    @classmethod
+    async def connect(cls, path: Path, client: str, nursery: trio.Nursery) -> Self:
+        """A session whose `run` is a task of `nursery`. Raises SessionClosed, FormatMismatch, LimitExceeded."""
+        connection = socket.socket(
+            socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+        )
+        session = cls(connection, path)
+        try:
+            try:
+                connection.connect(str(path))
+            except OSError as error:
+                raise SessionClosed(f"{path}: no service answers: {error.strerror}") from None
+            nursery.start_soon(session.run)
+            [hello] = await session.exchange(Hello(client, os.getpid()))
+        except BaseException:
+            session.close()
+            raise
+        assert isinstance(hello.answer, HelloAnswer)
+        session.hello = hello.answer
+        return session
+
+    @property
+    def is_open(self) -> bool:
+        return self._ended is None
+
+    def close(self, why: KvfsError | None = None) -> None:
+        """End the session; the service aborts what was not sealed. Closing twice is harmless."""
+        if self._ended is not None:
+            return
+        self._ended = why or SessionClosed(f"{self.path}: the session was closed")
+        self.ended.set()
+        trio.lowlevel.notify_closing(self._socket)
+        self._socket.close()
+        close_all(self._protocol.unclaimed())
+        for waiting in self._waiting:
+            close_answers(waiting.answers)
+            waiting.answers.clear()
+            waiting.error = SessionClosed(str(self._ended))
+            waiting.done.set()
+        self._waiting.clear()
+
+    # --- exchanges ---------------------------------------------------------------------------------------
+    async def exchange(self, request: Request) -> list[ReceivedAnswer]:
+        """The answer's frames; the caller closes the descriptors in them. Raises the service's error for a request
+        that failed, SessionClosed, DeadlinePassed."""
+        waiting = _Waiting()
+        with trio.CancelScope(shield=True):
+            async with self._sending:
+                if self._ended is not None:
+                    raise SessionClosed(str(self._ended))
+                data = self._protocol.send_request(request)
+                self._waiting.append(waiting)
+                await self._send(data)
+            await waiting.done.wait()
+        if waiting.error is not None:
+            raise waiting.error
+        last = waiting.answers[-1].answer
+        if isinstance(last, Failure):
+            close_answers(waiting.answers)
+            raise last.error
+        return waiting.answers
+
+    def check_time(self) -> None:
+        """End the session if its oldest request waits too long; called about every second."""
+        now_s = trio.current_time()
+        if self._waiting and now_s - self._waiting[0].began_s > limits.CLIENT_TIMEOUT_S:
+            self.close(DeadlinePassed(f"{self.path}: no answer within {limits.CLIENT_TIMEOUT_S:g} s"))
+
+    async def control(self, op: Op, **arguments: Any) -> dict[str, Any]:
+        [received] = await self.exchange(Control(op, arguments))
+        assert isinstance(received.answer, ControlAnswer)
+        return received.answer.result
+
+    async def results(self, request: Request) -> list[Result]:
+        answers = [received.answer for received in await self.exchange(request)]
+        return [entry for answer in answers if isinstance(answer, ResultAnswer) for entry in answer.entries]
+
+    async def count(self, request: Request) -> int:
+        [received] = await self.exchange(request)
+        assert isinstance(received.answer, CountAnswer)
+        return received.answer.count
+
+    async def opened(self, request: Request) -> Opened:
+        """Each entry and its descriptor, which is the caller's."""
+        found: Opened = []
+        for received in await self.exchange(request):
+            assert isinstance(received.answer, ExtentAnswer)
+            left = iter(received.descriptors)
+            found += [(entry, next(left) if entry.status == 0 else None) for entry in received.answer.entries]
+        return found
+
+    async def _send(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            try:
+                left = left[self._socket.send(left) :]
+            except BlockingIOError:
+                await trio.lowlevel.wait_writable(self._socket)
+            except OSError:
+                return  # why the service closed is in what it sent before
+
+    # --- answers -----------------------------------------------------------------------------------------
+    async def run(self) -> None:
+        """Receive until the session ends."""
+        try:
+            while True:
+                event = self._protocol.next_event()
+                if isinstance(event, ReceivedAnswer):
+                    self._deliver(event)
+                else:
+                    await self._receive()
+        except KvfsError as error:
+            self.close(error)
+        except (OSError, trio.ClosedResourceError) as error:
+            self.close(SessionClosed(f"{self.path}: {error}"))
+        finally:
+            self.close()
+
+    def _deliver(self, received: ReceivedAnswer) -> None:
+        if isinstance(received.answer, Failure) and received.answer.op is Op.CLOSED:
+            raise received.answer.error
+        waiting = self._waiting[0]
+        waiting.answers.append(received)
+        if not received.more:
+            self._waiting.popleft()
+            waiting.done.set()
+
+    async def _receive(self) -> None:
+        flags = socket.MSG_CMSG_CLOEXEC
+        while True:
+            try:
+                data, ancillary, outcome, _ = self._socket.recvmsg(
+                    limits.SESSION_CHUNK_BYTES, _ANCILLARY_BYTES, flags
+                )
+                break
+            except BlockingIOError:
+                await trio.lowlevel.wait_readable(self._socket)
+        descriptors = array.array("i")
+        for level, kind, payload in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
+        if outcome & socket.MSG_CTRUNC:
+            close_all(descriptors)
+            raise LimitExceeded(
+                "descriptors were lost on arrival: this process is at its limit of open files"
+            )
+        if not data:
+            raise SessionClosed(f"{self.path}: the service ended the session")
+        self._protocol.receive_data(data, descriptors)

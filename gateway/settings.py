@@ -1,0 +1,26 @@
+"""What one gateway process is told. Concurrency: plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from gateway.credentials import Credentials
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """Names of settings as in `kvfs.config.S3Settings`."""
+
+    credentials: Credentials
+    region: str = "us-east-1"
+    domains: Sequence[str] = ()
+    default_bucket: str | None = None
+    opaque_etags: Sequence[str] = ()
+    """Globs of buckets whose objects get no MD5."""
+    upload_expiry_s: float = 7 * 86400.0
+    """An upload that was not completed by then is aborted."""
+
+    def takes_md5(self, bucket: str) -> bool:
+        return not any(fnmatchcase(bucket, glob) for glob in self.opaque_etags)

@@ -1,0 +1,222 @@
+"""The gateway's worker processes: started, watched, started again, stopped.
+
+Responsibility: `supervise` runs as a task of the service, or of `kvfs gateway`. A worker that ends is started again
+after a pause; what it held is taken back by the service, whose session with it has ended.
+
+Invariants: a worker that cannot start at all fails `supervise`; later failures never do. A worker outlives neither
+`supervise` nor its process: its standard input is a pipe from here.
+
+Concurrency: a task per worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+
+from gateway.worker import WorkerSettings
+from kvfs import limits
+from kvfs.config import S3Settings, host_and_port
+from kvfs.errors import ConfigError
+
+log = logging.getLogger("kvfs.gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Where the workers answer."""
+
+    host: str
+    port: int
+    admin_port: int
+    """Of the first worker, the others have those after it; 0: none."""
+    workers: int
+    secure: bool
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host or "*"
+        scheme = "https" if self.secure else "http"
+        many = f", {self.workers} workers" if self.workers > 1 else ""
+        return f"{scheme}://{host}:{self.port}{many}"
+
+
+def worker_settings(s3: S3Settings, socket: Path, log_level: str, file: Path | None) -> WorkerSettings:
+    """What workers are told of a configuration; `file` is where it was read. Raises ConfigError without credentials."""
+    if s3.listen is None:
+        raise ConfigError("[s3] listen is missing: where the endpoint answers, as HOST:PORT")
+    if not s3.credentials:
+        raise ConfigError("[s3] has no credentials, and nobody is served without: `kvfs credentials add`")
+    host, port = host_and_port(s3.listen)
+    admin_host, admin_port = (None, 0) if s3.admin is None else host_and_port(s3.admin)
+    return WorkerSettings(
+        socket=socket,
+        host=host,
+        port=port,
+        admin_host=admin_host,
+        admin_port=admin_port,
+        log_level=log_level,
+        config=file,
+        **s3.model_dump(include=_SAME),
+        credentials=s3.credentials,
+    )
+
+
+_SAME = {
+    "certificate",
+    "key",
+    "region",
+    "domains",
+    "default_bucket",
+    "opaque_etags",
+    "upload_expiry_s",
+    "connections",
+}
+"""Settings that a worker has under the same name."""
+
+
+class Workers:
+    """See the module's header."""
+
+    def __init__(self, settings: WorkerSettings, count: int) -> None:
+        self._settings = settings
+        self._count = count
+        self._processes: dict[int, trio.Process] = {}
+
+    def reload(self) -> None:
+        """Have all of them read certificates and credentials again."""
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGHUP)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes.values() if process.poll() is None]
+
+    async def supervise(self, task_status: trio.TaskStatus[Listening] = trio.TASK_STATUS_IGNORED) -> None:
+        """Until cancelled; started once every worker answers. Raises ConfigError."""
+        port, admin_port = self._settings.port, self._settings.admin_port
+        async with trio.open_nursery() as nursery:
+            for index in range(self._count):
+                settings = self._settings.model_copy(
+                    update={
+                        "port": port,
+                        "shared": self._count > 1,
+                        "admin_port": admin_port + index if admin_port else 0,
+                    }
+                )
+                found = await nursery.start(self._keep, index, settings)
+                port = found[0]
+                admin_port = admin_port or found[1]
+            secure = self._settings.certificate is not None
+            task_status.started(Listening(self._settings.host, port, admin_port, self._count, secure))
+
+    async def _keep(
+        self, index: int, settings: WorkerSettings, task_status: trio.TaskStatus[tuple[int, int]]
+    ) -> None:
+        """One worker and its successors."""
+        process, ports = await self._start(index, settings)
+        settings = settings.model_copy(update={"port": ports[0], "admin_port": ports[1]})
+        task_status.started(ports)
+        pause_s = limits.WORKER_RESTART_MIN_S
+        while True:
+            began_s = trio.current_time()
+            try:
+                await process.wait()
+            finally:
+                with trio.CancelScope(shield=True):
+                    await self._stop(process)
+            log.error("gateway worker %d ended with code %s; starting another", index, process.returncode)
+            if trio.current_time() - began_s > limits.WORKER_RESTART_MAX_S:
+                pause_s = limits.WORKER_RESTART_MIN_S
+            while True:
+                await trio.sleep(pause_s)
+                pause_s = min(2 * pause_s, limits.WORKER_RESTART_MAX_S)
+                try:
+                    process, _ = await self._start(index, settings)
+                    break
+                except ConfigError as error:
+                    log.error("gateway worker %d does not start: %s", index, error)
+
+    async def _start(self, index: int, settings: WorkerSettings) -> tuple[trio.Process, tuple[int, int]]:
+        """A worker that answers, and its ports. Raises ConfigError."""
+        process = await trio.lowlevel.open_process(
+            [sys.executable, "-m", "gateway"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=_environment(),
+            start_new_session=True,
+        )
+        self._processes[index] = process
+        try:
+            assert process.stdin is not None
+            await process.stdin.send_all(settings.to_json().encode() + b"\n")
+            with trio.fail_after(limits.WORKER_START_WAIT_S):
+                line = await _line(process)
+        except (trio.TooSlowError, trio.BrokenResourceError) as error:
+            with trio.CancelScope(shield=True):
+                await self._stop(process)
+            raise ConfigError(f"a gateway worker does not start: {type(error).__name__}") from None
+        except BaseException:
+            with trio.CancelScope(shield=True):
+                await self._stop(process)
+            raise
+        word, _, rest = line.partition(" ")
+        if word != "ready":
+            with trio.CancelScope(shield=True):
+                await self._stop(process)
+            raise ConfigError(rest or "a gateway worker ended at its start; the log says why")
+        port, admin_port = map(int, rest.split())
+        return process, (port, admin_port)
+
+    async def _stop(self, process: trio.Process) -> None:
+        """End its input, which stops it after the requests in flight; kill what stays."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        await process.stdin.aclose()
+        with trio.move_on_after(limits.DRAIN_WAIT_S + 1):
+            await process.wait()
+        if process.poll() is None:
+            process.kill()
+            await process.wait()
+        await process.stdout.aclose()
+
+
+async def _line(process: trio.Process) -> str:
+    assert process.stdout is not None
+    data = b""
+    while not data.endswith(b"\n"):
+        some = await process.stdout.receive_some(4096)
+        if not some:
+            break
+        data += some
+    return data.decode(errors="replace").strip()
+
+
+def _environment() -> dict[str, str]:
+    """The same modules as here, whatever the working directory; nothing of the service manager's."""
+    path = os.pathsep.join(part for part in sys.path if part)
+    kept = {
+        name: value for name, value in os.environ.items() if name not in ("NOTIFY_SOCKET", "WATCHDOG_PID")
+    }
+    return {**kept, "PYTHONPATH": path}
+
+
+async def run_alone(settings: WorkerSettings, count: int, started: Callable[[Listening], None]) -> None:
+    """`kvfs gateway`: supervise until SIGTERM or SIGINT. Raises ConfigError."""
+    workers = Workers(settings, count)
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+        async with trio.open_nursery() as nursery:
+            started(await nursery.start(workers.supervise))
+            async for number in signals:
+                if number != signal.SIGHUP:
+                    break
+                workers.reload()
+            nursery.cancel_scope.cancel()

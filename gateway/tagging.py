@@ -1,0 +1,56 @@
+"""Object tagging: read, replaced and removed as a part of the object's metadata.
+
+Invariants: tags change by comparing and replacing the metadata of one very object; the bytes, the ETag and the time of
+the last change stay. Concurrency: one task per call; a change that another one overtook is tried again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from gateway import bodies, documents
+from gateway.calls import Answer, Call, Document, Stored, no_such_key
+from gateway.errors import S3Error
+from gateway.stored import pack_marker, stored
+from kvfs.errors import Exists, NotFound
+
+_ATTEMPTS = 4
+
+
+async def get_tagging(call: Call) -> Answer:
+    return Document(200, (), documents.tagging((await _find(call)).metadata.tags))
+
+
+async def put_tagging(call: Call) -> Answer:
+    await _change(call, bodies.tagging(await call.read_document()))
+    return Answer(200)
+
+
+async def delete_tagging(call: Call) -> Answer:
+    await _change(call, {})
+    return Answer(204)
+
+
+async def _find(call: Call) -> Stored:
+    found = await call.backend.find(call.bucket, call.key)
+    if found is None:
+        raise no_such_key(call.key)
+    return stored(found)
+
+
+async def _change(call: Call, tags: Mapping[str, str]) -> None:
+    for _ in range(_ATTEMPTS):
+        what = await _find(call)
+        if what.found.block:
+            raise S3Error("NotImplemented", "A block has no tags.")
+        changed = replace(what.metadata, tags=dict(tags), etag=what.etag)
+        encoded = pack_marker(changed, what.inline) if what.found.marker else changed.encode()
+        try:
+            await call.backend.set_metadata(call.bucket, call.key, what.found, encoded)
+        except Exists:
+            continue
+        except NotFound:
+            raise no_such_key(call.key) from None
+        return
+    raise S3Error("OperationAborted")

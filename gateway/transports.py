@@ -1,0 +1,310 @@
+"""Bytes to and from one client: a plain TCP socket, or TLS over one.
+
+Responsibility: reads and writes that give up in time, and sending what a slot holds. `PlainTransport` reads straight
+into the caller's memory and sends from the page cache; `TlsTransport` has to pass all bytes through the TLS library.
+
+Invariants: every wait on the peer is bounded (`Stalled`), within the second that `Sweeper` takes to notice; a peer
+that is gone is `Gone`; neither is ever another exception. A transport tries before it waits, so a busy peer costs no
+turn of the event loop; callers give one (`breathe`) in loops.
+
+Concurrency: one task reads and writes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import ssl
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import trio
+
+from kvfs import limits
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Gone(Exception):
+    """The client closed or reset the connection."""
+
+
+class Stalled(Exception):
+    """The client sent or took nothing for too long."""
+
+
+class Transport(Protocol):
+    peer: str
+    secure: bool
+
+    def wake(self) -> None:
+        """End a wait for input as if the client had ended the stream."""
+        ...
+
+    async def receive_into(self, into: memoryview, timeout_s: float) -> int:
+        """At least one byte, or 0 at the end of the stream. Raises Gone, Stalled."""
+        ...
+
+    async def send(self, parts: Sequence[Buffer]) -> None:
+        """All of it, in as few packets as it takes. Raises Gone, Stalled."""
+        ...
+
+    async def send_file(self, head: bytes, descriptor: int, offset: int, count: int) -> None:
+        """`head`, then `count` bytes of a sealed slot. Raises Gone, Stalled."""
+        ...
+
+    async def close(self, *, linger: bool) -> None:
+        """`linger`: read on for a moment, so that a reset does not take the last answer from the client."""
+        ...
+
+
+async def breathe() -> None:
+    """A turn for all others."""
+    await trio.lowlevel.checkpoint()
+
+
+class Sweeper:
+    """Ends waits that took too long, once a second: a deadline then costs a wait nothing, where a cancel scope of its
+    own takes 8 us, a tenth of a small request."""
+
+    def __init__(self) -> None:
+        self._waiting: set[PlainTransport] = set()
+
+    def watch(self, transport: PlainTransport) -> None:
+        self._waiting.add(transport)
+
+    def forget(self, transport: PlainTransport) -> None:
+        self._waiting.discard(transport)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await trio.sleep(limits.SWEEP_INTERVAL_S)
+            now_s = trio.current_time()
+            for transport in list(self._waiting):
+                transport.expire(now_s)
+
+
+class Pace:
+    """When the peer must have moved so many bytes at the latest: a trickle is bounded as a stall is."""
+
+    __slots__ = ("_began_s", "moved")
+
+    def __init__(self) -> None:
+        self._began_s = trio.current_time()
+        self.moved = 0
+
+    def timeout_s(self) -> float:
+        """How long the next wait may take; not above 0 where the peer is too slow altogether."""
+        allowed_s = limits.BODY_GRACE_S + self.moved / limits.MIN_BODY_RATE_BYTES_S
+        left_s = self._began_s + allowed_s - trio.current_time()
+        return min(left_s, limits.BODY_STALL_S)
+
+
+class PlainTransport:
+    """See the module's header. Owns the socket."""
+
+    secure = False
+
+    def __init__(self, sock: socket.socket, peer: str, sweeper: Sweeper) -> None:
+        self.peer = peer
+        self._socket = sock
+        self._sweeper = sweeper
+        self._deadline_s = math.inf
+        self._expired = False
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sweeper.watch(self)
+
+    def expire(self, now_s: float) -> None:
+        """Wake the task that waits on the socket, if its time is over."""
+        if now_s >= self._deadline_s and not self._expired:
+            self._expired = True
+            self.wake()
+
+    def wake(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
+
+    async def receive_into(self, into: memoryview, timeout_s: float) -> int:
+        while True:
+            try:
+                count = self._socket.recv_into(into)
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                raise Gone(str(error)) from None
+            else:
+                if count == 0 and self._expired:
+                    raise Stalled("nothing came")
+                return count
+            if timeout_s <= 0:
+                raise Stalled("nothing came")
+            self._deadline_s = trio.current_time() + timeout_s
+            await trio.lowlevel.wait_readable(self._socket)
+            self._deadline_s = math.inf
+
+    async def send(self, parts: Sequence[Buffer]) -> None:
+        left: list[Buffer] = list(parts)
+        pace: Pace | None = None
+        while left:
+            try:
+                sent = self._socket.send(left[0]) if len(left) == 1 else self._socket.sendmsg(left)
+            except BlockingIOError:
+                pace = await self._wait_writable(pace)
+                continue
+            except OSError as error:
+                raise Gone(str(error)) from None
+            if pace is not None:
+                pace.moved += sent
+            while left and sent >= len(left[0]):
+                sent -= len(left.pop(0))
+            if left:
+                left[0] = memoryview(left[0])[sent:]
+
+    async def send_file(self, head: bytes, descriptor: int, offset: int, count: int) -> None:
+        if count <= limits.SMALL_BODY_BYTES:
+            data = os.pread(descriptor, count, offset)
+            if len(data) != count:
+                raise Gone("the slot is shorter than its object")
+            await self.send([head + data])
+            return
+        await self._send_more(head)
+        out, end = self._socket.fileno(), offset + count
+        pace: Pace | None = None
+        while offset < end:
+            try:
+                sent = os.sendfile(out, descriptor, offset, min(end - offset, limits.SEND_CHUNK_BYTES))
+            except BlockingIOError:
+                pace = await self._wait_writable(pace)
+                continue
+            except OSError as error:
+                raise Gone(str(error)) from None
+            if sent == 0:
+                raise Gone("the slot is shorter than its object")
+            offset += sent
+            if pace is not None:
+                pace.moved += sent
+
+    async def _send_more(self, head: bytes) -> None:
+        """Sent with the bytes that follow, in one packet where they fit."""
+        try:
+            sent = self._socket.send(head, socket.MSG_MORE)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            raise Gone(str(error)) from None
+        if sent < len(head):
+            await self.send([head[sent:]])
+
+    async def _wait_writable(self, pace: Pace | None) -> Pace:
+        pace = pace or Pace()
+        timeout_s = pace.timeout_s()
+        if timeout_s > 0:
+            with trio.move_on_after(timeout_s) as scope:
+                await trio.lowlevel.wait_writable(self._socket)
+            if not scope.cancelled_caught:
+                return pace
+        raise Stalled("the client takes nothing")
+
+    async def close(self, *, linger: bool) -> None:
+        self._sweeper.forget(self)
+        try:
+            if linger:
+                with suppress(OSError, Gone, Stalled), trio.move_on_after(limits.LINGER_S):
+                    self._socket.shutdown(socket.SHUT_WR)
+                    await self._read_away()
+        finally:
+            trio.lowlevel.notify_closing(self._socket)
+            self._socket.close()
+
+    async def _read_away(self) -> None:
+        scratch = memoryview(bytearray(limits.SESSION_CHUNK_BYTES))
+        while await self.receive_into(scratch, limits.LINGER_S):
+            await breathe()
+
+
+class TlsTransport:
+    """TLS by trio's SSLStream; `handshake` first."""
+
+    secure = True
+
+    def __init__(self, sock: socket.socket, peer: str, context: ssl.SSLContext) -> None:
+        self.peer = peer
+        sock.setblocking(False)
+        stream = trio.SocketStream(trio.socket.from_stdlib_socket(sock))
+        self._stream = trio.SSLStream(stream, context, server_side=True, https_compatible=True)
+        self._receiving: trio.CancelScope | None = None
+        self._woken = False
+
+    def wake(self) -> None:
+        self._woken = True
+        if self._receiving is not None:
+            self._receiving.cancel()
+
+    async def handshake(self) -> None:
+        """Raises Gone, Stalled."""
+        with trio.move_on_after(limits.HEAD_TIMEOUT_S) as scope:
+            try:
+                await self._stream.do_handshake()
+            except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+                raise Gone(f"TLS handshake: {error.__cause__ or error}") from None
+        if scope.cancelled_caught:
+            raise Stalled("no TLS handshake")
+
+    async def receive_into(self, into: memoryview, timeout_s: float) -> int:
+        with trio.move_on_after(timeout_s) as self._receiving:
+            try:
+                data = await self._stream.receive_some(min(len(into), limits.TLS_RECORDS_BYTES))
+            except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+                raise Gone(str(error)) from None
+            into[: len(data)] = data
+            return len(data)
+        if self._woken:
+            return 0
+        raise Stalled("nothing came")
+
+    async def send(self, parts: Sequence[Buffer]) -> None:
+        pace = Pace()
+        for part in _joined(parts):
+            view = memoryview(part)
+            for at in range(0, len(view), limits.TLS_RECORDS_BYTES):
+                await self._send_some(view[at : at + limits.TLS_RECORDS_BYTES], pace)
+
+    async def _send_some(self, data: memoryview, pace: Pace) -> None:
+        with trio.move_on_after(pace.timeout_s()):
+            try:
+                await self._stream.send_all(data)
+            except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+                raise Gone(str(error)) from None
+            pace.moved += len(data)
+            return
+        raise Stalled("the client takes nothing")
+
+    async def send_file(self, head: bytes, descriptor: int, offset: int, count: int) -> None:
+        first, end = head, offset + count
+        pace = Pace()
+        while offset < end:
+            data = os.pread(descriptor, min(end - offset, limits.TLS_RECORDS_BYTES), offset)
+            if not data:
+                raise Gone("the slot is shorter than its object")
+            offset += len(data)
+            await self._send_some(memoryview(first + data), pace)
+            first = b""
+        if first:
+            await self.send([first])
+
+    async def close(self, *, linger: bool) -> None:
+        with trio.move_on_after(limits.LINGER_S if linger else 0.1), suppress(Exception):
+            await self._stream.aclose()
+        with trio.CancelScope(shield=True):
+            await trio.aclose_forcefully(self._stream.transport_stream)
+
+
+def _joined(parts: Sequence[Buffer]) -> list[Buffer]:
+    """Small parts as one record."""
+    if len(parts) > 1 and sum(map(len, parts)) <= limits.TLS_RECORDS_BYTES:
+        return [b"".join(parts)]
+    return list(parts)

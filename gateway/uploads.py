@@ -1,0 +1,217 @@
+"""Multipart uploads in the store: what is remembered of one until it is completed, aborted or expires.
+
+Responsibility: the records and parts in the gateway's own bucket, so that any worker goes on with any upload, also
+after a restart: `uploads/ID/` is a marker with the record, `parts/ID/NNNNN` are the parts, ordinary objects. No door
+lists them with the bucket's keys; on the mount they are under `.kvfs-s3`, which only the service's user may enter.
+
+Invariants:
+- An upload exists while its record does. Completing and aborting begin with removing it, which one of them wins.
+- Parts count as cache: a directory that is named by a hash is evicted as one (`kvfs.paths.unit_prefix`), so an upload
+  that fell to eviction has no parts at all, and its completion fails with InvalidPart.
+- At most limits.MAX_UPLOADS at once; those older than the expiry are removed by any worker (`expire`), and so are
+  parts without a record, which a worker that died may have left.
+
+Concurrency: any worker.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import time
+from base64 import b64decode, b64encode
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway import reserved
+from gateway.backend import Backend
+from gateway.checksums import Algorithm, ChecksumType
+from gateway.errors import S3Error
+from gateway.found import Found
+from gateway.metadata import ObjectMetadata
+from gateway.stored import read_metadata
+from kvfs import limits
+from kvfs.errors import BucketNotFound, KvfsError
+
+log = logging.getLogger("kvfs.gateway")
+
+_RECORDS = "uploads/"
+_PARTS = "parts/"
+_ID_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """One multipart upload."""
+
+    upload_id: str
+    """32 hex digits."""
+    bucket: str
+    key: str
+    owner: str
+    initiated_ns: int
+    metadata: ObjectMetadata = field(default_factory=ObjectMetadata)
+    algorithm: Algorithm | None = None
+    checksum_type: ChecksumType | None = None
+
+    def part_key(self, number: int) -> str:
+        return f"{_PARTS}{self.upload_id}/{number:05}"
+
+    async def save(self, backend: Backend) -> None:
+        record = {
+            "bucket": self.bucket,
+            "key": self.key,
+            "owner": self.owner,
+            "initiated_ns": self.initiated_ns,
+            "metadata": b64encode(self.metadata.encode()).decode(),
+            "algorithm": self.algorithm.value if self.algorithm else None,
+            "type": self.checksum_type.value if self.checksum_type else None,
+        }
+        await reserved.put_note(backend, f"{_RECORDS}{self.upload_id}/", json.dumps(record).encode())
+
+    async def claim(self, backend: Backend) -> bool:
+        """Take the record away; False where somebody else has."""
+        return await backend.remove(reserved.BUCKET, f"{_RECORDS}{self.upload_id}/")
+
+    async def remove(self, backend: Backend) -> bool:
+        """Record and parts; whether the record was there."""
+        claimed = await self.claim(backend)
+        await remove_parts(backend, self.upload_id)
+        return claimed
+
+    async def parts(self, backend: Backend) -> dict[int, Found]:
+        """By number, in order."""
+        return {number: found async for number, found in _parts(backend, self.upload_id)}
+
+
+def new_upload_id() -> str:
+    return secrets.token_hex(_ID_BYTES)
+
+
+def _upload(upload_id: str, data: bytes) -> Upload | None:
+    try:
+        values: dict[str, Any] = json.loads(data)
+        return Upload(
+            upload_id,
+            values["bucket"],
+            values["key"],
+            values["owner"],
+            values["initiated_ns"],
+            read_metadata(b64decode(values["metadata"])),
+            Algorithm(values["algorithm"]) if values["algorithm"] else None,
+            ChecksumType(values["type"]) if values["type"] else None,
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        log.warning("the record of upload %s cannot be read: %s", upload_id, error)
+        return None
+
+
+def _is_id(upload_id: str) -> bool:
+    return len(upload_id) == 2 * _ID_BYTES and all(letter in "0123456789abcdef" for letter in upload_id)
+
+
+async def find_upload(backend: Backend, upload_id: str, bucket: str, key: str) -> Upload | None:
+    """The upload of this id, if it is of this key."""
+    if not _is_id(upload_id):
+        return None
+    try:
+        found = await backend.find(reserved.BUCKET, f"{_RECORDS}{upload_id}/")
+    except BucketNotFound:
+        return None
+    upload = None if found is None else _upload(upload_id, found.user_metadata)
+    return upload if upload is not None and (upload.bucket, upload.key) == (bucket, key) else None
+
+
+async def need_upload(backend: Backend, upload_id: str | None, bucket: str, key: str) -> Upload:
+    """Raises S3Error NoSuchUpload."""
+    upload = await find_upload(backend, upload_id or "", bucket, key)
+    if upload is None:
+        raise S3Error("NoSuchUpload", detail={"UploadId": upload_id or ""})
+    return upload
+
+
+async def all_uploads(backend: Backend) -> list[Upload]:
+    found = []
+    async for key, row in _under(backend, _RECORDS):
+        upload = _upload(key[len(_RECORDS) : -1], row.user_metadata)
+        if upload is not None:
+            found.append(upload)
+    return found
+
+
+async def uploads_of(backend: Backend, bucket: str) -> list[Upload]:
+    """Of one bucket, by key and id."""
+    found = [upload for upload in await all_uploads(backend) if upload.bucket == bucket]
+    return sorted(found, key=lambda each: (each.key, each.upload_id))
+
+
+async def remove_parts(backend: Backend, upload_id: str) -> None:
+    async for number, _ in _parts(backend, upload_id):
+        await backend.remove(reserved.BUCKET, f"{_PARTS}{upload_id}/{number:05}")
+
+
+async def _parts(backend: Backend, upload_id: str) -> AsyncIterator[tuple[int, Found]]:
+    async for key, found in _under(backend, f"{_PARTS}{upload_id}/"):
+        name = key.rpartition("/")[2]
+        if name.isdigit() and not found.marker:
+            yield int(name), found
+
+
+async def _under(backend: Backend, prefix: str) -> AsyncIterator[tuple[str, Found]]:
+    after: str | None = ""
+    while after is not None:
+        try:
+            page = await backend.list(reserved.BUCKET, prefix=prefix, after=after)
+        except BucketNotFound:
+            return
+        for key, found in page.entries:
+            if found is not None:
+                yield key, found
+        after = page.after
+
+
+async def check_room(backend: Backend) -> None:
+    """Raises S3Error SlowDown where there are too many uploads under way."""
+    count = 0
+    async for _ in _under(backend, _RECORDS):
+        count += 1
+        if count >= limits.MAX_UPLOADS:
+            raise S3Error(
+                "SlowDown",
+                f"There are {count} uploads under way, which is the limit: abort or complete some.",
+            )
+
+
+async def expire(backend: Backend, older_than_s: float) -> int:
+    """Remove uploads that began so long ago, and parts that have no record; how many uploads."""
+    before_ns = time.time_ns() - int(older_than_s * 1e9)
+    removed = 0
+    kept = set()
+    for upload in await all_uploads(backend):
+        if upload.initiated_ns < before_ns:
+            log.info("upload %s of %s/%s has expired", upload.upload_id, upload.bucket, upload.key)
+            removed += await upload.remove(backend)
+        else:
+            kept.add(upload.upload_id)
+    orphans = set()
+    async for key, found in _under(backend, _PARTS):
+        upload_id = key[len(_PARTS) :].partition("/")[0]
+        if upload_id not in kept and found.mtime_ns < time.time_ns() - int(limits.ORPHAN_AGE_S * 1e9):
+            orphans.add(upload_id)
+    for upload_id in orphans:
+        await remove_parts(backend, upload_id)
+    return removed
+
+
+async def expire_for_ever(backend: Backend, older_than_s: float) -> None:
+    """Until cancelled."""
+    import trio
+
+    while True:
+        try:
+            await expire(backend, older_than_s)
+        except KvfsError as error:
+            log.warning("expired uploads were not removed: %s", error)
+        await trio.sleep(limits.EXPIRE_INTERVAL_S)

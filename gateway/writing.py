@@ -1,0 +1,150 @@
+"""PutObject and DeleteObject.
+
+Responsibility: from a body to a sealed object under its key, on the condition that the request names, and the way
+back. Keys of blocks and of directories' markers go their own ways.
+
+Invariants: everything that can be refused by the headers alone is refused before the body is asked for. A draft is
+sealed or given back, whatever happens. Conditions hold at the moment of the seal: the service compares there.
+
+Concurrency: one task per call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gateway import checksums, conditions, metadata
+from gateway import etag as etags
+from gateway.backend import Seal
+from gateway.bodies_plan import payload_bytes
+from gateway.calls import Answer, Call
+from gateway.errors import S3Error
+from gateway.found import BucketInfo, Found
+from gateway.metadata import ObjectMetadata
+from gateway.receiving import DraftSink, MemorySink, Received, receive
+from gateway.stored import pack_marker, stored
+from kvfs import limits
+from kvfs.keys import parse_block_name
+
+PIN = "kvfs-pin"
+"""User metadata that pins an object, unless its value is `0`, `false` or empty."""
+
+
+async def put_object(call: Call) -> Answer:
+    bucket = await call.backend.bucket(call.bucket)
+    said = metadata.from_request(call.request)
+    size_bytes = payload_bytes(call)
+    checksums.wanted(call.request)
+    condition = await write_condition(call)
+    digest = _block_digest(bucket, call.key)
+    if call.key.endswith("/"):
+        return await _put_marker(call, said, size_bytes)
+    check_size(call, size_bytes)
+    if digest is not None:
+        return await _put_block(call, bucket, digest, size_bytes)
+    draft = await call.backend.reserve(size_bytes)
+    try:
+        took_md5 = call.settings.takes_md5(call.bucket)
+        received = await receive(call, DraftSink(draft), take_md5=took_md5)
+        said = with_digests(said, received, took_md5, call.owner)
+        await call.backend.seal(draft, replace(condition, user_metadata=said.encode()))
+    finally:
+        await call.backend.abort(draft)
+    if is_pinned(said):
+        await call.backend.pin(call.bucket, call.key, True)
+    return await _sealed_answer(call, said)
+
+
+def with_digests(said: ObjectMetadata, received: Received, took_md5: bool, owner: str = "") -> ObjectMetadata:
+    """The metadata of a body that came whole."""
+    md5 = received.md5 if took_md5 and received.md5 is not None else None
+    etag = "" if md5 is None else md5.hex()
+    return replace(said, etag=etag, checksum=received.checksum, owner=owner)
+
+
+def is_pinned(said: ObjectMetadata) -> bool:
+    return said.user.get(PIN, "").lower() not in ("", "0", "false")
+
+
+def check_size(call: Call, size_bytes: int) -> None:
+    """Raises S3Error EntityTooLarge."""
+    most = min(limits.MAX_SINGLE_PUT_BYTES, call.backend.largest_object_bytes or size_bytes)
+    if size_bytes > most:
+        raise S3Error(
+            "EntityTooLarge",
+            f"The largest object here has {most} bytes.",
+            detail={"ProposedSize": str(size_bytes), "MaxSizeAllowed": str(most)},
+        )
+
+
+async def write_condition(call: Call) -> Seal:
+    """The seal with the request's condition, which is checked here for a first time."""
+    seal = Seal(call.bucket, call.key, b"")
+    if not call.conditions:
+        return seal
+    found = await call.backend.find(call.bucket, call.key)
+    conditions.check_write(call.conditions, None if found is None else stored(found).etag)
+    if call.conditions.if_none_match:
+        seal = replace(seal, replace=False)
+    if call.conditions.if_match and found is not None:
+        seal = replace(seal, expected_id=found.object_id)
+    return seal
+
+
+async def _sealed_answer(call: Call, said: ObjectMetadata) -> Answer:
+    etag = said.etag
+    if not etag:
+        found = await call.backend.find(call.bucket, call.key)
+        etag = "" if found is None else stored(found).etag
+    headers = [("ETag", etags.quote(etag))]
+    if said.checksum is not None:
+        headers += checksums.headers(said.checksum).items()
+    return Answer(200, headers)
+
+
+# --- markers and blocks ------------------------------------------------------------------------------------
+async def _put_marker(call: Call, said: ObjectMetadata, size_bytes: int) -> Answer:
+    """A key that ends in '/': its body is kept with its name."""
+    most = limits.MAX_MARKER_BODY_BYTES
+    if size_bytes > most:
+        raise S3Error(
+            "EntityTooLarge",
+            f"A key that ends in '/' takes at most {most} bytes.",
+            detail={"ProposedSize": str(size_bytes), "MaxSizeAllowed": str(most)},
+        )
+    sink = MemorySink(most)
+    received = await receive(call, sink, take_md5=True)
+    said = with_digests(said, received, True, call.owner)
+    await call.backend.put_marker(call.bucket, call.key, pack_marker(said, bytes(sink.data)))
+    return await _sealed_answer(call, said)
+
+
+def _block_digest(bucket: BucketInfo, key: str) -> bytes | None:
+    return parse_block_name(key.encode()) if bucket.namespace is not None else None
+
+
+async def _put_block(call: Call, bucket: BucketInfo, digest: bytes, size_bytes: int) -> Answer:
+    """A block: the first one counts, and has no metadata."""
+    draft = await call.backend.reserve(size_bytes)
+    try:
+        received = await receive(call, DraftSink(draft))
+        await call.backend.seal_block(draft, bucket, digest)
+    finally:
+        await call.backend.abort(draft)
+    return await _sealed_answer(call, ObjectMetadata(checksum=received.checksum))
+
+
+# --- removal -----------------------------------------------------------------------------------------------
+async def delete_object(call: Call) -> Answer:
+    await remove_key(call, call.bucket, call.key, call.conditions)
+    return Answer(204)
+
+
+async def remove_key(call: Call, bucket: str, key: str, wanted: conditions.Conditions) -> None:
+    """Remove a key; a missing one counts as removed, unless a condition wants it. Raises S3Error, BucketNotFound."""
+    expected_id = None
+    if wanted:
+        found: Found | None = await call.backend.find(bucket, key)
+        conditions.check_write(wanted, None if found is None else stored(found).etag)
+        expected_id = None if found is None or found.marker else found.object_id
+    await call.backend.remove(bucket, key, expected_id=expected_id)

@@ -1,0 +1,119 @@
+"""`kvfs credentials`: add, list and remove the access keys of the S3 door.
+
+Responsibility: arguments in, one edit of the configuration file, text out. A running service reads the file again at
+SIGHUP. A secret is printed once, by the `add` that makes it; it is never taken from an argument, which every user of
+the machine can read. Errors leave as in `kvfs.cli`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvfs.cli_options import Json
+from kvfs.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvfs.credentials import Credential
+
+app = typer.Typer(no_args_is_help=True, help="Add, list and remove access keys of the S3 door.")
+
+ConfigFile = Annotated[
+    Path,
+    typer.Option("--config", envvar="KVFS_CONFIG", metavar="FILE", help="The TOML configuration to edit."),
+]
+
+
+@app.command()
+def add(
+    config: ConfigFile,
+    access_key: Annotated[
+        str | None, typer.Option(metavar="KEY", help="Access key; made if not given.")
+    ] = None,
+    secret_stdin: Annotated[
+        bool, typer.Option("--secret-stdin", help="Read the secret key from standard input; else it is made.")
+    ] = False,
+    owner: Annotated[str, typer.Option(help="Whom its objects belong to; the access key if not given.")] = "",
+    rights: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GLOB[=RIGHT,...]",
+            help="Rights (read, write, list) on buckets that match; may be repeated. All, if none is given.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Add an access key, and print it with its secret."""
+    from kvfs import credential_file
+    from kvfs.credentials import new_access_key, new_secret_key
+
+    credential = _credential(
+        access_key or new_access_key(),
+        sys.stdin.readline().rstrip("\n") if secret_stdin else new_secret_key(),
+        owner,
+        rights or ["*"],
+    )
+    credential_file.add(config, credential)
+    shown = {"access_key": credential.access_key, "secret_key": credential.secret}
+    if as_json:
+        print(json.dumps(shown, indent=2))
+    else:
+        for name, value in shown.items():
+            print(f"{name:10} {value}")
+
+
+def _credential(access_key: str, secret_key: str, owner: str, rights: list[str]) -> Credential:
+    from pydantic import SecretStr, ValidationError
+
+    from kvfs.credentials import Credential, parse_rights
+
+    try:
+        return Credential(
+            access_key=access_key,
+            secret_key=SecretStr(secret_key),
+            owner=owner,
+            rights={glob: frozenset(granted) for glob, granted in parse_rights(rights).items()},
+        )
+    except ValidationError as error:
+        reasons = (f"{'.'.join(map(str, found['loc']))}: {found['msg']}" for found in error.errors())
+        raise ConfigError("; ".join(reasons)) from None
+
+
+@app.command("list")
+def list_(config: ConfigFile, as_json: Json = False) -> None:
+    """List the access keys, their owners and rights; never a secret."""
+    from kvfs import credential_file
+    from kvfs.credentials import RIGHTS
+
+    rows: list[dict[str, Any]] = [
+        {
+            "access_key": credential.access_key,
+            "owner": credential.owner_id,
+            "rights": {
+                glob: [right for right in RIGHTS if right in granted]
+                for glob, granted in credential.rights.items()
+            },
+        }
+        for credential in credential_file.listed(config)
+    ]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        granted = "  ".join(f"{glob}={','.join(names)}" for glob, names in row["rights"].items())
+        print(f"{row['access_key']:<20}  {row['owner']:<20}  {granted}")
+
+
+@app.command()
+def remove(
+    access_key: Annotated[str, typer.Argument(metavar="ACCESS_KEY")],
+    config: ConfigFile,
+) -> None:
+    """Remove an access key."""
+    from kvfs import credential_file
+
+    credential_file.remove(config, access_key)

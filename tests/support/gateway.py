@@ -1,0 +1,115 @@
+"""A service with an S3 endpoint, for tests.
+
+Responsibility: `kvfs serve --s3` on fresh directories with two owners' credentials, and clients of it. Nothing of it is
+left behind (`tests.support.service`).
+
+Concurrency: one thread.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import boto3
+from botocore.config import Config
+
+from tests.support.service import Service
+
+ACCESS, SECRET = "KVFSTESTMAIN", "main-secret-0123456789"
+OTHER_ACCESS, OTHER_SECRET = "KVFSTESTOTHER", "other-secret-0123456789"
+READER_ACCESS, READER_SECRET = "KVFSTESTREADER", "reader-secret-0123456789"
+REGION = "us-east-1"
+_LISTENING = re.compile(r"S3 +(https?)://([^:]+):(\d+)")
+_CREDENTIALS = f"""
+[[s3.credentials]]
+access_key = "{ACCESS}"
+secret_key = "{SECRET}"
+owner = "main"
+
+[[s3.credentials]]
+access_key = "{OTHER_ACCESS}"
+secret_key = "{OTHER_SECRET}"
+owner = "other"
+
+[[s3.credentials]]
+access_key = "{READER_ACCESS}"
+secret_key = "{READER_SECRET}"
+rights = {{ "readable*" = ["read", "list"] }}
+"""
+
+
+@dataclass
+class Gateway:
+    """A running endpoint."""
+
+    service: Service
+    host: str
+    port: int
+    secure: bool
+    certificate: Path | None = None
+
+    @property
+    def url(self) -> str:
+        return f"{'https' if self.secure else 'http'}://{self.host}:{self.port}"
+
+    def client(self, access: str = ACCESS, secret: str = SECRET, **options: Any) -> Any:
+        """A boto3 client, as people make one; `options` go to botocore's Config."""
+        settings = {"retries": {"max_attempts": 1}, "s3": {"addressing_style": "path"}, **options}
+        return boto3.client(
+            "s3",
+            endpoint_url=self.url,
+            region_name=REGION,
+            aws_access_key_id=access,
+            aws_secret_access_key=secret,
+            verify=str(self.certificate) if self.certificate else None,
+            config=Config(**settings),
+        )
+
+    def worker_pids(self) -> list[int]:
+        """The gateway's processes."""
+        assert self.service.process is not None
+        tasks = Path(f"/proc/{self.service.process.pid}/task").iterdir()
+        pids = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+        return [pid for pid in pids if b"gateway" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
+
+
+@contextmanager
+def gateway(
+    *,
+    settings: str = "",
+    certificate: tuple[Path, Path] | None = None,
+    dram: str = "256MiB",
+    nvme: str = "0",
+    arguments: Sequence[str] = (),
+) -> Iterator[Gateway]:
+    """`settings`: more of the section [s3], in TOML."""
+    service = Service(mode="native", dram=dram, nvme=nvme)
+    file = service.base / "kvfs.toml"
+    tls = ""
+    if certificate is not None:
+        tls = f'certificate = "{certificate[0]}"\nkey = "{certificate[1]}"\n'
+    file.write_text(f'[s3]\nlisten = "127.0.0.1:0"\n{tls}{settings}\n{_CREDENTIALS}')
+    service.arguments = ["--config", str(file), *arguments]
+    with service:
+        found = _LISTENING.search(_wait_log(service))
+        assert found is not None
+        yield Gateway(
+            service, found[2], int(found[3]), found[1] == "https", certificate[0] if certificate else None
+        )
+
+
+def _wait_log(service: Service) -> str:
+    """The log, once it says where S3 is: stdout is written a moment after READY=1 at the latest."""
+    end = time.monotonic() + 10
+    while True:
+        text = service.log_path.read_text()
+        if _LISTENING.search(text):
+            return text
+        assert time.monotonic() < end, text
+        time.sleep(0.01)
