@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench import doors, keys, memory, nvme, s3
+from bench import client, doors, keys, memory, nvme, s3
 from bench.measure import Result
 from bench.places import Places, open_places
 
@@ -34,6 +34,11 @@ AT_DOORS: dict[str, Callable[[Places, float], Result]] = {
     "mount.pread_4k": doors.mount_pread_4k,
     "mount.open_read_close_1m": doors.mount_open_read_close_1m,
     "mount.create_write_rename_1m": doors.mount_create_write_rename_1m,
+    "client.get_into_1m": client.get_into_1m,
+    "client.get_into_4k": client.get_into_4k,
+    "client.batch16_get_into_1m": client.batch16_get_into_1m,
+    "client.put_1m": client.put_1m,
+    "client.match_64": client.match_64,
 }
 ON_DEVICE: dict[str, Callable[[Path, float], Result]] = {"nvme.read_1m_qd8": nvme.read_1m_qd8}
 """Need a folder on the device."""
@@ -53,6 +58,11 @@ BASELINES = {
     "mount.pread_4k": "backing tmpfs",
     "mount.open_read_close_1m": "backing tmpfs",
     "mount.create_write_rename_1m": "default tmpfs",
+    "client.get_into_1m": "memcpy",
+    "client.get_into_4k": "memcpy",
+    "client.batch16_get_into_1m": "memcpy",
+    "client.put_1m": "memcpy",
+    "client.match_64": "py-lmdb getmulti",
     "nvme.read_1m_qd8": "fio, io_uring",
     "s3.get_1m": "nginx, sendfile",
     "s3.get_4k": "nginx, sendfile",

@@ -5,6 +5,10 @@ are the public interface. The package imports neither the service's dependencies
 torch.
 """
 
+from kvfs._native.pieces import Scatter
+from kvfs._native.reader import View
+from kvfs._native.writer import Draft
+from kvfs.blocks import Blocks
 from kvfs.client import Block, Client, NamespaceHandle, connect
 from kvfs.errors import (
     AccessDenied,
@@ -39,12 +43,14 @@ from kvfs.errors import (
     WriterActive,
 )
 from kvfs.keys import prefix_hashes, tail_hash
+from kvfs.layers import Loading
 from kvfs.namespaces import Namespace
 from kvfs.results import Bucket, Entry
 
 __all__ = [
     "AccessDenied",
     "Block",
+    "Blocks",
     "Bucket",
     "BucketNotFound",
     "Client",
@@ -54,6 +60,7 @@ __all__ = [
     "DeadlinePassed",
     "DeviceFailed",
     "DeviceMissing",
+    "Draft",
     "Entry",
     "Exists",
     "FormatMismatch",
@@ -62,6 +69,7 @@ __all__ = [
     "IsDirectory",
     "KvfsError",
     "LimitExceeded",
+    "Loading",
     "NameTooLong",
     "Namespace",
     "NamespaceHandle",
@@ -74,10 +82,12 @@ __all__ = [
     "ObjectTooLarge",
     "ProtocolError",
     "QuotaExceeded",
+    "Scatter",
     "SessionClosed",
     "StoreLocked",
     "Superseded",
     "Unsupported",
+    "View",
     "WriterActive",
     "connect",
     "prefix_hashes",

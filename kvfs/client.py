@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -23,6 +24,7 @@ from typing import Any, Self
 import xxhash
 
 from kvfs import limits, paths
+from kvfs.blocks import Blocks
 from kvfs.errors import InvalidRequest, KvfsError, NotFound, ObjectTooLarge, Superseded
 from kvfs.exchange import Exchange, check, status_error
 from kvfs.messages import (
@@ -86,20 +88,26 @@ class Client:
         self._timeout_s = timeout_s
         self._client = client
         self._sessions = 1
+        self._blocks: weakref.WeakSet[Blocks] = weakref.WeakSet()
         self._exchange = self._begin()
 
     def _begin(self) -> Exchange:
-        path = socket_path(self._address, timeout_s=self._timeout_s)
-        return Exchange(Transport(path, timeout_s=self._timeout_s, client=self._client))
+        return Exchange(self._begin_transport(self._timeout_s))
+
+    def _begin_transport(self, timeout_s: float) -> Transport:
+        path = socket_path(self._address, timeout_s=timeout_s)
+        return Transport(path, timeout_s=timeout_s, client=self._client)
 
     def reconnect(self) -> None:
-        """Begin a new session; namespaces must be opened anew. Raises as `connect`."""
-        self.close()
+        """Begin a new session; namespaces must be opened anew (`blocks` do so themselves). Raises as `connect`."""
+        self._exchange.transport.close()
         self._sessions += 1
         self._exchange = self._begin()
 
     def close(self) -> None:
-        """End the session. Closing twice is harmless."""
+        """End the session, and those of its `blocks`. Closing twice is harmless."""
+        for blocks in list(self._blocks):
+            blocks.close()
         self._exchange.transport.close()
 
     def __enter__(self) -> Self:
@@ -281,6 +289,28 @@ class Client:
         return freed
 
     # --- blocks ------------------------------------------------------------------------------------------
+    def blocks(
+        self,
+        namespace: Namespace | Mapping[str, Any] | bytes,
+        shard: int | None = None,
+        *,
+        bucket: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Blocks:
+        """The blocks of a namespace (or, given 16 bytes, of the one with this digest), in sessions of their own.
+
+        The bucket that is bound to it is found or, for a description, created. `shard` replaces the namespace's
+        `tensor_rank`: every rank of a model has its own. Raises InvalidNamespace, BucketNotFound, AccessDenied,
+        SessionClosed.
+        """
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        arguments = _namespace_arguments(namespace, shard)
+        if bucket is not None:
+            arguments["bucket"] = bucket
+        opened = Blocks(self._begin_transport, arguments, timeout_s=limit_s)
+        self._blocks.add(opened)
+        return opened
+
     def open_namespace(
         self,
         namespace: Namespace | dict[str, Any] | None = None,
@@ -400,6 +430,19 @@ def _not_opened(status: int, name: str) -> KvfsError:
     if status == ObjectTooLarge.errno:
         name += ": larger than DRAM takes, which is a quarter of its capacity; it is read on a mount"
     return status_error(status, name)
+
+
+def _namespace_arguments(
+    namespace: Namespace | Mapping[str, Any] | bytes, shard: int | None
+) -> dict[str, Any]:
+    if isinstance(namespace, bytes):
+        if shard is not None:
+            raise InvalidRequest("blocks: a digest says the shard already")
+        return {"digest": namespace.hex()}
+    description = namespace.as_mapping() if isinstance(namespace, Namespace) else dict(namespace)
+    if shard is not None:
+        description["tensor_rank"] = shard
+    return {"description": description}
 
 
 def _name(name: str) -> list[str]:

@@ -29,6 +29,7 @@ from kvfs.messages import (
     Result,
     ResultAnswer,
 )
+from kvfs.protocol import ReceivedAnswer
 from kvfs.transport import Transport, close_answers
 
 Opened = list[tuple[ExtentResult, int | None]]
@@ -36,28 +37,37 @@ Opened = list[tuple[ExtentResult, int | None]]
 
 
 class Exchange:
-    """The requests of one session."""
+    """The requests of one session, each answered within `timeout_s` (None: what the session was made with)."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, timeout_s: float | None = None) -> None:
         self.transport = transport
+        self._timeout_s = timeout_s
+
+    def _ask(self, request: Request) -> list[ReceivedAnswer]:
+        return self.transport.exchange(request, timeout_s=self._timeout_s)
 
     def control(self, op: Op, **arguments: Any) -> dict[str, Any]:
-        [received] = self.transport.exchange(Control(op, arguments))
+        [received] = self._ask(Control(op, arguments))
         assert isinstance(received.answer, ControlAnswer)
         return received.answer.result
 
     def count(self, request: Request) -> int:
-        [received] = self.transport.exchange(request)
+        [received] = self._ask(request)
         assert isinstance(received.answer, CountAnswer)
         return received.answer.count
 
     def results(self, request: Request) -> list[Result]:
-        answers = [received.answer for received in self.transport.exchange(request)]
+        answers = [received.answer for received in self._ask(request)]
         return [entry for answer in answers if isinstance(answer, ResultAnswer) for entry in answer.entries]
+
+    def extents(self, request: Request) -> list[ExtentResult]:
+        """Entries of an answer that brings no descriptors."""
+        answers = [received.answer for received in self._ask(request)]
+        return [entry for answer in answers if isinstance(answer, ExtentAnswer) for entry in answer.entries]
 
     def open(self, request: Request) -> Opened:
         """Each entry's answer and its descriptor, None where its status is not 0."""
-        answers = self.transport.exchange(request)
+        answers = self._ask(request)
         try:
             return [
                 (entry, descriptor)

@@ -198,6 +198,66 @@ SESSION_FRAME_TIMEOUT_S: Final = 10.0
 """A frame that has begun must be complete by then: its buffer is the service's memory."""
 CLIENT_TIMEOUT_S: Final = 30.0
 """How long the synchronous client waits for one answer, unless told otherwise."""
+CLIENT_UNREPORTED_HITS: Final = 8_192
+"""Hits that a client has not told the service of: eight batches; past it they are forgotten."""
+UNHEARD_SEALS: Final = 4_096
+"""Blocks sealed natively that the event loop has not heard of: some 0.3 s of its time; past it, it seals itself."""
+SEALER_IDS: Final = 8_192
+"""Object ids that native seals are given at a time, and again when half of them are used."""
+CLIENT_SPARE_DRAFTS: Final = 32
+"""Drafts that a client which puts blocks is granted ahead: the service grants 16 in the time of some 30 puts."""
+CLIENT_SPARE_IDLE_S: Final = 5.0
+"""A client that has put nothing for so long gives its spare drafts back."""
+CLIENT_REPORT_S: Final = 0.5
+"""How often a client tells the service of its hits: soon enough for eviction, seldom enough to cost nothing."""
+CLIENT_THREADS: Final = 4
+"""Threads of one client that futures run on: four copies at once meet a machine's memory bandwidth."""
+CLIENT_FUTURES: Final = 1_024
+"""Calls of one client that wait for a thread or run on one."""
+
+# --- KV events -------------------------------------------------------------------------------------------
+EVENT_INTERVAL_S: Final = 0.01
+"""How long changes are gathered into one batch of KV events."""
+MAX_EVENT_HASHES: Final = 1_024
+"""Blocks in one batch: about 20 KiB."""
+MAX_EVENT_BYTES: Final = 16 * MIB
+"""One batch: engines send the tokens too, 5 bytes each, of whole prompts at once."""
+EVENT_QUEUE_BATCHES: Final = 10_000
+"""Batches that ZeroMQ keeps for one peer; a subscriber that is slower finds a gap."""
+MAX_REPLAY_BATCHES: Final = 10_000
+"""Batches of the recent past that can be replayed, vLLM's own default..."""
+MAX_REPLAY_BYTES: Final = 64 * MIB
+"""...and their bytes: three million blocks."""
+REPLAY_WAIT_S: Final = 10.0
+"""How long an engine may take to replay what was missed before its blocks are forgotten instead."""
+MAX_ENGINE_STREAMS: Final = 1_024
+"""Engines, or data-parallel ranks of engines, whose events are followed."""
+MAX_ENGINE_BLOCKS: Final = 1 << 20
+"""Blocks of one engine that are remembered, about 100 bytes each: 16 million tokens of GPU memory in blocks of 16."""
+MAX_HELD_BATCHES: Final = 10_000
+"""Batches of one engine that wait for a replay; the oldest are given up."""
+
+# --- connectors ------------------------------------------------------------------------------------------
+CONNECTOR_TIMEOUT_S: Final = 5.0
+"""How long a connector waits for the service where nobody waits for it: loads in the background, its start."""
+CONNECTOR_SAVE_S: Final = 0.5
+"""How long a step of an engine may wait for drafts; the service that does not answer is then left alone for..."""
+CONNECTOR_RETRY_S: Final = 1.0
+"""...as long as it takes to answer a connection, tried this often."""
+CONNECTOR_COPY_S: Final = 60.0
+"""A layer that is not copied by then never will be: its load waits at most CONNECTOR_TIMEOUT_S for the service."""
+CONNECTOR_STEP_BLOCKS: Final = 512
+"""Blocks that one step of an engine stores: the rest follows in the next. Two steps' drafts are a session's limit."""
+CONNECTOR_LOADS: Final = 256
+"""Loads of requests that wait or run in one engine worker; more are misses."""
+CONNECTOR_THREADS: Final = 4
+"""Threads of a connector that copies for an engine that has none of its own."""
+CONNECTOR_LOCKS: Final = 4_096
+"""Blocks that LMCache may lock at once, each a mapping: vm.max_map_count is 65,530."""
+WEIGHTS_SAMPLES: Final = 64
+"""Places in each file of weights that are read to tell them from others..."""
+WEIGHTS_SAMPLE_BYTES: Final = 4 * KIB
+"""...and what is read at each."""
 
 # --- waits -----------------------------------------------------------------------------------------------
 PUBLISH_WAIT_S: Final = 0.5

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from kvfs.errors import InvalidRequest, KvfsError
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 MAGIC: Final = b"kvfs-ses"
 DIGEST_BYTES: Final = 16
 NO_PARENT: Final = bytes(DIGEST_BYTES)
@@ -33,6 +33,7 @@ class Op(IntEnum):
     OPEN_BLOCK = 9
     OPEN_NAMED = 10
     TOUCH = 11
+    OPEN_SEALER = 12
     STAT = 32
     LIST = 33
     REMOVE = 34
@@ -49,9 +50,11 @@ class Op(IntEnum):
     SHUTDOWN = 45
 
 
-DIGEST_OPS: Final = frozenset({Op.REMOVE_BLOCK, Op.LOOKUP_BLOCK, Op.MATCH, Op.OPEN_BLOCK, Op.TOUCH})
-EXTENT_OPS: Final = frozenset({Op.RESERVE, Op.LOOKUP_BLOCK, Op.OPEN_BLOCK, Op.OPEN_NAMED})
-DESCRIPTOR_OPS: Final = frozenset({Op.RESERVE, Op.OPEN_BLOCK, Op.OPEN_NAMED})
+DIGEST_OPS: Final = frozenset(
+    {Op.REMOVE_BLOCK, Op.LOOKUP_BLOCK, Op.MATCH, Op.OPEN_BLOCK, Op.TOUCH, Op.OPEN_SEALER}
+)
+EXTENT_OPS: Final = frozenset({Op.RESERVE, Op.LOOKUP_BLOCK, Op.OPEN_BLOCK, Op.OPEN_NAMED, Op.OPEN_SEALER})
+DESCRIPTOR_OPS: Final = frozenset({Op.RESERVE, Op.OPEN_BLOCK, Op.OPEN_NAMED, Op.OPEN_SEALER})
 RESULT_OPS: Final = frozenset({Op.SEAL_BLOCK, Op.SEAL_NAMED, Op.ABORT, Op.REMOVE_BLOCK})
 COUNT_OPS: Final = frozenset({Op.MATCH, Op.TOUCH})
 CONTROL_OPS: Final = frozenset(op for op in Op if op >= Op.STAT)
@@ -120,7 +123,8 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class DigestBatch:
-    """REMOVE_BLOCK, LOOKUP_BLOCK, MATCH, OPEN_BLOCK or TOUCH over prefix hashes of one namespace."""
+    """REMOVE_BLOCK, LOOKUP_BLOCK, MATCH, OPEN_BLOCK or TOUCH over prefix hashes of one namespace; OPEN_SEALER over the
+    namespace's own digest."""
 
     op: Op
     namespace: int

@@ -21,6 +21,7 @@ import stat
 import struct
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvfs import limits
@@ -30,7 +31,26 @@ from kvfs.protocol import Connection, ReceivedAnswer, Side
 
 SOCKET_XATTR = "user.kvfs.socket"
 SOCKET_NAME = "kvfs.sock"
+_LONGEST_WAIT_S = 1e6
+"""Past it a wait is for ever; sockets and locks take no much larger number."""
 _ANCILLARY_BYTES = socket.CMSG_SPACE(4 * limits.MAX_FDS_PER_MESSAGE)
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """When a call that may wait for `limit_s` seconds gives up, on the monotonic clock."""
+
+    limit_s: float
+    end_s: float
+
+    @classmethod
+    def after(cls, limit_s: float) -> Deadline:
+        limit_s = min(limit_s, _LONGEST_WAIT_S)
+        return cls(limit_s, time.monotonic() + limit_s)
+
+    @property
+    def left_s(self) -> float:
+        return self.end_s - time.monotonic()
 
 
 def socket_path(address: str | os.PathLike[str], *, timeout_s: float) -> Path:
@@ -129,21 +149,23 @@ class Transport:
             self._socket.close()
             close_all(self._protocol.unclaimed())
 
-    def exchange(self, request: Request) -> list[ReceivedAnswer]:
+    def exchange(self, request: Request, *, timeout_s: float | None = None) -> list[ReceivedAnswer]:
         """Send a request and collect its answer's frames; the caller closes the descriptors in them.
 
         Raises the service's error for a request that failed; DeadlinePassed, SessionClosed, ProtocolError,
-        after which the connection is closed.
+        after which the connection is closed (unless it was another thread's exchange that took too long).
         """
-        with self._lock:
-            if not self._open or os.getpid() != self._pid:
-                raise SessionClosed(
-                    f"{self.path}: this session is closed, or another process made it: reconnect"
-                )
+        deadline = Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
+        if os.getpid() != self._pid:  # the lock may be a parent's thread's, for ever
+            raise SessionClosed(f"{self.path}: another process made this session: connect anew")
+        if not self._lock.acquire(timeout=max(deadline.left_s, 0.0)):
+            raise DeadlinePassed(f"{self.path}: another thread's request is not answered yet")
+        try:
+            if not self._open:
+                raise SessionClosed(f"{self.path}: this session is closed: reconnect")
             data = self._protocol.send_request(request)
             answers: list[ReceivedAnswer] = []
             try:
-                deadline = time.monotonic() + self._timeout_s
                 self._send(data, deadline)
                 while not answers or answers[-1].more:
                     answers.append(self._receive(deadline))
@@ -151,13 +173,15 @@ class Transport:
                 self.close()
                 close_answers(answers)
                 raise
+        finally:
+            self._lock.release()
         last = answers[-1].answer
         if isinstance(last, Failure):
             close_answers(answers)
             raise last.error
         return answers
 
-    def _send(self, data: bytes, deadline: float) -> None:
+    def _send(self, data: bytes, deadline: Deadline) -> None:
         left = memoryview(data)
         while left:
             self._set_timeout(deadline)
@@ -168,7 +192,7 @@ class Transport:
             except (BrokenPipeError, ConnectionResetError):
                 return  # why the service closed is in what it sent before
 
-    def _receive(self, deadline: float) -> ReceivedAnswer:
+    def _receive(self, deadline: Deadline) -> ReceivedAnswer:
         while True:
             event = self._protocol.next_event()
             if isinstance(event, ReceivedAnswer):
@@ -201,10 +225,10 @@ class Transport:
             raise SessionClosed(f"{self.path}: the service ended the session")
         self._protocol.receive_data(data, descriptors)
 
-    def _set_timeout(self, deadline: float) -> None:
-        left_s = deadline - time.monotonic()
+    def _set_timeout(self, deadline: Deadline) -> None:
+        left_s = deadline.left_s
         if left_s <= 0:
-            raise DeadlinePassed(f"{self.path}: no answer within {self._timeout_s:g} s")
+            raise DeadlinePassed(f"{self.path}: no answer within {deadline.limit_s:g} s")
         self._socket.settimeout(left_s)
 
 

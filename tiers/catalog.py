@@ -12,7 +12,7 @@ Concurrency: the service's trio thread; nothing here awaits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from heapq import merge
 
 import xxhash
@@ -25,7 +25,8 @@ from kvfs.names import NameIndex, NameRow
 from tiers import buckets
 from tiers.base import Extent, Kind, StoreKey, object_key
 from tiers.blocks import BlockCatalog
-from tiers.model import Bucket, Directory, Name, ObjectInfo, Page
+from tiers.model import BlockPlaced, Bucket, Directory, Name, ObjectInfo, Page
+from tiers.native_seals import NoSeals
 
 PINNED = 1
 DIRECTORY = 2
@@ -38,6 +39,8 @@ class Catalog:
         self.names = names
         self.table = table
         self._blocks = BlockCatalog()
+        self.native_seals = NoSeals()
+        """Blocks that are sealed beside the event loop: `catch_up` before one is looked for."""
         self._name_of: dict[bytes, Name] = {}
         self._counts = {"seals": 0, "evictions": 0, "removals": 0, "hits": 0, "misses": 0}
         self._counts |= {"promotions": 0, "demotions": 0}
@@ -97,6 +100,7 @@ class Catalog:
             return None
 
     def lookup_block(self, digest: bytes) -> ObjectInfo:
+        self.native_seals.catch_up()
         block, entry = self._blocks.get(digest), self.table.get(digest)
         if block is None or entry is None:
             self._counts["misses"] += 1
@@ -145,8 +149,16 @@ class Catalog:
         block = self._blocks.get(digest)
         return None if block is None else block.sequence
 
+    def placed_blocks(self) -> Iterator[BlockPlaced]:
+        """Every block that is there when it is reached, and the tiers that have it, as if it had just come to them."""
+        for digest in self._blocks.digests():
+            block, entry = self._blocks.get(digest), self.table.get(digest)
+            if block is not None and entry is not None:
+                yield BlockPlaced(digest, block.parent, block.bucket, 0, entry.tiers)
+
     def block_bucket(self, digest: bytes) -> bytes | None:
         """The bucket that a block was sealed into, whose rights are the block's; None for no such block."""
+        self.native_seals.catch_up()
         block = self._blocks.get(digest)
         return None if block is None else block.bucket
 
@@ -255,6 +267,7 @@ class Catalog:
     def _block_names(
         self, bucket: bytes, prefix: bytes, after: bytes, delimiter: bytes | None
     ) -> Iterable[bytes]:
+        self.native_seals.catch_up()
         return self._blocks.names(bucket, prefix=prefix, after=after, delimiter=delimiter)
 
 

@@ -32,6 +32,7 @@ import trio
 from kvfs import limits
 from kvfs._native import slots as native
 from kvfs._native.checksummer import Checksummer
+from kvfs._native.sealer import Sealer
 from kvfs.errors import DeadlinePassed, NoSpace, ObjectTooLarge, Superseded, Unsupported
 from tiers import dram_layout
 from tiers.adoption import Choose
@@ -320,6 +321,19 @@ class DramTier:
         if checksum is None:
             self._queue_checksum(draft.slot, generation)
         return Sealed(Extent(draft.slot, generation), header, size_bytes, checksum, sealed_at_ns)
+
+    def make_sealer(self) -> Sealer:
+        """A thread that seals drafts of blocks in this tier; `note_sealed` is told of each. Raises OSError."""
+        return Sealer(self.table, self._slotfd, self.largest_object_bytes)
+
+    def note_sealed(self, draft: Extent, physical_bytes: int, *, has_checksum: bool) -> Extent:
+        """The sealing thread has made this draft immutable; its extent."""
+        sealed = Extent(draft.slot, draft.generation + 1)
+        self._books.close_draft(draft.slot)
+        self._books.add_sealed(draft.slot, physical_bytes)
+        if not has_checksum:
+            self._queue_checksum(sealed.slot, sealed.generation)
+        return sealed
 
     def abort(self, draft: Extent, *, charge_uid: int = 0) -> None:
         """Give the draft back, whoever has it open: its bytes are then held, charged to `charge_uid`."""

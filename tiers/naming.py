@@ -111,6 +111,7 @@ class Naming(Copies):
     def remove_bucket(self, name: bytes) -> None:
         """Raises NotEmpty while any name or block is in it."""
         bucket = self.bucket(name)
+        self.native_seals.end_channels(name)
         if self.names.has_prefix(name, b"") or self._blocks.count(name):
             raise NotEmpty(f"bucket {name.decode()} is not empty")
         self.names.remove_bucket(name)
@@ -210,6 +211,7 @@ class Naming(Copies):
         self._tell(Change(ChangeKind.REMOVED, name, info.key))
 
     def remove_block(self, digest: bytes) -> None:
+        self.native_seals.catch_up()
         block = self._blocks.get(digest)
         if block is None:
             raise NotFound(f"no block {digest.hex()}")

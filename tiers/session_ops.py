@@ -25,6 +25,7 @@ from typing import Protocol, TypeVar
 import trio
 
 from kvfs import limits
+from kvfs._native.sealer import SEALS_AT_ONCE
 from kvfs.errors import InvalidRequest, IsDirectory, KvfsError, NotFound, NotPermitted
 from kvfs.messages import (
     DIGEST_BYTES,
@@ -117,6 +118,10 @@ async def _serve_digests(session: Session, request: DigestBatch, reply: Reply) -
             session, request.op, digests, lambda digest: _remove(session, bucket, digest), reply
         )
         return
+    if request.op is Op.OPEN_SEALER:
+        handle = request.namespace
+        await _send_opened(request.op, digests, lambda digest: _open_sealer(session, handle, digest), reply)
+        return
     bucket = _readable(session, request.namespace)
     match request.op:
         case Op.OPEN_BLOCK:
@@ -140,6 +145,13 @@ async def _serve_digests(session: Session, request: DigestBatch, reply: Reply) -
 def _reserve(session: Session, size_hint_bytes: int) -> Opened:
     draft, descriptor = session.reserve(size_hint_bytes)
     return ExtentResult(0, draft.extent.slot, draft.extent.generation), descriptor
+
+
+def _open_sealer(session: Session, handle: int, digest: bytes) -> Opened:
+    bucket = session.store.bucket(_writable(session, handle))
+    if digest != bucket.namespace:
+        raise InvalidRequest(f"OPEN_SEALER: {digest.hex()} is not the digest of handle {handle}")
+    return ExtentResult(0, size_bytes=SEALS_AT_ONCE), session.seals.open(session, bucket)
 
 
 def _seal_block(session: Session, bucket: bytes, seal: BlockSeal) -> Result:

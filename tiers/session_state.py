@@ -21,6 +21,7 @@ from kvfs.errors import InvalidRequest, KvfsError, LimitExceeded, QuotaExceeded,
 from kvfs.rights import Caller
 from tiers.access import Access
 from tiers.model import Draft
+from tiers.native_seals import NativeSeals
 
 if TYPE_CHECKING:
     from tiers.store import TieredStore
@@ -51,8 +52,11 @@ class Session:
     access: Access
     store: TieredStore
     quota: SessionQuota
-    client: str = ""
+    seals: NativeSeals
     drafts: dict[tuple[int, int], Draft] = field(default_factory=dict)
+    channel: int | None = None
+    """Its seal channel, if it has one."""
+    client: str = ""
     _namespaces: list[bytes] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -69,10 +73,12 @@ class Session:
             self.store.abort(draft)
             raise
         self.drafts[draft.extent.slot, draft.extent.generation] = draft
+        self.seals.grant(self, draft)
         return draft, descriptor
 
     def draft(self, slot: int, generation: int) -> Draft:
-        """Raises Superseded for a draft that is not this session's, or no longer."""
+        """A draft that is from here on the caller's. Raises Superseded for one that is not, or no longer, granted."""
+        self.seals.reclaim(slot)
         try:
             return self.drafts[slot, generation]
         except KeyError:
@@ -100,6 +106,7 @@ class Session:
 
     def release(self) -> int:
         """Abort every draft; how many there were."""
+        self.seals.end(self)
         drafts = list(self.drafts.values())
         self.drafts.clear()
         for draft in drafts:

@@ -50,6 +50,7 @@ from kvfs.messages import (
 from kvfs.protocol import ReceivedRequest
 from kvfs.rights import Caller
 from tiers.access import Access
+from tiers.native_seals import NativeSeals
 from tiers.session_channel import Channel
 from tiers.session_control import Service, serve_control
 from tiers.session_ops import log_refusal, serve_batch
@@ -93,6 +94,7 @@ class SessionServer:
         self._service_uid = os.geteuid() if service_uid is None else service_uid
         self._group_gid = group_gid
         self._service = Service(self._service_uid, group_gid, self._status, self.stop)
+        self._seals = NativeSeals(store)
         self._sessions: dict[int, Session] = {}
         self._per_uid: Counter[int] = Counter()
         self._idle: dict[int, trio.CancelScope] = {}
@@ -110,15 +112,23 @@ class SessionServer:
             async with trio.open_nursery() as nursery:
                 accepting = trio.CancelScope()
                 nursery.start_soon(self._accept_loop, listener, nursery, accepting)
+                seals = trio.CancelScope()
+                nursery.start_soon(self._absorb_seals, seals)
                 task_status.started()
                 await self.stop_asked.wait()
                 accepting.cancel()
                 nursery.cancel_scope.deadline = trio.current_time() + limits.STOP_WAIT_S
                 for scope in list(self._idle.values()):
                     scope.cancel()
+                seals.cancel()
         finally:
+            self._seals.close()
             listener.close()
             self.path.unlink(missing_ok=True)
+
+    async def _absorb_seals(self, scope: trio.CancelScope) -> None:
+        with scope:
+            await self._seals.run()
 
     async def _accept_loop(
         self, listener: socket.socket, nursery: trio.Nursery, scope: trio.CancelScope
@@ -152,7 +162,7 @@ class SessionServer:
             return
         self._accepted += 1
         access = Access(self.store, caller, self._service_uid)
-        session = Session(self._accepted, caller, access, self.store, self.quota)
+        session = Session(self._accepted, caller, access, self.store, self.quota, self._seals)
         self._sessions[session.number] = session
         self._per_uid[caller.uid] += 1
         nursery.start_soon(self._run, session, channel)
@@ -221,6 +231,7 @@ class SessionServer:
         raise SessionClosed("the service stops")
 
     async def _answer(self, session: Session, channel: Channel, request: Request) -> None:
+        self._seals.catch_up()
         try:
             match request:
                 case Hello():
@@ -258,9 +269,17 @@ class SessionServer:
                     "descriptors": limits.MAX_FDS_PER_MESSAGE,
                     "object_bytes": self.store.dram.usage().largest_object_bytes,
                 },
-                "quota": {"drafts": self.quota.drafts, "bytes": self.store.space.quota_bytes},
+                "quota": {
+                    "drafts": self.quota.drafts,
+                    "spare_drafts": min(self.quota.drafts, self._spare_drafts()),
+                    "bytes": self.store.space.quota_bytes,
+                },
             },
         )
+
+    def _spare_drafts(self) -> int:
+        """How many drafts a client may have ahead of use: a tier with few slots keeps them for objects."""
+        return min(limits.CLIENT_SPARE_DRAFTS, self.store.table.slots // limits.SLOTS_PER_SPARE_DRAFT)
 
     def _may_open(self, caller: Caller) -> bool:
         member = self._group_gid is not None and (

@@ -22,7 +22,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -31,13 +31,15 @@ from typing import Any, Self
 import trio
 
 from kvfs import crashpoints, limits
+from kvfs._native.sealer import Sealed
 from kvfs._native.slots import fd_xxh3_64
-from kvfs._native.table import TIER_NVME
+from kvfs._native.table import TIER_DRAM, TIER_NVME
 from kvfs.errors import (
     ConfigError,
     Corrupt,
     Exists,
     InvalidRequest,
+    NoSpace,
     NotPermitted,
     ObjectTooLarge,
     Superseded,
@@ -46,7 +48,7 @@ from kvfs.errors import (
 from kvfs.keys import block_name
 from kvfs.name_rows import SNAPSHOT
 from kvfs.names import NameIndex, NameRow
-from tiers.base import NO_SLOT, Kind, SealHeader, StoreKey, object_key
+from tiers.base import NO_SLOT, Extent, Kind, SealHeader, StoreKey, object_key
 from tiers.blocks import Block
 from tiers.catalog import block_digest
 from tiers.device import Device
@@ -423,25 +425,53 @@ class TieredStore(Naming):
         if where.namespace is None:
             raise InvalidRequest(f"bucket {bucket.decode()} is bound to no namespace")
         self.make_entry_room()
-        if self._blocks.get(digest) is not None:
-            self.abort(draft)
-            return self.lookup_block(digest)
-        if where.durable:
-            self.journal.check_durable(self.dram.draft_bytes(draft.extent))
-        key = StoreKey(Kind.BLOCK, digest)
-        sequence = self.names.next_ids(1)
-        header = SealHeader(
-            key, sequence, sequence, parent=parent or bytes(16), uid=uid, bucket_id=where.bucket_id
-        )
-        sealed = self.dram.seal(draft.extent, header, checksum=checksum)
-        self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
+        with self.native_seals.settled():
+            if self._blocks.get(digest) is not None:
+                self.abort(draft)
+                return self.lookup_block(digest)
+            if where.durable:
+                self.journal.check_durable(self.dram.draft_bytes(draft.extent))
+            key = StoreKey(Kind.BLOCK, digest)
+            sequence = self.names.next_ids(1)
+            header = SealHeader(
+                key, sequence, sequence, parent=parent or bytes(16), uid=uid, bucket_id=where.bucket_id
+            )
+            sealed = self.dram.seal(draft.extent, header, checksum=checksum)
+            self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
         block = Block(bucket, uid, sealed.size_bytes, sequence, sealed.sealed_at_ns, parent=parent)
-        self.enter_block(digest, block)
-        self.journal.sealed(
-            Resident(key, sequence, sealed.extent, sealed.size_bytes, where, None, header.parent, uid)
-        )
-        self._tell(Change(ChangeKind.SEALED, Name(bucket, block_name(digest)), key))
+        self._enter_sealed(key, block, where, sealed.extent)
         return self.lookup_block(digest)
+
+    def sealed_natively(self, draft: Draft, sealed: Sealed, bucket: Bucket) -> None:
+        """The sealing thread has published a draft as a block: know it, as `seal_block` does."""
+        self._report_hits()
+        self._close_draft(draft, sealed.size_bytes)
+        self._counts["seals"] += 1
+        extent = self.dram.note_sealed(draft.extent, sealed.physical_bytes, has_checksum=sealed.has_checksum)
+        parent = sealed.parent if any(sealed.parent) else None
+        block = Block(
+            bucket.name, draft.uid, sealed.size_bytes, sealed.object_id, sealed.sealed_at_ns, parent=parent
+        )
+        self._enter_sealed(StoreKey(Kind.BLOCK, sealed.key), block, bucket, extent)
+
+    def drop_unindexed(self, draft: Draft, sealed: Sealed) -> None:
+        """The sealing thread has sealed a draft that the table has no room for: the slot goes back, and there is room
+        for the next one, if anything may be evicted."""
+        self._close_draft(draft, None)
+        extent = self.dram.note_sealed(draft.extent, sealed.physical_bytes, has_checksum=True)
+        self.dram.free(extent, charge_uid=draft.uid)
+        with suppress(NoSpace):
+            self.make_entry_room()
+
+    def _enter_sealed(self, key: StoreKey, block: Block, bucket: Bucket, extent: Extent) -> None:
+        """Tell all who want to know of a block that is in the table from here on."""
+        self.enter_block(key.digest, block)
+        self._tell_placed(key.digest, 0, TIER_DRAM)
+        parent = block.parent or bytes(16)
+        self.journal.sealed(
+            Resident(key, block.sequence, extent, block.size_bytes, bucket, None, parent, block.uid)
+        )
+        self._tell(Change(ChangeKind.SEALED, Name(block.bucket, block_name(key.digest)), key))
 
     def _index(self, draft: Draft, key: StoreKey, slot: int, generation: int, size_bytes: int) -> None:
         self._report_hits()

@@ -95,3 +95,7 @@ cdef class Table:
     cdef kvfs_table *writer(self) except NULL
     cdef object _match(self, object hashes, int kind, object tiers)
     cdef uint32_t _slot(self, uint32_t slot) except? 0xFFFFFFFF
+
+
+cdef int put_entry(kvfs_table *t, const uint8_t *key, const kvfs_entry_value *value) noexcept nogil
+cdef int publish_slot(kvfs_table *t, uint32_t slot, uint32_t draft, const kvfs_slot_header *header) noexcept nogil

@@ -62,6 +62,15 @@ def native_fields():
     ]
 
 
+cdef int put_entry(kvfs_table *t, const uint8_t *key, const kvfs_entry_value *value) noexcept nogil:
+    """For other native modules of the writing process, which do not link the C side."""
+    return kvfs_table_put(t, key, value)
+
+
+cdef int publish_slot(kvfs_table *t, uint32_t slot, uint32_t draft, const kvfs_slot_header *header) noexcept nogil:
+    return kvfs_slot_publish(t, slot, draft, header)
+
+
 cdef class Entry:
     """A consistent copy of one index entry."""
 

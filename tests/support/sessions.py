@@ -179,6 +179,7 @@ def session_server(
     quota: SessionQuota | None = None,
     uid: int = 0,
     open_files: int | None = None,
+    backing: str = "auto",
 ) -> Iterator[Server]:
     """A service of user `uid` on a fresh directory that every uid may enter."""
     directory = Path(tempfile.mkdtemp(prefix="kvfs-sessions-"))
@@ -195,6 +196,7 @@ def session_server(
             max_slots=4096,
             gid=SERVICE_GID,
             quota_bytes=quota_bytes,
+            backing=backing,
         ) as store:
             server = SessionServer(
                 store, directory / "data" / "kvfs.sock", group_gid=SERVICE_GID, quota=quota

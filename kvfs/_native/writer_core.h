@@ -1,0 +1,28 @@
+/* Filling drafts, and having them sealed. See writer_core.c. */
+#ifndef KVFS_WRITER_CORE_H
+#define KVFS_WRITER_CORE_H
+
+#include <stdint.h>
+#include <sys/types.h>
+#include <sys/uio.h>
+
+/* Seals of one packet: kvfs_sealer's limit. */
+#define KVFS_PUTS_AT_ONCE 64
+#define KVFS_PUT_KEY_BYTES 16
+
+/* One block of a put: which draft, whose pieces, and what became of it. */
+struct kvfs_put {
+    int fd;
+    uint32_t slot;
+    uint32_t generation;
+    ssize_t block; /* index into the keys, the parents and `starts` */
+    int status;    /* 0 new, or an errno */
+};
+
+int kvfs_write_fd(int fd, uint64_t offset, const struct iovec *vectors, ssize_t pieces);
+int kvfs_map_draft(int fd, uint64_t size, void **place);
+uint64_t kvfs_sum_pieces(const struct iovec *vectors, ssize_t pieces);
+int kvfs_put_blocks(int channel, struct kvfs_put *puts, ssize_t n, const uint8_t *keys, const uint8_t *parents,
+                    const struct iovec *vectors, const ssize_t *starts, int64_t timeout_ns);
+
+#endif

@@ -1,0 +1,428 @@
+"""Blocks of one namespace: what engines read and write, in batches, without a server on the path of a hit.
+
+Responsibility: `Blocks`, the zero-copy door. Reads look blocks up in the shared table and open their slots
+themselves; bytes are copied straight into the caller's memory, or mapped. Writes fill drafts of the store that a
+session was granted. What is in a lower tier only is brought up first, within the call's timeout.
+
+Invariants:
+- A miss is a value (-1, None, False), never an exception; a wrong argument is InvalidRequest, at once.
+- Bytes that are read are a sealed block's, whole, whatever happens to it meanwhile.
+- Reads need no service: while none runs they find what lies in DRAM. What needs one tries to reach it until the
+  timeout, and then raises SessionClosed or, for a read, is a miss.
+- Nothing that a call reserved outlives its failure, nor its process.
+
+Concurrency: calls from any thread; copies and system calls drop the GIL. Futures run on a few threads of this
+object's own, hits are reported by another. A forked child makes a client of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from kvfs import limits
+from kvfs._native.pieces import Memory, Pieces, Scatter, join_keys
+from kvfs._native.reader import BELOW, MISS, NO_ROOM, View
+from kvfs._native.writer import PUTS_AT_ONCE, Draft
+from kvfs.block_session import AT_ONCE, BlockSession, Live, parents_of
+from kvfs.errors import InvalidRequest, KvfsError, NotFound, SessionClosed
+from kvfs.exchange import check
+from kvfs.futures import Workers
+from kvfs.keys import block_name
+from kvfs.layers import Loading
+from kvfs.messages import DIGEST_BYTES, DigestBatch, Op, Result, text
+from kvfs.puts import Refiller, put_some, seal_patiently
+from kvfs.readers import BlockReader, LocalReader, ServedReader
+from kvfs.transport import Deadline, Transport, close_all
+
+T = TypeVar("T")
+Keys = Sequence[bytes] | bytes
+"""Prefix hashes, 16 bytes each: a sequence of them, or all in one bytes object."""
+Places = Sequence[Memory | Sequence[Memory]] | Scatter
+"""Memory for each block: a buffer, or a list of buffers that it is spread over; or one `Scatter`."""
+
+_forkable: weakref.WeakSet[Blocks] = weakref.WeakSet()
+
+
+class Blocks:
+    """Made by `Client.blocks`. Every call takes `timeout_s` (default: the client's)."""
+
+    def __init__(
+        self, begin: Callable[[float], Transport], namespace: dict[str, Any], *, timeout_s: float
+    ) -> None:
+        """`begin` connects; `namespace` are the arguments of OPEN_NAMESPACE. Raises what connecting does."""
+        self._timeout_s = timeout_s
+        self._session = BlockSession(begin, namespace)
+        self._aside = BlockSession(begin, namespace)
+        """For what may take long or nobody waits for, so that it holds up no other call."""
+        self.bucket = self._session.run(lambda live: live.bucket, Deadline.after(timeout_s))
+        """The bucket that is bound to the namespace."""
+        local = self._session.hello.may_open
+        self._reader: BlockReader = (
+            LocalReader(lambda: self._session.hello) if local else ServedReader(self._session)
+        )
+        self._workers = Workers()
+        self._refiller = Refiller(self._session.run)
+        self._drafts: weakref.WeakSet[Draft] = weakref.WeakSet()
+        self._forked = False
+        self._closed = threading.Event()
+        if local:
+            reporter = threading.Thread(
+                target=_report_hits, args=[weakref.ref(self), self._closed], daemon=True, name="kvfs-hits"
+            )
+            reporter.start()
+        _forkable.add(self)
+
+    def close(self) -> None:
+        """End the sessions: drafts that were not sealed are gone. Views stay good. Closing twice is harmless."""
+        if not self._closed.is_set() and not self._forked:
+            with suppress(KvfsError, OSError):
+                self.report_hits(timeout_s=limits.CLIENT_REPORT_S)
+        self._closed.set()
+        self._workers.close()
+        self._refiller.close()
+        self._session.close()
+        self._aside.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- what is there -----------------------------------------------------------------------------------
+    def match(self, keys: Keys, *, timeout_s: float | None = None) -> int:
+        """How many blocks are there without a gap from the first on, in whatever tier: no call, microseconds."""
+        return self._reader.match(join_keys(keys), self._deadline(timeout_s))
+
+    def exists(self, keys: Keys, *, timeout_s: float | None = None) -> list[bool]:
+        """Whether each is there, in whatever tier: no call."""
+        return [tiers != 0 for tiers in self._reader.find(join_keys(keys), self._deadline(timeout_s))]
+
+    # --- reading -----------------------------------------------------------------------------------------
+    def get(self, keys: Keys, *, timeout_s: float | None = None) -> list[View | None]:
+        """A leased, read-only view of each block's bytes, None for a miss. Raises LimitExceeded (mappings)."""
+        deadline, joined = self._deadline(timeout_s), join_keys(keys)
+        found = self._reader.map(joined, deadline)
+        below = [i for i, view in enumerate(found) if view == BELOW]
+        if below and self._bring_up(joined, below, deadline):
+            again = self._reader.map(_choose(joined, below), deadline)
+            for i, view in zip(below, again, strict=True):
+                found[i] = view
+        return [view if isinstance(view, View) else None for view in found]
+
+    def get_into(self, keys: Keys, buffers: Places, *, timeout_s: float | None = None) -> list[int]:
+        """Copy each block into its places; the bytes of each, -1 for a miss.
+
+        Raises InvalidRequest for a block that is longer than its places, LimitExceeded.
+        """
+        native = self._reader.native
+        if native is not None and (found := native.read_into(keys, buffers)) is not None:
+            return found
+        deadline, joined = self._deadline(timeout_s), join_keys(keys)
+        pieces = Pieces(buffers, len(joined) // DIGEST_BYTES, True)
+        results = self._reader.read(joined, pieces, deadline)
+        if min(results, default=0) < MISS:
+            return self._get_rest(joined, pieces, results, deadline)
+        return results
+
+    def _get_rest(self, joined: bytes, pieces: Pieces, results: list[int], deadline: Deadline) -> list[int]:
+        below = [i for i, result in enumerate(results) if result == BELOW]
+        if below and self._bring_up(joined, below, deadline):
+            again = self._reader.read(_choose(joined, below), pieces.choose(below), deadline)
+            for i, result in zip(below, again, strict=True):
+                results[i] = result
+        if NO_ROOM in results:
+            i = results.index(NO_ROOM)
+            raise InvalidRequest(
+                f"block {_choose(joined, [i]).hex()} is longer than the {pieces.sizes()[i]} bytes of its places"
+            )
+        return [max(result, MISS) for result in results]
+
+    def get_async(self, keys: Keys, *, timeout_s: float | None = None) -> Future[list[View | None]]:
+        return self._later(lambda: self.get(keys, timeout_s=timeout_s))
+
+    def get_into_async(
+        self, keys: Keys, buffers: Places, *, timeout_s: float | None = None
+    ) -> Future[list[int]]:
+        return self._later(lambda: self.get_into(keys, buffers, timeout_s=timeout_s))
+
+    def load_layers(self, keys: Keys, layers: Sequence[Places], *, timeout_s: float | None = None) -> Loading:
+        """Copy blocks layer by layer into `layers[i]`, in the background: see `Loading.wait_layer`.
+
+        A block has as many equal layers as `layers` says, its outermost axis. Leased until all are copied, so it
+        is a hit in every layer or in none.
+        """
+        joined, deadline = join_keys(keys), self._deadline(timeout_s)
+        loading = Loading([Pieces(places, len(joined) // DIGEST_BYTES, True) for places in layers])
+        loading.done = self._later(lambda: loading.load(self.get(joined, timeout_s=deadline.left_s)))
+        return loading
+
+    def prefetch(self, keys: Keys, *, timeout_s: float | None = None) -> Future[int]:
+        """Bring blocks up from lower tiers ahead of use; how many of them are in DRAM then."""
+        deadline, joined = self._deadline(timeout_s), join_keys(keys)
+        return self._later(lambda: self._prefetch(joined, deadline))
+
+    def _prefetch(self, joined: bytes, deadline: Deadline) -> int:
+        found = 0
+        for at in range(0, len(joined), AT_ONCE * DIGEST_BYTES):
+            some = joined[at : at + AT_ONCE * DIGEST_BYTES]
+
+            found += self._aside.run(partial(_open_and_close, keys=some), deadline)
+        return found
+
+    def _bring_up(self, joined: bytes, which: list[int], deadline: Deadline) -> bool:
+        """Bring blocks up as far as there is time; whether any is in DRAM now."""
+        if deadline.left_s <= 0:
+            return False
+        try:
+            return self._prefetch(_choose(joined, which), deadline) > 0
+        except KvfsError:  # out of time, no service, no room: misses
+            return False
+
+    # --- writing -----------------------------------------------------------------------------------------
+    def put(
+        self,
+        keys: Keys,
+        buffers: Places,
+        parents: Sequence[bytes | None] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[bool]:
+        """Store blocks, parents first; True where a block is new, False where it was there.
+
+        `parents` are the prefix hashes before them (None for a first block): no block is evicted before those
+        that follow it. Raises NoSpace and the like for the first that failed: those before it may be stored; and
+        SessionClosed. After a lost session, what this call had stored counts as there.
+        """
+        deadline, joined = self._deadline(timeout_s), join_keys(keys)
+        count = len(joined) // DIGEST_BYTES
+        pieces, before = Pieces(buffers, count, False), b"".join(parents_of(parents, count))
+        stored: list[bool] = []
+        for at in range(0, count, PUTS_AT_ONCE):
+            some = range(at, min(at + PUTS_AT_ONCE, count))
+            put = partial(
+                self._put_some, keys=joined, parents=before, pieces=pieces, some=some, deadline=deadline
+            )
+            stored += self._session.run(put, deadline)
+        return stored
+
+    def _put_some(
+        self,
+        live: Live,
+        keys: bytes,
+        parents: bytes,
+        pieces: Pieces,
+        some: range,
+        deadline: Deadline,
+    ) -> list[bool]:
+        there = self._reader.find(keys[some.start * DIGEST_BYTES : some.stop * DIGEST_BYTES], deadline)
+        fresh = [i for i in some if not there[i - some.start]]
+        if not fresh:
+            return [False] * len(some)
+        new = put_some(live, keys, parents, pieces, fresh, deadline)
+        self._refiller.ask(live.grants)
+        if len(fresh) == len(some):
+            return new
+        found = dict(zip(fresh, new, strict=True))
+        return [found.get(i, False) for i in some]
+
+    def put_async(
+        self,
+        keys: Keys,
+        buffers: Places,
+        parents: Sequence[bytes | None] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Future[list[bool]]:
+        """As `put`; the buffers stay as they are until the future is done."""
+        return self._later(lambda: self.put(keys, buffers, parents, timeout_s=timeout_s))
+
+    def reserve(
+        self,
+        keys: Keys,
+        sizes: Sequence[int],
+        parents: Sequence[bytes | None] | None = None,
+        *,
+        layers: int = 0,
+        timeout_s: float | None = None,
+    ) -> list[Draft | None]:
+        """A draft of so many bytes for each block, None for one that is there already.
+
+        Fill it through the buffer protocol, by `write`, or layer by layer by `save_layer` where it was reserved
+        with `layers` (equal parts); then `seal` it. Raises NoSpace, ObjectTooLarge, QuotaExceeded, SessionClosed.
+        """
+        deadline, joined = self._deadline(timeout_s), join_keys(keys)
+        count = len(joined) // DIGEST_BYTES
+        _check_sizes(sizes, count, layers)
+        before = parents_of(parents, count)
+        there = self._reader.find(joined, deadline)
+        drafts: list[Draft | None] = [None] * count
+        fresh = [i for i in range(count) if not there[i]]
+        try:
+            for at in range(0, len(fresh), AT_ONCE):
+                some = fresh[at : at + AT_ONCE]
+                grant = partial(
+                    Live.reserve,
+                    keys=[_choose(joined, [i]) for i in some],
+                    sizes=[sizes[i] for i in some],
+                    parents=[before[i] for i in some],
+                    layers=layers,
+                )
+                granted = self._session.run(grant, deadline)
+                self._drafts.update(granted)
+                for i, draft in zip(some, granted, strict=True):
+                    drafts[i] = draft
+        except BaseException:
+            self.abort([draft for draft in drafts if draft is not None])
+            raise
+        return drafts
+
+    def seal(self, drafts: Sequence[Draft | None], *, timeout_s: float | None = None) -> list[bool]:
+        """Make drafts visible: True where a block is new, False where it was there by now (and for None).
+
+        Raises InvalidRequest for one that is not ready (layers missing, memory of it in use), and then seals
+        none; SessionClosed where the session that granted it is gone, and the draft with it.
+        """
+        deadline = self._deadline(timeout_s)
+        ready = [draft for draft in drafts if draft is not None]
+        for draft in ready:
+            draft.finish()
+        sealed: list[bool] = []
+        for at in range(0, len(ready), limits.MAX_BATCH):
+            some = ready[at : at + limits.MAX_BATCH]
+            sealed += self._session.run(partial(_seal, drafts=some, deadline=deadline), deadline, again=False)
+        new = iter(sealed)
+        return [draft is not None and next(new) for draft in drafts]
+
+    def abort(self, drafts: Sequence[Draft | None], *, timeout_s: float | None = None) -> None:
+        """Give drafts back unsealed."""
+        given = [draft for draft in drafts if draft is not None]
+        for draft in given:
+            draft.close()
+        deadline = self._deadline(timeout_s)
+        with suppress(SessionClosed):  # the service takes back what a lost session had
+            for at in range(0, len(given), limits.MAX_BATCH):
+                self._session.run(partial(_abort, drafts=given[at : at + limits.MAX_BATCH]), deadline)
+
+    # --- the rest ----------------------------------------------------------------------------------------
+    def remove(self, keys: Keys, *, timeout_s: float | None = None) -> int:
+        """Remove blocks from the store, in whatever tier; how many were there."""
+        deadline, joined = self._deadline(timeout_s), join_keys(keys)
+        removed = 0
+        for at in range(0, len(joined), limits.MAX_BATCH * DIGEST_BYTES):
+            some = joined[at : at + limits.MAX_BATCH * DIGEST_BYTES]
+            results = self._session.run(partial(_ask_results, op=Op.REMOVE_BLOCK, keys=some), deadline)
+            for result in results:
+                with suppress(NotFound):
+                    check(result, "removing blocks")
+                    removed += 1
+        return removed
+
+    def pin(self, keys: Keys, *, timeout_s: float | None = None) -> int:
+        """Keep blocks from being evicted; how many were there.
+
+        Raises NotPermitted unless the caller owns the bucket.
+        """
+        return self._set_pinned(join_keys(keys), True, self._deadline(timeout_s))
+
+    def unpin(self, keys: Keys, *, timeout_s: float | None = None) -> int:
+        return self._set_pinned(join_keys(keys), False, self._deadline(timeout_s))
+
+    def _set_pinned(self, joined: bytes, pinned: bool, deadline: Deadline) -> int:
+        count = 0
+        for i in range(len(joined) // DIGEST_BYTES):
+            name = [self.bucket, text(block_name(_choose(joined, [i])))]
+            with suppress(NotFound):
+                self._session.run(partial(_pin, name=name, pinned=pinned), deadline)
+                count += 1
+        return count
+
+    def report_hits(self, *, timeout_s: float | None = None) -> int:
+        """Tell the service of hits now, as a thread does from time to time: they count for eviction."""
+        deadline, found = self._deadline(timeout_s), 0
+        while hits := self._reader.take_hits():
+            found += self._aside.run(partial(_touch, keys=hits), deadline)
+        return found
+
+    def _deadline(self, timeout_s: float | None) -> Deadline:
+        if self._forked:
+            raise SessionClosed("a forked child cannot use its parent's blocks: connect anew")
+        return Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
+
+    def _later(self, do: Callable[[], T]) -> Future[T]:
+        return self._workers.submit(do)
+
+
+def _choose(joined: bytes, which: Sequence[int]) -> bytes:
+    return b"".join([joined[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES] for i in which])
+
+
+def _open_and_close(live: Live, keys: bytes) -> int:
+    opened = live.exchange.open(DigestBatch(Op.OPEN_BLOCK, live.handle, keys))
+    descriptors = [descriptor for _, descriptor in opened if descriptor is not None]
+    close_all(descriptors)
+    return len(descriptors)
+
+
+def _ask_results(live: Live, op: Op, keys: bytes) -> list[Result]:
+    return live.exchange.results(DigestBatch(op, live.handle, keys))
+
+
+def _touch(live: Live, keys: bytes) -> int:
+    return live.exchange.count(DigestBatch(Op.TOUCH, live.handle, keys))
+
+
+def _pin(live: Live, name: list[str], pinned: bool) -> None:
+    live.exchange.control(Op.PIN, name=name, pinned=pinned)
+
+
+def _abort(live: Live, drafts: Sequence[Draft]) -> None:
+    live.abort([draft for draft in drafts if draft.session is live.transport])
+
+
+def _seal(live: Live, drafts: Sequence[Draft], deadline: Deadline) -> list[bool]:
+    if any(draft.session is not live.transport for draft in drafts):
+        raise SessionClosed("the session that these drafts were granted in is gone, and they with it")
+    return seal_patiently(live, drafts, deadline)
+
+
+def _check_sizes(sizes: Sequence[int], count: int, layers: int) -> None:
+    if len(sizes) != count:
+        raise InvalidRequest(f"{count} keys and {len(sizes)} sizes")
+    for size in sizes:
+        if size < 0 or (layers and size % layers):
+            raise InvalidRequest(f"a block of {size} bytes has no {layers} equal layers")
+
+
+def _report_hits(blocks: weakref.ref[Blocks], closed: threading.Event) -> None:
+    while not closed.wait(limits.CLIENT_REPORT_S):
+        live = blocks()
+        if live is None or live._forked:
+            return
+        with suppress(KvfsError, OSError):  # hits are a hint: what does not arrive is forgotten
+            live.report_hits(timeout_s=limits.CLIENT_REPORT_S)
+        del live
+
+
+def _mark_forked() -> None:
+    """Whatever is writable goes: while a child has it open, its parent could not have it sealed."""
+    for blocks in list(_forkable):
+        blocks._forked = True
+        blocks._reader.native = None
+        blocks._session.after_fork()
+        blocks._aside.after_fork()
+        for draft in list(blocks._drafts):
+            draft.after_fork()
+
+
+os.register_at_fork(after_in_child=_mark_forked)
