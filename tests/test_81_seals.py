@@ -290,7 +290,7 @@ def test_a_channel_keeps_its_number_until_the_event_loop_lets_go(alone: Callable
     here = alone()
     here.channel.shutdown(socket.SHUT_WR)
     assert here.channel.recv(1) == b""  # the thread has ended it
-    numbers = []
+    numbers: list[int] = []
     for _ in range(2):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
