@@ -160,6 +160,21 @@ def test_the_event_loop_and_the_thread_see_each_others_seals(server: Server, eng
     assert server.wait_until(lambda found: found["open_drafts"] == 0)["blocks"] == 2
 
 
+def test_a_channel_is_its_sessions_until_that_ends(server: Server) -> None:
+    """Closed by its writer, it is not given to another session, whose seals would be the first one's."""
+    with Engine(server) as first:
+        first.channel.close()
+        with Engine(server) as second:
+            first.raw.socket.close()
+            server.wait_until(lambda found: found["sessions"] == 2)
+            for key in keys_of(3):
+                slot, generation, descriptor = second.draft(b"data")
+                os.close(descriptor)
+                assert second.seal(slot, generation, key) == 0
+    server.wait_until(lambda found: found["sessions"] == 1 and found["open_drafts"] == 0)
+    assert "books do not follow" not in server.log()
+
+
 @pytest.mark.parametrize("packet", [b"x", bytes(55), bytes(57), bytes(56 * (SEALS_AT_ONCE + 1))])
 def test_a_packet_that_is_no_batch_ends_the_channel(engine: Engine, packet: bytes) -> None:
     engine.channel.send(packet)
