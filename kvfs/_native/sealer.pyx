@@ -1,6 +1,6 @@
 """Sealing blocks natively, seen from Python: a thin seam over `sealer_core.c`, which has the rules.
 
-Invariants: the table and the directory descriptor outlive the thread; `close` joins it.
+Invariants: the table and the directory descriptor outlive the threads; `close` joins them.
 Concurrency: every method is called from the event loop's thread.
 """
 
