@@ -31,6 +31,7 @@ from kvfs.connectors.common import (
     string_keys,
     string_namespace,
 )
+from kvfs.limits import CONNECTOR_MATCH_S
 from kvfs.namespaces import Namespace
 
 T = TypeVar("T")
@@ -137,7 +138,9 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many pages are there without a gap from the first on."""
-        return self._do(self._used, lambda blocks, digests: blocks.match(digests, timeout_s=0), keys, 0)
+        return self._do(
+            self._used, lambda blocks, digests: blocks.match(digests, timeout_s=CONNECTOR_MATCH_S), keys, 0
+        )
 
     def clear(self) -> None:
         """Remove every page of these weights, this pool and this rank."""
