@@ -80,6 +80,7 @@ class Backend:
         self._touched: list[bytes] = []
         self._spares: SpareDrafts | None = None
         self._seals: SealQueue | None = None
+        self._nursery: trio.Nursery | None = None
         self._namespaces: dict[str, tuple[Session, int]] = {}
 
     # --- the session -------------------------------------------------------------------------------------
@@ -92,6 +93,7 @@ class Backend:
                 async with trio.open_nursery() as nursery:
                     session = await Session.connect(self._path, self._client, nursery)
                     spares, seals = self._take(session)
+                    self._nursery = nursery
                     nursery.start_soon(spares.run)
                     nursery.start_soon(seals.run)
                     nursery.start_soon(self._report_hits, session)
@@ -129,7 +131,7 @@ class Backend:
             self._spares.close()
         if self._seals is not None:
             self._seals.close()
-        self._session = self._direct = self._spares = self._seals = None
+        self._session = self._direct = self._spares = self._seals = self._nursery = None
         self._touched.clear()
         self._namespaces.clear()
         self._changed = trio.Event()
@@ -161,6 +163,13 @@ class Backend:
                 await trio.lowlevel.checkpoint()
             return self._session
         raise SessionClosed(f"{self._path}: no service answers")
+
+    async def extra_session(self) -> Session:
+        """Another session, which the caller closes. Raises SessionClosed, LimitExceeded."""
+        await self.session()
+        if self._nursery is None:
+            raise SessionClosed(f"{self._path}: no service answers")
+        return await Session.connect(self._path, self._client, self._nursery)
 
     async def control(self, op: Op, **arguments: Any) -> dict[str, Any]:
         return await (await self.session()).control(op, **arguments)
@@ -282,8 +291,10 @@ class Backend:
         """Raises NoSpace, ObjectTooLarge, QuotaExceeded."""
         session = await self.session()
         spare = self._spares.take(size_bytes) if self._spares is not None else None
-        if spare is not None:
-            return spare
+        return spare if spare is not None else await self.reserve_in(session, size_bytes)
+
+    async def reserve_in(self, session: Session, size_bytes: int) -> Draft:
+        """A draft of this session. Raises as `reserve`."""
         [(entry, descriptor)] = await session.opened(Reserve((size_bytes,)))
         if descriptor is None:
             raise status_error(entry.status, f"room for {size_bytes} bytes")

@@ -76,6 +76,7 @@ _SAME = {
     "domains",
     "default_bucket",
     "opaque_etags",
+    "large_buckets",
     "upload_expiry_s",
     "connections",
 }

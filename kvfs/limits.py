@@ -186,6 +186,8 @@ MAX_ERROR_MESSAGE_BYTES: Final = 4 * KIB
 """An error's message in an answer: two escaped names and a sentence."""
 MAX_NAMESPACE_HANDLES: Final = 256
 """Namespaces open in one session: an engine uses one per model, shard geometry and adapter."""
+MAX_LARGE_PIECE_BYTES: Final = 4 * MIB
+"""What a session reads at once of an object larger than DRAM takes: one extent, put into a draft of its own."""
 SESSION_TURN_S: Final = 0.002
 """A batch gives the event loop a turn after this long, so that one session does not hold up the others."""
 SESSION_CHUNK_BYTES: Final = 64 * KIB
