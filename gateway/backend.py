@@ -16,13 +16,14 @@ import base64
 import errno
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import trio
 
+from gateway.batches import Batches
 from gateway.direct import Direct
 from gateway.drafts import Draft, SpareDrafts
 from gateway.found import (
@@ -32,7 +33,6 @@ from gateway.found import (
     bucket_of_object,
     found_of_object,
 )
-from gateway.seals import SealQueue
 from gateway.session import Session
 from kvfs import limits
 from kvfs.errors import BucketNotFound, IsDirectory, KvfsError, NotFound, SessionClosed, Superseded
@@ -41,11 +41,14 @@ from kvfs.messages import (
     Abort,
     BlockSeal,
     DigestBatch,
+    ExtentResult,
     NameSeal,
     Op,
     OpenNames,
     Reserve,
+    Result,
     SealBlocks,
+    SealNames,
     untext,
 )
 
@@ -75,11 +78,13 @@ class Backend:
         self._path = socket_path
         self._client = client
         self._session: Session | None = None
+        self._slow: Session | None = None
         self._direct: Direct | None = None
         self._changed = trio.Event()
         self._touched: list[bytes] = []
         self._spares: SpareDrafts | None = None
-        self._seals: SealQueue | None = None
+        self._seals: Batches[NameSeal, Result] | None = None
+        self._opens: Batches[tuple[bytes, bytes], tuple[ExtentResult, int | None]] | None = None
         self._nursery: trio.Nursery | None = None
         self._namespaces: dict[str, tuple[Session, int]] = {}
 
@@ -92,11 +97,12 @@ class Backend:
             try:
                 async with trio.open_nursery() as nursery:
                     session = await Session.connect(self._path, self._client, nursery)
-                    spares, seals = self._take(session)
+                    slow = await Session.connect(self._path, self._client, nursery)
                     self._nursery = nursery
-                    nursery.start_soon(spares.run)
-                    nursery.start_soon(seals.run)
+                    for task in self._take(session, slow):
+                        nursery.start_soon(task)
                     nursery.start_soon(self._report_hits, session)
+                    nursery.start_soon(_end_with, session, slow)
                     if first:
                         first = False
                         task_status.started()
@@ -112,26 +118,27 @@ class Backend:
             await trio.sleep(pause_s)
             pause_s = min(2 * pause_s, limits.GATEWAY_RECONNECT_MAX_S)
 
-    def _take(self, session: Session) -> tuple[SpareDrafts, SealQueue]:
+    def _take(self, session: Session, slow: Session) -> list[Callable[[], Awaitable[None]]]:
+        """Use these sessions; the tasks that must run beside them. What brings objects up from NVMe has one of its
+        own: a session serves one request after the other."""
         if session.hello.may_open and "index" in session.hello.details:
             try:
                 self._direct = Direct(session.hello.details, session.hello.store_id)
             except (OSError, KvfsError) as error:
                 log.info("names are asked of the service: %s", error)
-        self._session, self._spares, self._seals = session, SpareDrafts(session), SealQueue(session)
+        self._session, self._slow = session, slow
+        self._spares = SpareDrafts(session)
+        self._seals = Batches(lambda seals: session.results(SealNames(tuple(seals))))
+        self._opens = Batches(lambda names: slow.opened(OpenNames(tuple(names))))
         self._changed.set()
-        return self._spares, self._seals
+        return [self._spares.run, self._seals.run, self._opens.run]
 
     def _drop(self) -> None:
-        if self._session is not None:
-            self._session.close()
-        if self._direct is not None:
-            self._direct.close()
-        if self._spares is not None:
-            self._spares.close()
-        if self._seals is not None:
-            self._seals.close()
-        self._session = self._direct = self._spares = self._seals = self._nursery = None
+        for each in (self._session, self._slow, self._direct, self._spares, self._seals, self._opens):
+            if each is not None:
+                each.close()
+        self._session = self._slow = self._direct = self._spares = self._seals = self._opens = None
+        self._nursery = None
         self._touched.clear()
         self._namespaces.clear()
         self._changed = trio.Event()
@@ -249,8 +256,10 @@ class Backend:
 
     async def _open_by_session(self, bucket: str, key: str, found: Found) -> int:
         """-1 where the name stands for another object by now, or for none."""
-        session = await self.session()
-        [(entry, descriptor)] = await session.opened(OpenNames(((untext(bucket), untext(key)),)))
+        await self.session()
+        if self._opens is None:
+            raise SessionClosed(f"{self._path}: no service answers")
+        entry, descriptor = await self._opens.ask((untext(bucket), untext(key)))
         if descriptor is None:
             if entry.status in (errno.ENOENT, errno.ESTALE, errno.EISDIR):
                 return -1
@@ -279,6 +288,8 @@ class Backend:
         while True:
             await trio.sleep(limits.GATEWAY_TOUCH_INTERVAL_S)
             session.check_time()
+            if self._slow is not None:
+                self._slow.check_time()
             if self._touched:
                 keys, self._touched = self._touched, []
                 try:
@@ -315,7 +326,7 @@ class Backend:
         draft.close()
         if draft.session is not self._session or self._seals is None:
             raise SessionClosed("the session that granted the draft has ended")
-        status = await self._seals.seal(
+        result = await self._seals.ask(
             NameSeal(
                 draft.slot,
                 draft.generation,
@@ -328,8 +339,8 @@ class Backend:
                 expected_id=seal.expected_id,
             )
         )
-        if status:
-            raise status_error(status, f"{seal.bucket}/{seal.key}")
+        if result.status:
+            raise status_error(result.status, f"{seal.bucket}/{seal.key}")
         draft.open = False
 
     async def seal_block(self, draft: Draft, bucket: BucketInfo, digest: bytes) -> bool:
@@ -404,6 +415,12 @@ class Backend:
 
     async def status(self) -> dict[str, Any]:
         return await self.control(Op.STATUS)
+
+
+async def _end_with(session: Session, other: Session) -> None:
+    """One is of no use without the other."""
+    await other.ended.wait()
+    session.close()
 
 
 def next_bucket(buckets: list[BucketInfo], name: str) -> BucketInfo:

@@ -314,8 +314,8 @@ MAX_TRAILER_BYTES: Final = 8 * KIB
 """The trailer section after the last chunk; S3's own trailers are inside the payload."""
 RECEIVE_BYTES: Final = 256 * KIB
 """Read from a socket at once: a buffer that stays in the second-level cache between reading, digest and writing."""
-SEAL_BATCH: Final = 32
-"""Seals of a gateway in one message: a fraction of a millisecond of the service's loop."""
+GATEWAY_BATCH: Final = 32
+"""Seals, or opens, of a gateway in one message: a fraction of a millisecond of the service's loop."""
 SPARE_DRAFT_BYTES: Final = 1 * MIB
 """Room that a spare draft of a gateway is promised; larger bodies ask for their own."""
 GATEWAY_SPARE_DRAFTS: Final = 8
