@@ -170,7 +170,7 @@ class BlockSession:
         """In a child: let go of what only the parent may use, whose threads' locks are nobody's here."""
         self._closed = True
         if self._live is not None:
-            self._live.grants.close()
+            self._live.grants.after_fork()
 
     @property
     def grants(self) -> Grants | None:

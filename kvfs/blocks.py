@@ -30,7 +30,7 @@ from typing import Any, Self, TypeVar
 from kvfs import limits
 from kvfs._native.pieces import Memory, Pieces, Scatter, join_keys
 from kvfs._native.reader import BELOW, MISS, NO_ROOM, View
-from kvfs._native.writer import PUTS_AT_ONCE, Draft
+from kvfs._native.writer import PUTS_AT_ONCE, Draft, Put
 from kvfs.block_session import AT_ONCE, BlockSession, Live, parents_of
 from kvfs.errors import InvalidRequest, KvfsError, NotFound, SessionClosed
 from kvfs.exchange import check
@@ -38,9 +38,9 @@ from kvfs.futures import Workers
 from kvfs.keys import block_name
 from kvfs.layers import Loading
 from kvfs.messages import DIGEST_BYTES, DigestBatch, Op, Result, text
-from kvfs.puts import Refiller, put_some, seal_patiently
+from kvfs.puts import Grants, Refiller, put_some, seal_patiently, settle
 from kvfs.readers import BlockReader, LocalReader, ServedReader
-from kvfs.transport import Deadline, Transport, close_all
+from kvfs.transport import Deadline, Transport
 
 T = TypeVar("T")
 Keys = Sequence[bytes] | bytes
@@ -174,10 +174,9 @@ class Blocks:
 
     def _prefetch(self, joined: bytes, deadline: Deadline) -> int:
         found = 0
-        for at in range(0, len(joined), AT_ONCE * DIGEST_BYTES):
-            some = joined[at : at + AT_ONCE * DIGEST_BYTES]
-
-            found += self._aside.run(partial(_open_and_close, keys=some), deadline)
+        for at in range(0, len(joined), limits.MAX_BATCH * DIGEST_BYTES):
+            some = joined[at : at + limits.MAX_BATCH * DIGEST_BYTES]
+            found += self._aside.run(partial(_ask_count, op=Op.PREFETCH, keys=some), deadline)
         return found
 
     def _bring_up(self, joined: bytes, which: list[int], deadline: Deadline) -> bool:
@@ -204,37 +203,38 @@ class Blocks:
         that follow it. Raises NoSpace and the like for the first that failed: those before it may be stored; and
         SessionClosed. After a lost session, what this call had stored counts as there.
         """
-        deadline, joined = self._deadline(timeout_s), join_keys(keys)
-        count = len(joined) // DIGEST_BYTES
-        pieces, before = Pieces(buffers, count, False), b"".join(parents_of(parents, count))
+        put, deadline = Put(keys, buffers, parents), self._deadline(timeout_s)
+        grants, native = self._session.grants, self._reader.native
+        if grants is not None:
+            new = grants.put(put, native.table if native else None, deadline)
+            if new is not None:
+                self._refiller.ask(grants)
+            if new:
+                return [True] * put.count
+            if new is False:
+                finish = partial(self._finish_put, put=put, grants=grants, deadline=deadline)
+                return self._session.run(finish, deadline)
         stored: list[bool] = []
-        for at in range(0, count, PUTS_AT_ONCE):
-            some = range(at, min(at + PUTS_AT_ONCE, count))
-            put = partial(
-                self._put_some, keys=joined, parents=before, pieces=pieces, some=some, deadline=deadline
+        for at in range(0, put.count, PUTS_AT_ONCE):
+            some = range(at, min(at + PUTS_AT_ONCE, put.count))
+            stored += self._session.run(
+                partial(self._put_some, put=put, some=some, deadline=deadline), deadline
             )
-            stored += self._session.run(put, deadline)
         return stored
 
-    def _put_some(
-        self,
-        live: Live,
-        keys: bytes,
-        parents: bytes,
-        pieces: Pieces,
-        some: range,
-        deadline: Deadline,
-    ) -> list[bool]:
-        there = self._reader.find(keys[some.start * DIGEST_BYTES : some.stop * DIGEST_BYTES], deadline)
+    def _finish_put(self, live: Live, put: Put, grants: Grants, deadline: Deadline) -> list[bool]:
+        if put.statuses is None or live.grants is not grants:  # the session is lost, and the drafts with it
+            return self._put_some(live, put, range(put.count), deadline)
+        return settle(live, put, list(range(put.count)), put.drafts, put.statuses, deadline)
+
+    def _put_some(self, live: Live, put: Put, some: range, deadline: Deadline) -> list[bool]:
+        there = self._reader.find(put.keys[some.start * DIGEST_BYTES : some.stop * DIGEST_BYTES], deadline)
         fresh = [i for i in some if not there[i - some.start]]
         if not fresh:
             return [False] * len(some)
-        new = put_some(live, keys, parents, pieces, fresh, deadline)
+        new = dict(zip(fresh, put_some(live, put, fresh, deadline), strict=True))
         self._refiller.ask(live.grants)
-        if len(fresh) == len(some):
-            return new
-        found = dict(zip(fresh, new, strict=True))
-        return [found.get(i, False) for i in some]
+        return [new.get(i, False) for i in some]
 
     def put_async(
         self,
@@ -351,7 +351,7 @@ class Blocks:
         """Tell the service of hits now, as a thread does from time to time: they count for eviction."""
         deadline, found = self._deadline(timeout_s), 0
         while hits := self._reader.take_hits():
-            found += self._aside.run(partial(_touch, keys=hits), deadline)
+            found += self._aside.run(partial(_ask_count, op=Op.TOUCH, keys=hits), deadline)
         return found
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
@@ -367,19 +367,12 @@ def _choose(joined: bytes, which: Sequence[int]) -> bytes:
     return b"".join([joined[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES] for i in which])
 
 
-def _open_and_close(live: Live, keys: bytes) -> int:
-    opened = live.exchange.open(DigestBatch(Op.OPEN_BLOCK, live.handle, keys))
-    descriptors = [descriptor for _, descriptor in opened if descriptor is not None]
-    close_all(descriptors)
-    return len(descriptors)
-
-
 def _ask_results(live: Live, op: Op, keys: bytes) -> list[Result]:
     return live.exchange.results(DigestBatch(op, live.handle, keys))
 
 
-def _touch(live: Live, keys: bytes) -> int:
-    return live.exchange.count(DigestBatch(Op.TOUCH, live.handle, keys))
+def _ask_count(live: Live, op: Op, keys: bytes) -> int:
+    return live.exchange.count(DigestBatch(op, live.handle, keys))
 
 
 def _pin(live: Live, name: list[str], pinned: bool) -> None:

@@ -34,6 +34,7 @@ class Op(IntEnum):
     OPEN_NAMED = 10
     TOUCH = 11
     OPEN_SEALER = 12
+    PREFETCH = 13
     STAT = 32
     LIST = 33
     REMOVE = 34
@@ -57,12 +58,12 @@ class Op(IntEnum):
 
 
 DIGEST_OPS: Final = frozenset(
-    {Op.REMOVE_BLOCK, Op.LOOKUP_BLOCK, Op.MATCH, Op.OPEN_BLOCK, Op.TOUCH, Op.OPEN_SEALER}
+    {Op.REMOVE_BLOCK, Op.LOOKUP_BLOCK, Op.MATCH, Op.OPEN_BLOCK, Op.TOUCH, Op.OPEN_SEALER, Op.PREFETCH}
 )
 EXTENT_OPS: Final = frozenset({Op.RESERVE, Op.LOOKUP_BLOCK, Op.OPEN_BLOCK, Op.OPEN_NAMED, Op.OPEN_SEALER})
 DESCRIPTOR_OPS: Final = frozenset({Op.RESERVE, Op.OPEN_BLOCK, Op.OPEN_NAMED, Op.OPEN_SEALER})
 RESULT_OPS: Final = frozenset({Op.SEAL_BLOCK, Op.SEAL_NAMED, Op.ABORT, Op.REMOVE_BLOCK})
-COUNT_OPS: Final = frozenset({Op.MATCH, Op.TOUCH})
+COUNT_OPS: Final = frozenset({Op.MATCH, Op.TOUCH, Op.PREFETCH})
 CONTROL_OPS: Final = frozenset(op for op in Op if op >= Op.STAT)
 
 
@@ -129,8 +130,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class DigestBatch:
-    """REMOVE_BLOCK, LOOKUP_BLOCK, MATCH, OPEN_BLOCK or TOUCH over prefix hashes of one namespace; OPEN_SEALER over the
-    namespace's own digest."""
+    """A batch over prefix hashes of one namespace; OPEN_SEALER over the namespace's own digest."""
 
     op: Op
     namespace: int
@@ -200,7 +200,7 @@ class ResultAnswer:
 
 @dataclass(frozen=True, slots=True)
 class CountAnswer:
-    """MATCH: the contiguous hits from the first digest on. TOUCH: how many were found."""
+    """MATCH: the contiguous hits from the first digest on. TOUCH: how many are there. PREFETCH: how many in DRAM."""
 
     op: Op
     count: int

@@ -27,8 +27,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvfs import limits
-from kvfs._native.pieces import Pieces
-from kvfs._native.writer import Draft, put_blocks, write_drafts
+from kvfs._native.table import Table
+from kvfs._native.writer import Draft, Put, put_blocks, write_drafts
 from kvfs.errors import DeadlinePassed, KvfsError, SessionClosed, WriterActive
 from kvfs.exchange import status_error
 from kvfs.messages import DIGEST_BYTES, Abort, DigestBatch, Op, Reserve
@@ -52,6 +52,7 @@ class Grants:
     """What a session has ahead of use."""
 
     def __init__(self, transport: Transport) -> None:
+        self._transport = transport
         self.lock = threading.Lock()
         self.spares: deque[Spare] = deque()
         self.wanted = int(transport.hello.details["quota"]["spare_drafts"])
@@ -78,54 +79,64 @@ class Grants:
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
         return descriptor
 
-    def lose_channel(self) -> None:
-        """It failed, or the service ended it because its bucket changed."""
-        if self._channel is not None:
-            descriptor, self._channel = self._channel, None
-            os.close(descriptor)
+    def put(self, put: Put, table: Table | None, deadline: Deadline) -> bool | None:
+        """Put all of it now, if that takes nothing but what is there: whether all is new. None: nothing was done."""
+        if self._channel is None or not self.lock.acquire(blocking=False):
+            return None
+        try:
+            if self._channel is None:
+                return None
+            new = put.at_once(self._channel, self.spares, table, max(deadline.left_s, 0.0))
+        finally:
+            self.lock.release()
+        if new is False and put.statuses is None:
+            self._transport.close()
+        return new
 
     def close(self) -> None:
-        """Close every descriptor. The service takes back what they were."""
-        self.lose_channel()
+        """Close every descriptor, when nobody uses it. The service takes back what they were."""
+        with self.lock:
+            self.after_fork()
+
+    def after_fork(self) -> None:
+        """In a child, where the lock may be a parent's thread's for ever."""
         self._refused = True
+        if self._channel is not None:
+            os.close(self._channel)
+            self._channel = None
         while self.spares:
             os.close(self.spares.pop()[2])
 
 
-def put_some(
-    live: Live, keys: bytes, parents: bytes, pieces: Pieces, blocks: list[int], deadline: Deadline
-) -> list[bool]:
-    """Put these blocks (indexes; limits.MAX_FDS_PER_MESSAGE at most): which are new. Raises the first failure."""
+def put_some(live: Live, put: Put, blocks: list[int], deadline: Deadline) -> list[bool]:
+    """Put these blocks (indexes; PUTS_AT_ONCE at most): which are new. Raises the first failure."""
     channel = live.grants.channel(live)
     if channel is None:
-        return _put_slowly(live, keys, parents, pieces, blocks, deadline)
+        return _put_slowly(live, put, blocks, deadline)
     drafts = _take_drafts(live, len(blocks))
     if not live.grants.lock.acquire(timeout=max(deadline.left_s, 0.0)):
         close_all([draft[2] for draft in drafts])
         raise DeadlinePassed(f"other threads put blocks for {deadline.limit_s:g} s")
     try:
-        statuses = put_blocks(channel, drafts, blocks, keys, parents, pieces, max(deadline.left_s, 0.0))
+        left_s = max(deadline.left_s, 0.0)
+        statuses = put_blocks(channel, drafts, blocks, put.keys, put.parents, put.pieces, left_s)
     finally:
         live.grants.lock.release()
     if statuses is None:
         live.transport.close()
         raise SessionClosed("the seal channel was closed, or its answer did not come in time")
-    if not any(statuses):
-        return [True] * len(blocks)
-    return _settle(live, keys, parents, pieces, blocks, drafts, statuses, deadline)
+    return settle(live, put, blocks, drafts, statuses, deadline)
 
 
-def _settle(
+def settle(
     live: Live,
-    keys: bytes,
-    parents: bytes,
-    pieces: Pieces,
+    put: Put,
     blocks: list[int],
     drafts: list[Spare],
     statuses: list[int],
     deadline: Deadline,
 ) -> list[bool]:
-    """The rest of a put that was not all new blocks."""
+    """What became of blocks that were written; those that the thread did not take go through the event loop."""
     new = {block: status == 0 for block, status in zip(blocks, statuses, strict=True)}
     whole, failed = [], []
     for block, draft, status in zip(blocks, drafts, statuses, strict=True):
@@ -134,26 +145,25 @@ def _settle(
         elif status not in (0, errno.EEXIST):
             failed.append((block, draft))
     if whole:
-        closed = [_closed(keys, parents, block, draft, live.transport) for block, draft in whole]
+        closed = [_closed(put, block, draft, live.transport) for block, draft in whole]
         new.update(zip([block for block, _ in whole], seal_patiently(live, closed, deadline), strict=True))
     if failed:  # no room without eviction, mostly
         live.exchange.results(Abort(tuple((slot, generation) for _, (slot, generation, _) in failed)))
         again = [block for block, _ in failed]
-        new.update(zip(again, _put_slowly(live, keys, parents, pieces, again, deadline), strict=True))
+        new.update(zip(again, _put_slowly(live, put, again, deadline), strict=True))
     return [new[block] for block in blocks]
 
 
-def _closed(keys: bytes, parents: bytes, block: int, draft: Spare, session: Transport) -> Draft:
+def _closed(put: Put, block: int, draft: Spare, session: Transport) -> Draft:
     slot, generation, _ = draft
-    return Draft(_at(keys, block), _at(parents, block), 0, slot, generation, -1, session)
+    return Draft(_at(put.keys, block), _at(put.parents, block), 0, slot, generation, -1, session)
 
 
-def _put_slowly(
-    live: Live, keys: bytes, parents: bytes, pieces: Pieces, blocks: list[int], deadline: Deadline
-) -> list[bool]:
+def _put_slowly(live: Live, put: Put, blocks: list[int], deadline: Deadline) -> list[bool]:
     """Through the event loop: sizes are said before, so that it makes room."""
-    chosen = pieces.choose(blocks)
-    drafts = live.reserve([_at(keys, i) for i in blocks], chosen.sizes(), [_at(parents, i) for i in blocks])
+    chosen = put.pieces.choose(blocks)
+    keys, parents = [_at(put.keys, i) for i in blocks], [_at(put.parents, i) for i in blocks]
+    drafts = live.reserve(keys, chosen.sizes(), parents)
     try:
         write_drafts(drafts, chosen)
         return seal_patiently(live, drafts, deadline)

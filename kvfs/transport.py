@@ -87,7 +87,7 @@ def _socket_path(path: Path) -> Path:
     except FileNotFoundError:
         raise SessionClosed(f"{path}: no such mount, data directory or socket") from None
     except OSError as error:
-        if error.errno == errno.ENOTCONN:
+        if error.errno in (errno.ENOTCONN, errno.ECONNABORTED):  # the latter while it goes
             raise SessionClosed(f"{path}: the service behind this mount is gone") from None
         raise
     raise InvalidRequest(f"{path}: neither a mount, nor a data directory, nor a session socket")

@@ -277,10 +277,10 @@ async def test_a_subscriber_fetches_what_was_said_before_it_came() -> None:
     async with AsyncExitStack() as stack:
         index = EngineIndex()
         subscriber = stack.enter_context(Subscriber(index, "tcp://127.0.0.1:*"))
-        nursery = await stack.enter_async_context(trio.open_nursery())
         publisher = stack.enter_context(
             Publisher(subscriber.endpoint, topic=TOPIC, replay_endpoint="tcp://127.0.0.1:*")
         )
+        nursery = await stack.enter_async_context(trio.open_nursery())
         assert publisher.replay_endpoint is not None
         subscriber._replays[TOPIC] = publisher.replay_endpoint
         nursery.start_soon(publisher.serve_replays)
@@ -306,9 +306,9 @@ async def test_a_subscriber_does_without_a_replay_that_nobody_gives() -> None:
         subscriber = stack.enter_context(
             Subscriber(index, "tcp://127.0.0.1:*", replays={TOPIC: "no endpoint"})
         )
+        publisher = stack.enter_context(Publisher(subscriber.endpoint, topic=TOPIC))
         nursery = await stack.enter_async_context(trio.open_nursery())
         nursery.start_soon(subscriber.run)
-        publisher = stack.enter_context(Publisher(subscriber.endpoint, topic=TOPIC))
         publisher.sequence = 7
 
         async def keep_publishing() -> None:

@@ -135,10 +135,31 @@ async def _serve_digests(session: Session, request: DigestBatch, reply: Reply) -
             hits = session.store.match(request.digests)
             own = next((i for i in range(hits) if not _is_in(session, bucket, digests[i])), hits)
             await reply.send(CountAnswer(request.op, own))
+        case Op.PREFETCH:
+            await reply.send(CountAnswer(request.op, await _prefetch(session, bucket, digests)))
         case _:
             known = [digest for digest in digests if _is_in(session, bucket, digest)]
             await _each(known, lambda digest: _touch(session, digest), lambda _: None)
             await reply.send(CountAnswer(Op.TOUCH, len(known)))
+
+
+async def _prefetch(session: Session, bucket: bytes, digests: Sequence[bytes]) -> int:
+    """Bring blocks up into DRAM, as many at a time as the store reads; how many are there. What fails is no error."""
+    there = 0
+
+    async def load(digest: bytes) -> None:
+        nonlocal there
+        try:
+            await session.store.load(_block(session, bucket, digest), uid=session.caller.uid)
+        except (KvfsError, OSError) as error:
+            log.debug("%s", error)
+        else:
+            there += 1
+
+    async with trio.open_nursery() as nursery:
+        for digest in digests:
+            nursery.start_soon(load, digest)
+    return there
 
 
 # --- entries ---------------------------------------------------------------------------------------------

@@ -54,6 +54,8 @@ class Reader:
 
     def __init__(self, table: Table, directory: str | PathLike[str]) -> None: ...
     @property
+    def table(self) -> Table: ...
+    @property
     def alive(self) -> bool:
         """Whether no later service has replaced this table."""
 

@@ -184,13 +184,13 @@ def read_descriptors(list descriptors not None, list sizes not None, Pieces piec
 cdef class Reader:
     """A store's table and slots."""
 
-    cdef Table _table
+    cdef readonly Table table
     cdef int _dirfd
     cdef kvfs_hits _hits
     cdef bint _ready
 
     def __init__(self, Table table not None, directory):
-        self._table = table
+        self.table = table
         self._dirfd = -1
         table.pointer()
         if kvfs_hits_init(&self._hits, limits.CLIENT_UNREPORTED_HITS) < 0:
@@ -206,10 +206,10 @@ cdef class Reader:
 
     @property
     def alive(self):
-        return kvfs_table_alive(self._table.pointer()) != 0
+        return kvfs_table_alive(self.table.pointer()) != 0
 
     def match(self, bytes keys not None):
-        cdef const kvfs_table *table = self._table.pointer()
+        cdef const kvfs_table *table = self.table.pointer()
         cdef const uint8_t *first = <const uint8_t *>PyBytes_AS_STRING(keys)
         cdef int64_t n = PyBytes_GET_SIZE(keys) // 16, hits
         with nogil:
@@ -217,7 +217,7 @@ cdef class Reader:
         return max(hits, 0)
 
     def find(self, bytes keys not None):
-        cdef const kvfs_table *table = self._table.pointer()
+        cdef const kvfs_table *table = self.table.pointer()
         cdef const uint8_t *first = <const uint8_t *>PyBytes_AS_STRING(keys)
         cdef int64_t n = PyBytes_GET_SIZE(keys) // 16
         cdef bytes tiers = PyBytes_FromStringAndSize(NULL, n)
@@ -230,7 +230,7 @@ cdef class Reader:
         cdef int64_t few[16]
         cdef kvfs_read_job job
         cdef int64_t i
-        job.table = self._table.pointer()
+        job.table = self.table.pointer()
         job.dirfd = self._dirfd
         job.keys = <const uint8_t *>PyBytes_AS_STRING(keys)
         job.n = PyBytes_GET_SIZE(keys) // 16
@@ -257,7 +257,7 @@ cdef class Reader:
 
     def read_into(self, keys, buffers):
         """`read` of what a caller gave; None where there is more to do than to hand the sizes on."""
-        if not kvfs_table_alive(self._table.pointer()):
+        if not kvfs_table_alive(self.table.pointer()):
             return None
         joined = join_keys(keys)
         results = self.read(joined, Pieces(buffers, PyBytes_GET_SIZE(joined) // 16, True))
@@ -267,7 +267,7 @@ cdef class Reader:
         return results
 
     def map(self, bytes keys not None):
-        cdef const kvfs_table *table = self._table.pointer()
+        cdef const kvfs_table *table = self.table.pointer()
         cdef const uint8_t *first = <const uint8_t *>PyBytes_AS_STRING(keys)
         cdef int64_t n = PyBytes_GET_SIZE(keys) // 16, i, failed = 0
         cdef int64_t *results = <int64_t *>PyMem_Malloc((n + 1) * sizeof(int64_t))

@@ -58,7 +58,7 @@ struct kvfs_grant {
 };
 
 struct kvfs_seal_channel {
-    int fd; /* -1: free */
+    int fd; /* negative: free, or ended by its client */
     uint32_t uid;
     uint32_t bucket_id;
 };

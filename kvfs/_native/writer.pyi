@@ -1,10 +1,12 @@
 """Drafts of blocks: a slot of the store that only its writer sees until it is sealed."""
 
+from collections import deque
 from collections.abc import Sequence
 
 from typing_extensions import disjoint_base
 
-from kvfs._native.pieces import Memory, Pieces
+from kvfs._native.pieces import Memory, Pieces, Scatter
+from kvfs._native.table import Table
 
 PUTS_AT_ONCE: int
 """Blocks of one `put_blocks`."""
@@ -69,3 +71,38 @@ def put_blocks(
 
     All descriptors are closed. Copies and waits without the GIL; one call at a time for a channel.
     """
+
+@disjoint_base
+class Put:
+    """What a caller gave to put, checked, and how far it came. Raises InvalidRequest."""
+
+    def __init__(
+        self,
+        keys: Sequence[bytes] | bytes,
+        buffers: Sequence[Memory | Sequence[Memory]] | Scatter,
+        parents: Sequence[bytes | None] | None,
+    ) -> None: ...
+    @property
+    def keys(self) -> bytes: ...
+    @property
+    def parents(self) -> bytes:
+        """Sixteen bytes for each block, zeros for none."""
+
+    @property
+    def pieces(self) -> Pieces: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def drafts(self) -> list[tuple[int, int, int]]:
+        """What `at_once` took; their descriptors are closed."""
+
+    @property
+    def statuses(self) -> list[int] | None:
+        """Of each block, where `at_once` did not make all of them new; None when the channel failed."""
+
+    def at_once(
+        self, channel: int, spares: deque[tuple[int, int, int]], table: Table | None, timeout_s: float
+    ) -> bool | None:
+        """As `put_blocks` of all, with spare drafts: whether all of them are new. None where nothing was done: too
+        many blocks, too few drafts, or some of them are in the table. REQUIRES that nobody else uses the channel.
+        """

@@ -14,7 +14,8 @@ import os
 
 from kvfs.errors import InvalidRequest, from_errno
 
-from kvfs._native.pieces cimport Pieces, iovec
+from kvfs._native.pieces cimport Pieces, iovec, join_keys
+from kvfs._native.table cimport Table, kvfs_entry_view, kvfs_table, kvfs_table_lookup
 
 cdef extern from "<sys/mman.h>" nogil:
     int munmap(void *address, size_t length)
@@ -203,3 +204,68 @@ def put_blocks(int channel, list drafts not None, list blocks not None, bytes ke
     with nogil:
         rc = kvfs_put_blocks(channel, puts, n, first_key, first_parent, pieces.vectors, pieces.starts, timeout_ns)
     return None if rc < 0 else [puts[i].status for i in range(n)]
+
+
+cdef bytes join_parents(parents, Py_ssize_t n):
+    if parents is None:
+        return bytes(16 * n)
+    if len(parents) != n:
+        raise InvalidRequest(f"{n} keys and {len(parents)} parents")
+    for parent in parents:
+        if parent is not None and (not isinstance(parent, bytes) or len(<bytes>parent) != 16):
+            raise InvalidRequest(f"a parent is a prefix hash of 16 bytes, not {parent!r:.80}")
+    return b"".join([parent or bytes(16) for parent in parents])
+
+
+cdef bint is_any_there(Table table, bytes keys, Py_ssize_t n) except -1:
+    """Whether any of the blocks is in the table, or that cannot be told."""
+    cdef kvfs_entry_view view
+    cdef const kvfs_table *pointer = table.pointer()
+    cdef const uint8_t *first = <const uint8_t *>PyBytes_AS_STRING(keys)
+    cdef Py_ssize_t i
+    for i in range(n):
+        if kvfs_table_lookup(pointer, first + 16 * i, &view) != 0:
+            return True
+    return False
+
+
+cdef class Put:
+    """What a caller gave to put, checked, and how far it came."""
+
+    cdef readonly bytes keys
+    cdef readonly bytes parents
+    cdef readonly Pieces pieces
+    cdef readonly Py_ssize_t count
+    cdef readonly list drafts
+    cdef readonly list statuses
+
+    def __init__(self, keys, buffers, parents):
+        self.keys = join_keys(keys)
+        self.count = len(self.keys) // 16
+        self.parents = join_parents(parents, self.count)
+        self.pieces = Pieces(buffers, self.count, False)
+
+    def at_once(self, int channel, spares not None, Table table, double timeout_s):
+        cdef kvfs_put puts[64]
+        cdef Py_ssize_t n = self.count, i
+        cdef const uint8_t *keys = <const uint8_t *>PyBytes_AS_STRING(self.keys)
+        cdef const uint8_t *parents = <const uint8_t *>PyBytes_AS_STRING(self.parents)
+        cdef int64_t timeout_ns = <int64_t>(timeout_s * 1e9)
+        cdef Pieces pieces = self.pieces
+        cdef bint all_new = True
+        cdef int rc
+        if not 0 < n <= KVFS_PUTS_AT_ONCE or len(spares) < n or (table is not None and is_any_there(table, self.keys, n)):
+            return None
+        self.drafts = [spares.pop() for i in range(n)]
+        for i in range(n):
+            puts[i].slot, puts[i].generation, puts[i].fd = self.drafts[i]
+            puts[i].block = i
+        with nogil:
+            rc = kvfs_put_blocks(channel, puts, n, keys, parents, pieces.vectors, pieces.starts, timeout_ns)
+        if rc < 0:
+            return False
+        for i in range(n):
+            all_new = all_new and puts[i].status == 0
+        if not all_new:
+            self.statuses = [puts[i].status for i in range(n)]
+        return all_new

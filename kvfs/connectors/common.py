@@ -52,6 +52,7 @@ class Link:
         self._lock = threading.Lock()
         self._client: Client | None = None
         self._opened: dict[bytes, Blocks] = {}
+        """By the digest of their namespace; read without the lock, so that nobody waits for the prober."""
         self._wanted: dict[bytes, Namespace] = {}
         self._down = threading.Event()
         self._closed = threading.Event()
@@ -66,18 +67,15 @@ class Link:
 
         Raises InvalidNamespace, AccessDenied and other errors that waiting does not cure.
         """
-        with self._lock:
-            found = self._opened.get(namespace.digest)
-            if found is not None:
-                return found
-            self._wanted[namespace.digest] = namespace
+        found = self._opened.get(namespace.digest)
+        if found is not None:
+            return found
+        self._wanted[namespace.digest] = namespace
         if self._down.is_set():
             return None
         try:
             return self._connect(namespace)
-        except InvalidRequest:
-            raise
-        except (KvfsError, OSError) as error:
+        except _OUTAGES as error:
             self.failed(error)
             return None
 
@@ -125,6 +123,11 @@ class Link:
 
     def _connect(self, namespace: Namespace) -> Blocks:
         with self._lock:
+            if self._closed.is_set():
+                raise SessionClosed("this connector is closed")
+            found = self._opened.get(namespace.digest)
+            if found is not None:
+                return found
             if self._client is None:
                 self._client = connect(self._address, timeout_s=self._timeout_s, client=self._name)
             opened = self._client.blocks(namespace, timeout_s=self._timeout_s)
@@ -135,9 +138,8 @@ class Link:
         while not self._closed.wait(CONNECTOR_RETRY_S):
             try:
                 connect(self._address, timeout_s=self._timeout_s, client=self._name).close()
-                for digest, namespace in list(self._wanted.items()):
-                    if digest not in self._opened:
-                        self._connect(namespace)
+                for namespace in list(self._wanted.values()):
+                    self._connect(namespace)
             except (KvfsError, OSError):
                 continue
             log.warning("%s: the store at %s answers again", self._name, self._address)
@@ -154,9 +156,7 @@ def clear(client: Client, blocks: Blocks) -> int:
 
     try:
         found = digests()
-    except (
-        SessionClosed
-    ):  # unlike that of the blocks, the client's own session is begun anew by whoever uses it
+    except SessionClosed:  # blocks begin lost sessions anew, the client's own is begun by whoever uses it
         client.reconnect()
         found = digests()
     return blocks.remove(found)
