@@ -1,13 +1,13 @@
-"""The store as the gateway's operations see it: names, bytes and drafts over one session that is kept alive.
+"""The store as the gateway's operations see it: names, bytes and drafts.
 
-Responsibility: connect and connect again, choose between reading in place (`gateway.direct`) and asking the session,
-and keep the two from being mixed up: metadata and bytes of one answer are of one object.
+Responsibility: choose between reading in place (`gateway.direct`) and asking the session (`gateway.connected`), and
+keep the two from being mixed up: metadata and bytes of one answer are of one object.
 
 Invariants: a draft or descriptor that a method returns is the caller's; on every other way out it was given back.
 Without a service every method raises SessionClosed within limits.GATEWAY_RECONNECT_WAIT_S. What a session answered is
 seen by the next look, whichever way it goes (`kvfs.name_reader`).
 
-Concurrency: one trio thread. `run` keeps the session; hits are reported by a task of its own.
+Concurrency: one trio thread.
 """
 
 from __future__ import annotations
@@ -16,16 +16,12 @@ import base64
 import errno
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import trio
-
-from gateway.batches import Batches
-from gateway.direct import Direct
-from gateway.drafts import Draft, SpareDrafts
+from gateway.connected import Connected
+from gateway.drafts import Draft
 from gateway.found import (
     BucketInfo,
     Found,
@@ -41,14 +37,10 @@ from kvfs.messages import (
     Abort,
     BlockSeal,
     DigestBatch,
-    ExtentResult,
     NameSeal,
     Op,
-    OpenNames,
     Reserve,
-    Result,
     SealBlocks,
-    SealNames,
     untext,
 )
 
@@ -71,115 +63,8 @@ class Seal:
     """XXH3-64 of the bytes, where it is known."""
 
 
-class Backend:
+class Backend(Connected):
     """See the module's header. `run` must run beside it."""
-
-    def __init__(self, socket_path: Path, *, client: str = "kvfs gateway") -> None:
-        self._path = socket_path
-        self._client = client
-        self._session: Session | None = None
-        self._slow: Session | None = None
-        self._direct: Direct | None = None
-        self._changed = trio.Event()
-        self._touched: list[bytes] = []
-        self._spares: SpareDrafts | None = None
-        self._seals: Batches[NameSeal, Result] | None = None
-        self._opens: Batches[tuple[bytes, bytes], tuple[ExtentResult, int | None]] | None = None
-        self._nursery: trio.Nursery | None = None
-        self._namespaces: dict[str, tuple[Session, int]] = {}
-
-    # --- the session -------------------------------------------------------------------------------------
-    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Keep a session until cancelled; started with the first one. Raises SessionClosed, FormatMismatch at first."""
-        pause_s = limits.GATEWAY_RECONNECT_MIN_S
-        first = True
-        while True:
-            try:
-                async with trio.open_nursery() as nursery:
-                    session = await Session.connect(self._path, self._client, nursery)
-                    slow = await Session.connect(self._path, self._client, nursery)
-                    self._nursery = nursery
-                    for task in self._take(session, slow):
-                        nursery.start_soon(task)
-                    nursery.start_soon(self._report_hits, session)
-                    nursery.start_soon(_end_with, session, slow)
-                    if first:
-                        first = False
-                        task_status.started()
-                    pause_s = limits.GATEWAY_RECONNECT_MIN_S
-                    await session.ended.wait()
-                    nursery.cancel_scope.cancel()
-            except* KvfsError as group:
-                if first:
-                    raise _first_error(group) from None
-            finally:
-                self._drop()
-            log.warning("the service's session ended; connecting again")
-            await trio.sleep(pause_s)
-            pause_s = min(2 * pause_s, limits.GATEWAY_RECONNECT_MAX_S)
-
-    def _take(self, session: Session, slow: Session) -> list[Callable[[], Awaitable[None]]]:
-        """Use these sessions; the tasks that must run beside them. What brings objects up from NVMe has one of its
-        own: a session serves one request after the other."""
-        if session.hello.may_open and "index" in session.hello.details:
-            try:
-                self._direct = Direct(session.hello.details, session.hello.store_id)
-            except (OSError, KvfsError) as error:
-                log.info("names are asked of the service: %s", error)
-        self._session, self._slow = session, slow
-        self._spares = SpareDrafts(session)
-        self._seals = Batches(lambda seals: session.results(SealNames(tuple(seals))))
-        self._opens = Batches(lambda names: slow.opened(OpenNames(tuple(names))))
-        self._changed.set()
-        return [self._spares.run, self._seals.run, self._opens.run]
-
-    def _drop(self) -> None:
-        for each in (self._session, self._slow, self._direct, self._spares, self._seals, self._opens):
-            if each is not None:
-                each.close()
-        self._session = self._slow = self._direct = self._spares = self._seals = self._opens = None
-        self._nursery = None
-        self._touched.clear()
-        self._namespaces.clear()
-        self._changed = trio.Event()
-
-    @property
-    def is_connected(self) -> bool:
-        return self._session is not None and self._session.is_open
-
-    @property
-    def reads_in_place(self) -> bool:
-        return self._direct is not None
-
-    @property
-    def largest_object_bytes(self) -> int:
-        """Of the last service connected to."""
-        return self._session.hello.details["limits"]["object_bytes"] if self._session else 0
-
-    @property
-    def store_id(self) -> bytes:
-        return self._session.hello.store_id if self._session else b""
-
-    async def session(self) -> Session:
-        """The session, waiting a moment for a new one. Raises SessionClosed."""
-        if self._session is not None and self._session.is_open:
-            return self._session
-        with trio.move_on_after(limits.GATEWAY_RECONNECT_WAIT_S):
-            while self._session is None or not self._session.is_open:
-                await self._changed.wait()
-                await trio.lowlevel.checkpoint()
-            return self._session
-        raise SessionClosed(f"{self._path}: no service answers")
-
-    async def extra_session(self) -> Session:
-        """Another session, which the caller closes. Raises SessionClosed, LimitExceeded."""
-        await self.session()
-        if self._nursery is None:
-            raise SessionClosed(f"{self._path}: no service answers")
-        return await Session.connect(self._path, self._client, self._nursery)
-
-    async def control(self, op: Op, **arguments: Any) -> dict[str, Any]:
-        return await (await self.session()).control(op, **arguments)
 
     # --- looking up --------------------------------------------------------------------------------------
     async def bucket(self, name: str) -> BucketInfo:
@@ -277,25 +162,6 @@ class Backend:
             raise
         os.close(descriptor)
         return -1
-
-    def touch(self, store_key: bytes) -> None:
-        """Count a hit, with the next report."""
-        if len(self._touched) < limits.MAX_BATCH:
-            self._touched.append(store_key)
-
-    async def _report_hits(self, session: Session) -> None:
-        """And see that the session answers: a request that waits has no deadline of its own."""
-        while True:
-            await trio.sleep(limits.GATEWAY_TOUCH_INTERVAL_S)
-            session.check_time()
-            if self._slow is not None:
-                self._slow.check_time()
-            if self._touched:
-                keys, self._touched = self._touched, []
-                try:
-                    await session.count(DigestBatch(Op.TOUCH, 0, b"".join(keys)))
-                except KvfsError as error:
-                    log.debug("hits were not reported: %s", error)
 
     # --- writing -----------------------------------------------------------------------------------------
     async def reserve(self, size_bytes: int) -> Draft:
@@ -417,22 +283,8 @@ class Backend:
         return await self.control(Op.STATUS)
 
 
-async def _end_with(session: Session, other: Session) -> None:
-    """One is of no use without the other."""
-    await other.ended.wait()
-    session.close()
-
-
 def next_bucket(buckets: list[BucketInfo], name: str) -> BucketInfo:
     for bucket in buckets:
         if bucket.name == name:
             return bucket
     raise BucketNotFound(f"no bucket {name}")
-
-
-def _first_error(group: BaseExceptionGroup[KvfsError]) -> KvfsError:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, KvfsError)
-    return error

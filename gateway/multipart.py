@@ -14,7 +14,7 @@ from dataclasses import replace
 from gateway import checksums, documents, listing, metadata, reserved
 from gateway import etag as etags
 from gateway.backend import Seal
-from gateway.bodies_plan import payload_bytes
+from gateway.body_plan import payload_bytes
 from gateway.calls import Answer, Call, Document
 from gateway.checksums import Algorithm, ChecksumType
 from gateway.copying import CopyPlan, copied_digests, open_source, part_span, run_copy

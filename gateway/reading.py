@@ -9,6 +9,7 @@ Concurrency: one task per call.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import lru_cache
 
 from gateway import answers, checksums, conditions, large, metadata, ranges
@@ -19,6 +20,7 @@ from gateway.found import found_of_object
 from gateway.large import LargeAnswer
 from gateway.ranges import Span
 from gateway.stored import read_metadata, stored, unpack_marker
+from kvfs import limits
 from kvfs.errors import ObjectTooLarge
 from kvfs.messages import Op
 
@@ -118,7 +120,10 @@ def _span(call: Call, what: Stored) -> Span | None:
 
 def _headers(call: Call, what: Stored, span: Span | None) -> list[tuple[str, str]]:
     found = what.found
-    headers = list(_stored_headers(found.user_metadata, found.marker, found.mtime_ns, what.etag))
+    make = _remembered_headers
+    if len(found.user_metadata) > limits.REMEMBERED_METADATA_BYTES:
+        make = _stored_headers
+    headers = list(make(found.user_metadata, found.marker, found.mtime_ns, what.etag))
     headers += [("x-kvfs-tier", found.tier), ("x-kvfs-hits", str(found.hits))]
     if span is not None:
         headers.append(("Content-Range", ranges.content_range(span, what.size_bytes)))
@@ -132,7 +137,6 @@ def _headers(call: Call, what: Stored, span: Span | None) -> list[tuple[str, str
     return headers
 
 
-@lru_cache(maxsize=4096)
 def _stored_headers(data: bytes, marker: bool, mtime_ns: int, etag: str) -> tuple[tuple[str, str], ...]:
     """What depends on the object alone; `data` is its user metadata."""
     parsed = unpack_marker(data)[0] if marker else read_metadata(data)
@@ -142,6 +146,10 @@ def _stored_headers(data: bytes, marker: bool, mtime_ns: int, etag: str) -> tupl
         ("Accept-Ranges", "bytes"),
     ]
     return (*headers, *metadata.response_headers(parsed))
+
+
+_remembered_headers: Callable[[bytes, bool, int, str], tuple[tuple[str, str], ...]]
+_remembered_headers = lru_cache(maxsize=4096)(_stored_headers)
 
 
 def _add_checksum(headers: list[tuple[str, str]], call: Call, what: Stored, span: Span | None) -> None:

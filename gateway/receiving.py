@@ -24,7 +24,7 @@ import trio
 from xxhash import xxh3_64
 
 from gateway import checksums
-from gateway.bodies_plan import BodyPlan, plan_of
+from gateway.body_plan import BodyPlan, plan_of
 from gateway.calls import Call
 from gateway.checksums import Algorithm, Checksum, Digester
 from gateway.chunked import ChunkedDecoder

@@ -97,10 +97,6 @@ class Workers:
             if process.poll() is None:
                 process.send_signal(signal.SIGHUP)
 
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes.values() if process.poll() is None]
-
     async def supervise(self, task_status: trio.TaskStatus[Listening] = trio.TASK_STATUS_IGNORED) -> None:
         """Until cancelled; started once every worker answers. Raises ConfigError."""
         port, admin_port = self._settings.port, self._settings.admin_port

@@ -16,7 +16,7 @@ from dataclasses import replace
 from gateway import checksums, conditions, large, metadata
 from gateway import etag as etags
 from gateway.backend import Seal
-from gateway.bodies_plan import payload_bytes
+from gateway.body_plan import payload_bytes
 from gateway.calls import Answer, Call
 from gateway.errors import S3Error
 from gateway.found import BucketInfo, Found

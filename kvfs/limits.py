@@ -314,6 +314,8 @@ MAX_TRAILER_BYTES: Final = 8 * KIB
 """The trailer section after the last chunk; S3's own trailers are inside the payload."""
 RECEIVE_BYTES: Final = 256 * KIB
 """Read from a socket at once: a buffer that stays in the second-level cache between reading, digest and writing."""
+REMEMBERED_METADATA_BYTES: Final = 2 * KIB
+"""Metadata up to this is decoded once, and its headers are made once, for 4,096 objects of a gateway process."""
 GATEWAY_BATCH: Final = 32
 """Seals, or opens, of a gateway in one message: a fraction of a millisecond of the service's loop."""
 SPARE_DRAFT_BYTES: Final = 1 * MIB

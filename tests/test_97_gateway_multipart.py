@@ -302,3 +302,26 @@ def test_a_large_object_stays_while_it_is_read_and_replaced(wide: Gateway) -> No
     s3.put_object(Bucket="wide", Key="moving", Body=new)
     assert hashlib.sha256(first + reader.read()).digest() == hashlib.sha256(old).digest()
     assert s3.get_object(Bucket="wide", Key="moving")["Body"].read() == new
+
+
+def test_seals_with_much_metadata_at_once(wide: Gateway) -> None:
+    """Together they are more than one message of a session takes."""
+    clients = [wide.client() for _ in range(8)]
+    metadata = {f"n{n}": "x" * 180 for n in range(10)}
+    tags = "&".join(f"{n}{'k' * 100}={'v' * 200}" for n in range(10))
+    language = "x" * 4000
+
+    def put(n: int) -> None:
+        for each in range(10):
+            clients[n].put_object(
+                Bucket="narrow",
+                Key=f"{n}-{each}-{'k' * 900}",
+                Body=b"x",
+                Metadata=metadata,
+                Tagging=tags,
+                ContentLanguage=language,
+            )
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(put, range(8)))
+    assert clients[0].list_objects_v2(Bucket="narrow")["KeyCount"] == 80
