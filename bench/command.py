@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench import client, doors, keys, memory, nvme
+from bench import client, doors, keys, memory, nvme, s3
 from bench.measure import Result
 from bench.places import Places, open_places
 
@@ -42,7 +42,13 @@ AT_DOORS: dict[str, Callable[[Places, float], Result]] = {
 }
 ON_DEVICE: dict[str, Callable[[Path, float], Result]] = {"nvme.read_1m_qd8": nvme.read_1m_qd8}
 """Need a folder on the device."""
-NAMES = [*IN_MEMORY, *AT_DOORS, *ON_DEVICE]
+AT_S3: dict[str, Callable[[float], Result]] = {
+    "s3.get_1m": s3.get_1m,
+    "s3.get_4k": s3.get_4k,
+    "s3.put_1m_crc64": s3.put_1m_crc64,
+}
+"""Start a service and nginx of their own."""
+NAMES = [*IN_MEMORY, *AT_DOORS, *ON_DEVICE, *AT_S3]
 BASELINES = {
     "keys.sha256_512": "SHA-256 of the tokens",
     "keys.sha256_512_int64": "SHA-256 of the tokens",
@@ -58,6 +64,9 @@ BASELINES = {
     "client.put_1m": "memcpy",
     "client.match_64": "py-lmdb getmulti",
     "nvme.read_1m_qd8": "fio, io_uring",
+    "s3.get_1m": "nginx, sendfile",
+    "s3.get_4k": "nginx, sendfile",
+    "s3.put_1m_crc64": "the GET",
 }
 
 
@@ -75,7 +84,7 @@ def run_command(arguments: list[str]) -> None:
             elif name in ON_DEVICE:
                 results.append(ON_DEVICE[name](options.folder, options.seconds))
             else:
-                results.append(IN_MEMORY[name](options.seconds))
+                results.append((IN_MEMORY | AT_S3)[name](options.seconds))
             if not options.json:
                 print(f"bench: {name} done", file=sys.stderr)
     if options.json:

@@ -44,8 +44,8 @@ def open_places(at: str | None) -> Iterator[Places]:
     """`at` is the mount of a running service; None starts one, and stops it at the end."""
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvfs-bench-")))
-        backing = stack.enter_context(_tmpfs(home / "backing", "within_size"))
-        plain = stack.enter_context(_tmpfs(home / "plain", "never"))
+        backing = stack.enter_context(tmpfs(home / "backing", "within_size"))
+        plain = stack.enter_context(tmpfs(home / "plain", "never"))
         if at is None:
             mount, mode = stack.enter_context(_service(home))
         else:
@@ -54,7 +54,7 @@ def open_places(at: str | None) -> Iterator[Places]:
 
 
 @contextmanager
-def _tmpfs(where: Path, huge: str) -> Iterator[Path]:
+def tmpfs(where: Path, huge: str) -> Iterator[Path]:
     where.mkdir()
     options = f"size={SIZE_BYTES},huge={huge},mode=0700"
     done = subprocess.run(

@@ -32,6 +32,7 @@ from gateway.found import (
     bucket_of_object,
     found_of_object,
 )
+from gateway.seals import SealQueue
 from gateway.session import Session
 from kvfs import limits
 from kvfs.errors import BucketNotFound, IsDirectory, KvfsError, NotFound, SessionClosed, Superseded
@@ -45,7 +46,6 @@ from kvfs.messages import (
     OpenNames,
     Reserve,
     SealBlocks,
-    SealNames,
     untext,
 )
 
@@ -64,6 +64,8 @@ class Seal:
     replace: bool = True
     expected_id: int | None = None
     mtime_ns: int | None = None
+    checksum: int | None = None
+    """XXH3-64 of the bytes, where it is known."""
 
 
 class Backend:
@@ -77,6 +79,7 @@ class Backend:
         self._changed = trio.Event()
         self._touched: list[bytes] = []
         self._spares: SpareDrafts | None = None
+        self._seals: SealQueue | None = None
         self._namespaces: dict[str, tuple[Session, int]] = {}
 
     # --- the session -------------------------------------------------------------------------------------
@@ -88,8 +91,9 @@ class Backend:
             try:
                 async with trio.open_nursery() as nursery:
                     session = await Session.connect(self._path, self._client, nursery)
-                    spares = self._take(session)
+                    spares, seals = self._take(session)
                     nursery.start_soon(spares.run)
+                    nursery.start_soon(seals.run)
                     nursery.start_soon(self._report_hits, session)
                     if first:
                         first = False
@@ -106,15 +110,15 @@ class Backend:
             await trio.sleep(pause_s)
             pause_s = min(2 * pause_s, limits.GATEWAY_RECONNECT_MAX_S)
 
-    def _take(self, session: Session) -> SpareDrafts:
+    def _take(self, session: Session) -> tuple[SpareDrafts, SealQueue]:
         if session.hello.may_open and "index" in session.hello.details:
             try:
                 self._direct = Direct(session.hello.details, session.hello.store_id)
             except (OSError, KvfsError) as error:
                 log.info("names are asked of the service: %s", error)
-        self._session, self._spares = session, SpareDrafts(session)
+        self._session, self._spares, self._seals = session, SpareDrafts(session), SealQueue(session)
         self._changed.set()
-        return self._spares
+        return self._spares, self._seals
 
     def _drop(self) -> None:
         if self._session is not None:
@@ -123,7 +127,9 @@ class Backend:
             self._direct.close()
         if self._spares is not None:
             self._spares.close()
-        self._session = self._direct = self._spares = None
+        if self._seals is not None:
+            self._seals.close()
+        self._session = self._direct = self._spares = self._seals = None
         self._touched.clear()
         self._namespaces.clear()
         self._changed = trio.Event()
@@ -296,24 +302,23 @@ class Backend:
     async def seal(self, draft: Draft, seal: Seal) -> None:
         """Publish a draft. Raises Exists, NotFound as its condition says; the draft then stays."""
         draft.close()
-        [result] = await draft.session.results(
-            SealNames(
-                (
-                    NameSeal(
-                        draft.slot,
-                        draft.generation,
-                        untext(seal.bucket),
-                        untext(seal.key),
-                        replace=seal.replace,
-                        mtime_ns=seal.mtime_ns,
-                        user_metadata=seal.user_metadata,
-                        expected_id=seal.expected_id,
-                    ),
-                )
+        if draft.session is not self._session or self._seals is None:
+            raise SessionClosed("the session that granted the draft has ended")
+        status = await self._seals.seal(
+            NameSeal(
+                draft.slot,
+                draft.generation,
+                untext(seal.bucket),
+                untext(seal.key),
+                replace=seal.replace,
+                mtime_ns=seal.mtime_ns,
+                checksum=seal.checksum,
+                user_metadata=seal.user_metadata,
+                expected_id=seal.expected_id,
             )
         )
-        if result.status:
-            raise status_error(result.status, f"{seal.bucket}/{seal.key}")
+        if status:
+            raise status_error(status, f"{seal.bucket}/{seal.key}")
         draft.open = False
 
     async def seal_block(self, draft: Draft, bucket: BucketInfo, digest: bytes) -> bool:

@@ -7,6 +7,8 @@ it first asks for the body, so whatever refuses a request before that spares the
 Invariants:
 - An answer's framing is right whatever the application does: an exchange without an answer, or with half of one,
   ends the connection.
+- Who expects a `100 Continue` gets one before every success, also without a body, and a closed connection after
+  every refusal.
 - What is left of a body is read away up to limits.MAX_DRAIN_BYTES; past that, after a malformed body, and where a
   client waits for a `100 Continue` that never came, the connection closes after the answer.
 - Memory per connection: one buffer of limits.MAX_HEAD_BYTES, for heads, pipelined requests and small bodies.
@@ -105,7 +107,7 @@ class Exchange:
         self._input = source
         self._left = head.content_length
         self._chunked = ChunkedReader() if head.chunked else None
-        self._waits_for_continue = head.expects_continue and head.has_body
+        self._waits_for_continue = head.expects_continue
         self._pace: Pace | None = None
 
     # --- the body ----------------------------------------------------------------------------------------
@@ -184,6 +186,10 @@ class Exchange:
         assert not self.answered, "an exchange has one answer"
         self.answered = True
         left = limits.MAX_DRAIN_BYTES + 1 if self._chunked and not self.body_done else self._left
+        first = b""
+        if self._waits_for_continue and self.body_done and status < 300:
+            # botocore that is answered without it takes the next answer on the connection for half of this one.
+            first, self._waits_for_continue = _CONTINUE, False
         if self._waits_for_continue or left > limits.MAX_DRAIN_BYTES:
             self.keep_alive = False
         lines = [f"HTTP/1.1 {status} {_REASONS.get(status, '')}"]
@@ -194,7 +200,7 @@ class Exchange:
         if not self.keep_alive:
             lines.append("Connection: close")
         lines.append("\r\n")
-        return "\r\n".join(lines).encode("latin-1")
+        return first + "\r\n".join(lines).encode("latin-1")
 
     async def drain(self) -> None:
         """Read what is left of the body away, if the connection goes on."""

@@ -77,7 +77,8 @@ async def upload_part(call: Call) -> Answer:
             call, DraftSink(draft), take_md5=took_md5, algorithm=wanted.algorithm or upload.algorithm
         )
         said = with_digests(ObjectMetadata(), received, took_md5)
-        await call.backend.seal(draft, _part_seal(call, upload, said))
+        seal = replace(_part_seal(call, upload, said), checksum=received.xxh3)
+        await call.backend.seal(draft, seal)
     finally:
         await call.backend.abort(draft)
     found = await _sealed_part(call, upload)

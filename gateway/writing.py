@@ -47,7 +47,9 @@ async def put_object(call: Call) -> Answer:
         took_md5 = call.settings.takes_md5(call.bucket)
         received = await receive(call, DraftSink(draft), take_md5=took_md5)
         said = with_digests(said, received, took_md5, call.owner)
-        await call.backend.seal(draft, replace(condition, user_metadata=said.encode()))
+        await call.backend.seal(
+            draft, replace(condition, user_metadata=said.encode(), checksum=received.xxh3)
+        )
     finally:
         await call.backend.abort(draft)
     if is_pinned(said):

@@ -25,6 +25,7 @@ from pydantic import (
     Field,
     PrivateAttr,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -257,6 +258,27 @@ class S3Settings(_Section):
         return self
 
 
+class EventSettings(_Section):
+    """[events]: KV events over ZeroMQ in vLLM's form (docs/events.md); nothing is sent or heard unless asked for."""
+
+    publish: str | None = None
+    """Where the store's events go: `tcp://*:5557` is bound, a concrete address connected to."""
+    replay: str | None = None
+    """Bound; where subscribers ask for batches that they missed."""
+    topic: str = "kvfs"
+    engines: str | None = None
+    """Bound; where engines' publishers connect, each with a topic of its own."""
+    engine_replays: dict[str, str] = Field(default_factory=dict)
+    """By topic, where that engine answers requests for replays."""
+
+    @field_validator("replay")
+    @classmethod
+    def _of_what(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("publish") is None:
+            raise PydanticCustomError("events", "there is nothing to replay without publish")
+        return value
+
+
 class LogSettings(_Section):
     """[log]"""
 
@@ -272,6 +294,7 @@ class Settings(_Section):
     mount: MountSettings = MountSettings()
     session: SessionSettings = SessionSettings()
     s3: S3Settings = S3Settings()
+    events: EventSettings = EventSettings()
     log: LogSettings = LogSettings()
     _file: Path | None = PrivateAttr(default=None)
 

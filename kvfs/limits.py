@@ -215,6 +215,50 @@ CLIENT_THREADS: Final = 4
 CLIENT_FUTURES: Final = 1_024
 """Calls of one client that wait for a thread or run on one."""
 
+# --- KV events -------------------------------------------------------------------------------------------
+EVENT_INTERVAL_S: Final = 0.01
+"""How long changes are gathered into one batch of KV events."""
+MAX_EVENT_HASHES: Final = 1_024
+"""Blocks in one batch: about 20 KiB."""
+MAX_EVENT_BYTES: Final = 16 * MIB
+"""One batch: engines send the tokens too, 5 bytes each, of whole prompts at once."""
+EVENT_QUEUE_BATCHES: Final = 10_000
+"""Batches that ZeroMQ keeps for one peer; a subscriber that is slower finds a gap."""
+MAX_REPLAY_BATCHES: Final = 10_000
+"""Batches of the recent past that can be replayed, vLLM's own default..."""
+MAX_REPLAY_BYTES: Final = 64 * MIB
+"""...and their bytes: three million blocks."""
+REPLAY_WAIT_S: Final = 10.0
+"""How long an engine may take to replay what was missed before its blocks are forgotten instead."""
+MAX_ENGINE_STREAMS: Final = 1_024
+"""Engines, or data-parallel ranks of engines, whose events are followed."""
+MAX_ENGINE_BLOCKS: Final = 1 << 20
+"""Blocks of one engine that are remembered, about 100 bytes each: 16 million tokens of GPU memory in blocks of 16."""
+MAX_HELD_BATCHES: Final = 10_000
+"""Batches of one engine that wait for a replay; the oldest are given up."""
+
+# --- connectors ------------------------------------------------------------------------------------------
+CONNECTOR_TIMEOUT_S: Final = 5.0
+"""How long a connector waits for the service where nobody waits for it: loads in the background, its start."""
+CONNECTOR_SAVE_S: Final = 0.5
+"""How long a step of an engine may wait for drafts; the service that does not answer is then left alone for..."""
+CONNECTOR_RETRY_S: Final = 1.0
+"""...as long as it takes to answer a connection, tried this often."""
+CONNECTOR_COPY_S: Final = 60.0
+"""A layer that is not copied by then never will be: its load waits at most CONNECTOR_TIMEOUT_S for the service."""
+CONNECTOR_STEP_BLOCKS: Final = 512
+"""Blocks that one step of an engine stores: the rest follows in the next. Two steps' drafts are a session's limit."""
+CONNECTOR_LOADS: Final = 256
+"""Loads of requests that wait or run in one engine worker; more are misses."""
+CONNECTOR_THREADS: Final = 4
+"""Threads of a connector that copies for an engine that has none of its own."""
+CONNECTOR_LOCKS: Final = 4_096
+"""Blocks that LMCache may lock at once, each a mapping: vm.max_map_count is 65,530."""
+WEIGHTS_SAMPLES: Final = 64
+"""Places in each file of weights that are read to tell them from others..."""
+WEIGHTS_SAMPLE_BYTES: Final = 4 * KIB
+"""...and what is read at each."""
+
 # --- waits -----------------------------------------------------------------------------------------------
 PUBLISH_WAIT_S: Final = 0.5
 """How long another door waits for a flushed draft whose RELEASE is still on its way (it follows close())."""
@@ -268,6 +312,8 @@ MAX_TRAILER_BYTES: Final = 8 * KIB
 """The trailer section after the last chunk; S3's own trailers are inside the payload."""
 RECEIVE_BYTES: Final = 256 * KIB
 """Read from a socket at once: a buffer that stays in the second-level cache between reading, digest and writing."""
+SEAL_BATCH: Final = 32
+"""Seals of a gateway in one message: a fraction of a millisecond of the service's loop."""
 SPARE_DRAFT_BYTES: Final = 1 * MIB
 """Room that a spare draft of a gateway is promised; larger bodies ask for their own."""
 GATEWAY_SPARE_DRAFTS: Final = 8

@@ -42,6 +42,7 @@ from kvfs.sizes import format_size
 from mounts.mount import Mount, abort, recover
 from tiers.device import Device, open_device
 from tiers.dram_layout import discard
+from tiers.event_door import EventDoor, open_events
 from tiers.home import lock_holder, open_home
 from tiers.scrub import Scrub
 from tiers.sessions import SessionServer
@@ -225,13 +226,15 @@ async def run(settings: Settings, started: Callable[[Running], None]) -> None:
     stop = trio.CancelScope()
     with _Watchdog(settings.mount.path) as watchdog:
         async with open_store(settings) as store:
-            await _serve(settings, store, watchdog, stop, started)
+            with open_events(settings.events, store) as events:
+                await _serve(settings, store, watchdog, events, stop, started)
 
 
 async def _serve(
     settings: Settings,
     store: TieredStore,
     watchdog: _Watchdog,
+    events: EventDoor,
     stop: trio.CancelScope,
     started: Callable[[Running], None],
 ) -> None:
@@ -248,12 +251,17 @@ async def _serve(
         store,
         settings.socket_path,
         group_gid=group_id(settings.session.group),
-        describe=lambda: {"mount": _describe_mount(store, mount), "scrub": scrub.status()},
+        describe=lambda: {
+            "mount": _describe_mount(store, mount),
+            "scrub": scrub.status(),
+            "events": events.status(),
+        },
     )
     async with trio.open_nursery() as upkeep:
         upkeep.start_soon(_maintain, store)
         upkeep.start_soon(store.run)
         upkeep.start_soon(scrub.run)
+        upkeep.start_soon(events.run)
         await upkeep.start(_stop_on_signal, stop, watchdog)
         async with trio.open_nursery() as doors:
             await doors.start(sessions.serve)

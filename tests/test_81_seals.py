@@ -306,6 +306,21 @@ def test_the_thread_writes_header_and_entry(alone: Callable[..., Alone]) -> None
     assert here.sealer.take() == []
 
 
+def test_a_channel_keeps_its_number_until_the_event_loop_lets_go(alone: Callable[..., Alone]) -> None:
+    """Else the end of its session would end the next session's channel."""
+    here = alone()
+    here.channel.shutdown(socket.SHUT_WR)
+    assert here.channel.recv(1) == b""  # the thread has ended it
+    numbers: list[int] = []
+    for _ in range(2):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs:
+            if numbers:
+                here.sealer.close_channel(here.number)
+            numbers.append(here.sealer.open(os.dup(theirs.fileno()), 1000, 7))
+    assert numbers == [1 - here.number, here.number]
+
+
 def test_where_the_thread_has_no_room_the_event_loop_is_asked(alone: Callable[..., Alone]) -> None:
     here = alone(room=2, ids=3)
     drafts = [here.draft(slot, b"x") for slot in range(5)]

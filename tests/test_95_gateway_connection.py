@@ -218,6 +218,15 @@ def test_continue_comes_before_the_body(door: Gateway, raw: RawClient) -> None:
     assert raw.ask("GET", f"/{BUCKET}/k").body == b"hello"
 
 
+def test_continue_comes_before_an_empty_body_too(door: Gateway, raw: RawClient) -> None:
+    """Else botocore reads the next answer on this connection wrong."""
+    raw.send(signed_head(door, "PUT", f"/{BUCKET}/k", body=b"", unsigned={"Expect": "100-continue"}))
+    assert [raw.response().status, raw.response().status] == [100, 200]
+    raw.send(signed_head(door, "PUT", "/nowhere/k", body=b"", unsigned={"Expect": "100-continue"}))
+    answer = raw.response()
+    assert (answer.status, answer.headers["connection"]) == (404, "close")
+
+
 REFUSED = {
     "wrong secret": ({"secret": "wrong-secret-0123456789"}, BUCKET, 403, "SignatureDoesNotMatch"),
     "unknown key": ({"access": "NOBODY"}, BUCKET, 403, "InvalidAccessKeyId"),

@@ -38,9 +38,20 @@ def certificate(where: Path) -> tuple[Path, Path]:
     """A self-signed certificate of 127.0.0.1, and its key."""
     files = where / "cert.pem", where / "key.pem"
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-        + ["-days", "2", "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
-        + ["-out", str(files[0]), "-keyout", str(files[1])],
+        [
+            *(
+                "openssl",
+                "req",
+                "-x509",
+                "-newkey",
+                "ec",
+                "-pkeyopt",
+                "ec_paramgen_curve:prime256v1",
+                "-nodes",
+            ),
+            *("-days", "2", "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"),
+            *("-out", str(files[0]), "-keyout", str(files[1])),
+        ],
         check=True,
         capture_output=True,
     )

@@ -44,6 +44,10 @@ class BlockCatalog:
     def __len__(self) -> int:
         return len(self._blocks)
 
+    def digests(self) -> list[bytes]:
+        """All prefix hashes, in the order of their seals."""
+        return list(self._blocks)
+
     def get(self, digest: bytes) -> Block | None:
         return self._blocks.get(digest)
 

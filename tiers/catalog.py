@@ -12,7 +12,7 @@ Concurrency: the service's trio thread; nothing here awaits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from heapq import merge
 
 import xxhash
@@ -25,7 +25,7 @@ from kvfs.names import NameIndex, NameRow
 from tiers import buckets
 from tiers.base import Extent, Kind, StoreKey, object_key
 from tiers.blocks import BlockCatalog
-from tiers.model import Bucket, Directory, Name, ObjectInfo, Page
+from tiers.model import BlockPlaced, Bucket, Directory, Name, ObjectInfo, Page
 from tiers.native_seals import NoSeals
 
 PINNED = 1
@@ -148,6 +148,13 @@ class Catalog:
             return int.from_bytes(digest, "big")
         block = self._blocks.get(digest)
         return None if block is None else block.sequence
+
+    def placed_blocks(self) -> Iterator[BlockPlaced]:
+        """Every block that is there when it is reached, and the tiers that have it, as if it had just come to them."""
+        for digest in self._blocks.digests():
+            block, entry = self._blocks.get(digest), self.table.get(digest)
+            if block is not None and entry is not None:
+                yield BlockPlaced(digest, block.parent, block.bucket, 0, entry.tiers)
 
     def block_bucket(self, digest: bytes) -> bytes | None:
         """The bucket that a block was sealed into, whose rights are the block's; None for no such block."""

@@ -131,6 +131,17 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockPlaced:
+    """A block came to a tier or left one; `before` and `after` are bits of the shared table (`TIER_DRAM`, ...)."""
+
+    digest: bytes
+    parent: bytes | None
+    bucket: bytes
+    before: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
 class Page:
     """One page of an ordered listing; `next_after` continues it, None at the end."""
 

@@ -37,7 +37,7 @@ from tiers.evictor import Evictor
 from tiers.heritage import unit_of
 from tiers.home import Home
 from tiers.journal import Journal
-from tiers.model import Change, ChangeKind, Directory, Draft, Name
+from tiers.model import BlockPlaced, Change, ChangeKind, Directory, Draft, Name
 from tiers.space import SpaceBook
 
 log = logging.getLogger("kvfs.store")
@@ -60,6 +60,8 @@ class Residence(Catalog):
         """Called before victims are chosen and objects added: doors that answer hits natively report them here."""
         self.publishers: list[Callable[[Name], trio.Event | None]] = []
         """Asked to publish a closed draft of this name now; what they return ends when a pending one does."""
+        self.block_listeners: list[Callable[[BlockPlaced], None]] = []
+        """Told when a block comes to a tier or leaves one, and nothing of named objects."""
         self.quota_listeners: list[Callable[[bool], None]] = []
         """Told when some uid comes to be charged for more than its quota, and when none is any more."""
         self.over_quota = False
@@ -110,7 +112,17 @@ class Residence(Catalog):
             "flags": entry.flags,
             "location": entry.location,
         }
-        self.table.put(digest, entry.kind, size=entry.size_bytes, **fields | changes)
+        fields |= changes
+        self.table.put(digest, entry.kind, size=entry.size_bytes, **fields)
+        if self.block_listeners and fields["tiers"] != entry.tiers:
+            self._tell_placed(digest, entry.tiers, fields["tiers"])
+
+    def _tell_placed(self, digest: bytes, before: int, after: int) -> None:
+        block = self._blocks.get(digest)
+        if block is not None:
+            placed = BlockPlaced(digest, block.parent, block.bucket, before, after)
+            for listener in self.block_listeners:
+                listener(placed)
 
     def restore_name(self, digest: bytes, name: Name) -> None:
         """Know a named object that a lower tier has and that is in the table."""
@@ -355,6 +367,8 @@ class Residence(Catalog):
         self._report_hits()
         entry = self.table.get(key.digest)
         self.table.remove(key.digest)
+        if self.block_listeners and entry is not None:
+            self._tell_placed(key.digest, entry.tiers, 0)
         if key.digest in self._policy:
             self._policy.remove(key.digest)
         self._name_of.pop(key.digest, None)

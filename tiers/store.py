@@ -33,7 +33,7 @@ import trio
 from kvfs import crashpoints, limits
 from kvfs._native.sealer import Sealed
 from kvfs._native.slots import fd_xxh3_64
-from kvfs._native.table import TIER_NVME
+from kvfs._native.table import TIER_DRAM, TIER_NVME
 from kvfs.errors import (
     ConfigError,
     Corrupt,
@@ -466,6 +466,7 @@ class TieredStore(Naming):
     def _enter_sealed(self, key: StoreKey, block: Block, bucket: Bucket, extent: Extent) -> None:
         """Tell all who want to know of a block that is in the table from here on."""
         self.enter_block(key.digest, block)
+        self._tell_placed(key.digest, 0, TIER_DRAM)
         parent = block.parent or bytes(16)
         self.journal.sealed(
             Resident(key, block.sequence, extent, block.size_bytes, bucket, None, parent, block.uid)

@@ -29,6 +29,15 @@ def engine_python() -> str:
 
 
 @pytest.fixture(scope="session")
+def engine_wheels(engine_python: str) -> str:
+    """Where SGLang's and LMCache's wheels are, without what they need of a GPU."""
+    wheels = os.environ.get("KVFS_ENGINES_WHEELS", str(Path(engine_python).parent.parent / "wheels"))
+    if not os.path.exists(wheels):
+        pytest.skip("no wheels of SGLang and LMCache: make test-engines")
+    return wheels
+
+
+@pytest.fixture(scope="session")
 def work() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="kvfs-engines-") as directory:
         yield Path(directory)

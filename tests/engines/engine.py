@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -63,6 +63,8 @@ class Run:
     logprobs: list[list[float]]
     cached_tokens: list[int]
     loaded: list[str]
+    counts: dict[str, int] = field(default_factory=dict)
+    finish: list[str] = field(default_factory=list)
 
     def output(self, name: str) -> tuple[list[int], list[float]]:
         index = self.names.index(name)
@@ -98,7 +100,12 @@ class Engine:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=work,
-                env={**os.environ, "PYTHONPATH": ""},
+                # kvfs itself only where its connector is asked for: ExampleConnector's engine is an unmodified program.
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(ROOT) if settings.get("connector") else "",
+                    **settings.get("environment", {}),
+                },
                 pass_fds=[sink],
             )
         os.close(sink)
@@ -142,11 +149,13 @@ class Engines:
     python: str
     work: Path
 
-    def start(self, label: str, storage: Path | None, *, prefix_caching: bool = False) -> Engine:
+    def start(self, label: str, storage: Path | None, *, prefix_caching: bool = False, **more: Any) -> Engine:
+        """`more`: further settings of `run_engine.py`."""
         settings = {
             "model": str(self.work / "model"),
             "storage": None if storage is None else str(storage),
             "prefix_caching": prefix_caching,
+            **more,
         }
         return Engine(self.python, self.work, label, settings)
 

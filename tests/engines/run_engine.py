@@ -4,16 +4,21 @@ Reads JSON lines from standard input and writes JSON lines to the descriptor giv
 engine's own logs keep standard output and error). The first line says what the engine is, each further one
 is a request that gets one line in reply:
 
-    {"model": directory, "storage": directory or null, "prefix_caching": bool}
+    {"model": directory, "storage": directory or null, "prefix_caching": bool, "connector": settings or null,
+     "batched_tokens": int, "cache_blocks": int or null, "events": settings or null,
+     "tensor_parallel": int}
     {"prompts": [[token id, ...], ...], "max_tokens": int}
 
-`storage` is handed to vLLM's bundled ExampleConnector, unmodified, as its `shared_storage_path`. A reply has
-lists with one entry per prompt:
+`storage` is handed to vLLM's bundled ExampleConnector, unmodified, as its `shared_storage_path`. `connector` are
+arguments of KVTransferConfig for another one, `events` those of KVEventsConfig. `cache_blocks` makes the KV cache so
+small that requests are preempted. A reply has lists with one entry per prompt:
 
     {"tokens": [[id, ...]], "logprobs": [[of each chosen token, ...]], "cached_tokens": [count],
-     "loaded": [path of each tensor file that was loaded, in order], "peak_mib": int}
+     "loaded": [path of each tensor file that was loaded, in order], "counts": {...},
+     "finish": [reason, ...], "peak_mib": int}
 
-`cached_tokens` is the engine's own count of prompt tokens that it did not compute.
+`cached_tokens` is the engine's own count of prompt tokens that it did not compute; `counts` are those of
+`KVFSConnector` since the start, worker's and scheduler's.
 """
 
 from __future__ import annotations
@@ -55,9 +60,13 @@ def watch_loads() -> list[str]:
 
 def make_engine(settings: dict[str, Any]) -> Any:
     from vllm import LLM
-    from vllm.config import KVTransferConfig
+    from vllm.config import KVEventsConfig, KVTransferConfig
 
-    transfer = None
+    transfer = events = None
+    if settings.get("connector") is not None:
+        transfer = KVTransferConfig(**settings["connector"])
+    if settings.get("events") is not None:
+        events = KVEventsConfig(**settings["events"])
     if settings["storage"] is not None:
         transfer = KVTransferConfig(
             kv_connector="ExampleConnector",
@@ -72,11 +81,24 @@ def make_engine(settings: dict[str, Any]) -> Any:
         block_size=32,
         max_model_len=1024,
         # Whole prompts in one step: the connector under test does not store prompts in chunks.
-        max_num_batched_tokens=16384,
+        max_num_batched_tokens=settings.get("batched_tokens", 16384),
+        num_gpu_blocks_override=settings.get("cache_blocks"),
         enable_prefix_caching=settings["prefix_caching"],
+        tensor_parallel_size=settings.get("tensor_parallel", 1),
         kv_transfer_config=transfer,
+        kv_events_config=events,
         seed=0,
     )
+
+
+def counts(engine: Any) -> dict[str, int]:
+    """Of the connector's two halves, both in this process."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if not has_kv_transfer_group() or not hasattr(type(get_kv_transfer_group()), "planner"):
+        return {}
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    return {**scheduler.connector.planner.counts, **get_kv_transfer_group()._transfers.counts}
 
 
 def generate(engine: Any, loaded: list[str], request: dict[str, Any]) -> dict[str, Any]:
@@ -98,6 +120,8 @@ def generate(engine: Any, loaded: list[str], request: dict[str, Any]) -> dict[st
         ],
         "cached_tokens": [output.num_cached_tokens for output in outputs],
         "loaded": loaded,
+        "counts": counts(engine),
+        "finish": [completion.finish_reason for completion in completions],
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
     }
 

@@ -1,0 +1,1 @@
+"""Modules with the surface of other stores' clients, for code that is written for those."""

@@ -1,0 +1,188 @@
+"""`KVFSConnector` for vLLM: blocks by prefix hash, loaded and stored through the store's own pages.
+
+    --kv-transfer-config '{"kv_connector": "KVFSConnector", "kv_connector_module_path": "kvfs.connectors.vllm",
+                           "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+                           "kv_connector_extra_config": {"address": "/mnt/kvfs"}}'
+
+Responsibility: vLLM's interface (KVConnectorBase_V1); the work is done by `Planner` in the scheduler's process and by
+`Transfers` in each worker's. Further keys of kv_connector_extra_config: `revision` (which weights; else what the files
+are), `load` (`async`, between steps, or `layers`, within the step), `store` (`all` or `prompt`).
+
+Invariants: without kv_load_failure_policy `recompute`, vLLM fails requests whose blocks were evicted on the way, so it
+is asked for at the start. Concurrency: as vLLM calls it, one thread on each side.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from kvfs.connectors.common import Link, address_of
+from kvfs.connectors.vllm_layout import KVLayout, group_layers, namespace_of
+from kvfs.connectors.vllm_scheduler import Plan, Planner, Rank, Step
+from kvfs.connectors.vllm_worker import Transfers
+from kvfs.errors import InvalidRequest
+from kvfs.namespaces import Namespace
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger("kvfs.connectors")
+_CHOICES = {"load": ("async", "layers"), "store": ("all", "prompt")}
+_KEYS = frozenset(("address", "revision", *_CHOICES))
+
+
+@dataclass
+class KVFSMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """From the scheduler to the workers, once per step."""
+
+    plan: Plan
+
+
+@dataclass
+class KVFSHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """From each worker to the scheduler, once: its namespace, as JSON."""
+
+    namespace: str
+
+
+def check_config(extra: dict[str, Any]) -> dict[str, str]:
+    """The choices, with defaults. Raises InvalidRequest naming the key."""
+    unknown = sorted(set(extra) - _KEYS)
+    if unknown:
+        raise InvalidRequest(
+            f"kv_connector_extra_config: {unknown[0]!r} is unknown; there are {', '.join(sorted(_KEYS))}"
+        )
+    chosen = {name: extra.get(name, choices[0]) for name, choices in _CHOICES.items()}
+    for name, value in chosen.items():
+        if value not in _CHOICES[name]:
+            raise InvalidRequest(
+                f"kv_connector_extra_config: {name} is {value!r}, not one of {', '.join(_CHOICES[name])}"
+            )
+    return chosen
+
+
+class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """See the module's header."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._chosen = check_config(transfer.kv_connector_extra_config)
+        if transfer.kv_load_failure_policy != "recompute":
+            raise InvalidRequest(
+                "kv_load_failure_policy must be 'recompute': with 'fail', vLLM ends a request whose blocks were "
+                "evicted between its lookup and its load"
+            )
+        self._layer_names = group_layers(kv_cache_config)
+        self._link = Link(address_of(transfer.kv_connector_extra_config), name="vllm")
+        self._planner: Planner | None = None
+        self._transfers: Transfers | None = None
+        self._namespace: Namespace | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._planner = Planner(
+                self._link,
+                kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+                store_generated=self._chosen["store"] == "all",
+                is_async=self._chosen["load"] == "async",
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a cache: what was not stored is computed again
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return extra_config.get("load") == "layers"
+
+    # --- worker -------------------------------------------------------------------------------------------
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        named = {name: kv_caches[name] for name in self._layer_names if name in kv_caches}
+        layout = KVLayout(named, self._kv_cache_config.num_blocks)
+        if self._chosen["load"] == "layers" and not layout.is_on_cpu:
+            raise InvalidRequest("load = 'layers' is for KV caches in CPU memory; use 'async'")
+        dtype = next(iter(named.values())).dtype
+        self._namespace = namespace_of(self._vllm_config, self._kv_cache_config, layout, dtype)
+        rank = (self._namespace.pipeline_rank, self._namespace.tensor_rank)
+        self._transfers = Transfers(
+            self._link, self._namespace, rank, layout, is_async=self._chosen["load"] == "async"
+        )
+
+    def get_handshake_metadata(self) -> KVFSHandshake | None:
+        return None if self._namespace is None else KVFSHandshake(self._namespace.canonical.decode())
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._transfers is not None:
+            self._transfers.begin(self._plan())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        if self._transfers is not None:
+            self._transfers.wait_layer(layer_name)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        if self._transfers is not None:
+            self._transfers.save_layer(self._plan(), layer_name)
+
+    def wait_for_save(self) -> None:
+        if self._transfers is not None:
+            self._transfers.finish(self._plan())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, self._transfers.take_finished() if self._transfers is not None else None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._transfers.take_failed_blocks() if self._transfers is not None else set()
+
+    def shutdown(self) -> None:
+        if self._transfers is not None:
+            log.info("kvfs: %s", self._transfers.counts)
+            self._transfers.close()
+        self._link.close()
+
+    def _plan(self) -> Plan:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, KVFSMetadata)
+        return metadata.plan
+
+    # --- scheduler ----------------------------------------------------------------------------------------
+    @property
+    def planner(self) -> Planner:
+        assert self._planner is not None, "this is a worker's connector"
+        return self._planner
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Rank, Any]) -> None:
+        self.planner.set_namespaces(
+            {rank: Namespace.from_json(each.namespace) for rank, each in sorted(metadata.items())}
+        )
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self.planner.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self.planner.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVFSMetadata:
+        return KVFSMetadata(self.planner.plan(_steps_of(scheduler_output)))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self.planner.finished(request.request_id)
+        return False, None
+
+
+def _steps_of(output: Any) -> Iterator[Step]:
+    before = {each.req_id: each.num_computed_tokens for each in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    for request_id, scheduled in output.num_scheduled_tokens.items():
+        block_ids = output.kv_connector_block_state.get_block_ids(request_id)
+        if block_ids is not None and request_id in before:
+            yield Step(request_id, before[request_id], before[request_id] + scheduled, block_ids[0])

@@ -1,0 +1,221 @@
+"""Where the bytes of a block lie in vLLM's paged KV cache, and what namespace they belong to.
+
+Responsibility: turn the tensors that vLLM registers into flat memory with offsets, so that a block is copied between
+them and the store without a copy in between, and say everything about them that decides a block's bytes.
+
+A stored block is its layers one after the other, in the order of the cache group; a layer is the bytes of that block in
+the layer's tensor, in the order of memory. vLLM shows each layer as [rows, heads, tokens, elements], with whatever
+strides the backend wants; a block has one row, or several where the backend's blocks are smaller.
+
+Invariants: a group of layers that is not plain full attention, and tensors that cannot be described, are refused
+(InvalidRequest). Two engines have one namespace only if the same tokens give the same bytes. Concurrency: immutable.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvfs._native.pieces import Scatter
+from kvfs.connectors.common import model_revision
+from kvfs.errors import InvalidRequest
+from kvfs.namespaces import Namespace
+
+FORMAT = "1"
+"""Of a stored block; a change of the order of bytes changes it, and so the namespace."""
+_DTYPES = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+    torch.uint8: "int8",
+    torch.int8: "int8",
+    torch.float8_e4m3fn: "float8_e4m3",
+    torch.float8_e5m2: "float8_e5m2",
+}
+
+
+@dataclass(frozen=True)
+class Paged:
+    """One layer's cache as flat memory. A block's bytes are pieces of `run_bytes`, at block times `block_stride_bytes`
+    plus each of `run_offsets`."""
+
+    memory: torch.Tensor
+    """uint8, one axis: from block 0 to the end of the allocation, on the cache's device."""
+    num_blocks: int
+    block_stride_bytes: int
+    run_offsets: tuple[int, ...]
+    run_bytes: int
+    form: str
+    """Shape and order of the axes of a block, for the namespace."""
+
+    @property
+    def shape(self) -> tuple[int, tuple[int, ...], int]:
+        return self.block_stride_bytes, self.run_offsets, self.run_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        return len(self.run_offsets) * self.run_bytes
+
+
+def paged(tensor: torch.Tensor, num_blocks: int) -> Paged:
+    """Raises InvalidRequest for a tensor that is no row of blocks."""
+    if not num_blocks or tensor.dim() < 2 or tensor.shape[0] % num_blocks:
+        raise InvalidRequest(f"KV cache of shape {tuple(tensor.shape)} is no row of {num_blocks} blocks")
+    rows, item = tensor.shape[0] // num_blocks, tensor.element_size()
+    inner = [
+        (size, stride * item) for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
+    ]
+    run = item
+    outer: list[tuple[int, int]] = []
+    for size, stride in sorted(inner, key=lambda axis: axis[1]):
+        if size == 1:
+            continue
+        if stride == run and not outer:
+            run *= size
+        else:
+            outer.append((size, stride))
+    outer.append((rows, tensor.stride(0) * item))
+    steps = [[i * stride for i in range(size)] for size, stride in reversed(outer)]
+    offsets = tuple(sum(each) for each in itertools.product(*steps))
+    order = sorted(range(len(inner)), key=lambda axis: -inner[axis][1])
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return Paged(
+        memory=memory[tensor.storage_offset() * item :],
+        num_blocks=num_blocks,
+        block_stride_bytes=rows * tensor.stride(0) * item,
+        run_offsets=offsets,
+        run_bytes=run,
+        form=f"{rows}x{'x'.join(str(size) for size in tensor.shape[1:])} order {''.join(map(str, order))}",
+    )
+
+
+class KVLayout:
+    """All layers of an engine's cache."""
+
+    def __init__(self, layers: Mapping[str, torch.Tensor], num_blocks: int) -> None:
+        """`layers` in the order in which a block has them; those that share their memory count once."""
+        self.names: list[str] = []
+        self.layers: list[Paged] = []
+        seen: set[int] = set()
+        for name, tensor in layers.items():
+            place = paged(tensor, num_blocks)
+            if place.memory.data_ptr() not in seen:
+                seen.add(place.memory.data_ptr())
+                self.names.append(name)
+                self.layers.append(place)
+        if not self.layers:
+            raise InvalidRequest("the engine has no KV cache")
+        first = self.layers[0]
+        if any((place.form, place.shape) != (first.form, first.shape) for place in self.layers):
+            raise InvalidRequest("layers of different shapes in one KV cache are not supported")
+        self.device = first.memory.device
+        self.layer_bytes = first.block_bytes
+        self.block_bytes = self.layer_bytes * len(self.layers)
+        self.form = f"{len(self.layers)} layers of {first.form}"
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    def places(self, block_ids: Sequence[int], layer: int | None = None) -> Scatter:
+        """Blocks, or one layer of them, in memory on the CPU."""
+        layers = self.layers if layer is None else [self.layers[layer]]
+        first = layers[0]
+        blocks = torch.tensor(block_ids, dtype=torch.int64) * first.block_stride_bytes
+        offsets = blocks[:, None] + torch.tensor(first.run_offsets, dtype=torch.int64)
+        return Scatter([place.memory for place in layers], offsets.numpy(), first.run_bytes)
+
+    def gather(self, block_ids: Sequence[int]) -> torch.Tensor:
+        """Blocks of a cache on a device, in memory on the CPU: uint8, [blocks, block_bytes]."""
+        index = torch.tensor(block_ids, device=self.device)
+        parts = [self._rows(place)[index].flatten(1) for place in self.layers]
+        return torch.cat(parts, dim=1).cpu()
+
+    def scatter(self, block_ids: Sequence[int], blocks: torch.Tensor) -> None:
+        """The reverse: write rows of `gather`'s form into a cache on a device."""
+        index = torch.tensor(block_ids, device=self.device)
+        for layer, place in enumerate(self.layers):
+            part = blocks[:, layer * self.layer_bytes : (layer + 1) * self.layer_bytes].to(self.device)
+            # Indexed by single bytes, since a view of bytes with several outer strides is no tensor of its own.
+            for run, offset in enumerate(place.run_offsets):
+                rows = self._run(place, offset)
+                rows[index] = part[:, run * place.run_bytes : (run + 1) * place.run_bytes]
+
+    def _rows(self, place: Paged) -> torch.Tensor:
+        return torch.stack([self._run(place, offset) for offset in place.run_offsets], dim=1)
+
+    @staticmethod
+    def _run(place: Paged, offset: int) -> torch.Tensor:
+        return place.memory.as_strided(
+            (place.num_blocks, place.run_bytes),
+            (place.block_stride_bytes, 1),
+            place.memory.storage_offset() + offset,
+        )
+
+
+def group_layers(kv_cache_config: Any) -> list[str]:
+    """The layers of the only cache group. Raises InvalidRequest for caches that are not plain full attention."""
+    groups = list(kv_cache_config.kv_cache_groups)
+    if len(groups) != 1:
+        raise InvalidRequest(
+            f"{len(groups)} groups of KV cache: models with several kinds of attention are not supported"
+        )
+    kind = type(groups[0].kv_cache_spec).__name__
+    if kind not in ("FullAttentionSpec", "MLAAttentionSpec"):
+        raise InvalidRequest(f"KV cache of kind {kind} is not supported, only full attention and MLA are")
+    return list(groups[0].layer_names)
+
+
+def namespace_of(vllm_config: Any, kv_cache_config: Any, layout: KVLayout, dtype: torch.dtype) -> Namespace:
+    """This worker's namespace. Raises InvalidRequest for what cannot be described."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise InvalidRequest(f"{name} = {getattr(parallel, name)}: context parallelism is not supported")
+    if dtype not in _DTYPES:
+        raise InvalidRequest(f"KV cache of {dtype} is not supported")
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    tensor_shards = parallel.tensor_parallel_size
+    extra = {
+        "engine": "vllm",
+        "format": FORMAT,
+        "cache": layout.form,
+        "cache_dtype": str(vllm_config.cache_config.cache_dtype),
+        "backend": _backend_of(vllm_config, layout.names[0]),
+        "quantization": str(model.quantization),
+        "model_dtype": str(model.dtype),
+        "config": hashlib.sha256(model.hf_config.to_json_string().encode()).hexdigest()[:32],
+    }
+    return Namespace(
+        model=Path(model.model).name if Path(model.model).is_dir() else model.model,
+        revision=model_revision(
+            model.model,
+            vllm_config.kv_transfer_config.kv_connector_extra_config.get("revision"),
+            model.revision,
+        ),
+        dtype=_DTYPES[dtype],
+        layout="LTC" if type(spec).__name__ == "MLAAttentionSpec" else "LHTKD",
+        block_tokens=spec.block_size,
+        tensor_shards=tensor_shards,
+        tensor_rank=parallel.rank % tensor_shards,
+        pipeline_shards=parallel.pipeline_parallel_size,
+        pipeline_rank=parallel.rank // tensor_shards % parallel.pipeline_parallel_size,
+        lora="",
+        salt="",
+        hash="sha256",
+        extra=extra,
+    )
+
+
+def _backend_of(vllm_config: Any, layer_name: str) -> str:
+    """The attention backend, and what decides how it packs a block (CPU backends: the instruction set)."""
+    layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
+    backend = getattr(layer, "attn_backend", None)
+    name = backend.get_name() if backend is not None else type(layer).__name__
+    return f"{name} {getattr(layer, 'isa', '-')}"

@@ -1,0 +1,232 @@
+"""The scheduler's half of the vLLM connector: what each request can load, and which blocks a step is to store.
+
+Responsibility: keep every request's prefix hashes, match them against the shared table, and put loads and stores of a
+step into its metadata. It copies no byte.
+
+Invariants:
+- Nothing here waits: matching reads shared memory, and where the store is not there nothing matches.
+- A hit is a hit on every rank: each has its shard under its own namespace, so the shortest match counts.
+- Only whole blocks are loaded and stored, never the one that holds the prompt's last token: the engine has to compute
+  at least that. A block is stored once all its tokens are known and computed, so what speculation guessed is not.
+
+Concurrency: the engine's scheduler thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvfs.connectors.common import Link
+from kvfs.keys import HASH_BYTES, prefix_hashes
+from kvfs.limits import CONNECTOR_STEP_BLOCKS, MAX_EXTRA_BYTES
+from kvfs.namespaces import Namespace
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRun:
+    """Consecutive blocks of one request. `keys` has, for each rank, their prefix hashes."""
+
+    request_id: str
+    block_ids: list[int]
+    keys: dict[Rank, bytes]
+    parents: dict[Rank, bytes | None]
+    """The hash before the first block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step does for one request: tokens that are computed before and after it, and the request's blocks."""
+
+    request_id: str
+    tokens_before: int
+    tokens_after: int
+    block_ids: Sequence[int]
+
+
+Rank = tuple[int, int]
+"""Pipeline rank, tensor rank."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """What the workers are to do around one step."""
+
+    loads: list[BlockRun] = field(default_factory=list)
+    stores: list[BlockRun] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """A request and the hashes of its whole blocks, for each rank."""
+
+    request: Any
+    keys: dict[Rank, bytearray]
+    mm_index: int = 0
+    """Where the next block's search for multi-modal inputs begins."""
+    matched_from: int = 0
+    """Blocks that the engine had computed itself when it asked."""
+    stored: int = 0
+    """Blocks that were looked at for storing."""
+
+    def count(self) -> int:
+        return min(len(keys) for keys in self.keys.values()) // HASH_BYTES
+
+
+class Planner:
+    """See the module's header."""
+
+    def __init__(self, link: Link, block_tokens: int, *, store_generated: bool, is_async: bool) -> None:
+        self._link = link
+        self._block_tokens = block_tokens
+        self._store_generated = store_generated
+        self._is_async = is_async
+        self._namespaces: dict[Rank, Namespace] = {}
+        self._requests: dict[str, _Tracked] = {}
+        self._loads: list[BlockRun] = []
+        self.counts = {"queries": 0, "hit_blocks": 0, "stored_blocks": 0}
+
+    def set_namespaces(self, namespaces: dict[Rank, Namespace]) -> None:
+        """Those of all workers, as each derived it from its own cache."""
+        self._namespaces = namespaces
+        if namespaces:
+            self._link.open(next(iter(namespaces.values())))
+
+    # --- loads --------------------------------------------------------------------------------------------
+    def match(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Tokens that can be loaded behind those computed, and whether between steps."""
+        if not self._namespaces:
+            return 0, False
+        tracked = self._track(request)
+        first = tracked.matched_from = num_computed_tokens // self._block_tokens
+        last = (request.num_tokens - 1) // self._block_tokens
+        self._extend(tracked, last)
+        self.counts["queries"] += 1
+        hits = self._hits(tracked, first, min(last, tracked.count()))
+        return hits * self._block_tokens, self._is_async and hits > 0
+
+    def _hits(self, tracked: _Tracked, first: int, last: int) -> int:
+        blocks = self._link.blocks(next(iter(self._namespaces.values())))
+        hits = max(last - first, 0)
+        for keys in tracked.keys.values():
+            if not hits or blocks is None:
+                return 0
+            some = bytes(keys[first * HASH_BYTES : (first + hits) * HASH_BYTES])
+            hits = self._link.attempt(partial(blocks.match, some, timeout_s=0), 0)
+        return hits
+
+    def allocated(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """The engine takes the offer: these blocks are to be filled."""
+        if num_external_tokens <= 0:
+            return
+        tracked = self._requests[request.request_id]
+        first, count = tracked.matched_from, num_external_tokens // self._block_tokens
+        self._loads.append(self._run(tracked, first, first + count, block_ids))
+        self.counts["hit_blocks"] += count
+
+    # --- stores -------------------------------------------------------------------------------------------
+    def plan(self, steps: Iterable[Step]) -> Plan:
+        plan = Plan(loads=self._loads)
+        self._loads = []
+        if self._link.is_up:
+            for step in steps:
+                tracked = self._requests.get(step.request_id)
+                if tracked is not None:
+                    self._plan_stores(plan, tracked, step)
+        return plan
+
+    def _plan_stores(self, plan: Plan, tracked: _Tracked, step: Step) -> None:
+        request = tracked.request
+        known = request.num_tokens if self._store_generated else request.num_prompt_tokens
+        room = CONNECTOR_STEP_BLOCKS - sum(len(run.block_ids) for run in plan.stores)
+        # What is computed a second time (after a preemption, or a load that failed) may be in the store no more.
+        first = min(tracked.stored, step.tokens_before // self._block_tokens)
+        whole = min(step.tokens_after, known) // self._block_tokens
+        last = min(whole, len(step.block_ids), first + room)
+        tracked.stored = max(last, first)
+        if last <= first:
+            return
+        self._extend(tracked, last)
+        missing = self._missing(tracked, first, min(last, tracked.count()))
+        for start, stop in _runs(missing):
+            plan.stores.append(self._run(tracked, start, stop, step.block_ids))
+            self.counts["stored_blocks"] += stop - start
+
+    def _missing(self, tracked: _Tracked, first: int, last: int) -> list[int]:
+        """Blocks that some rank does not have in the store."""
+        blocks = self._link.blocks(next(iter(self._namespaces.values())))
+        if blocks is None:
+            return []
+        missing: set[int] = set()
+        for keys in tracked.keys.values():
+            some = bytes(keys[first * HASH_BYTES : last * HASH_BYTES])
+            nothing: list[bool] = []
+            there = self._link.attempt(partial(blocks.exists, some, timeout_s=0), nothing)
+            missing.update(first + i for i, is_there in enumerate(there) if not is_there)
+        return sorted(missing)
+
+    def finished(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+
+    # --- hashes -------------------------------------------------------------------------------------------
+    def _track(self, request: Any) -> _Tracked:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.request is not request:
+            tracked = _Tracked(request, {rank: bytearray() for rank in self._namespaces})
+            self._requests[request.request_id] = tracked
+        return tracked
+
+    def _extend(self, tracked: _Tracked, blocks: int) -> None:
+        """Hash blocks up to this one. A request whose inputs cannot be put into a key has no more hashes."""
+        first = tracked.count()
+        if blocks <= first:
+            return
+        extra = self._extra(tracked, first, blocks)
+        tokens = np.array(
+            tracked.request.all_token_ids[first * self._block_tokens : blocks * self._block_tokens],
+            dtype=np.int64,
+        )
+        if tokens.size < (blocks - first) * self._block_tokens or (tokens < 0).any():
+            return
+        for rank, keys in tracked.keys.items():
+            parent = bytes(keys[-HASH_BYTES:]) if keys else None
+            keys += prefix_hashes(self._namespaces[rank], tokens, parent=parent, extra=extra)
+
+    def _extra(self, tracked: _Tracked, first: int, last: int) -> list[bytes | None]:
+        """What decides each block besides its tokens: adapter, images, salt, embeddings, as vLLM's own hashes say."""
+        from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+        request = tracked.request
+        lora = getattr(request, "lora_request", None)
+        adapter = () if lora is None else (lora.lora_name, lora.lora_path)
+        found: list[bytes | None] = []
+        for block in range(first, last):
+            keys, tracked.mm_index = generate_block_hash_extra_keys(
+                request, block * self._block_tokens, (block + 1) * self._block_tokens, tracked.mm_index
+            )
+            text = repr((adapter, keys)).encode() if keys or adapter else None
+            assert text is None or len(text) <= MAX_EXTRA_BYTES
+            found.append(text)
+        return found
+
+    def _run(self, tracked: _Tracked, first: int, last: int, block_ids: Sequence[int]) -> BlockRun:
+        keys, parents = {}, {}
+        for rank, all_keys in tracked.keys.items():
+            keys[rank] = bytes(all_keys[first * HASH_BYTES : last * HASH_BYTES])
+            parents[rank] = bytes(all_keys[(first - 1) * HASH_BYTES : first * HASH_BYTES]) if first else None
+        return BlockRun(tracked.request.request_id, list(block_ids[first:last]), keys, parents)
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Consecutive numbers as (first, one past the last)."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number:
+            runs[-1] = (runs[-1][0], number + 1)
+        else:
+            runs.append((number, number + 1))
+    return runs

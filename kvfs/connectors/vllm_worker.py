@@ -1,0 +1,302 @@
+"""A worker's half of the vLLM connector: copies blocks between the paged KV cache and the store, around each step.
+
+Responsibility: loads, between steps (`is_async`) or layer by layer ahead of the layer that needs them; stores, layer
+by layer behind the layer that made them; and a true account of both.
+
+Invariants:
+- A load that failed is reported, block by block, no later than its request is: the engine computes these blocks.
+- A step ends (`wait_for_save`) only when its blocks were copied out: the engine may free or reuse them then. Sealing
+  them goes on behind.
+- A store that does not answer costs at most CONNECTOR_SAVE_S of one step per outage.
+
+Concurrency: called by the worker's thread; stores are copied on one thread and sealed on another, so that a seal that
+takes long holds up no step; loads run on the client's threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvfs.blocks import Blocks
+from kvfs.connectors.common import Link, chain_parents
+from kvfs.connectors.vllm_layout import KVLayout
+from kvfs.connectors.vllm_scheduler import BlockRun, Plan, Rank
+from kvfs.errors import DeadlinePassed, InvalidRequest, KvfsError
+from kvfs.keys import HASH_BYTES
+from kvfs.limits import CONNECTOR_COPY_S, CONNECTOR_LOADS, CONNECTOR_SAVE_S, CONNECTOR_TIMEOUT_S
+from kvfs.namespaces import Namespace
+
+if TYPE_CHECKING:
+    from kvfs._native.writer import Draft
+    from kvfs.layers import Loading
+
+log = logging.getLogger("kvfs.connectors")
+
+
+@dataclass(slots=True)
+class _Load:
+    run: BlockRun
+    sizes: Future[list[int]]
+    """Bytes of each block, -1 for one that was not there."""
+    staging: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class _Store:
+    """The blocks of one step on their way out."""
+
+    keys: list[bytes]
+    parents: list[bytes | None]
+    block_ids: list[int]
+    drafts: list[Draft | None] = field(default_factory=list)
+    layers_begun: int = 0
+    jobs: list[Future[None]] = field(default_factory=list)
+    given_up: bool = False
+
+
+class Transfers:
+    """See the module's header."""
+
+    def __init__(
+        self, link: Link, namespace: Namespace, rank: Rank, layout: KVLayout, *, is_async: bool
+    ) -> None:
+        self._link, self._namespace, self._rank, self._layout = link, namespace, rank, layout
+        self._is_async = is_async
+        self._layer_of = {name: layer for layer, name in enumerate(layout.names)}
+        self._loads: dict[str, _Load] = {}
+        self._layered: list[tuple[BlockRun, Loading | None]] = []
+        self._finished: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._store: _Store | None = None
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="kvfs-stores")
+        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="kvfs-seals")
+        self._sealing = threading.BoundedSemaphore(2)
+        """Steps whose blocks wait to be sealed: each holds its drafts."""
+        self.counts = {"loaded_blocks": 0, "failed_blocks": 0, "stored_blocks": 0, "dropped_blocks": 0}
+        link.open(namespace)
+
+    def close(self) -> None:
+        self._copier.shutdown(wait=True)
+        self._sealer.shutdown(wait=True)
+        self._link.close()
+
+    # --- loads --------------------------------------------------------------------------------------------
+    def begin(self, plan: Plan) -> None:
+        """Begin what the step is to load."""
+        self._layered = []
+        for run in plan.loads:
+            if self._is_async:
+                self._begin_load(run)
+            else:
+                self._layered.append((run, self._begin_layers(run)))
+
+    def _begin_load(self, run: BlockRun) -> None:
+        blocks = self._link.blocks(self._namespace)
+        if blocks is None or len(self._loads) >= CONNECTOR_LOADS:
+            self._finish(run, [-1] * len(run.block_ids))
+            return
+        staging = None
+        if self._layout.is_on_cpu:
+            places = self._layout.places(run.block_ids)
+        else:
+            staging = torch.empty((len(run.block_ids), self._layout.block_bytes), dtype=torch.uint8)
+            places = list(staging)  # type: ignore[assignment]
+        try:
+            sizes = blocks.get_into_async(run.keys[self._rank], places, timeout_s=CONNECTOR_TIMEOUT_S)
+        except KvfsError as error:
+            log.warning("a load did not begin: %s", error)
+            self._finish(run, [-1] * len(run.block_ids))
+            return
+        self._loads[run.request_id] = _Load(run, sizes, staging)
+
+    def _begin_layers(self, run: BlockRun) -> Loading | None:
+        blocks = self._link.blocks(self._namespace)
+        if blocks is None:
+            return None
+        layers = [self._layout.places(run.block_ids, layer) for layer in range(len(self._layout.layers))]
+        return self._link.attempt(
+            lambda: blocks.load_layers(run.keys[self._rank], layers, timeout_s=CONNECTOR_TIMEOUT_S), None
+        )
+
+    def wait_layer(self, name: str) -> None:
+        """Wait until a layer of all that this step loads is there; what is not is reported with the step.
+
+        Raises DeadlinePassed where a copy does not end: what it still writes to must not be used for anything else.
+        """
+        layer = self._layer_of.get(name)
+        if layer is None or not self._layered:
+            return
+        for run, loading in self._layered:
+            hits = [False] * len(run.block_ids)
+            if loading is not None:
+                hits = self._wait(loading, layer, hits)
+            if layer == len(self._layout.layers) - 1:
+                self._count(run, hits)
+
+    def _wait(self, loading: Loading, layer: int, missed: list[bool]) -> list[bool]:
+        try:
+            return loading.wait_layer(layer, timeout_s=CONNECTOR_COPY_S)
+        except DeadlinePassed:
+            raise
+        except (KvfsError, OSError) as error:
+            log.warning("a load failed: %s", error)
+            return missed
+
+    def _count(self, run: BlockRun, good: Sequence[bool]) -> None:
+        failed = [block for block, is_good in zip(run.block_ids, good, strict=True) if not is_good]
+        self._failed_blocks.update(failed)
+        self.counts["loaded_blocks"] += len(good) - len(failed)
+        self.counts["failed_blocks"] += len(failed)
+
+    def take_finished(self) -> set[str]:
+        """Requests whose loads have ended since the last call, well or not."""
+        for request_id, load in list(self._loads.items()):
+            if load.sizes.done():
+                del self._loads[request_id]
+                self._finish(load.run, self._sizes_of(load), load.staging)
+        finished, self._finished = self._finished, set()
+        return finished
+
+    def take_failed_blocks(self) -> set[int]:
+        """Blocks of the cache that hold no right bytes, though their load was begun; since the last call."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def _sizes_of(self, load: _Load) -> list[int]:
+        missed = [-1] * len(load.run.block_ids)
+        try:
+            return load.sizes.result()
+        except (KvfsError, OSError) as error:
+            log.warning("a load failed: %s", error)
+            return missed
+
+    def _finish(self, run: BlockRun, sizes: list[int], staging: torch.Tensor | None = None) -> None:
+        good = [size == self._layout.block_bytes for size in sizes]
+        if staging is not None and any(good):
+            which = [i for i, is_good in enumerate(good) if is_good]
+            self._layout.scatter([run.block_ids[i] for i in which], staging[which])
+        self._count(run, good)
+        self._finished.add(run.request_id)
+
+    # --- stores -------------------------------------------------------------------------------------------
+    def save_layer(self, plan: Plan, name: str) -> None:
+        """A layer's cache has this step's tokens: copy its blocks out behind the layers that follow."""
+        if self._layout.is_on_cpu and plan.stores and name in self._layer_of:
+            self._save_layers_to(plan, self._layer_of[name] + 1)
+
+    def _save_layers_to(self, plan: Plan, end: int) -> None:
+        if self._store is None:
+            self._store = self._begin_store(plan)
+        store = self._store
+        for layer in range(store.layers_begun, end):
+            store.jobs.append(self._copier.submit(self._save_one, store, layer))
+        store.layers_begun = max(store.layers_begun, end)
+
+    def finish(self, plan: Plan) -> None:
+        """The step is over: copy out what is left, and seal it behind."""
+        if not plan.stores:
+            return
+        if self._layout.is_on_cpu:
+            self._save_layers_to(plan, len(self._layout.layers))
+            store = self._store
+            assert store is not None
+            self._store = None
+            for job in store.jobs:
+                job.result()
+            self._seal_behind(lambda blocks: self._seal(blocks, store), len(store.keys))
+        else:
+            step = _step_of(plan, self._rank)
+            copies = self._layout.gather(step.block_ids)
+            self._seal_behind(lambda blocks: self._put(blocks, step, copies), len(step.keys))
+
+    def _begin_store(self, plan: Plan) -> _Store:
+        store = _step_of(plan, self._rank)
+        store.jobs.append(self._copier.submit(self._reserve, store))
+        return store
+
+    def _reserve(self, store: _Store) -> None:
+        blocks = self._link.blocks(self._namespace)
+        if blocks is None or not self._link.is_up:
+            store.given_up = True
+            return
+        sizes = [self._layout.block_bytes] * len(store.keys)
+        layers = len(self._layout.layers)
+        try:
+            store.drafts = blocks.reserve(
+                store.keys, sizes, store.parents, layers=layers, timeout_s=CONNECTOR_SAVE_S
+            )
+        except InvalidRequest as error:
+            log.error("blocks are not stored: %s", error)
+            store.given_up = True
+        except (KvfsError, OSError) as error:
+            self._link.failed(error)
+            store.given_up = True
+
+    def _save_one(self, store: _Store, layer: int) -> None:
+        if store.given_up:
+            return
+        place = self._layout.layers[layer]
+        try:
+            for draft, block in zip(store.drafts, store.block_ids, strict=True):
+                if draft is not None:
+                    at = block * place.block_stride_bytes
+                    runs = [at + offset for offset in place.run_offsets]
+                    draft.save_layer(layer, [place.memory[run : run + place.run_bytes] for run in runs])
+        except (KvfsError, OSError) as error:
+            log.warning("blocks are not stored: %s", error)
+            store.given_up = True
+
+    def _seal_behind(self, do: Callable[[Blocks], int], count: int) -> None:
+        """On a thread of its own; where two steps wait already the engine is faster than the store, and waits."""
+        self._sealing.acquire()
+        future = self._sealer.submit(self._seal_all, do, count)
+        future.add_done_callback(lambda _: self._sealing.release())
+
+    def _seal_all(self, do: Callable[[Blocks], int], count: int) -> None:
+        blocks = self._link.blocks(self._namespace)
+        try:
+            if blocks is not None and self._link.is_up:
+                self.counts["stored_blocks"] += do(blocks)
+                return
+        except InvalidRequest as error:
+            log.error("blocks are not stored: %s", error)
+        except (KvfsError, OSError) as error:
+            self._link.failed(error)
+        self.counts["dropped_blocks"] += count
+
+    def _seal(self, blocks: Blocks, store: _Store) -> int:
+        if store.given_up:
+            blocks.abort(store.drafts, timeout_s=CONNECTOR_SAVE_S)
+            self.counts["dropped_blocks"] += len(store.keys)
+            return 0
+        return sum(blocks.seal(store.drafts, timeout_s=CONNECTOR_SAVE_S))
+
+    def _put(self, blocks: Blocks, step: _Store, copies: torch.Tensor) -> int:
+        return sum(blocks.put(step.keys, list(copies), step.parents, timeout_s=CONNECTOR_TIMEOUT_S))
+
+
+def _step_of(plan: Plan, rank: Rank) -> _Store:
+    """All blocks of a step, each once: requests that share a prefix compute it in one step, too."""
+    step, seen = _Store([], [], []), set()
+    for run in plan.stores:
+        keys = split_keys(run.keys[rank])
+        for key, parent, block in zip(
+            keys, chain_parents(keys, run.parents[rank]), run.block_ids, strict=True
+        ):
+            if key not in seen:
+                seen.add(key)
+                step.keys.append(key)
+                step.parents.append(parent)
+                step.block_ids.append(block)
+    return step
+
+
+def split_keys(joined: bytes) -> Sequence[bytes]:
+    return [joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES)]

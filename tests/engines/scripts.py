@@ -1,0 +1,36 @@
+"""Runs a script of this directory under the engines' python, with kvfs on its path."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from tests.support.service import ROOT
+
+TIMEOUT_S = 280
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "LMCACHE_TRACK_USAGE": "false",
+    "DO_NOT_TRACK": "1",
+}
+
+
+def run_script(python: str, work: Path, name: str, request: dict[str, Any], *paths: str) -> dict[str, Any]:
+    """The reply of `run_NAME.py`; `paths` are further places of Python modules."""
+    reply = work / f"{name}.json"
+    done = subprocess.run(
+        [python, str(ROOT / f"tests/engines/run_{name}.py"), str(reply)],
+        input=json.dumps(request) + "\n",
+        text=True,
+        capture_output=True,
+        cwd=work,
+        env={**os.environ, **OFFLINE, "PYTHONPATH": os.pathsep.join([str(ROOT), *paths])},
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return dict(json.loads(reply.read_text()))

@@ -1,0 +1,34 @@
+"""A secondary tier of vLLM's own offloading on kvfs, through vLLM's factory and job interface."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.engines.scripts import run_script
+from tests.support.door import ON_DIRECTORY
+from tests.support.service import Service
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.mount,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(ON_DIRECTORY, reason="only on the service"),
+]
+
+CHUNK_BYTES = 12_288
+
+
+def test_chunks_go_round(engine_python: str, work: Path, service: Service) -> None:
+    found = run_script(engine_python, work, "vllm_tier", {"address": str(service.mount)})
+    assert found["before"] == ["MISS"] * 8
+    assert found["store"] == [True, True]
+    assert found["lookup"] == ["HIT"] * 5 + ["MISS"] * 3
+    assert found["load"] == [True, 4 * CHUNK_BYTES, None]
+    assert found["equal"] == [True] * 4
+    assert found["load after eviction"] == [False, [0, 2]]
+    assert found["equal after eviction"] == [True, False, True]
+    assert found["others"] == {"weights": "MISS", "tensor parallel": "MISS", "chunk size": "MISS"}
+    assert found["without a service"] == ["MISS", False, False]
+    assert found["drained"] == [7]

@@ -1,0 +1,201 @@
+"""The scheduler's half of the vLLM connector against a plain model: every step's loads and stores, for any schedule."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvfs import prefix_hashes
+from kvfs.connectors import vllm_scheduler
+from kvfs.connectors.vllm_scheduler import Planner, Step
+from kvfs.connectors.vllm_worker import split_keys
+from kvfs.namespaces import Namespace
+from tests.support.stores import NAMESPACE
+
+BLOCK = NAMESPACE.block_tokens
+RANKS = [(0, 0), (0, 1)]
+
+
+def namespaces() -> dict[tuple[int, int], Namespace]:
+    fields = {**NAMESPACE.as_mapping(), "tensor_shards": 2}
+    return {rank: Namespace.from_mapping({**fields, "tensor_rank": rank[1]}) for rank in RANKS}
+
+
+class FakeBlocks:
+    """The shared table: a set of keys."""
+
+    def __init__(self) -> None:
+        self.keys: set[bytes] = set()
+
+    def match(self, keys: bytes, *, timeout_s: float) -> int:
+        hits = self.exists(keys, timeout_s=timeout_s)
+        return hits.index(False) if False in hits else len(hits)
+
+    def exists(self, keys: bytes, *, timeout_s: float) -> list[bool]:
+        assert timeout_s == 0, "the scheduler must not wait"
+        return [key in self.keys for key in split_keys(keys)]
+
+
+class FakeLink:
+    def __init__(self) -> None:
+        self.store: FakeBlocks | None = FakeBlocks()
+        self.is_up = True
+
+    def open(self, namespace: Namespace) -> FakeBlocks | None:
+        return self.store
+
+    blocks = open
+
+    def attempt(self, do: Callable[[], Any], otherwise: Any) -> Any:
+        return do()
+
+
+class FakeRequest:
+    def __init__(self, name: str, tokens: Sequence[int]) -> None:
+        self.request_id = name
+        self.all_token_ids = list(tokens)
+        self.num_prompt_tokens = len(tokens)
+        self.lora_request = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+@pytest.fixture(autouse=True)
+def _no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Planner, "_extra", lambda self, tracked, first, last: [None] * (last - first))
+
+
+def planner(link: FakeLink, *, store_generated: bool = True) -> Planner:
+    made = Planner(link, BLOCK, store_generated=store_generated, is_async=True)  # type: ignore[arg-type]
+    made.set_namespaces(namespaces())
+    return made
+
+
+def keys_of(tokens: Sequence[int]) -> dict[tuple[int, int], list[bytes]]:
+    return {
+        rank: list(split_keys(prefix_hashes(namespace, list(tokens))))
+        for rank, namespace in namespaces().items()
+    }
+
+
+def tokens_of(count: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(1000), k=count)
+
+
+def stored_blocks(plan: Any) -> list[int]:
+    return [block for run in plan.stores for block in run.block_ids]
+
+
+def test_a_hit_is_a_hit_on_every_rank() -> None:
+    link = FakeLink()
+    made, tokens = planner(link), tokens_of(5 * BLOCK + 3)
+    keys = keys_of(tokens)
+    assert link.store is not None
+    link.store.keys = {*keys[0, 0], *keys[0, 1][:3]}
+    request = FakeRequest("r", tokens)
+    assert made.match(request, 0) == (3 * BLOCK, True)
+    assert made.match(request, 2 * BLOCK) == (BLOCK, True)
+    assert made.match(request, 3 * BLOCK) == (0, False)
+    made.match(request, BLOCK)
+    made.allocated(request, [10, 11, 12, 13, 14, 15], 2 * BLOCK)
+    [load] = made.plan([]).loads
+    assert load.block_ids == [11, 12]
+    assert {rank: list(split_keys(k)) for rank, k in load.keys.items()} == {r: keys[r][1:3] for r in RANKS}
+    assert made.plan([]).loads == []
+
+
+def test_the_block_of_the_last_token_is_never_loaded() -> None:
+    link = FakeLink()
+    made, tokens = planner(link), tokens_of(2 * BLOCK)
+    assert link.store is not None
+    link.store.keys = {key for keys in keys_of(tokens).values() for key in keys}
+    assert made.match(FakeRequest("r", tokens), 0) == (BLOCK, True)
+    assert made.match(FakeRequest("longer", [*tokens, 1]), 0) == (2 * BLOCK, True)
+
+
+def test_nothing_matches_or_is_stored_without_a_store() -> None:
+    link = FakeLink()
+    made, request = planner(link), FakeRequest("r", tokens_of(3 * BLOCK))
+    link.store, link.is_up = None, False
+    assert made.match(request, 0) == (0, False)
+    assert made.plan([Step("r", 0, 3 * BLOCK, [1, 2, 3])]).stores == []
+    unready = Planner(link, BLOCK, store_generated=True, is_async=True)  # type: ignore[arg-type]
+    assert unready.match(request, 0) == (0, False)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_every_whole_known_block_is_stored_once_and_no_other(data: st.DataObject) -> None:
+    """Chunks of any size, preemptions, tokens that are generated, blocks that vanish from the store."""
+    link = FakeLink()
+    made = planner(link)
+    assert link.store is not None
+    tokens = tokens_of(data.draw(st.integers(1, 6 * BLOCK)))
+    request = FakeRequest("r", tokens)
+    made.match(request, 0)
+    computed, blocks = 0, list(range(100, 120))
+    for _ in range(12):
+        action = data.draw(st.sampled_from(["compute", "compute", "generate", "preempt", "vanish"]))
+        if action == "generate":
+            request.all_token_ids.append(data.draw(st.integers(0, 999)))
+        elif action == "preempt":
+            computed, blocks = 0, [block + 100 for block in blocks]
+        elif action == "vanish" and link.store.keys:
+            link.store.keys.discard(data.draw(st.sampled_from(sorted(link.store.keys))))
+        else:
+            before = computed
+            # Speculation computes past what is known.
+            computed = min(computed + data.draw(st.integers(1, 2 * BLOCK)), request.num_tokens + 3)
+            plan = made.plan([Step("r", before, computed, blocks)])
+            keys = keys_of(request.all_token_ids)
+            whole = min(computed, request.num_tokens) // BLOCK
+            for run in plan.stores:
+                first = blocks.index(run.block_ids[0])
+                assert first + len(run.block_ids) <= whole
+                for rank in RANKS:
+                    assert list(split_keys(run.keys[rank])) == keys[rank][first : first + len(run.block_ids)]
+                    assert run.parents[rank] == (keys[rank][first - 1] if first else None)
+                    link.store.keys.update(split_keys(run.keys[rank]))
+            taken = stored_blocks(plan)
+            assert len(taken) == len(set(taken))
+            fresh = range(before // BLOCK, whole)
+            assert all(keys[rank][i] in link.store.keys for rank in RANKS for i in fresh), (
+                "a new block is missing"
+            )
+            computed = min(computed, request.num_tokens)
+
+
+def test_prompts_alone_are_stored_where_that_is_asked_for() -> None:
+    made = planner(FakeLink(), store_generated=False)
+    request = FakeRequest("r", tokens_of(BLOCK + 1))
+    made.match(request, 0)
+    request.all_token_ids += tokens_of(3 * BLOCK)
+    assert stored_blocks(made.plan([Step("r", 0, 4 * BLOCK, [1, 2, 3, 4])])) == [1]
+
+
+def test_a_step_stores_a_bounded_number_and_the_next_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_scheduler, "CONNECTOR_STEP_BLOCKS", 3)
+    made, request = planner(FakeLink()), FakeRequest("r", tokens_of(8 * BLOCK))
+    made.match(request, 0)
+    computed = [0, *[8 * BLOCK] * 4]
+    steps = [
+        stored_blocks(made.plan([Step("r", before, after, list(range(8)))]))
+        for before, after in itertools.pairwise(computed)
+    ]
+    assert steps == [[0, 1, 2], [3, 4, 5], [6, 7], []]
+
+
+def test_a_request_that_ended_is_forgotten() -> None:
+    made, request = planner(FakeLink()), FakeRequest("r", tokens_of(2 * BLOCK))
+    made.match(request, 0)
+    made.finished("r")
+    assert made.plan([Step("r", 0, 2 * BLOCK, [1, 2])]).stores == []
+    assert made.counts["stored_blocks"] == 0
