@@ -256,10 +256,12 @@ class View:
 
     def remove_sealed(self, name: Name) -> None:
         """Remove what other doors see under this name, if anything."""
-        if self.store.names.get(name.bucket, name.key) is not None:
-            with self.own_change(), suppress(NotFound):
+        with self.own_change():
+            try:
                 self.store.remove(name)
-            self.keep_above(name)
+            except NotFound:
+                return
+        self.keep_above(name)
 
     def keep_above(self, name: Name) -> None:
         """On a path a directory outlives its last name: what was a common prefix only is marked now."""

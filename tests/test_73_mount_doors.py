@@ -393,6 +393,22 @@ def test_who_holds_more_than_the_quota_opens_nothing(service: Service, bucket: P
     eventually(opens, "what was held is given back")
 
 
+def test_a_block_is_removed_by_its_path(service: Service) -> None:
+    place = service.mount / "bound"
+    with service.client() as client:
+        namespace = client.open_namespace(NAMESPACE, bucket=place.name)
+        client.put_blocks(namespace, [Block(DIGEST, b"block")])
+        path = place / "kv/80" / DIGEST.hex()
+        with opened(path, os.O_RDONLY) as fd:
+            path.unlink()
+            assert not path.exists()
+            assert client.match(namespace, [DIGEST]) == 0
+            assert os.read(fd, 6) == b"block"
+        with expect_errno(errno.ENOENT):
+            path.unlink()
+    shutil.rmtree(place)
+
+
 # --- drafts ------------------------------------------------------------------------------------------------
 def test_a_file_being_written_does_not_become_a_block_by_rename(service: Service) -> None:
     place = service.mount / "bound"
