@@ -1,13 +1,13 @@
-"""The store as the gateway's operations see it: names, bytes and drafts over one session that is kept alive.
+"""The store as the gateway's operations see it: names, bytes and drafts.
 
-Responsibility: connect and connect again, choose between reading in place (`gateway.direct`) and asking the session,
-and keep the two from being mixed up: metadata and bytes of one answer are of one object.
+Responsibility: choose between reading in place (`gateway.direct`) and asking the session (`gateway.connected`), and
+keep the two from being mixed up: metadata and bytes of one answer are of one object.
 
 Invariants: a draft or descriptor that a method returns is the caller's; on every other way out it was given back.
 Without a service every method raises SessionClosed within limits.GATEWAY_RECONNECT_WAIT_S. What a session answered is
 seen by the next look, whichever way it goes (`kvfs.name_reader`).
 
-Concurrency: one trio thread. `run` keeps the session; hits are reported by a task of its own.
+Concurrency: one trio thread.
 """
 
 from __future__ import annotations
@@ -18,13 +18,10 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import trio
-
-from gateway.direct import Direct
-from gateway.drafts import Draft, SpareDrafts
+from gateway.connected import Connected
+from gateway.drafts import Draft
 from gateway.found import (
     BucketInfo,
     Found,
@@ -32,7 +29,6 @@ from gateway.found import (
     bucket_of_object,
     found_of_object,
 )
-from gateway.seals import SealQueue
 from gateway.session import Session
 from kvfs import limits
 from kvfs.errors import BucketNotFound, IsDirectory, KvfsError, NotFound, SessionClosed, Superseded
@@ -43,7 +39,6 @@ from kvfs.messages import (
     DigestBatch,
     NameSeal,
     Op,
-    OpenNames,
     Reserve,
     SealBlocks,
     untext,
@@ -68,102 +63,8 @@ class Seal:
     """XXH3-64 of the bytes, where it is known."""
 
 
-class Backend:
+class Backend(Connected):
     """See the module's header. `run` must run beside it."""
-
-    def __init__(self, socket_path: Path, *, client: str = "kvfs gateway") -> None:
-        self._path = socket_path
-        self._client = client
-        self._session: Session | None = None
-        self._direct: Direct | None = None
-        self._changed = trio.Event()
-        self._touched: list[bytes] = []
-        self._spares: SpareDrafts | None = None
-        self._seals: SealQueue | None = None
-        self._namespaces: dict[str, tuple[Session, int]] = {}
-
-    # --- the session -------------------------------------------------------------------------------------
-    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Keep a session until cancelled; started with the first one. Raises SessionClosed, FormatMismatch at first."""
-        pause_s = limits.GATEWAY_RECONNECT_MIN_S
-        first = True
-        while True:
-            try:
-                async with trio.open_nursery() as nursery:
-                    session = await Session.connect(self._path, self._client, nursery)
-                    spares, seals = self._take(session)
-                    nursery.start_soon(spares.run)
-                    nursery.start_soon(seals.run)
-                    nursery.start_soon(self._report_hits, session)
-                    if first:
-                        first = False
-                        task_status.started()
-                    pause_s = limits.GATEWAY_RECONNECT_MIN_S
-                    await session.ended.wait()
-                    nursery.cancel_scope.cancel()
-            except* KvfsError as group:
-                if first:
-                    raise _first_error(group) from None
-            finally:
-                self._drop()
-            log.warning("the service's session ended; connecting again")
-            await trio.sleep(pause_s)
-            pause_s = min(2 * pause_s, limits.GATEWAY_RECONNECT_MAX_S)
-
-    def _take(self, session: Session) -> tuple[SpareDrafts, SealQueue]:
-        if session.hello.may_open and "index" in session.hello.details:
-            try:
-                self._direct = Direct(session.hello.details, session.hello.store_id)
-            except (OSError, KvfsError) as error:
-                log.info("names are asked of the service: %s", error)
-        self._session, self._spares, self._seals = session, SpareDrafts(session), SealQueue(session)
-        self._changed.set()
-        return self._spares, self._seals
-
-    def _drop(self) -> None:
-        if self._session is not None:
-            self._session.close()
-        if self._direct is not None:
-            self._direct.close()
-        if self._spares is not None:
-            self._spares.close()
-        if self._seals is not None:
-            self._seals.close()
-        self._session = self._direct = self._spares = self._seals = None
-        self._touched.clear()
-        self._namespaces.clear()
-        self._changed = trio.Event()
-
-    @property
-    def is_connected(self) -> bool:
-        return self._session is not None and self._session.is_open
-
-    @property
-    def reads_in_place(self) -> bool:
-        return self._direct is not None
-
-    @property
-    def largest_object_bytes(self) -> int:
-        """Of the last service connected to."""
-        return self._session.hello.details["limits"]["object_bytes"] if self._session else 0
-
-    @property
-    def store_id(self) -> bytes:
-        return self._session.hello.store_id if self._session else b""
-
-    async def session(self) -> Session:
-        """The session, waiting a moment for a new one. Raises SessionClosed."""
-        if self._session is not None and self._session.is_open:
-            return self._session
-        with trio.move_on_after(limits.GATEWAY_RECONNECT_WAIT_S):
-            while self._session is None or not self._session.is_open:
-                await self._changed.wait()
-                await trio.lowlevel.checkpoint()
-            return self._session
-        raise SessionClosed(f"{self._path}: no service answers")
-
-    async def control(self, op: Op, **arguments: Any) -> dict[str, Any]:
-        return await (await self.session()).control(op, **arguments)
 
     # --- looking up --------------------------------------------------------------------------------------
     async def bucket(self, name: str) -> BucketInfo:
@@ -240,8 +141,10 @@ class Backend:
 
     async def _open_by_session(self, bucket: str, key: str, found: Found) -> int:
         """-1 where the name stands for another object by now, or for none."""
-        session = await self.session()
-        [(entry, descriptor)] = await session.opened(OpenNames(((untext(bucket), untext(key)),)))
+        await self.session()
+        if self._opens is None:
+            raise SessionClosed(f"{self._path}: no service answers")
+        entry, descriptor = await self._opens.ask((untext(bucket), untext(key)))
         if descriptor is None:
             if entry.status in (errno.ENOENT, errno.ESTALE, errno.EISDIR):
                 return -1
@@ -260,30 +163,15 @@ class Backend:
         os.close(descriptor)
         return -1
 
-    def touch(self, store_key: bytes) -> None:
-        """Count a hit, with the next report."""
-        if len(self._touched) < limits.MAX_BATCH:
-            self._touched.append(store_key)
-
-    async def _report_hits(self, session: Session) -> None:
-        """And see that the session answers: a request that waits has no deadline of its own."""
-        while True:
-            await trio.sleep(limits.GATEWAY_TOUCH_INTERVAL_S)
-            session.check_time()
-            if self._touched:
-                keys, self._touched = self._touched, []
-                try:
-                    await session.count(DigestBatch(Op.TOUCH, 0, b"".join(keys)))
-                except KvfsError as error:
-                    log.debug("hits were not reported: %s", error)
-
     # --- writing -----------------------------------------------------------------------------------------
     async def reserve(self, size_bytes: int) -> Draft:
         """Raises NoSpace, ObjectTooLarge, QuotaExceeded."""
         session = await self.session()
         spare = self._spares.take(size_bytes) if self._spares is not None else None
-        if spare is not None:
-            return spare
+        return spare if spare is not None else await self.reserve_in(session, size_bytes)
+
+    async def reserve_in(self, session: Session, size_bytes: int) -> Draft:
+        """A draft of this session. Raises as `reserve`."""
         [(entry, descriptor)] = await session.opened(Reserve((size_bytes,)))
         if descriptor is None:
             raise status_error(entry.status, f"room for {size_bytes} bytes")
@@ -304,7 +192,7 @@ class Backend:
         draft.close()
         if draft.session is not self._session or self._seals is None:
             raise SessionClosed("the session that granted the draft has ended")
-        status = await self._seals.seal(
+        result = await self._seals.ask(
             NameSeal(
                 draft.slot,
                 draft.generation,
@@ -317,8 +205,8 @@ class Backend:
                 expected_id=seal.expected_id,
             )
         )
-        if status:
-            raise status_error(status, f"{seal.bucket}/{seal.key}")
+        if result.status:
+            raise status_error(result.status, f"{seal.bucket}/{seal.key}")
         draft.open = False
 
     async def seal_block(self, draft: Draft, bucket: BucketInfo, digest: bytes) -> bool:
@@ -400,11 +288,3 @@ def next_bucket(buckets: list[BucketInfo], name: str) -> BucketInfo:
         if bucket.name == name:
             return bucket
     raise BucketNotFound(f"no bucket {name}")
-
-
-def _first_error(group: BaseExceptionGroup[KvfsError]) -> KvfsError:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, KvfsError)
-    return error

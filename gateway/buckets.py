@@ -41,7 +41,8 @@ async def create_bucket(call: Call) -> Answer:
     _check_location(call, location)
     check_name(call.bucket)
     try:
-        await call.backend.control(Op.BUCKET_CREATE, bucket=call.bucket)
+        large = call.settings.makes_large(call.bucket)
+        await call.backend.control(Op.BUCKET_CREATE, bucket=call.bucket, large=large)
     except Exists:
         if await bucket_owner(call.backend, call.bucket) != call.owner:
             raise S3Error("BucketAlreadyExists", detail={"BucketName": call.bucket}) from None

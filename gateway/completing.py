@@ -16,26 +16,27 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from urllib.parse import quote
 
 import trio
 
-from gateway import bodies, checksums, documents, reserved
+from gateway import bodies, checksums, documents, large, reserved
 from gateway import etag as etags
 from gateway.backend import Seal
 from gateway.bodies import PartClaim
 from gateway.calls import Answer, Call, Document, Stored
 from gateway.checksums import Checksum, ChecksumType
-from gateway.copying import copy_range
 from gateway.drafts import Draft
 from gateway.errors import S3Error
 from gateway.found import Found
 from gateway.metadata import ObjectMetadata, PartMetadata
+from gateway.moving import copy_range
 from gateway.stored import stored
 from gateway.uploads import Upload, find_upload, remove_parts
-from gateway.writing import check_size, is_pinned, write_condition
+from gateway.writing import check_whole, is_large, is_pinned, write_condition
 from kvfs import limits
 from kvfs.errors import KvfsError
 
@@ -59,13 +60,17 @@ async def complete(call: Call) -> Answer:
         return await _completed_before(call, upload_id)
     parts = _claimed(claims, await upload.parts(call.backend))
     said = _metadata(call, upload, parts, claims)
-    check_size(call, sum(part.what.size_bytes for part in parts))
+    size_bytes = sum(part.what.size_bytes for part in parts)
+    check_whole(call, await call.backend.bucket(call.bucket), size_bytes)
     seal = replace(await write_condition(call), user_metadata=said.encode())
+    if is_large(call, size_bytes):
+        return await _complete_large(call, upload, parts, said, seal)
     draft = await _join(call, upload, parts)
     try:
         if not await upload.claim(call.backend):
             return await _completed_before(call, upload_id)
-        await _publish(call, upload, draft, seal)
+        async with _restored(call, upload):
+            await call.backend.seal(draft, seal)
     finally:
         await call.backend.abort(draft)
     await _tidy(call, upload, said)
@@ -151,28 +156,51 @@ def _checksum(upload: Upload, parts: Sequence[_Part]) -> Checksum | None:
     return Checksum(algorithm, checksums.combine(algorithm, pairs))
 
 
+async def _complete_large(
+    call: Call, upload: Upload, parts: Sequence[_Part], said: ObjectMetadata, seal: Seal
+) -> Answer:
+    """The same where no slot can hold the whole: appended window by window to an object on NVMe."""
+    async with large.writing(call.backend, call.bucket) as transfer:
+        for part in parts:
+            async with _open_part(call, upload, part) as descriptor:
+                await large.append_slot(transfer, descriptor, part.what.size_bytes)
+        if not await upload.claim(call.backend):
+            return await _completed_before(call, upload.upload_id)
+        async with _restored(call, upload):
+            await transfer.seal(seal)
+    await _tidy(call, upload, said)
+    return await _answer(call, said)
+
+
 async def _join(call: Call, upload: Upload, parts: Sequence[_Part]) -> Draft:
     """A draft that holds the parts' bytes in order; the caller seals or aborts it."""
     draft = await call.backend.reserve(sum(part.what.size_bytes for part in parts))
     try:
         at = 0
         for part in parts:
-            opened = await call.backend.open(reserved.BUCKET, upload.part_key(part.number))
-            if opened is None:
-                raise S3Error("InvalidPart", detail={"PartNumber": str(part.number)})
-            found, descriptor = opened
-            try:
-                if found.object_id != part.what.found.object_id:
-                    raise S3Error("InvalidPart", detail={"PartNumber": str(part.number)})
-                await _copy(descriptor, draft, at, found.size_bytes)
-            finally:
-                os.close(descriptor)
-            at += found.size_bytes
+            async with _open_part(call, upload, part) as descriptor:
+                await _copy(descriptor, draft, at, part.what.size_bytes)
+            at += part.what.size_bytes
     except BaseException:
         with trio.CancelScope(shield=True):
             await call.backend.abort(draft)
         raise
     return draft
+
+
+@asynccontextmanager
+async def _open_part(call: Call, upload: Upload, part: _Part) -> AsyncIterator[int]:
+    """A descriptor of a part's bytes. Raises S3Error InvalidPart where it is another one by now, or gone."""
+    opened = await call.backend.open(reserved.BUCKET, upload.part_key(part.number))
+    if opened is None:
+        raise S3Error("InvalidPart", detail={"PartNumber": str(part.number)})
+    found, descriptor = opened
+    try:
+        if found.object_id != part.what.found.object_id:
+            raise S3Error("InvalidPart", detail={"PartNumber": str(part.number)})
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 async def _copy(descriptor: int, draft: Draft, at: int, size_bytes: int) -> None:
@@ -181,9 +209,11 @@ async def _copy(descriptor: int, draft: Draft, at: int, size_bytes: int) -> None
         await trio.to_thread.run_sync(copy_range, descriptor, start, draft.descriptor, at + start, count)
 
 
-async def _publish(call: Call, upload: Upload, draft: Draft, seal: Seal) -> None:
+@asynccontextmanager
+async def _restored(call: Call, upload: Upload) -> AsyncIterator[None]:
+    """Where the seal within fails, the upload's record is put back."""
     try:
-        await call.backend.seal(draft, seal)
+        yield
     except BaseException:
         with trio.CancelScope(shield=True):
             try:

@@ -182,6 +182,14 @@ class Exchange:
         """`count` bytes of a sealed slot from `offset` on. Raises Gone, Stalled."""
         await self._transport.send_file(self._render(status, headers, count), descriptor, offset, count)
 
+    def begin(self, status: int, headers: Headers, length: int) -> bytes:
+        """Begin an answer that is sent in pieces; what stands before the first."""
+        return self._render(status, headers, length)
+
+    async def send_piece(self, head: bytes, descriptor: int, count: int) -> None:
+        """`head` and the first `count` bytes of a slot. Raises Gone, Stalled."""
+        await self._transport.send_file(head, descriptor, 0, count)
+
     def _render(self, status: int, headers: Headers, length: int | None) -> bytes:
         assert not self.answered, "an exchange has one answer"
         self.answered = True

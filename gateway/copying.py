@@ -26,11 +26,11 @@ from gateway.checksums import Algorithm, Checksum, ChecksumType
 from gateway.drafts import Draft
 from gateway.errors import S3Error
 from gateway.metadata import ObjectMetadata
+from gateway.moving import copy_range
 from gateway.ranges import Span
 from gateway.stored import pack_marker, stored
 from gateway.writing import check_size, is_pinned, write_condition
 from kvfs import limits
-from kvfs.exchange import status_error
 
 _SOURCE = b"x-amz-copy-source-"
 _KEPT = ("content_type", "headers", "user")
@@ -143,7 +143,7 @@ async def _copy_bytes(call: Call, source: Source, said: ObjectMetadata) -> Objec
     plan = _plan(call, source)
     if call.key.endswith("/"):
         return await _copy_to_marker(call, plan, said)
-    check_size(call, size_bytes)
+    check_size(call, await call.backend.bucket(call.bucket), size_bytes)
     draft = await call.backend.reserve(size_bytes)
     try:
         said = copied_digests(said, plan, await run_copy(plan, draft))
@@ -238,34 +238,3 @@ async def run_copy(plan: CopyPlan, draft: Draft) -> _Digests:
         )
         at += count
     return digests
-
-
-def copy_range(
-    source: int, offset: int, target: int, target_offset: int, count: int, digests: _Digests | None = None
-) -> None:
-    """In a worker thread: `count` bytes from one slot to another. Raises NoSpace."""
-    try:
-        if digests is None or not digests.wanted:
-            _copy_in_kernel(source, offset, target, target_offset, count)
-            return
-        memory = memoryview(bytearray(min(limits.RECEIVE_BYTES, count)))
-        while count:
-            got = os.preadv(source, [memory[:count]], offset)
-            if got == 0:
-                raise S3Error("InternalError")
-            piece = memory[:got]
-            digests.update(piece)
-            while piece:
-                written = os.pwrite(target, piece, target_offset)
-                piece, target_offset = piece[written:], target_offset + written
-            offset, count = offset + got, count - got
-    except OSError as error:
-        raise status_error(error.errno or 5, "copying an object") from None
-
-
-def _copy_in_kernel(source: int, offset: int, target: int, target_offset: int, count: int) -> None:
-    while count:
-        done = os.copy_file_range(source, target, count, offset, target_offset)
-        if done == 0:
-            raise S3Error("InternalError")
-        offset, target_offset, count = offset + done, target_offset + done, count - done

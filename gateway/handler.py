@@ -38,6 +38,7 @@ from gateway.calls import AnyAnswer, Call, Document, FileAnswer, HeadAnswer, Hea
 from gateway.connection import BodyLost, Exchange
 from gateway.counters import Counters
 from gateway.errors import S3Error, from_kvfs
+from gateway.large import LargeAnswer
 from gateway.request import Request
 from gateway.routing import Action, Operation, Right
 from gateway.settings import GatewaySettings
@@ -47,7 +48,7 @@ from kvfs.errors import BucketNotFound, KvfsError
 
 log = logging.getLogger("kvfs.gateway")
 
-_OPERATIONS: dict[Operation, Callable[[Call], Awaitable[AnyAnswer]]] = {
+_OPERATIONS: dict[Operation, Callable[[Call], Awaitable[AnyAnswer | LargeAnswer]]] = {
     Operation.LIST_BUCKETS: buckets.list_buckets,
     Operation.CREATE_BUCKET: buckets.create_bucket,
     Operation.HEAD_BUCKET: buckets.head_bucket,
@@ -116,7 +117,7 @@ class Handler:
         """Answer one exchange. Raises Gone, Stalled where the client is not there to be answered."""
         request_id = self._request_id()
         request = request_of(exchange)
-        answer: AnyAnswer
+        answer: AnyAnswer | LargeAnswer
         try:
             answer = await self._answer(exchange, request, request_id)
         except (S3Error, KvfsError, BodyLost, Stalled) as error:
@@ -130,7 +131,7 @@ class Handler:
             answer = self._failure(S3Error("InternalError"), request, request_id)
         await self._send(exchange, answer, request_id)
 
-    async def _answer(self, exchange: Exchange, request: Request, request_id: str) -> AnyAnswer:
+    async def _answer(self, exchange: Exchange, request: Request, request_id: str) -> AnyAnswer | LargeAnswer:
         settings = self._settings
         verified = signing.verify(request, settings.credentials, self._clock(), settings.region)
         action = self._route(request)
@@ -179,13 +180,19 @@ class Handler:
         resource = request.raw_path.decode("latin-1")
         return Document(error.status, headers, documents.error(error, resource, request_id))
 
-    async def _send(self, exchange: Exchange, answer: AnyAnswer, request_id: str) -> None:
+    async def _send(self, exchange: Exchange, answer: AnyAnswer | LargeAnswer, request_id: str) -> None:
         headers = [("x-amz-request-id", request_id), ("x-amz-id-2", request_id), *answer.headers]
         if isinstance(answer, FileAnswer):
             try:
                 await exchange.respond_file(
                     answer.status, headers, answer.descriptor, answer.offset, answer.size_bytes
                 )
+            finally:
+                answer.close()
+            self.counters.sent_bytes += answer.size_bytes
+        elif isinstance(answer, LargeAnswer):
+            try:
+                await answer.send(exchange, headers)
             finally:
                 answer.close()
             self.counters.sent_bytes += answer.size_bytes

@@ -47,10 +47,6 @@ class Head(NamedTuple):
     expects_continue: bool
     keep_alive: bool
 
-    @property
-    def has_body(self) -> bool:
-        return self.chunked or self.content_length > 0
-
 
 class _Fields:
     """What httptools calls while it parses."""

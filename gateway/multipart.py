@@ -14,19 +14,22 @@ from dataclasses import replace
 from gateway import checksums, documents, listing, metadata, reserved
 from gateway import etag as etags
 from gateway.backend import Seal
-from gateway.bodies_plan import payload_bytes
+from gateway.body_plan import payload_bytes
 from gateway.calls import Answer, Call, Document
 from gateway.checksums import Algorithm, ChecksumType
 from gateway.copying import CopyPlan, copied_digests, open_source, part_span, run_copy
 from gateway.documents import PartItem, UploadItem
 from gateway.errors import S3Error
-from gateway.found import Found
+from gateway.found import BucketInfo, Found
 from gateway.listing import ListRequest
 from gateway.metadata import ObjectMetadata
 from gateway.receiving import DraftSink, receive
 from gateway.stored import stored
 from gateway.uploads import Upload, check_room, need_upload, new_upload_id, uploads_of
 from gateway.writing import check_size, with_digests
+
+PARTS = BucketInfo(reserved.BUCKET, 0, 0, None)
+"""Where parts are kept: each fits into a slot."""
 
 
 async def create(call: Call) -> Answer:
@@ -69,7 +72,7 @@ async def upload_part(call: Call) -> Answer:
     size_bytes = payload_bytes(call)
     wanted = checksums.wanted(call.request)
     _check_algorithm(upload, wanted.algorithm)
-    check_size(call, size_bytes)
+    check_size(call, PARTS, size_bytes)
     draft = await call.backend.reserve(size_bytes)
     try:
         took_md5 = call.settings.takes_md5(call.bucket)
@@ -93,7 +96,7 @@ async def upload_part_copy(call: Call) -> Answer:
     async with open_source(call) as source:
         span = part_span(call, source)
         plan = CopyPlan(source, span, call.settings.takes_md5(call.bucket), upload.algorithm)
-        check_size(call, span.size_bytes)
+        check_size(call, PARTS, span.size_bytes)
         draft = await call.backend.reserve(span.size_bytes)
         try:
             digests = await run_copy(plan, draft)

@@ -9,14 +9,20 @@ Concurrency: one task per call.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import lru_cache
 
-from gateway import answers, checksums, conditions, metadata, ranges
+from gateway import answers, checksums, conditions, large, metadata, ranges
 from gateway import etag as etags
 from gateway.calls import Answer, AnyAnswer, Call, Document, FileAnswer, HeadAnswer, Stored, no_such_key
 from gateway.errors import S3Error
+from gateway.found import found_of_object
+from gateway.large import LargeAnswer
 from gateway.ranges import Span
 from gateway.stored import read_metadata, stored, unpack_marker
+from kvfs import limits
+from kvfs.errors import ObjectTooLarge
+from kvfs.messages import Op
 
 _OVERRIDES = {
     "response-content-type": "Content-Type",
@@ -28,8 +34,11 @@ _OVERRIDES = {
 }
 
 
-async def get_object(call: Call) -> AnyAnswer:
-    opened = await call.backend.open(call.bucket, call.key)
+async def get_object(call: Call) -> AnyAnswer | LargeAnswer:
+    try:
+        opened = await call.backend.open(call.bucket, call.key)
+    except ObjectTooLarge:
+        return await _get_large(call)
     if opened is None:
         raise no_such_key(call.key)
     found, descriptor = opened
@@ -47,6 +56,26 @@ async def get_object(call: Call) -> AnyAnswer:
     if descriptor < 0:
         return Answer(status, headers, what.inline[span.start : span.end])
     return FileAnswer(status, headers, descriptor, span.start, span.size_bytes)
+
+
+async def _get_large(call: Call) -> LargeAnswer:
+    """Of an object that no slot holds: read in pieces, leased before its metadata is looked at."""
+    transfer = await large.begin(call.backend)
+    try:
+        entry = await transfer.call(Op.LARGE_OPEN, name=[call.bucket, call.key])
+        found = found_of_object(entry)
+        if found is None:
+            raise no_such_key(call.key)
+        what = stored(found)
+        conditions.check_read(call.conditions, what.etag, what.modified_s)
+        span = _span(call, what)
+        headers = _headers(call, what, span)
+    except BaseException:
+        transfer.close()
+        raise
+    status = 200 if span is None else 206
+    span = span or Span(0, what.size_bytes)
+    return LargeAnswer(status, headers, transfer, span.start, span.size_bytes)
 
 
 async def head_object(call: Call) -> AnyAnswer:
@@ -91,7 +120,10 @@ def _span(call: Call, what: Stored) -> Span | None:
 
 def _headers(call: Call, what: Stored, span: Span | None) -> list[tuple[str, str]]:
     found = what.found
-    headers = list(_stored_headers(found.user_metadata, found.marker, found.mtime_ns, what.etag))
+    make = _remembered_headers
+    if len(found.user_metadata) > limits.REMEMBERED_METADATA_BYTES:
+        make = _stored_headers
+    headers = list(make(found.user_metadata, found.marker, found.mtime_ns, what.etag))
     headers += [("x-kvfs-tier", found.tier), ("x-kvfs-hits", str(found.hits))]
     if span is not None:
         headers.append(("Content-Range", ranges.content_range(span, what.size_bytes)))
@@ -105,7 +137,6 @@ def _headers(call: Call, what: Stored, span: Span | None) -> list[tuple[str, str
     return headers
 
 
-@lru_cache(maxsize=4096)
 def _stored_headers(data: bytes, marker: bool, mtime_ns: int, etag: str) -> tuple[tuple[str, str], ...]:
     """What depends on the object alone; `data` is its user metadata."""
     parsed = unpack_marker(data)[0] if marker else read_metadata(data)
@@ -115,6 +146,10 @@ def _stored_headers(data: bytes, marker: bool, mtime_ns: int, etag: str) -> tupl
         ("Accept-Ranges", "bytes"),
     ]
     return (*headers, *metadata.response_headers(parsed))
+
+
+_remembered_headers: Callable[[bytes, bool, int, str], tuple[tuple[str, str], ...]]
+_remembered_headers = lru_cache(maxsize=4096)(_stored_headers)
 
 
 def _add_checksum(headers: list[tuple[str, str]], call: Call, what: Stored, span: Span | None) -> None:

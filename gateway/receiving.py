@@ -24,12 +24,13 @@ import trio
 from xxhash import xxh3_64
 
 from gateway import checksums
-from gateway.bodies_plan import BodyPlan, plan_of
+from gateway.body_plan import BodyPlan, plan_of
 from gateway.calls import Call
 from gateway.checksums import Algorithm, Checksum, Digester
 from gateway.chunked import ChunkedDecoder
 from gateway.drafts import Draft
 from gateway.errors import S3Error
+from gateway.large import WindowSink
 from kvfs import limits
 from kvfs.exchange import status_error
 
@@ -47,8 +48,24 @@ class Sink(Protocol):
         """What was written before; called by worker threads."""
         ...
 
+    @property
+    def full(self) -> bool:
+        """Whether `settle` has to make room before more is written."""
+        ...
 
-class MemorySink:
+    async def settle(self) -> None: ...
+
+
+class _Roomy:
+    """A sink that takes all that comes."""
+
+    full = False
+
+    async def settle(self) -> None:
+        pass
+
+
+class MemorySink(_Roomy):
     """Small bodies. Raises S3Error EntityTooLarge past `most`."""
 
     def __init__(self, most: int) -> None:
@@ -66,7 +83,7 @@ class MemorySink:
         return len(piece)
 
 
-class DraftSink:
+class DraftSink(_Roomy):
     """A granted draft. Raises NoSpace."""
 
     def __init__(self, draft: Draft) -> None:
@@ -155,10 +172,13 @@ async def receive(
     decoder = None
     if plan.trailer_names is not None:
         decoder = ChunkedDecoder(call.verified, plan.size_bytes, plan.trailer_names)
+    if isinstance(sink, WindowSink):
+        sink.digesters, behind = behind, []
     async with _Followers(sink, behind) as followers:
         store_digest = xxh3_64()
         size_bytes = await _pump(call, sink, plan, decoder, [*inline, store_digest], followers)
         await followers.finish(size_bytes)
+        await sink.settle()
     if size_bytes != plan.size_bytes:
         raise S3Error("IncompleteBody")
     trailers = {} if decoder is None else decoder.finish()
@@ -188,6 +208,8 @@ async def _pump(
         for digester in inline:
             digester.update(piece)
         sink.write(piece)
+        if sink.full:
+            await sink.settle()
         size_bytes += count
         followers.wrote(size_bytes)
         if since_turn >= limits.MIB:

@@ -1,8 +1,8 @@
 """The gateway's own bucket: what it has to remember besides objects.
 
 Responsibility: the bucket `.kvfs-s3`, of mode 0700 and with a name that S3 cannot have, and the owners of buckets in
-it: a directory marker `owners/BUCKET/` each, whose user metadata is the owner's name. Markers have no bytes, so
-nothing of this is ever evicted. Uploads are `gateway.uploads`'s.
+it: a directory marker `owners/BUCKET/` each, whose user metadata is the owner's name. Markers have no bytes, so they
+are never evicted. Uploads are `gateway.uploads`'s.
 
 Concurrency: any worker; every write is one operation of the service.
 """
@@ -20,9 +20,11 @@ _OWNERS = "owners/"
 
 
 async def make(backend: Backend) -> None:
-    """The bucket, if it is not there yet."""
+    """The bucket, if it is not there yet: durable where that can be, so that no part of an upload is evicted."""
+    tiers = (await backend.status())["tiers"]
+    durable = any(tier["name"] == "nvme" for tier in tiers)
     with contextlib.suppress(Exists):
-        await backend.control(Op.BUCKET_CREATE, bucket=BUCKET, mode=0o700)
+        await backend.control(Op.BUCKET_CREATE, bucket=BUCKET, mode=0o700, durable=durable)
 
 
 async def put_note(backend: Backend, key: str, data: bytes) -> None:

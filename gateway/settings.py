@@ -19,8 +19,13 @@ class GatewaySettings:
     default_bucket: str | None = None
     opaque_etags: Sequence[str] = ()
     """Globs of buckets whose objects get no MD5."""
+    large_buckets: Sequence[str] = ()
+    """Globs of buckets that are made to take objects larger than DRAM does."""
     upload_expiry_s: float = 7 * 86400.0
     """An upload that was not completed by then is aborted."""
 
     def takes_md5(self, bucket: str) -> bool:
         return not any(fnmatchcase(bucket, glob) for glob in self.opaque_etags)
+
+    def makes_large(self, bucket: str) -> bool:
+        return any(fnmatchcase(bucket, glob) for glob in self.large_buckets)

@@ -18,6 +18,7 @@ from gateway import etag as etags
 from gateway.calls import Stored, identity
 from gateway.found import Found
 from gateway.metadata import ObjectMetadata
+from kvfs import limits
 from kvfs.errors import Corrupt
 
 log = logging.getLogger("kvfs.gateway")
@@ -27,13 +28,20 @@ _MARKER_MAGIC = b"kvfs-dir"
 _DIRECTORY = ObjectMetadata(content_type="application/x-directory")
 
 
-@lru_cache(maxsize=4096)
 def read_metadata(data: bytes) -> ObjectMetadata:
+    """Remembered where it is short: of the others, 4,096 would take 256 MiB."""
+    return _read_remembered(data) if len(data) <= limits.REMEMBERED_METADATA_BYTES else _read(data)
+
+
+def _read(data: bytes) -> ObjectMetadata:
     try:
         return ObjectMetadata.decode(data)
     except Corrupt as error:
         log.warning("an object's metadata cannot be read: %s", error)
         return ObjectMetadata()
+
+
+_read_remembered = lru_cache(maxsize=4096)(_read)
 
 
 def stored(found: Found) -> Stored:

@@ -76,6 +76,7 @@ _SAME = {
     "domains",
     "default_bucket",
     "opaque_etags",
+    "large_buckets",
     "upload_expiry_s",
     "connections",
 }
@@ -95,10 +96,6 @@ class Workers:
         for process in self._processes.values():
             if process.poll() is None:
                 process.send_signal(signal.SIGHUP)
-
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes.values() if process.poll() is None]
 
     async def supervise(self, task_status: trio.TaskStatus[Listening] = trio.TASK_STATUS_IGNORED) -> None:
         """Until cancelled; started once every worker answers. Raises ConfigError."""

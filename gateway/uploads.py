@@ -6,8 +6,9 @@ lists them with the bucket's keys; on the mount they are under `.kvfs-s3`, which
 
 Invariants:
 - An upload exists while its record does. Completing and aborting begin with removing it, which one of them wins.
-- Parts count as cache: a directory that is named by a hash is evicted as one (`kvfs.paths.unit_prefix`), so an upload
-  that fell to eviction has no parts at all, and its completion fails with InvalidPart.
+- Where there is an NVMe tier, parts are durable. Else they count as cache: a directory that is named by a hash is
+  evicted as one (`kvfs.paths.unit_prefix`), so an upload that fell to eviction has no parts at all, and its
+  completion fails with InvalidPart.
 - At most limits.MAX_UPLOADS at once; those older than the expiry are removed by any worker (`expire`), and so are
   parts without a record, which a worker that died may have left.
 

@@ -55,6 +55,7 @@ class WorkerSettings(BaseModel):
     domains: tuple[str, ...] = ()
     default_bucket: str | None = None
     opaque_etags: tuple[str, ...] = ()
+    large_buckets: tuple[str, ...] = ()
     upload_expiry_s: float
     connections: int
     config: Path | None = None
@@ -95,6 +96,7 @@ class Worker:
             settings.domains,
             settings.default_bucket,
             settings.opaque_etags,
+            settings.large_buckets,
             settings.upload_expiry_s,
         )
 

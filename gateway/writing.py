@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gateway import checksums, conditions, metadata
+from gateway import checksums, conditions, large, metadata
 from gateway import etag as etags
 from gateway.backend import Seal
-from gateway.bodies_plan import payload_bytes
+from gateway.body_plan import payload_bytes
 from gateway.calls import Answer, Call
 from gateway.errors import S3Error
 from gateway.found import BucketInfo, Found
+from gateway.large import WindowSink
 from gateway.metadata import ObjectMetadata
 from gateway.receiving import DraftSink, MemorySink, Received, receive
 from gateway.stored import pack_marker, stored
@@ -39,7 +40,9 @@ async def put_object(call: Call) -> Answer:
     digest = _block_digest(bucket, call.key)
     if call.key.endswith("/"):
         return await _put_marker(call, said, size_bytes)
-    check_size(call, size_bytes)
+    check_size(call, bucket, size_bytes)
+    if is_large(call, size_bytes):
+        return await _put_large(call, said, condition)
     if digest is not None:
         return await _put_block(call, bucket, digest, size_bytes)
     draft = await call.backend.reserve(size_bytes)
@@ -68,15 +71,38 @@ def is_pinned(said: ObjectMetadata) -> bool:
     return said.user.get(PIN, "").lower() not in ("", "0", "false")
 
 
-def check_size(call: Call, size_bytes: int) -> None:
-    """Raises S3Error EntityTooLarge."""
-    most = min(limits.MAX_SINGLE_PUT_BYTES, call.backend.largest_object_bytes or size_bytes)
+async def _put_large(call: Call, said: ObjectMetadata, condition: Seal) -> Answer:
+    """An object larger than DRAM takes, in a bucket for such."""
+    took_md5 = call.settings.takes_md5(call.bucket)
+    async with large.writing(call.backend, call.bucket) as transfer:
+        received = await receive(call, WindowSink(transfer), take_md5=took_md5)
+        said = with_digests(said, received, took_md5, call.owner)
+        await transfer.seal(replace(condition, user_metadata=said.encode()))
+    return await _sealed_answer(call, said)
+
+
+def is_large(call: Call, size_bytes: int) -> bool:
+    """Whether no slot can hold so much."""
+    return size_bytes > call.backend.largest_object_bytes
+
+
+def check_size(call: Call, bucket: BucketInfo, size_bytes: int) -> None:
+    """Raises S3Error EntityTooLarge. How much the NVMe tier takes is the service's to say."""
+    most = limits.MAX_SINGLE_PUT_BYTES
+    if not bucket.large:
+        most = min(most, call.backend.largest_object_bytes or most)
     if size_bytes > most:
         raise S3Error(
             "EntityTooLarge",
             f"The largest object here has {most} bytes.",
             detail={"ProposedSize": str(size_bytes), "MaxSizeAllowed": str(most)},
         )
+
+
+def check_whole(call: Call, bucket: BucketInfo, size_bytes: int) -> None:
+    """As `check_size`, of a multipart object, which S3 bounds by its parts only."""
+    if not bucket.large:
+        check_size(call, bucket, size_bytes)
 
 
 async def write_condition(call: Call) -> Seal:

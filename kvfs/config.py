@@ -246,6 +246,8 @@ class S3Settings(_Section):
     """`HOST:PORT` of /healthz and /metrics of the first worker; the next ports are the other workers'."""
     opaque_etags: tuple[str, ...] = ()
     """Globs of buckets whose objects get an opaque ETag: MD5 halves the speed of uploads."""
+    large_buckets: tuple[str, ...] = ()
+    """Globs of buckets that take objects larger than DRAM does, when they are created here; needs an NVMe tier."""
     upload_expiry_s: Annotated[float, Field(ge=60)] = 7 * 86400.0
     """Multipart uploads that were not completed so long after their begin are removed."""
     connections: Annotated[int, Field(ge=1, le=MAX_GATEWAY_CONNECTIONS)] = MAX_GATEWAY_CONNECTIONS

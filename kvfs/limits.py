@@ -186,6 +186,8 @@ MAX_ERROR_MESSAGE_BYTES: Final = 4 * KIB
 """An error's message in an answer: two escaped names and a sentence."""
 MAX_NAMESPACE_HANDLES: Final = 256
 """Namespaces open in one session: an engine uses one per model, shard geometry and adapter."""
+MAX_LARGE_PIECE_BYTES: Final = 4 * MIB
+"""What a session reads at once of an object larger than DRAM takes: one extent, put into a draft of its own."""
 SESSION_TURN_S: Final = 0.002
 """A batch gives the event loop a turn after this long, so that one session does not hold up the others."""
 SESSION_CHUNK_BYTES: Final = 64 * KIB
@@ -314,8 +316,10 @@ MAX_TRAILER_BYTES: Final = 8 * KIB
 """The trailer section after the last chunk; S3's own trailers are inside the payload."""
 RECEIVE_BYTES: Final = 256 * KIB
 """Read from a socket at once: a buffer that stays in the second-level cache between reading, digest and writing."""
-SEAL_BATCH: Final = 32
-"""Seals of a gateway in one message: a fraction of a millisecond of the service's loop."""
+REMEMBERED_METADATA_BYTES: Final = 2 * KIB
+"""Metadata up to this is decoded once, and its headers are made once, for 4,096 objects of a gateway process."""
+GATEWAY_BATCH: Final = 32
+"""Seals, or opens, of a gateway in one message: a fraction of a millisecond of the service's loop."""
 SPARE_DRAFT_BYTES: Final = 1 * MIB
 """Room that a spare draft of a gateway is promised; larger bodies ask for their own."""
 GATEWAY_SPARE_DRAFTS: Final = 8

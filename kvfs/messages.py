@@ -49,6 +49,12 @@ class Op(IntEnum):
     SET_ATTRIBUTES = 43
     STATUS = 44
     SHUTDOWN = 45
+    LARGE_CREATE = 48
+    LARGE_APPEND = 49
+    LARGE_SEAL = 50
+    LARGE_OPEN = 51
+    LARGE_READ = 52
+    LARGE_CLOSE = 53
 
 
 DIGEST_OPS: Final = frozenset(

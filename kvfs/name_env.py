@@ -86,6 +86,10 @@ class NameEnvironment:
             self._env.close()
             raise
 
+    def forget_dead_readers(self) -> None:
+        """A reader in another process that was killed in mid-look would keep pages from being used again."""
+        self._env.reader_check()
+
     def open_db(self, name: bytes) -> lmdb._Database:
         try:
             return self._env.open_db(name)

@@ -183,6 +183,10 @@ class NameIndex:
             env.close()
             raise
 
+    def forget_dead_readers(self) -> None:
+        """Of `kvfs.name_reader`, after a process that may have had one has ended."""
+        self._env.forget_dead_readers()
+
     def close(self) -> bool:
         """Flush and close; whether all of it is on the device. Closing twice is harmless."""
         return self._env.close()

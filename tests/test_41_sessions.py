@@ -973,3 +973,87 @@ def test_counts_of_matches(server: Server) -> None:
         assert isinstance(opened.answer, ControlAnswer)
         [answer] = raw.ask(DigestBatch(Op.MATCH, opened.answer.result["handle"], b""))
         assert answer.answer == CountAnswer(Op.MATCH, 0)
+
+
+# --- what a gateway asks for ---------------------------------------------------------------------------------
+def seal_one(raw: RawClient, key: bytes, **options: Any) -> int:
+    """The status of sealing an object whose bytes are its key."""
+    answers = raw.ask(Reserve((len(key),)))
+    [draft], [descriptor] = extents(answers), descriptors(answers)
+    os.write(descriptor, key)
+    os.close(descriptor)
+    seal = NameSeal(draft.slot, draft.generation, b"files", key, **options)
+    [result] = results(raw.ask(SealNames((seal,))))
+    if result.status:
+        raw.ask(Abort(((draft.slot, draft.generation),)))
+    return result.status
+
+
+def control(raw: RawClient, op: Op, **arguments: Any) -> dict[str, Any]:
+    [received] = raw.ask(Control(op, arguments))
+    if isinstance(received.answer, Failure):
+        raise received.answer.error
+    assert isinstance(received.answer, ControlAnswer)
+    return received.answer.result
+
+
+def test_a_seal_may_expect_what_it_replaces(server: Server, client: kvfs.Client) -> None:
+    with RawClient(server) as raw:
+        assert seal_one(raw, b"k", expected_id=1) == errno.ENOENT
+        assert seal_one(raw, b"k") == 0
+        first = control(raw, Op.STAT, name=["files", "k"])["object_id"]
+        assert seal_one(raw, b"k", expected_id=first + 1) == errno.EEXIST
+        assert seal_one(raw, b"k", expected_id=first) == 0
+        assert seal_one(raw, b"k", expected_id=first) == errno.EEXIST
+        second = control(raw, Op.STAT, name=["files", "k"])["object_id"]
+        for op, options in ((Op.REMOVE, {}), (Op.SET_ATTRIBUTES, {"user_metadata": "AA=="})):
+            with pytest.raises(errors.Exists):
+                control(raw, op, name=["files", "k"], expected_id=first, **options)
+        control(raw, Op.SET_ATTRIBUTES, name=["files", "k"], expected_id=second, user_metadata="AA==")
+        assert client.stat("files/k").user_metadata == b"\0"
+        control(raw, Op.REMOVE, name=["files", "k"], expected_id=second)
+        with pytest.raises(errors.NotFound):
+            control(raw, Op.REMOVE, name=["files", "k"], expected_id=second)
+
+
+def test_a_marker_stands_beside_whatever_has_the_name(server: Server, client: kvfs.Client) -> None:
+    client.put("files/a", b"file")
+    client.put("files/a/b", b"below")
+    with RawClient(server) as raw:
+        for value in ("AQ==", "Ag=="):
+            control(raw, Op.MKDIR, name=["files", "a/"], marker=value)
+        found = control(raw, Op.STAT, name=["files", "a/"])
+        assert (found["directory"], found["user_metadata"], found["marker_id"] > 0) == (True, "Ag==", True)
+        control(raw, Op.REMOVE, name=["files", "a/"], marker=True)
+        assert control(raw, Op.STAT, name=["files", "a/"])["marker_id"] == 0
+        with pytest.raises(errors.NotFound):
+            control(raw, Op.REMOVE, name=["files", "a/"], marker=True)
+    assert client.get("files/a") == b"file"
+    assert client.get("files/a/b") == b"below"
+
+
+def test_hits_of_named_objects_are_reported_by_the_services_user(server: Server, client: kvfs.Client) -> None:
+    client.put("files/k", b"x")
+    with RawClient(server) as raw:
+        identity = control(raw, Op.STAT, name=["files", "k"])["object_id"]
+        keys = identity.to_bytes(16, "big") * 3 + bytes(16)
+        [received] = raw.ask(DigestBatch(Op.TOUCH, 0, keys))
+        assert isinstance(received.answer, CountAnswer)
+        assert received.answer.count == 3
+    assert client.stat("files/k").hits == 3
+
+
+def test_a_large_object_needs_a_bucket_for_it_and_a_transfer(server: Server, client: kvfs.Client) -> None:
+    client.put("files/k", b"x")
+    with RawClient(server) as raw:
+        with pytest.raises(errors.ObjectTooLarge):
+            control(raw, Op.LARGE_CREATE, bucket="files")
+        for op, arguments in (
+            (Op.LARGE_APPEND, {"slot": 0, "generation": 1}),
+            (Op.LARGE_READ, {"slot": 0, "generation": 1, "offset": 0, "size": 1}),
+            (Op.LARGE_SEAL, {"name": ["files", "x"]}),
+            (Op.LARGE_OPEN, {"name": ["files", "k"]}),
+        ):
+            with pytest.raises(errors.InvalidRequest):
+                control(raw, op, **arguments)
+        control(raw, Op.LARGE_CLOSE)

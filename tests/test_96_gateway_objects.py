@@ -506,3 +506,24 @@ def test_blocks_by_prefix_hash(s3: Any, door: Gateway) -> None:
     assert sorted(listed) == sorted([name, second])
     s3.delete_object(Bucket="kv-s3", Key=second)
     fails(lambda: s3.get_object(Bucket="kv-s3", Key=second), "NoSuchKey", 404)
+
+
+def test_objects_come_up_from_nvme() -> None:
+    """Many at once, which DRAM could not hold together, each with the metadata that it was put with."""
+    bodies = {f"k{n}": os.urandom(2 * MIB) for n in range(40)}
+    with gateway(dram="32MiB", nvme="512MiB") as door:
+        s3 = door.client()
+        s3.create_bucket(Bucket="deep")
+        for key, body in bodies.items():
+            s3.put_object(Bucket="deep", Key=key, Body=body, Metadata={"key": key})
+        with door.service.client() as client:
+            tiers = {client.stat(f"deep/{key}").tier for key in bodies}
+        assert "nvme" in tiers
+
+        def read(key: str) -> bool:
+            found = s3.get_object(Bucket="deep", Key=key)
+            return bool(found["Body"].read() == bodies[key] and found["Metadata"] == {"key": key})
+
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(read, bodies))
+        assert not door.service.complaints()

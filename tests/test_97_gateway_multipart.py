@@ -231,3 +231,97 @@ def test_completions_and_aborts_that_race(door: Gateway, s3: Any) -> None:
         assert ("completed" in ends) == (s3.list_objects_v2(Bucket=BUCKET, Prefix="raced")["KeyCount"] == 1)
         s3.delete_object(Bucket=BUCKET, Key="raced")
         assert leftovers(door) == []
+
+
+# --- objects larger than DRAM takes ------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def wide() -> Iterator[Gateway]:
+    """A small DRAM tier, which takes objects of 16 MiB, over NVMe."""
+    settings = 'large_buckets = ["wide*"]\nopaque_etags = ["wide-opaque"]'
+    with gateway(dram="64MiB", nvme="512MiB", settings=settings) as found:
+        for name in ("wide", "wide-opaque", "narrow"):
+            found.client().create_bucket(Bucket=name)
+        yield found
+        assert not found.service.complaints()
+
+
+@pytest.mark.parametrize("bucket", ["wide", "wide-opaque"])
+def test_an_object_larger_than_dram_takes(wide: Gateway, bucket: str) -> None:
+    s3, body = wide.client(), os.urandom(40 * MIB + 123)
+    put = s3.put_object(Bucket=bucket, Key="k", Body=body, Metadata={"a": "b"}, ChecksumAlgorithm="CRC64NVME")
+    if bucket == "wide":
+        assert put["ETag"] == f'"{hashlib.md5(body).hexdigest()}"'
+    found = s3.get_object(Bucket=bucket, Key="k")
+    assert (found["Metadata"], found["ContentLength"], found["ETag"]) == ({"a": "b"}, len(body), put["ETag"])
+    assert found["Body"].read() == body
+    start = 9 * MIB + 7
+    part = s3.get_object(Bucket=bucket, Key="k", Range=f"bytes={start}-{start + 5 * MIB}")
+    assert part["Body"].read() == body[start : start + 5 * MIB + 1]
+    assert (wide.service.mount / bucket / "k").read_bytes() == body
+    fails(
+        lambda: s3.put_object(Bucket=bucket, Key="k", Body=body, IfNoneMatch="*"), "PreconditionFailed", 412
+    )
+    fails(lambda: s3.put_object(Bucket="narrow", Key="k", Body=body), "EntityTooLarge", 400)
+    s3.delete_object(Bucket=bucket, Key="k")
+
+
+def test_a_wrong_digest_of_a_large_object_leaves_nothing(wide: Gateway) -> None:
+    s3, wrong = wide.client(), base64.b64encode(hashlib.md5(b"").digest()).decode()
+    fails(
+        lambda: s3.put_object(Bucket="wide", Key="bad", Body=bytes(20 * MIB), ContentMD5=wrong),
+        "BadDigest",
+        400,
+    )
+    fails(lambda: s3.head_object(Bucket="wide", Key="bad"), "404")
+    with wide.service.client() as client:
+        while client.status()["open_drafts"] or client.status()["sessions"] > 3:
+            pass
+
+
+def test_parts_become_an_object_larger_than_dram(wide: Gateway) -> None:
+    s3 = wide.client()
+    bodies = [os.urandom(10 * MIB) for _ in range(9)]
+    made = s3.create_multipart_upload(Bucket="wide", Key="parts", ChecksumAlgorithm="CRC32")
+    upload = {"Bucket": "wide", "Key": "parts", "UploadId": made["UploadId"]}
+    parts = put_parts(s3, upload, *bodies, ChecksumAlgorithm="CRC32")
+    done = complete(s3, upload, parts)
+    md5 = hashlib.md5(b"".join(hashlib.md5(body).digest() for body in bodies)).hexdigest()
+    assert done["ETag"] == f'"{md5}-9"'
+    whole = hashlib.sha256(b"".join(bodies)).digest()
+    found = s3.get_object(Bucket="wide", Key="parts")
+    assert hashlib.sha256(found["Body"].read()).digest() == whole
+    assert s3.get_object(Bucket="wide", Key="parts", PartNumber=4)["Body"].read() == bodies[3]
+    assert leftovers(wide) == []
+
+
+def test_a_large_object_stays_while_it_is_read_and_replaced(wide: Gateway) -> None:
+    s3, old, new = wide.client(), os.urandom(30 * MIB), os.urandom(20 * MIB)
+    s3.put_object(Bucket="wide", Key="moving", Body=old)
+    reader = s3.get_object(Bucket="wide", Key="moving")["Body"]
+    first = reader.read(1000)
+    s3.put_object(Bucket="wide", Key="moving", Body=new)
+    assert hashlib.sha256(first + reader.read()).digest() == hashlib.sha256(old).digest()
+    assert s3.get_object(Bucket="wide", Key="moving")["Body"].read() == new
+
+
+def test_seals_with_much_metadata_at_once(wide: Gateway) -> None:
+    """Together they are more than one message of a session takes."""
+    clients = [wide.client() for _ in range(8)]
+    metadata = {f"n{n}": "x" * 180 for n in range(10)}
+    tags = "&".join(f"{n}{'k' * 100}={'v' * 200}" for n in range(10))
+    language = "x" * 4000
+
+    def put(n: int) -> None:
+        for each in range(10):
+            clients[n].put_object(
+                Bucket="narrow",
+                Key=f"{n}-{each}-{'k' * 900}",
+                Body=b"x",
+                Metadata=metadata,
+                Tagging=tags,
+                ContentLanguage=language,
+            )
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(put, range(8)))
+    assert clients[0].list_objects_v2(Bucket="narrow")["KeyCount"] == 80

@@ -8,8 +8,11 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,9 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError
 
-from tests.support.gateway import Gateway, gateway
+from tests.support.gateway import ACCESS, SECRET, Gateway, gateway
 from tests.support.raw_s3 import UNSIGNED, RawClient, raw_client, signed_head
+from tests.support.service import ROOT, Service, run_kvfs
 
 MIB = 1 << 20
 BUCKET = "faults"
@@ -197,8 +201,6 @@ def test_a_clean_stop_ends_requests_first() -> None:
 
 
 def test_several_workers_share_a_port_and_admin_ports_tell(tmp_path: Path) -> None:
-    import urllib.request
-
     with gateway(settings='workers = 2\nadmin = "127.0.0.1:0"') as door:
         assert len(door.worker_pids()) == 2
         s3 = door.client()
@@ -307,3 +309,65 @@ def test_two_hundred_connections_half_of_them_slow(door: Gateway, s3: Any) -> No
     until(lambda: is_quiet(door), door)
     for n in range(1, 200, 2):
         assert s3.head_object(Bucket=BUCKET, Key=f"fast-{n}")["ContentLength"] == len(load.body)
+
+
+# --- a gateway beside the service --------------------------------------------------------------------------
+def test_a_gateway_of_its_own_outlives_the_service_and_reads_credentials_again(tmp_path: Path) -> None:
+    with Service(mode="native") as service:
+        config = tmp_path / "kvfs.toml"
+        config.write_text(f'[[s3.credentials]]\naccess_key = "{ACCESS}"\nsecret_key = "{SECRET}"\n')
+        command = [
+            sys.executable,
+            "-m",
+            "kvfs",
+            "gateway",
+            "--at",
+            str(service.data),
+            "--config",
+            str(config),
+        ]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(
+            [*command, "--s3", "127.0.0.1:0"], stdout=subprocess.PIPE, env=environment, text=True, cwd=ROOT
+        )
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert process.stdout.readline() == "ready\n"
+            door = Gateway(service, "127.0.0.1", int(line.rpartition(":")[2]), secure=False)
+            s3 = door.client()
+            s3.create_bucket(Bucket=BUCKET)
+            s3.put_object(Bucket=BUCKET, Key="k", Body=b"kept")
+            service.stop()
+            with pytest.raises(ClientError) as error:
+                s3.get_object(Bucket=BUCKET, Key="k")
+            assert error.value.response["Error"]["Code"] == "ServiceUnavailable"
+            service.restart()
+            until(lambda: _reads(s3, b"kept"), door)
+            with config.open("a") as file:
+                file.write(f'[[s3.credentials]]\naccess_key = "LATER"\nsecret_key = "{SECRET}"\n')
+            later = door.client("LATER", SECRET)
+            with pytest.raises(ClientError):
+                later.list_buckets()
+            process.send_signal(signal.SIGHUP)
+            until(lambda: _reads(later, b"kept"), door)
+        finally:
+            process.terminate()
+            assert process.wait(20) == 0
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def _reads(s3: Any, body: bytes) -> bool:
+    try:
+        return bool(s3.get_object(Bucket=BUCKET, Key="k")["Body"].read() == body)
+    except ClientError:
+        return False
+
+
+def test_an_endpoint_without_credentials_does_not_start(tmp_path: Path) -> None:
+    done = run_kvfs(
+        "serve", "--s3", "127.0.0.1:0", "--mount", str(tmp_path / "m"), "--data", str(tmp_path / "d")
+    )
+    assert done.returncode == 2
+    assert "kvfs credentials add" in done.stderr

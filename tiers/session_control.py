@@ -30,6 +30,7 @@ from kvfs.messages import Control, Op, text
 from kvfs.rights import READ, SEARCH, WRITE, allows
 from tiers.model import Attributes, Bucket
 from tiers.session_arguments import Arguments, bucket_object, entry_object
+from tiers.session_large import LARGE_OPERATIONS
 from tiers.session_state import Session
 
 ROOT_MODE = 0o775
@@ -57,7 +58,10 @@ async def serve_control(service: Service, session: Session, request: Control) ->
     for key in ("name", "source"):
         if isinstance(request.arguments.get(key), list):
             await session.store.wait_published(Arguments("", request.arguments).name(key))
-    result = _OPERATIONS[request.op](service, session, arguments)
+    if request.op in LARGE_OPERATIONS:
+        result = await LARGE_OPERATIONS[request.op](session, arguments)
+    else:
+        result = _OPERATIONS[request.op](service, session, arguments)
     if request.op not in _READ_ONLY:
         await session.store.journal.settle()
     return result
@@ -325,7 +329,9 @@ def _need_root(service: Service, session: Session) -> None:
         )
 
 
-_READ_ONLY = frozenset((Op.STAT, Op.LIST, Op.BUCKET_LIST, Op.STATUS, Op.SHUTDOWN))
+_READ_ONLY = frozenset(
+    (Op.STAT, Op.LIST, Op.BUCKET_LIST, Op.STATUS, Op.SHUTDOWN, Op.LARGE_OPEN, Op.LARGE_READ, Op.LARGE_CLOSE)
+)
 """What changes nothing waits for nothing; all else is answered once what it promises is durable."""
 
 _OPERATIONS: dict[Op, Callable[[Service, Session, Arguments], JsonObject]] = {

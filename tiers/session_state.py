@@ -20,6 +20,7 @@ from kvfs import limits
 from kvfs.errors import InvalidRequest, KvfsError, LimitExceeded, QuotaExceeded, Superseded
 from kvfs.rights import Caller
 from tiers.access import Access
+from tiers.large import LargeDraft, LargeReader
 from tiers.model import Draft
 from tiers.native_seals import NativeSeals
 
@@ -54,6 +55,8 @@ class Session:
     quota: SessionQuota
     seals: NativeSeals
     drafts: dict[tuple[int, int], Draft] = field(default_factory=dict)
+    large: LargeDraft | LargeReader | None = None
+    """The object larger than DRAM takes that it writes or reads (`tiers.session_large`)."""
     channel: int | None = None
     """Its seal channel, if it has one."""
     client: str = ""
@@ -104,9 +107,18 @@ class Session:
             raise InvalidRequest(f"namespace handle {handle} was not opened in this session")
         return self._namespaces[handle - 1]
 
+    def release_large(self) -> None:
+        """End the lease or draft of a large object, if there is one."""
+        large, self.large = self.large, None
+        if isinstance(large, LargeDraft):
+            self.store.abort_large(large)
+        elif large is not None:
+            large.close()
+
     def release(self) -> int:
         """Abort every draft; how many there were."""
         self.seals.end(self)
+        self.release_large()
         drafts = list(self.drafts.values())
         self.drafts.clear()
         for draft in drafts:

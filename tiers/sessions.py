@@ -178,6 +178,7 @@ class SessionServer:
         aborted = session.release()
         if aborted:
             log.info("%s: ended with %d drafts open, which were aborted", session, aborted)
+        self.store.names.forget_dead_readers()
         del self._sessions[session.number]
         self._per_uid[session.caller.uid] -= 1
         if self._per_uid[session.caller.uid] == 0:

@@ -343,11 +343,17 @@ class TieredStore(Naming):
             self.journal.rename_snapshot(name, row, draft.persisted_bytes)
 
     def seal_large(
-        self, draft: LargeDraft, name: Name, attributes: Attributes, *, replace: bool = True
+        self,
+        draft: LargeDraft,
+        name: Name,
+        attributes: Attributes,
+        *,
+        replace: bool = True,
+        expected_id: int | None = None,
     ) -> ObjectInfo:
         """As `seal`. Raises WriterActive while some of it is not yet written (`LargeDraft.flush`)."""
         self.make_entry_room()
-        bucket, old = self._check_sealable(name, replace=replace)
+        bucket, old = self._check_sealable(name, replace=replace, expected_id=expected_id)
         draft.check()
         if not draft.is_written or draft.sealed:
             raise WriterActive(f"{name} is not written yet, or sealed already")

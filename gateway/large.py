@@ -1,0 +1,179 @@
+"""Objects larger than DRAM takes: sent and received in pieces, through one draft that carries them.
+
+Responsibility: a session of its own for each transfer (the service waits for its device while it serves one, and all
+other requests share a session), the draft that is its window, and the loop over the pieces.
+
+Invariants: memory per transfer is one window of limits.MAX_LARGE_PIECE_BYTES, in the tier; the object that is read is
+leased by the session, whatever becomes of its name. What was not sealed is gone with the session.
+
+Concurrency: one task per transfer.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import trio
+
+from gateway.backend import Backend, Seal
+from gateway.calls import Headers
+from gateway.checksums import Digester
+from gateway.drafts import Draft
+from gateway.moving import copy_range
+from gateway.session import Session
+from gateway.transports import Gone
+from kvfs import limits
+from kvfs.errors import KvfsError
+from kvfs.exchange import status_error
+from kvfs.messages import Op
+
+_PIECE = limits.MAX_LARGE_PIECE_BYTES
+
+
+@dataclass(slots=True)
+class Transfer:
+    """A session and its window."""
+
+    session: Session
+    window: Draft
+
+    async def call(self, op: Op, **arguments: Any) -> dict[str, Any]:
+        return await self.session.control(op, **arguments)
+
+    async def append(self) -> None:
+        """Add what the window holds to the object, and empty the window."""
+        await self.call(Op.LARGE_APPEND, slot=self.window.slot, generation=self.window.generation)
+        os.ftruncate(self.window.descriptor, 0)
+
+    async def seal(self, seal: Seal) -> None:
+        """Publish the object. Raises Exists, NotFound as the seal's condition says."""
+        arguments: dict[str, Any] = {} if seal.expected_id is None else {"expected_id": seal.expected_id}
+        await self.call(
+            Op.LARGE_SEAL,
+            name=[seal.bucket, seal.key],
+            replace=seal.replace,
+            user_metadata=base64.b64encode(seal.user_metadata).decode(),
+            **arguments,
+        )
+
+    def close(self) -> None:
+        self.window.close()
+        self.session.close()
+
+
+async def begin(backend: Backend) -> Transfer:
+    """A transfer; the caller closes it. Raises SessionClosed, NoSpace, LimitExceeded (of sessions)."""
+    session = await backend.extra_session()
+    try:
+        return Transfer(session, await backend.reserve_in(session, _PIECE))
+    except BaseException:
+        session.close()
+        raise
+
+
+@asynccontextmanager
+async def writing(backend: Backend, bucket: str) -> AsyncIterator[Transfer]:
+    """A large object being written into `bucket`. Raises ObjectTooLarge where it takes none."""
+    transfer = await begin(backend)
+    try:
+        await transfer.call(Op.LARGE_CREATE, bucket=bucket)
+        yield transfer
+    finally:
+        transfer.close()
+
+
+class WindowSink:
+    """Where a body goes that becomes a large object (`gateway.receiving.Sink`)."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self._transfer = transfer
+        self._at = 0
+        self.digesters: list[Digester] = []
+        """Taken of each window, by a worker thread."""
+
+    @property
+    def full(self) -> bool:
+        return self._at + limits.RECEIVE_BYTES > _PIECE
+
+    def write(self, piece: memoryview) -> None:
+        while piece:
+            try:
+                count = os.pwrite(self._transfer.window.descriptor, piece, self._at)
+            except OSError as error:
+                raise status_error(error.errno or 5, "writing a large object") from None
+            self._at += count
+            piece = piece[count:]
+
+    def read(self, offset: int, into: memoryview) -> int:
+        return os.preadv(self._transfer.window.descriptor, [into], offset)
+
+    async def settle(self) -> None:
+        """Hand over what the window holds."""
+        if self._at:
+            if self.digesters:
+                await trio.to_thread.run_sync(self._digest)
+            await self._transfer.append()
+            self._at = 0
+
+    def _digest(self) -> None:
+        memory = memoryview(bytearray(limits.RECEIVE_BYTES))
+        at = 0
+        while count := self.read(at, memory):
+            for digester in self.digesters:
+                digester.update(memory[:count])
+            at += count
+
+
+async def append_slot(transfer: Transfer, descriptor: int, size_bytes: int) -> None:
+    """Add the bytes of an open slot, a window at a time."""
+    for at in range(0, size_bytes, _PIECE):
+        count = min(_PIECE, size_bytes - at)
+        await trio.to_thread.run_sync(copy_range, descriptor, at, transfer.window.descriptor, 0, count)
+        await transfer.append()
+
+
+class Pieces(Protocol):
+    """An exchange that takes an answer in pieces."""
+
+    def begin(self, status: int, headers: Headers, length: int) -> bytes: ...
+    async def send_piece(self, head: bytes, descriptor: int, count: int) -> None: ...
+
+
+@dataclass(slots=True)
+class LargeAnswer:
+    """A range of a large object; whoever sends it closes it."""
+
+    status: int
+    headers: Headers
+    transfer: Transfer
+    offset: int
+    size_bytes: int
+
+    async def send(self, exchange: Pieces, headers: Headers) -> None:
+        """Raises Gone where the object turns out to be damaged: the answer has begun."""
+        head = exchange.begin(self.status, headers, self.size_bytes)
+        at, end = self.offset, self.offset + self.size_bytes
+        window = self.transfer.window
+        while at < end:
+            try:
+                found = await self.transfer.call(
+                    Op.LARGE_READ,
+                    offset=at,
+                    size=min(_PIECE, end - at),
+                    slot=window.slot,
+                    generation=window.generation,
+                )
+            except KvfsError as error:
+                raise Gone(str(error)) from None
+            if not found["size_bytes"]:
+                raise Gone("the object is shorter than its name says")
+            await exchange.send_piece(head, window.descriptor, found["size_bytes"])
+            head, at = b"", at + found["size_bytes"]
+
+    def close(self) -> None:
+        self.transfer.close()
