@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from kvfs import prefix_hashes
 from kvfs.connectors import vllm_scheduler
-from kvfs.connectors.vllm_scheduler import Planner, Step
-from kvfs.connectors.vllm_worker import split_keys
+from kvfs.connectors.vllm_scheduler import Planner, Step, split_keys
 from kvfs.limits import CONNECTOR_MATCH_S
 from kvfs.namespaces import Namespace
 from tests.support.stores import NAMESPACE

@@ -231,3 +231,7 @@ def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
         else:
             runs.append((number, number + 1))
     return runs
+
+
+def split_keys(joined: bytes) -> Sequence[bytes]:
+    return [joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES)]

@@ -27,9 +27,8 @@ import torch
 from kvfs.blocks import Blocks
 from kvfs.connectors.common import Link, chain_parents
 from kvfs.connectors.vllm_layout import KVLayout
-from kvfs.connectors.vllm_scheduler import BlockRun, Plan, Rank
+from kvfs.connectors.vllm_scheduler import BlockRun, Plan, Rank, split_keys
 from kvfs.errors import DeadlinePassed, InvalidRequest, KvfsError
-from kvfs.keys import HASH_BYTES
 from kvfs.limits import CONNECTOR_COPY_S, CONNECTOR_LOADS, CONNECTOR_SAVE_S, CONNECTOR_TIMEOUT_S
 from kvfs.namespaces import Namespace
 
@@ -301,7 +300,3 @@ def _step_of(plan: Plan, rank: Rank) -> _Store:
                 step.parents.append(parent)
                 step.block_ids.append(block)
     return step
-
-
-def split_keys(joined: bytes) -> Sequence[bytes]:
-    return [joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES)]
