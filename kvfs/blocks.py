@@ -296,6 +296,8 @@ class Blocks:
         deadline = self._deadline(timeout_s)
         ready = [draft for draft in drafts if draft is not None]
         for draft in ready:
+            draft.check_ready()
+        for draft in ready:
             draft.finish()
         sealed: list[bool] = []
         for at in range(0, len(ready), limits.MAX_BATCH):

@@ -242,6 +242,8 @@ MAX_HELD_BATCHES: Final = 10_000
 # --- connectors ------------------------------------------------------------------------------------------
 CONNECTOR_TIMEOUT_S: Final = 5.0
 """How long a connector waits for the service where nobody waits for it: loads in the background, its start."""
+CONNECTOR_MATCH_S: Final = 0.05
+"""How long an engine's scheduler may wait for a look-up; only users outside of the service's group wait at all."""
 CONNECTOR_SAVE_S: Final = 0.5
 """How long a step of an engine may wait for drafts; the service that does not answer is then left alone for..."""
 CONNECTOR_RETRY_S: Final = 1.0

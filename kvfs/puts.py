@@ -10,7 +10,7 @@ Invariants:
 - A seal channel has one user at a time; when an answer on it is lost, the session is.
 - No writable descriptor outlives its use by a fork: a child that lives on would keep a draft from being sealed.
 
-Concurrency: `Grants.lock` is the channel's user; the deque of spares is the interpreter's to keep whole.
+Concurrency: whoever has `Grants.lock` uses the channel and the spares. It is held for a put's copy and round trip.
 """
 
 from __future__ import annotations
@@ -60,6 +60,10 @@ class Grants:
         self._channel: int | None = None
         self._refused = False
 
+    @property
+    def has_channel(self) -> bool:
+        return self._channel is not None
+
     def channel(self, live: Live) -> int | None:
         """The seal channel, opened when it is first asked for; None where the service offers none."""
         if self._channel is None and not self._refused:
@@ -106,6 +110,19 @@ class Grants:
             self._channel = None
         while self.spares:
             os.close(self.spares.pop()[2])
+
+    def add(self, drafts: Sequence[Spare]) -> None:
+        """Have these ahead, unless the session has ended meanwhile."""
+        with self.lock:
+            if self._channel is None:
+                close_all([descriptor for _, _, descriptor in drafts])
+            else:
+                self.spares.extendleft(drafts)
+
+    def take(self, count: int) -> list[Spare]:
+        """Spare drafts, as many as there are."""
+        with self.lock:
+            return [self.spares.pop() for _ in range(min(count, len(self.spares)))]
 
 
 def put_some(live: Live, put: Put, blocks: list[int], deadline: Deadline) -> list[bool]:
@@ -186,13 +203,14 @@ def seal_patiently(live: Live, drafts: Sequence[Draft], deadline: Deadline) -> l
 
 def _take_drafts(live: Live, count: int) -> list[Spare]:
     """Spare drafts, and new ones where these do not suffice. Raises the error of one that is not granted."""
-    taken: list[Spare] = []
-    with suppress(IndexError):
-        while len(taken) < count:
-            taken.append(live.grants.spares.pop())
+    taken = live.grants.take(count)
     if len(taken) == count:
         return taken
-    taken += reserve_spares(live, count - len(taken))
+    try:
+        taken += reserve_spares(live, count - len(taken))
+    except BaseException:
+        close_all([descriptor for _, _, descriptor in taken])
+        raise
     if len(taken) < count:
         give_back(live, taken)
         raise status_error(errno.ENOSPC, f"reserving {count} drafts")
@@ -224,7 +242,7 @@ class Refiller:
 
     def ask(self, grants: Grants) -> None:
         """Puts go on: have more drafts when less than half are left."""
-        if len(grants.spares) * 2 > grants.wanted or not grants.wanted:
+        if len(grants.spares) * 2 > grants.wanted or not grants.wanted or not grants.has_channel:
             return
         self._asked.set()
         if not self._running:
@@ -258,15 +276,11 @@ class Refiller:
 def _fill(live: Live) -> None:
     missing = live.grants.wanted - len(live.grants.spares)
     if missing > 0:
-        live.grants.spares.extendleft(reserve_spares(live, missing))
+        live.grants.add(reserve_spares(live, missing))
 
 
 def _empty(live: Live) -> None:
-    unused: list[Spare] = []
-    with suppress(IndexError):
-        while True:
-            unused.append(live.grants.spares.pop())
-    give_back(live, unused)
+    give_back(live, live.grants.take(live.grants.wanted))
 
 
 def _at(joined: bytes, block: int) -> bytes:

@@ -162,6 +162,23 @@ def test_a_draft_is_writable_memory_until_it_is_sealed(blocks: kvfs.Blocks) -> N
         first.write(b"late")
 
 
+def test_a_seal_that_is_refused_leaves_all_drafts_as_they_are(blocks: kvfs.Blocks) -> None:
+    keys = keys_of(2)
+    drafts = blocks.reserve(keys, [4, 4], layers=2)
+    first, second = drafts
+    assert first is not None
+    assert second is not None
+    first.save_layer(0, b"ab")
+    first.save_layer(1, b"cd")
+    with pytest.raises(errors.InvalidRequest, match="not saved"):
+        blocks.seal(drafts)
+    assert first.is_open
+    second.save_layer(0, b"ef")
+    second.save_layer(1, b"gh")
+    assert blocks.seal(drafts) == [True, True]
+    assert [bytes(view) for view in blocks.get(keys) if view] == [b"abcd", b"efgh"]
+
+
 def test_an_aborted_draft_leaves_nothing(server: Server, blocks: kvfs.Blocks) -> None:
     keys = keys_of(3)
     drafts = blocks.reserve(keys, [MIB] * 3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import select
 import socket
 import struct
 import threading
@@ -33,8 +34,13 @@ from kvfs.messages import (
     Reserve,
     SealBlocks,
 )
+from kvfs.rights import Caller
 from tests.support.sessions import MIB, RawClient, Server, fork, session_server
 from tests.test_41_sessions import DESCRIPTION, NAMESPACE, extents, results
+from tiers.access import Access
+from tiers.native_seals import NativeSeals
+from tiers.session_state import Session, SessionQuota
+from tiers.store import TieredStore
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs a private tmpfs")
 
@@ -158,6 +164,21 @@ def test_the_event_loop_and_the_thread_see_each_others_seals(server: Server, eng
     assert engine.seal(*pairs[2], first) == errno.ESTALE
     assert engine.seal(*pairs[3], second) == errno.EEXIST
     assert server.wait_until(lambda found: found["open_drafts"] == 0)["blocks"] == 2
+
+
+def test_a_channel_is_its_sessions_until_that_ends(server: Server) -> None:
+    """Closed by its writer, it is not given to another session, whose seals would be the first one's."""
+    with Engine(server) as first:
+        first.channel.close()
+        with Engine(server) as second:
+            first.raw.socket.close()
+            server.wait_until(lambda found: found["sessions"] == 2)
+            for key in keys_of(3):
+                slot, generation, descriptor = second.draft(b"data")
+                os.close(descriptor)
+                assert second.seal(slot, generation, key) == 0
+    server.wait_until(lambda found: found["sessions"] == 1 and found["open_drafts"] == 0)
+    assert "books do not follow" not in server.log()
 
 
 @pytest.mark.parametrize("packet", [b"x", bytes(55), bytes(57), bytes(56 * (SEALS_AT_ONCE + 1))])
@@ -439,3 +460,37 @@ def test_a_child_that_lives_on_keeps_no_draft_from_being_sealed(blocks: kvfs.Blo
     assert blocks.put(keys_of(20), [b"y"] * 20) == [True] * 20
     child.pipe.sendall(b"x")
     assert child.result() <= before - limits.CLIENT_SPARE_DRAFTS // 2
+
+
+def test_the_event_loop_holds_the_thread_between_looking_and_putting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A seal of the same block that arrives in between is answered after the event loop's, which was first."""
+    [key] = keys_of(1)
+    with TieredStore.open(tmp_path / "data", dram_bytes=32 * MIB) as store:
+        store.create_bucket(b"kv", uid=0, gid=0, namespace=NAMESPACE)
+        seals = NativeSeals(store)
+        caller = Caller(uid=0, gid=0, groups=frozenset(), pid=1)
+        session = Session(1, caller, Access(store, caller, 0), store, SessionQuota(), seals)
+        with socket.socket(fileno=seals.open(session, store.bucket(b"kv"))) as channel:
+            (mine, ours), (theirs, other) = session.reserve(0), session.reserve(0)
+            os.close(ours)
+            os.close(other)
+            seals.reclaim(mine.extent.slot)
+            inner = store.dram.seal
+
+            def seal_slowly(*arguments: Any, **more: Any) -> Any:
+                extent = theirs.extent
+                channel.send(SEAL.pack(extent.slot, extent.generation, key, bytes(16), 0, 0, 0))
+                assert select.select([channel], [], [], 0.1)[0] == []
+                return inner(*arguments, **more)
+
+            monkeypatch.setattr(store.dram, "seal", seal_slowly)
+            info = store.seal_block(mine, b"kv", key, parent=None, uid=0)
+            assert info.extent is not None
+            assert info.extent.slot == mine.extent.slot
+            channel.settimeout(10)
+            assert RESULT.unpack(channel.recv(64))[0] == errno.EEXIST
+            seals.catch_up()
+            assert store.usage()["open_drafts"] == 0
+        seals.close()

@@ -26,6 +26,8 @@ from kvfs.connectors.common import (
     weights_revision,
 )
 from kvfs.errors import InvalidRequest
+from kvfs.limits import CONNECTOR_MATCH_S
+from kvfs.readers import ServedReader
 from tests.support.door import eventually, need_mount
 from tests.support.service import ROOT, Service
 
@@ -114,6 +116,18 @@ def test_a_link_goes_on_without_a_service_and_finds_it_again(service: Service) -
         assert link.clear(namespace) == 2
     finally:
         link.close()
+
+
+@pytest.mark.mount
+def test_a_user_outside_of_the_group_is_answered_in_time(service: Service) -> None:
+    namespace = string_namespace("served")
+    keys = string_keys(namespace, ["one", "two"])
+    with kvfs.connect(service.mount) as client, client.blocks(namespace) as blocks:
+        blocks.put(keys, [b"1", b"2"])
+        blocks._reader = ServedReader(blocks._session)
+        assert blocks.match(keys, timeout_s=CONNECTOR_MATCH_S) == 2
+        assert blocks.exists(keys, timeout_s=CONNECTOR_MATCH_S) == [True, True]
+        assert blocks.remove(keys) == 2
 
 
 @pytest.mark.mount

@@ -1,16 +1,16 @@
-"""Blocks that the sealing thread made visible without the event loop, and the books that follow.
+"""Blocks that sealing threads made visible without the event loop, and the books that follow.
 
 Responsibility: the seal channels of sessions (docs/sessions.md), and bringing catalogue, policy, tier and journal
-up to what the thread did (`kvfs._native.sealer`). `NoSeals` is a store without sessions: there is nothing.
+up to what the threads did (`kvfs._native.sealer`). `NoSeals` is a store without sessions: there is nothing.
 
 Invariants:
 - Whoever looks for a block catches up first, so that a block that was answered as sealed is found at every door.
-- Between looking whether a block is there and putting it into the table the event loop holds the thread
+- Between looking whether a block is there and putting it into the table the event loop holds the threads
   (`settled`): of two seals of one block the first wins, whoever served them.
-- A draft is the thread's or the event loop's: `reclaim` takes it back before anything is done to it here.
+- A draft is a thread's or the event loop's: `reclaim` takes it back before anything is done to it here.
 - A channel's rights were checked when it was opened; it ends when anything about its bucket changes.
 
-Concurrency: the service's trio thread; the thread itself never runs Python.
+Concurrency: the service's trio thread; the sealing threads never run Python.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class NoSeals:
 
 
 class NativeSeals(NoSeals):
-    """The sealing thread of one store."""
+    """The sealing threads of one store."""
 
     def __init__(self, store: TieredStore) -> None:
         self._store = store
@@ -68,7 +68,7 @@ class NativeSeals(NoSeals):
             store.listeners.append(self._on_change)
 
     async def run(self) -> None:
-        """Catch up with the thread, until cancelled."""
+        """Catch up with the threads, until cancelled."""
         if self._sealer is None:
             return
         while True:
@@ -77,7 +77,7 @@ class NativeSeals(NoSeals):
             self._absorb_some(self._sealer)
 
     def close(self) -> None:
-        """End the thread and every channel."""
+        """End every channel, and its thread."""
         if self._sealer is not None:
             for channel in list(self._channels):
                 self._end(channel)
@@ -111,12 +111,12 @@ class NativeSeals(NoSeals):
         return theirs.detach()
 
     def grant(self, session: Session, draft: Draft) -> None:
-        """Let the thread seal a new draft of a session that has a channel."""
+        """Let a session's thread seal a new draft, if it has a channel."""
         if self._sealer is not None and session.channel is not None:
             self._sealer.grant(draft.extent.slot, draft.extent.generation, session.channel)
 
     def reclaim(self, slot: int) -> None:
-        """Whatever becomes of the draft in this slot is done here; if the thread was first, that is known."""
+        """Whatever becomes of the draft in this slot is done here; if its thread was first, that is known."""
         if self._sealer is not None and slot < self._store.table.slots:
             self._sealer.revoke(slot)
             self.catch_up()

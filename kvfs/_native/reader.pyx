@@ -106,7 +106,8 @@ cdef class View:
         self._released = True
         if self._place != NULL:
             place, self._place = self._place, NULL
-            munmap(place, self._size)
+            with nogil:
+                munmap(place, self._size)
 
     @property
     def released(self):

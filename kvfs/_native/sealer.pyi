@@ -1,4 +1,4 @@
-"""One thread that seals blocks for sessions without the event loop, and tells that afterwards."""
+"""Threads that seal blocks for sessions without the event loop, and tell that afterwards."""
 
 from types import TracebackType
 from typing import Self
@@ -47,7 +47,7 @@ class Sealed:
 
 @disjoint_base
 class Sealer:
-    """Seals drafts that were granted to a channel. As a context manager: seals nothing meanwhile.
+    """Seals drafts that were granted to a channel, by a thread each. As a context manager: seals nothing meanwhile.
 
     While it is held so, no other method of it may be called. Raises OSError without a thread.
     """
@@ -68,7 +68,7 @@ class Sealer:
     def close_channel(self, channel: int) -> None: ...
     def grant(self, slot: int, generation: int, channel: int) -> None: ...
     def revoke(self, slot: int) -> None:
-        """From here on the draft in this slot is not sealed by the thread; it may have been."""
+        """From here on the draft in this slot is not sealed here; it may have been."""
 
     def give_ids(self, first: int, count: int) -> None:
         """The object ids to use from here on, in place of those left."""
@@ -81,7 +81,7 @@ class Sealer:
         """What was done since, oldest first; not always all of it."""
 
     def close(self) -> None:
-        """End the thread; `take` what is pending before. Closing twice is harmless."""
+        """End every channel; `take` what is pending before. Closing twice is harmless."""
 
     @property
     def sealed(self) -> int: ...

@@ -1,6 +1,6 @@
 """Sealing blocks natively, seen from Python: a thin seam over `sealer_core.c`, which has the rules.
 
-Invariants: the table and the directory descriptor outlive the thread; `close` joins it.
+Invariants: the table and the directory descriptor outlive the threads; `close` joins them.
 Concurrency: every method is called from the event loop's thread.
 """
 
@@ -123,7 +123,7 @@ cdef class Sealer:
         cdef int rc = kvfs_sealer_start(&self._s, channels, room)
         if rc < 0:
             os.close(self._s.dirfd)
-            raise from_errno(rc, "start the sealing thread")
+            raise from_errno(rc, "make a sealer")
         self._running = True
 
     def __dealloc__(self):
@@ -138,7 +138,7 @@ cdef class Sealer:
 
     cdef int _need(self) except -1:
         if not self._running:
-            raise InvalidRequest("the sealing thread has ended")
+            raise InvalidRequest("the sealer is closed")
         return 0
 
     def fileno(self):

@@ -1,4 +1,4 @@
-/* Sealing blocks without the event loop: one thread that answers the seal channels of sessions.
+/* Sealing blocks without the event loop: a thread for each seal channel of a session.
  *
  * Responsibility: a packet of block seals in, a packet of results out. For each seal: is the draft this session's,
  * does nobody write it any more, is the block new? Then its header and its table entry, which makes it visible. What
@@ -9,10 +9,10 @@
  *   `lock` from the moment it looked. So the first seal wins, whoever answers it.
  * - Every draft that is sealed or given back here is in the ring until the event loop takes it. Where there is no
  *   room, no id, or anything out of the ordinary, the answer is EAGAIN and the session asks the event loop.
- * - A peer cannot hold the thread up: packets are bounded, and one that does not take its answer loses its channel.
+ * - A peer cannot hold anybody up: packets are bounded, and one that does not take its answer loses its channel.
  *
  * Concurrency: `lock` is held while one packet is served (some 5 us a seal) and by the event loop for its own steps;
- * `table->lock` is taken inside of it.
+ * `table->lock` is taken inside of it. Channels are opened and closed by the event loop alone.
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -24,7 +24,6 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -36,10 +35,8 @@
 
 #define KIND_BLOCK 2
 #define TIER_DRAM 1
-#define CHANNEL_FREE (-1)
-#define CHANNEL_ENDED (-2)
-#define STOP_EVENT UINT64_MAX
 #define SLICE_NS 100000
+#define STACK_BYTES (256u << 10)
 
 static void tell(struct kvfs_sealer *s)
 {
@@ -100,19 +97,19 @@ static int publish(struct kvfs_sealer *s, const struct kvfs_seal_channel *channe
 }
 
 /* One seal: 0, or -errno. REQUIRES lock. */
-static int seal_one(struct kvfs_sealer *s, uint32_t number, const struct kvfs_seal_request *seal, uint64_t *size_bytes,
-                    int *fd)
+static int seal_one(struct kvfs_sealer *s, const struct kvfs_seal_channel *channel, const struct kvfs_seal_request *seal,
+                    uint64_t *size_bytes, int *fd)
 {
     struct kvfs_entry_view view;
     struct stat found;
-    if (seal->slot >= s->table->slot_count || s->grants[seal->slot].channel != number + 1 ||
+    if (seal->slot >= s->table->slot_count || s->grants[seal->slot].channel != channel->number + 1 ||
         s->grants[seal->slot].generation != seal->generation)
         return -ESTALE;
     if ((seal->flags & ~KVFS_SEAL_HAS_CHECKSUM) || seal->reserved || memcmp(seal->key, &(uint64_t){0}, 8) == 0)
         return -EINVAL;
     if (s->count == s->ring_room || s->next_id == s->end_id)
         return -EAGAIN;
-    struct kvfs_sealed done = {.slot = seal->slot, .generation = seal->generation, .channel = number};
+    struct kvfs_sealed done = {.slot = seal->slot, .generation = seal->generation, .channel = channel->number};
     memcpy(done.key, seal->key, KVFS_KEY_BYTES);
     memcpy(done.parent, seal->parent, KVFS_KEY_BYTES);
     int there = kvfs_table_lookup(s->table, seal->key, &view);
@@ -134,50 +131,36 @@ static int seal_one(struct kvfs_sealer *s, uint32_t number, const struct kvfs_se
     done.physical_bytes = (uint64_t)found.st_blocks * 512u;
     done.sealed_at_ns = now_ns();
     done.has_checksum = seal->flags & KVFS_SEAL_HAS_CHECKSUM;
-    rc = publish(s, &s->channels[number], seal, &done);
+    rc = publish(s, channel, seal, &done);
     if (rc != -EAGAIN)
         note(s, &done);
     return rc;
 }
 
-/* `left` is CHANNEL_FREE, or CHANNEL_ENDED while the event loop still knows the channel by this number. REQUIRES lock. */
-static void drop_channel(struct kvfs_sealer *s, uint32_t number, int left)
+/* One packet of `n` seals, answered. 0, or -1 when the answer was not taken. */
+static int serve(struct kvfs_sealer *s, const struct kvfs_seal_channel *channel, const struct kvfs_seal_request *seals,
+                 size_t n)
 {
-    if (s->channels[number].fd >= 0)
-        close(s->channels[number].fd); /* which takes it out of the poll set, too */
-    s->channels[number].fd = left;
-}
-
-/* One packet of a channel. REQUIRES lock. */
-static void serve(struct kvfs_sealer *s, uint32_t number)
-{
-    struct kvfs_seal_request seals[KVFS_SEALS_AT_ONCE];
     struct kvfs_seal_result results[KVFS_SEALS_AT_ONCE];
     int looked[KVFS_SEALS_AT_ONCE];
-    int fd = s->channels[number].fd;
-    ssize_t got = fd < 0 ? -1 : recv(fd, seals, sizeof seals, MSG_DONTWAIT | MSG_TRUNC);
-    if (fd < 0 || (got < 0 && (errno == EAGAIN || errno == EINTR)))
-        return;
-    if (got <= 0 || got > (ssize_t)sizeof seals || got % (ssize_t)sizeof *seals) {
-        drop_channel(s, number, CHANNEL_ENDED);
-        return;
-    }
-    size_t n = (size_t)got / sizeof *seals;
-    uint32_t before = s->count;
     memset(results, 0, sizeof results);
+    pthread_mutex_lock(&s->lock);
+    uint32_t before = s->count;
     for (size_t i = 0; i < n; i++) {
         looked[i] = -1;
-        int rc = seal_one(s, number, &seals[i], &results[i].size_bytes, &looked[i]);
+        int rc = seal_one(s, channel, &seals[i], &results[i].size_bytes, &looked[i]);
         results[i].status = -rc;
         *(rc == 0 ? &s->sealed : &s->refused) += 1;
     }
-    if (send(fd, results, n * sizeof *results, MSG_DONTWAIT | MSG_NOSIGNAL) < 0)
-        drop_channel(s, number, CHANNEL_ENDED);
+    int news = before == 0 && s->count;
+    pthread_mutex_unlock(&s->lock);
+    ssize_t sent = send(channel->fd, results, n * sizeof *results, MSG_DONTWAIT | MSG_NOSIGNAL);
     for (size_t i = 0; i < n; i++)
         if (looked[i] >= 0)
             close(looked[i]);
-    if (before == 0 && s->count) /* after the answer: the event loop is in no hurry */
+    if (news) /* after the answer: the event loop is in no hurry */
         tell(s);
+    return sent < 0 ? -1 : 0;
 }
 
 /* A short slice has a thread run soon after it wakes (Linux 6.12; others refuse it), and this one only ever needs some
@@ -194,61 +177,46 @@ static void ask_for_short_slices(void)
     (void)syscall(SYS_sched_setattr, 0, &wanted, 0);
 }
 
+/* A thread for each channel, asleep in recv: so the kernel wakes it on the writer's own core, which the writer is
+ * about to leave (10 us for the round trip). One thread over all of them, asleep in epoll_wait, woke on another core, and
+ * where that was idle, and halted by its hypervisor, a put took 40 us longer. */
 static void *thread_main(void *argument)
 {
-    struct kvfs_sealer *s = argument;
+    struct kvfs_seal_channel *channel = argument;
+    struct kvfs_seal_request seals[KVFS_SEALS_AT_ONCE];
     ask_for_short_slices();
-    struct epoll_event events[16];
     for (;;) {
-        int n = epoll_wait(s->poll_fd, events, 16, -1);
-        if (n < 0 && errno != EINTR)
-            return NULL;
-        for (int i = 0; i < n; i++) {
-            if (events[i].data.u64 == STOP_EVENT)
-                return NULL;
-            pthread_mutex_lock(&s->lock);
-            serve(s, (uint32_t)events[i].data.u64);
-            pthread_mutex_unlock(&s->lock);
-        }
+        ssize_t got = recv(channel->fd, seals, sizeof seals, MSG_TRUNC);
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got <= 0 || got > (ssize_t)sizeof seals || got % (ssize_t)sizeof *seals)
+            break;
+        if (serve(channel->sealer, channel, seals, (size_t)got / sizeof *seals) < 0)
+            break;
     }
+    shutdown(channel->fd, SHUT_RDWR);
+    return NULL;
 }
 
 /* Signals stay with the application's threads. */
-static int spawn(struct kvfs_sealer *s)
+static int spawn(struct kvfs_seal_channel *channel)
 {
     sigset_t all, before;
+    pthread_attr_t small;
+    pthread_attr_init(&small);
+    pthread_attr_setstacksize(&small, STACK_BYTES);
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, &before);
-    int rc = pthread_create(&s->thread, NULL, thread_main, s);
+    int rc = pthread_create(&channel->thread, &small, thread_main, channel);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&small);
     return -rc;
-}
-
-static int make(struct kvfs_sealer *s, uint32_t channels, uint32_t room)
-{
-    struct epoll_event stop = {.events = EPOLLIN, .data.u64 = STOP_EVENT};
-    s->grants = calloc(s->table->slot_count, sizeof *s->grants);
-    s->channels = calloc(channels, sizeof *s->channels);
-    s->ring = calloc(room, sizeof *s->ring);
-    if (!s->grants || !s->channels || !s->ring)
-        return -ENOMEM;
-    for (uint32_t i = 0; i < channels; i++)
-        s->channels[i].fd = CHANNEL_FREE;
-    s->poll_fd = epoll_create1(EPOLL_CLOEXEC);
-    s->stop_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    s->told_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (s->poll_fd < 0 || s->stop_fd < 0 || s->told_fd < 0 || epoll_ctl(s->poll_fd, EPOLL_CTL_ADD, s->stop_fd, &stop))
-        return -errno;
-    return spawn(s);
 }
 
 static void free_all(struct kvfs_sealer *s)
 {
-    for (uint32_t i = 0; s->channels && i < s->channel_count; i++)
-        drop_channel(s, i, CHANNEL_FREE);
-    for (int *fd = (int[]){s->poll_fd, s->stop_fd, s->told_fd}, i = 0; i < 3; i++)
-        if (fd[i] >= 0)
-            close(fd[i]);
+    if (s->told_fd >= 0)
+        close(s->told_fd);
     free(s->grants);
     free(s->channels);
     free(s->ring);
@@ -258,51 +226,57 @@ static void free_all(struct kvfs_sealer *s)
 /* `table`, `writer`, `dirfd` and `largest_bytes` are set, all else is zero. */
 int kvfs_sealer_start(struct kvfs_sealer *s, uint32_t channels, uint32_t room)
 {
-    s->poll_fd = s->stop_fd = s->told_fd = -1;
     s->channel_count = channels;
     s->ring_room = room;
     pthread_mutex_init(&s->lock, NULL);
-    int rc = make(s, channels, room);
+    s->grants = calloc(s->table->slot_count, sizeof *s->grants);
+    s->channels = calloc(channels, sizeof *s->channels);
+    s->ring = calloc(room, sizeof *s->ring);
+    s->told_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    int rc = !s->grants || !s->channels || !s->ring ? -ENOMEM : s->told_fd < 0 ? -errno : 0;
     s->started = rc == 0;
     if (rc < 0)
         free_all(s);
     return rc;
 }
 
-/* Ends the thread and every channel. What is left in the ring is lost: take it before. */
+/* Ends every channel. What is left in the ring is lost: take it before. */
 void kvfs_sealer_stop(struct kvfs_sealer *s)
 {
-    const uint64_t one = 1;
     if (!s->started)
         return;
     s->started = 0;
-    (void)!write(s->stop_fd, &one, sizeof one);
-    pthread_join(s->thread, NULL);
+    for (uint32_t i = 0; i < s->channel_count; i++)
+        kvfs_sealer_close(s, i);
     free_all(s);
 }
 
-/* Takes over `fd`, a packet socket; the channel's number, or -errno. */
+/* Takes over `fd`, a packet socket; the channel's number, which is its own until it is closed; or -errno. */
 int64_t kvfs_sealer_open(struct kvfs_sealer *s, int fd, uint32_t uid, uint32_t bucket_id)
 {
-    int64_t number = -EMFILE;
-    pthread_mutex_lock(&s->lock);
-    for (uint32_t i = 0; i < s->channel_count && number < 0; i++)
-        if (s->channels[i].fd == CHANNEL_FREE)
-            number = i;
-    struct epoll_event event = {.events = EPOLLIN, .data.u64 = (uint64_t)number};
-    if (number >= 0 && epoll_ctl(s->poll_fd, EPOLL_CTL_ADD, fd, &event) != 0)
-        number = -errno;
-    if (number >= 0)
-        s->channels[number] = (struct kvfs_seal_channel){.fd = fd, .uid = uid, .bucket_id = bucket_id};
-    pthread_mutex_unlock(&s->lock);
-    return number;
+    uint32_t number = 0;
+    while (number < s->channel_count && s->channels[number].used)
+        number++;
+    if (number == s->channel_count)
+        return -EMFILE;
+    struct kvfs_seal_channel *channel = &s->channels[number];
+    *channel =
+        (struct kvfs_seal_channel){.sealer = s, .fd = fd, .number = number, .uid = uid, .bucket_id = bucket_id};
+    int rc = spawn(channel);
+    channel->used = rc == 0;
+    return rc < 0 ? (int64_t)rc : (int64_t)number;
 }
 
-void kvfs_sealer_close(struct kvfs_sealer *s, uint32_t channel)
+/* Waits for the packet that is being served, if there is one. */
+void kvfs_sealer_close(struct kvfs_sealer *s, uint32_t number)
 {
-    pthread_mutex_lock(&s->lock);
-    drop_channel(s, channel, CHANNEL_FREE);
-    pthread_mutex_unlock(&s->lock);
+    struct kvfs_seal_channel *channel = &s->channels[number];
+    if (number >= s->channel_count || !channel->used)
+        return;
+    shutdown(channel->fd, SHUT_RDWR);
+    pthread_join(channel->thread, NULL);
+    close(channel->fd);
+    channel->used = 0;
 }
 
 void kvfs_sealer_grant(struct kvfs_sealer *s, uint32_t slot, uint32_t generation, uint32_t channel)

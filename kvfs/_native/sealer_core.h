@@ -57,8 +57,13 @@ struct kvfs_grant {
     uint32_t channel;
 };
 
+/* One session's: a socket, and the thread that answers it. */
 struct kvfs_seal_channel {
-    int fd; /* negative: free, or ended by its client */
+    struct kvfs_sealer *sealer;
+    pthread_t thread;
+    int used;
+    int fd;
+    uint32_t number;
     uint32_t uid;
     uint32_t bucket_id;
 };
@@ -74,10 +79,7 @@ struct kvfs_sealer {
     struct kvfs_table_writer writer;
     int dirfd;
     uint64_t largest_bytes;
-    pthread_t thread;
-    pthread_mutex_t lock; /* guards everything below */
-    int poll_fd;
-    int stop_fd;
+    pthread_mutex_t lock; /* guards everything below but the channels, which are the event loop's */
     int told_fd; /* readable while `ring` has what the event loop was not told of */
     int started;
     struct kvfs_grant *grants; /* by slot */

@@ -52,7 +52,11 @@ class Draft:
         """Raises InvalidRequest while a memoryview or an array of it is alive; twice is harmless."""
 
     def after_fork(self) -> None: ...
-    def finish(self) -> None: ...
+    def check_ready(self) -> None:
+        """Raises InvalidRequest while a layer is missing, or memory of it is in use."""
+
+    def finish(self) -> None:
+        """Close it before its seal."""
 
 def write_drafts(drafts: Sequence[Draft | None], pieces: Pieces, first: int = 0) -> None:
     """Write each draft's block whole, from the `first` of `pieces` on, and close it. Raises the first failure."""

@@ -154,12 +154,17 @@ cdef class Draft:
             close(self._fd)
             self._fd = -1
 
-    def finish(self):
-        """Close before the seal: with all layers in, and with its full size, since a slot's size is its block's."""
+    def check_ready(self):
+        self._need_open()
         if self._missing:
             raise InvalidRequest(f"layers {sorted(self._missing)[:8]} of this draft are not saved")
-        self._need_open()
-        if self._exports == 0 and ftruncate(self._fd, self.size_bytes) != 0:
+        if self._exports:
+            raise InvalidRequest(f"{self._exports} objects made from this draft are alive: release them first")
+
+    def finish(self):
+        """With its full size, since a slot's size is its block's."""
+        self.check_ready()
+        if ftruncate(self._fd, self.size_bytes) != 0:
             raise from_errno(errno, f"sizing a draft of {self.size_bytes} bytes")
         self.close()
 

@@ -44,7 +44,7 @@ from kvfs.connectors.common import (
     string_namespace,
 )
 from kvfs.errors import InvalidRequest
-from kvfs.limits import CONNECTOR_LOCKS, CONNECTOR_THREADS
+from kvfs.limits import CONNECTOR_LOCKS, CONNECTOR_MATCH_S, CONNECTOR_THREADS
 
 T = TypeVar("T")
 Chunks = list[Any]
@@ -82,7 +82,7 @@ class KVFSConnector(RemoteConnector):  # type: ignore[misc]
 
     def _match(self, keys: Sequence[Any]) -> int:
         """From shared memory, in microseconds: the event loop does not wait for it."""
-        return self._do(lambda blocks, digests: blocks.match(digests, timeout_s=0), keys, 0)
+        return self._do(lambda blocks, digests: blocks.match(digests, timeout_s=CONNECTOR_MATCH_S), keys, 0)
 
     # --- reading ------------------------------------------------------------------------------------------
     async def get(self, key: Any) -> Any:

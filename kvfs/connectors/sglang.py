@@ -4,10 +4,11 @@
         "module_path": "kvfs.connectors.sglang", "class_name": "KVFSHiCache", "interface_v1": 1,
         "address": "/mnt/kvfs"}'
 
-Responsibility: HiCacheStorage over blocks. With `interface_v1` pages are copied straight between SGLang's host pool and
-the store; without it each goes through a tensor of its own. Page keys are SGLang's (a hash over the prefix); what they
-leave out is the namespace: weights, the host pool's layout and element type, page size, and the rank where ranks
-differ. A page's parent is the page before it, so that no page is evicted before those that follow it.
+Responsibility: HiCacheStorage over blocks, its v2 forms for the side pools of hybrid models included. With
+`interface_v1` pages are copied straight between SGLang's host pool and the store; without it each goes through a tensor
+of its own. Page keys are SGLang's (a hash over the prefix); what they leave out is the namespace: weights, the host
+pool's layout and element type, page size, and the rank where ranks differ. A page's parent is the page before it, so
+that no page is evicted before those that follow it.
 
 Invariants: nothing raises for what the store does: a page is there, whole, or it is a miss. Until the host pool is
 registered nothing is there. Concurrency: SGLang's prefetch, backup and scheduler threads.
@@ -19,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
 from kvfs.blocks import Blocks
 from kvfs.connectors.common import (
@@ -31,6 +32,8 @@ from kvfs.connectors.common import (
     string_keys,
     string_namespace,
 )
+from kvfs.errors import InvalidRequest
+from kvfs.limits import CONNECTOR_MATCH_S
 from kvfs.namespaces import Namespace
 
 T = TypeVar("T")
@@ -87,6 +90,24 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
             },
         )
 
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """A pool beside the anchor, in a namespace of its own. Raises as `register_mem_pool_host`."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        page = host_pool.get_dummy_flat_data_page()
+        self._namespaces[_side(host_pool_name)] = string_namespace(
+            "sglang side page hash",
+            {
+                "revision": self._revision,
+                "side": str(host_pool_name),
+                "pool": type(host_pool).__name__,
+                "layout": str(getattr(host_pool, "layout", "-")),
+                "page": f"{getattr(host_pool, 'page_size', 1)} tokens, {page.nbytes} bytes of {page.dtype}",
+                "tag": str(self._extra.get("extra_backend_tag", "")),
+                # Whether ranks hold the same is each pool's own business: they never share.
+                "rank": f"{self._config.tp_rank}/{self._config.tp_size} {self._config.pp_rank}/{self._config.pp_size}",
+            },
+        )
+
     # --- pages in the host pool ---------------------------------------------------------------------------
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         places = self._places(keys, host_indices)
@@ -131,13 +152,72 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
         pages = [value.contiguous().view(-1).view(torch.uint8) for value in values]
         return all(self._put(FLAT, keys, pages, None))
 
+    # --- side pools ---------------------------------------------------------------------------------------
+    def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        """Which pages of each pool came; by the pool's name."""
+        return {transfer.name: self._get_side(transfer) for transfer in transfers}
+
+    def _get_side(self, transfer: Any) -> list[bool]:
+        pool, keys, places = self._side_pages(transfer)
+        pages = [pool.get_dummy_flat_data_page() for _ in places]
+        buffers, missed = [page.view(torch.uint8) for page in pages], [-1] * len(keys)
+        if not pages:
+            return [False] * len(keys)
+        form = _side(transfer.name)
+        sizes = self._do(form, lambda blocks, digests: blocks.get_into(digests, buffers), keys, missed)
+        came = [size == page.nbytes for size, page in zip(sizes, pages, strict=True)]
+        for place, page, is_there in zip(places, pages, came, strict=True):
+            if is_there:
+                pool.set_from_flat_data_page(place, page)
+        return came
+
+    def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        """Which pages of each pool were stored; by the pool's name."""
+        return {transfer.name: self._set_side(transfer) for transfer in transfers}
+
+    def _set_side(self, transfer: Any) -> list[bool]:
+        pool, keys, places = self._side_pages(transfer)
+        pages = [pool.get_data_page(place, flat=True).contiguous().view(torch.uint8) for place in places]
+        return self._put(_side(transfer.name), keys, pages, None) if pages else [False] * len(keys)
+
+    def _side_pages(self, transfer: Any) -> tuple[Any, list[str], list[int]]:
+        """The pool, keys, and where each page begins; no places where these and the keys do not agree."""
+        pool, keys = self.registered_pools[transfer.name], list(transfer.keys or [])
+        page_size, indices = getattr(pool, "page_size", 1) or 1, transfer.host_indices
+        if indices is None or indices.numel() != len(keys) * page_size:
+            return pool, keys, []
+        return pool, keys, indices[::page_size].tolist()
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: list[Any] | None = None, extra_info: Any = None
+    ) -> Any:
+        """The longest prefix of which KV and every side pool have what its policy asks for. Raises InvalidRequest
+        for a policy that is unknown."""
+        pages = self.batch_exists(keys, extra_info)
+        hits, restorable = ({PoolName.KV: pages} if pages else {}), set(range(1, pages + 1))
+        for transfer in pool_transfers or []:
+            nothing: list[bool] = [False] * pages
+            there = self._do(
+                _side(transfer.name),
+                lambda blocks, digests: blocks.exists(digests, timeout_s=CONNECTOR_MATCH_S),
+                keys[:pages],
+                nothing,
+            )
+            lengths = {n for n in range(1, pages + 1) if all(there[_wanted_from(transfer, n) : n])}
+            if lengths:
+                hits[transfer.name] = max(lengths)
+            restorable &= lengths
+        return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
+
     # --- what is there ------------------------------------------------------------------------------------
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many pages are there without a gap from the first on."""
-        return self._do(self._used, lambda blocks, digests: blocks.match(digests, timeout_s=0), keys, 0)
+        return self._do(
+            self._used, lambda blocks, digests: blocks.match(digests, timeout_s=CONNECTOR_MATCH_S), keys, 0
+        )
 
     def clear(self) -> None:
         """Remove every page of these weights, this pool and this rank."""
@@ -167,3 +247,16 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
         if namespace is None or blocks is None or not keys:
             return otherwise
         return self._link.attempt(lambda: call(blocks, string_keys(namespace, keys)), otherwise)
+
+
+def _side(name: Any) -> str:
+    return f"side {name}"
+
+
+def _wanted_from(transfer: Any, prefix: int) -> int:
+    """The first page that a pool has to have for a prefix of so many."""
+    if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+        return 0
+    if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+        return max(0, prefix - max(1, len(transfer.keys or ())))
+    raise InvalidRequest(f"HiCache pool {transfer.name}: hit policy {transfer.hit_policy} is not supported")

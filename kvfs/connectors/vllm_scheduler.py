@@ -4,7 +4,8 @@ Responsibility: keep every request's prefix hashes, match them against the share
 step into its metadata. It copies no byte.
 
 Invariants:
-- Nothing here waits: matching reads shared memory, and where the store is not there nothing matches.
+- Nothing here waits: matching reads shared memory, and where the store is not there nothing matches. (A user outside
+  of the service's group asks it, for CONNECTOR_MATCH_S at most, and then has a miss.)
 - A hit is a hit on every rank: each has its shard under its own namespace, so the shortest match counts.
 - Only whole blocks are loaded and stored, never the one that holds the prompt's last token: the engine has to compute
   at least that. A block is stored once all its tokens are known and computed, so what speculation guessed is not.
@@ -23,7 +24,7 @@ import numpy as np
 
 from kvfs.connectors.common import Link
 from kvfs.keys import HASH_BYTES, prefix_hashes
-from kvfs.limits import CONNECTOR_STEP_BLOCKS, MAX_EXTRA_BYTES
+from kvfs.limits import CONNECTOR_MATCH_S, CONNECTOR_STEP_BLOCKS, MAX_EXTRA_BYTES
 from kvfs.namespaces import Namespace
 
 
@@ -116,7 +117,7 @@ class Planner:
             if not hits or blocks is None:
                 return 0
             some = bytes(keys[first * HASH_BYTES : (first + hits) * HASH_BYTES])
-            hits = self._link.attempt(partial(blocks.match, some, timeout_s=0), 0)
+            hits = self._link.attempt(partial(blocks.match, some, timeout_s=CONNECTOR_MATCH_S), 0)
         return hits
 
     def allocated(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
@@ -165,7 +166,7 @@ class Planner:
         for keys in tracked.keys.values():
             some = bytes(keys[first * HASH_BYTES : last * HASH_BYTES])
             nothing: list[bool] = []
-            there = self._link.attempt(partial(blocks.exists, some, timeout_s=0), nothing)
+            there = self._link.attempt(partial(blocks.exists, some, timeout_s=CONNECTOR_MATCH_S), nothing)
             missing.update(first + i for i, is_there in enumerate(there) if not is_there)
         return sorted(missing)
 

@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from kvfs._native.pieces import Scatter
 from kvfs.connectors.common import Link, address_of, digest_keys, model_revision, string_namespace
 from kvfs.errors import InvalidRequest, KvfsError
-from kvfs.limits import CONNECTOR_COPY_S, CONNECTOR_TIMEOUT_S
+from kvfs.limits import CONNECTOR_COPY_S, CONNECTOR_MATCH_S, CONNECTOR_TIMEOUT_S
 from kvfs.namespaces import Namespace
 
 
@@ -76,7 +76,7 @@ class KVFSTier(SecondaryTierManager):  # type: ignore[misc]
         if blocks is None:
             return LookupResult.MISS
         there = self._link.attempt(
-            lambda: blocks.exists(digest_keys(self._namespace, [key]), timeout_s=0), [False]
+            lambda: blocks.exists(digest_keys(self._namespace, [key]), timeout_s=CONNECTOR_MATCH_S), [False]
         )
         return LookupResult.HIT if there[0] else LookupResult.MISS
 

@@ -253,32 +253,37 @@ class Transfers:
             log.warning("blocks are not stored: %s", error)
             store.given_up = True
 
-    def _seal_behind(self, do: Callable[[Blocks], int], count: int) -> None:
+    def _seal_behind(self, do: Callable[[Blocks], int | None], count: int) -> None:
         """On a thread of its own; where two steps wait already the engine is faster than the store, and waits."""
         self._sealing.acquire()
         future = self._sealer.submit(self._seal_all, do, count)
         future.add_done_callback(lambda _: self._sealing.release())
 
-    def _seal_all(self, do: Callable[[Blocks], int], count: int) -> None:
-        blocks = self._link.blocks(self._namespace)
+    def _seal_all(self, do: Callable[[Blocks], int | None], count: int) -> None:
+        blocks, stored = self._link.blocks(self._namespace), None
         try:
-            if blocks is not None and self._link.is_up:
-                self.counts["stored_blocks"] += do(blocks)
-                return
+            stored = None if blocks is None else do(blocks)
         except InvalidRequest as error:
             log.error("blocks are not stored: %s", error)
         except (KvfsError, OSError) as error:
             self._link.failed(error)
-        self.counts["dropped_blocks"] += count
+        self.counts["stored_blocks"] += stored or 0
+        self.counts["dropped_blocks"] += count if stored is None else 0
 
-    def _seal(self, blocks: Blocks, store: _Store) -> int:
-        if store.given_up:
+    def _seal(self, blocks: Blocks, store: _Store) -> int | None:
+        """How many were new; None where none is stored, and then no draft stays behind."""
+        try:
+            if self._link.is_up and not store.given_up:
+                return sum(blocks.seal(store.drafts, timeout_s=CONNECTOR_SAVE_S))
+        except BaseException:
             blocks.abort(store.drafts, timeout_s=CONNECTOR_SAVE_S)
-            self.counts["dropped_blocks"] += len(store.keys)
-            return 0
-        return sum(blocks.seal(store.drafts, timeout_s=CONNECTOR_SAVE_S))
+            raise
+        blocks.abort(store.drafts, timeout_s=CONNECTOR_SAVE_S)
+        return None
 
-    def _put(self, blocks: Blocks, step: _Store, copies: torch.Tensor) -> int:
+    def _put(self, blocks: Blocks, step: _Store, copies: torch.Tensor) -> int | None:
+        if not self._link.is_up:
+            return None
         return sum(blocks.put(step.keys, list(copies), step.parents, timeout_s=CONNECTOR_TIMEOUT_S))
 
 

@@ -160,6 +160,59 @@ def check_generic(address: str, layout: str) -> dict[str, Any]:
     return found
 
 
+def check_side_pools(address: str) -> dict[str, Any]:
+    """A hybrid model's pools beside the KV cache, through the v2 forms."""
+    from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolTransfer
+
+    pools = [
+        {name: host_pool("page_first", fill=fill) for name in ("kv", "indexer", "swa")} for fill in (8, 0)
+    ]
+    writer, reader = (backend(config(address, revision="side"), each["kv"]) for each in pools)
+    for storage, each in zip((writer, reader), pools, strict=True):
+        for name in ("indexer", "swa"):
+            storage.register_mem_host_pool_v2(each[name], name)
+
+    def transfer(name: str, pages: Sequence[int], policy: Any = PoolHitPolicy.ALL_PAGES) -> Any:
+        keys = [KEYS[page] for page in pages]
+        return PoolTransfer(name=name, host_indices=indices(pages), keys=keys, hit_policy=policy)
+
+    def exists(*transfers: Any) -> list[Any]:
+        result = reader.batch_exists_v2(KEYS, list(transfers))
+        return [
+            result.kv_hit_pages,
+            {str(k): v for k, v in result.extra_pool_hit_pages.items()},
+            result.restorable_prefix_pages,
+        ]
+
+    trailing = transfer("swa", [0, 1], PoolHitPolicy.TRAILING_PAGES)
+    found: dict[str, Any] = {"before": exists(transfer("indexer", range(PAGES)))}
+    writer.batch_set_v1(KEYS[:5], indices(range(5)))
+    found["set"] = writer.batch_set_v2([transfer("indexer", range(4)), transfer("swa", [1, 2])])
+    found["exists"] = exists()
+    found["exists, all pages"] = exists(transfer("indexer", range(PAGES)))
+    found["exists, trailing pages"] = exists(trailing)
+    found["exists, both"] = exists(transfer("indexer", range(PAGES)), trailing)
+    found["get"] = reader.batch_get_v2([transfer("indexer", range(PAGES)), transfer("swa", [2, 1])])
+    source, target = pools
+    found["equal"] = [
+        torch.equal(
+            source["indexer"].get_data_page(page * PAGE), target["indexer"].get_data_page(page * PAGE)
+        )
+        for page in range(PAGES)
+    ]
+    found["other places"] = torch.equal(source["swa"].get_data_page(PAGE), target["swa"].get_data_page(PAGE))
+    short = transfer("indexer", [0, 1])
+    short.host_indices = indices([0])
+    found["places that do not fit"] = reader.batch_get_v2([short])
+    try:
+        exists(transfer("indexer", [0], PoolHitPolicy.BLOCK_GROUPS))
+    except Exception as error:
+        found["unknown policy"] = type(error).__name__
+    writer.clear()
+    found["cleared"] = exists(transfer("indexer", range(PAGES)))
+    return found
+
+
 def evict(storage: Any, key: str) -> None:
     from kvfs.connectors.common import string_keys
 
@@ -241,6 +294,7 @@ def main() -> None:
     reply |= {f"generic {layout}": check_generic(address, layout) for layout in LAYOUTS}
     reply |= {
         "namespaces": check_namespaces(address),
+        "side pools": check_side_pools(address),
         "outage": check_outage(address),
         "mooncake": check_mooncake(address),
     }

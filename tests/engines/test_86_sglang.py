@@ -66,6 +66,23 @@ def test_pages_of_other_bytes_never_meet(answers: dict[str, Any]) -> None:
     }
 
 
+def test_side_pools_of_hybrid_models(answers: dict[str, Any]) -> None:
+    """KV has 5 pages, the indexer 4, the window the second and third: each policy asks for what it needs."""
+    found = answers["side pools"]
+    assert found["before"] == [0, {}, []]
+    assert found["set"] == {"indexer": [True] * 4, "swa": [True] * 2}
+    assert found["exists"] == [5, {"kv": 5}, [1, 2, 3, 4, 5]]
+    assert found["exists, all pages"] == [4, {"kv": 5, "indexer": 4}, [1, 2, 3, 4]]
+    assert found["exists, trailing pages"] == [3, {"kv": 5, "swa": 3}, [3]]
+    assert found["exists, both"] == [3, {"kv": 5, "indexer": 4, "swa": 3}, [3]]
+    assert found["get"] == {"indexer": [True] * 4 + [False] * 2, "swa": [True] * 2}
+    assert found["equal"] == [True] * 4 + [False] * 2
+    assert found["other places"]
+    assert found["places that do not fit"] == {"indexer": [False] * 2}
+    assert found["unknown policy"] == "InvalidRequest"
+    assert found["cleared"] == [0, {}, []]
+
+
 def test_without_a_service_everything_is_a_miss(answers: dict[str, Any]) -> None:
     nothing = [False] * 6
     assert answers["outage"] == {"exists": 0, "set": nothing, "get": nothing, "generic": [False, True]}
