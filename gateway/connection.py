@@ -60,12 +60,12 @@ class _Input:
         if self._start == self._end:
             self._start = self._end = 0
 
-    async def more(self, timeout_s: float) -> bool:
+    async def more(self, timeout_s: float, *, idle: bool = False) -> bool:
         """Read once into what is free; False at the end of the stream. Raises Gone, Stalled."""
         if self._start and self._end == len(self._memory):
             self._memory[: self._end - self._start] = self._memory[self._start : self._end]
             self._start, self._end = 0, self._end - self._start
-        count = await self._transport.receive_into(self._view[self._end :], timeout_s)
+        count = await self._transport.receive_into(self._view[self._end :], timeout_s, idle=idle)
         self._end += count
         return count > 0
 
@@ -85,7 +85,7 @@ class _Input:
             if self._start < self._end:
                 deadline_s = deadline_s or trio.current_time() + limits.HEAD_TIMEOUT_S
                 timeout_s = deadline_s - trio.current_time()
-            if not await self.more(timeout_s):
+            if not await self.more(timeout_s, idle=deadline_s is None):
                 return None
 
     def _skip_empty_lines(self) -> None:

@@ -9,19 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from gateway.routing import Operation
-
 
 @dataclass(slots=True)
 class Counters:
     """Since the process began."""
 
     requests: Counter[str] = field(default_factory=Counter)
+    """By the name of the operation."""
     errors: Counter[str] = field(default_factory=Counter)
     sent_bytes: int = 0
-
-    def began(self, operation: Operation) -> None:
-        self.requests[operation.value] += 1
 
     def failed(self, code: str) -> None:
         self.errors[code] += 1

@@ -16,6 +16,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 from gateway import (
     addressing,
@@ -81,6 +82,15 @@ _MOST_ROUTES = 4_096
 _XML = ("Content-Type", "application/xml")
 
 
+class _Route(NamedTuple):
+    """What a request asks for, the right that it takes, and who does it under which name."""
+
+    action: Action
+    right: RightName | None
+    operation: Callable[[Call], Awaitable[AnyAnswer | LargeAnswer]]
+    name: str
+
+
 class Handler:
     """The application of `gateway.connection`."""
 
@@ -98,7 +108,7 @@ class Handler:
         self._settings = settings
         self._clock = clock
         self._next_id = secrets.randbits(64)
-        self._routes: dict[tuple[str, bytes, str], Action] = {}
+        self._routes: dict[tuple[str, bytes, str], _Route] = {}
 
     def replace_settings(self, settings: GatewaySettings) -> None:
         """For requests that begin from here on."""
@@ -134,7 +144,7 @@ class Handler:
     async def _answer(self, exchange: Exchange, request: Request, request_id: str) -> AnyAnswer | LargeAnswer:
         settings = self._settings
         verified = signing.verify(request, settings.credentials, self._clock(), settings.region)
-        action = self._route(request)
+        action, right, operation, name = self._route(request)
         head = exchange.head
         call = Call(
             request,
@@ -147,13 +157,12 @@ class Handler:
             None if head.chunked else head.content_length,
             exchange.secure,
         )
-        right = _RIGHTS.get(action.operation.right)
         if right is not None:
             call.need_right(right, call.bucket)
-        self.counters.began(action.operation)
-        return await _OPERATIONS[action.operation](call)
+        self.counters.requests[name] += 1
+        return await operation(call)
 
-    def _route(self, request: Request) -> Action:
+    def _route(self, request: Request) -> _Route:
         """What is asked for; of plain reads, which no header changes, remembered."""
         settings = self._settings
         key = None
@@ -164,11 +173,13 @@ class Handler:
                 return known
         address = addressing.resolve(request, settings.domains, settings.default_bucket)
         action = routing.route(request, address)
+        wanted = action.operation
+        found = _Route(action, _RIGHTS.get(wanted.right), _OPERATIONS[wanted], wanted.value)
         if key is not None:
             if len(self._routes) >= _MOST_ROUTES:
                 self._routes.clear()
-            self._routes[key] = action
-        return action
+            self._routes[key] = found
+        return found
 
     def _failure(self, error: S3Error, request: Request, request_id: str) -> AnyAnswer:
         self.counters.failed(error.code)

@@ -43,8 +43,9 @@ class Transport(Protocol):
         """End a wait for input as if the client had ended the stream."""
         ...
 
-    async def receive_into(self, into: memoryview, timeout_s: float) -> int:
-        """At least one byte, or 0 at the end of the stream. Raises Gone, Stalled."""
+    async def receive_into(self, into: memoryview, timeout_s: float, *, idle: bool = False) -> int:
+        """At least one byte, or 0 at the end of the stream; `idle`: there is most likely nothing yet. Raises Gone,
+        Stalled."""
         ...
 
     async def send(self, parts: Sequence[Buffer]) -> None:
@@ -128,7 +129,9 @@ class PlainTransport:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)
 
-    async def receive_into(self, into: memoryview, timeout_s: float) -> int:
+    async def receive_into(self, into: memoryview, timeout_s: float, *, idle: bool = False) -> int:
+        if idle:
+            await self._wait_readable(timeout_s)
         while True:
             try:
                 count = self._socket.recv_into(into)
@@ -140,11 +143,14 @@ class PlainTransport:
                 if count == 0 and self._expired:
                     raise Stalled("nothing came")
                 return count
-            if timeout_s <= 0:
-                raise Stalled("nothing came")
-            self._deadline_s = trio.current_time() + timeout_s
-            await trio.lowlevel.wait_readable(self._socket)
-            self._deadline_s = math.inf
+            await self._wait_readable(timeout_s)
+
+    async def _wait_readable(self, timeout_s: float) -> None:
+        if timeout_s <= 0:
+            raise Stalled("nothing came")
+        self._deadline_s = trio.current_time() + timeout_s
+        await trio.lowlevel.wait_readable(self._socket)
+        self._deadline_s = math.inf
 
     async def send(self, parts: Sequence[Buffer]) -> None:
         left: list[Buffer] = list(parts)
@@ -254,7 +260,7 @@ class TlsTransport:
         if scope.cancelled_caught:
             raise Stalled("no TLS handshake")
 
-    async def receive_into(self, into: memoryview, timeout_s: float) -> int:
+    async def receive_into(self, into: memoryview, timeout_s: float, *, idle: bool = False) -> int:
         with trio.move_on_after(timeout_s) as self._receiving:
             try:
                 data = await self._stream.receive_some(min(len(into), limits.TLS_RECORDS_BYTES))

@@ -25,6 +25,7 @@ from tests.support.gateway import (
     Gateway,
     gateway,
 )
+from tests.support.raw_s3 import UNSIGNED, raw_client
 from tests.support.stores import NAMESPACE
 
 MIB = 1 << 20
@@ -506,6 +507,28 @@ def test_blocks_by_prefix_hash(s3: Any, door: Gateway) -> None:
     assert sorted(listed) == sorted([name, second])
     s3.delete_object(Bucket="kv-s3", Key=second)
     fails(lambda: s3.get_object(Bucket="kv-s3", Key=second), "NoSuchKey", 404)
+
+
+def test_hosts_name_buckets() -> None:
+    """As engines' connectors ask: the bucket in the host, the range first, then the rest under its ETag."""
+    settings = 'domains = ["s3.test"]\ndefault_bucket = "fallback"'
+    body = os.urandom(3 * MIB)
+    with gateway(settings=settings) as door:
+        s3 = door.client()
+        for name, content in (("vhost", body), ("fallback", b"by default")):
+            s3.create_bucket(Bucket=name)
+            s3.put_object(Bucket=name, Key="k", Body=content)
+        with raw_client(door) as raw:
+            first = raw.ask(
+                "GET", "/k", host="vhost.s3.test", payload=UNSIGNED, headers={"range": "bytes=0-999999"}
+            )
+            assert (first.status, first.body) == (206, body[:1_000_000])
+            headers = {"range": f"bytes=1000000-{len(body) - 1}", "if-match": first.headers["etag"]}
+            rest = raw.ask("GET", "/k", host="vhost.s3.test:8080", payload=UNSIGNED, headers=headers)
+            assert rest.body == body[1_000_000:]
+            assert raw.ask("GET", "/vhost/k", host="s3.test").body == body
+            assert raw.ask("GET", "/k", host="unknown.example").body == b"by default"
+            assert raw.ask("GET", "/k", host="nobody.s3.test").code == "NoSuchBucket"
 
 
 def test_objects_come_up_from_nvme() -> None:

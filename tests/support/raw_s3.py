@@ -48,17 +48,19 @@ def signed_head(
     payload: str | None = None,
     access: str = ACCESS,
     secret: str = SECRET,
+    host: str | None = None,
 ) -> bytes:
     """Request line and headers with the empty line. `payload`: what x-amz-content-sha256 says, else the SHA-256 of
     `body`. `unsigned` headers are added after signing; Content-Length comes from `body`, None: none."""
+    host = host or f"{gateway.host}:{gateway.port}"
     said = payload or sha256(body or b"").hexdigest()
     request = AWSRequest(
-        method, f"{gateway.url}{path}", headers={"x-amz-content-sha256": said, **(headers or {})}
+        method, f"http://{host}{path}", headers={"x-amz-content-sha256": said, **(headers or {})}
     )
     request.context["payload_signing_enabled"] = True
     request.context["client_config"] = None
     _Signer(Credentials(access, secret), "s3", REGION, said).add_auth(request)
-    lines = [f"{method} {path} HTTP/1.1", f"Host: {gateway.host}:{gateway.port}"]
+    lines = [f"{method} {path} HTTP/1.1", f"Host: {host}"]
     lines += [f"{name}: {value}" for name, value in request.headers.items() if name.lower() != "host"]
     if body is not None and not any(name.lower() == "content-length" for name in request.headers):
         lines.append(f"Content-Length: {len(body)}")
