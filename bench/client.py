@@ -33,7 +33,7 @@ KEPT_BLOCKS = 16
 
 
 def get_into_1m(places: Places, seconds: float) -> Result:
-    with _blocks(places) as blocks, _memory(FILES * MIB) as source, _memory(MIB) as into:
+    with open_blocks(places) as blocks, _memory(FILES * MIB) as source, _memory(MIB) as into:
         keys, places_of = _fill(blocks, FILES, MIB), [into]
 
         def read(n: int) -> None:
@@ -51,7 +51,7 @@ def get_into_4k(places: Places, seconds: float) -> Result:
     """In a random order that is the same on both sides."""
     size, count = 4 * KIB, FILES * MIB // (4 * KIB)
     order = Random(4).sample(range(count), count)
-    with _blocks(places) as blocks, _memory(FILES * MIB) as source, _memory(size) as into:
+    with open_blocks(places) as blocks, _memory(FILES * MIB) as source, _memory(size) as into:
         keys, places_of = _fill(blocks, count, size), [into]
 
         def read(n: int) -> None:
@@ -67,7 +67,7 @@ def get_into_4k(places: Places, seconds: float) -> Result:
 
 def batch16_get_into_1m(places: Places, seconds: float) -> Result:
     """16 blocks in one call, each into its own memory, which both sides fill in turn."""
-    with _blocks(places) as blocks, _memory(FILES * MIB) as source, _memory(BATCH * MIB) as into:
+    with open_blocks(places) as blocks, _memory(FILES * MIB) as source, _memory(BATCH * MIB) as into:
         keys = _fill(blocks, FILES, MIB)
         pieces = [into[i * MIB : (i + 1) * MIB] for i in range(BATCH)]
 
@@ -91,7 +91,7 @@ def batch16_get_into_1m(places: Places, seconds: float) -> Result:
 
 
 def put_1m(places: Places, seconds: float) -> Result:
-    with _blocks(places) as blocks, _memory(FILES * MIB) as source, _memory(FILES * MIB) as into:
+    with open_blocks(places) as blocks, _memory(FILES * MIB) as source, _memory(FILES * MIB) as into:
         made: list[bytes] = []
         sources = [source[i * MIB : (i + 1) * MIB] for i in range(FILES)]
         keys = [os.urandom(16) for _ in range(1021)]
@@ -120,7 +120,7 @@ def put_1m(places: Places, seconds: float) -> Result:
 def match_64(places: Places, seconds: float) -> Result:
     """64 keys that are all there, of 32,768, in a list as engines have them."""
     count = FILES * MIB // (4 * KIB)
-    with _blocks(places) as blocks, _lmdb() as environment:
+    with open_blocks(places) as blocks, _lmdb() as environment:
         keys = _fill(blocks, count, 16)
         prompts = [Random(n).sample(keys, MATCHED) for n in range(256)]
         with environment.begin(write=True) as transaction:
@@ -142,7 +142,7 @@ def match_64(places: Places, seconds: float) -> Result:
 
 # --- what both sides work on -----------------------------------------------------------------------------
 @contextmanager
-def _blocks(places: Places) -> Iterator[kvfs.Blocks]:
+def open_blocks(places: Places) -> Iterator[kvfs.Blocks]:
     """Blocks of a bucket of its own, which is gone at the end."""
     name = f"bench-blocks-{os.getpid()}"
     with kvfs.connect(places.mount.parent) as client:
