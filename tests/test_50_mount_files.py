@@ -586,10 +586,11 @@ def test_times_are_set_to_the_nanosecond_and_kept(door: Door) -> None:
     with opened(path, os.O_WRONLY | os.O_CREAT) as fd:
         write_all(fd, b"x")
         os.utime(fd, ns=(access, modified))
+        found = os.fstat(fd)
+        assert (found.st_atime_ns, found.st_mtime_ns) == (access, modified)
     assert path.stat().st_mtime_ns == modified
     os.utime(path, ns=(access, modified + 1))
-    found = path.stat()
-    assert (found.st_atime_ns, found.st_mtime_ns) == (access, modified + 1)
+    assert path.stat().st_mtime_ns == modified + 1  # what is sealed has no access time of its own
     os.utime(door.path, ns=(access, modified))
     assert door.path.stat().st_mtime_ns == modified
 
