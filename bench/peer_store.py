@@ -6,7 +6,7 @@ by `bench.peers`, whose environment needs none of them; imports nothing of kvfs.
 Protocol, in lines: this process says "ready" or "missing: WHY"; then answers each "run FIGURE SECONDS" with the
 median of single operations in us. The end of its input ends it, and the servers that it started.
 
-Each store is given its faster form where there is a choice: Redis a Unix socket and hiredis, LMCache's connector no
+Where there is a choice, it is meant to favour the store: Redis a Unix socket and hiredis, LMCache's connector no
 header in its files and no hop to another thread's event loop.
 
 Concurrency: one thread calls.
@@ -169,7 +169,7 @@ class RedisStore:
         return found
 
     def get_batch(self, keys: Sequence[bytes]) -> None:
-        """One after the other, which is no slower than MGET of 16 MiB."""
+        """One after the other: MGET of 16 MiB took about as long."""
         need(None not in [self._client.get(key) for key in keys])
 
     def match(self, keys: Sequence[bytes]) -> None:
