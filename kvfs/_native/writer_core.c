@@ -118,7 +118,8 @@ static int64_t clock_ns(void)
     return (int64_t)now.tv_sec * 1000000000ll + now.tv_nsec;
 }
 
-/* One packet out, one back. It says where this thread runs, so that its peer wakes there (see sealer_core.c). The socket's own timeout wakes the waits; the deadline ends them. */
+/* One packet out, one back. It says where this thread runs, so that its peer wakes there (see sealer_core.c). The
+ * socket's own timeout wakes the waits; the deadline ends them. */
 static int exchange(int channel, struct seal *seals, size_t n, struct result *results, int64_t timeout_ns)
 {
     const int64_t end = clock_ns() + timeout_ns;
