@@ -306,6 +306,29 @@ def test_the_thread_writes_header_and_entry(alone: Callable[..., Alone]) -> None
     assert here.sealer.take() == []
 
 
+def test_the_thread_follows_its_writer_where_it_may_run(alone: Callable[..., Alone]) -> None:
+    def of_threads() -> list[set[int]]:
+        return [os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")]
+
+    def seal_on(slot: int, processor: int) -> int:
+        """Twice, since the thread moves after its answer."""
+        failed = 0
+        for at, key in zip((slot, slot + 1), keys_of(2), strict=True):
+            seal = SEAL.pack(*here.draft(at, b"data"), key, bytes(16), 0, processor + 1, 0)
+            failed += answer_of(here.channel, seal) != [0]
+        return failed
+
+    allowed = os.sched_getaffinity(0)
+    if len(allowed) == 1:
+        pytest.skip("there is one processor")
+    here = alone()
+    for slot, processor in enumerate(sorted(allowed)[:2]):
+        assert seal_on(2 * slot, processor) == 0
+        assert {processor} in of_threads()
+    assert seal_on(4, 0xFFFFFFF0) == 0  # no machine has it
+    assert all(found == allowed for found in of_threads())
+
+
 def test_a_channel_keeps_its_number_until_the_event_loop_lets_go(alone: Callable[..., Alone]) -> None:
     """Else the end of its session would end the next session's channel."""
     here = alone()

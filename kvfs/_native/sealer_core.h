@@ -17,7 +17,7 @@ struct kvfs_seal_request {
     uint8_t key[KVFS_KEY_BYTES];
     uint8_t parent[KVFS_KEY_BYTES];
     uint32_t flags;
-    uint32_t reserved;
+    uint32_t processor; /* the writer's, plus 1; 0: not said */
     uint64_t checksum;
 };
 

@@ -18,6 +18,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <sched.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -96,7 +97,7 @@ uint64_t kvfs_sum_pieces(const struct iovec *vectors, ssize_t pieces)
 struct seal {
     uint32_t slot, generation;
     uint8_t key[KVFS_PUT_KEY_BYTES], parent[KVFS_PUT_KEY_BYTES];
-    uint32_t flags, reserved;
+    uint32_t flags, processor;
     uint64_t checksum;
 };
 
@@ -117,10 +118,12 @@ static int64_t clock_ns(void)
     return (int64_t)now.tv_sec * 1000000000ll + now.tv_nsec;
 }
 
-/* One packet out, one back. The socket's own timeout wakes the waits; the deadline ends them. */
-static int exchange(int channel, const struct seal *seals, size_t n, struct result *results, int64_t timeout_ns)
+/* One packet out, one back. It says where this thread runs, so that its peer wakes there (see sealer_core.c). The
+ * socket's own timeout wakes the waits; the deadline ends them. */
+static int exchange(int channel, struct seal *seals, size_t n, struct result *results, int64_t timeout_ns)
 {
     const int64_t end = clock_ns() + timeout_ns;
+    seals->processor = (uint32_t)(sched_getcpu() + 1);
     while (send(channel, seals, n * sizeof *seals, MSG_NOSIGNAL) < 0) {
         if (errno != EINTR && errno != EAGAIN)
             return -ECONNRESET;
