@@ -6,12 +6,14 @@ Reads a JSON request from standard input, writes a JSON reply to the path given 
 
 `payloads` are decoded with `KVEventBatch` as vLLM's subscribers do, and encoded again: reply `{"types": [[name]],
 "hashes": [[[hex or int]]], "again": [hex]}`. Then vLLM's `ZmqEventPublisher` sends `batches` batches to `connect`,
-batch i with blocks i and i + 1 (bytes), and answers replays, until standard input ends.
+batch i with blocks i and i + 1 (bytes), then empty ones, since what is sent before the connection is there is only
+missed once something later arrives; and answers replays, until standard input ends.
 """
 
 from __future__ import annotations
 
 import json
+import select
 import sys
 from typing import Any
 
@@ -67,7 +69,8 @@ def main() -> None:
     publisher = publish(request)
     with open(sys.argv[1], "w") as file:
         json.dump(reply, file)
-    sys.stdin.read()
+    while not select.select([sys.stdin], [], [], 0.05)[0]:
+        publisher.publish(KVEventBatch(ts=1.0, events=[]))
     publisher.shutdown()
 
 
