@@ -12,7 +12,6 @@ under a lock, answers come in that order.
 
 from __future__ import annotations
 
-import array
 import os
 import socket
 from collections import deque
@@ -23,7 +22,7 @@ from typing import Any, Self
 import trio
 
 from kvfs import limits
-from kvfs.errors import DeadlinePassed, KvfsError, LimitExceeded, SessionClosed
+from kvfs.errors import DeadlinePassed, KvfsError, SessionClosed
 from kvfs.messages import (
     Control,
     ControlAnswer,
@@ -39,9 +38,7 @@ from kvfs.messages import (
     ResultAnswer,
 )
 from kvfs.protocol import Connection, ReceivedAnswer, Side
-from kvfs.transport import close_all, close_answers
-
-_ANCILLARY_BYTES = socket.CMSG_SPACE(4 * limits.MAX_FDS_PER_MESSAGE)
+from kvfs.transport import close_all, close_answers, receive_some
 
 Opened = list[tuple[ExtentResult, int | None]]
 """Entries of an answer, each with its descriptor where its status is 0."""
@@ -196,24 +193,8 @@ class Session:
             waiting.done.set()
 
     async def _receive(self) -> None:
-        flags = socket.MSG_CMSG_CLOEXEC
         while True:
             try:
-                data, ancillary, outcome, _ = self._socket.recvmsg(
-                    limits.SESSION_CHUNK_BYTES, _ANCILLARY_BYTES, flags
-                )
-                break
+                return receive_some(self._socket, self._protocol, self.path)
             except BlockingIOError:
                 await trio.lowlevel.wait_readable(self._socket)
-        descriptors = array.array("i")
-        for level, kind, payload in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
-        if outcome & socket.MSG_CTRUNC:
-            close_all(descriptors)
-            raise LimitExceeded(
-                "descriptors were lost on arrival: this process is at its limit of open files"
-            )
-        if not data:
-            raise SessionClosed(f"{self.path}: the service ended the session")
-        self._protocol.receive_data(data, descriptors)

@@ -201,29 +201,11 @@ class Transport:
                 return event
             self._set_timeout(deadline)
             try:
-                self._receive_some()
+                receive_some(self._socket, self._protocol, self.path)
             except TimeoutError:
                 continue
             except ConnectionResetError:
                 raise SessionClosed(f"{self.path}: the service ended the session") from None
-
-    def _receive_some(self) -> None:
-        flags = socket.MSG_CMSG_CLOEXEC
-        data, ancillary, outcome, _ = self._socket.recvmsg(
-            limits.SESSION_CHUNK_BYTES, _ANCILLARY_BYTES, flags
-        )
-        descriptors = array.array("i")
-        for level, kind, payload in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
-        if outcome & socket.MSG_CTRUNC:
-            close_all(descriptors)
-            raise LimitExceeded(
-                "descriptors were lost on arrival: this process is at its limit of open files"
-            )
-        if not data:
-            raise SessionClosed(f"{self.path}: the service ended the session")
-        self._protocol.receive_data(data, descriptors)
 
     def _set_timeout(self, deadline: Deadline) -> None:
         left_s = deadline.left_s
@@ -235,6 +217,26 @@ class Transport:
 def close_answers(answers: list[ReceivedAnswer]) -> None:
     for answer in answers:
         close_all(answer.descriptors)
+
+
+def receive_some(connected: socket.socket, protocol: Connection, path: Path) -> None:
+    """Take what came of a session, with its descriptors; `path` is for messages.
+
+    Raises what recvmsg(2) does on this socket, SessionClosed at its end, LimitExceeded when descriptors were lost.
+    """
+    data, ancillary, outcome, _ = connected.recvmsg(
+        limits.SESSION_CHUNK_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+    )
+    descriptors = array.array("i")
+    for level, kind, payload in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
+    if outcome & socket.MSG_CTRUNC:
+        close_all(descriptors)
+        raise LimitExceeded("descriptors were lost on arrival: this process is at its limit of open files")
+    if not data:
+        raise SessionClosed(f"{path}: the service ended the session")
+    protocol.receive_data(data, descriptors)
 
 
 def close_all(descriptors: tuple[int, ...] | list[int] | array.array[int]) -> None:
