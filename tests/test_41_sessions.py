@@ -44,25 +44,12 @@ from kvfs.protocol import HEADER, ReceivedAnswer
 from tests.support.door import need_mount
 from tests.support.service import Service
 from tests.support.sessions import MIB, SERVICE_GID, RawClient, Server, fork, session_server
+from tests.support.stores import NAMESPACE
 from tiers.session_state import SessionQuota
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="clients with other uids need root")
 
 ALICE, BOB, SERVICE_UID = 1001, 1002, 1003
-NAMESPACE = kvfs.Namespace(
-    model="test",
-    revision="1",
-    dtype="bfloat16",
-    layout="LKTHD",
-    block_tokens=16,
-    tensor_shards=1,
-    tensor_rank=0,
-    pipeline_shards=1,
-    pipeline_rank=0,
-    lora="",
-    salt="",
-    hash="sha256",
-)
 DESCRIPTION = NAMESPACE.as_mapping()
 
 

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from kvfs import Block
 from kvfs.client import Client
-from kvfs.keys import Namespace
 from tests.support.door import BUCKET, ON_DIRECTORY, TEST_MODES, eventually
 from tests.support.posix import NOBODY, SOMEBODY, expect_errno, mapped_pages, opened, run_as, write_all
 from tests.support.service import Service
 from tests.support.small_store import MIB, small_service, state, watched, write_sealed
+from tests.support.stores import NAMESPACE
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
 
@@ -31,20 +31,6 @@ DYING_READER = "import os, sys; os.open(sys.argv[1], os.O_RDONLY); os.kill(os.ge
 """In a process of its own: a forked one would inherit the mapping."""
 DYING_WRITER = (
     "import os, sys; os.write(os.open(sys.argv[1], 1 | os.O_TRUNC), b'no'); os.kill(os.getpid(), 9)"
-)
-NAMESPACE = Namespace(
-    model="test",
-    revision="1",
-    dtype="bfloat16",
-    layout="LKTHD",
-    block_tokens=16,
-    tensor_shards=1,
-    tensor_rank=0,
-    pipeline_shards=1,
-    pipeline_rank=0,
-    lora="",
-    salt="",
-    hash="sha256",
 )
 
 

@@ -14,7 +14,7 @@ import torch
 import kvfs
 from kvfs import errors
 from tests.support.sessions import MIB, Server, fork, session_server
-from tests.test_41_sessions import NAMESPACE
+from tests.support.stores import NAMESPACE
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="clients with other uids need root")
 

@@ -36,7 +36,8 @@ from kvfs.messages import (
 )
 from kvfs.rights import Caller
 from tests.support.sessions import MIB, RawClient, Server, fork, session_server
-from tests.test_41_sessions import DESCRIPTION, NAMESPACE, extents, results
+from tests.support.stores import NAMESPACE
+from tests.test_41_sessions import DESCRIPTION, extents, results
 from tiers.access import Access
 from tiers.native_seals import NativeSeals
 from tiers.session_state import Session, SessionQuota

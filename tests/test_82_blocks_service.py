@@ -14,7 +14,7 @@ from kvfs import errors
 from kvfs.keys import block_name
 from tests.support.door import ON_DIRECTORY, eventually, need_mount
 from tests.support.service import Service
-from tests.test_41_sessions import NAMESPACE
+from tests.support.stores import NAMESPACE
 from tests.test_74_restart import checksums
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]

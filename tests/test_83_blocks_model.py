@@ -20,7 +20,7 @@ import xxhash
 import kvfs
 from kvfs import errors
 from tests.support.sessions import MIB, Child, Server, fork, session_server
-from tests.test_41_sessions import NAMESPACE
+from tests.support.stores import NAMESPACE
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs a private tmpfs")
 
