@@ -16,7 +16,7 @@ from gateway import answers, checksums, conditions, large, metadata, ranges
 from gateway import etag as etags
 from gateway.calls import Answer, AnyAnswer, Call, Document, FileAnswer, HeadAnswer, Stored, no_such_key
 from gateway.errors import S3Error
-from gateway.found import found_of_object
+from gateway.found import Found, found_of_object
 from gateway.large import LargeAnswer
 from gateway.ranges import Span
 from gateway.stored import read_metadata, stored, unpack_marker
@@ -43,10 +43,7 @@ async def get_object(call: Call) -> AnyAnswer | LargeAnswer:
         raise no_such_key(call.key)
     found, descriptor = opened
     try:
-        what = stored(found)
-        conditions.check_read(call.conditions, what.etag, what.modified_s)
-        span = _span(call, what)
-        headers = _headers(call, what, span)
+        what, span, headers = _look_at(call, found)
         status = 200 if span is None else 206
         span = span or Span(0, what.size_bytes)
     except BaseException:
@@ -66,10 +63,7 @@ async def _get_large(call: Call) -> LargeAnswer:
         found = found_of_object(entry)
         if found is None:
             raise no_such_key(call.key)
-        what = stored(found)
-        conditions.check_read(call.conditions, what.etag, what.modified_s)
-        span = _span(call, what)
-        headers = _headers(call, what, span)
+        what, span, headers = _look_at(call, found)
     except BaseException:
         transfer.close()
         raise
@@ -82,10 +76,7 @@ async def head_object(call: Call) -> AnyAnswer:
     found = await call.backend.find(call.bucket, call.key)
     if found is None:
         raise no_such_key(call.key)
-    what = stored(found)
-    conditions.check_read(call.conditions, what.etag, what.modified_s)
-    span = _span(call, what)
-    headers = _headers(call, what, span)
+    what, span, headers = _look_at(call, found)
     return HeadAnswer(
         200 if span is None else 206, headers, what.size_bytes if span is None else span.size_bytes
     )
@@ -105,6 +96,14 @@ async def get_object_attributes(call: Call) -> Answer:
     what = stored(found)
     body = answers.object_attributes(wanted, what, call.request)
     return Document(200, [("Last-Modified", answers.http_date(found.mtime_ns))], body)
+
+
+def _look_at(call: Call, found: Found) -> tuple[Stored, Span | None, list[tuple[str, str]]]:
+    """What is there, the bytes of it that are asked for, and the headers, once the conditions hold. Raises S3Error."""
+    what = stored(found)
+    conditions.check_read(call.conditions, what.etag, what.modified_s)
+    span = _span(call, what)
+    return what, span, _headers(call, what, span)
 
 
 def _span(call: Call, what: Stored) -> Span | None:
