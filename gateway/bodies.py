@@ -25,6 +25,7 @@ from defusedxml.ElementTree import fromstring
 
 from gateway import checksums
 from gateway.checksums import Algorithm
+from gateway.conditions import parse_size, parse_time
 from gateway.errors import S3Error
 from gateway.etag import unquote
 from kvfs.limits import (
@@ -59,6 +60,8 @@ class DeleteClaim:
     key: str
     version_id: str | None = None
     etag: str | None = None
+    size_bytes: int | None = None
+    modified_s: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,23 +103,31 @@ def _part(node: Element) -> PartClaim:
 
 
 def delete(body: bytes) -> DeleteRequest:
-    """What to delete. Raises S3Error MalformedXML (also for none, or more than 1,000 objects)."""
+    """What to delete. Raises S3Error MalformedXML (also for none, or more than 1,000 objects), InvalidArgument."""
     root = _root(body, "Delete")
     objects = []
     for node in _children(root, "Object"):
         texts = _texts(node)
         if not texts.get("Key"):
             raise _malformed("An Object has a Key.")
-        etag = texts.get("ETag")
-        objects.append(
-            DeleteClaim(texts["Key"], texts.get("VersionId"), None if etag is None else unquote(etag))
-        )
+        objects.append(_delete_claim(texts))
     if not 1 <= len(objects) <= MAX_DELETE_KEYS:
         raise _malformed(f"{len(objects)} objects: 1 to {MAX_DELETE_KEYS} are possible.")
     quiet = [(node.text or "").strip().lower() for node in _children(root, "Quiet")]
     if len(quiet) > 1 or not set(quiet) <= {"true", "false", ""}:
         raise _malformed("Quiet is true or false, and given once.")
     return DeleteRequest(objects, quiet == ["true"])
+
+
+def _delete_claim(texts: dict[str, str]) -> DeleteClaim:
+    etag, size, time = (texts.get(name) for name in ("ETag", "Size", "LastModifiedTime"))
+    return DeleteClaim(
+        texts["Key"],
+        texts.get("VersionId"),
+        None if etag is None else unquote(etag),
+        None if size is None else parse_size(size.strip(), "Size"),
+        None if time is None else parse_time(time.strip(), "LastModifiedTime"),
+    )
 
 
 def tagging(body: bytes) -> dict[str, str]:
@@ -139,7 +150,6 @@ def tagging_header(text: str) -> dict[str, str]:
         pairs = parse_qsl(
             text,
             keep_blank_values=True,
-            strict_parsing=bool(text),
             errors="strict",
             max_num_fields=MAX_TAGS + 1,
         )

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import re
 
-from gateway import bodies, documents
+from gateway import bodies, documents, listing
 from gateway.calls import Answer, Call, Document
-from gateway.errors import S3Error
+from gateway.errors import S3Error, argument
 from gateway.reserved import bucket_owner, forget_bucket, note_owner
 from gateway.uploads import uploads_of
+from kvfs import limits
+from kvfs.credentials import RIGHTS
 from kvfs.errors import Exists
 from kvfs.messages import Op
 
@@ -23,17 +25,32 @@ _ADDRESS = re.compile(r"\d+\.\d+\.\d+\.\d+\Z")
 
 
 async def list_buckets(call: Call) -> Answer:
-    """Those that the caller may do anything with."""
+    """Those that the caller may do anything with, by name."""
+    arguments = call.action.arguments
+    prefix = arguments.get("prefix", "")
+    most = listing.parse_limit(arguments, "max-buckets", limits.MAX_LIST_BUCKETS)
+    if most == 0:
+        raise argument("max-buckets", "0", "max-buckets is to be at least 1")
+    token = arguments.get("continuation-token")
+    after = listing.decode_token(token) if token else ""
+    if arguments.get("bucket-region", call.settings.region) != call.settings.region:
+        raise argument("bucket-region", arguments["bucket-region"], "All buckets here are in one region")
+    found: list[tuple[str, int]] = []
+    for bucket in sorted(await call.backend.buckets(), key=lambda each: each.name):
+        if bucket.name > after and bucket.name.startswith(prefix) and await _is_shown(call, bucket.name):
+            found.append((bucket.name, bucket.created_ns))
+            if len(found) > most:
+                break
+    shown = found[:most]
+    token = listing.encode_token(shown[-1][0]) if len(found) > most else ""
+    return Document(200, (), documents.list_buckets(shown, call.owner, prefix=prefix, token=token))
+
+
+async def _is_shown(call: Call, name: str) -> bool:
     credential = call.verified.credential
-    prefix = call.action.arguments.get("prefix", "")
-    found = [
-        (bucket.name, bucket.created_ns)
-        for bucket in await call.backend.buckets()
-        if not bucket.name.startswith(".")
-        and bucket.name.startswith(prefix)
-        and any(credential.may(right, bucket.name) for right in ("read", "write", "list"))
-    ]
-    return Document(200, (), documents.list_buckets(found, call.owner, prefix=prefix))
+    if name.startswith(".") or not any(credential.may(right, name) for right in RIGHTS):
+        return False
+    return await call.owners.may_enter(credential, name)
 
 
 async def create_bucket(call: Call) -> Answer:
@@ -50,6 +67,7 @@ async def create_bucket(call: Call) -> Answer:
             raise S3Error("BucketAlreadyOwnedByYou", detail={"BucketName": call.bucket}) from None
     else:
         await note_owner(call.backend, call.bucket, call.owner)
+        call.owners.forget(call.bucket)
     return Answer(200, [("Location", f"/{call.bucket}")])
 
 
@@ -90,6 +108,7 @@ async def delete_bucket(call: Call) -> Answer:
     await call.backend.bucket(call.bucket)
     await call.backend.control(Op.BUCKET_REMOVE, bucket=call.bucket)
     await forget_bucket(call.backend, call.bucket)
+    call.owners.forget(call.bucket)
     for upload in await uploads_of(call.backend, call.bucket):
         await upload.remove(call.backend)
     return Answer(204)

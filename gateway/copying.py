@@ -60,7 +60,7 @@ async def open_source(call: Call) -> AsyncIterator[Source]:
     """The source of a copy. Raises S3Error AccessDenied, NoSuchKey, PreconditionFailed; BucketNotFound."""
     named = call.action.source
     assert named is not None
-    call.need_right("read", named.bucket)
+    await call.need_right("read", named.bucket, of_source=True)
     opened = await call.backend.open(named.bucket, named.key)
     if opened is None:
         raise no_such_key(named.key)
