@@ -26,8 +26,9 @@ from defusedxml.ElementTree import fromstring
 from gateway import checksums
 from gateway.checksums import Algorithm
 from gateway.conditions import parse_size, parse_time
-from gateway.errors import S3Error
+from gateway.errors import S3Error, argument
 from gateway.etag import unquote
+from gateway.request import is_escaped
 from kvfs.limits import (
     MAX_DELETE_KEYS,
     MAX_MATCH_HASHES,
@@ -73,7 +74,7 @@ class DeleteRequest:
 
 
 def complete_multipart_upload(body: bytes) -> list[PartClaim]:
-    """The parts in order. Raises S3Error MalformedXML, InvalidPartOrder, InvalidArgument, InvalidRequest (checksum)."""
+    """The parts in order. Raises S3Error MalformedXML, InvalidPartOrder, InvalidArgument, NotImplemented (checksum)."""
     parts = [_part(node) for node in _children(_root(body, "CompleteMultipartUpload"), "Part")]
     if not 1 <= len(parts) <= MAX_PARTS:
         raise _malformed(f"{len(parts)} parts: 1 to {MAX_PARTS} are possible.")
@@ -93,13 +94,23 @@ def _part(node: Element) -> PartClaim:
             f"A part number is an integer from 1 to {MAX_PARTS}.",
             detail={"ArgumentName": "PartNumber", "ArgumentValue": number},
         )
+    return PartClaim(int(number), unquote(etag), _part_checksum(number, texts))
+
+
+def _part_checksum(number: str, texts: dict[str, str]) -> dict[Algorithm, bytes]:
+    """At most one. Raises S3Error InvalidArgument, NotImplemented."""
     found = {}
     for name, text in texts.items():
         if name in _ALGORITHMS:
-            found[_ALGORITHMS[name]] = checksums.parse(_ALGORITHMS[name], text.strip())
+            try:
+                found[_ALGORITHMS[name]] = checksums.parse(_ALGORITHMS[name], text.strip())
+            except S3Error:
+                raise argument(name, text, f"The checksum of part {number} is invalid") from None
         elif name.startswith("Checksum"):
             raise S3Error("NotImplemented", f"{name} is not implemented.")
-    return PartClaim(int(number), unquote(etag), found)
+    if len(found) > 1:
+        raise S3Error("InvalidArgument", f"Part {number} has more than one checksum.")
+    return found
 
 
 def delete(body: bytes) -> DeleteRequest:
@@ -147,18 +158,12 @@ def tagging(body: bytes) -> dict[str, str]:
 def tagging_header(text: str) -> dict[str, str]:
     """`x-amz-tagging: a=1&b=2`. Raises S3Error InvalidArgument, InvalidTag, BadRequest (more than 10)."""
     try:
-        pairs = parse_qsl(
-            text,
-            keep_blank_values=True,
-            errors="strict",
-            max_num_fields=MAX_TAGS + 1,
-        )
+        pairs = parse_qsl(text, keep_blank_values=True, errors="strict", max_num_fields=MAX_TAGS + 1)
     except ValueError:
-        raise S3Error(
-            "InvalidArgument",
-            "x-amz-tagging is to be the tags as query parameters.",
-            detail={"ArgumentName": "x-amz-tagging", "ArgumentValue": text},
-        ) from None
+        pairs = [("", "")]
+    keys = [key for key, _ in pairs]
+    if "" in keys or len(set(keys)) != len(keys) or not is_escaped(text):
+        raise argument("x-amz-tagging", text, "Tags in a header are query parameters, each key once")
     return _tags(pairs)
 
 

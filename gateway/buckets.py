@@ -22,15 +22,19 @@ from kvfs.messages import Op
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]\Z")
 _ADDRESS = re.compile(r"\d+\.\d+\.\d+\.\d+\Z")
+_RESERVED = re.compile(r"xn--|sthree-|amzn-s3-demo-|.*(-s3alias|--ol-s3|\.mrap|--x-s3|--table-s3)\Z")
+"""Prefixes and suffixes that S3 keeps for itself (User Guide, "General purpose bucket naming rules")."""
 
 
 async def list_buckets(call: Call) -> Answer:
     """Those that the caller may do anything with, by name."""
     arguments = call.action.arguments
     prefix = arguments.get("prefix", "")
-    most = listing.parse_limit(arguments, "max-buckets", limits.MAX_LIST_BUCKETS)
-    if most == 0:
-        raise argument("max-buckets", "0", "max-buckets is to be at least 1")
+    most = listing.parse_limit(arguments, "max-buckets", limits.MAX_LIST_BUCKETS + 1)
+    if not 1 <= most <= limits.MAX_LIST_BUCKETS and arguments.get("max-buckets"):
+        reason = f"max-buckets is to be from 1 to {limits.MAX_LIST_BUCKETS}"
+        raise argument("max-buckets", arguments["max-buckets"], reason)
+    most = min(most, limits.MAX_LIST_BUCKETS)
     token = arguments.get("continuation-token")
     after = listing.decode_token(token) if token else ""
     if arguments.get("bucket-region", call.settings.region) != call.settings.region:
@@ -43,7 +47,8 @@ async def list_buckets(call: Call) -> Answer:
                 break
     shown = found[:most]
     token = listing.encode_token(shown[-1][0]) if len(found) > most else ""
-    return Document(200, (), documents.list_buckets(shown, call.owner, prefix=prefix, token=token))
+    body = documents.list_buckets(shown, call.owner, region=call.settings.region, prefix=prefix, token=token)
+    return Document(200, (), body)
 
 
 async def _is_shown(call: Call, name: str) -> bool:
@@ -85,7 +90,8 @@ def _check_location(call: Call, location: str | None) -> None:
 
 def check_name(name: str) -> None:
     """Raises S3Error InvalidBucketName by S3's rules for new buckets, which are narrower than kvfs's."""
-    if not _NAME.match(name) or ".." in name or ".-" in name or "-." in name or _ADDRESS.match(name):
+    dotted = ".." in name or ".-" in name or "-." in name
+    if not _NAME.match(name) or dotted or _ADDRESS.match(name) or _RESERVED.match(name):
         raise S3Error(
             "InvalidBucketName",
             "A bucket's name has 3 to 63 lower-case letters, digits, dots and hyphens, and is no IP address.",

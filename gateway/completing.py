@@ -265,7 +265,7 @@ async def _tidy(call: Call, upload: Upload, said: ObjectMetadata) -> None:
 
 
 async def _completed_before(call: Call, upload_id: str) -> Answer:
-    """The answer to a completion that another one preceded. Raises S3Error NoSuchUpload."""
+    """The answer to a completion that another one preceded. Raises S3Error NoSuchUpload, BucketNotFound."""
     with trio.move_on_after(_WINNER_WAIT_S):
         while True:
             found = await call.backend.find(call.bucket, call.key)

@@ -155,18 +155,14 @@ def check_source(conditions: Conditions, etag: str, modified_s: int) -> None:
 def check_write(conditions: Conditions, etag: str | None) -> None:
     """Before a name is given to another object, or taken away; `etag` of what has it (None: nothing).
 
-    Raises S3Error PreconditionFailed, NoSuchKey (If-Match of nothing), and NotImplemented for what S3 does not take on
-    writes: dates, If-None-Match of anything but `*`, and both at once.
+    Raises S3Error PreconditionFailed, NoSuchKey (If-Match of nothing), and NotImplemented for dates, which S3 does not
+    take on writes. Of If-None-Match S3 takes only `*`; ETags mean here what RFC 9110 says.
     """
     if conditions is _NOTHING:
         return
     if conditions.modified_since_s is not None or conditions.unmodified_since_s is not None:
         raise S3Error("NotImplemented", "Writes take no condition on dates.")
-    if conditions.if_none_match and conditions.if_none_match != ("*",):
-        raise S3Error("NotImplemented", "Writes take If-None-Match only with `*`.")
-    if conditions.if_none_match and conditions.if_match:
-        raise S3Error("NotImplemented", "Writes take If-Match or If-None-Match.")
-    if conditions.if_none_match and etag is not None:
+    if conditions.if_none_match and etag is not None and _matches(conditions.if_none_match, etag):
         raise _failed("If-None-Match")
     if conditions.if_match:
         if etag is None:

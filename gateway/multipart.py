@@ -69,7 +69,7 @@ async def upload_part(call: Call) -> Answer:
         await call.backend.abort(draft)
     found = await _sealed_part(call, upload)
     headers = [("ETag", etags.quote(stored(found).etag))]
-    if received.checksum is not None and wanted.algorithm is not None:
+    if received.checksum is not None:
         headers.append((received.checksum.algorithm.header, received.checksum.text))
     return Answer(200, headers)
 

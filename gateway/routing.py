@@ -19,7 +19,7 @@ from gateway import unset
 from gateway.addressing import Address, check_bucket, check_key
 from gateway.errors import S3Error, argument
 from gateway.promises import check_promises
-from gateway.request import Request, decode_component
+from gateway.request import Request, decode_component, is_escaped
 from kvfs.limits import MAX_PARTS
 
 
@@ -339,15 +339,19 @@ def check_version(version: str) -> None:
 def copy_source(request: Request) -> CopySource:
     """`x-amz-copy-source`: `[/]bucket/key[?versionId=null]`, percent-encoded.
 
-    Raises S3Error InvalidArgument, NoSuchVersion, InvalidURI, InvalidBucketName, KeyTooLongError.
+    Raises S3Error InvalidArgument, NoSuchVersion, InvalidURI (of the version).
     """
     raw = request.header_bytes(b"x-amz-copy-source") or b""
     path, mark, version = raw.partition(b"?versionId=")
-    bucket, slash, key = decode_component(path).removeprefix("/").partition("/")
-    if not slash or not bucket or not key or bucket.startswith("arn:"):
-        raise argument("x-amz-copy-source", raw.decode("latin-1"), "A copy source is BUCKET/KEY")
+    text = raw.decode("latin-1")
+    try:
+        bucket, slash, key = decode_component(path).removeprefix("/").partition("/")
+        if not slash or not bucket or not key or bucket.startswith("arn:") or not is_escaped(text):
+            raise argument("x-amz-copy-source", text, "A copy source is BUCKET/KEY, percent-encoded")
+        check_bucket(bucket)
+        check_key(key)
+    except S3Error as error:
+        raise argument("x-amz-copy-source", text, error.message.removesuffix(".")) from None
     if mark:
         check_version(decode_component(version))
-    check_bucket(bucket)
-    check_key(key)
     return CopySource(bucket, key)

@@ -126,9 +126,10 @@ async def find_upload(backend: Backend, upload_id: str, bucket: str, key: str) -
 
 
 async def need_upload(backend: Backend, upload_id: str | None, bucket: str, key: str) -> Upload:
-    """Raises S3Error NoSuchUpload."""
+    """Raises S3Error NoSuchUpload, BucketNotFound."""
     upload = await find_upload(backend, upload_id or "", bucket, key)
     if upload is None:
+        await backend.bucket(bucket)
         raise S3Error("NoSuchUpload", detail={"UploadId": upload_id or ""})
     return upload
 

@@ -112,11 +112,9 @@ async def write_condition(call: Call) -> Seal:
         return seal
     found = await call.backend.find(call.bucket, call.key)
     conditions.check_write(call.conditions, None if found is None else stored(found).etag)
-    if call.conditions.if_none_match:
-        seal = replace(seal, replace=False)
-    if call.conditions.if_match and found is not None:
-        seal = replace(seal, expected_id=found.object_id)
-    return seal
+    if found is None or "*" in call.conditions.if_none_match:
+        return replace(seal, replace=False)
+    return replace(seal, expected_id=found.object_id)
 
 
 async def _sealed_answer(call: Call, said: ObjectMetadata) -> Answer:
