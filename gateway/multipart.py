@@ -37,9 +37,8 @@ async def create(call: Call) -> Answer:
     await check_room(call.backend)
     said = replace(metadata.from_request(call.request), owner=call.owner)
     algorithm, type_ = checksums.asked(call.request)
-    upload = Upload(
-        new_upload_id(), call.bucket, call.key, call.owner, time.time_ns(), said, algorithm, type_
-    )
+    now_ns = time.time_ns()
+    upload = Upload(new_upload_id(now_ns), call.bucket, call.key, call.owner, now_ns, said, algorithm, type_)
     await upload.save(call.backend)
     headers = []
     if algorithm is not None and type_ is not None:
@@ -161,9 +160,9 @@ def part_item(each: int, found: Found) -> PartItem:
 async def list_uploads(call: Call) -> Answer:
     await call.backend.bucket(call.bucket)
     request = listing.parse_uploads(call.action.arguments)
-    id_marker = call.action.arguments.get("upload-id-marker", "")
+    id_marker = call.action.arguments.get("upload-id-marker", "") if request.marker else ""
     found = await uploads_of(call.backend, call.bucket)
-    shown, prefixes, truncated = page_of(found, request, id_marker if request.marker else "")
+    shown, prefixes, truncated = page_of(found, request, id_marker)
     body = documents.list_multipart_uploads(
         call.bucket,
         request,

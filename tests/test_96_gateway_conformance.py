@@ -369,6 +369,19 @@ def test_uploads_of_a_missing_bucket(s3: Any, bucket: str) -> None:
         assert outcome(s3.complete_multipart_upload, MultipartUpload=parts, **where) == (404, code)
 
 
+def test_uploads_of_a_key_are_listed_by_age(s3: Any, bucket: str) -> None:
+    made = [s3.create_multipart_upload(Bucket=bucket, Key="k")["UploadId"] for _ in range(6)]
+    pages, markers = [], {"KeyMarker": "", "UploadIdMarker": "passed over without a key"}
+    while markers:
+        page = s3.list_multipart_uploads(Bucket=bucket, MaxUploads=4, **markers)
+        pages.append([each["UploadId"] for each in page["Uploads"]])
+        assert page["UploadIdMarker"] == (markers["UploadIdMarker"] if markers["KeyMarker"] else "")
+        markers = {}
+        if page["IsTruncated"]:
+            markers = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+    assert pages == [made[:4], made[4:]]
+
+
 # --- headers -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("given", "kept"),
