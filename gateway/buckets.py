@@ -17,7 +17,7 @@ from gateway.reserved import bucket_owner, forget_bucket, note_owner
 from gateway.uploads import uploads_of
 from kvfs import limits
 from kvfs.credentials import RIGHTS
-from kvfs.errors import Exists
+from kvfs.errors import BucketNotFound, Exists
 from kvfs.messages import Op
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]\Z")
@@ -112,9 +112,19 @@ async def get_location(call: Call) -> Answer:
 async def delete_bucket(call: Call) -> Answer:
     """Uploads under way go with it, as they are in no listing of its keys."""
     await call.backend.bucket(call.bucket)
+    owner = await bucket_owner(call.backend, call.bucket)
     await call.backend.control(Op.BUCKET_REMOVE, bucket=call.bucket)
-    await forget_bucket(call.backend, call.bucket)
     call.owners.forget(call.bucket)
+    await _forget_owner(call, owner)
     for upload in await uploads_of(call.backend, call.bucket):
         await upload.remove(call.backend)
     return Answer(204)
+
+
+async def _forget_owner(call: Call, owner: str | None) -> None:
+    """Of the bucket that was removed, unless one was made in its place meanwhile."""
+    try:
+        await call.backend.bucket(call.bucket)
+    except BucketNotFound:
+        if await bucket_owner(call.backend, call.bucket) == owner:
+            await forget_bucket(call.backend, call.bucket)

@@ -262,9 +262,9 @@ def parse_object(algorithm: Algorithm, text: str) -> Checksum:
 
 
 def parse_type(text: str) -> ChecksumType:
-    """`x-amz-checksum-type`. Raises S3Error InvalidRequest."""
+    """`x-amz-checksum-type`, in any case. Raises S3Error InvalidRequest."""
     try:
-        return ChecksumType(text)
+        return ChecksumType(text.upper())
     except ValueError:
         raise S3Error("InvalidRequest", "x-amz-checksum-type is to be FULL_OBJECT or COMPOSITE.") from None
 

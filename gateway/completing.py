@@ -79,9 +79,9 @@ async def complete(call: Call) -> Answer:
 
 
 def _without_checksums(call: Call) -> Call:
-    """The same without the headers `x-amz-checksum-*`: here they are of the object, not of the document."""
+    """The same without `x-amz-checksum-*`, in headers or query: here they are of the object, not of the document."""
     headers = [pair for pair in call.request.headers if not pair[0].startswith(b"x-amz-checksum-")]
-    return replace(call, request=replace(call.request, headers=headers))
+    return replace(call, request=replace(call.request, headers=headers, raw_query=b""))
 
 
 def _check_checksums_given(upload: Upload, claims: Sequence[PartClaim]) -> None:

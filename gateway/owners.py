@@ -6,15 +6,15 @@ without rights of its own is not let into somebody else's bucket, and a request 
 
 Invariants: a bucket that another door made belongs to nobody, so it is everybody's and never the expected owner's. What
 another worker changes is seen within limits.OWNER_MEMORY_S; what this one changes, at once. Nothing is remembered of a
-bucket that is not there.
+bucket that is not there, and not that a young one is nobody's.
 
 Concurrency: one trio thread.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from time import monotonic
 
 from gateway import reserved
 from gateway.backend import Backend
@@ -27,7 +27,7 @@ from kvfs.errors import BucketNotFound
 class Owners:
     """The owners of buckets."""
 
-    def __init__(self, backend: Backend, *, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(self, backend: Backend, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._backend = backend
         self._clock = clock
         self._known: dict[str, tuple[str | None, float]] = {}
@@ -38,10 +38,12 @@ class Owners:
         if known is not None and known[1] > self._clock():
             return known[0]
         try:
-            await self._backend.bucket(bucket)
+            made_ns = (await self._backend.bucket(bucket)).created_ns
         except BucketNotFound:
             return None
         owner = await reserved.bucket_owner(self._backend, bucket)
+        if owner is None and time.time_ns() - made_ns < limits.OWNER_MEMORY_S * 1e9:
+            return None  # the worker that made it may be about to note whose it is
         if len(self._known) >= limits.MAX_REMEMBERED_OWNERS:
             self._known.clear()
         self._known[bucket] = owner, self._clock() + limits.OWNER_MEMORY_S
