@@ -41,6 +41,7 @@ from kvfs.limits import (
 
 _ALGORITHMS: Final = {algorithm.element: algorithm for algorithm in Algorithm}
 _TAG_TEXT: Final = re.compile(r"[\w\s+\-=.:/@]*\Z")
+_INTEGER: Final = re.compile(r"-?[0-9]+\Z")
 _DIGEST: Final = re.compile(r"[0-9a-f]{32}\Z")
 
 
@@ -86,7 +87,7 @@ def complete_multipart_upload(body: bytes) -> list[PartClaim]:
 def _part(node: Element) -> PartClaim:
     texts = _texts(node)
     number, etag = texts.get("PartNumber", "").strip(), texts.get("ETag")
-    if etag is None or not (number.isascii() and number.isdigit()):
+    if etag is None or not _INTEGER.match(number):
         raise _malformed("A Part has a PartNumber and an ETag.")
     if len(number) > 10 or not 1 <= int(number) <= MAX_PARTS:
         raise S3Error(

@@ -462,6 +462,7 @@ EXTERNAL = (
     [
         (complete(""), "MalformedXML"),
         (complete(part(0)), "InvalidArgument"),
+        (complete(part(-4)), "InvalidArgument"),
         (complete(part(10_001)), "InvalidArgument"),
         (complete(part("9" * 5000)), "InvalidArgument"),
         (complete(part("x")), "MalformedXML"),
