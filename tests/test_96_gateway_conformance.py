@@ -388,6 +388,7 @@ def test_uploads_of_a_key_are_listed_by_age(s3: Any, bucket: str) -> None:
     [
         ("gzip", "gzip"),
         ("deflate, gzip", "deflate, gzip"),
+        ("br,gzip", "br,gzip"),
         ("gzip, aws-chunked", "gzip"),
         ("aws-chunked,br,gzip", "br, gzip"),
         ("aws-chunked, aws-chunked", None),
