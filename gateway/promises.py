@@ -42,9 +42,14 @@ _OTHER_ACLS: Final = frozenset(
     }
 )
 
+_OWNERSHIP: Final = b"ObjectWriter"
+"""An object belongs to whom the credential stands for that wrote it."""
+
+_OTHER_OWNERSHIPS: Final = frozenset({b"BucketOwnerEnforced", b"BucketOwnerPreferred"})
+
 
 def check_promises(request: Request) -> None:
-    """Raises S3Error NotImplemented, InvalidStorageClass, InvalidArgument (no such canned ACL)."""
+    """Raises S3Error NotImplemented, InvalidStorageClass, InvalidArgument (no such canned ACL, no such ownership)."""
     if request.method not in ("PUT", "POST"):
         return
     headers = request.headers_by_name
@@ -56,6 +61,11 @@ def check_promises(request: Request) -> None:
         raise _header(b"x-amz-acl")
     if acl not in _HARMLESS_ACLS:
         raise argument("x-amz-acl", acl.decode("latin-1"), "There is no such canned ACL")
+    ownership = headers.get(b"x-amz-object-ownership", _OWNERSHIP)
+    if ownership in _OTHER_OWNERSHIPS:
+        raise _header(b"x-amz-object-ownership")
+    if ownership != _OWNERSHIP:
+        raise argument("x-amz-object-ownership", ownership.decode("latin-1"), "There is no such ownership")
     if headers.get(b"x-amz-bucket-object-lock-enabled", b"false").lower() != b"false":
         raise _header(b"x-amz-bucket-object-lock-enabled")
     storage_class = headers.get(b"x-amz-storage-class", b"STANDARD")
