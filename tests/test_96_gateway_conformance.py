@@ -177,8 +177,12 @@ def test_the_acl_is_the_owners(s3: Any, bucket: str) -> None:
     assert outcome(s3.get_object_acl, Bucket=bucket, Key="none") == MISSING
 
 
-def test_the_only_acl_that_can_be_set_is_the_one_there_is(s3: Any, bucket: str) -> None:
+def test_the_only_acl_that_can_be_set_is_the_one_there_is(door: Gateway, s3: Any, bucket: str) -> None:
     s3.put_object(Bucket=bucket, Key="k", Body=b"x")
+    with raw_client(door) as raw:
+        for target in (f"/{bucket}?acl", f"/{bucket}/k?acl"):
+            both = raw.ask("PUT", target, body=b"<AccessControlPolicy/>", headers={"x-amz-acl": "private"})
+            assert both.status == 501
     grants = {"Owner": {"ID": "main"}, "Grants": []}
     for call, names in (
         (s3.put_bucket_acl, {"Bucket": bucket}),
