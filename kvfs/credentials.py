@@ -3,7 +3,8 @@
 Responsibility: what one of `[[s3.credentials]]` in the configuration says, and making new keys. The file that holds
 them is edited by `kvfs.credential_file`.
 
-Invariants: a secret is never part of a repr or a message. Rights only add up: what no glob grants is refused.
+Invariants: a secret is never part of a repr or a message. Rights only add up: what no glob grants is refused. Without
+rights, whom a bucket belongs to decides, which is `gateway.owners`'s to know.
 Concurrency: plain values.
 """
 
