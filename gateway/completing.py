@@ -163,7 +163,7 @@ async def _complete_large(
     async with large.writing(call.backend, call.bucket) as transfer:
         for part in parts:
             async with _open_part(call, upload, part) as descriptor:
-                await large.append_slot(transfer, descriptor, part.what.size_bytes)
+                await large.append_slot(transfer, descriptor, 0, part.what.size_bytes)
         if not await upload.claim(call.backend):
             return await _completed_before(call, upload.upload_id)
         async with _restored(call, upload):

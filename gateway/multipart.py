@@ -17,7 +17,7 @@ from gateway.backend import Seal
 from gateway.body_plan import payload_bytes
 from gateway.calls import Answer, Call, Document
 from gateway.checksums import Algorithm, ChecksumType
-from gateway.copying import CopyPlan, copied_digests, open_source, part_span, run_copy
+from gateway.copying import CopyPlan, copied_digests, draft_for, open_source, part_span, run_copy
 from gateway.documents import PartItem, UploadItem
 from gateway.errors import S3Error
 from gateway.found import BucketInfo, Found
@@ -97,13 +97,10 @@ async def upload_part_copy(call: Call) -> Answer:
         span = part_span(call, source)
         plan = CopyPlan(source, span, call.settings.takes_md5(call.bucket), upload.algorithm)
         check_size(call, PARTS, span.size_bytes)
-        draft = await call.backend.reserve(span.size_bytes)
-        try:
+        async with draft_for(call, source, span.size_bytes) as draft:
             digests = await run_copy(plan, draft)
             said = copied_digests(ObjectMetadata(), plan, digests)
             await call.backend.seal(draft, _part_seal(call, upload, said))
-        finally:
-            await call.backend.abort(draft)
     found = await _sealed_part(call, upload)
     return Document(200, (), documents.copy_part(stored(found).etag, found.mtime_ns, said.checksum))
 
