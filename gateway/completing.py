@@ -61,7 +61,8 @@ async def complete(call: Call) -> Answer:
     parts = _claimed(claims, await upload.parts(call.backend))
     said = _metadata(call, upload, parts, claims)
     size_bytes = sum(part.what.size_bytes for part in parts)
-    check_whole(call, await call.backend.bucket(call.bucket), size_bytes)
+    await call.backend.bucket(call.bucket)
+    check_whole(call, size_bytes)
     seal = replace(await write_condition(call), user_metadata=said.encode())
     if is_large(call, size_bytes):
         return await _complete_large(call, upload, parts, said, seal)

@@ -109,8 +109,13 @@ class Connected:
 
     @property
     def largest_object_bytes(self) -> int:
-        """Of the last service connected to."""
+        """Of those in a slot; of the last service connected to."""
         return self._session.hello.details["limits"]["object_bytes"] if self._session else 0
+
+    @property
+    def largest_large_bytes(self) -> int:
+        """Of objects that no slot holds; 0: there is no NVMe tier."""
+        return self._session.hello.details["limits"]["large_object_bytes"] if self._session else 0
 
     async def session(self) -> Session:
         """The session, waiting a moment for a new one. Raises SessionClosed."""

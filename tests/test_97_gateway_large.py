@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import os
 from collections.abc import Iterator
@@ -16,9 +17,10 @@ from boto3.s3.transfer import TransferConfig
 
 from kvfs import limits
 from tests.support.gateway import Gateway, gateway
+from tests.support.raw_s3 import UNSIGNED, raw_client, signed_head
 from tests.test_96_gateway_objects import fails
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 BUCKET = "wide"
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -29,9 +31,8 @@ pytestmark = [
 @contextmanager
 def wide_gateway() -> Iterator[Gateway]:
     """64 MiB of DRAM, which take objects of 16 MiB, over NVMe."""
-    with gateway(dram="64MiB", nvme="2GiB", settings=f'large_buckets = ["{BUCKET}"]') as found:
-        for name in (BUCKET, "narrow"):
-            found.client().create_bucket(Bucket=name)
+    with gateway(dram="64MiB", nvme="2GiB") as found:
+        found.client().create_bucket(Bucket=BUCKET)
         yield found
         assert not found.service.complaints()
 
@@ -89,6 +90,51 @@ def test_half_a_gibibyte_both_ways_through_64_mib(fresh: Gateway, tmp_path: Path
     assert grown[fresh.service.pid] < extents * limits.MAX_EXTENT_BYTES + 32 * MIB, grown
 
 
+# --- what is too large -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("size_bytes", [GIB + 1, 5 * GIB + 1])
+def test_more_than_half_of_the_nvme_tier_is_refused_before_a_byte_is_sent(
+    wide: Gateway, size_bytes: int
+) -> None:
+    headers = {"content-length": str(size_bytes), "expect": "100-continue"}
+    with raw_client(wide) as client:
+        client.send(signed_head(wide, "PUT", f"/{BUCKET}/k", headers=headers, body=None, payload=UNSIGNED))
+        answer = client.response()
+        assert (answer.status, answer.code) == (400, "EntityTooLarge")
+        assert f"<MaxSizeAllowed>{GIB}</MaxSizeAllowed>" in answer.body.decode()
+
+
+def test_without_an_nvme_tier_dram_sets_the_limit() -> None:
+    with gateway(dram="128MiB") as door:
+        s3 = door.client()
+        s3.create_bucket(Bucket=BUCKET)
+        s3.put_object(Bucket=BUCKET, Key="k", Body=bytes(17 * MIB))
+        fails(lambda: s3.put_object(Bucket=BUCKET, Key="l", Body=bytes(32 * MIB + 1)), "EntityTooLarge", 400)
+        source = {"Bucket": BUCKET, "Key": "k"}
+        made = s3.create_multipart_upload(Bucket=BUCKET, Key="l")
+        upload = {"Bucket": BUCKET, "Key": "l", "UploadId": made["UploadId"]}
+        parts = [s3.upload_part_copy(**upload, PartNumber=n, CopySource=source) for n in (1, 2)]
+        listed = [
+            {"PartNumber": n, "ETag": part["CopyPartResult"]["ETag"]} for n, part in enumerate(parts, 1)
+        ]
+        fails(
+            lambda: s3.complete_multipart_upload(**upload, MultipartUpload={"Parts": listed}),
+            "EntityTooLarge",
+            400,
+        )
+
+
+def test_the_mount_reads_what_it_would_not_write(wide: Gateway) -> None:
+    """The bucket was not made for large files: the mount keeps its short ways there."""
+    s3, body = wide.client(), os.urandom(20 * MIB)
+    s3.put_object(Bucket=BUCKET, Key="k", Body=body)
+    path = wide.service.mount / BUCKET / "k"
+    assert (path.read_bytes(), os.getxattr(path.parent, "user.kvfs.large")) == (body, b"0")
+    with pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
+        path.open("r+b")
+    path.unlink()
+    fails(lambda: s3.head_object(Bucket=BUCKET, Key="k"), "404")
+
+
 # --- copies ------------------------------------------------------------------------------------------------
 def test_a_large_object_is_copied(wide: Gateway) -> None:
     s3, body = wide.client(), os.urandom(40 * MIB + 123)
@@ -103,7 +149,6 @@ def test_a_large_object_is_copied(wide: Gateway) -> None:
     made = s3.copy_object(Bucket=BUCKET, Key="c", CopySource=source, ChecksumAlgorithm="SHA256")
     digest = base64.b64encode(hashlib.sha256(body).digest()).decode()
     assert made["CopyObjectResult"]["ChecksumSHA256"] == digest
-    fails(lambda: s3.copy_object(Bucket="narrow", Key="b", CopySource=source), "EntityTooLarge", 400)
     wrong = {**source, "Key": "none"}
     fails(lambda: s3.copy_object(Bucket=BUCKET, Key="d", CopySource=wrong), "NoSuchKey", 404)
     fails(
@@ -151,12 +196,12 @@ def test_parts_are_copied_from_a_large_object(wide: Gateway) -> None:
     assert s3.get_object(Bucket=BUCKET, Key="copied")["Body"].read() == body
     wrong = {**upload, "PartNumber": 1, "CopySource": f"{BUCKET}/source"}
     fails(lambda: s3.upload_part_copy(**wrong, CopySourceRange=f"bytes=0-{len(body)}"), "NoSuchUpload", 404)
-    part_of_it_fits_elsewhere(s3, body)
+    part_of_it_becomes_a_small_object(s3, body)
 
 
-def part_of_it_fits_elsewhere(s3: Any, body: bytes) -> None:
-    made = s3.create_multipart_upload(Bucket="narrow", Key="piece")
-    upload = {"Bucket": "narrow", "Key": "piece", "UploadId": made["UploadId"]}
+def part_of_it_becomes_a_small_object(s3: Any, body: bytes) -> None:
+    made = s3.create_multipart_upload(Bucket=BUCKET, Key="piece")
+    upload = {"Bucket": BUCKET, "Key": "piece", "UploadId": made["UploadId"]}
     source: dict[str, Any] = {**upload, "PartNumber": 1, "CopySource": f"{BUCKET}/source"}
     fails(
         lambda: s3.upload_part_copy(**source, CopySourceRange=f"bytes=0-{len(body)}"), "InvalidArgument", 400
@@ -165,7 +210,7 @@ def part_of_it_fits_elsewhere(s3: Any, body: bytes) -> None:
     found = s3.upload_part_copy(**source, CopySourceRange=f"bytes={9 * MIB + 1}-{12 * MIB}")
     etag = found["CopyPartResult"]["ETag"]
     s3.complete_multipart_upload(**upload, MultipartUpload={"Parts": [{"PartNumber": 1, "ETag": etag}]})
-    assert s3.get_object(Bucket="narrow", Key="piece")["Body"].read() == body[9 * MIB + 1 : 12 * MIB + 1]
+    assert s3.get_object(Bucket=BUCKET, Key="piece")["Body"].read() == body[9 * MIB + 1 : 12 * MIB + 1]
 
 
 def test_copies_give_all_back(wide: Gateway) -> None:
@@ -173,7 +218,7 @@ def test_copies_give_all_back(wide: Gateway) -> None:
     s3.put_object(Bucket=BUCKET, Key="a", Body=bytes(20 * MIB))
     for key in "bcd":
         s3.copy_object(Bucket=BUCKET, Key=key, CopySource=f"{BUCKET}/a")
-    fails(lambda: s3.copy_object(Bucket="narrow", Key="a", CopySource=f"{BUCKET}/a"), "EntityTooLarge", 400)
+    fails(lambda: s3.copy_object(Bucket=BUCKET, Key="a/", CopySource=f"{BUCKET}/a"), "EntityTooLarge", 400)
     with wide.service.client() as client:
         while client.status()["open_drafts"] or client.status()["sessions"] > 3:
             pass
