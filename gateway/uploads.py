@@ -9,8 +9,8 @@ Invariants:
 - Where there is an NVMe tier, parts are durable. Else they count as cache: a directory that is named by a hash is
   evicted as one (`kvfs.paths.unit_prefix`), so an upload that fell to eviction has no parts at all, and its
   completion fails with InvalidPart.
-- At most limits.MAX_UPLOADS at once; those older than the expiry are removed by any worker (`expire`), and so are
-  parts without a record, which a worker that died may have left.
+- At most limits.MAX_UPLOADS at once; those that nothing was uploaded to for longer than the expiry are removed by any
+  worker (`expire`), and so are parts without a record, which a worker that died may have left.
 
 Concurrency: any worker.
 """
@@ -185,13 +185,20 @@ async def check_room(backend: Backend) -> None:
             )
 
 
-async def expire(backend: Backend, older_than_s: float) -> int:
-    """Remove uploads that began so long ago, and parts that have no record; how many uploads."""
-    before_ns = time.time_ns() - int(older_than_s * 1e9)
+async def _is_idle(backend: Backend, upload: Upload, since_ns: int) -> bool:
+    """Whether it is older than that, and its newest part too."""
+    if upload.initiated_ns >= since_ns:
+        return False
+    return all(found.mtime_ns < since_ns for found in (await upload.parts(backend)).values())
+
+
+async def expire(backend: Backend, older_than_s: float, now_ns: int | None = None) -> int:
+    """Remove uploads that nothing was done to for so long, and parts that have no record; how many uploads."""
+    now_ns = time.time_ns() if now_ns is None else now_ns
     removed = 0
     kept = set()
     for upload in await all_uploads(backend):
-        if upload.initiated_ns < before_ns:
+        if await _is_idle(backend, upload, now_ns - int(older_than_s * 1e9)):
             log.info("upload %s of %s/%s has expired", upload.upload_id, upload.bucket, upload.key)
             removed += await upload.remove(backend)
         else:
@@ -199,7 +206,7 @@ async def expire(backend: Backend, older_than_s: float) -> int:
     orphans = set()
     async for key, found in _under(backend, _PARTS):
         upload_id = key[len(_PARTS) :].partition("/")[0]
-        if upload_id not in kept and found.mtime_ns < time.time_ns() - int(limits.ORPHAN_AGE_S * 1e9):
+        if upload_id not in kept and found.mtime_ns < now_ns - int(limits.ORPHAN_AGE_S * 1e9):
             orphans.add(upload_id)
     for upload_id in orphans:
         await remove_parts(backend, upload_id)
