@@ -58,6 +58,7 @@ async def complete(call: Call) -> Answer:
     upload = await find_upload(call.backend, upload_id, call.bucket, call.key)
     if upload is None:
         return await _completed_before(call, upload_id)
+    await upload.touch(call.backend, call.settings.upload_expiry_s)
     parts = _claimed(claims, await upload.parts(call.backend))
     said = _metadata(call, upload, parts, claims)
     size_bytes = sum(part.what.size_bytes for part in parts)

@@ -69,6 +69,7 @@ def _checksum_of(call: Call) -> tuple[Algorithm | None, ChecksumType | None]:
 # --- parts -------------------------------------------------------------------------------------------------
 async def upload_part(call: Call) -> Answer:
     upload = await need_upload(call.backend, call.action.upload_id, call.bucket, call.key)
+    await upload.touch(call.backend, call.settings.upload_expiry_s)
     size_bytes = payload_bytes(call)
     wanted = checksums.wanted(call.request)
     _check_algorithm(upload, wanted.algorithm)
@@ -93,6 +94,7 @@ async def upload_part(call: Call) -> Answer:
 
 async def upload_part_copy(call: Call) -> Answer:
     upload = await need_upload(call.backend, call.action.upload_id, call.bucket, call.key)
+    await upload.touch(call.backend, call.settings.upload_expiry_s)
     async with open_source(call) as source:
         span = part_span(call, source)
         plan = CopyPlan(source, span, call.settings.takes_md5(call.bucket), upload.algorithm)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
 import trio
 
 from gateway.backend import Backend
-from gateway.uploads import all_uploads, expire
+from gateway.uploads import expire
 from kvfs import limits
 from tests.support.gateway import Gateway, gateway
 from tests.support.raw_s3 import UNSIGNED, raw_client, signed_head
@@ -47,12 +46,15 @@ def expire_at(door: Gateway, after_s: float) -> int:
     return with_backend(door, lambda backend: expire(backend, WEEK_S, time.time_ns() + int(after_s * 1e9)))
 
 
-def make_old(door: Gateway, upload_id: str, initiated_ns: int) -> None:
-    """Give an upload another time of its begin."""
+def make_old(door: Gateway, upload_id: str) -> None:
+    """Have an upload, and what was sent to it, be from before the expiry."""
+    old_ns = time.time_ns() - (WEEK_S + HOUR_S) * 10**9
 
     async def change(backend: Backend) -> None:
-        [upload] = [each for each in await all_uploads(backend) if each.upload_id == upload_id]
-        await replace(upload, initiated_ns=initiated_ns).save(backend)
+        for prefix in ("uploads/", "parts/"):
+            for key, found in (await backend.list(".kvfs-s3", prefix=prefix)).entries:
+                if upload_id in key and found is not None:
+                    await backend.set_metadata(".kvfs-s3", key, found, found.user_metadata, old_ns)
 
     with_backend(door, change)
 
@@ -130,16 +132,30 @@ def test_an_upload_without_parts_expires(door: Gateway, s3: Any) -> None:
 
 
 def test_an_upload_that_is_written_to_stays(door: Gateway, s3: Any) -> None:
-    """It was begun longer ago than the expiry."""
-    upload = begin(s3, "long", b"one")
-    make_old(door, upload["UploadId"], time.time_ns() - (WEEK_S + HOUR_S) * 10**9)
-    etag = s3.upload_part(**upload, PartNumber=1, Body=b"new")["ETag"]
-    assert expire_at(door, 0) == 0
-    done = s3.complete_multipart_upload(
-        **upload, MultipartUpload={"Parts": [{"PartNumber": 1, "ETag": etag}]}
-    )
-    assert done["Key"] == "long"
-    assert s3.get_object(Bucket=BUCKET, Key="long")["Body"].read() == b"new"
+    """It was begun, and its last part came, longer ago than the expiry; another part is on its way."""
+    first, second = os.urandom(5 * MIB), os.urandom(5 * MIB)
+    upload = begin(s3, "long", first)
+    make_old(door, upload["UploadId"])
+    initiated = s3.list_multipart_uploads(Bucket=BUCKET)["Uploads"][0]["Initiated"]
+    path = f"/{BUCKET}/long?partNumber=2&uploadId={upload['UploadId']}"
+    with raw_client(door) as client:
+        client.send(signed_head(door, "PUT", path, body=second, payload=UNSIGNED) + second[:MIB])
+        _wait_for_draft(door)
+        assert (expire_at(door, 0), len(parts(door))) == (0, 1)
+        client.send(second[MIB:])
+        assert client.response().status == 200
+    assert expire_at(door, WEEK_S - HOUR_S) == 0
+    assert s3.list_multipart_uploads(Bucket=BUCKET)["Uploads"][0]["Initiated"] == initiated
+    listed = [{key: part[key] for key in ("PartNumber", "ETag")} for part in s3.list_parts(**upload)["Parts"]]
+    s3.complete_multipart_upload(**upload, MultipartUpload={"Parts": listed})
+    assert s3.get_object(Bucket=BUCKET, Key="long")["Body"].read() == first + second
+
+
+def test_an_upload_that_nobody_comes_back_to_goes(door: Gateway, s3: Any) -> None:
+    upload = begin(s3, "left", b"one")
+    make_old(door, upload["UploadId"])
+    s3.list_parts(**upload)
+    assert (expire_at(door, 0), uploads(s3), parts(door)) == (1, [], [])
 
 
 def test_a_part_that_comes_while_its_upload_expires_is_refused_and_leaves_nothing(
