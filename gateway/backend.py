@@ -165,17 +165,21 @@ class Backend(Connected):
 
     # --- writing -----------------------------------------------------------------------------------------
     async def reserve(self, size_bytes: int) -> Draft:
-        """Raises NoSpace, ObjectTooLarge, QuotaExceeded."""
+        """Raises NoSpace, ObjectTooLarge; S3Error SlowDown."""
         session = await self.session()
         spare = self._spares.take(size_bytes) if self._spares is not None else None
         return spare if spare is not None else await self.reserve_in(session, size_bytes)
 
     async def reserve_in(self, session: Session, size_bytes: int) -> Draft:
-        """A draft of this session. Raises as `reserve`."""
-        [(entry, descriptor)] = await session.opened(Reserve((size_bytes,)))
-        if descriptor is None:
-            raise status_error(entry.status, f"room for {size_bytes} bytes")
-        return Draft(session, entry.slot, entry.generation, descriptor)
+        """A draft of this session, when it is its turn. Raises as `reserve`."""
+
+        async def ask() -> Draft:
+            [(entry, descriptor)] = await session.opened(Reserve((size_bytes,)))
+            if descriptor is None:
+                raise status_error(entry.status, f"room for {size_bytes} bytes")
+            return Draft(session, entry.slot, entry.generation, descriptor)
+
+        return await self.turns.reserve(ask)
 
     async def abort(self, draft: Draft) -> None:
         """Give a draft back; after a seal it does nothing. Never raises for a session that ended."""

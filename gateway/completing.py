@@ -59,10 +59,12 @@ async def complete(call: Call) -> Answer:
     if upload is None:
         return await _completed_before(call, upload_id)
     _check_checksums_given(upload, claims)
+    await upload.touch(call.backend, call.settings.upload_expiry_s)
     parts = _claimed(claims, await upload.parts(call.backend))
     said = _metadata(call, upload, parts)
     size_bytes = sum(part.what.size_bytes for part in parts)
-    check_whole(call, await call.backend.bucket(call.bucket), size_bytes)
+    await call.backend.bucket(call.bucket)
+    check_whole(call, size_bytes)
     seal = replace(await write_condition(call), user_metadata=said.encode())
     if is_large(call, size_bytes):
         return await _complete_large(call, upload, parts, said, seal)
@@ -194,7 +196,7 @@ async def _complete_large(
     async with large.writing(call.backend, call.bucket) as transfer:
         for part in parts:
             async with _open_part(call, upload, part) as descriptor:
-                await large.append_slot(transfer, descriptor, part.what.size_bytes)
+                await large.append_slot(transfer, descriptor, 0, part.what.size_bytes)
         if not await upload.claim(call.backend):
             return await _completed_before(call, upload.upload_id)
         async with _restored(call, upload):

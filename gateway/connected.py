@@ -23,6 +23,7 @@ from gateway.batches import Batches
 from gateway.direct import Direct
 from gateway.drafts import SpareDrafts
 from gateway.session import Session
+from gateway.turns import Turns
 from kvfs import limits
 from kvfs.errors import KvfsError, SessionClosed
 from kvfs.messages import DigestBatch, ExtentResult, NameSeal, Op, OpenNames, Result, SealNames
@@ -41,6 +42,7 @@ class Connected:
         self._direct: Direct | None = None
         self._changed = trio.Event()
         self._touched: list[bytes] = []
+        self.turns = Turns()
         self._spares: SpareDrafts | None = None
         self._seals: Batches[NameSeal, Result] | None = None
         self._opens: Batches[tuple[bytes, bytes], tuple[ExtentResult, int | None]] | None = None
@@ -107,8 +109,13 @@ class Connected:
 
     @property
     def largest_object_bytes(self) -> int:
-        """Of the last service connected to."""
+        """Of those in a slot; of the last service connected to."""
         return self._session.hello.details["limits"]["object_bytes"] if self._session else 0
+
+    @property
+    def largest_large_bytes(self) -> int:
+        """Of objects that no slot holds; 0: there is no NVMe tier."""
+        return self._session.hello.details["limits"]["large_object_bytes"] if self._session else 0
 
     async def session(self) -> Session:
         """The session, waiting a moment for a new one. Raises SessionClosed."""

@@ -1,9 +1,11 @@
 """CopyObject, and what UploadPartCopy shares with it.
 
 Responsibility: a source with its conditions and range, and copying its bytes into a draft, in a worker thread and in
-the kernel where no digest is wanted. A copy onto itself changes metadata only: no byte moves.
+the kernel where no digest is wanted. Objects larger than DRAM takes are read, and written, window by window. A copy
+onto itself changes metadata only: no byte moves.
 
-Invariants: the source's descriptor is its lease from before the conditions are checked until the copy is sealed.
+Invariants: the source's descriptor, or transfer, is its lease from before the conditions are checked until the copy is
+sealed.
 
 Concurrency: one task per call, one worker thread per copy.
 """
@@ -12,27 +14,30 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from hashlib import md5
-from typing import Any
+from typing import Any, TypeVar
 
 import trio
 
-from gateway import checksums, conditions, documents, metadata, ranges
+from gateway import checksums, conditions, documents, large, metadata, ranges
 from gateway.calls import Answer, Call, Document, Stored, no_such_key
 from gateway.checksums import Algorithm, Checksum, ChecksumType
 from gateway.drafts import Draft
 from gateway.errors import S3Error
+from gateway.large import Transfer
 from gateway.metadata import ObjectMetadata
 from gateway.moving import copy_range
 from gateway.ranges import Span
 from gateway.stored import pack_marker, stored
-from gateway.writing import check_size, is_pinned, write_condition
+from gateway.writing import check_size, is_large, is_pinned, write_condition
 from kvfs import limits
+from kvfs.errors import ObjectTooLarge
 
 _SOURCE = b"x-amz-copy-source-"
+_Target = TypeVar("_Target")
 _KEPT = ("content_type", "headers", "user")
 _CHANGES = (b"x-amz-checksum-algorithm", b"x-amz-storage-class")
 """With one of these a copy onto itself is one that changes something, as S3 sees it."""
@@ -44,7 +49,21 @@ class Source:
 
     what: Stored
     descriptor: int
-    """-1 for a marker."""
+    """-1 for a marker, and for what no slot holds."""
+    transfer: Transfer | None = None
+    """That of an object that no slot holds."""
+
+    async def pieces(self, span: Span) -> AsyncGenerator[tuple[int, int, int], None]:
+        """(descriptor, offset, count) of the span's bytes, each to be copied before the next is asked for."""
+        at = span.start
+        while at < span.end:
+            if self.transfer is None:
+                count = min(span.end - at, limits.COPY_TURN_BYTES)
+                yield self.descriptor, at, count
+            else:
+                count = await self.transfer.read(at, span.end - at)
+                yield self.transfer.window.descriptor, 0, count
+            at += count
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +82,25 @@ async def open_source(call: Call) -> AsyncIterator[Source]:
     named = call.action.source
     assert named is not None
     await call.need_right("read", named.bucket, of_source=True)
-    opened = await call.backend.open(named.bucket, named.key)
+    async with _opened(call, named.bucket, named.key) as source:
+        wanted = conditions.from_headers(call.request, _SOURCE)
+        conditions.check_source(wanted, source.what.etag, source.what.modified_s)
+        yield source
+
+
+@asynccontextmanager
+async def _opened(call: Call, bucket: str, key: str) -> AsyncIterator[Source]:
+    try:
+        opened = await call.backend.open(bucket, key)
+    except ObjectTooLarge:
+        async with large.reading(call.backend, bucket, key) as (transfer, found):
+            yield Source(stored(found), -1, transfer)
+        return
     if opened is None:
-        raise no_such_key(named.key)
+        raise no_such_key(key)
     found, descriptor = opened
     try:
-        what = stored(found)
-        wanted = conditions.from_headers(call.request, _SOURCE)
-        conditions.check_source(wanted, what.etag, what.modified_s)
-        yield Source(what, descriptor)
+        yield Source(stored(found), descriptor)
     finally:
         if descriptor >= 0:
             os.close(descriptor)
@@ -146,13 +175,46 @@ async def _copy_bytes(call: Call, source: Source, said: ObjectMetadata) -> Objec
     if call.key.endswith("/"):
         return await _copy_to_marker(call, plan, said)
     check_size(call, await call.backend.bucket(call.bucket), size_bytes)
-    draft = await call.backend.reserve(size_bytes)
-    try:
+    if is_large(call, size_bytes):
+        async with _room(call, source, large.writing(call.backend, call.bucket)) as transfer:
+            said = copied_digests(said, plan, await run_copy(plan, transfer))
+            await transfer.seal(replace(condition, user_metadata=said.encode()))
+        return said
+    async with draft_for(call, source, size_bytes) as draft:
         said = copied_digests(said, plan, await run_copy(plan, draft))
         await call.backend.seal(draft, replace(condition, user_metadata=said.encode()))
-    finally:
-        await call.backend.abort(draft)
     return said
+
+
+@asynccontextmanager
+async def draft_for(call: Call, source: Source, size_bytes: int) -> AsyncIterator[Draft]:
+    """A draft for a copy, given back unless it is sealed."""
+
+    @asynccontextmanager
+    async def reserved() -> AsyncIterator[Draft]:
+        draft = await call.backend.reserve(size_bytes)
+        try:
+            yield draft
+        finally:
+            await call.backend.abort(draft)
+
+    async with _room(call, source, reserved()) as draft:
+        yield draft
+
+
+@asynccontextmanager
+async def _room(
+    call: Call, source: Source, target: AbstractAsyncContextManager[_Target]
+) -> AsyncIterator[_Target]:
+    """What a copy is written into, with the window that its source is read through, if it is."""
+    async with AsyncExitStack() as stack:
+        if source.transfer is None:
+            yield await stack.enter_async_context(target)
+            return
+        async with call.backend.turns.pair():
+            into = await stack.enter_async_context(target)
+            await source.transfer.take_window(call.backend)
+        yield into
 
 
 async def _copy_to_marker(call: Call, plan: CopyPlan, said: ObjectMetadata) -> ObjectMetadata:
@@ -223,20 +285,24 @@ def copied_digests(said: ObjectMetadata, plan: CopyPlan, digests: _Digests) -> O
     return replace(said, etag=etag, checksum=checksum)
 
 
-async def run_copy(plan: CopyPlan, draft: Draft) -> _Digests:
-    """Copy the span into the draft. Raises NoSpace."""
+async def run_copy(plan: CopyPlan, target: Draft | Transfer) -> _Digests:
+    """Copy the span into a draft, or append it to a large object. Raises NoSpace, Corrupt."""
     digests = _Digests(plan)
-    span = plan.span
-    if plan.source.descriptor < 0:
-        piece = memoryview(plan.source.what.inline)[span.start : span.end]
+    source, span = plan.source, plan.span
+    if source.what.found.marker:
+        assert isinstance(target, Draft)
+        piece = memoryview(source.what.inline)[span.start : span.end]
         digests.update(piece)
-        os.pwrite(draft.descriptor, piece, 0)
+        os.pwrite(target.descriptor, piece, 0)
         return digests
-    at = span.start
-    while at < span.end:
-        count = min(span.end - at, limits.COPY_TURN_BYTES)
-        await trio.to_thread.run_sync(
-            copy_range, plan.source.descriptor, at, draft.descriptor, at - span.start, count, digests
-        )
-        at += count
+    copied = 0
+    async with aclosing(source.pieces(span)) as pieces:
+        async for descriptor, offset, count in pieces:
+            if isinstance(target, Draft):
+                await trio.to_thread.run_sync(
+                    copy_range, descriptor, offset, target.descriptor, copied, count, digests
+                )
+            else:
+                await large.append_slot(target, descriptor, offset, count, digests)
+            copied += count
     return digests

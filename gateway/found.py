@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvfs._native.table import TIER_DRAM, Entry
-from kvfs.name_rows import DIRECTORY, LARGE, PINNED, BucketRow, NameRow
+from kvfs.name_rows import DIRECTORY, PINNED, BucketRow, NameRow
 
 NO_SLOT = (1 << 32) - 1
 
@@ -20,8 +20,6 @@ class BucketInfo:
     created_ns: int
     namespace: bytes | None
     """The digest of the namespace that it is bound to."""
-    large: bool = False
-    """Whether it takes objects larger than DRAM does."""
 
 
 class Found(NamedTuple):
@@ -56,7 +54,6 @@ def bucket_of_row(row: BucketRow) -> BucketInfo:
         row.bucket_id,
         row.created_ns,
         row.namespace,
-        bool(row.flags & LARGE),
     )
 
 
@@ -67,7 +64,6 @@ def bucket_of_object(values: dict[str, Any]) -> BucketInfo:
         0,
         values["created_ns"],
         None if namespace is None else bytes.fromhex(namespace),
-        values["large"],
     )
 
 

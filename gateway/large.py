@@ -14,7 +14,7 @@ from __future__ import annotations
 import base64
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,13 +24,14 @@ from gateway.backend import Backend, Seal
 from gateway.calls import Headers
 from gateway.checksums import Digester
 from gateway.drafts import Draft
-from gateway.moving import copy_range
+from gateway.found import Found, found_of_object
+from gateway.moving import Digests, copy_range
 from gateway.session import Session
 from gateway.transports import Gone
 from kvfs import limits
-from kvfs.errors import KvfsError
+from kvfs.errors import Corrupt, KvfsError, NotFound
 from kvfs.exchange import status_error
-from kvfs.messages import Op
+from kvfs.messages import Abort, Op
 
 _PIECE = limits.MAX_LARGE_PIECE_BYTES
 
@@ -40,10 +41,40 @@ class Transfer:
     """A session and its window."""
 
     session: Session
-    window: Draft
+    given: Draft | None = None
+
+    @property
+    def window(self) -> Draft:
+        assert self.given is not None, "the transfer has no window yet"
+        return self.given
+
+    async def take_window(self, backend: Backend) -> None:
+        """Raises as `Backend.reserve`."""
+        if self.given is None:
+            self.given = await backend.reserve_in(self.session, _PIECE)
 
     async def call(self, op: Op, **arguments: Any) -> dict[str, Any]:
         return await self.session.control(op, **arguments)
+
+    async def open(self, bucket: str, key: str) -> Found:
+        """Lease an object for reading. Raises NotFound, InvalidRequest where a slot holds it by now."""
+        found = found_of_object(await self.call(Op.LARGE_OPEN, name=[bucket, key]))
+        if found is None:
+            raise NotFound(f"{bucket}/{key} is a directory")
+        return found
+
+    async def read(self, offset: int, size_bytes: int) -> int:
+        """Fill the window from a place of the object; how much came, at least a byte. Raises Corrupt, DeviceFailed."""
+        found = await self.call(
+            Op.LARGE_READ,
+            offset=offset,
+            size=min(_PIECE, size_bytes),
+            slot=self.window.slot,
+            generation=self.window.generation,
+        )
+        if not found["size_bytes"]:
+            raise Corrupt("the object is shorter than its name says")
+        return int(found["size_bytes"])
 
     async def append(self) -> None:
         """Add what the window holds to the object, and empty the window."""
@@ -61,19 +92,29 @@ class Transfer:
             **arguments,
         )
 
+    async def end(self) -> None:
+        """Give the window back and close: a session that just closes is, to the service, one that died."""
+        if self.given is not None:
+            self.given.close()
+            with trio.CancelScope(shield=True), suppress(KvfsError):
+                await self.session.results(Abort(((self.given.slot, self.given.generation),)))
+        self.close()
+
     def close(self) -> None:
-        self.window.close()
+        if self.given is not None:
+            self.given.close()
         self.session.close()
 
 
 async def begin(backend: Backend) -> Transfer:
     """A transfer; the caller closes it. Raises SessionClosed, NoSpace, LimitExceeded (of sessions)."""
-    session = await backend.extra_session()
+    transfer = Transfer(await backend.extra_session())
     try:
-        return Transfer(session, await backend.reserve_in(session, _PIECE))
+        await transfer.take_window(backend)
     except BaseException:
-        session.close()
+        transfer.close()
         raise
+    return transfer
 
 
 @asynccontextmanager
@@ -83,6 +124,18 @@ async def writing(backend: Backend, bucket: str) -> AsyncIterator[Transfer]:
     try:
         await transfer.call(Op.LARGE_CREATE, bucket=bucket)
         yield transfer
+        await transfer.end()
+    finally:
+        transfer.close()
+
+
+@asynccontextmanager
+async def reading(backend: Backend, bucket: str, key: str) -> AsyncIterator[tuple[Transfer, Found]]:
+    """An object that no slot holds, leased; still without a window. Raises as `Transfer.open`."""
+    transfer = Transfer(await backend.extra_session())
+    try:
+        yield transfer, await transfer.open(bucket, key)
+        await transfer.end()
     finally:
         transfer.close()
 
@@ -129,11 +182,15 @@ class WindowSink:
             at += count
 
 
-async def append_slot(transfer: Transfer, descriptor: int, size_bytes: int) -> None:
-    """Add the bytes of an open slot, a window at a time."""
-    for at in range(0, size_bytes, _PIECE):
-        count = min(_PIECE, size_bytes - at)
-        await trio.to_thread.run_sync(copy_range, descriptor, at, transfer.window.descriptor, 0, count)
+async def append_slot(
+    transfer: Transfer, descriptor: int, offset: int, size_bytes: int, digests: Digests | None = None
+) -> None:
+    """Add a range of an open slot, a window at a time."""
+    for at in range(offset, offset + size_bytes, _PIECE):
+        count = min(_PIECE, offset + size_bytes - at)
+        await trio.to_thread.run_sync(
+            copy_range, descriptor, at, transfer.window.descriptor, 0, count, digests
+        )
         await transfer.append()
 
 
@@ -161,19 +218,12 @@ class LargeAnswer:
         window = self.transfer.window
         while at < end:
             try:
-                found = await self.transfer.call(
-                    Op.LARGE_READ,
-                    offset=at,
-                    size=min(_PIECE, end - at),
-                    slot=window.slot,
-                    generation=window.generation,
-                )
+                count = await self.transfer.read(at, end - at)
             except KvfsError as error:
                 raise Gone(str(error)) from None
-            if not found["size_bytes"]:
-                raise Gone("the object is shorter than its name says")
-            await exchange.send_piece(head, window.descriptor, found["size_bytes"])
-            head, at = b"", at + found["size_bytes"]
+            await exchange.send_piece(head, window.descriptor, count)
+            head, at = b"", at + count
+        await self.transfer.end()
 
     def close(self) -> None:
         self.transfer.close()

@@ -17,7 +17,7 @@ from gateway.backend import Seal
 from gateway.body_plan import object_bytes
 from gateway.calls import Answer, Call, Document
 from gateway.checksums import Algorithm, ChecksumType
-from gateway.copying import CopyPlan, copied_digests, open_source, part_span, run_copy
+from gateway.copying import CopyPlan, copied_digests, draft_for, open_source, part_span, run_copy
 from gateway.documents import PartItem, UploadItem
 from gateway.errors import S3Error
 from gateway.found import BucketInfo, Found
@@ -51,6 +51,7 @@ async def create(call: Call) -> Answer:
 # --- parts -------------------------------------------------------------------------------------------------
 async def upload_part(call: Call) -> Answer:
     upload = await need_upload(call.backend, call.action.upload_id, call.bucket, call.key)
+    await upload.touch(call.backend, call.settings.upload_expiry_s)
     size_bytes = object_bytes(call)
     wanted = checksums.wanted(call.request)
     _check_algorithm(upload, wanted.algorithm)
@@ -75,17 +76,15 @@ async def upload_part(call: Call) -> Answer:
 
 async def upload_part_copy(call: Call) -> Answer:
     upload = await need_upload(call.backend, call.action.upload_id, call.bucket, call.key)
+    await upload.touch(call.backend, call.settings.upload_expiry_s)
     async with open_source(call) as source:
         span = part_span(call, source)
         plan = CopyPlan(source, span, call.settings.takes_md5(call.bucket), upload.algorithm)
         check_size(call, PARTS, span.size_bytes)
-        draft = await call.backend.reserve(span.size_bytes)
-        try:
+        async with draft_for(call, source, span.size_bytes) as draft:
             digests = await run_copy(plan, draft)
             said = copied_digests(ObjectMetadata(), plan, digests)
             await call.backend.seal(draft, _part_seal(call, upload, said))
-        finally:
-            await call.backend.abort(draft)
     found = await _sealed_part(call, upload)
     return Document(200, (), documents.copy_part(stored(found).etag, found.mtime_ns, said.checksum))
 

@@ -16,13 +16,12 @@ from gateway import answers, checksums, conditions, large, metadata, ranges
 from gateway import etag as etags
 from gateway.calls import Answer, AnyAnswer, Call, Document, FileAnswer, HeadAnswer, Stored, no_such_key
 from gateway.errors import S3Error
-from gateway.found import Found, found_of_object
+from gateway.found import Found
 from gateway.large import LargeAnswer
 from gateway.ranges import Span
 from gateway.stored import read_metadata, stored, unpack_marker
 from kvfs import limits
 from kvfs.errors import ObjectTooLarge
-from kvfs.messages import Op
 
 _OVERRIDES = {
     "response-content-type": "Content-Type",
@@ -59,10 +58,7 @@ async def _get_large(call: Call) -> LargeAnswer:
     """Of an object that no slot holds: read in pieces, leased before its metadata is looked at."""
     transfer = await large.begin(call.backend)
     try:
-        entry = await transfer.call(Op.LARGE_OPEN, name=[call.bucket, call.key])
-        found = found_of_object(entry)
-        if found is None:
-            raise no_such_key(call.key)
+        found = await transfer.open(call.bucket, call.key)
         what, span, headers = _look_at(call, found)
     except BaseException:
         transfer.close()

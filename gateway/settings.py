@@ -20,9 +20,9 @@ class GatewaySettings:
     opaque_etags: Sequence[str] = ()
     """Globs of buckets whose objects get no MD5."""
     large_buckets: Sequence[str] = ()
-    """Globs of buckets that are made to take objects larger than DRAM does."""
+    """Globs of buckets that are made so that the mount writes their files to NVMe, however large."""
     upload_expiry_s: float = 7 * 86400.0
-    """An upload that was not completed by then is aborted."""
+    """An upload that nothing was done to for so long is aborted."""
 
     def takes_md5(self, bucket: str) -> bool:
         return not any(fnmatchcase(bucket, glob) for glob in self.opaque_etags)

@@ -24,8 +24,8 @@ import trio
 
 from gateway.worker import WorkerSettings
 from kvfs import limits
-from kvfs.config import S3Settings, host_and_port
-from kvfs.errors import ConfigError
+from kvfs.config import S3Settings, host_and_port, load
+from kvfs.errors import ConfigError, KvfsError
 
 log = logging.getLogger("kvfs.gateway")
 
@@ -88,11 +88,17 @@ class Workers:
 
     def __init__(self, settings: WorkerSettings, count: int) -> None:
         self._settings = settings
+        self._credentials = settings.credentials
         self._count = count
         self._processes: dict[int, trio.Process] = {}
 
     def reload(self) -> None:
-        """Have all of them read certificates and credentials again."""
+        """Have all of them read certificates and credentials again. Those that are started later know what was read."""
+        if self._settings.config is not None:
+            try:
+                self._credentials = load(self._settings.config).s3.credentials
+            except KvfsError as error:
+                log.debug("the workers say it too: %s", error)
         for process in self._processes.values():
             if process.poll() is None:
                 process.send_signal(signal.SIGHUP)
@@ -154,7 +160,8 @@ class Workers:
         self._processes[index] = process
         try:
             assert process.stdin is not None
-            await process.stdin.send_all(settings.to_json().encode() + b"\n")
+            told = settings.model_copy(update={"credentials": self._credentials})
+            await process.stdin.send_all(told.to_json().encode() + b"\n")
             with trio.fail_after(limits.WORKER_START_WAIT_S):
                 line = await _line(process)
         except (trio.TooSlowError, trio.BrokenResourceError) as error:

@@ -9,8 +9,8 @@ Invariants:
 - Where there is an NVMe tier, parts are durable. Else they count as cache: a directory that is named by a hash is
   evicted as one (`kvfs.paths.unit_prefix`), so an upload that fell to eviction has no parts at all, and its
   completion fails with InvalidPart.
-- At most limits.MAX_UPLOADS at once; those older than the expiry are removed by any worker (`expire`), and so are
-  parts without a record, which a worker that died may have left.
+- At most limits.MAX_UPLOADS at once; those for which nothing was begun for longer than the expiry are removed by any
+  worker (`expire`), and so are parts without a record, which a worker that died may have left.
 
 Concurrency: any worker.
 """
@@ -23,6 +23,7 @@ import secrets
 import time
 from base64 import b64decode, b64encode
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +35,7 @@ from gateway.found import Found
 from gateway.metadata import ObjectMetadata
 from gateway.stored import read_metadata
 from kvfs import limits
-from kvfs.errors import BucketNotFound, KvfsError
+from kvfs.errors import BucketNotFound, Exists, KvfsError, NotFound
 
 log = logging.getLogger("kvfs.gateway")
 
@@ -57,6 +58,8 @@ class Upload:
     metadata: ObjectMetadata = field(default_factory=ObjectMetadata)
     algorithm: Algorithm | None = None
     checksum_type: ChecksumType | None = None
+    record: Found | None = None
+    """As it was found; its time is when something was last begun."""
 
     def part_key(self, number: int) -> str:
         return f"{_PARTS}{self.upload_id}/{number:05}"
@@ -72,6 +75,17 @@ class Upload:
             "type": self.checksum_type.value if self.checksum_type else None,
         }
         await reserved.put_note(backend, f"{_RECORDS}{self.upload_id}/", json.dumps(record).encode())
+
+    async def touch(self, backend: Backend, expiry_s: float) -> None:
+        """Something is begun that the upload must outlive: it does not expire from now on, but for `expiry_s` again.
+
+        Written once in a quarter of that time at most. An upload that has ended meanwhile is left as it is.
+        """
+        now_ns = time.time_ns()
+        if self.record is not None and now_ns - self.record.mtime_ns > expiry_s * 1e9 / 4:
+            key, data = f"{_RECORDS}{self.upload_id}/", self.record.user_metadata
+            with suppress(NotFound, Exists):
+                await backend.set_metadata(reserved.BUCKET, key, self.record, data, now_ns)
 
     async def claim(self, backend: Backend) -> bool:
         """Take the record away; False where somebody else has."""
@@ -93,9 +107,9 @@ def new_upload_id(initiated_ns: int) -> str:
     return initiated_ns.to_bytes(_TIME_BYTES, "big").hex() + secrets.token_hex(_RANDOM_BYTES)
 
 
-def _upload(upload_id: str, data: bytes) -> Upload | None:
+def _upload(upload_id: str, record: Found) -> Upload | None:
     try:
-        values: dict[str, Any] = json.loads(data)
+        values: dict[str, Any] = json.loads(record.user_metadata)
         return Upload(
             upload_id,
             values["bucket"],
@@ -105,6 +119,7 @@ def _upload(upload_id: str, data: bytes) -> Upload | None:
             read_metadata(b64decode(values["metadata"])),
             Algorithm(values["algorithm"]) if values["algorithm"] else None,
             ChecksumType(values["type"]) if values["type"] else None,
+            record,
         )
     except (ValueError, KeyError, TypeError) as error:
         log.warning("the record of upload %s cannot be read: %s", upload_id, error)
@@ -123,7 +138,7 @@ async def find_upload(backend: Backend, upload_id: str, bucket: str, key: str) -
         found = await backend.find(reserved.BUCKET, f"{_RECORDS}{upload_id}/")
     except BucketNotFound:
         return None
-    upload = None if found is None else _upload(upload_id, found.user_metadata)
+    upload = None if found is None else _upload(upload_id, found)
     return upload if upload is not None and (upload.bucket, upload.key) == (bucket, key) else None
 
 
@@ -139,7 +154,7 @@ async def need_upload(backend: Backend, upload_id: str | None, bucket: str, key:
 async def all_uploads(backend: Backend) -> list[Upload]:
     found = []
     async for key, row in _under(backend, _RECORDS):
-        upload = _upload(key[len(_RECORDS) : -1], row.user_metadata)
+        upload = _upload(key[len(_RECORDS) : -1], row)
         if upload is not None:
             found.append(upload)
     return found
@@ -188,13 +203,20 @@ async def check_room(backend: Backend) -> None:
             )
 
 
-async def expire(backend: Backend, older_than_s: float) -> int:
-    """Remove uploads that began so long ago, and parts that have no record; how many uploads."""
-    before_ns = time.time_ns() - int(older_than_s * 1e9)
+async def _is_idle(backend: Backend, upload: Upload, since_ns: int) -> bool:
+    """Whether it is older than that, and what was begun last, and its newest part."""
+    if upload.record is None or upload.record.mtime_ns >= since_ns:
+        return False
+    return all(found.mtime_ns < since_ns for found in (await upload.parts(backend)).values())
+
+
+async def expire(backend: Backend, older_than_s: float, now_ns: int | None = None) -> int:
+    """Remove uploads that nothing was done to for so long, and parts that have no record; how many uploads."""
+    now_ns = time.time_ns() if now_ns is None else now_ns
     removed = 0
     kept = set()
     for upload in await all_uploads(backend):
-        if upload.initiated_ns < before_ns:
+        if await _is_idle(backend, upload, now_ns - int(older_than_s * 1e9)):
             log.info("upload %s of %s/%s has expired", upload.upload_id, upload.bucket, upload.key)
             removed += await upload.remove(backend)
         else:
@@ -202,7 +224,7 @@ async def expire(backend: Backend, older_than_s: float) -> int:
     orphans = set()
     async for key, found in _under(backend, _PARTS):
         upload_id = key[len(_PARTS) :].partition("/")[0]
-        if upload_id not in kept and found.mtime_ns < time.time_ns() - int(limits.ORPHAN_AGE_S * 1e9):
+        if upload_id not in kept and found.mtime_ns < now_ns - int(limits.ORPHAN_AGE_S * 1e9):
             orphans.add(upload_id)
     for upload_id in orphans:
         await remove_parts(backend, upload_id)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gateway import checksums, conditions, large, metadata
+from gateway import checksums, conditions, large, metadata, reserved
 from gateway import etag as etags
 from gateway.backend import Seal
 from gateway.body_plan import object_bytes
@@ -41,10 +41,10 @@ async def put_object(call: Call) -> Answer:
     if call.key.endswith("/"):
         return await _put_marker(call, said, size_bytes)
     check_size(call, bucket, size_bytes)
-    if is_large(call, size_bytes):
-        return await _put_large(call, said, condition)
     if digest is not None:
         return await _put_block(call, bucket, digest, size_bytes)
+    if is_large(call, size_bytes):
+        return await _put_large(call, said, condition)
     draft = await call.backend.reserve(size_bytes)
     try:
         took_md5 = call.settings.takes_md5(call.bucket)
@@ -72,7 +72,7 @@ def is_pinned(said: ObjectMetadata) -> bool:
 
 
 async def _put_large(call: Call, said: ObjectMetadata, condition: Seal) -> Answer:
-    """An object larger than DRAM takes, in a bucket for such."""
+    """An object larger than DRAM takes."""
     took_md5 = call.settings.takes_md5(call.bucket)
     async with large.writing(call.backend, call.bucket) as transfer:
         received = await receive(call, WindowSink(transfer), take_md5=took_md5)
@@ -87,22 +87,32 @@ def is_large(call: Call, size_bytes: int) -> bool:
 
 
 def check_size(call: Call, bucket: BucketInfo, size_bytes: int) -> None:
-    """Raises S3Error EntityTooLarge. How much the NVMe tier takes is the service's to say."""
-    most = limits.MAX_SINGLE_PUT_BYTES
-    if not bucket.large:
-        most = min(most, call.backend.largest_object_bytes or most)
+    """Of one request's body. Raises S3Error EntityTooLarge."""
+    most = min(limits.MAX_SINGLE_PUT_BYTES, _largest(call))
+    if bucket.name == reserved.BUCKET:  # a part, which fits into a slot
+        most = min(most, call.backend.largest_object_bytes)
+    _check(size_bytes, most)
+
+
+def check_whole(call: Call, size_bytes: int) -> None:
+    """As `check_size`, of a multipart object, which S3 bounds by its parts only."""
+    _check(size_bytes, _largest(call))
+
+
+def _largest(call: Call) -> int:
+    return (
+        max(call.backend.largest_object_bytes, call.backend.largest_large_bytes)
+        or limits.MAX_SINGLE_PUT_BYTES
+    )
+
+
+def _check(size_bytes: int, most: int) -> None:
     if size_bytes > most:
         raise S3Error(
             "EntityTooLarge",
             f"The largest object here has {most} bytes.",
             detail={"ProposedSize": str(size_bytes), "MaxSizeAllowed": str(most)},
         )
-
-
-def check_whole(call: Call, bucket: BucketInfo, size_bytes: int) -> None:
-    """As `check_size`, of a multipart object, which S3 bounds by its parts only."""
-    if not bucket.large:
-        check_size(call, bucket, size_bytes)
 
 
 async def write_condition(call: Call) -> Seal:

@@ -247,9 +247,9 @@ class S3Settings(_Section):
     opaque_etags: tuple[str, ...] = ()
     """Globs of buckets whose objects get an opaque ETag: MD5 halves the speed of uploads."""
     large_buckets: tuple[str, ...] = ()
-    """Globs of buckets that take objects larger than DRAM does, when they are created here; needs an NVMe tier."""
+    """Globs of buckets that, created here, take files larger than DRAM does on the mount; needs an NVMe tier."""
     upload_expiry_s: Annotated[float, Field(ge=60)] = 7 * 86400.0
-    """Multipart uploads that were not completed so long after their begin are removed."""
+    """Multipart uploads that were not completed so long after their begin, and their last part, are removed."""
     connections: Annotated[int, Field(ge=1, le=MAX_GATEWAY_CONNECTIONS)] = MAX_GATEWAY_CONNECTIONS
     """Of one worker; more wait."""
 

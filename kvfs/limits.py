@@ -320,6 +320,10 @@ REMEMBERED_METADATA_BYTES: Final = 2 * KIB
 """Metadata up to this is decoded once, and its headers are made once, for 4,096 objects of a gateway process."""
 GATEWAY_BATCH: Final = 32
 """Seals, or opens, of a gateway in one message: a fraction of a millisecond of the service's loop."""
+GATEWAY_ROOM_WAIT_S: Final = 20.0
+"""How long a body waits for room that others' bodies take, before it is refused with SlowDown: clients wait 60 s."""
+GATEWAY_ROOM_POLL_S: Final = 0.01
+"""Between two looks of the first that waits: the room of one body of 1 MiB comes back about so often."""
 SPARE_DRAFT_BYTES: Final = 1 * MIB
 """Room that a spare draft of a gateway is promised; larger bodies ask for their own."""
 GATEWAY_SPARE_DRAFTS: Final = 8

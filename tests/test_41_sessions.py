@@ -1030,10 +1030,10 @@ def test_hits_of_named_objects_are_reported_by_the_services_user(server: Server,
     assert client.stat("files/k").hits == 3
 
 
-def test_a_large_object_needs_a_bucket_for_it_and_a_transfer(server: Server, client: kvfs.Client) -> None:
+def test_a_large_object_needs_an_nvme_tier_and_a_transfer(server: Server, client: kvfs.Client) -> None:
     client.put("files/k", b"x")
     with RawClient(server) as raw:
-        with pytest.raises(errors.ObjectTooLarge):
+        with pytest.raises(errors.DeviceMissing):
             control(raw, Op.LARGE_CREATE, bucket="files")
         for op, arguments in (
             (Op.LARGE_APPEND, {"slot": 0, "generation": 1}),

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.certificates import certificate
 from tests.support.gateway import ACCESS, REGION, SECRET, Gateway, gateway
 
 MIB = 1 << 20
@@ -32,30 +33,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-
-
-def certificate(where: Path) -> tuple[Path, Path]:
-    """A self-signed certificate of 127.0.0.1, and its key."""
-    files = where / "cert.pem", where / "key.pem"
-    subprocess.run(
-        [
-            *(
-                "openssl",
-                "req",
-                "-x509",
-                "-newkey",
-                "ec",
-                "-pkeyopt",
-                "ec_paramgen_curve:prime256v1",
-                "-nodes",
-            ),
-            *("-days", "2", "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"),
-            *("-out", str(files[0]), "-keyout", str(files[1])),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    return files
 
 
 @pytest.fixture(scope="module", params=["http", "https"])

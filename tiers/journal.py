@@ -72,6 +72,11 @@ class Journal:
         """Objects larger than DRAM takes. Raises DeviceMissing."""
         raise DeviceMissing("objects larger than DRAM takes need the NVMe tier, and this store has none")
 
+    @property
+    def largest_object_bytes(self) -> int:
+        """Of those; 0: none."""
+        return 0
+
     def sealed_large(
         self, draft: LargeDraft, bucket: Bucket, name: Name, row: NameRow, replaced: int | None
     ) -> None:
@@ -222,6 +227,10 @@ class NvmeJournal(Journal):
     @property
     def large(self) -> LargeObjects:
         return self._large
+
+    @property
+    def largest_object_bytes(self) -> int:
+        return self.nvme.largest_object_bytes
 
     def sealed_large(
         self, draft: LargeDraft, bucket: Bucket, name: Name, row: NameRow, replaced: int | None

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from kvfs import limits
-from kvfs.errors import InvalidRequest, IsDirectory, ObjectTooLarge
+from kvfs.errors import InvalidRequest, IsDirectory
 from kvfs.messages import Op
 from kvfs.rights import READ, SEARCH, WRITE
 from tiers.large import LargeDraft, LargeReader
@@ -34,11 +34,7 @@ async def _create(session: Session, arguments: Arguments) -> dict[str, Any]:
     bucket = arguments.text("bucket")
     arguments.done()
     _need_idle(session)
-    where = session.access.need_bucket(bucket, WRITE | SEARCH)
-    if not where.large:
-        raise ObjectTooLarge(
-            f"bucket {bucket.decode(errors='replace')} takes no objects larger than DRAM does"
-        )
+    session.access.need_bucket(bucket, WRITE | SEARCH)
     session.large = session.store.begin_large(bucket, uid=session.caller.uid)
     return {}
 

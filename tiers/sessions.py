@@ -269,6 +269,7 @@ class SessionServer:
                     "batch": limits.MAX_BATCH,
                     "descriptors": limits.MAX_FDS_PER_MESSAGE,
                     "object_bytes": self.store.dram.usage().largest_object_bytes,
+                    "large_object_bytes": self.store.journal.largest_object_bytes,
                 },
                 "quota": {
                     "drafts": self.quota.drafts,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ OFFLINE = {
 }
 
 
-def run_script(python: str, work: Path, name: str, request: dict[str, Any], *paths: str) -> dict[str, Any]:
-    """The reply of `run_NAME.py`; `paths` are further places of Python modules."""
+def run_script(
+    python: str, work: Path, name: str, request: dict[str, Any], *paths: str, within: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The reply of `run_NAME.py`; `paths` are further places of Python modules, `within` a command that runs it."""
     reply = work / f"{name}.json"
     done = subprocess.run(
-        [python, str(ROOT / f"tests/engines/run_{name}.py"), str(reply)],
+        [*within, python, str(ROOT / f"tests/engines/run_{name}.py"), str(reply)],
         input=json.dumps(request) + "\n",
         text=True,
         capture_output=True,
