@@ -60,6 +60,12 @@ class _Input:
         if self._start == self._end:
             self._start = self._end = 0
 
+    def feed(self, data: bytes) -> None:
+        """Bytes that came another way, while nothing is pending."""
+        assert self._start == self._end
+        self._start, self._end = 0, len(data)
+        self._memory[: len(data)] = data
+
     async def more(self, timeout_s: float, *, idle: bool = False) -> bool:
         """Read once into what is free; False at the end of the stream. Raises Gone, Stalled."""
         if self._start and self._end == len(self._memory):
@@ -204,7 +210,7 @@ class Exchange:
         lines += [f"{name}: {value}" for name, value in headers]
         if length is not None:
             lines.append(f"Content-Length: {length}")
-        lines.append(f"Date: {_now()}")
+        lines.append(f"Date: {date_text()}")
         if not self.keep_alive:
             lines.append("Connection: close")
         lines.append("\r\n")
@@ -226,7 +232,8 @@ class _Clock:
     text = ""
 
 
-def _now() -> str:
+def date_text() -> str:
+    """What a Date header says at this moment."""
     second = int(trio.current_time())
     if second != _Clock.second:
         _Clock.second, _Clock.text = second, formatdate(usegmt=True)
@@ -241,10 +248,19 @@ Refusal = Callable[[int, str], tuple[Headers, bytes]]
 class Connection:
     """Serves one transport to its end."""
 
-    def __init__(self, transport: Transport, application: Application, refuse: Refusal) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        application: Application,
+        refuse: Refusal,
+        wait: Callable[[], Awaitable[bytes]] | None = None,
+    ) -> None:
+        """`wait`: for the first bytes of a request, where that is not the transport's (`gateway.front`); b"" for the
+        end of the stream. Raises Gone, Stalled."""
         self._transport = transport
         self._application = application
         self._refuse = refuse
+        self._wait = wait
         self._input = _Input(transport)
         self._is_idle = False
         self._exchange: Exchange | None = None
@@ -278,6 +294,8 @@ class Connection:
         if self._stopping:
             return False
         self._is_idle = True
+        if self._wait is not None and not self._input.pending:
+            self._input.feed(await self._wait())
         data = await self._input.head()
         self._is_idle = False
         if data is None:
@@ -296,7 +314,7 @@ class Connection:
         headers, body = self._refuse(error.status, str(error))
         lines = [f"HTTP/1.1 {error.status} {_REASONS.get(error.status, '')}"]
         lines += [f"{name}: {value}" for name, value in headers]
-        lines += [f"Content-Length: {len(body)}", f"Date: {_now()}", "Connection: close", "\r\n"]
+        lines += [f"Content-Length: {len(body)}", f"Date: {date_text()}", "Connection: close", "\r\n"]
         try:
             await self._transport.send(["\r\n".join(lines).encode("latin-1") + body])
         except (Gone, Stalled) as gone:

@@ -39,6 +39,7 @@ from gateway.calls import AnyAnswer, Call, Document, FileAnswer, HeadAnswer, Hea
 from gateway.connection import BodyLost, Exchange
 from gateway.counters import Counters
 from gateway.errors import S3Error, from_kvfs
+from gateway.front import Front
 from gateway.large import LargeAnswer
 from gateway.request import Request
 from gateway.routing import Action, Operation, Right
@@ -78,6 +79,7 @@ _OPERATIONS: dict[Operation, Callable[[Call], Awaitable[AnyAnswer | LargeAnswer]
     Operation.LIST_PARTS: multipart.list_parts,
 }
 _RIGHTS: dict[Right, RightName] = {Right.READ: "read", Right.WRITE: "write", Right.LIST: "list"}
+_READS = frozenset((Operation.GET_OBJECT, Operation.HEAD_OBJECT))
 _MOST_ROUTES = 4_096
 _XML = ("Content-Type", "application/xml")
 
@@ -100,12 +102,14 @@ class Handler:
         settings: GatewaySettings,
         *,
         counters: Counters | None = None,
+        front: Front | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`clock`: seconds since 1970, which signatures are checked against."""
         self.counters = counters or Counters()
         self._backend = backend
         self._settings = settings
+        self._front = front
         self._clock = clock
         self._next_id = secrets.randbits(64)
         self._routes: dict[tuple[str, bytes, str], _Route] = {}
@@ -114,6 +118,8 @@ class Handler:
         """For requests that begin from here on."""
         self._settings = settings
         self._routes.clear()
+        if self._front is not None:
+            self._front.forget()
 
     def refuse(self, status: int, message: str) -> tuple[Headers, bytes]:
         """The answer to what is no request."""
@@ -160,6 +166,8 @@ class Handler:
         if right is not None:
             call.need_right(right, call.bucket)
         self.counters.requests[name] += 1
+        if self._front is not None and action.operation in _READS and not verified.presigned:
+            self._front.learn(request, verified, settings)
         return await operation(call)
 
     def _route(self, request: Request) -> _Route:
