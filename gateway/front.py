@@ -1,4 +1,5 @@
-"""Plain reads in front of everything else: signed GETs and HEADs of objects in DRAM, answered without Python.
+"""Plain requests in front of everything else: signed GETs and HEADs of objects in DRAM, answered without Python, and
+PUTs that say nothing but their bytes, recognised without it.
 
 Responsibility: watch connections between two requests (`kvfs._native.s3_reads`), give it what the general path knows
 (hosts, verified signers, rows, headers), and wake a connection's own task for all else. Hits are native, the rest is
@@ -7,7 +8,8 @@ Responsibility: watch connections between two requests (`kvfs._native.s3_reads`)
 Invariants: nothing is learned but from requests that the general path found right, under the settings in use. What is
 read is what the general path would read: the row is looked up for each request, the slot checked after its open.
 
-Measured on two cores beside other work, per GET of 4 KiB: see docs/s3.md.
+Measured, per GET of 4 KiB, on two cores beside other work: 15 us of the gateway's processor time where the general path
+takes 150 to 200 and nginx 10; a pass of the event loop serves all that are ready (more in docs/s3.md).
 
 Concurrency: one trio thread. `run` serves all idle connections; each connection's task waits in `wait`.
 """
@@ -22,10 +24,13 @@ import trio
 
 from gateway import addressing, checksums, claims, reading
 from gateway.backend import Backend
+from gateway.checksums import Algorithm, parse
 from gateway.connection import date_text
 from gateway.counters import Counters
 from gateway.direct import Direct
+from gateway.errors import S3Error
 from gateway.found import Found, is_marker
+from gateway.plain import PlainPut
 from gateway.request import Request
 from gateway.settings import GatewaySettings
 from gateway.signing import Verified
@@ -33,6 +38,7 @@ from gateway.stored import stored
 from gateway.transports import Gone, PlainTransport
 from kvfs import limits
 from kvfs._native.s3_reads import Reads
+from kvfs.credentials import Credential
 from kvfs.errors import BucketNotFound, Corrupt
 from kvfs.messages import text
 from kvfs.name_rows import NameRow, load_row
@@ -50,6 +56,8 @@ class Front:
         self._clock = clock
         self._reads = Reads(secrets.randbits(64))
         self._direct: Direct | None = None
+        self._settings: GatewaySettings | None = None
+        self._md5s: dict[bytes, bool] = {}
         self._stopped = False
         self._counted = 0, 0, 0
 
@@ -60,6 +68,8 @@ class Front:
 
     def forget(self) -> None:
         """Learn anew, under other settings."""
+        self._settings = None
+        self._md5s.clear()
         self._reads.forget()
 
     async def run(self) -> None:
@@ -74,9 +84,9 @@ class Front:
                 trio.lowlevel.reschedule(task)
             self._count()
 
-    async def wait(self, transport: PlainTransport) -> bytes:
-        """The first bytes of a request for the general path; b"" where the stream may have ended. Raises Gone,
-        Stalled."""
+    async def wait(self, transport: PlainTransport) -> tuple[bytes, PlainPut | None]:
+        """The first bytes of a request that is not answered here, and what it is if it is a plain PUT; b"" where the
+        stream may have ended. Raises Gone, Stalled."""
         while True:
             idle = await transport.park(self._reads)
             if idle.gone:
@@ -86,9 +96,9 @@ class Front:
             elif idle.rest:
                 await transport.send([idle.rest])
             elif not idle.data:
-                return b""
+                return b"", None
             if idle.data:
-                return idle.data
+                return idle.data, None if idle.write is None else self._plain_put(*idle.write)
 
     def learn(self, request: Request, verified: Verified, settings: GatewaySettings) -> None:
         """What a read that was found right says of the next ones: its host and who signs."""
@@ -99,14 +109,51 @@ class Front:
             return
         bucket = addressing.bucket_of_host(request.host, settings.domains, settings.default_bucket)
         self._reads.learn_host(host, (bucket or "").encode())
-        credential = verified.credential
+        credential, self._settings = verified.credential, settings
         self._reads.learn_signer(
             signer,
             verified.signing_key,
             verified.scope.encode("latin-1"),
             claims.header_signer(signer.decode("latin-1")).signed_headers,
-            lambda name: credential.may("read", text(name)),
+            credential,
+            lambda name, write: credential.may("write" if write else "read", text(name)),
         )
+
+    def _plain_put(
+        self,
+        name: bytes,
+        credential: object,
+        head_bytes: int,
+        target: bytes,
+        size_bytes: int,
+        checksum: bytes | None,
+        expects_continue: bool,
+    ) -> PlainPut | None:
+        """None where the bucket, or the checksum, makes it a write for the general path."""
+        bucket, _, key = name.partition(b"\0")
+        settings = self._settings
+        assert isinstance(credential, Credential)
+        if self._direct is None or settings is None or size_bytes > self._backend.largest_object_bytes:
+            return None
+        try:
+            where = self._direct.names.bucket(bucket)
+            digest = None if checksum is None else parse(Algorithm.CRC64NVME, checksum.decode("ascii"))
+        except (BucketNotFound, Corrupt, S3Error):
+            return None
+        if where.namespace is not None or self._takes_md5(settings, bucket):
+            return None
+        owner = credential.owner_id
+        return PlainPut(
+            text(bucket), text(key), owner, head_bytes, target, size_bytes, digest, expects_continue
+        )
+
+    def _takes_md5(self, settings: GatewaySettings, bucket: bytes) -> bool:
+        known = self._md5s.get(bucket)
+        if known is None:
+            if len(self._md5s) >= limits.REMEMBERED_OBJECTS:
+                self._md5s.clear()
+            known = self._md5s[bucket] = settings.takes_md5(text(bucket))
+        return known
 
     # --- what is read in place ---------------------------------------------------------------------------
     def _follow(self) -> None:

@@ -79,7 +79,7 @@ _OPERATIONS: dict[Operation, Callable[[Call], Awaitable[AnyAnswer | LargeAnswer]
     Operation.LIST_PARTS: multipart.list_parts,
 }
 _RIGHTS: dict[Right, RightName] = {Right.READ: "read", Right.WRITE: "write", Right.LIST: "list"}
-_READS = frozenset((Operation.GET_OBJECT, Operation.HEAD_OBJECT))
+_PLAIN = frozenset((Operation.GET_OBJECT, Operation.HEAD_OBJECT, Operation.PUT_OBJECT))
 _MOST_ROUTES = 4_096
 _XML = ("Content-Type", "application/xml")
 
@@ -135,7 +135,12 @@ class Handler:
         request = request_of(exchange)
         answer: AnyAnswer | LargeAnswer
         try:
-            answer = await self._answer(exchange, request, request_id)
+            if exchange.plain is not None:
+                self.counters.requests[Operation.PUT_OBJECT.value] += 1
+                self.counters.front_writes += 1
+                answer = await writing.put_plain(self._backend, exchange.plain, exchange)
+            else:
+                answer = await self._answer(exchange, request, request_id)
         except (S3Error, KvfsError, BodyLost, Stalled) as error:
             if isinstance(error, BodyLost | Stalled):
                 exchange.keep_alive = False
@@ -166,7 +171,7 @@ class Handler:
         if right is not None:
             call.need_right(right, call.bucket)
         self.counters.requests[name] += 1
-        if self._front is not None and action.operation in _READS and not verified.presigned:
+        if self._front is not None and action.operation in _PLAIN and not verified.presigned:
             self._front.learn(request, verified, settings)
         return await operation(call)
 

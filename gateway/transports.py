@@ -23,6 +23,7 @@ from typing import Protocol
 import trio
 
 from kvfs import limits
+from kvfs._native.receiver import END, GONE, MOVED, Receiver
 from kvfs._native.s3_reads import Idle, Reads
 
 Buffer = bytes | bytearray | memoryview
@@ -147,6 +148,24 @@ class PlainTransport:
                 if count == 0 and self._expired:
                     raise Stalled("nothing came")
                 return count
+            await self._wait_readable(timeout_s)
+
+    async def receive_file(self, receiver: Receiver, descriptor: int, count: int, timeout_s: float) -> bool:
+        """Some of the next `count` bytes into a file, at least one; a turn for all others after limits.MIB. False at
+        the end of the stream. Raises Gone, Stalled, KvfsError."""
+        before = receiver.size_bytes
+        while True:
+            end = receiver.receive(self._socket.fileno(), descriptor, min(count, limits.MIB))
+            if receiver.size_bytes > before:
+                if end == MOVED and receiver.size_bytes - before < count:
+                    await breathe()
+                return True
+            if end == GONE:
+                raise Gone("the connection failed")
+            if end == END:
+                if self._expired:
+                    raise Stalled("nothing came")
+                return False
             await self._wait_readable(timeout_s)
 
     async def park(self, reads: Reads) -> Idle:

@@ -7,6 +7,7 @@ import re
 import socket
 import time
 import urllib.request
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
@@ -14,20 +15,22 @@ from urllib.parse import quote
 
 import pytest
 import trio
+from awscrt.checksums import crc64nvme
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
-from gateway import addressing, routing
+from gateway import addressing, checksums, conditions, metadata, routing
+from gateway.checksums import Algorithm
 from gateway.errors import S3Error
 from gateway.heads import BadHead, parse_head
 from gateway.request import Request
 from gateway.routing import Operation
-from gateway.signing import verify
+from gateway.signing import PayloadMode, verify
 from gateway.transports import PlainTransport, Sweeper
 from kvfs import limits
 from kvfs._native.s3_reads import Reads
-from tests.support.gateway import Gateway, gateway
+from tests.support.gateway import READER_ACCESS, READER_SECRET, Gateway, gateway
 from tests.support.raw_s3 import UNSIGNED, RawClient, Response, raw_client, signed_head
 from tests.support.s3 import CREDENTIAL, CREDENTIALS, HOST, REGION, signed, signing_time
 
@@ -47,7 +50,9 @@ def rendered(request: Request, method: str | None = None) -> bytes:
     return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
-def learned(*requests: Request, bucket: bytes = b"", may: Callable[[bytes], bool] = lambda _: True) -> Reads:
+def learned(
+    *requests: Request, bucket: bytes = b"", may: Callable[[bytes, bool], bool] = lambda *_: True
+) -> Reads:
     """Reads that know the hosts and signers of these requests."""
     reads = Reads(1)
     for request in requests:
@@ -56,24 +61,35 @@ def learned(*requests: Request, bucket: bytes = b"", may: Callable[[bytes], bool
         signed_headers = raw.partition(b"SignedHeaders=")[2].partition(b",")[0]
         reads.learn_host(request.header_bytes(b"host") or b"", bucket)
         signer = raw.rpartition(b"Signature=")[0]
-        reads.learn_signer(signer, verified.signing_key, verified.scope.encode(), signed_headers, may)
+        reads.learn_signer(
+            signer, verified.signing_key, verified.scope.encode(), signed_headers, CREDENTIAL, may
+        )
     return reads
 
 
 def general(head: bytes, now_s: float) -> tuple[bytes, bytes, int] | None:
-    """What the general path takes a head for, in the same form; None for all but an allowed plain read."""
+    """What the general path takes a head for, in the same form; None for all but an allowed plain request."""
     try:
         found = parse_head(head)
-        if found.content_length or found.chunked or found.expects_continue or not found.keep_alive:
+        is_write = found.method == "PUT"
+        if found.chunked or not found.keep_alive or is_write != (found.content_length > 0):
             return None
         path, _, query = found.target.partition(b"?")
         host = next(value for name, value in found.headers if name == b"host").decode("latin-1")
         request = Request(found.method, path, query, found.headers, host)
-        verify(request, CREDENTIALS, now_s, REGION)
+        verified = verify(request, CREDENTIALS, now_s, REGION)
         action = routing.route(request, addressing.resolve(request))
+        wanted = checksums.wanted(request)
+        said = metadata.from_request(request)
     except (BadHead, S3Error):
         return None
-    if action.operation not in (Operation.GET_OBJECT, Operation.HEAD_OBJECT) or query:
+    if action.operation not in (Operation.GET_OBJECT, Operation.HEAD_OBJECT, Operation.PUT_OBJECT) or query:
+        return None
+    if is_write and (verified.mode is not PayloadMode.UNSIGNED or said != metadata.ObjectMetadata()):
+        return None
+    if is_write and wanted.algorithm not in (None, Algorithm.CRC64NVME):
+        return None
+    if conditions.from_headers(request) or (not is_write and found.expects_continue):
         return None
     assert action.bucket is not None
     assert action.key is not None
@@ -93,8 +109,37 @@ def test_what_botocore_signs_is_recognised(key: str, method: str, payload: str, 
     assert learned(made).recognise(head, now_s) == general(head, now_s) is not None
 
 
+PUTS = st.fixed_dictionaries(
+    {"Content-Length": st.sampled_from(["1", "00017", "123456789012345"])},
+    optional={
+        "x-amz-checksum-crc64nvme": st.just("AAAAAAAAAAA="),
+        "Expect": st.just("100-continue"),
+        "User-Agent": st.just("x"),
+    },
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(KEYS, PUTS, st.booleans())
+def test_a_put_that_says_nothing_else_is_recognised(key: str, headers: dict[str, str], named: bool) -> None:
+    if named and "x-amz-checksum-crc64nvme" in headers:
+        headers = {**headers, "x-amz-sdk-checksum-algorithm": "CRC64NVME"}
+    made = signed(f"http://{HOST}/bucket/{quote(key, safe='/~')}", "PUT", headers=headers, payload=UNSIGNED)
+    head, now_s = rendered(made), signing_time(made)
+    found = learned(made).recognise(head, now_s)
+    assert found == general(head, now_s) is not None
+    assert learned(made, may=lambda _, write: not write).recognise(head, now_s) is None
+
+
 EXTRA = st.sampled_from(
     [
+        b"Content-Type: text/plain",
+        b"Cache-Control: no-store",
+        b"Content-MD5: x",
+        b"x-amz-checksum-crc32: AAAAAA==",
+        b"x-amz-checksum-crc64nvme: AAAAAAAAAAA=",
+        b"x-amz-sdk-checksum-algorithm: CRC64NVME",
+        b"x-amz-acl: public-read",
         b"Range: bytes=0-1",
         b"If-None-Match: *",
         b"Content-Length: 0",
@@ -117,10 +162,10 @@ EXTRA = st.sampled_from(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=800, deadline=None)
 @given(
     KEYS,
-    METHODS,
+    st.sampled_from(["GET", "HEAD", "PUT"]),
     st.lists(EXTRA, max_size=3),
     st.lists(st.tuples(st.integers(0, 600), st.integers(0, 255)), max_size=2),
     st.floats(-2000, 2000),
@@ -134,7 +179,9 @@ def test_whatever_is_recognised_means_the_same_on_the_general_path(
     skew_s: float,
     data: st.DataObject,
 ) -> None:
-    made = signed(f"http://{HOST}/bucket/{quote(key, safe='/~()+=:@')}", method)
+    headers = {"Content-Length": "5"} if method == "PUT" else {}
+    url = f"http://{HOST}/bucket/{quote(key, safe='/~()+=:@')}"
+    made = signed(url, method, headers=headers, payload=UNSIGNED)
     lines = rendered(made).split(b"\r\n")
     for line in extra:
         lines.insert(data.draw(st.integers(1, len(lines) - 2)), line)
@@ -179,7 +226,8 @@ def test_a_credential_reads_where_it_may() -> None:
     made = signed(f"http://{HOST}/bucket/key")
     asked: list[bytes] = []
 
-    def may(bucket: bytes) -> bool:
+    def may(bucket: bytes, write: bool) -> bool:
+        assert not write
         asked.append(bucket)
         return False
 
@@ -227,7 +275,8 @@ ADMIN_PORT = _free_port()
 
 @pytest.fixture(scope="module")
 def door() -> Iterator[Gateway]:
-    with gateway(settings=f'admin = "127.0.0.1:{ADMIN_PORT}"') as found:
+    settings = f'admin = "127.0.0.1:{ADMIN_PORT}"\nopaque_etags = ["plain", "refused"]'
+    with gateway(settings=settings) as found:
         found.client().create_bucket(Bucket=BUCKET)
         yield found
         assert not found.service.complaints()
@@ -239,13 +288,18 @@ def raw(door: Gateway) -> Iterator[RawClient]:
         yield client
 
 
-def front_reads() -> int:
-    """How many requests were answered without Python."""
+def counted(what: str) -> int:
+    """A counter of the gateway's."""
     with urllib.request.urlopen(f"http://127.0.0.1:{ADMIN_PORT}/metrics", timeout=WAIT_S) as answer:
         text = answer.read().decode()
-    counted = re.search(r"^kvfs_s3_front_reads_total (\d+)", text, re.MULTILINE)
-    assert counted is not None
-    return int(counted[1])
+    found = re.search(rf"^kvfs_s3_{what} (\d+)", text, re.MULTILINE)
+    assert found is not None
+    return int(found[1])
+
+
+def front_reads() -> int:
+    """How many requests were answered without Python."""
+    return counted("front_reads_total")
 
 
 def both(raw: RawClient, method: str, path: str, **options: object) -> list[Response]:
@@ -283,6 +337,67 @@ def test_both_ways_answer_the_same(door: Gateway, raw: RawClient, size: int, met
         assert front.body == (body if method == "GET" else b"")
         assert list(front.headers) == list(general.headers)
         assert ("x-amz-checksum-crc64nvme" in front.headers) == bool(headers)
+
+
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("expects", [False, True])
+@pytest.mark.parametrize("bucket", ["plain", BUCKET])
+def test_a_plain_put_and_any_other_leave_the_same(
+    door: Gateway, raw: RawClient, bucket: str, checked: bool, expects: bool
+) -> None:
+    s3 = door.client()
+    s3.create_bucket(Bucket="plain")
+    body = os.urandom(300 * KIB)
+    said = b64encode(crc64nvme(body).to_bytes(8, "big")).decode()
+    headers = {"x-amz-checksum-crc64nvme": said} if checked else {}
+    answers = []
+    for unknown in ({}, {"X-Unknown": "1"}):
+        unsigned = {**unknown, **({"Expect": "100-continue"} if expects else {})}
+        before = counted("front_writes_total")
+        for _ in range(2):
+            options = {"headers": headers, "unsigned": unsigned, "payload": UNSIGNED}
+            raw.send(signed_head(door, "PUT", f"/{bucket}/put", body=body, **options))  # type: ignore[arg-type]
+            if expects:
+                assert raw.response().status == 100
+            raw.send(body)
+            answer = raw.response()
+        after = counted("front_writes_total")
+        assert after - before == 0 if unknown or bucket == BUCKET else after - before >= 1
+        for changing in ("date", "x-amz-request-id", "x-amz-id-2"):
+            assert answer.headers.pop(changing)
+        etag = answer.headers.pop("etag")
+        assert etag == raw.ask("HEAD", f"/{bucket}/put").headers["etag"]
+        found = s3.get_object(Bucket=bucket, Key="put", ChecksumMode="ENABLED")
+        assert found["Body"].read() == body
+        kept = {name: found.get(name) for name in ("ChecksumCRC64NVME", "ContentType", "Metadata")}
+        answers.append((answer, kept, etag if bucket == BUCKET else len(etag)))
+    assert answers[0] == answers[1]
+    assert (answers[0][1]["ChecksumCRC64NVME"] == said) == checked
+
+
+def test_a_plain_put_is_refused_like_any_other(door: Gateway, raw: RawClient) -> None:
+    s3 = door.client()
+    s3.create_bucket(Bucket="refused")
+    said = b64encode(bytes(8)).decode()
+    for _ in range(2):
+        wrong = raw.ask(
+            "PUT", "/refused/k", b"x", headers={"x-amz-checksum-crc64nvme": said}, payload=UNSIGNED
+        )
+        assert (wrong.status, wrong.code) == (400, "BadDigest")
+        assert raw.ask("PUT", "/nowhere/k", b"x", payload=UNSIGNED).code == "NoSuchBucket"
+        bad = raw.ask("PUT", "/refused/k", b"x", headers={"x-amz-checksum-crc64nvme": "x"}, payload=UNSIGNED)
+        assert (bad.status, bad.code) == (400, "InvalidRequest")
+        reader = raw.ask(
+            "PUT", "/refused/k", b"x", payload=UNSIGNED, access=READER_ACCESS, secret=READER_SECRET
+        )
+        assert reader.code == "AccessDenied"
+        assert raw.ask("PUT", "/refused/k", b"x" * 10, payload=UNSIGNED).status == 200
+        raw.ask("GET", "/refused/k")
+    with raw_client(door) as client:
+        client.send(signed_head(door, "PUT", "/refused/k", body=b"12345", payload=UNSIGNED) + b"123")
+        client.socket.shutdown(socket.SHUT_WR)
+        assert client.response().code == "IncompleteBody"
+    assert raw.ask("GET", "/refused/k").body == b"x" * 10
 
 
 def test_what_the_other_doors_wrote_reads_the_same(door: Gateway, raw: RawClient) -> None:

@@ -44,6 +44,11 @@ class Idle:
     def gone(self) -> bool:
         """Whether the connection failed."""
 
+    @property
+    def write(self) -> tuple[bytes, object, int, bytes, int, bytes | None, bool] | None:
+        """Where `data` begins with a plain PUT: its name, the credential, the bytes of its head, the target, the length
+        of the body, the base64 of its CRC-64/NVME, and whether the client waits for a 100 Continue."""
+
     def take_file(self) -> int:
         """The descriptor, which is the caller's from here on."""
 
@@ -94,13 +99,14 @@ class Reads:
         signing_key: bytes,
         scope: bytes,
         signed_headers: bytes,
-        may: Callable[[bytes], bool],
+        credential: object,
+        may: Callable[[bytes, bool], bool],
     ) -> bool:
         """`signer`: an Authorization header less its signature, which must have been found right once. `may`: whether
-        the credential may read in a bucket. False where the signed names are none of a plain read."""
+        the credential may read, or write, in a bucket. False where the signed names are none of a plain request."""
 
     def recognise(self, data: bytes, now_s: float) -> tuple[bytes, bytes, int] | None:
-        """Method, name and length of a head that is a plain read, rightly signed and allowed; None for all else."""
+        """Method, name and length of a head that is a plain request, rightly signed and allowed; None for all else."""
 
     def watch(self, idle: Idle, task: object) -> None:
         """Raises OSError."""

@@ -40,7 +40,8 @@ cdef extern from "<sys/socket.h>" nogil:
     ssize_t recv(int fd, void *into, size_t bytes, int flags)
 
 cdef extern from "s3_reads_core.h" nogil:
-    int KVFS_S3_HOST, KVFS_S3_SIGNED_MOST
+    int KVFS_S3_HOST, KVFS_S3_EXPECT, KVFS_S3_CRC64, KVFS_S3_SIGNED_MOST
+    int KVFS_S3_HEAD, KVFS_S3_PUT
     int KVFS_S3_NOT_OURS, KVFS_S3_SENT, KVFS_S3_PART, KVFS_S3_GONE
 
     struct kvfs_text:
@@ -49,7 +50,8 @@ cdef extern from "s3_reads_core.h" nogil:
 
     struct kvfs_s3_head:
         size_t bytes
-        int bodiless
+        int method
+        uint64_t length
         kvfs_text target
         kvfs_text *value
         kvfs_text signer
@@ -127,6 +129,7 @@ cdef class Idle:
     cdef readonly uint64_t offset
     cdef readonly uint64_t left
     cdef readonly bint gone
+    cdef readonly tuple write
 
     def __init__(self, int descriptor):
         self.descriptor = descriptor
@@ -145,6 +148,7 @@ cdef class _Signer:
     cdef kvfs_s3_signer raw
     cdef bytes scope
     cdef bytes signed_headers
+    cdef object credential
     cdef object may
     cdef dict rights
 
@@ -239,7 +243,7 @@ cdef class Reads:
         self._hosts[host] = bucket
 
     def learn_signer(self, bytes signer not None, bytes signing_key not None, bytes scope not None,
-                     bytes signed_headers not None, may):
+                     bytes signed_headers not None, credential, may):
         cdef _Signer found = _Signer.__new__(_Signer)
         cdef int field
         names = signed_headers.split(b";")
@@ -256,6 +260,7 @@ cdef class Reads:
         if len(set(names)) != len(names):
             return False
         found.scope, found.signed_headers, found.may, found.rights = scope, signed_headers, may, {}
+        found.credential = credential
         found.raw.scope = text_of(scope)
         found.raw.signed_headers = text_of(signed_headers)
         kvfs_s3_signer_key(&found.raw, <const uint8_t *>PyBytes_AS_STRING(signing_key))
@@ -265,8 +270,9 @@ cdef class Reads:
         return True
 
     # --- one request -------------------------------------------------------------------------------------
-    cdef bytes _recognise(self, const uint8_t *data, size_t size, double now_s, kvfs_s3_head *head):
-        """The name of what a plain read with a right signature asks for, and may read; None for all else."""
+    cdef tuple _recognise(self, const uint8_t *data, size_t size, double now_s, kvfs_s3_head *head):
+        """The name that a plain request with a right signature means, and may read or write, and the credential; None
+        for all else."""
         cdef uint8_t name[NAME_BYTES]
         cdef size_t name_bytes, bucket_bytes
         cdef _Signer signer
@@ -286,18 +292,21 @@ cdef class Reads:
             return None
         found = PyBytes_FromStringAndSize(<const char *>name, name_bytes)
         bucket = found[:found.index(0)]
-        may = signer.rights.get(bucket)
+        right = head.method == KVFS_S3_PUT
+        may = signer.rights.get((bucket, right))
         if may is None:
-            may = signer.may(bucket)
+            may = signer.may(bucket, right)
             if len(signer.rights) >= limits.MAX_SIGNERS:
                 signer.rights.clear()
-            signer.rights[bucket] = may
-        return found if may and name_bytes - len(bucket) - 1 <= limits_key_bytes else None
+            signer.rights[bucket, right] = may
+        if not may or name_bytes - len(bucket) - 1 > limits_key_bytes:
+            return None
+        return found, signer.credential
 
     def recognise(self, bytes data not None, double now_s):
         cdef kvfs_s3_head head
-        name = self._recognise(<const uint8_t *>PyBytes_AS_STRING(data), PyBytes_GET_SIZE(data), now_s, &head)
-        return None if name is None else (b"HEAD" if head.bodiless else b"GET", name, head.bytes)
+        found = self._recognise(<const uint8_t *>PyBytes_AS_STRING(data), PyBytes_GET_SIZE(data), now_s, &head)
+        return None if found is None else ((b"GET", b"HEAD", b"PUT")[head.method], found[0], head.bytes)
 
     cdef _Object _object(self, bytes name):
         cdef _Object found
@@ -329,8 +338,16 @@ cdef class Reads:
         cdef int outcome
         if self._table is None:
             return KVFS_S3_NOT_OURS
-        name = self._recognise(data, size, now_s, head)
-        found = None if name is None else self._object(name)
+        known = self._recognise(data, size, now_s, head)
+        if known is None:
+            return KVFS_S3_NOT_OURS
+        name, credential = known
+        if head.method == KVFS_S3_PUT:
+            crc = head.value[KVFS_S3_CRC64]
+            idle.write = (name, credential, head.bytes, bytes_of(head.target), head.length,
+                          bytes_of(crc) if crc.at != NULL else None, head.value[KVFS_S3_EXPECT].at != NULL)
+            return KVFS_S3_NOT_OURS
+        found = self._object(name)
         if found is None:
             return KVFS_S3_NOT_OURS
         self._answering.table = self._table.pointer()
@@ -340,7 +357,7 @@ cdef class Reads:
             outcome = kvfs_s3_answer(&self._answering, head, &found.raw, rest)
         if outcome == KVFS_S3_NOT_OURS:
             return outcome
-        if head.bodiless:
+        if head.method == KVFS_S3_HEAD:
             self.heads += 1
         else:
             self.gets += 1
@@ -355,6 +372,7 @@ cdef class Reads:
         event.data.fd = idle.descriptor
         idle.task = task
         idle.data = idle.rest = b""
+        idle.write = None
         idle.offset = idle.left = 0
         if epoll_ctl(self._epoll, EPOLL_CTL_ADD, idle.descriptor, &event) < 0:
             raise from_errno(-errno, "watch a connection")

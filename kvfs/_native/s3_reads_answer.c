@@ -95,7 +95,7 @@ int kvfs_s3_answer(const struct kvfs_s3_answering *a, const struct kvfs_s3_head 
     size_t bytes = format(a, head, object, entry.hits);
     if (bytes == 0)
         return KVFS_S3_NOT_OURS;
-    if (head->bodiless)
+    if (head->method == KVFS_S3_HEAD)
         return send_small(a, bytes, rest);
     int fd = open_sealed(a, &entry);
     if (fd < 0)

@@ -1,7 +1,8 @@
-/* Plain reads at the S3 door without Python: what a head says, whether its signature is right, the answer.
+/* Plain requests at the S3 door without Python: what a head says, whether its signature is right, a read's answer.
  *
  * Responsibility: recognise the requests that are nothing but a signed GET or HEAD of a key, and answer those whose
- * bytes are in DRAM. Everything else is "not ours": the general path in Python then sees the same bytes from their
+ * bytes are in DRAM; recognise a PUT of an unsigned payload that says nothing but its length and its CRC-64/NVME, which
+ * gateway/front.py goes on with. Everything else is "not ours": the general path in Python then sees the same bytes from their
  * beginning. So nothing is refused here, and what is taken here means the same there (tests/test_95_s3_reads.py).
  *
  * Invariants: a head is taken only if each of its fields is in the table of s3_reads_head.c, none twice, in printable
@@ -23,7 +24,9 @@ struct kvfs_text {
     size_t size;
 };
 
-/* Fields that a plain read may have. */
+enum kvfs_s3_method { KVFS_S3_GET, KVFS_S3_HEAD, KVFS_S3_PUT };
+
+/* Fields that a plain request may have. */
 enum kvfs_s3_field {
     KVFS_S3_HOST,
     KVFS_S3_AUTHORIZATION,
@@ -31,7 +34,10 @@ enum kvfs_s3_field {
     KVFS_S3_PAYLOAD, /* x-amz-content-sha256 */
     KVFS_S3_CHECKSUM_MODE,
     KVFS_S3_CONNECTION,
-    KVFS_S3_CONTENT_LENGTH, /* 0 */
+    KVFS_S3_CONTENT_LENGTH, /* of a read: 0 */
+    KVFS_S3_EXPECT,
+    KVFS_S3_CRC64, /* x-amz-checksum-crc64nvme */
+    KVFS_S3_ALGORITHM, /* x-amz-sdk-checksum-algorithm */
     KVFS_S3_ACCEPT,
     KVFS_S3_ACCEPT_ENCODING,
     KVFS_S3_ACCEPT_LANGUAGE,
@@ -45,7 +51,8 @@ enum kvfs_s3_field {
 
 struct kvfs_s3_head {
     size_t bytes; /* with the empty line */
-    int bodiless; /* HEAD */
+    enum kvfs_s3_method method;
+    uint64_t length; /* of a PUT's body */
     struct kvfs_text target;
     struct kvfs_text value[KVFS_S3_FIELDS]; /* at NULL: not there */
     struct kvfs_text signer;                /* of the Authorization: all before the signature */

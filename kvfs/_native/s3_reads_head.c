@@ -15,6 +15,9 @@ static const struct {
     FIELD("x-amz-checksum-mode"),
     FIELD("connection"),
     FIELD("content-length"),
+    FIELD("expect"),
+    FIELD("x-amz-checksum-crc64nvme"),
+    FIELD("x-amz-sdk-checksum-algorithm"),
     FIELD("accept"),
     FIELD("accept-encoding"),
     FIELD("accept-language"),
@@ -80,10 +83,15 @@ static int split_authorization(struct kvfs_s3_head *head)
     return 1;
 }
 
+static int is_exactly(struct kvfs_text text, const char *wanted)
+{
+    return text.size == strlen(wanted) && memcmp(text.at, wanted, text.size) == 0;
+}
+
 static int payload_is_plain(struct kvfs_text payload)
 {
     if (payload.size == 16)
-        return memcmp(payload.at, "UNSIGNED-PAYLOAD", 16) == 0;
+        return is_exactly(payload, "UNSIGNED-PAYLOAD");
     if (payload.size != 64)
         return 0;
     for (size_t i = 0; i < 64; i++)
@@ -92,7 +100,36 @@ static int payload_is_plain(struct kvfs_text payload)
     return 1;
 }
 
-/* Every field that must be there is, and those that are mean a plain read. */
+static int read_is_plain(const struct kvfs_text *value)
+{
+    struct kvfs_text mode = value[KVFS_S3_CHECKSUM_MODE], length = value[KVFS_S3_CONTENT_LENGTH];
+    if (value[KVFS_S3_EXPECT].at || value[KVFS_S3_CRC64].at || value[KVFS_S3_ALGORITHM].at)
+        return 0;
+    return (!length.at || is_exactly(length, "0")) && (!mode.at || is_exactly(mode, "ENABLED"));
+}
+
+/* A body of a known length without metadata: what else it might have is in fields that are not in the table. */
+static int write_is_plain(struct kvfs_s3_head *head)
+{
+    const struct kvfs_text *value = head->value;
+    struct kvfs_text length = value[KVFS_S3_CONTENT_LENGTH], algorithm = value[KVFS_S3_ALGORITHM];
+    if (value[KVFS_S3_CHECKSUM_MODE].at || value[KVFS_S3_CONTENT_TYPE].at || value[KVFS_S3_PAYLOAD].size != 16)
+        return 0;
+    if (value[KVFS_S3_EXPECT].at && !equals(value[KVFS_S3_EXPECT], "100-continue"))
+        return 0;
+    if (algorithm.at && (!is_exactly(algorithm, "CRC64NVME") || !value[KVFS_S3_CRC64].at))
+        return 0;
+    if (length.size == 0 || length.size > 15)
+        return 0;
+    for (size_t i = 0; i < length.size; i++) {
+        if (length.at[i] < '0' || length.at[i] > '9')
+            return 0;
+        head->length = 10 * head->length + length.at[i] - '0';
+    }
+    return head->length > 0;
+}
+
+/* Every field that must be there is, and those that are mean a plain request. */
 static int is_plain(struct kvfs_s3_head *head)
 {
     const struct kvfs_text *value = head->value;
@@ -102,21 +139,19 @@ static int is_plain(struct kvfs_s3_head *head)
         return 0;
     if (value[KVFS_S3_CONNECTION].at && !equals(value[KVFS_S3_CONNECTION], "keep-alive"))
         return 0;
-    if (value[KVFS_S3_CONTENT_LENGTH].at && !equals(value[KVFS_S3_CONTENT_LENGTH], "0"))
-        return 0;
-    struct kvfs_text mode = value[KVFS_S3_CHECKSUM_MODE];
-    if (mode.at && (mode.size != 7 || memcmp(mode.at, "ENABLED", 7) != 0))
-        return 0;
-    return split_authorization(head);
+    int plain = head->method == KVFS_S3_PUT ? write_is_plain(head) : read_is_plain(value);
+    return plain && split_authorization(head);
 }
 
 static const uint8_t *take_request_line(const uint8_t *at, const uint8_t *end, struct kvfs_s3_head *head)
 {
     static const char version[] = " HTTP/1.1";
     if (end - at > 5 && memcmp(at, "GET ", 4) == 0)
-        at += 4;
+        at += 4, head->method = KVFS_S3_GET;
     else if (end - at > 6 && memcmp(at, "HEAD ", 5) == 0)
-        at += 5, head->bodiless = 1;
+        at += 5, head->method = KVFS_S3_HEAD;
+    else if (end - at > 5 && memcmp(at, "PUT ", 4) == 0)
+        at += 4, head->method = KVFS_S3_PUT;
     else
         return NULL;
     const uint8_t *line = memchr(at, '\r', (size_t)(end - at));

@@ -1,4 +1,4 @@
-/* AWS Signature Version 4 of a plain read; gateway/signing.py has the rules and is the reference. */
+/* AWS Signature Version 4 of a plain request; gateway/signing.py has the rules and is the reference. */
 #include <string.h>
 
 #include "s3_reads_core.h"
@@ -111,7 +111,8 @@ static void put_text(struct writer *w, struct kvfs_text text) { put(w, text.at, 
 /* `host` and every x-amz- field but the payload's hash, which is signed in its own place. */
 static int all_is_signed(const struct kvfs_s3_head *head, uint32_t found)
 {
-    static const int wanted[] = {KVFS_S3_HOST, KVFS_S3_DATE, KVFS_S3_CHECKSUM_MODE};
+    static const int wanted[] = {KVFS_S3_HOST, KVFS_S3_DATE, KVFS_S3_CHECKSUM_MODE, KVFS_S3_CRC64,
+                                 KVFS_S3_ALGORITHM};
     for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
         if (head->value[wanted[i]].at != NULL && !(found >> wanted[i] & 1))
             return 0;
@@ -121,9 +122,10 @@ static int all_is_signed(const struct kvfs_s3_head *head, uint32_t found)
 static size_t canonical(const struct kvfs_s3_head *head, const struct kvfs_s3_signer *signer, uint8_t *scratch,
                         size_t room)
 {
+    static const char *const methods[] = {[KVFS_S3_GET] = "GET\n", [KVFS_S3_HEAD] = "HEAD\n", [KVFS_S3_PUT] = "PUT\n"};
     struct writer w = {scratch, scratch + room};
     uint32_t found = 0;
-    put(&w, head->bodiless ? "HEAD\n" : "GET\n", head->bodiless ? 5 : 4);
+    put(&w, methods[head->method], strlen(methods[head->method]));
     put_text(&w, head->target);
     put(&w, "\n\n", 2); /* no query */
     for (uint32_t i = 0; i < signer->count; i++) {
