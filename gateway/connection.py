@@ -157,7 +157,7 @@ class Exchange:
             self._input.consume(len(pending))
         while self._left:
             before = receiver.size_bytes
-            alive = await transport.receive_file(receiver, descriptor, self._left, self._pace.timeout_s())
+            alive = await transport.receive_file(receiver, descriptor, self._left, self._pace)
             self._took(receiver.size_bytes - before)
             if not alive:
                 self.keep_alive = False

@@ -150,7 +150,7 @@ class PlainTransport:
                 return count
             await self._wait_readable(timeout_s)
 
-    async def receive_file(self, receiver: Receiver, descriptor: int, count: int, timeout_s: float) -> bool:
+    async def receive_file(self, receiver: Receiver, descriptor: int, count: int, pace: Pace) -> bool:
         """Some of the next `count` bytes into a file, at least one; a turn for all others after limits.MIB. False at
         the end of the stream. Raises Gone, Stalled, KvfsError."""
         before = receiver.size_bytes
@@ -166,7 +166,7 @@ class PlainTransport:
                 if self._expired:
                     raise Stalled("nothing came")
                 return False
-            await self._wait_readable(timeout_s)
+            await self._wait_readable(pace.timeout_s())
 
     async def park(self, reads: Reads) -> Idle:
         """Let `reads` answer what comes, until something is left to do here: what, is in the result. Not longer than
