@@ -19,6 +19,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import trio
 
@@ -30,6 +31,7 @@ from gateway.counters import Counters
 from gateway.direct import Direct
 from gateway.errors import S3Error
 from gateway.found import Found, is_marker
+from gateway.owners import Owners
 from gateway.plain import PlainPut
 from gateway.request import Request
 from gateway.settings import GatewaySettings
@@ -48,11 +50,12 @@ class Front:
     """See the module's header. `run` must run beside it."""
 
     def __init__(
-        self, backend: Backend, counters: Counters, *, clock: Callable[[], float] = time.time
+        self, backend: Backend, counters: Counters, owners: Owners, *, clock: Callable[[], float] = time.time
     ) -> None:
         """`clock`: seconds since 1970, which signatures are checked against."""
         self._backend = backend
         self._counters = counters
+        self._owners = owners
         self._clock = clock
         self._reads = Reads(secrets.randbits(64))
         self._direct: Direct | None = None
@@ -116,8 +119,19 @@ class Front:
             verified.scope.encode("latin-1"),
             claims.header_signer(signer.decode("latin-1")).signed_headers,
             credential,
-            lambda name, write: credential.may("write" if write else "read", text(name)),
+            partial(self._may, credential, {}),
         )
+
+    def _may(
+        self, credential: Credential, granted: dict[tuple[bytes, bool], bool], name: bytes, write: bool
+    ) -> bool:
+        """As `Call.need_right`, where that is known at once; `granted` remembers what the globs say."""
+        found = granted.get((name, write))
+        if found is None:
+            if len(granted) >= limits.MAX_REMEMBERED_OWNERS:
+                granted.clear()
+            found = granted[name, write] = credential.may("write" if write else "read", text(name))
+        return found and self._owners.lets_in(credential, text(name))
 
     def _plain_put(
         self,

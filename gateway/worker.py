@@ -26,6 +26,7 @@ from gateway.counters import Counters
 from gateway.credentials import Credentials
 from gateway.front import Front
 from gateway.handler import Handler
+from gateway.owners import Owners
 from gateway.server import Certificate, Server, listen
 from gateway.settings import GatewaySettings
 from gateway.uploads import expire_for_ever
@@ -82,9 +83,14 @@ class Worker:
         self._settings = settings
         self._backend = Backend(settings.socket)
         counters = Counters()
-        front = Front(self._backend, counters)
+        owners = Owners(self._backend)
+        front = Front(self._backend, counters, owners)
         self._handler = Handler(
-            self._backend, self._gateway_settings(settings.credentials), front=front, counters=counters
+            self._backend,
+            self._gateway_settings(settings.credentials),
+            front=front,
+            owners=owners,
+            counters=counters,
         )
         certificate = None
         if settings.certificate is not None and settings.key is not None:

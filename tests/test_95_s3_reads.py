@@ -30,7 +30,7 @@ from gateway.signing import PayloadMode, verify
 from gateway.transports import PlainTransport, Sweeper
 from kvfs import limits
 from kvfs._native.s3_reads import Reads
-from tests.support.gateway import READER_ACCESS, READER_SECRET, Gateway, gateway
+from tests.support.gateway import OTHER_ACCESS, OTHER_SECRET, READER_ACCESS, READER_SECRET, Gateway, gateway
 from tests.support.raw_s3 import UNSIGNED, RawClient, Response, raw_client, signed_head
 from tests.support.s3 import CREDENTIAL, CREDENTIALS, HOST, REGION, signed, signing_time
 
@@ -304,12 +304,16 @@ def front_reads() -> int:
 
 def both(raw: RawClient, method: str, path: str, **options: object) -> list[Response]:
     """The answers without Python and from the general path, which an unknown header asks for."""
-    raw.ask(method, path, **options)  # type: ignore[arg-type] # the host and the signer are known from here on
+    for _ in range(5):  # the general path is needed once, and again when it forgot whose the bucket is
+        before = front_reads()
+        front = raw.ask(method, path, **options)  # type: ignore[arg-type]
+        if front_reads() == before + 1:
+            break
+    else:
+        pytest.fail("never answered without Python")
     before = front_reads()
-    front = raw.ask(method, path, **options)  # type: ignore[arg-type]
-    assert front_reads() == before + 1
     general = raw.ask(method, path, unsigned={"X-Unknown": "1"}, **options)  # type: ignore[arg-type]
-    assert front_reads() == before + 1
+    assert front_reads() == before
     for answer in (front, general):
         assert answer.headers.pop("x-amz-request-id") == answer.headers.pop("x-amz-id-2")
         for changing in ("date", "x-kvfs-hits"):
@@ -398,6 +402,26 @@ def test_a_plain_put_is_refused_like_any_other(door: Gateway, raw: RawClient) ->
         client.socket.shutdown(socket.SHUT_WR)
         assert client.response().code == "IncompleteBody"
     assert raw.ask("GET", "/refused/k").body == b"x" * 10
+
+
+def test_a_bucket_of_another_owner_stays_closed(door: Gateway, raw: RawClient) -> None:
+    """Also when it was the reader's own a moment ago."""
+    s3, other = door.client(), door.client(OTHER_ACCESS, OTHER_SECRET)
+    s3.create_bucket(Bucket="changing")
+    s3.put_object(Bucket="changing", Key="k", Body=b"mine")
+    front, _ = both(raw, "GET", "/changing/k")
+    assert front.body == b"mine"
+    with raw_client(door) as stranger:
+        for _ in range(3):
+            denied = stranger.ask("GET", "/changing/k", access=OTHER_ACCESS, secret=OTHER_SECRET)
+            assert denied.code == "AccessDenied"
+    s3.delete_object(Bucket="changing", Key="k")
+    s3.delete_bucket(Bucket="changing")
+    other.create_bucket(Bucket="changing")
+    other.put_object(Bucket="changing", Key="k", Body=b"theirs")
+    for _ in range(3):
+        assert raw.ask("GET", "/changing/k").code == "AccessDenied"
+        assert raw.ask("PUT", "/changing/k", b"x", payload=UNSIGNED).code == "AccessDenied"
 
 
 def test_what_the_other_doors_wrote_reads_the_same(door: Gateway, raw: RawClient) -> None:

@@ -87,7 +87,7 @@ class Reads:
     @property
     def attached(self) -> bool: ...
     def forget(self) -> None:
-        """Hosts, signers and their rights."""
+        """Hosts and signers."""
 
     def knows(self, host: bytes, signer: bytes) -> bool: ...
     def learn_host(self, host: bytes, bucket: bytes) -> None:
@@ -103,7 +103,8 @@ class Reads:
         may: Callable[[bytes, bool], bool],
     ) -> bool:
         """`signer`: an Authorization header less its signature, which must have been found right once. `may`: whether
-        the credential may read, or write, in a bucket. False where the signed names are none of a plain request."""
+        the credential may read, or write, in a bucket; asked for each request. False where the signed names are none
+        of a plain request."""
 
     def recognise(self, data: bytes, now_s: float) -> tuple[bytes, bytes, int] | None:
         """Method, name and length of a head that is a plain request, rightly signed and allowed; None for all else."""

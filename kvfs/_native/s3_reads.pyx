@@ -150,7 +150,6 @@ cdef class _Signer:
     cdef bytes signed_headers
     cdef object credential
     cdef object may
-    cdef dict rights
 
 
 cdef class _Object:
@@ -259,7 +258,7 @@ cdef class Reads:
             found.raw.count += 1
         if len(set(names)) != len(names):
             return False
-        found.scope, found.signed_headers, found.may, found.rights = scope, signed_headers, may, {}
+        found.scope, found.signed_headers, found.may = scope, signed_headers, may
         found.credential = credential
         found.raw.scope = text_of(scope)
         found.raw.signed_headers = text_of(signed_headers)
@@ -292,14 +291,7 @@ cdef class Reads:
             return None
         found = PyBytes_FromStringAndSize(<const char *>name, name_bytes)
         bucket = found[:found.index(0)]
-        right = head.method == KVFS_S3_PUT
-        may = signer.rights.get((bucket, right))
-        if may is None:
-            may = signer.may(bucket, right)
-            if len(signer.rights) >= limits.MAX_SIGNERS:
-                signer.rights.clear()
-            signer.rights[bucket, right] = may
-        if not may or name_bytes - len(bucket) - 1 > limits_key_bytes:
+        if name_bytes - len(bucket) - 1 > limits_key_bytes or not signer.may(bucket, head.method == KVFS_S3_PUT):
             return None
         return found, signer.credential
 
