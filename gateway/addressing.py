@@ -38,7 +38,7 @@ def resolve(request: Request, domains: Sequence[str] = (), default_bucket: str |
     path = request.raw_path
     if path[:1] != b"/":
         raise S3Error("InvalidURI", "The path does not begin with a slash.")
-    bucket = _bucket_of_host(request.host, domains, default_bucket)
+    bucket = bucket_of_host(request.host, domains, default_bucket)
     if bucket is None:
         raw_bucket, slash, raw_key = path[1:].partition(b"/")
         if not raw_bucket and slash:
@@ -77,7 +77,7 @@ def check_key(key: str) -> None:
         raise S3Error("InvalidArgument", str(error)) from None
 
 
-def _bucket_of_host(host: str, domains: Sequence[str], default_bucket: str | None) -> str | None:
+def bucket_of_host(host: str, domains: Sequence[str], default_bucket: str | None) -> str | None:
     """The bucket that the host names; None: path style."""
     name = _PORT.sub("", host).lower().rstrip(".")
     for domain in domains:

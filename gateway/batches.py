@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 
 import trio
 
+from gateway.signal import Signal
 from kvfs import limits
 from kvfs.errors import KvfsError, SessionClosed
 
@@ -28,7 +29,7 @@ R = TypeVar("R")
 @dataclass(slots=True, eq=False)
 class _Asked(Generic[T, R]):
     item: T
-    done: trio.Event = field(default_factory=trio.Event)
+    done: Signal = field(default_factory=Signal)
     found: R | None = None
     error: KvfsError | None = None
 
@@ -50,8 +51,7 @@ class Batches(Generic[T, R]):
         asked: _Asked[T, R] = _Asked(item)
         self._queue.append(asked)
         self._more.set()
-        with trio.CancelScope(shield=True):
-            await asked.done.wait()
+        await asked.done.wait()
         if asked.error is not None:
             raise type(asked.error)(str(asked.error))
         assert asked.found is not None
@@ -71,12 +71,12 @@ class Batches(Generic[T, R]):
                 for asked in batch:
                     asked.error = error
             for asked in batch:
-                asked.done.set()
+                asked.done.tell()
 
     def close(self) -> None:
         """The session has ended: what waits fails."""
         self._closed = True
         for asked in self._queue:
             asked.error = SessionClosed("the session was closed")
-            asked.done.set()
+            asked.done.tell()
         self._queue.clear()

@@ -25,6 +25,7 @@ from gateway.routing import Action, Operation
 from gateway.settings import GatewaySettings
 from gateway.signing import Verified
 from kvfs import limits
+from kvfs._native.receiver import Receiver
 from kvfs.credentials import RightName
 
 Headers = Sequence[tuple[str, str]]
@@ -38,6 +39,10 @@ class Body(Protocol):
 
     async def receive_into(self, into: memoryview) -> int:
         """At least one byte, 0 at the end."""
+        ...
+
+    async def receive_file(self, descriptor: int, receiver: Receiver) -> bool:
+        """All of it into an empty file, if that goes without Python; else nothing is done, and False."""
         ...
 
 

@@ -65,7 +65,7 @@ def header_claim(request: Request, headers: Mapping[bytes, bytes], authorization
     before, name, signature = authorization.rpartition("Signature=")
     if not name or "," in signature:
         before, signature = _without_signature(authorization)
-    signer = _header_signer(before)
+    signer = header_signer(before)
     if payload is None:
         raise S3Error("InvalidRequest", "The header x-amz-content-sha256 is missing.")
     stamp = headers.get(b"x-amz-date")
@@ -91,7 +91,7 @@ def _without_signature(authorization: str) -> tuple[str, str]:
 
 
 @lru_cache(maxsize=MAX_SIGNERS)
-def _header_signer(text: str) -> Signer:
+def header_signer(text: str) -> Signer:
     """Of `AWS4-HMAC-SHA256 Credential=..., SignedHeaders=...,`, with or without spaces after the commas."""
     _check_length(text, _HEADER)
     algorithm, _, rest = text.partition(" ")

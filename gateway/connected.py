@@ -108,6 +108,11 @@ class Connected:
         return self._session is not None and self._session.is_open
 
     @property
+    def direct(self) -> Direct | None:
+        """What is read in place, while there is a session that lets us."""
+        return self._direct
+
+    @property
     def largest_object_bytes(self) -> int:
         """Of those in a slot; of the last service connected to."""
         return self._session.hello.details["limits"]["object_bytes"] if self._session else 0

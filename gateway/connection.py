@@ -18,7 +18,9 @@ Concurrency: one task per connection.
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from collections.abc import Awaitable, Callable, Iterable
 from email.utils import formatdate
 from http import HTTPStatus
@@ -27,8 +29,11 @@ import trio
 
 from gateway.framing import BadChunk, ChunkedReader
 from gateway.heads import END, BadHead, Head, parse_head
-from gateway.transports import Buffer, Gone, Pace, Stalled, Transport, breathe
+from gateway.plain import PlainPut
+from gateway.transports import Buffer, Gone, Pace, PlainTransport, Stalled, Transport, breathe
 from kvfs import limits
+from kvfs._native.receiver import Receiver
+from kvfs.exchange import status_error
 
 log = logging.getLogger("kvfs.gateway")
 
@@ -59,6 +64,12 @@ class _Input:
         self._start += count
         if self._start == self._end:
             self._start = self._end = 0
+
+    def feed(self, data: bytes) -> None:
+        """Bytes that came another way, while nothing is pending."""
+        assert self._start == self._end
+        self._start, self._end = 0, len(data)
+        self._memory[: len(data)] = data
 
     async def more(self, timeout_s: float, *, idle: bool = False) -> bool:
         """Read once into what is free; False at the end of the stream. Raises Gone, Stalled."""
@@ -97,8 +108,12 @@ class _Input:
 class Exchange:
     """One request and its answer. The application reads `head` and the body, and calls one of `respond*`."""
 
-    def __init__(self, head: Head, transport: Transport, source: _Input) -> None:
+    def __init__(
+        self, head: Head, transport: Transport, source: _Input, plain: PlainPut | None = None
+    ) -> None:
+        """`plain`: what the request is, if it was recognised; `head` then has no headers."""
         self.head = head
+        self.plain = plain
         self.peer = transport.peer
         self.secure = transport.secure
         self.answered = False
@@ -119,14 +134,46 @@ class Exchange:
         """Bytes of the body, 0 at its end. Raises BodyLost, Stalled, Gone."""
         if self.body_done or not len(into):
             return 0
-        if self._waits_for_continue:
-            self._waits_for_continue = False
-            await self._transport.send([_CONTINUE])
+        await self._continue()
         if self._pace is None:
             self._pace = Pace()
         count = await (self._receive_chunked(into) if self._chunked else self._receive_sized(into))
         self._pace.moved += count
         return count
+
+    async def receive_file(self, descriptor: int, receiver: Receiver) -> bool:
+        """The body into an empty file, if it is of one length, not encrypted and not begun; else nothing is done, and
+        False. Raises BodyLost, Stalled, Gone, and KvfsError of the file."""
+        transport = self._transport
+        if self._chunked is not None or self._pace is not None or not isinstance(transport, PlainTransport):
+            return False
+        await self._continue()
+        self._pace = Pace()
+        pending = self._input.pending[: self._left]
+        if pending:
+            write_all(descriptor, pending, 0)
+            receiver.update(pending)
+            self._took(len(pending))
+            self._input.consume(len(pending))
+        while self._left:
+            before = receiver.size_bytes
+            alive = await transport.receive_file(receiver, descriptor, self._left, self._pace)
+            self._took(receiver.size_bytes - before)
+            if not alive:
+                self.keep_alive = False
+                raise BodyLost(f"the connection ended {self._left} bytes before the body did")
+        return True
+
+    def _took(self, count: int) -> None:
+        assert self._pace is not None
+        self._left -= count
+        self._pace.moved += count
+
+    async def _continue(self) -> None:
+        """Tell a client that waits with its body to send it."""
+        if self._waits_for_continue:
+            self._waits_for_continue = False
+            await self._transport.send([_CONTINUE])
 
     async def _receive_sized(self, into: memoryview) -> int:
         into = into[: self._left]
@@ -204,7 +251,7 @@ class Exchange:
         lines += [f"{name}: {value}" for name, value in headers]
         if length is not None:
             lines.append(f"Content-Length: {length}")
-        lines.append(f"Date: {_now()}")
+        lines.append(f"Date: {date_text()}")
         if not self.keep_alive:
             lines.append("Connection: close")
         lines.append("\r\n")
@@ -226,11 +273,23 @@ class _Clock:
     text = ""
 
 
-def _now() -> str:
+def date_text() -> str:
+    """What a Date header says at this moment."""
     second = int(trio.current_time())
     if second != _Clock.second:
         _Clock.second, _Clock.text = second, formatdate(usegmt=True)
     return _Clock.text
+
+
+def write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    """Raises NoSpace and what else becomes of a failed write."""
+    while data:
+        try:
+            count = os.pwrite(descriptor, data, offset)
+        except OSError as error:
+            raise status_error(error.errno or errno.EIO, f"writing at byte {offset}") from None
+        offset += count
+        data = data[count:]
 
 
 Application = Callable[[Exchange], Awaitable[None]]
@@ -241,10 +300,19 @@ Refusal = Callable[[int, str], tuple[Headers, bytes]]
 class Connection:
     """Serves one transport to its end."""
 
-    def __init__(self, transport: Transport, application: Application, refuse: Refusal) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        application: Application,
+        refuse: Refusal,
+        wait: Callable[[], Awaitable[tuple[bytes, PlainPut | None]]] | None = None,
+    ) -> None:
+        """`wait`: for the first bytes of a request, where that is not the transport's (`gateway.front`), and what they
+        begin with if it is a plain PUT; b"" for the end of the stream. Raises Gone, Stalled."""
         self._transport = transport
         self._application = application
         self._refuse = refuse
+        self._wait = wait
         self._input = _Input(transport)
         self._is_idle = False
         self._exchange: Exchange | None = None
@@ -278,11 +346,20 @@ class Connection:
         if self._stopping:
             return False
         self._is_idle = True
-        data = await self._input.head()
+        plain = None
+        if self._wait is not None and not self._input.pending:
+            data, plain = await self._wait()
+            self._input.feed(data)
+        if plain is not None:
+            self._input.consume(plain.head_bytes)
+            head = Head("PUT", plain.target, [], plain.size_bytes, False, plain.expects_continue, True)
+        else:
+            found = await self._input.head()
+            if found is None:
+                return False
+            head = parse_head(found)
         self._is_idle = False
-        if data is None:
-            return False
-        self._exchange = exchange = Exchange(parse_head(data), self._transport, self._input)
+        self._exchange = exchange = Exchange(head, self._transport, self._input, plain)
         exchange.keep_alive = exchange.keep_alive and not self._stopping
         await self._application(exchange)
         self._exchange = None
@@ -296,7 +373,7 @@ class Connection:
         headers, body = self._refuse(error.status, str(error))
         lines = [f"HTTP/1.1 {error.status} {_REASONS.get(error.status, '')}"]
         lines += [f"{name}: {value}" for name, value in headers]
-        lines += [f"Content-Length: {len(body)}", f"Date: {_now()}", "Connection: close", "\r\n"]
+        lines += [f"Content-Length: {len(body)}", f"Date: {date_text()}", "Connection: close", "\r\n"]
         try:
             await self._transport.send(["\r\n".join(lines).encode("latin-1") + body])
         except (Gone, Stalled) as gone:

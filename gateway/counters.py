@@ -18,6 +18,10 @@ class Counters:
     """By the name of the operation."""
     errors: Counter[str] = field(default_factory=Counter)
     sent_bytes: int = 0
+    front_reads: int = 0
+    """Requests that were answered without Python (`gateway.front`); they are in `requests` too."""
+    front_writes: int = 0
+    """Those that were recognised without it."""
 
     def failed(self, code: str) -> None:
         self.errors[code] += 1
@@ -28,6 +32,13 @@ class Counters:
         lines += _metric("errors_total", "counter", "Requests that failed.", "code", self.errors)
         for name, kind, text, value in (
             ("sent_bytes_total", "counter", "Bytes of objects sent.", self.sent_bytes),
+            ("front_reads_total", "counter", "Reads that were answered without Python.", self.front_reads),
+            (
+                "front_writes_total",
+                "counter",
+                "Writes that were recognised without Python.",
+                self.front_writes,
+            ),
             ("connections", "gauge", "Connections that are open.", connections),
             ("connections_total", "counter", "Connections that were accepted.", accepted),
             ("connected_bool", "gauge", "1 while there is a session with the service.", int(connected)),

@@ -32,34 +32,34 @@ class Direct:
 
     def __init__(self, details: dict[str, Any], store_id: bytes) -> None:
         """`details`: what the service said at HELLO."""
-        self._names = NameReader(Path(details["index"]))
+        self.names = NameReader(Path(details["index"]))
         try:
-            self._table = Table.attach(details["table"], store_id)
+            self.table = Table.attach(details["table"], store_id)
             try:
-                self._slots = os.open(details["directory"], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                self.slots = os.open(details["directory"], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             except BaseException:
-                self._table.close()
+                self.table.close()
                 raise
         except BaseException:
-            self._names.close()
+            self.names.close()
             raise
 
     def close(self) -> None:
-        self._names.close()
-        self._table.close()
-        os.close(self._slots)
+        self.names.close()
+        self.table.close()
+        os.close(self.slots)
 
     def bucket(self, name: str) -> BucketInfo:
         """Raises BucketNotFound."""
-        return bucket_of_row(self._names.bucket(untext(name)))
+        return bucket_of_row(self.names.bucket(untext(name)))
 
     def buckets(self) -> list[BucketInfo]:
-        return [bucket_of_row(row) for row in self._names.buckets()]
+        return [bucket_of_row(row) for row in self.names.buckets()]
 
     def find(self, bucket: str, key: str) -> Found | None:
         """None where nothing is found in place. Raises BucketNotFound, SessionClosed."""
         raw = key.encode("utf-8", "surrogateescape")
-        where, row = self._names.find(bucket.encode("utf-8", "surrogateescape"), raw)
+        where, row = self.names.find(bucket.encode("utf-8", "surrogateescape"), raw)
         if where.namespace is not None:
             digest = parse_block_name(raw)
             if digest is not None:
@@ -68,19 +68,19 @@ class Direct:
             return None
         if is_marker(row):
             return found_of_row(row, None)
-        entry = self._table.get(row.object_id.to_bytes(16, "big"))
+        entry = self.table.get(row.object_id.to_bytes(16, "big"))
         if entry is not None:
             return found_of_row(row, entry)
-        if not self._table.alive:
+        if not self.table.alive:
             raise SessionClosed("the service's table is no longer in use")
         return None
 
     def _find_block(self, digest: bytes, bucket_id: int) -> Found | None:
         """A block that is in DRAM, in the bucket that it was sealed into."""
-        entry = self._table.get(digest)
+        entry = self.table.get(digest)
         if entry is None or not entry.tiers & TIER_DRAM:
             return None
-        header = self._table.read_header(entry.slot)
+        header = self.table.read_header(entry.slot)
         if header.key != digest or header.generation != entry.generation or header.bucket_id != bucket_id:
             return None
         return Found(
@@ -98,7 +98,7 @@ class Direct:
 
     def list(self, bucket: str, prefix: str, after: str, delimiter: str, limit: int) -> Listed:
         """Of a bucket that is bound to no namespace: blocks have no rows."""
-        page = self._names.list(
+        page = self.names.list(
             untext(bucket),
             prefix=untext(prefix),
             after=untext(after),
@@ -111,22 +111,22 @@ class Direct:
                 entries.append((text(name), None))
             elif is_marker(row):
                 entries.append((text(name), found_of_row(row, None)))
-            elif (entry := self._table.get(row.object_id.to_bytes(16, "big"))) is not None:
+            elif (entry := self.table.get(row.object_id.to_bytes(16, "big"))) is not None:
                 entries.append((text(name), found_of_row(row, entry)))
         return Listed(entries, text(page.entries[-1].name) if page.truncated else None)
 
     def open(self, found: Found) -> int:
         """A read-only descriptor of the object's bytes, or -1 where it is not there any more."""
         try:
-            descriptor = open_slot(self._slots, found.slot, _READ)
+            descriptor = open_slot(self.slots, found.slot, _READ)
         except NotFound:
             return -1
-        if descriptor >= 0 and self._table.generation(found.slot) != found.generation:
+        if descriptor >= 0 and self.table.generation(found.slot) != found.generation:
             os.close(descriptor)
             return -1
         return descriptor
 
     def holds(self, slot: int, generation: int, object_id: int) -> bool:
         """Whether this slot has, or had, that object under this generation."""
-        header = self._table.read_header(slot)
+        header = self.table.read_header(slot)
         return header.generation == generation and header.object_id == object_id

@@ -40,6 +40,7 @@ from gateway.calls import AnyAnswer, Call, Document, FileAnswer, HeadAnswer, Hea
 from gateway.connection import BodyLost, Exchange
 from gateway.counters import Counters
 from gateway.errors import S3Error, from_kvfs
+from gateway.front import Front
 from gateway.large import LargeAnswer
 from gateway.owners import Owners
 from gateway.request import Request
@@ -85,6 +86,7 @@ _OPERATIONS: dict[Operation, Callable[[Call], Awaitable[AnyAnswer | LargeAnswer]
     Operation.PUT_OBJECT_ACL: configurations.put_object_acl,
 }
 _RIGHTS: dict[Right, RightName] = {Right.READ: "read", Right.WRITE: "write", Right.LIST: "list"}
+_PLAIN = frozenset((Operation.GET_OBJECT, Operation.HEAD_OBJECT, Operation.PUT_OBJECT))
 _MOST_ROUTES = 4_096
 _XML = ("Content-Type", "application/xml")
 
@@ -107,13 +109,16 @@ class Handler:
         settings: GatewaySettings,
         *,
         counters: Counters | None = None,
+        front: Front | None = None,
+        owners: Owners | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`clock`: seconds since 1970, which signatures are checked against."""
         self.counters = counters or Counters()
         self._backend = backend
-        self._owners = Owners(backend)
+        self._owners = owners or Owners(backend)
         self._settings = settings
+        self._front = front
         self._clock = clock
         self._next_id = secrets.randbits(64)
         self._routes: dict[tuple[str, bytes, str], _Route] = {}
@@ -122,6 +127,8 @@ class Handler:
         """For requests that begin from here on."""
         self._settings = settings
         self._routes.clear()
+        if self._front is not None:
+            self._front.forget()
 
     def refuse(self, status: int, message: str) -> tuple[Headers, bytes]:
         """The answer to what is no request."""
@@ -137,7 +144,12 @@ class Handler:
         request = request_of(exchange)
         answer: AnyAnswer | LargeAnswer
         try:
-            answer = await self._answer(exchange, request, request_id)
+            if exchange.plain is not None:
+                self.counters.requests[Operation.PUT_OBJECT.value] += 1
+                self.counters.front_writes += 1
+                answer = await writing.put_plain(self._backend, exchange.plain, exchange)
+            else:
+                answer = await self._answer(exchange, request, request_id)
         except (S3Error, KvfsError, BodyLost, Stalled) as error:
             if isinstance(error, BodyLost | Stalled):
                 exchange.keep_alive = False
@@ -170,6 +182,9 @@ class Handler:
         if right is not None:
             await call.need_right(right, call.bucket)
         self.counters.requests[name] += 1
+        plain = action.operation in _PLAIN and not verified.presigned
+        if self._front is not None and plain and settings is self._settings:
+            self._front.learn(request, verified, settings)
         return await operation(call)
 
     def _route(self, request: Request) -> _Route:

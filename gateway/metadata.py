@@ -35,6 +35,7 @@ MAGIC: Final = b"kvS3"
 VERSION: Final = 1
 
 _HEAD: Final = struct.Struct("<4sB3x")
+_PREFIX: Final = _HEAD.pack(MAGIC, VERSION)
 _FIELD: Final = struct.Struct("<BxHI")
 _CHECKSUM: Final = struct.Struct("<BBH")
 _LENGTH: Final = struct.Struct("<H")
@@ -180,7 +181,7 @@ def mail_safe(value: str) -> str:
 # --- bytes ---------------------------------------------------------------------------------------------------
 def _encode(metadata: ObjectMetadata) -> bytes:
     checksum, parts = metadata.checksum, metadata.parts
-    fields = (
+    fields = [
         (_CONTENT_TYPE, _text(metadata.content_type, DEFAULT_CONTENT_TYPE)),
         (_HEADERS, _pairs(metadata.headers)),
         (_USER, _pairs(metadata.user)),
@@ -188,12 +189,12 @@ def _encode(metadata: ObjectMetadata) -> bytes:
         (_ETAG, metadata.etag.encode()),
         (_OWNER, metadata.owner.encode()),
         (_CHECKSUM_FIELD, b"" if checksum is None else _checksum(checksum)),
-        (_SIZES, _sizes([part.size_bytes for part in parts])),
-        (_PART_CHECKSUMS, b"".join(part.checksum for part in parts)),
-        (_UPLOAD, metadata.upload_id.encode()),
-    )
-    body = b"".join(_FIELD.pack(tag, 0, len(value)) + value for tag, value in fields if value)
-    return _HEAD.pack(MAGIC, VERSION) + body
+    ]
+    if parts:
+        fields.append((_SIZES, _sizes([part.size_bytes for part in parts])))
+        fields.append((_PART_CHECKSUMS, b"".join([part.checksum for part in parts])))
+    fields.append((_UPLOAD, metadata.upload_id.encode()))
+    return _PREFIX + b"".join([_FIELD.pack(tag, 0, len(value)) + value for tag, value in fields if value])
 
 
 def _text(text: str, default: str) -> bytes:

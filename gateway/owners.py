@@ -49,6 +49,13 @@ class Owners:
         self._known[bucket] = owner, self._clock() + limits.OWNER_MEMORY_S
         return owner
 
+    def lets_in(self, credential: Credential, bucket: str) -> bool:
+        """`may_enter`, as far as it is remembered; False where the index is to be asked."""
+        if credential.rights is not None:
+            return True
+        known = self._known.get(bucket)
+        return known is not None and known[1] > self._clock() and known[0] in (None, credential.owner_id)
+
     def forget(self, bucket: str) -> None:
         """Of a bucket that was made or removed."""
         self._known.pop(bucket, None)

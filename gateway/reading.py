@@ -117,7 +117,7 @@ def _headers(call: Call, what: Stored, span: Span | None) -> list[tuple[str, str
     found = what.found
     make = _remembered_headers
     if len(found.user_metadata) > limits.REMEMBERED_METADATA_BYTES:
-        make = _stored_headers
+        make = stored_headers
     headers = list(make(found.user_metadata, found.marker, found.mtime_ns, what.etag))
     headers += [("x-kvfs-tier", found.tier), ("x-kvfs-hits", str(found.hits))]
     if span is not None:
@@ -132,7 +132,7 @@ def _headers(call: Call, what: Stored, span: Span | None) -> list[tuple[str, str
     return headers
 
 
-def _stored_headers(data: bytes, marker: bool, mtime_ns: int, etag: str) -> tuple[tuple[str, str], ...]:
+def stored_headers(data: bytes, marker: bool, mtime_ns: int, etag: str) -> tuple[tuple[str, str], ...]:
     """What depends on the object alone; `data` is its user metadata."""
     parsed = unpack_marker(data)[0] if marker else read_metadata(data)
     headers = [
@@ -144,7 +144,7 @@ def _stored_headers(data: bytes, marker: bool, mtime_ns: int, etag: str) -> tupl
 
 
 _remembered_headers: Callable[[bytes, bool, int, str], tuple[tuple[str, str], ...]]
-_remembered_headers = lru_cache(maxsize=4096)(_stored_headers)
+_remembered_headers = lru_cache(maxsize=4096)(stored_headers)
 
 
 def _add_checksum(headers: list[tuple[str, str]], call: Call, what: Stored, span: Span | None) -> None:

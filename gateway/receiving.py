@@ -28,14 +28,16 @@ from gateway.body_plan import BodyPlan, plan_of
 from gateway.calls import Call
 from gateway.checksums import Algorithm, Checksum, Digester
 from gateway.chunked import ChunkedDecoder
+from gateway.connection import write_all
 from gateway.drafts import Draft
 from gateway.errors import S3Error
 from gateway.large import WindowSink
 from kvfs import limits
-from kvfs.exchange import status_error
+from kvfs._native.receiver import Receiver
 
 _SCRATCH = memoryview(bytearray(limits.RECEIVE_BYTES))
 _FAST = frozenset((Algorithm.CRC32, Algorithm.CRC32C, Algorithm.CRC64NVME))
+_NATIVE = frozenset((Algorithm.CRC64NVME.value,))
 _threads = trio.CapacityLimiter(max(2, os.cpu_count() or 2))
 
 
@@ -87,20 +89,15 @@ class DraftSink(_Roomy):
     """A granted draft. Raises NoSpace."""
 
     def __init__(self, draft: Draft) -> None:
-        self._descriptor = draft.descriptor
+        self.descriptor = draft.descriptor
         self._at = 0
 
     def write(self, piece: memoryview) -> None:
-        while piece:
-            try:
-                count = os.pwrite(self._descriptor, piece, self._at)
-            except OSError as error:
-                raise status_error(error.errno or 5, f"writing at byte {self._at}") from None
-            self._at += count
-            piece = piece[count:]
+        write_all(self.descriptor, piece, self._at)
+        self._at += len(piece)
 
     def read(self, offset: int, into: memoryview) -> int:
-        return os.preadv(self._descriptor, [into], offset)
+        return os.preadv(self.descriptor, [into], offset)
 
 
 @dataclass(slots=True)
@@ -168,6 +165,10 @@ async def receive(
     if plan.wanted.algorithm is None and algorithm is not None:
         plan = replace(plan, wanted=replace(plan.wanted, algorithm=algorithm))
     digests = _Digests.of(plan, take_md5)
+    if isinstance(sink, DraftSink) and plan.trailer_names is None and digests.by_name.keys() <= _NATIVE:
+        received = await _receive_natively(call, sink, plan)
+        if received is not None:
+            return received
     inline, behind = digests.split(plan.size_bytes)
     decoder = None
     if plan.trailer_names is not None:
@@ -184,6 +185,25 @@ async def receive(
     trailers = {} if decoder is None else decoder.finish()
     md5, checksum = _checked(plan, digests, trailers)
     return Received(size_bytes, md5, checksum, store_digest.intdigest())
+
+
+async def _receive_natively(call: Call, sink: DraftSink, plan: BodyPlan) -> Received | None:
+    """None where the body has to go through Python, and nothing was done."""
+    algorithm = plan.wanted.algorithm
+    receiver = Receiver(algorithm is not None)
+    if not await call.body.receive_file(sink.descriptor, receiver):
+        return None
+    checksum = None if algorithm is None else crc64nvme(receiver, plan.wanted.digest)
+    return Received(receiver.size_bytes, None, checksum, receiver.xxh3)
+
+
+def crc64nvme(receiver: Receiver, promised: bytes | None) -> Checksum:
+    """Of a body that came whole. Raises S3Error BadDigest."""
+    algorithm = Algorithm.CRC64NVME
+    found = receiver.crc64nvme.to_bytes(algorithm.digest_bytes, "big")
+    if promised is not None:
+        checksums.verify(algorithm.value, promised, found)
+    return Checksum(algorithm, found)
 
 
 async def _pump(

@@ -15,11 +15,13 @@ import logging
 import socket
 import ssl
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import trio
 
 from gateway.connection import Application, Connection, Refusal
+from gateway.front import Front
 from gateway.transports import Gone, PlainTransport, Stalled, Sweeper, TlsTransport, Transport
 from kvfs import limits
 from kvfs.errors import ConfigError
@@ -82,11 +84,13 @@ class Server:
         refuse: Refusal,
         *,
         certificate: Certificate | None = None,
+        front: Front | None = None,
         most: int = limits.MAX_GATEWAY_CONNECTIONS,
     ) -> None:
         """Raises ConfigError for a certificate that cannot be loaded."""
         self._application = application
         self._refuse = refuse
+        self._front = front
         self._certificate = certificate
         self._context = None if certificate is None else certificate.context()
         self._room = trio.Semaphore(most)
@@ -113,6 +117,8 @@ class Server:
     def stop(self) -> None:
         """Accept no more, and end each connection with the request that it is in."""
         self._accepting.cancel()
+        if self._front is not None:
+            self._front.stop()
         for connection in list(self._connections):
             connection.stop()
 
@@ -120,6 +126,8 @@ class Server:
         """Until `stop`, and then for limits.DRAIN_WAIT_S at most. Owns the sockets."""
         async with trio.open_nursery() as background:
             background.start_soon(self._sweeper.run)
+            if self._front is not None:
+                background.start_soon(self._front.run)
             await self._serve_connections(sockets)
             background.cancel_scope.cancel()
 
@@ -162,7 +170,10 @@ class Server:
             transport = await self._transport(sock, peer)
             if transport is None:
                 return
-            connection = Connection(transport, self._application, self._refuse)
+            wait = None
+            if self._front is not None and isinstance(transport, PlainTransport):
+                wait = partial(self._front.wait, transport)
+            connection = Connection(transport, self._application, self._refuse, wait)
             self._connections.add(connection)
             try:
                 await connection.serve()

@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import trio
 
+from gateway.signal import Signal
 from kvfs import limits
 from kvfs.errors import DeadlinePassed, KvfsError, SessionClosed
 from kvfs.messages import (
@@ -47,7 +48,7 @@ Opened = list[tuple[ExtentResult, int | None]]
 @dataclass(slots=True, eq=False)
 class _Waiting:
     answers: list[ReceivedAnswer] = field(default_factory=list)
-    done: trio.Event = field(default_factory=trio.Event)
+    done: Signal = field(default_factory=Signal)
     began_s: float = field(default_factory=trio.current_time)
     error: KvfsError | None = None
 
@@ -103,7 +104,7 @@ class Session:
             close_answers(waiting.answers)
             waiting.answers.clear()
             waiting.error = SessionClosed(str(self._ended))
-            waiting.done.set()
+            waiting.done.tell()
         self._waiting.clear()
 
     # --- exchanges ---------------------------------------------------------------------------------------
@@ -111,14 +112,20 @@ class Session:
         """The answer's frames; the caller closes the descriptors in them. Raises the service's error for a request
         that failed, SessionClosed, DeadlinePassed."""
         waiting = _Waiting()
-        with trio.CancelScope(shield=True):
-            async with self._sending:
-                if self._ended is not None:
-                    raise SessionClosed(str(self._ended))
-                data = self._protocol.send_request(request)
-                self._waiting.append(waiting)
-                await self._send(data)
-            await waiting.done.wait()
+        try:
+            self._sending.acquire_nowait()
+        except trio.WouldBlock:
+            with trio.CancelScope(shield=True):
+                await self._sending.acquire()
+        try:
+            if self._ended is not None:
+                raise SessionClosed(str(self._ended))
+            data = self._protocol.send_request(request)
+            self._waiting.append(waiting)
+            await self._send(data)
+        finally:
+            self._sending.release()
+        await waiting.done.wait()
         if waiting.error is not None:
             raise waiting.error
         last = waiting.answers[-1].answer
@@ -157,12 +164,14 @@ class Session:
         return found
 
     async def _send(self, data: bytes) -> None:
+        """Not to be cancelled."""
         left = memoryview(data)
         while left:
             try:
                 left = left[self._socket.send(left) :]
             except BlockingIOError:
-                await trio.lowlevel.wait_writable(self._socket)
+                with trio.CancelScope(shield=True):
+                    await trio.lowlevel.wait_writable(self._socket)
             except OSError:
                 return  # why the service closed is in what it sent before
 
@@ -190,7 +199,7 @@ class Session:
         waiting.answers.append(received)
         if not received.more:
             self._waiting.popleft()
-            waiting.done.set()
+            waiting.done.tell()
 
     async def _receive(self) -> None:
         while True:

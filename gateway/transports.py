@@ -23,6 +23,8 @@ from typing import Protocol
 import trio
 
 from kvfs import limits
+from kvfs._native.receiver import END, GONE, MOVED, Receiver
+from kvfs._native.s3_reads import Idle, Reads
 
 Buffer = bytes | bytearray | memoryview
 
@@ -115,12 +117,15 @@ class PlainTransport:
         self._sweeper = sweeper
         self._deadline_s = math.inf
         self._expired = False
+        self._parked: Idle | None = None
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sweeper.watch(self)
 
     def expire(self, now_s: float) -> None:
         """Wake the task that waits on the socket, if its time is over."""
+        if self._parked is not None:
+            self._deadline_s = max(self._deadline_s, self._parked.served_s + limits.KEEP_ALIVE_S)
         if now_s >= self._deadline_s and not self._expired:
             self._expired = True
             self.wake()
@@ -144,6 +149,42 @@ class PlainTransport:
                     raise Stalled("nothing came")
                 return count
             await self._wait_readable(timeout_s)
+
+    async def receive_file(self, receiver: Receiver, descriptor: int, count: int, pace: Pace) -> bool:
+        """Some of the next `count` bytes into a file, at least one; a turn for all others after limits.MIB. False at
+        the end of the stream. Raises Gone, Stalled, KvfsError."""
+        before = receiver.size_bytes
+        while True:
+            end = receiver.receive(self._socket.fileno(), descriptor, min(count, limits.MIB))
+            if receiver.size_bytes > before:
+                if end == MOVED and receiver.size_bytes - before < count:
+                    await breathe()
+                return True
+            if end == GONE:
+                raise Gone("the connection failed")
+            if end == END:
+                if self._expired:
+                    raise Stalled("nothing came")
+                return False
+            await self._wait_readable(pace.timeout_s())
+
+    async def park(self, reads: Reads) -> Idle:
+        """Let `reads` answer what comes, until something is left to do here: what, is in the result. Not longer than
+        limits.KEEP_ALIVE_S after the last answer: then, as at the end of the stream, there is nothing in it."""
+        self._parked = idle = Idle(self._socket.fileno())
+        self._deadline_s = trio.current_time() + limits.KEEP_ALIVE_S
+
+        def abort(_: object) -> trio.lowlevel.Abort:
+            reads.unwatch(idle)
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        reads.watch(idle, trio.lowlevel.current_task())
+        try:
+            await trio.lowlevel.wait_task_rescheduled(abort)
+        finally:
+            self._parked = None
+            self._deadline_s = math.inf
+        return idle
 
     async def _wait_readable(self, timeout_s: float) -> None:
         if timeout_s <= 0:
@@ -194,8 +235,17 @@ class PlainTransport:
             if pace is not None:
                 pace.moved += sent
 
+    async def send_rest(self, head: bytes, descriptor: int, offset: int, count: int) -> None:
+        """`send_file`, and the descriptor is closed however it ends."""
+        try:
+            await self.send_file(head, descriptor, offset, count)
+        finally:
+            os.close(descriptor)
+
     async def _send_more(self, head: bytes) -> None:
         """Sent with the bytes that follow, in one packet where they fit."""
+        if not head:
+            return
         try:
             sent = self._socket.send(head, socket.MSG_MORE)
         except BlockingIOError:

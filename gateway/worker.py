@@ -22,8 +22,11 @@ from pydantic import BaseModel, ConfigDict
 
 from gateway.admin import Admin
 from gateway.backend import Backend
+from gateway.counters import Counters
 from gateway.credentials import Credentials
+from gateway.front import Front
 from gateway.handler import Handler
+from gateway.owners import Owners
 from gateway.server import Certificate, Server, listen
 from gateway.settings import GatewaySettings
 from gateway.uploads import expire_for_ever
@@ -79,12 +82,25 @@ class Worker:
         """Raises ConfigError."""
         self._settings = settings
         self._backend = Backend(settings.socket)
-        self._handler = Handler(self._backend, self._gateway_settings(settings.credentials))
+        counters = Counters()
+        owners = Owners(self._backend)
+        front = Front(self._backend, counters, owners)
+        self._handler = Handler(
+            self._backend,
+            self._gateway_settings(settings.credentials),
+            front=front,
+            owners=owners,
+            counters=counters,
+        )
         certificate = None
         if settings.certificate is not None and settings.key is not None:
             certificate = Certificate(settings.certificate, settings.key)
         self._server = Server(
-            self._handler.serve, self._handler.refuse, certificate=certificate, most=settings.connections
+            self._handler.serve,
+            self._handler.refuse,
+            certificate=certificate,
+            front=front,
+            most=settings.connections,
         )
         self._admin = Admin(self._backend, self._handler.counters, self._server)
 

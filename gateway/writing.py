@@ -15,16 +15,18 @@ from dataclasses import replace
 
 from gateway import checksums, conditions, large, metadata, reserved
 from gateway import etag as etags
-from gateway.backend import Seal
+from gateway.backend import Backend, Seal
 from gateway.body_plan import object_bytes
-from gateway.calls import Answer, Call
+from gateway.calls import Answer, Body, Call
 from gateway.errors import S3Error
 from gateway.found import BucketInfo, Found
 from gateway.large import WindowSink
 from gateway.metadata import ObjectMetadata
-from gateway.receiving import DraftSink, MemorySink, Received, receive
+from gateway.plain import PlainPut
+from gateway.receiving import DraftSink, MemorySink, Received, crc64nvme, receive
 from gateway.stored import pack_marker, stored
 from kvfs import limits
+from kvfs._native.receiver import Receiver
 from kvfs.keys import parse_block_name
 
 PIN = "kvfs-pin"
@@ -57,7 +59,22 @@ async def put_object(call: Call) -> Answer:
         await call.backend.abort(draft)
     if is_pinned(said):
         await call.backend.pin(call.bucket, call.key, True)
-    return await _sealed_answer(call, said)
+    return await _sealed_answer(call.backend, call.bucket, call.key, said)
+
+
+async def put_plain(backend: Backend, write: PlainPut, body: Body) -> Answer:
+    """`put_object` of what has neither conditions nor metadata nor another checksum."""
+    draft = await backend.reserve(write.size_bytes)
+    try:
+        receiver = Receiver(write.checksum is not None)
+        if not await body.receive_file(draft.descriptor, receiver):
+            raise S3Error("InternalError")
+        checksum = crc64nvme(receiver, write.checksum) if write.checksum is not None else None
+        said = ObjectMetadata(checksum=checksum, owner=write.owner)
+        await backend.seal(draft, Seal(write.bucket, write.key, said.encode(), checksum=receiver.xxh3))
+    finally:
+        await backend.abort(draft)
+    return await _sealed_answer(backend, write.bucket, write.key, said)
 
 
 def with_digests(said: ObjectMetadata, received: Received, took_md5: bool, owner: str = "") -> ObjectMetadata:
@@ -78,7 +95,7 @@ async def _put_large(call: Call, said: ObjectMetadata, condition: Seal) -> Answe
         received = await receive(call, WindowSink(transfer), take_md5=took_md5)
         said = with_digests(said, received, took_md5, call.owner)
         await transfer.seal(replace(condition, user_metadata=said.encode()))
-    return await _sealed_answer(call, said)
+    return await _sealed_answer(call.backend, call.bucket, call.key, said)
 
 
 def is_large(call: Call, size_bytes: int) -> bool:
@@ -127,10 +144,10 @@ async def write_condition(call: Call) -> Seal:
     return replace(seal, expected_id=found.object_id)
 
 
-async def _sealed_answer(call: Call, said: ObjectMetadata) -> Answer:
+async def _sealed_answer(backend: Backend, bucket: str, key: str, said: ObjectMetadata) -> Answer:
     etag = said.etag
     if not etag:
-        found = await call.backend.find(call.bucket, call.key)
+        found = await backend.find(bucket, key)
         etag = "" if found is None else stored(found).etag
     headers = [("ETag", etags.quote(etag))]
     if said.checksum is not None:
@@ -152,7 +169,7 @@ async def _put_marker(call: Call, said: ObjectMetadata, size_bytes: int) -> Answ
     received = await receive(call, sink, take_md5=True)
     said = with_digests(said, received, True, call.owner)
     await call.backend.put_marker(call.bucket, call.key, pack_marker(said, bytes(sink.data)))
-    return await _sealed_answer(call, said)
+    return await _sealed_answer(call.backend, call.bucket, call.key, said)
 
 
 def _block_digest(bucket: BucketInfo, key: str) -> bytes | None:
@@ -167,7 +184,9 @@ async def _put_block(call: Call, bucket: BucketInfo, digest: bytes, size_bytes: 
         await call.backend.seal_block(draft, bucket, digest)
     finally:
         await call.backend.abort(draft)
-    return await _sealed_answer(call, ObjectMetadata(checksum=received.checksum))
+    return await _sealed_answer(
+        call.backend, call.bucket, call.key, ObjectMetadata(checksum=received.checksum)
+    )
 
 
 # --- removal -----------------------------------------------------------------------------------------------

@@ -318,6 +318,10 @@ RECEIVE_BYTES: Final = 256 * KIB
 """Read from a socket at once: a buffer that stays in the second-level cache between reading, digest and writing."""
 REMEMBERED_METADATA_BYTES: Final = 2 * KIB
 """Metadata up to this is decoded once, and its headers are made once, for 4,096 objects of a gateway process."""
+REMEMBERED_OBJECTS: Final = 4_096
+"""Objects whose answers' headers a gateway process keeps ready for reads without Python: up to 16 MiB."""
+READS_TURN_S: Final = 0.001
+"""How long reads are answered without Python before the event loop looks at everything else."""
 GATEWAY_BATCH: Final = 32
 """Seals, or opens, of a gateway in one message: a fraction of a millisecond of the service's loop."""
 GATEWAY_ROOM_WAIT_S: Final = 20.0

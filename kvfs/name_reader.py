@@ -94,6 +94,16 @@ class NameReader:
         where, data = self._read(look)
         return FoundName(where, None if data is None else NameRow.decode(load_row(name, data)))
 
+    def peek(self, name: bytes) -> bytes | None:
+        """What is stored under `bucket NUL key`, undecoded (`kvfs.name_rows.load_row`); None where there is nothing,
+        or the bucket is bound to a namespace. Raises BucketNotFound, Corrupt."""
+        bucket = name[: name.index(0)]
+
+        def look(txn: Txn) -> bytes | None:
+            return None if self._bucket(txn, bucket).namespace is not None else self._tree.get(txn, name)
+
+        return self._read(look)
+
     def list(
         self,
         bucket: bytes,

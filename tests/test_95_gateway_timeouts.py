@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import pytest
 import trio
@@ -13,6 +15,7 @@ from trio.testing import MockClock
 from gateway.connection import BodyLost, Connection, Exchange
 from gateway.transports import Gone, PlainTransport, Stalled, Sweeper
 from kvfs import limits
+from kvfs._native.receiver import Receiver
 
 Outcome = list[str]
 
@@ -51,11 +54,24 @@ class _Pair(socket.socket):
         assert level == socket.IPPROTO_TCP
 
 
-async def read_all(exchange: Exchange) -> None:
+async def read_in_pieces(exchange: Exchange) -> None:
     memory = memoryview(bytearray(65536))
+    while await exchange.receive_into(memory):
+        pass
+
+
+async def read_into_a_file(exchange: Exchange) -> None:
+    with tempfile.TemporaryFile() as file:
+        assert await exchange.receive_file(file.fileno(), Receiver(True))
+
+
+Read = Callable[[Exchange], Awaitable[None]]
+both_ways = pytest.mark.parametrize("read", [read_in_pieces, read_into_a_file])
+
+
+async def read_all(exchange: Exchange, read: Read = read_in_pieces) -> None:
     try:
-        while await exchange.receive_into(memory):
-            pass
+        await read(exchange)
     except (Stalled, BodyLost) as error:
         exchange.keep_alive = False
         await exchange.respond(400, [], type(error).__name__.encode())
@@ -87,8 +103,9 @@ async def test_a_head_a_byte_at_a_time_has_one_deadline(autojump_clock: MockCloc
         assert trio.current_time() - began < limits.HEAD_TIMEOUT_S + 6
 
 
-async def test_a_body_that_stops_is_told_so(autojump_clock: MockClock) -> None:
-    async with served(read_all) as (client, _):
+@both_ways
+async def test_a_body_that_stops_is_told_so(autojump_clock: MockClock, read: Read) -> None:
+    async with served(partial(read_all, read=read)) as (client, _):
         await client.send_all(b"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
         began = trio.current_time()
         answer = await client.receive_some()
@@ -97,8 +114,18 @@ async def test_a_body_that_stops_is_told_so(autojump_clock: MockClock) -> None:
         assert limits.BODY_STALL_S <= trio.current_time() - began <= limits.BODY_STALL_S + 2
 
 
-async def test_a_trickle_ends_at_the_least_rate(autojump_clock: MockClock) -> None:
-    async with served(read_all) as (client, _):
+@both_ways
+async def test_a_body_that_ends_early_is_told_so(autojump_clock: MockClock, read: Read) -> None:
+    async with served(partial(read_all, read=read)) as (client, _):
+        await client.send_all(b"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
+        await client.send_eof()
+        answer = await client.receive_some()
+        assert answer.endswith(b"BodyLost")
+
+
+@both_ways
+async def test_a_trickle_ends_at_the_least_rate(autojump_clock: MockClock, read: Read) -> None:
+    async with served(partial(read_all, read=read)) as (client, _):
         await client.send_all(b"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n")
         began = trio.current_time()
         answer = b""

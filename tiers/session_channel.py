@@ -14,9 +14,10 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import select
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import trio
 
@@ -37,11 +38,25 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._protocol = Connection(Side.SERVER)
+        self._writable = select.poll()
+        self._writable.register(connection, select.POLLOUT)
         self.failed = False
         """Whether sending failed: the stream may end inside a frame, nothing more can be said on it."""
 
     async def next_request(self, *, quiet_timeout_s: float = math.inf) -> ReceivedRequest | None:
-        """The next request, None at the end of the stream. Raises ProtocolError, DeadlinePassed, OSError."""
+        """The next request, None at the end of the stream. Raises ProtocolError, DeadlinePassed, OSError.
+
+        A turn for all others at least. Without a time limit there is no scope either until a frame comes in pieces:
+        most come whole, and a scope takes as long as a small request.
+        """
+        event = self._protocol.next_event()
+        if event is not None:
+            await trio.lowlevel.checkpoint()
+        while event is None and quiet_timeout_s == math.inf and not self._protocol.receiving:
+            self._protocol.receive_data(await self._receive(yields=True))
+            event = self._protocol.next_event()
+        if event is not None:
+            return event if isinstance(event, ReceivedRequest) else None
         begun = False
         with trio.CancelScope(deadline=trio.current_time() + quiet_timeout_s) as scope:
             while True:
@@ -57,23 +72,34 @@ class Channel:
                 self._protocol.receive_data(await self._receive())
         raise DeadlinePassed("a frame that had begun was not completed" if begun else "no HELLO came")
 
-    async def _receive(self) -> bytes:
+    async def _receive(self, *, yields: bool = False) -> bytes:
         while True:
             try:
-                return self._socket.recv(limits.SESSION_CHUNK_BYTES)
+                data = self._socket.recv(limits.SESSION_CHUNK_BYTES)
             except BlockingIOError:
                 await trio.lowlevel.wait_readable(self._socket)
+                yields = False
+                continue
+            if yields:
+                await trio.lowlevel.checkpoint()
+            return data
 
     async def send(self, answer: Answer) -> None:
         """Raises LimitExceeded with nothing sent; DeadlinePassed, OSError when the peer does not take it."""
-        data = self._protocol.send_answer(answer)
-        with self._bounded():
-            await self._send_rest(memoryview(data))
+        data = memoryview(self._protocol.send_answer(answer))
+        self.failed = True
+        with suppress(BlockingIOError):
+            data = data[self._socket.send(data) :]
+        self.failed = False
+        if data:
+            with self._bounded():
+                await self._send_rest(data)
 
     async def send_opened(self, prepare: Callable[[], OpenedFrame]) -> OpenedFrame:
         """Wait until the socket takes a message, only then prepare it, and send it in the same turn."""
-        with self._bounded():
-            await trio.lowlevel.wait_writable(self._socket)
+        if not self._writable.poll(0):
+            with self._bounded():
+                await trio.lowlevel.wait_writable(self._socket)
         frame = prepare()
         try:
             data = memoryview(self._protocol.send_answer(frame.answer, more=frame.more))
@@ -81,8 +107,9 @@ class Channel:
                 sent = await self._send_first(data, frame.descriptors)
         finally:
             close_all(frame.descriptors)
-        with self._bounded():
-            await self._send_rest(data[sent:])
+        if sent < len(data):
+            with self._bounded():
+                await self._send_rest(data[sent:])
         return frame
 
     def close(self, reason: KvfsError | None = None) -> None:

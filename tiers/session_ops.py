@@ -300,10 +300,10 @@ def _no_extent(status: int) -> Opened:
 
 async def _each(items: Sequence[T], do: Callable[[T], R], failed: Callable[[int], R]) -> list[R]:
     """`do` for every item, or `failed` with its errno; the event loop gets its turns in between."""
-    done: list[R] = []
+    done = list(_one_turn(items, do, failed))
     while len(done) < len(items):
-        done += _one_turn(items[len(done) :], do, failed)
         await trio.lowlevel.checkpoint()
+        done += _one_turn(items[len(done) :], do, failed)
     return done
 
 

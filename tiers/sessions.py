@@ -210,25 +210,30 @@ class SessionServer:
 
     async def _serve_session(self, session: Session, channel: Channel) -> None:
         timeout_s = limits.SESSION_HELLO_TIMEOUT_S
-        while True:
-            received = await self._next_request(session, channel, timeout_s)
-            if received is None:
-                return
-            await self._answer(session, channel, received.request)
-            await trio.lowlevel.checkpoint()
-            timeout_s = math.inf
+        with (
+            trio.CancelScope() as scope
+        ):  # one for all waits: a scope for each took as long as a small request
+            while True:
+                received = await self._next_request(session, channel, scope, timeout_s)
+                if received is None:
+                    return
+                await self._answer(session, channel, received.request)
+                timeout_s = math.inf
+        raise SessionClosed("the service stops")
 
     async def _next_request(
-        self, session: Session, channel: Channel, timeout_s: float
+        self, session: Session, channel: Channel, scope: trio.CancelScope, timeout_s: float
     ) -> ReceivedRequest | None:
-        """The next request, None at the end of the stream. Raises SessionClosed when the service stops."""
-        with trio.CancelScope() as scope:
-            self._idle[session.number] = scope
-            try:
-                if not self.stop_asked.is_set():
-                    return await channel.next_request(quiet_timeout_s=timeout_s)
-            finally:
-                del self._idle[session.number]
+        """The next request, None at the end of the stream; a turn for all others. Raises SessionClosed when the service
+        stops. `scope` is cancelled at no other time than in here."""
+        self._idle[session.number] = scope
+        try:
+            if not self.stop_asked.is_set():
+                received = await channel.next_request(quiet_timeout_s=timeout_s)
+                if not scope.cancel_called:
+                    return received
+        finally:
+            del self._idle[session.number]
         raise SessionClosed("the service stops")
 
     async def _answer(self, session: Session, channel: Channel, request: Request) -> None:

@@ -1,0 +1,23 @@
+/* XXH3-64 as a stream, compiled for AVX2: see writer_avx2.c. */
+#if defined(__x86_64__)
+#pragma GCC target("avx2")
+
+#include <stdint.h>
+
+#pragma GCC diagnostic ignored "-Warray-bounds"
+#include "xxh3.h"
+
+#if XXH_VECTOR != XXH_AVX2
+#error "this file is to be compiled for AVX2"
+#endif
+
+void kvfs_xxh3_reset_avx2(void *state)
+{
+    XXH3_INITSTATE((XXH3_state_t *)state);
+    XXH3_64bits_reset(state);
+}
+
+void kvfs_xxh3_update_avx2(void *state, const void *data, size_t bytes) { XXH3_64bits_update(state, data, bytes); }
+
+uint64_t kvfs_xxh3_digest_avx2(const void *state) { return XXH3_64bits_digest(state); }
+#endif
