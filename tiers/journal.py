@@ -30,6 +30,7 @@ import xxhash
 
 from kvfs import limits
 from kvfs._native import slots as native
+from kvfs._native.table import TIER_NVME
 from kvfs.errors import Corrupt, DeviceFailed, DeviceMissing, KvfsError, NoSpace, Superseded
 from kvfs.name_rows import PINNED, BucketRow, NameRow
 from kvfs.records import MetaBody
@@ -127,6 +128,9 @@ class Journal:
 
     def touched(self, key: StoreKey) -> None:
         """An object in DRAM was read."""
+
+    def promoted(self, key: StoreKey) -> None:
+        """An object that no device has came back to DRAM from further below: it was wanted after it was gone."""
 
     def pinned(self, object_id: int, pinned: bool) -> None: ...
 
@@ -276,7 +280,7 @@ class NvmeJournal(Journal):
         stored = self.nvme.objects[object_id]
         self.nvme.keep(stored, bucket.durable or bool(row.flags & PINNED))
         stored.ticket = self._must = self.nvme.put_name(stored, MetaBody(name.bucket, name.key, row))
-        self._store.note_copy(stored.key, stored.place)
+        self._store.note_copy(stored.key, TIER_NVME, stored.place)
 
     def rename_snapshot(self, name: Name, row: NameRow, size_bytes: int | None = None) -> None:
         stored = self.nvme.objects.get(row.object_id)
@@ -418,6 +422,9 @@ class NvmeJournal(Journal):
     def evicted(self, key: StoreKey) -> None:
         self._behind.pop(key.digest, None)
 
+    def promoted(self, key: StoreKey) -> None:
+        self._queue(key)
+
     def touched(self, key: StoreKey) -> None:
         if self._skipped and key.digest not in self._behind:
             object_id = self._store.object_id_of(key.digest)
@@ -557,14 +564,14 @@ class NvmeJournal(Journal):
     # --- what the tier tells ------------------------------------------------------------------------------
 
     def _written(self, stored: Stored) -> None:
-        self._store.note_copy(stored.key, stored.place)
+        self._store.note_copy(stored.key, TIER_NVME, stored.place)
 
     def _let_go(self, stored: Stored) -> list[int]:
         """Reclaim lets an object go: it stays in DRAM if it is there, else it leaves the store, with its unit."""
-        return self._store.lose_copy(stored.key)
+        return self._store.lose_copy(stored.key, TIER_NVME)
 
     def _damaged(self, stored: Stored, had_it: bool) -> bool:
-        for object_id in self._store.lose_copy(stored.key):
+        for object_id in self._store.lose_copy(stored.key, TIER_NVME):
             self.nvme.drop(object_id)
         found = self._store.in_dram(stored.object_id)
         if found is None:
@@ -577,7 +584,7 @@ class NvmeJournal(Journal):
 
     def _refused(self, stored: Stored) -> None:
         """Nothing is tried again at once: it would find the tier as full."""
-        for object_id in self._store.lose_copy(stored.key):
+        for object_id in self._store.lose_copy(stored.key, TIER_NVME):
             self.nvme.drop(object_id)
 
     def _hits_of(self, stored: Stored) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 import trio
 
 from kvfs import limits, paths
-from kvfs._native.table import TIER_DRAM, Entry
+from kvfs._native.table import TIER_COLD, TIER_DRAM, Entry
 from kvfs.errors import (
     IsDirectory,
     NoSpace,
@@ -31,6 +31,8 @@ from kvfs.names import NameIndex, NameRow
 from tiers.base import NO_SLOT, Extent, Kind, StoreKey, object_key
 from tiers.blocks import Block
 from tiers.catalog import DIRECTORY, PINNED, Catalog, extent_of
+from tiers.cold import Cold
+from tiers.cold_format import ColdName
 from tiers.dram import DramTier
 from tiers.eviction import EvictionPolicy
 from tiers.evictor import Evictor
@@ -73,6 +75,8 @@ class Residence(Catalog):
         self._last_reader: dict[int, int] = {}
         self.journal = Journal()
         """What becomes of objects outside of DRAM; a store without the NVMe tier has one that does nothing."""
+        self.cold = Cold()
+        """Copies in a bucket elsewhere; without that tier one that does nothing."""
         self.recovery: dict[str, Any] = {}
         """What the start found and how long it took (`heritage.Recovery`)."""
 
@@ -277,7 +281,10 @@ class Residence(Catalog):
 
     def _is_below(self, digest: bytes) -> bool:
         object_id = self.object_id_of(digest)
-        return object_id is not None and self.journal.holds(object_id)
+        if object_id is None:
+            return False
+        entry = self.table.get(digest)
+        return self.journal.holds(object_id) or (entry is not None and bool(entry.tiers & TIER_COLD))
 
     def _forget_below(self, digest: bytes) -> None:
         """No lower tier is to have the object, or what was written of it so far."""
@@ -363,9 +370,10 @@ class Residence(Catalog):
         self._discard(object_key(row.object_id), row.uid)
 
     def _discard(self, key: StoreKey, uid: int) -> int:
-        """Take an object out of table, policy and tier; the bytes that became free."""
+        """Take an object out of table, policy and tiers; the bytes that became free."""
         self._report_hits()
         entry = self.table.get(key.digest)
+        self._discard_cold(key.digest, entry)
         self.table.remove(key.digest)
         if self.block_listeners and entry is not None:
             self._tell_placed(key.digest, entry.tiers, 0)
@@ -379,6 +387,21 @@ class Residence(Catalog):
         held = self.dram.free(extent, charge_uid=self._last_reader.pop(extent.slot, uid))
         self._watch_quota()
         return 0 if held else entry.size_bytes
+
+    def _discard_cold(self, digest: bytes, entry: Entry | None) -> None:
+        """First of all, or a kill in between would leave a row that brings back what is removed."""
+        if entry is not None and entry.tiers & TIER_COLD and (name := self.cold_name(digest)) is not None:
+            self.cold.removed(name)
+
+    def cold_name(self, digest: bytes) -> ColdName | None:
+        """What the object of this key is called in the cold tier; None where there is no such object."""
+        block = self._blocks.get(digest)
+        if block is not None:
+            key = StoreKey(Kind.BLOCK, digest)
+            return ColdName(key, block.sequence, block.parent or bytes(16), block.bucket)
+        if digest in self._name_of:
+            return ColdName(StoreKey(Kind.OBJECT, digest), int.from_bytes(digest, "big"))
+        return None
 
     def _tell(self, change: Change) -> None:
         for listener in self.listeners:
