@@ -392,7 +392,7 @@ async def test_a_start_tidies_up_after_a_kill(tmp_path: Path, bucket: FolderBuck
 
 
 async def test_blocks_outlive_the_index_and_the_machine(tmp_path: Path, bucket: FolderBucket) -> None:
-    bucket.page = 3
+    bucket.page_size = 3
     chain = [bytes([number]) * 16 for number in range(1, 9)]
     async with running(tmp_path / "data", options(bucket)) as store:
         for number, digest in enumerate(chain):

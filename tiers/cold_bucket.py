@@ -54,7 +54,7 @@ class ColdBucket(Protocol):
         """Remove objects, there or not, at most limits.COLD_DELETE_BATCH; those that are left."""
         ...
 
-    def list(self, prefix: str, after: str) -> tuple[list[tuple[str, int]], bool]:
+    def page(self, prefix: str, after: str) -> tuple[list[tuple[str, int]], bool]:
         """(name, bytes) of the next objects past `after`, in order of their names, and whether there are more."""
         ...
 
@@ -132,7 +132,7 @@ class S3Bucket:
         cut = len(self._prefix)
         return [error["Key"][cut:] for error in answer.get("Errors", ()) if error.get("Code") != "NoSuchKey"]
 
-    def list(self, prefix: str, after: str) -> tuple[list[tuple[str, int]], bool]:
+    def page(self, prefix: str, after: str) -> tuple[list[tuple[str, int]], bool]:
         after = max(prefix, after)  # "" is before every name under the prefix
         with _failures(prefix):
             answer = self._client.list_objects_v2(

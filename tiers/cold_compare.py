@@ -64,7 +64,7 @@ async def _compare_under(tier: ColdTier, prefix: str, adopts: bool) -> None:
     while more:
         tier.changed_names = changed = set(tier.writing)
         try:
-            page, more = await tier.in_thread(partial(tier.bucket.list, prefix, after))
+            page, more = await tier.in_thread(partial(tier.bucket.page, prefix, after))
             until = page[-1][0] if page and more else prefix + _LAST
             _compare_page(tier, after, until, dict(page), changed, adopts)
         finally:
@@ -137,7 +137,7 @@ async def _compare_buckets(tier: ColdTier, adopts: bool) -> None:
     """The buckets beside the blocks: made again where the index was lost, else deleted with theirs."""
     after, more = "", True
     while more:
-        page, more = await tier.in_thread(partial(tier.bucket.list, BUCKETS, after))
+        page, more = await tier.in_thread(partial(tier.bucket.page, BUCKETS, after))
         for text, size_bytes in page:
             name = text.removeprefix(BUCKETS).encode()
             if tier.store.names.get_bucket(name) is not None:

@@ -19,10 +19,10 @@ from tiers.cold_bucket import ColdOptions
 class FolderBucket:
     """A `tiers.cold_bucket.ColdBucket`."""
 
-    def __init__(self, path: Path, *, page: int = COLD_LIST_BATCH) -> None:
+    def __init__(self, path: Path, *, page_size: int = COLD_LIST_BATCH) -> None:
         self.place = str(path)
         self.path = path
-        self.page = page
+        self.page_size = page_size
         self.down = False
         self.refused: set[str] = set()
         """Beginnings of names that `put` refuses."""
@@ -84,12 +84,12 @@ class FolderBucket:
             self._file(name).unlink(missing_ok=True)
         return []
 
-    def list(self, prefix: str, after: str) -> tuple[list[tuple[str, int]], bool]:
+    def page(self, prefix: str, after: str) -> tuple[list[tuple[str, int]], bool]:
         self._check()
         names = [name for name in self.names() if name.startswith(prefix) and name > after]
-        return [(name, self._file(name).stat().st_size) for name in names[: self.page]], len(
+        return [(name, self._file(name).stat().st_size) for name in names[: self.page_size]], len(
             names
-        ) > self.page
+        ) > self.page_size
 
     def names(self) -> list[str]:
         """All that is there, in order."""
