@@ -16,7 +16,7 @@ import base64
 import io
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
@@ -93,21 +93,23 @@ class S3Bucket:
             )
 
     def get(self, name: str, head: bytearray, payload: memoryview) -> int:
+        # Botocore repeats a request that fails, but not one whose answer breaks off.
+        for _ in range(limits.COLD_ATTEMPTS - 1):
+            stream = self._open(name)
+            with suppress(TierUnreachable), _failures(name):
+                return _receive(name, stream, head, payload)
+        stream = self._open(name)
         with _failures(name):
-            answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + name)
-            with answer["Body"] as body:
-                done = _fill(body, memoryview(head))
-                if done == len(head):
-                    done += _fill(body, payload)
-                if done == len(head) + len(payload) and body.read(1):
-                    raise Corrupt(f"{name}: it has more than {done} bytes")
-                return done
+            return _receive(name, stream, head, payload)
+
+    def _open(self, name: str) -> Any:
+        with _failures(name):
+            return self._client.get_object(Bucket=self._bucket, Key=self._prefix + name)["Body"]
 
     def read(self, name: str, limit: int) -> bytes:
-        with _failures(name):
-            answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + name)
-            with answer["Body"] as body:
-                return bytes(body.read(limit))
+        stream = self._open(name)
+        with _failures(name), closing(stream) as body:
+            return bytes(body.read(limit))
 
     def create(self, name: str, data: bytes) -> bool:
         from botocore.exceptions import ClientError
@@ -195,6 +197,18 @@ def _failures(name: str) -> Iterator[None]:
 
 def _status(error: Any) -> int:
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def _receive(name: str, stream: Any, head: bytearray, payload: memoryview) -> int:
+    with closing(
+        stream
+    ) as body:  # as a context itself it gives the stream below, which misses no bytes at its end
+        done = _fill(body, memoryview(head))
+        if done == len(head):
+            done += _fill(body, payload)
+        if done == len(head) + len(payload) and body.read(1):
+            raise Corrupt(f"{name}: it has more than {done} bytes")
+        return done
 
 
 def _fill(body: Any, view: memoryview) -> int:
