@@ -55,7 +55,7 @@ async def running(
         async with trio.open_nursery() as nursery:
             nursery.start_soon(store.run)
             if up:
-                await until(lambda: tier_of(store).is_up and tier_of(store).index.is_complete)
+                await until(lambda: tier_of(store).is_up and tier_of(store).is_complete)
             yield store
             nursery.cancel_scope.cancel()
         await store.finish()
@@ -409,7 +409,7 @@ async def test_blocks_outlive_the_index_and_the_machine(tmp_path: Path, bucket: 
     )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(store.run)
-        await until(lambda: tier_of(store).index.is_complete)
+        await until(lambda: tier_of(store).is_complete)
         assert store.bucket(b"bound").namespace == NAMESPACE.digest
         assert store.match(b"".join(chain)) == 8
         for digest in chain:

@@ -65,6 +65,9 @@ class Cold:
     def removed(self, name: ColdName) -> None:
         """The copy of an object is to go; twice is harmless."""
 
+    def block_removed(self, digest: bytes) -> None:
+        """Somebody asked for a block to be removed."""
+
     def expendable(self) -> Iterable[StoreKey]:
         """Objects that the tier has, the first to leave first."""
         return ()
@@ -129,11 +132,21 @@ class ColdTier(Cold):
         self.on_failure: Callable[[], None] = lambda: None
         """Told when the endpoint failed."""
         self._unfit: OrderedDict[bytes, None] = OrderedDict()
+        self._is_complete = index.is_complete
         self._admits_all = options.admits_all
         self._order = policy_named("lru-leaf")
         self._fetches = trio.CapacityLimiter(limits.COLD_FETCHES)
         self._threads = trio.CapacityLimiter(limits.COLD_THREADS)
         store.table.hide(TIER_COLD)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing more is to be found in the bucket (`ColdIndex.is_complete`)."""
+        return self._is_complete
+
+    @is_complete.setter
+    def is_complete(self, value: bool) -> None:
+        self.index.is_complete = self._is_complete = value
 
     # --- books --------------------------------------------------------------------------------------------
 
@@ -219,6 +232,10 @@ class ColdTier(Cold):
     def wants(self, hits: int) -> bool:
         """Whether an object with so many reads is to go up."""
         return self._admits_all or hits > 0
+
+    def block_removed(self, digest: bytes) -> None:
+        if not self.is_complete:
+            self.index.forbid(digest)
 
     def removed(self, name: ColdName) -> None:
         digest = name.key.digest

@@ -5,7 +5,7 @@ blocks that are still there.
 
 Invariants:
 - What is in the bucket and not in the index is deleted; a remote name is never used again, so nothing else can go.
-  Unless the index is new (`ColdIndex.is_complete`): then blocks are adopted, since a block is what its prefix hash
+  Unless the index is new (`ColdTier.is_complete`): then blocks are adopted, since a block is what its prefix hash
   says, whoever wrote it. Other objects are not: which of them had a name last is not known there, and an old version
   under a name would be wrong bytes.
 - What is in the index and not in the bucket is a miss.
@@ -43,12 +43,12 @@ _LAST = "\U0010ffff"
 
 async def compare(tier: ColdTier) -> None:
     """Hold the whole listing against the index. Raises TierUnreachable, and then nothing is lost."""
-    adopts = not tier.index.is_complete
+    adopts = not tier.is_complete
     before = (tier.counts.adopted, tier.counts.lost, len(tier.leaving))
     await _compare_buckets(tier, adopts)
     for prefix in (BLOCKS, OBJECTS):
         await _compare_under(tier, prefix, adopts and prefix == BLOCKS)
-    tier.index.is_complete = True
+    tier.is_complete = True
     after = (tier.counts.adopted, tier.counts.lost, len(tier.leaving))
     if after != before:
         log.info(
@@ -111,7 +111,7 @@ def _adopt(tier: ColdTier, name: ColdName, size_bytes: int) -> bool:
     row = store.names.get_bucket(name.bucket)
     if row is None or row.namespace is None or row.class_ == "durable" or size_bytes < 0:
         return False
-    if size_bytes > tier.largest_object_bytes or not any(digest[:8]):
+    if size_bytes > tier.largest_object_bytes or not any(digest[:8]) or tier.index.is_forbidden(digest):
         return False
     if tier.used_bytes + size_bytes + HEADER_BYTES > tier.capacity_bytes:
         return False

@@ -88,7 +88,7 @@ async def _look(tier: ColdTier) -> None:
         )
     await tier.in_thread(partial(tier.bucket.put, OWNER, [_mark(mine)]))
     tier.take_over = False
-    tier.index.is_complete = False
+    tier.is_complete = False
     log.warning("cold tier %s is taken over from store %s", tier.bucket.place, owner)
 
 

@@ -1,7 +1,8 @@
 """Which objects the cold tier has: rows beside the names, in the same environment (`kvfs.name_env`).
 
 Responsibility: a row for each remote name (`tiers.cold_format`), and two words on the whole: of which bucket the rows
-speak, and whether a listing of that bucket has ever been held against them to its end.
+speak, and whether a listing of that bucket has ever been held against them to its end. Until then, blocks that were
+removed here are noted, since one that the bucket still has would be taken for what was lost with the index.
 
 Invariants: a row is written after the remote object is whole, and removed before anything else of the object is: what
 was removed does not come back. A row that does not match its checksum counts as absent. It has the durability of the
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 DATABASE: Final = b"cold"
 _PLACE: Final = b"cold_place"
 _COMPLETE: Final = b"cold_complete"
+_FORBIDDEN: Final = b"\xff"
+"""Begins keys that are no names, behind all names."""
 _ROW = struct.Struct("<BxxxIQQ")
 _VERSION: Final = 1
 
@@ -82,7 +85,21 @@ class ColdIndex:
 
     @is_complete.setter
     def is_complete(self, value: bool) -> None:
+        if value:
+            self._env.write(self._allow_all)
         self._env.put_meta(_COMPLETE, b"1" if value else b"0")
+
+    def forbid(self, digest: bytes) -> None:
+        """Until the rows are complete no block of this prefix hash is to be taken from the bucket."""
+        self._env.write(lambda txn: txn.put(_FORBIDDEN + digest, b"", db=self._db))
+
+    def is_forbidden(self, digest: bytes) -> bool:
+        return self._env.read(lambda txn: txn.get(_FORBIDDEN + digest, db=self._db)) is not None
+
+    def _allow_all(self, txn: Txn) -> None:
+        cursor = txn.cursor(db=self._db)
+        while cursor.set_range(_FORBIDDEN):
+            cursor.delete()
 
     def put(self, name: str, row: ColdRow) -> None:
         key = name.encode()
@@ -103,7 +120,7 @@ class ColdIndex:
             cursor = txn.cursor(db=self._db)
             there = cursor.set_range(after.encode() + b"\0")
             while there and len(found) < limit:
-                if until is not None and cursor.key() > until.encode():
+                if cursor.key() >= _FORBIDDEN or (until is not None and cursor.key() > until.encode()):
                     break
                 found.append(cursor.item())
                 there = cursor.next()

@@ -224,6 +224,7 @@ class Naming(Copies):
         if block is None:
             raise NotFound(f"no block {digest.hex()}")
         key = StoreKey(Kind.BLOCK, digest)
+        self.cold.block_removed(digest)
         self.journal.removed(block.sequence)
         self._discard(key, block.uid)
         self._counts["removals"] += 1

@@ -123,7 +123,9 @@ class Life:
 class Harness:
     """Lives of one store in one directory."""
 
-    def __init__(self, forge: Forge, seed: int, tally: Tally, *, backing: str = "directory") -> None:
+    def __init__(
+        self, forge: Forge, seed: int, tally: Tally, *, backing: str = "directory", cold: bool = False
+    ) -> None:
         self.forge, self.seed, self.tally, self.backing = forge, seed, tally, backing
         self.base = Path(tempfile.mkdtemp(prefix="kvfs-crash-", dir=fast_directory()))
         self.path = self.base / "data"
@@ -131,6 +133,8 @@ class Harness:
         self.model = Model()
         self.number = 0
         self.index_lives = True
+        self.cold = cold
+        """Whether its lives have a cold tier, over a directory that outlives them."""
         self.fate = "new"
         self._history: list[str] = []
         """Every change, for the message of a failure."""
@@ -153,6 +157,7 @@ class Harness:
             "dram_bytes": 16 * MIB,
             "nvme_bytes": 16 * MIB,
             "backing": self.backing,
+            "cold": str(self.base / "cold") if self.cold else "",
             "empty": empty,
         }
         where = f"KVFS_TEST_SEED={self.seed}, life {self.number}, before it {self.fate}, crash at {crash_at}"
@@ -230,6 +235,9 @@ class Harness:
             self.tally.activity[key] += usage[key]
         for key in ("segments_reclaimed", "objects_evicted", "corrupt", "syncs"):
             self.tally.activity[key] += usage["tiers"][1][key]
+        for tier in usage["tiers"][2:]:
+            for key in ("uploads", "fetches", "adopted", "deleted", "evicted", "lost"):
+                self.tally.activity[f"cold {key}"] += tier[key]
 
     def check_clean(self, where: str) -> None:
         """A kill leaves nothing to repair: what is stored agrees and is all referred to. At most the last write of a
@@ -250,6 +258,8 @@ class Harness:
         if index != "intact" and not self._damage_index(index):
             index = "intact"
         self.index_lives = self.index_lives and index == "intact"
+        if index != "intact" and self.cold:
+            self.model.forget_removals()
         self.fate = f"DRAM {dram}, index {index}"
         self.tally.fates[self.fate] += 1
         if self.chance.random() < 0.2 and (self.path / "index").exists():
