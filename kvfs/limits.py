@@ -116,6 +116,8 @@ SYNC_INTERVAL_S: Final = 1.0
 """...and so long after a record was written, even if nobody waits for it."""
 GHOST_KEYS: Final = 1 << 18
 """Keys that the ghost queue of write admission remembers: about 30 MB."""
+RETURNED_KEYS: Final = 1 << 14
+"""Objects from below NVMe whose next read is waited for before they are written: 2 MB."""
 WRITE_BEHIND_RECORDS: Final = 256
 """Records of the log that writing behind keeps queued: 256 MiB of 1 MiB objects, a fraction of a second."""
 WRITE_BEHIND_POLL_S: Final = 0.01

@@ -167,6 +167,9 @@ async def test_durable_objects_stay_here(tmp_path: Path, bucket: FolderBucket) -
             store.rename(NAME, Name(b"dur", b"a"))
         store.rename(NAME, Name(b"b", b"else"))
         assert await read_back(store, Name(b"b", b"else")) == b"2"
+        assert bits(store, other) == TIER_DRAM | TIER_COLD
+        assert await read_back(store, Name(b"b", b"else")) == b"2"
+        await until(lambda: bits(store, other) == TIER_DRAM | TIER_NVME | TIER_COLD)
 
 
 async def test_an_object_that_nvme_lets_go_is_still_there(tmp_path: Path, bucket: FolderBucket) -> None:

@@ -183,6 +183,15 @@ def test_what_the_server_will_never_take_is_told_apart() -> None:
         open_bucket(Server(url, "a", "b" * 16).settings()).put("objects/1", [b"x"])
 
 
+def test_an_answer_that_makes_no_sense_is_a_failure_like_others() -> None:
+    with answering(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\nConnection: close\r\n\r\n<html>") as url:
+        bucket = open_bucket(Server(url, "a", "b" * 16).settings())
+        with pytest.raises(TierUnreachable):
+            bucket.page("", "")
+        with pytest.raises(TierUnreachable):
+            bucket.delete(["objects/1"])
+
+
 @pytest.mark.parametrize(
     "answer", [b"", b"HTTP/1.1 500 No\r\nContent-Length: 0\r\nConnection: close\r\n\r\n", None]
 )

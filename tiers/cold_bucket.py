@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvfs import limits
-from kvfs.errors import ConfigError, Corrupt, InvalidRequest, NotFound, TierUnreachable
+from kvfs.errors import ConfigError, Corrupt, InvalidRequest, KvfsError, NotFound, TierUnreachable
 
 if TYPE_CHECKING:
     from kvfs.config import ColdSettings
@@ -178,11 +178,12 @@ def _make_client(settings: ColdSettings) -> Any:
 @contextmanager
 def _failures(name: str) -> Iterator[None]:
     """Every failure of a call as one of kvfs's errors."""
-    from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
-    from urllib3.exceptions import HTTPError
+    from botocore.exceptions import ClientError
 
     try:
         yield
+    except KvfsError:
+        raise
     except ClientError as error:
         code, status = error.response["Error"].get("Code", "?"), _status(error)
         text = f"{name}: {code} ({status}): {error.response['Error'].get('Message', '')[:200]}"
@@ -191,7 +192,7 @@ def _failures(name: str) -> Iterator[None]:
         if status in (400, 405, 411, 413, 414):
             raise InvalidRequest(text) from None
         raise TierUnreachable(text) from None
-    except (BotoCoreError, HTTPClientError, HTTPError, OSError) as error:
+    except Exception as error:  # of boto3, urllib3 and what they parse with, which have no base in common
         raise TierUnreachable(f"{name}: {type(error).__name__}: {error}") from None
 
 

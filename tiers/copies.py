@@ -70,6 +70,14 @@ class Copies(Residence):
             return []
         return self._leave(key)
 
+    def lose_damaged(self, key: StoreKey) -> list[int]:
+        """As `lose_copy` of the NVMe tier, of which the log deletes what DRAM does not have: its id cannot be written
+        there again, so that a copy in the cold tier goes, too."""
+        entry = self.table.get(key.digest)
+        if entry is not None and not entry.tiers & TIER_DRAM:
+            return self._leave(key)
+        return self.lose_copy(key, TIER_NVME)
+
     def _leave(self, key: StoreKey) -> list[int]:
         """An object leaves the store, with what is of no use without it; the ids of all of them."""
         digests = [key.digest, *self._dependents(key.digest)]

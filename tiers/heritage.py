@@ -167,12 +167,16 @@ class Heritage:
         below = {} if self._lower is None else self._lower.nvme.objects
         lost: list[Name] = []
 
+        def durable(bucket: bytes) -> bool:  # a name on its way there, whose bytes never arrived
+            row = self.names.get_bucket(bucket)
+            return row is not None and row.class_ == "durable"
+
         def keep(bucket: bytes, key: bytes, data: bytes | None) -> bool:
             if data is not None:
                 object_id, flags = peek_row(data)
                 if flags & DIRECTORY:
                     return self.names.get_bucket(bucket) is not None
-                if self._cold is not None and self._cold.has(object_id):
+                if self._cold is not None and self._cold.has(object_id) and not durable(bucket):
                     self._cold_names[object_id] = Name(bucket, key)
                     return True
                 if object_id in below:

@@ -100,6 +100,10 @@ class Journal:
         """Whether a copy outside of DRAM can be read."""
         return False
 
+    def is_writing(self, object_id: int) -> bool:
+        """Whether an object is queued for a device, and not yet readable there."""
+        return False
+
     def expendable(self) -> Iterable[StoreKey]:
         """Objects below DRAM that may leave the store, the oldest first."""
         return ()
@@ -204,6 +208,8 @@ class NvmeJournal(Journal):
         self._ghosts = GhostQueue()
         self._behind: OrderedDict[bytes, None] = OrderedDict()
         """Keys of objects that are to be written when their turn comes."""
+        self._returned: OrderedDict[bytes, int] = OrderedDict()
+        """Keys of objects that came back from below NVMe, with their reads since: the one that brought them counts."""
         self._more = trio.Event()
         self._must = 0
         """Ticket of the newest entry that a durable object depends on..."""
@@ -250,6 +256,9 @@ class NvmeJournal(Journal):
 
     def holds(self, object_id: int) -> bool:
         return self.nvme.holds(object_id)
+
+    def is_writing(self, object_id: int) -> bool:
+        return object_id in self.nvme.objects and not self.nvme.holds(object_id)
 
     def expendable(self) -> Iterable[StoreKey]:
         return (each.key for each in list(self.nvme.objects.values()) if each.pieces and not each.stays)
@@ -423,13 +432,25 @@ class NvmeJournal(Journal):
         self._behind.pop(key.digest, None)
 
     def promoted(self, key: StoreKey) -> None:
-        self._queue(key)
+        self._returned[key.digest] = 0
+        if len(self._returned) > limits.RETURNED_KEYS:
+            self._returned.popitem(last=False)
 
     def touched(self, key: StoreKey) -> None:
+        if self._returned:
+            self._touch_returned(key)
         if self._skipped and key.digest not in self._behind:
             object_id = self._store.object_id_of(key.digest)
             if object_id is not None and object_id not in self.nvme.objects:
                 self._queue(key)
+
+    def _touch_returned(self, key: StoreKey) -> None:
+        """What came back from below is written when it is read once more: most of it never is."""
+        reads = self._returned.pop(key.digest, None)
+        if reads == 0:
+            self._returned[key.digest] = 1
+        elif reads is not None:
+            self._queue(key)
 
     def pinned(self, object_id: int, pinned: bool) -> None:
         stored = self.nvme.objects.get(object_id)
@@ -571,7 +592,7 @@ class NvmeJournal(Journal):
         return self._store.lose_copy(stored.key, TIER_NVME)
 
     def _damaged(self, stored: Stored, had_it: bool) -> bool:
-        for object_id in self._store.lose_copy(stored.key, TIER_NVME):
+        for object_id in self._store.lose_damaged(stored.key):
             self.nvme.drop(object_id)
         found = self._store.in_dram(stored.object_id)
         if found is None:

@@ -72,6 +72,7 @@ class Residence(Catalog):
         self._largest_bytes = usage.largest_object_bytes
         self._policy = policy
         self._evictor = Evictor(self._policy, self._is_held, self._evict_group, self._report_hits)
+        self._spares_halfway = True
         self._last_reader: dict[int, int] = {}
         self.journal = Journal()
         """What becomes of objects outside of DRAM; a store without the NVMe tier has one that does nothing."""
@@ -165,7 +166,11 @@ class Residence(Catalog):
         except NoSpace:  # what is free was promised to open drafts, or it is slots that are short
             usage = self.dram.usage()
             short_of_slots = usage.slots >= usage.max_slots
-            self._evictor.run(size_bytes, objects_wanted=SLOTS_AT_ONCE if short_of_slots else 0)
+            self._spares_halfway = False
+            try:
+                self._evictor.run(size_bytes, objects_wanted=SLOTS_AT_ONCE if short_of_slots else 0)
+            finally:
+                self._spares_halfway = True
             return self.dram.reserve(size_bytes)
 
     def open_draft(self, draft: Draft) -> int:
@@ -198,7 +203,8 @@ class Residence(Catalog):
             info = self.lookup(name)
             if isinstance(info, Directory):
                 raise IsDirectory(f"{name} is a directory: evict names the objects in it")
-            freed += self._evict_one(info.key.digest)
+            if not self._is_halfway(info.key.digest):
+                freed += self._evict_one(info.key.digest)
         return freed
 
     def make_room(self, size_bytes: int) -> None:
@@ -234,9 +240,12 @@ class Residence(Catalog):
             report()
 
     def _is_held(self, digest: bytes) -> bool:
-        """Whether the DRAM copy may not go now: somebody has it open, or it is the only one of a durable object."""
+        """Whether the DRAM copy may not go now: somebody has it open, or it is the only one of a durable object; or it
+        would take the copy in the cold tier along, and there may be others to evict."""
         object_id = self.object_id_of(digest)
         if object_id is not None and self.journal.is_needed(object_id):
+            return True
+        if self._spares_halfway and self._is_halfway(digest):
             return True
         entry = self.table.get(digest)
         extent = None if entry is None else extent_of(entry)
@@ -280,11 +289,23 @@ class Residence(Catalog):
         return self._expel(digest)
 
     def _is_below(self, digest: bytes) -> bool:
+        """Whether a lower tier has the object, so that DRAM may let it go."""
         object_id = self.object_id_of(digest)
         if object_id is None:
             return False
+        return self.journal.holds(object_id) or (
+            self._is_cold(digest) and not self.journal.is_writing(object_id)
+        )
+
+    def _is_cold(self, digest: bytes) -> bool:
         entry = self.table.get(digest)
-        return self.journal.holds(object_id) or (entry is not None and bool(entry.tiers & TIER_COLD))
+        return entry is not None and bool(entry.tiers & TIER_COLD)
+
+    def _is_halfway(self, digest: bytes) -> bool:
+        """Whether the cold tier has the object, and NVMe is still writing it: out of DRAM now, it would have to leave
+        all tiers. A write cannot be taken back without a deletion, and that ends whatever is written of an id later."""
+        object_id = self.object_id_of(digest)
+        return object_id is not None and self.journal.is_writing(object_id) and self._is_cold(digest)
 
     def _forget_below(self, digest: bytes) -> None:
         """No lower tier is to have the object, or what was written of it so far."""

@@ -87,9 +87,15 @@ class FolderBucket:
     def page(self, prefix: str, after: str) -> tuple[list[tuple[str, int]], bool]:
         self._check()
         names = [name for name in self.names() if name.startswith(prefix) and name > after]
-        return [(name, self._file(name).stat().st_size) for name in names[: self.page_size]], len(
-            names
-        ) > self.page_size
+        page = [(name, size) for name in names[: self.page_size] if (size := self._size(name)) is not None]
+        return page, len(names) > self.page_size
+
+    def _size(self, name: str) -> int | None:
+        """None for what was deleted while it was listed."""
+        try:
+            return self._file(name).stat().st_size
+        except FileNotFoundError:
+            return None
 
     def names(self) -> list[str]:
         """All that is there, in order."""
