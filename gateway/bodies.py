@@ -25,8 +25,10 @@ from defusedxml.ElementTree import fromstring
 
 from gateway import checksums
 from gateway.checksums import Algorithm
-from gateway.errors import S3Error
+from gateway.conditions import parse_size, parse_time
+from gateway.errors import S3Error, argument
 from gateway.etag import unquote
+from gateway.request import is_escaped
 from kvfs.limits import (
     MAX_DELETE_KEYS,
     MAX_MATCH_HASHES,
@@ -39,6 +41,7 @@ from kvfs.limits import (
 
 _ALGORITHMS: Final = {algorithm.element: algorithm for algorithm in Algorithm}
 _TAG_TEXT: Final = re.compile(r"[\w\s+\-=.:/@]*\Z")
+_INTEGER: Final = re.compile(r"-?[0-9]+\Z")
 _DIGEST: Final = re.compile(r"[0-9a-f]{32}\Z")
 
 
@@ -59,6 +62,8 @@ class DeleteClaim:
     key: str
     version_id: str | None = None
     etag: str | None = None
+    size_bytes: int | None = None
+    modified_s: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,7 @@ class DeleteRequest:
 
 
 def complete_multipart_upload(body: bytes) -> list[PartClaim]:
-    """The parts in order. Raises S3Error MalformedXML, InvalidPartOrder, InvalidArgument, InvalidRequest (checksum)."""
+    """The parts in order. Raises S3Error MalformedXML, InvalidPartOrder, InvalidArgument, NotImplemented (checksum)."""
     parts = [_part(node) for node in _children(_root(body, "CompleteMultipartUpload"), "Part")]
     if not 1 <= len(parts) <= MAX_PARTS:
         raise _malformed(f"{len(parts)} parts: 1 to {MAX_PARTS} are possible.")
@@ -82,7 +87,7 @@ def complete_multipart_upload(body: bytes) -> list[PartClaim]:
 def _part(node: Element) -> PartClaim:
     texts = _texts(node)
     number, etag = texts.get("PartNumber", "").strip(), texts.get("ETag")
-    if etag is None or not (number.isascii() and number.isdigit()):
+    if etag is None or not _INTEGER.match(number):
         raise _malformed("A Part has a PartNumber and an ETag.")
     if len(number) > 10 or not 1 <= int(number) <= MAX_PARTS:
         raise S3Error(
@@ -90,33 +95,51 @@ def _part(node: Element) -> PartClaim:
             f"A part number is an integer from 1 to {MAX_PARTS}.",
             detail={"ArgumentName": "PartNumber", "ArgumentValue": number},
         )
+    return PartClaim(int(number), unquote(etag), _part_checksum(number, texts))
+
+
+def _part_checksum(number: str, texts: dict[str, str]) -> dict[Algorithm, bytes]:
+    """At most one. Raises S3Error InvalidArgument, NotImplemented."""
     found = {}
     for name, text in texts.items():
         if name in _ALGORITHMS:
-            found[_ALGORITHMS[name]] = checksums.parse(_ALGORITHMS[name], text.strip())
+            try:
+                found[_ALGORITHMS[name]] = checksums.parse(_ALGORITHMS[name], text.strip())
+            except S3Error:
+                raise argument(name, text, f"The checksum of part {number} is invalid") from None
         elif name.startswith("Checksum"):
             raise S3Error("NotImplemented", f"{name} is not implemented.")
-    return PartClaim(int(number), unquote(etag), found)
+    if len(found) > 1:
+        raise S3Error("InvalidArgument", f"Part {number} has more than one checksum.")
+    return found
 
 
 def delete(body: bytes) -> DeleteRequest:
-    """What to delete. Raises S3Error MalformedXML (also for none, or more than 1,000 objects)."""
+    """What to delete. Raises S3Error MalformedXML (also for none, or more than 1,000 objects), InvalidArgument."""
     root = _root(body, "Delete")
     objects = []
     for node in _children(root, "Object"):
         texts = _texts(node)
         if not texts.get("Key"):
             raise _malformed("An Object has a Key.")
-        etag = texts.get("ETag")
-        objects.append(
-            DeleteClaim(texts["Key"], texts.get("VersionId"), None if etag is None else unquote(etag))
-        )
+        objects.append(_delete_claim(texts))
     if not 1 <= len(objects) <= MAX_DELETE_KEYS:
         raise _malformed(f"{len(objects)} objects: 1 to {MAX_DELETE_KEYS} are possible.")
     quiet = [(node.text or "").strip().lower() for node in _children(root, "Quiet")]
     if len(quiet) > 1 or not set(quiet) <= {"true", "false", ""}:
         raise _malformed("Quiet is true or false, and given once.")
     return DeleteRequest(objects, quiet == ["true"])
+
+
+def _delete_claim(texts: dict[str, str]) -> DeleteClaim:
+    etag, size, time = (texts.get(name) for name in ("ETag", "Size", "LastModifiedTime"))
+    return DeleteClaim(
+        texts["Key"],
+        texts.get("VersionId"),
+        None if etag is None else unquote(etag),
+        None if size is None else parse_size(size.strip(), "Size"),
+        None if time is None else parse_time(time.strip(), "LastModifiedTime"),
+    )
 
 
 def tagging(body: bytes) -> dict[str, str]:
@@ -136,19 +159,12 @@ def tagging(body: bytes) -> dict[str, str]:
 def tagging_header(text: str) -> dict[str, str]:
     """`x-amz-tagging: a=1&b=2`. Raises S3Error InvalidArgument, InvalidTag, BadRequest (more than 10)."""
     try:
-        pairs = parse_qsl(
-            text,
-            keep_blank_values=True,
-            strict_parsing=bool(text),
-            errors="strict",
-            max_num_fields=MAX_TAGS + 1,
-        )
+        pairs = parse_qsl(text, keep_blank_values=True, errors="strict", max_num_fields=MAX_TAGS + 1)
     except ValueError:
-        raise S3Error(
-            "InvalidArgument",
-            "x-amz-tagging is to be the tags as query parameters.",
-            detail={"ArgumentName": "x-amz-tagging", "ArgumentValue": text},
-        ) from None
+        pairs = [("", "")]
+    keys = [key for key, _ in pairs]
+    if "" in keys or len(set(keys)) != len(keys) or not is_escaped(text):
+        raise argument("x-amz-tagging", text, "Tags in a header are query parameters, each key once")
     return _tags(pairs)
 
 

@@ -35,6 +35,13 @@ def plan_of(call: Call) -> BodyPlan:
     return BodyPlan(size_bytes, encoded_bytes_limit(size_bytes), wanted, None, names)
 
 
+def object_bytes(call: Call) -> int:
+    """As `payload_bytes`, of a body that becomes an object or a part: that there is none has to be said."""
+    if not call.verified.mode.is_streaming and call.request.header_bytes(b"content-length") is None:
+        raise S3Error("MissingContentLength")
+    return payload_bytes(call)
+
+
 def payload_bytes(call: Call) -> int:
     """The size of the payload, from the headers alone. Raises S3Error MissingContentLength, InvalidArgument."""
     if not call.verified.mode.is_streaming:

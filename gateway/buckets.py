@@ -10,30 +10,52 @@ from __future__ import annotations
 
 import re
 
-from gateway import bodies, documents
+from gateway import bodies, documents, listing
 from gateway.calls import Answer, Call, Document
-from gateway.errors import S3Error
+from gateway.errors import S3Error, argument
 from gateway.reserved import bucket_owner, forget_bucket, note_owner
 from gateway.uploads import uploads_of
-from kvfs.errors import Exists
+from kvfs import limits
+from kvfs.credentials import RIGHTS
+from kvfs.errors import BucketNotFound, Exists
 from kvfs.messages import Op
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]\Z")
 _ADDRESS = re.compile(r"\d+\.\d+\.\d+\.\d+\Z")
+_RESERVED = re.compile(r"xn--|sthree-|amzn-s3-demo-|.*(-s3alias|--ol-s3|\.mrap|--x-s3|--table-s3)\Z")
+"""Prefixes and suffixes that S3 keeps for itself (User Guide, "General purpose bucket naming rules")."""
 
 
 async def list_buckets(call: Call) -> Answer:
-    """Those that the caller may do anything with."""
+    """Those that the caller may do anything with, by name."""
+    arguments = call.action.arguments
+    prefix = arguments.get("prefix", "")
+    most = listing.parse_limit(arguments, "max-buckets", limits.MAX_LIST_BUCKETS + 1)
+    if not 1 <= most <= limits.MAX_LIST_BUCKETS and arguments.get("max-buckets"):
+        reason = f"max-buckets is to be from 1 to {limits.MAX_LIST_BUCKETS}"
+        raise argument("max-buckets", arguments["max-buckets"], reason)
+    most = min(most, limits.MAX_LIST_BUCKETS)
+    token = arguments.get("continuation-token")
+    after = listing.decode_token(token) if token else ""
+    if arguments.get("bucket-region", call.settings.region) != call.settings.region:
+        raise argument("bucket-region", arguments["bucket-region"], "All buckets here are in one region")
+    found: list[tuple[str, int]] = []
+    for bucket in sorted(await call.backend.buckets(), key=lambda each: each.name):
+        if bucket.name > after and bucket.name.startswith(prefix) and await _is_shown(call, bucket.name):
+            found.append((bucket.name, bucket.created_ns))
+            if len(found) > most:
+                break
+    shown = found[:most]
+    token = listing.encode_token(shown[-1][0]) if len(found) > most else ""
+    body = documents.list_buckets(shown, call.owner, region=call.settings.region, prefix=prefix, token=token)
+    return Document(200, (), body)
+
+
+async def _is_shown(call: Call, name: str) -> bool:
     credential = call.verified.credential
-    prefix = call.action.arguments.get("prefix", "")
-    found = [
-        (bucket.name, bucket.created_ns)
-        for bucket in await call.backend.buckets()
-        if not bucket.name.startswith(".")
-        and bucket.name.startswith(prefix)
-        and any(credential.may(right, bucket.name) for right in ("read", "write", "list"))
-    ]
-    return Document(200, (), documents.list_buckets(found, call.owner, prefix=prefix))
+    if name.startswith(".") or not any(credential.may(right, name) for right in RIGHTS):
+        return False
+    return await call.owners.may_enter(credential, name)
 
 
 async def create_bucket(call: Call) -> Answer:
@@ -50,6 +72,7 @@ async def create_bucket(call: Call) -> Answer:
             raise S3Error("BucketAlreadyOwnedByYou", detail={"BucketName": call.bucket}) from None
     else:
         await note_owner(call.backend, call.bucket, call.owner)
+        call.owners.forget(call.bucket)
     return Answer(200, [("Location", f"/{call.bucket}")])
 
 
@@ -67,7 +90,8 @@ def _check_location(call: Call, location: str | None) -> None:
 
 def check_name(name: str) -> None:
     """Raises S3Error InvalidBucketName by S3's rules for new buckets, which are narrower than kvfs's."""
-    if not _NAME.match(name) or ".." in name or ".-" in name or "-." in name or _ADDRESS.match(name):
+    dotted = ".." in name or ".-" in name or "-." in name
+    if not _NAME.match(name) or dotted or _ADDRESS.match(name) or _RESERVED.match(name):
         raise S3Error(
             "InvalidBucketName",
             "A bucket's name has 3 to 63 lower-case letters, digits, dots and hyphens, and is no IP address.",
@@ -88,8 +112,19 @@ async def get_location(call: Call) -> Answer:
 async def delete_bucket(call: Call) -> Answer:
     """Uploads under way go with it, as they are in no listing of its keys."""
     await call.backend.bucket(call.bucket)
+    owner = await bucket_owner(call.backend, call.bucket)
     await call.backend.control(Op.BUCKET_REMOVE, bucket=call.bucket)
-    await forget_bucket(call.backend, call.bucket)
+    call.owners.forget(call.bucket)
+    await _forget_owner(call, owner)
     for upload in await uploads_of(call.backend, call.bucket):
         await upload.remove(call.backend)
     return Answer(204)
+
+
+async def _forget_owner(call: Call, owner: str | None) -> None:
+    """Of the bucket that was removed, unless one was made in its place meanwhile."""
+    try:
+        await call.backend.bucket(call.bucket)
+    except BucketNotFound:
+        if await bucket_owner(call.backend, call.bucket) == owner:
+            await forget_bucket(call.backend, call.bucket)

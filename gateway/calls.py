@@ -19,14 +19,18 @@ from gateway.credentials import check_right
 from gateway.errors import S3Error
 from gateway.found import Found
 from gateway.metadata import ObjectMetadata
+from gateway.owners import Owners
 from gateway.request import Request
-from gateway.routing import Action
+from gateway.routing import Action, Operation
 from gateway.settings import GatewaySettings
 from gateway.signing import Verified
 from kvfs import limits
 from kvfs.credentials import RightName
 
 Headers = Sequence[tuple[str, str]]
+
+_BUCKET_OWNER = b"x-amz-expected-bucket-owner"
+_SOURCE_OWNER = b"x-amz-source-expected-bucket-owner"
 
 
 class Body(Protocol):
@@ -85,6 +89,7 @@ class Call:
     action: Action
     verified: Verified
     backend: Backend
+    owners: Owners
     settings: GatewaySettings
     body: Body
     request_id: str
@@ -117,11 +122,18 @@ class Call:
             self._conditions = conditions.from_headers(self.request)
         return self._conditions
 
-    def need_right(self, right: RightName, bucket: str) -> None:
-        """Raises S3Error AccessDenied, NoSuchBucket for the gateway's own."""
+    async def need_right(self, right: RightName, bucket: str, *, of_source: bool = False) -> None:
+        """Raises S3Error AccessDenied (also where the bucket's owner is not the one that the request expects),
+        NoSuchBucket for the gateway's own. A bucket that is to be made has no owner who could refuse."""
         if bucket.startswith("."):
             raise S3Error("NoSuchBucket", detail={"BucketName": bucket})
-        check_right(self.verified.credential, right, bucket)
+        credential = self.verified.credential
+        check_right(credential, right, bucket)
+        if credential.rights is None and self.action.operation is not Operation.CREATE_BUCKET:
+            await self.owners.check_entry(credential, bucket)
+        expected = self.request.header(_SOURCE_OWNER if of_source else _BUCKET_OWNER)
+        if expected is not None:
+            await self.owners.check_expected(expected, bucket)
 
     async def read_document(self) -> bytes:
         """A body of XML or JSON, whole. Raises S3Error EntityTooLarge, and what a checked body raises."""

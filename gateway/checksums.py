@@ -196,6 +196,19 @@ def asked(request: Request) -> tuple[Algorithm | None, ChecksumType | None]:
     return algorithm, type_
 
 
+def of_object(request: Request) -> tuple[Checksum | None, ChecksumType | None]:
+    """What the headers of a completion say of the object. Raises S3Error InvalidRequest, NotImplemented."""
+    headers = request.headers_by_name
+    names = [name for name in headers if name.startswith(b"x-amz-checksum-") and name not in _NO_DIGESTS]
+    if len(names) > 1:
+        raise S3Error("InvalidRequest", "An object has one checksum.")
+    found = None
+    if names:
+        found = parse_object(_of_header(names[0]), headers[names[0]].decode("latin-1"))
+    type_text = headers.get(b"x-amz-checksum-type")
+    return found, None if type_text is None else parse_type(type_text.decode("latin-1"))
+
+
 def _of_header(name: bytes) -> Algorithm:
     algorithm = _BY_HEADER.get(name)
     if algorithm is None:
@@ -249,9 +262,9 @@ def parse_object(algorithm: Algorithm, text: str) -> Checksum:
 
 
 def parse_type(text: str) -> ChecksumType:
-    """`x-amz-checksum-type`. Raises S3Error InvalidRequest."""
+    """`x-amz-checksum-type`, in any case. Raises S3Error InvalidRequest."""
     try:
-        return ChecksumType(text)
+        return ChecksumType(text.upper())
     except ValueError:
         raise S3Error("InvalidRequest", "x-amz-checksum-type is to be FULL_OBJECT or COMPOSITE.") from None
 

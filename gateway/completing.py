@@ -53,13 +53,14 @@ class _Part:
 
 
 async def complete(call: Call) -> Answer:
-    claims = bodies.complete_multipart_upload(await call.read_document())
+    claims = bodies.complete_multipart_upload(await _without_checksums(call).read_document())
     upload_id = call.action.upload_id or ""
     upload = await find_upload(call.backend, upload_id, call.bucket, call.key)
     if upload is None:
         return await _completed_before(call, upload_id)
+    _check_checksums_given(upload, claims)
     parts = _claimed(claims, await upload.parts(call.backend))
-    said = _metadata(call, upload, parts, claims)
+    said = _metadata(call, upload, parts)
     size_bytes = sum(part.what.size_bytes for part in parts)
     check_whole(call, await call.backend.bucket(call.bucket), size_bytes)
     seal = replace(await write_condition(call), user_metadata=said.encode())
@@ -75,6 +76,26 @@ async def complete(call: Call) -> Answer:
         await call.backend.abort(draft)
     await _tidy(call, upload, said)
     return await _answer(call, said)
+
+
+def _without_checksums(call: Call) -> Call:
+    """The same without `x-amz-checksum-*`, in headers or query: here they are of the object, not of the document."""
+    headers = [pair for pair in call.request.headers if not pair[0].startswith(b"x-amz-checksum-")]
+    return replace(call, request=replace(call.request, headers=headers, raw_query=b""))
+
+
+def _check_checksums_given(upload: Upload, claims: Sequence[PartClaim]) -> None:
+    """Raises S3Error InvalidRequest."""
+    algorithm = upload.algorithm
+    if algorithm is None or upload.checksum_type is not ChecksumType.COMPOSITE:
+        return
+    for claim in claims:
+        if algorithm not in claim.checksums:
+            raise S3Error(
+                "InvalidRequest",
+                f"The upload was begun with composite {algorithm.value} checksums: its completion names that of each "
+                f"part, and part {claim.number} has none.",
+            )
 
 
 def _claimed(claims: Sequence[PartClaim], found: dict[int, Found]) -> list[_Part]:
@@ -108,9 +129,7 @@ def _matches(claim: PartClaim, what: Stored) -> bool:
     )
 
 
-def _metadata(
-    call: Call, upload: Upload, parts: Sequence[_Part], claims: Sequence[PartClaim]
-) -> ObjectMetadata:
+def _metadata(call: Call, upload: Upload, parts: Sequence[_Part]) -> ObjectMetadata:
     """The object's. Raises S3Error InvalidRequest, BadDigest."""
     size_bytes = sum(part.what.size_bytes for part in parts)
     promised = call.request.header(b"x-amz-mp-object-size")
@@ -120,11 +139,7 @@ def _metadata(
         )
     tags = [part.what.metadata.etag for part in parts]
     etag = etags.multipart([bytes.fromhex(tag) for tag in tags]) if all(tags) else ""
-    checksum = _checksum(upload, parts)
-    wanted = checksums.wanted(call.request)
-    if wanted.digest is not None and wanted.algorithm is not None:
-        found = None if checksum is None or checksum.algorithm is not wanted.algorithm else checksum.digest
-        checksums.verify(wanted.algorithm.value, wanted.digest, found or b"")
+    checksum = _checksum(call, upload, parts)
     return replace(
         upload.metadata,
         etag=etag,
@@ -141,19 +156,35 @@ def _part_metadata(part: _Part, checksum: Checksum | None) -> PartMetadata:
     return PartMetadata(part.what.size_bytes, digest)
 
 
-def _checksum(upload: Upload, parts: Sequence[_Part]) -> Checksum | None:
-    """Of the whole object, out of the parts'."""
+def _checksum(call: Call, upload: Upload, parts: Sequence[_Part]) -> Checksum | None:
+    """Of the whole object, out of the parts'. Raises S3Error InvalidRequest, BadDigest, InvalidPart."""
+    promised, type_ = checksums.of_object(call.request)
     algorithm = upload.algorithm
-    own = [part.what.metadata.checksum for part in parts]
-    if algorithm is None:
+    if type_ not in (None, upload.checksum_type):
+        raise S3Error("InvalidRequest", "x-amz-checksum-type is not the one that the upload was begun with.")
+    if algorithm is None and promised is not None and promised.algorithm.is_crc:
+        algorithm = promised.algorithm
+    if algorithm is None or (promised is not None and promised.algorithm is not algorithm):
+        if promised is not None:
+            raise S3Error(
+                "InvalidRequest", f"The upload was not begun with {promised.algorithm.value} checksums."
+            )
         return None
+    own = [part.what.metadata.checksum for part in parts]
     digests = [each.digest for each in own if each is not None and each.algorithm is algorithm]
     if len(digests) != len(parts):
-        raise S3Error("InvalidPart", f"A part has no {algorithm.value} checksum.")
+        code = "InvalidRequest" if upload.algorithm is None else "InvalidPart"
+        raise S3Error(code, f"A part has no {algorithm.value} checksum.")
     if upload.checksum_type is ChecksumType.COMPOSITE:
-        return checksums.composite(algorithm, digests)
-    pairs = zip(digests, (part.what.size_bytes for part in parts), strict=True)
-    return Checksum(algorithm, checksums.combine(algorithm, pairs))
+        found = checksums.composite(algorithm, digests)
+    else:
+        pairs = zip(digests, (part.what.size_bytes for part in parts), strict=True)
+        found = Checksum(algorithm, checksums.combine(algorithm, pairs))
+    if promised is not None:
+        checksums.verify(algorithm.value, promised.digest, found.digest)
+        if promised.parts not in (0, found.parts):
+            raise S3Error("BadDigest", f"The checksum of {promised.parts} parts was given for {found.parts}.")
+    return found
 
 
 async def _complete_large(
@@ -234,7 +265,7 @@ async def _tidy(call: Call, upload: Upload, said: ObjectMetadata) -> None:
 
 
 async def _completed_before(call: Call, upload_id: str) -> Answer:
-    """The answer to a completion that another one preceded. Raises S3Error NoSuchUpload."""
+    """The answer to a completion that another one preceded. Raises S3Error NoSuchUpload, BucketNotFound."""
     with trio.move_on_after(_WINNER_WAIT_S):
         while True:
             found = await call.backend.find(call.bucket, call.key)

@@ -1,4 +1,5 @@
-"""If-Match, If-None-Match, If-Modified-Since, If-Unmodified-Since: RFC 9110 section 13, and S3 on writes and copies.
+"""If-Match, If-None-Match, If-Modified-Since, If-Unmodified-Since: RFC 9110 section 13, and S3 on writes, copies and
+deletions.
 
 Responsibility: which of a request's conditions counts, and what its failing is called. Invariants: If-Match beats
 If-Unmodified-Since and If-None-Match beats If-Modified-Since (section 13.2.2); a date that is none is no condition.
@@ -8,12 +9,12 @@ Concurrency: pure functions; `check_write` is called where no other write of the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.utils import format_datetime, parsedate_to_datetime
 
 from gateway import etag as etags
-from gateway.errors import S3Error
+from gateway.errors import S3Error, argument
 from gateway.request import Request
 from kvfs.limits import MAX_ETAG_CONDITIONS
 
@@ -27,6 +28,10 @@ class Conditions:
     if_none_match: tuple[str, ...] = ()
     modified_since_s: int | None = None
     unmodified_since_s: int | None = None
+    size_bytes: int | None = None
+    """Of deletions: S3's x-amz-if-match-size."""
+    modified_s: int | None = None
+    """Of deletions: S3's x-amz-if-match-last-modified-time."""
 
     def __bool__(self) -> bool:
         """Whether there is any."""
@@ -47,6 +52,38 @@ def from_headers(request: Request, prefix: bytes = b"") -> Conditions:
         _seconds(headers.get(prefix + b"if-modified-since")),
         _seconds(headers.get(prefix + b"if-unmodified-since")),
     )
+
+
+def of_deletion(request: Request) -> Conditions:
+    """What DeleteObject demands. Raises S3Error InvalidArgument."""
+    found = from_headers(request)
+    size, time = (request.header(b"x-amz-if-match-" + name) for name in (b"size", b"last-modified-time"))
+    if size is None and time is None:
+        return found
+    return replace(
+        found,
+        size_bytes=None if size is None else parse_size(size, "x-amz-if-match-size"),
+        modified_s=None if time is None else parse_time(time, "x-amz-if-match-last-modified-time"),
+    )
+
+
+def parse_size(text: str, name: str) -> int:
+    """A number of bytes that a deletion wants. Raises S3Error InvalidArgument."""
+    if not (text.isascii() and text.isdigit() and len(text) <= 19):
+        raise argument(name, text, f"{name} is to be a number of bytes")
+    return int(text)
+
+
+def parse_time(text: str, name: str) -> int:
+    """Seconds since 1970 of an HTTP date or of `2026-01-02T03:04:05Z`. Raises S3Error InvalidArgument."""
+    seconds = _seconds(text.encode("latin-1", "replace"))
+    if seconds is None:
+        try:
+            found = datetime.fromisoformat(text)
+            seconds = int(found.replace(tzinfo=found.tzinfo or UTC).timestamp())
+        except (ValueError, OverflowError):
+            raise argument(name, text, f"{name} is to be a date") from None
+    return seconds
 
 
 def _tags(value: bytes | None) -> tuple[str, ...]:
@@ -118,19 +155,28 @@ def check_source(conditions: Conditions, etag: str, modified_s: int) -> None:
 def check_write(conditions: Conditions, etag: str | None) -> None:
     """Before a name is given to another object, or taken away; `etag` of what has it (None: nothing).
 
-    Raises S3Error PreconditionFailed, NoSuchKey (If-Match of nothing), and NotImplemented for what S3 does not take on
-    writes: dates, and If-None-Match of anything but `*`.
+    Raises S3Error PreconditionFailed, NoSuchKey (If-Match of nothing), and NotImplemented for dates, which S3 does not
+    take on writes. Of If-None-Match S3 takes only `*`; ETags mean here what RFC 9110 says.
     """
     if conditions is _NOTHING:
         return
     if conditions.modified_since_s is not None or conditions.unmodified_since_s is not None:
         raise S3Error("NotImplemented", "Writes take no condition on dates.")
-    if conditions.if_none_match and conditions.if_none_match != ("*",):
-        raise S3Error("NotImplemented", "Writes take If-None-Match only with `*`.")
-    if conditions.if_none_match and etag is not None:
+    if conditions.if_none_match and etag is not None and _matches(conditions.if_none_match, etag):
         raise _failed("If-None-Match")
     if conditions.if_match:
         if etag is None:
             raise S3Error("NoSuchKey")
         if not _matches(conditions.if_match, etag):
             raise _failed("If-Match")
+
+
+def check_deletion(conditions: Conditions, etag: str | None, size_bytes: int, modified_s: int) -> None:
+    """As `check_write`; what is not there has the size and the time that anybody wants, as at S3."""
+    check_write(conditions, etag)
+    if etag is None:
+        return
+    if conditions.size_bytes not in (None, size_bytes):
+        raise _failed("x-amz-if-match-size")
+    if conditions.modified_s not in (None, modified_s):
+        raise _failed("x-amz-if-match-last-modified-time")

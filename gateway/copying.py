@@ -34,6 +34,8 @@ from kvfs import limits
 
 _SOURCE = b"x-amz-copy-source-"
 _KEPT = ("content_type", "headers", "user")
+_CHANGES = (b"x-amz-checksum-algorithm", b"x-amz-storage-class")
+"""With one of these a copy onto itself is one that changes something, as S3 sees it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ async def open_source(call: Call) -> AsyncIterator[Source]:
     """The source of a copy. Raises S3Error AccessDenied, NoSuchKey, PreconditionFailed; BucketNotFound."""
     named = call.action.source
     assert named is not None
-    call.need_right("read", named.bucket)
+    await call.need_right("read", named.bucket, of_source=True)
     opened = await call.backend.open(named.bucket, named.key)
     if opened is None:
         raise no_such_key(named.key)
@@ -90,7 +92,7 @@ async def copy_object(call: Call) -> Answer:
     itself = (named.bucket, named.key) == (call.bucket, call.key)
     async with open_source(call) as source:
         said = _metadata(call, source.what, replaces, replaces_tags)
-        if itself and not (replaces or replaces_tags or call.request.header(b"x-amz-checksum-algorithm")):
+        if itself and not (replaces or replaces_tags or any(map(call.request.header, _CHANGES))):
             raise S3Error(
                 "InvalidRequest",
                 "This copy request is illegal because it is trying to copy an object to itself without changing "

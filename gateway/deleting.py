@@ -44,5 +44,7 @@ async def _delete(call: Call, claim: DeleteClaim) -> None:
         check_version(claim.version_id)
     if len(claim.key.encode()) > limits.MAX_KEY_BYTES:
         raise S3Error("KeyTooLongError")
-    wanted = Conditions(if_match=(claim.etag,)) if claim.etag is not None else Conditions()
+    wanted = Conditions(
+        () if claim.etag is None else (claim.etag,), size_bytes=claim.size_bytes, modified_s=claim.modified_s
+    )
     await remove_key(call, call.bucket, claim.key, wanted)

@@ -69,11 +69,12 @@ def error(failure: S3Error, resource: str, request_id: str) -> bytes:
 
 # --- listings ------------------------------------------------------------------------------------------------
 def list_buckets(
-    buckets: Iterable[tuple[str, int]], owner: str, *, prefix: str = "", token: str = ""
+    buckets: Iterable[tuple[str, int]], owner: str, *, region: str, prefix: str = "", token: str = ""
 ) -> bytes:
     """`buckets`: (name, created_ns); `token` of the next page, empty at the end."""
+    end = f"{element('BucketRegion', region)}</Bucket>"
     rows = (
-        f"<Bucket>{element('Name', name)}{element('CreationDate', timestamp(created_ns))}</Bucket>"
+        f"<Bucket>{element('Name', name)}{element('CreationDate', timestamp(created_ns))}{end}"
         for name, created_ns in buckets
     )
     return document(

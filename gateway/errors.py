@@ -24,6 +24,7 @@ _NONE: Final[Mapping[str, str]] = MappingProxyType({})
 _TABLE: Final[dict[str, tuple[int, str]]] = {
     # who asks
     "AccessDenied": (403, "Access denied."),
+    "AccessForbidden": (403, "CORS is not enabled for this bucket."),
     "AuthorizationHeaderMalformed": (400, "The Authorization header is malformed."),
     "AuthorizationQueryParametersError": (400, "The query parameters that authorize the request are wrong."),
     "InvalidAccessKeyId": (403, "No credential has this access key."),
@@ -43,6 +44,15 @@ _TABLE: Final[dict[str, tuple[int, str]]] = {
     "NoSuchTagSet": (404, "There are no tags."),
     "NoSuchUpload": (404, "There is no such multipart upload: it was never begun, completed or aborted."),
     "NoSuchVersion": (404, "There is no such version: the only version of a key is `null`."),
+    # configurations of buckets that nobody set
+    "NoSuchBucketPolicy": (404, "The bucket has no policy."),
+    "NoSuchCORSConfiguration": (404, "The bucket has no CORS rules."),
+    "NoSuchLifecycleConfiguration": (404, "The bucket has no lifecycle rules."),
+    "NoSuchPublicAccessBlockConfiguration": (404, "The bucket has no public access block."),
+    "NoSuchWebsiteConfiguration": (404, "The bucket is no website."),
+    "ObjectLockConfigurationNotFoundError": (404, "The bucket has no object lock."),
+    "ReplicationConfigurationNotFoundError": (404, "The bucket is not replicated."),
+    "ServerSideEncryptionConfigurationNotFoundError": (404, "The bucket has no encryption by default."),
     # conditions and ranges
     "ConditionalRequestConflict": (409, "Another request changed the key meanwhile."),
     "InvalidPartNumber": (416, "The object has no such part."),
@@ -112,6 +122,11 @@ class S3Error(Exception):
 
     def __str__(self) -> str:
         return f"{self.code}: {self.message}"
+
+
+def argument(name: str, value: str, reason: str) -> S3Error:
+    """InvalidArgument as S3 tells it; `reason` is without its full stop."""
+    return S3Error("InvalidArgument", f"{reason}.", detail={"ArgumentName": name, "ArgumentValue": value})
 
 
 def from_kvfs(error: KvfsError, resource: str) -> S3Error:

@@ -22,6 +22,7 @@ from gateway import (
     addressing,
     buckets,
     completing,
+    configurations,
     copying,
     deleting,
     documents,
@@ -40,6 +41,7 @@ from gateway.connection import BodyLost, Exchange
 from gateway.counters import Counters
 from gateway.errors import S3Error, from_kvfs
 from gateway.large import LargeAnswer
+from gateway.owners import Owners
 from gateway.request import Request
 from gateway.routing import Action, Operation, Right
 from gateway.settings import GatewaySettings
@@ -76,6 +78,11 @@ _OPERATIONS: dict[Operation, Callable[[Call], Awaitable[AnyAnswer | LargeAnswer]
     Operation.COMPLETE_MULTIPART_UPLOAD: completing.complete,
     Operation.ABORT_MULTIPART_UPLOAD: multipart.abort,
     Operation.LIST_PARTS: multipart.list_parts,
+    Operation.GET_BUCKET_CONFIGURATION: configurations.get_configuration,
+    Operation.GET_BUCKET_ACL: configurations.get_bucket_acl,
+    Operation.PUT_BUCKET_ACL: configurations.put_bucket_acl,
+    Operation.GET_OBJECT_ACL: configurations.get_object_acl,
+    Operation.PUT_OBJECT_ACL: configurations.put_object_acl,
 }
 _RIGHTS: dict[Right, RightName] = {Right.READ: "read", Right.WRITE: "write", Right.LIST: "list"}
 _MOST_ROUTES = 4_096
@@ -105,6 +112,7 @@ class Handler:
         """`clock`: seconds since 1970, which signatures are checked against."""
         self.counters = counters or Counters()
         self._backend = backend
+        self._owners = Owners(backend)
         self._settings = settings
         self._clock = clock
         self._next_id = secrets.randbits(64)
@@ -143,6 +151,7 @@ class Handler:
 
     async def _answer(self, exchange: Exchange, request: Request, request_id: str) -> AnyAnswer | LargeAnswer:
         settings = self._settings
+        routing.refuse_preflight(request)
         verified = signing.verify(request, settings.credentials, self._clock(), settings.region)
         action, right, operation, name = self._route(request)
         head = exchange.head
@@ -151,6 +160,7 @@ class Handler:
             action,
             verified,
             self._backend,
+            self._owners,
             settings,
             exchange,
             request_id,
@@ -158,7 +168,7 @@ class Handler:
             exchange.secure,
         )
         if right is not None:
-            call.need_right(right, call.bucket)
+            await call.need_right(right, call.bucket)
         self.counters.requests[name] += 1
         return await operation(call)
 

@@ -110,16 +110,15 @@ def _framed(method: str, fields: _Fields, version: str) -> Head:
         raise BadHead(501, "a transfer coding other than chunked")
     if len(lengths) > 1 or (lengths and not _LENGTH.match(lengths[0])):
         raise BadHead(400, "a Content-Length that is not one number")
-    expectations = found.get(b"expect", [])
-    if any(value.lower() != b"100-continue" for value in expectations):
-        raise BadHead(417, "an expectation other than 100-continue")
+    # Any other expectation may be passed over (RFC 9110, section 10.1.1), and S3 does.
+    expects_continue = any(value.lower() == b"100-continue" for value in found.get(b"expect", ()))
     return Head(
         method,
         fields.target,
         fields.headers,
         int(lengths[0]) if lengths else 0,
         bool(codings),
-        bool(expectations) and version == "1.1",
+        expects_continue and version == "1.1",
         _keeps_alive(found.get(b"connection", ()), version),
     )
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 from zlib import crc32
 
-from gateway.errors import S3Error
+from gateway.errors import argument
 from kvfs.limits import MAX_KEY_BYTES, MAX_LIST_ENTRIES
 
 T = TypeVar("T")
@@ -126,9 +126,9 @@ def parse_versions(arguments: Mapping[str, str]) -> ListRequest:
     marker = arguments.get("key-marker", "")
     version = arguments.get("version-id-marker", "")
     if version and not marker:
-        raise _argument("version-id-marker", version, "A version-id-marker needs a key-marker")
+        raise argument("version-id-marker", version, "A version-id-marker needs a key-marker")
     if version not in ("", "null"):
-        raise _argument("version-id-marker", version, "The only version of a key is null")
+        raise argument("version-id-marker", version, "The only version of a key is null")
     return _parse(arguments, marker, marker=marker)
 
 
@@ -150,11 +150,11 @@ def _parse(
 ) -> ListRequest:
     encoding = arguments.get("encoding-type")
     if encoding not in (None, "", "url"):
-        raise _argument("encoding-type", encoding or "", "The only encoding type is url")
+        raise argument("encoding-type", encoding or "", "The only encoding type is url")
     prefix, delimiter = arguments.get("prefix", ""), arguments.get("delimiter", "")
     for name, text in (("prefix", prefix), ("delimiter", delimiter), ("marker", after)):
         if len(text.encode()) > MAX_KEY_BYTES:
-            raise _argument(name, text, f"Longer than a key, which has at most {MAX_KEY_BYTES} bytes")
+            raise argument(name, text, f"Longer than a key, which has at most {MAX_KEY_BYTES} bytes")
     return ListRequest(
         prefix,
         delimiter,
@@ -174,7 +174,7 @@ def parse_limit(arguments: Mapping[str, str], name: str, most: int = MAX_LIST_EN
     if text == "":
         return most
     if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) < 1 << 31):
-        raise _argument(name, text, f"{name} is to be an integer from 0 to 2147483647")
+        raise argument(name, text, f"{name} is to be an integer from 0 to 2147483647")
     return min(int(text), most)
 
 
@@ -199,8 +199,4 @@ def decode_token(token: str) -> str:
             return name.decode()
     except (Base64Error, ValueError):
         pass
-    raise _argument("continuation-token", token, "The continuation token is not one of this endpoint")
-
-
-def _argument(name: str, value: str, reason: str) -> S3Error:
-    return S3Error("InvalidArgument", f"{reason}.", detail={"ArgumentName": name, "ArgumentValue": value})
+    raise argument("continuation-token", token, "The continuation token is not one of this endpoint")

@@ -129,9 +129,9 @@ def from_request(request: Request) -> ObjectMetadata:
     """
     found = request.headers_by_name
     kept = {name.decode(): found[name].decode("latin-1") for name in _KEPT if name in found}
-    if "content-encoding" in kept:
-        codings = [coding.strip() for coding in kept["content-encoding"].split(",")]
-        kept["content-encoding"] = ",".join(coding for coding in codings if coding.lower() != "aws-chunked")
+    codings = [coding.strip() for coding in kept.get("content-encoding", "").split(",")]
+    if any(coding.lower() == "aws-chunked" for coding in codings):
+        kept["content-encoding"] = ", ".join(coding for coding in codings if coding.lower() != "aws-chunked")
     kept = {name: value for name, value in kept.items() if value}
     user = {
         name[len(_META) :].decode("latin-1"): value.decode("latin-1")

@@ -14,7 +14,7 @@ from dataclasses import replace
 from gateway import checksums, documents, listing, metadata, reserved
 from gateway import etag as etags
 from gateway.backend import Seal
-from gateway.body_plan import payload_bytes
+from gateway.body_plan import object_bytes
 from gateway.calls import Answer, Call, Document
 from gateway.checksums import Algorithm, ChecksumType
 from gateway.copying import CopyPlan, copied_digests, open_source, part_span, run_copy
@@ -36,10 +36,9 @@ async def create(call: Call) -> Answer:
     await call.backend.bucket(call.bucket)
     await check_room(call.backend)
     said = replace(metadata.from_request(call.request), owner=call.owner)
-    algorithm, type_ = _checksum_of(call)
-    upload = Upload(
-        new_upload_id(), call.bucket, call.key, call.owner, time.time_ns(), said, algorithm, type_
-    )
+    algorithm, type_ = checksums.asked(call.request)
+    now_ns = time.time_ns()
+    upload = Upload(new_upload_id(now_ns), call.bucket, call.key, call.owner, now_ns, said, algorithm, type_)
     await upload.save(call.backend)
     headers = []
     if algorithm is not None and type_ is not None:
@@ -49,27 +48,10 @@ async def create(call: Call) -> Answer:
     )
 
 
-def _checksum_of(call: Call) -> tuple[Algorithm | None, ChecksumType | None]:
-    """What the parts and the object will be checked with. Raises S3Error InvalidRequest."""
-    name = call.request.header(b"x-amz-checksum-algorithm")
-    type_name = call.request.header(b"x-amz-checksum-type")
-    if name is None:
-        if type_name is not None:
-            raise S3Error("InvalidRequest", "x-amz-checksum-type needs x-amz-checksum-algorithm.")
-        return None, None
-    try:
-        algorithm = Algorithm(name.upper())
-        type_ = checksums.default_type(algorithm) if type_name is None else ChecksumType(type_name.upper())
-    except ValueError:
-        raise S3Error("InvalidRequest", f"There is no checksum {name} {type_name or ''}.") from None
-    checksums.check_type(algorithm, type_)
-    return algorithm, type_
-
-
 # --- parts -------------------------------------------------------------------------------------------------
 async def upload_part(call: Call) -> Answer:
     upload = await need_upload(call.backend, call.action.upload_id, call.bucket, call.key)
-    size_bytes = payload_bytes(call)
+    size_bytes = object_bytes(call)
     wanted = checksums.wanted(call.request)
     _check_algorithm(upload, wanted.algorithm)
     check_size(call, PARTS, size_bytes)
@@ -86,7 +68,7 @@ async def upload_part(call: Call) -> Answer:
         await call.backend.abort(draft)
     found = await _sealed_part(call, upload)
     headers = [("ETag", etags.quote(stored(found).etag))]
-    if received.checksum is not None and wanted.algorithm is not None:
+    if received.checksum is not None:
         headers.append((received.checksum.algorithm.header, received.checksum.text))
     return Answer(200, headers)
 
@@ -129,11 +111,19 @@ async def _sealed_part(call: Call, upload: Upload) -> Found:
 
 
 def _check_algorithm(upload: Upload, algorithm: Algorithm | None) -> None:
-    if upload.algorithm is not None and algorithm not in (None, upload.algorithm):
-        raise S3Error(
-            "InvalidRequest",
-            f"The upload was begun with {upload.algorithm.value}, and the part has another checksum.",
-        )
+    """Parts whose checksums make the object's come with them; of others one is taken here.
+
+    Raises S3Error InvalidRequest.
+    """
+    wanted = upload.algorithm
+    if wanted is None or wanted is algorithm:
+        return
+    if algorithm is None and upload.checksum_type is not ChecksumType.COMPOSITE:
+        return
+    found = "none" if algorithm is None else algorithm.value
+    raise S3Error(
+        "InvalidRequest", f"The upload was begun with {wanted.value} checksums, the part has {found}."
+    )
 
 
 async def abort(call: Call) -> Answer:
@@ -170,9 +160,9 @@ def part_item(each: int, found: Found) -> PartItem:
 async def list_uploads(call: Call) -> Answer:
     await call.backend.bucket(call.bucket)
     request = listing.parse_uploads(call.action.arguments)
-    id_marker = call.action.arguments.get("upload-id-marker", "")
+    id_marker = call.action.arguments.get("upload-id-marker", "") if request.marker else ""
     found = await uploads_of(call.backend, call.bucket)
-    shown, prefixes, truncated = page_of(found, request, id_marker if request.marker else "")
+    shown, prefixes, truncated = page_of(found, request, id_marker)
     body = documents.list_multipart_uploads(
         call.bucket,
         request,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from gateway.errors import S3Error
 
-_RANGE = re.compile(r"bytes\s*=\s*(\d{0,100})\s*-\s*(\d{0,100})\s*\Z", re.ASCII | re.IGNORECASE)
+_RANGE = re.compile(r"bytes=(\d{0,100})-(\d{0,100})\Z", re.ASCII | re.IGNORECASE)
 _COPY_RANGE = re.compile(r"bytes=(\d{1,100})-(\d{1,100})\Z", re.ASCII)
 
 

@@ -6,11 +6,14 @@ since signatures are over them; what is decoded is decoded once. Concurrency: on
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from urllib.parse import unquote_to_bytes
 
 from gateway.errors import S3Error
 from kvfs.limits import MAX_QUERY_PARAMETERS
+
+_NO_ESCAPE = re.compile("%(?![0-9A-Fa-f]{2})")
 
 
 @dataclass(slots=True)
@@ -81,6 +84,11 @@ def _parse_query(raw: bytes) -> dict[str, str]:
             raise S3Error("InvalidArgument", f"query parameter {text} is given twice")
         found[text] = decode_component(value.replace(b"+", b" "))
     return found
+
+
+def is_escaped(text: str) -> bool:
+    """Whether every % begins an escape."""
+    return not _NO_ESCAPE.search(text)
 
 
 def decode_component(raw: bytes) -> str:

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
+from gateway import unset
 from gateway.addressing import Address, check_bucket, check_key
-from gateway.errors import S3Error
-from gateway.request import Request, decode_component
+from gateway.errors import S3Error, argument
+from gateway.promises import check_promises
+from gateway.request import Request, decode_component, is_escaped
 from kvfs.limits import MAX_PARTS
 
 
@@ -59,6 +61,12 @@ class Operation(Enum):
     COMPLETE_MULTIPART_UPLOAD = "CompleteMultipartUpload"
     ABORT_MULTIPART_UPLOAD = "AbortMultipartUpload"
     LIST_PARTS = "ListParts"
+    GET_BUCKET_CONFIGURATION = "GetBucketConfiguration"
+    """Whichever of `gateway.configurations` is asked for."""
+    GET_BUCKET_ACL = "GetBucketAcl"
+    PUT_BUCKET_ACL = "PutBucketAcl"
+    GET_OBJECT_ACL = "GetObjectAcl"
+    PUT_OBJECT_ACL = "PutObjectAcl"
 
     @property
     def right(self) -> Right:
@@ -80,6 +88,9 @@ _RIGHTS: Final = {
     Operation.HEAD_OBJECT: Right.READ,
     Operation.GET_OBJECT_ATTRIBUTES: Right.READ,
     Operation.GET_OBJECT_TAGGING: Right.READ,
+    Operation.GET_BUCKET_CONFIGURATION: Right.LIST,
+    Operation.GET_BUCKET_ACL: Right.LIST,
+    Operation.GET_OBJECT_ACL: Right.READ,
 }
 
 
@@ -111,20 +122,23 @@ _Table = dict[str, dict[str, Operation]]
 _SERVICE: Final[_Table] = {"GET": {"": Operation.LIST_BUCKETS}}
 _BUCKET: Final[_Table] = {
     "GET": {
+        **dict.fromkeys(unset.NAMES, Operation.GET_BUCKET_CONFIGURATION),
         "": Operation.LIST_OBJECTS,
+        "acl": Operation.GET_BUCKET_ACL,
         "list-type": Operation.LIST_OBJECTS_V2,
         "location": Operation.GET_BUCKET_LOCATION,
         "uploads": Operation.LIST_MULTIPART_UPLOADS,
         "versions": Operation.LIST_OBJECT_VERSIONS,
     },
     "HEAD": {"": Operation.HEAD_BUCKET},
-    "PUT": {"": Operation.CREATE_BUCKET},
+    "PUT": {"": Operation.CREATE_BUCKET, "acl": Operation.PUT_BUCKET_ACL},
     "POST": {"delete": Operation.DELETE_OBJECTS, "match": Operation.MATCH},
     "DELETE": {"": Operation.DELETE_BUCKET},
 }
 _OBJECT: Final[_Table] = {
     "GET": {
         "": Operation.GET_OBJECT,
+        "acl": Operation.GET_OBJECT_ACL,
         "attributes": Operation.GET_OBJECT_ATTRIBUTES,
         "tagging": Operation.GET_OBJECT_TAGGING,
         "uploadId": Operation.LIST_PARTS,
@@ -132,6 +146,7 @@ _OBJECT: Final[_Table] = {
     "HEAD": {"": Operation.HEAD_OBJECT},
     "PUT": {
         "": Operation.PUT_OBJECT,
+        "acl": Operation.PUT_OBJECT_ACL,
         "tagging": Operation.PUT_OBJECT_TAGGING,
         "uploadId": Operation.UPLOAD_PART,
     },
@@ -189,7 +204,9 @@ _NOT_SERVED: Final = frozenset(
         "website",
     }
 )
-"""Query parameters that select operations of S3 which are not served."""
+"""Query parameters that select operations of S3 which are not served, but for what a table above names."""
+
+_SET_ACLS: Final = (Operation.PUT_BUCKET_ACL, Operation.PUT_OBJECT_ACL)
 
 _SELECTORS: Final = (
     frozenset(name for table in (_BUCKET, _OBJECT) for row in table.values() for name in row if name)
@@ -208,30 +225,10 @@ _VERSIONED: Final = frozenset(
         Operation.GET_OBJECT_TAGGING,
         Operation.PUT_OBJECT_TAGGING,
         Operation.DELETE_OBJECT_TAGGING,
+        Operation.GET_OBJECT_ACL,
+        Operation.PUT_OBJECT_ACL,
     }
 )
-
-_REFUSED_HEADERS: Final = (
-    b"x-amz-bucket-object-lock-token",
-    b"x-amz-copy-source-server-side-encryption-customer-algorithm",
-    b"x-amz-grant-full-control",
-    b"x-amz-grant-read",
-    b"x-amz-grant-read-acp",
-    b"x-amz-grant-write",
-    b"x-amz-grant-write-acp",
-    b"x-amz-object-lock-legal-hold",
-    b"x-amz-object-lock-mode",
-    b"x-amz-object-lock-retain-until-date",
-    b"x-amz-server-side-encryption",
-    b"x-amz-server-side-encryption-aws-kms-key-id",
-    b"x-amz-server-side-encryption-customer-algorithm",
-    b"x-amz-website-redirect-location",
-    b"x-amz-write-offset-bytes",
-)
-"""Headers that promise what is not done here: encryption, locks, grants, redirects, appends."""
-
-_HARMLESS_ACLS: Final = frozenset({b"private", b"bucket-owner-full-control", b"bucket-owner-read"})
-"""Canned ACLs under which nobody may do more than the credentials already say."""
 
 
 def route(request: Request, address: Address) -> Action:
@@ -246,14 +243,16 @@ def route(request: Request, address: Address) -> Action:
     if operation in _COPIES and request.header_bytes(b"x-amz-copy-source") is not None:
         operation = _COPIES[operation]
         source = copy_source(request)
-    _check_headers(request)
+    check_promises(request)
+    if operation in _SET_ACLS and request.header_bytes(b"x-amz-acl") is None:
+        raise S3Error("NotImplemented", "No ACL but a canned one can be set.")
     if "versionId" in query and address.key is not None:
         if operation not in _VERSIONED:
-            raise _argument("versionId", query["versionId"], "This operation takes no version id")
+            raise argument("versionId", query["versionId"], "This operation takes no version id")
         check_version(query["versionId"])
     upload_id = query.get("uploadId")
     if upload_id == "":
-        raise _argument("uploadId", "", "The upload id is empty")
+        raise argument("uploadId", "", "The upload id is empty")
     return Action(
         operation,
         address.bucket,
@@ -277,11 +276,12 @@ def _select(request: Request, address: Address, query: Mapping[str, str]) -> Ope
     row = table.get(request.method)
     if row is not None and name in row:
         if name == "list-type" and query[name] != "2":
-            raise _argument(name, query[name], "The only value is 2")
+            raise argument(name, query[name], "The only value is 2")
         if request.method not in ("GET", "HEAD"):
             _refuse_unknown(query)
         return row[name]
-    if name and not any(name in other for other in table.values()):
+    unset_only = table is _BUCKET and name in unset.NAMES
+    if name in _NOT_SERVED or unset_only or (name and not any(name in other for other in table.values())):
         raise S3Error("NotImplemented", f"?{name} is not implemented on this resource.")
     if request.method == "POST" and table is _BUCKET and not name:
         raise S3Error("NotImplemented", "Uploads by HTML form are not implemented.")
@@ -291,6 +291,16 @@ def _select(request: Request, address: Address, query: Mapping[str, str]) -> Ope
         detail={"Method": request.method, "ResourceType": name.upper() or "OBJECT"},
         headers={"Allow": allowed},
     )
+
+
+def refuse_preflight(request: Request) -> None:
+    """OPTIONS, which browsers send unsigned: no bucket has CORS rules. Raises S3Error BadRequest, AccessForbidden."""
+    if request.method != "OPTIONS":
+        return
+    for name in (b"origin", b"access-control-request-method"):
+        if not request.header_bytes(name):
+            raise S3Error("BadRequest", f"A preflight request needs the header {name.decode()}.")
+    raise S3Error("AccessForbidden")
 
 
 def _refuse_unknown(query: Mapping[str, str]) -> None:
@@ -305,23 +315,23 @@ def _part_number(operation: Operation, query: Mapping[str, str]) -> int | None:
     text = query.get("partNumber")
     if operation in (Operation.UPLOAD_PART, Operation.UPLOAD_PART_COPY):
         if text is None:
-            raise _argument("partNumber", "", "An upload of a part needs a part number")
+            raise argument("partNumber", "", "An upload of a part needs a part number")
     elif operation in (Operation.PUT_OBJECT, Operation.COPY_OBJECT):
         if text is not None:
-            raise _argument("partNumber", text, "A part number needs an upload id")
+            raise argument("partNumber", text, "A part number needs an upload id")
     elif operation not in (Operation.GET_OBJECT, Operation.HEAD_OBJECT):
         return None
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= 10 and 1 <= int(text) <= MAX_PARTS):
-        raise _argument("partNumber", text, f"A part number is an integer from 1 to {MAX_PARTS}")
+        raise argument("partNumber", text, f"A part number is an integer from 1 to {MAX_PARTS}")
     return int(text)
 
 
 def check_version(version: str) -> None:
     """Raises S3Error unless `version` is `null`, the only version that a key has."""
     if version == "":
-        raise _argument("versionId", "", "The version id is empty")
+        raise argument("versionId", "", "The version id is empty")
     if version != "null":
         raise S3Error("NoSuchVersion", detail={"VersionId": version})
 
@@ -329,43 +339,19 @@ def check_version(version: str) -> None:
 def copy_source(request: Request) -> CopySource:
     """`x-amz-copy-source`: `[/]bucket/key[?versionId=null]`, percent-encoded.
 
-    Raises S3Error InvalidArgument, NoSuchVersion, InvalidURI, InvalidBucketName, KeyTooLongError.
+    Raises S3Error InvalidArgument, NoSuchVersion, InvalidURI (of the version).
     """
     raw = request.header_bytes(b"x-amz-copy-source") or b""
     path, mark, version = raw.partition(b"?versionId=")
-    bucket, slash, key = decode_component(path).removeprefix("/").partition("/")
-    if not slash or not bucket or not key or bucket.startswith("arn:"):
-        raise _argument("x-amz-copy-source", raw.decode("latin-1"), "A copy source is BUCKET/KEY")
+    text = raw.decode("latin-1")
+    try:
+        bucket, slash, key = decode_component(path).removeprefix("/").partition("/")
+        if not slash or not bucket or not key or bucket.startswith("arn:") or not is_escaped(text):
+            raise argument("x-amz-copy-source", text, "A copy source is BUCKET/KEY, percent-encoded")
+        check_bucket(bucket)
+        check_key(key)
+    except S3Error as error:
+        raise argument("x-amz-copy-source", text, error.message.removesuffix(".")) from None
     if mark:
         check_version(decode_component(version))
-    check_bucket(bucket)
-    check_key(key)
     return CopySource(bucket, key)
-
-
-def _check_headers(request: Request) -> None:
-    """Refuse headers that promise what is not done here."""
-    if request.method not in ("PUT", "POST"):
-        return
-    headers = request.headers_by_name
-    for name in _REFUSED_HEADERS:
-        if name in headers:
-            raise _header(name)
-    if headers.get(b"x-amz-acl", b"private") not in _HARMLESS_ACLS:
-        raise _header(b"x-amz-acl")
-    if headers.get(b"x-amz-bucket-object-lock-enabled", b"false").lower() != b"false":
-        raise _header(b"x-amz-bucket-object-lock-enabled")
-    storage_class = headers.get(b"x-amz-storage-class", b"STANDARD")
-    if storage_class != b"STANDARD":
-        raise S3Error(
-            "InvalidStorageClass", detail={"StorageClassRequested": storage_class.decode("latin-1")}
-        )
-
-
-def _header(name: bytes) -> S3Error:
-    text = name.decode()
-    return S3Error("NotImplemented", f"The header {text} is not implemented.", detail={"Header": text})
-
-
-def _argument(name: str, value: str, reason: str) -> S3Error:
-    return S3Error("InvalidArgument", f"{reason}.", detail={"ArgumentName": name, "ArgumentValue": value})

@@ -91,7 +91,7 @@ def verify(request: Request, credentials: Credentials, now: float, region: str) 
     headers = request.headers_by_name
     raw = headers.get(b"authorization")
     in_query = b"X-Amz-" in request.raw_query or b"Signature=" in request.raw_query
-    if raw is not None:
+    if raw:
         if in_query and "X-Amz-Signature" in request.query:
             raise S3Error("InvalidArgument", "Sign either in the Authorization header or in the query.")
         claim = header_claim(request, headers, raw.decode("latin-1"))
@@ -118,7 +118,7 @@ def verify(request: Request, credentials: Credentials, now: float, region: str) 
         key,
         claim.timestamp,
         signer.scope,
-        raw is None,
+        not raw,
     )
 
 

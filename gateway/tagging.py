@@ -19,7 +19,9 @@ _ATTEMPTS = 4
 
 
 async def get_tagging(call: Call) -> Answer:
-    return Document(200, (), documents.tagging((await _find(call)).metadata.tags))
+    """By key: tags have no order of their own."""
+    tags = (await _find(call)).metadata.tags
+    return Document(200, (), documents.tagging(dict(sorted(tags.items()))))
 
 
 async def put_tagging(call: Call) -> Answer:

@@ -40,7 +40,8 @@ log = logging.getLogger("kvfs.gateway")
 
 _RECORDS = "uploads/"
 _PARTS = "parts/"
-_ID_BYTES = 16
+_TIME_BYTES, _RANDOM_BYTES = 8, 8
+_ID_BYTES = _TIME_BYTES + _RANDOM_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Upload:
     """One multipart upload."""
 
     upload_id: str
-    """32 hex digits."""
+    """32 hex digits, which begin with the time."""
     bucket: str
     key: str
     owner: str
@@ -87,8 +88,9 @@ class Upload:
         return {number: found async for number, found in _parts(backend, self.upload_id)}
 
 
-def new_upload_id() -> str:
-    return secrets.token_hex(_ID_BYTES)
+def new_upload_id(initiated_ns: int) -> str:
+    """Ids sort as the times, since S3 lists the uploads of one key by age."""
+    return initiated_ns.to_bytes(_TIME_BYTES, "big").hex() + secrets.token_hex(_RANDOM_BYTES)
 
 
 def _upload(upload_id: str, data: bytes) -> Upload | None:
@@ -126,9 +128,10 @@ async def find_upload(backend: Backend, upload_id: str, bucket: str, key: str) -
 
 
 async def need_upload(backend: Backend, upload_id: str | None, bucket: str, key: str) -> Upload:
-    """Raises S3Error NoSuchUpload."""
+    """Raises S3Error NoSuchUpload, BucketNotFound."""
     upload = await find_upload(backend, upload_id or "", bucket, key)
     if upload is None:
+        await backend.bucket(bucket)
         raise S3Error("NoSuchUpload", detail={"UploadId": upload_id or ""})
     return upload
 

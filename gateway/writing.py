@@ -16,7 +16,7 @@ from dataclasses import replace
 from gateway import checksums, conditions, large, metadata
 from gateway import etag as etags
 from gateway.backend import Seal
-from gateway.body_plan import payload_bytes
+from gateway.body_plan import object_bytes
 from gateway.calls import Answer, Call
 from gateway.errors import S3Error
 from gateway.found import BucketInfo, Found
@@ -34,7 +34,7 @@ PIN = "kvfs-pin"
 async def put_object(call: Call) -> Answer:
     bucket = await call.backend.bucket(call.bucket)
     said = metadata.from_request(call.request)
-    size_bytes = payload_bytes(call)
+    size_bytes = object_bytes(call)
     checksums.wanted(call.request)
     condition = await write_condition(call)
     digest = _block_digest(bucket, call.key)
@@ -112,11 +112,9 @@ async def write_condition(call: Call) -> Seal:
         return seal
     found = await call.backend.find(call.bucket, call.key)
     conditions.check_write(call.conditions, None if found is None else stored(found).etag)
-    if call.conditions.if_none_match:
-        seal = replace(seal, replace=False)
-    if call.conditions.if_match and found is not None:
-        seal = replace(seal, expected_id=found.object_id)
-    return seal
+    if found is None or "*" in call.conditions.if_none_match:
+        return replace(seal, replace=False)
+    return replace(seal, expected_id=found.object_id)
 
 
 async def _sealed_answer(call: Call, said: ObjectMetadata) -> Answer:
@@ -164,15 +162,19 @@ async def _put_block(call: Call, bucket: BucketInfo, digest: bytes, size_bytes: 
 
 # --- removal -----------------------------------------------------------------------------------------------
 async def delete_object(call: Call) -> Answer:
-    await remove_key(call, call.bucket, call.key, call.conditions)
+    await remove_key(call, call.bucket, call.key, conditions.of_deletion(call.request))
     return Answer(204)
 
 
 async def remove_key(call: Call, bucket: str, key: str, wanted: conditions.Conditions) -> None:
-    """Remove a key; a missing one counts as removed, unless a condition wants it. Raises S3Error, BucketNotFound."""
+    """Remove a key; a missing one counts as removed, unless If-Match wants it. Raises S3Error, BucketNotFound."""
     expected_id = None
     if wanted:
         found: Found | None = await call.backend.find(bucket, key)
-        conditions.check_write(wanted, None if found is None else stored(found).etag)
-        expected_id = None if found is None or found.marker else found.object_id
+        if found is None:
+            conditions.check_deletion(wanted, None, 0, 0)
+        else:
+            what = stored(found)
+            conditions.check_deletion(wanted, what.etag, what.size_bytes, what.modified_s)
+            expected_id = None if found.marker else found.object_id
     await call.backend.remove(bucket, key, expected_id=expected_id)

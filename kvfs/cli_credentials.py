@@ -42,7 +42,8 @@ def add(
         list[str] | None,
         typer.Option(
             metavar="GLOB[=RIGHT,...]",
-            help="Rights (read, write, list) on buckets that match; may be repeated. All, if none is given.",
+            help="Rights (read, write, list) on buckets that match, whoever owns them; may be repeated. "
+            "If none is given: all, on the owner's buckets.",
         ),
     ] = None,
     as_json: Json = False,
@@ -55,7 +56,7 @@ def add(
         access_key or new_access_key(),
         sys.stdin.readline().rstrip("\n") if secret_stdin else new_secret_key(),
         owner,
-        rights or ["*"],
+        rights,
     )
     credential_file.add(config, credential)
     shown = {"access_key": credential.access_key, "secret_key": credential.secret}
@@ -66,7 +67,7 @@ def add(
             print(f"{name:10} {value}")
 
 
-def _credential(access_key: str, secret_key: str, owner: str, rights: list[str]) -> Credential:
+def _credential(access_key: str, secret_key: str, owner: str, rights: list[str] | None) -> Credential:
     from pydantic import SecretStr, ValidationError
 
     from kvfs.credentials import Credential, parse_rights
@@ -76,7 +77,9 @@ def _credential(access_key: str, secret_key: str, owner: str, rights: list[str])
             access_key=access_key,
             secret_key=SecretStr(secret_key),
             owner=owner,
-            rights={glob: frozenset(granted) for glob, granted in parse_rights(rights).items()},
+            rights={glob: frozenset(granted) for glob, granted in parse_rights(rights).items()}
+            if rights
+            else None,
         )
     except ValidationError as error:
         reasons = (f"{'.'.join(map(str, found['loc']))}: {found['msg']}" for found in error.errors())
@@ -93,7 +96,9 @@ def list_(config: ConfigFile, as_json: Json = False) -> None:
         {
             "access_key": credential.access_key,
             "owner": credential.owner_id,
-            "rights": {
+            "rights": None
+            if credential.rights is None
+            else {
                 glob: [right for right in RIGHTS if right in granted]
                 for glob, granted in credential.rights.items()
             },
@@ -104,7 +109,10 @@ def list_(config: ConfigFile, as_json: Json = False) -> None:
         print(json.dumps(rows, indent=2))
         return
     for row in rows:
-        granted = "  ".join(f"{glob}={','.join(names)}" for glob, names in row["rights"].items())
+        rights = row["rights"]
+        granted = "its owner's buckets"
+        if rights is not None:
+            granted = "  ".join(f"{glob}={','.join(names)}" for glob, names in rights.items())
         print(f"{row['access_key']:<20}  {row['owner']:<20}  {granted}")
 
 

@@ -70,10 +70,11 @@ def _table(credential: Credential) -> Any:
     table["secret_key"] = credential.secret
     if credential.owner:
         table["owner"] = credential.owner
-    rights = tomlkit.inline_table()
-    for glob, granted in credential.rights.items():
-        rights[glob] = [right for right in RIGHTS if right in granted]
-    table["rights"] = rights
+    if credential.rights is not None:
+        rights = tomlkit.inline_table()
+        for glob, granted in credential.rights.items():
+            rights[glob] = [right for right in RIGHTS if right in granted]
+        table["rights"] = rights
     table.add(tomlkit.nl())
     return table
 

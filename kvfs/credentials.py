@@ -3,7 +3,8 @@
 Responsibility: what one of `[[s3.credentials]]` in the configuration says, and making new keys. The file that holds
 them is edited by `kvfs.credential_file`.
 
-Invariants: a secret is never part of a repr or a message. Rights only add up: what no glob grants is refused.
+Invariants: a secret is never part of a repr or a message. Rights only add up: what no glob grants is refused. Without
+rights, whom a bucket belongs to decides, which is `gateway.owners`'s to know.
 Concurrency: plain values.
 """
 
@@ -43,8 +44,9 @@ class Credential(BaseModel):
     ]
     owner: Annotated[str, Field(max_length=limits.MAX_ACCESS_KEY_BYTES)] = ""
     """Whom buckets and objects made with it belong to; several credentials may share one. Empty: the access key."""
-    rights: Mapping[str, frozenset[RightName]] = Field(default_factory=lambda: {"*": frozenset(RIGHTS)})
-    """Glob over bucket names (`*`, `?`, `[...]`) to rights; a bucket has those of all globs that match it."""
+    rights: Mapping[str, frozenset[RightName]] | None = None
+    """Glob over bucket names (`*`, `?`, `[...]`) to rights; a bucket has those of all globs that match it, whomever it
+    belongs to. None: all rights on the owner's buckets and on those that nobody owns."""
 
     @field_validator("owner")
     @classmethod
@@ -63,7 +65,9 @@ class Credential(BaseModel):
         return self.secret_key.get_secret_value()
 
     def may(self, right: RightName, bucket: str) -> bool:
-        """Whether any glob that matches `bucket` grants `right`."""
+        """Whether any glob that matches `bucket` grants `right`. Without rights: yes, if the bucket's owner agrees."""
+        if self.rights is None:
+            return True
         return any(right in granted and fnmatchcase(bucket, glob) for glob, granted in self.rights.items())
 
 

@@ -436,6 +436,13 @@ MAX_XML_BODY_BYTES: Final = 4 * MIB
 """A document of a request: 1,000 keys of 1,024 bytes, escaped, or 10,000 parts with two checksums each."""
 MAX_DELETE_KEYS: Final = 1_000
 """Of one DeleteObjects, as S3 has it."""
+MAX_LIST_BUCKETS: Final = 10_000
+"""One page of ListBuckets, as S3 has it."""
+OWNER_MEMORY_S: Final = 1.0
+"""For how long a gateway process takes the owner of a bucket for granted: spares a look at the index with each request,
+and bounds how long a bucket that was removed and made again elsewhere still counts as the old owner's."""
+MAX_REMEMBERED_OWNERS: Final = 4_096
+"""Buckets whose owners a gateway process remembers."""
 MAX_MATCH_HASHES: Final = 1 << 15
 """Prefix hashes in one `?match`: 512k tokens in blocks of 16."""
 MAX_TAGS: Final = 10

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway import conditions, etag, ranges
+from gateway import conditions, etag, ranges, routing, unset
 from gateway.addressing import Address, resolve
 from gateway.conditions import Conditions
 from gateway.errors import CODES, S3Error, from_kvfs
@@ -185,6 +185,9 @@ ROUTES = [
     ("POST", "/b/k?uploadId=u", Operation.COMPLETE_MULTIPART_UPLOAD),
     ("DELETE", "/b/k?uploadId=u", Operation.ABORT_MULTIPART_UPLOAD),
     ("GET", "/b/k?uploadId=u&max-parts=3", Operation.LIST_PARTS),
+    ("GET", "/b?acl", Operation.GET_BUCKET_ACL),
+    ("GET", "/b/k?acl&versionId=null", Operation.GET_OBJECT_ACL),
+    *[("GET", f"/b?{name}", Operation.GET_BUCKET_CONFIGURATION) for name in unset.NAMES],
 ]
 
 
@@ -194,8 +197,9 @@ def test_routes(method: str, target: str, operation: Operation) -> None:
 
 
 def test_every_operation_has_a_route_and_a_right() -> None:
-    copies = {Operation.COPY_OBJECT, Operation.UPLOAD_PART_COPY}
-    assert {operation for _, _, operation in ROUTES} | copies == set(Operation)
+    by_header = {Operation.COPY_OBJECT, Operation.UPLOAD_PART_COPY}
+    by_header |= {Operation.PUT_BUCKET_ACL, Operation.PUT_OBJECT_ACL}
+    assert {operation for _, _, operation in ROUTES} | by_header == set(Operation)
     for operation in Operation:
         method = next((method for method, _, found in ROUTES if found is operation), "PUT")
         if method in ("GET", "HEAD") and operation is not Operation.LIST_BUCKETS:
@@ -232,9 +236,11 @@ def test_copies() -> None:
         ("arn:aws:s3:::b/k", "InvalidArgument"),
         ("b/k?versionId=3", "NoSuchVersion"),
         ("b/k?versionId=", "InvalidArgument"),
-        ("b/%ff", "InvalidURI"),
-        ("b!/k", "InvalidBucketName"),
-        ("b/" + "k" * 1025, "KeyTooLongError"),
+        ("b/%ff", "InvalidArgument"),
+        ("b/%zz", "InvalidArgument"),
+        ("b/k%", "InvalidArgument"),
+        ("b!/k", "InvalidArgument"),
+        ("b/" + "k" * 1025, "InvalidArgument"),
     ],
 )
 def test_copy_sources_that_are_none(source: str, code: str) -> None:
@@ -252,11 +258,12 @@ def test_copy_sources_that_are_none(source: str, code: str) -> None:
         ("POST", "/b", "NotImplemented"),
         ("DELETE", "/b?location", "MethodNotAllowed"),
         ("PUT", "/b/k?uploads", "MethodNotAllowed"),
-        ("GET", "/b?acl", "NotImplemented"),
-        ("GET", "/b?versioning", "NotImplemented"),
-        ("PUT", "/b?policy", "NotImplemented"),
-        ("GET", "/b?tagging", "NotImplemented"),
+        ("GET", "/b?notification", "NotImplemented"),
+        ("GET", "/b/k?policy", "NotImplemented"),
+        ("GET", "/b/k?retention", "NotImplemented"),
+        ("PUT", "/b?acl", "NotImplemented"),
         ("PUT", "/b/k?acl", "NotImplemented"),
+        *[(method, f"/b?{name}", "NotImplemented") for name in unset.NAMES for method in ("PUT", "DELETE")],
         ("GET", "/b/k?torrent", "NotImplemented"),
         ("PUT", "/b/k?retention", "NotImplemented"),
         ("PUT", "/b/k?newfeature", "NotImplemented"),
@@ -293,7 +300,12 @@ def test_allowed_methods_are_named() -> None:
         ("x-amz-server-side-encryption", "AES256", "NotImplemented"),
         ("x-amz-server-side-encryption-customer-algorithm", "AES256", "NotImplemented"),
         ("x-amz-acl", "public-read", "NotImplemented"),
+        ("x-amz-acl", "public-read-write", "NotImplemented"),
+        ("x-amz-acl", "public-ready", "InvalidArgument"),
         ("x-amz-acl", "private", None),
+        ("x-amz-object-ownership", "BucketOwnerEnforced", "NotImplemented"),
+        ("x-amz-object-ownership", "Everybody", "InvalidArgument"),
+        ("x-amz-object-ownership", "ObjectWriter", None),
         ("x-amz-grant-read", "id=1", "NotImplemented"),
         ("x-amz-storage-class", "GLACIER", "InvalidStorageClass"),
         ("x-amz-storage-class", "STANDARD", None),
@@ -386,7 +398,9 @@ def test_not_modified_carries_the_etag() -> None:
     [
         ({}, OK, OK),
         ({"if-none-match": "*"}, FAILED, OK),
-        ({"if-none-match": '"e"'}, 501, 501),
+        ({"if-none-match": '"e"'}, FAILED, OK),
+        ({"if-none-match": '"x"'}, OK, OK),
+        ({"if-match": '"e"', "if-none-match": '"x"'}, OK, 404),
         ({"if-match": '"e"'}, OK, 404),
         ({"if-match": '"x"'}, FAILED, 404),
         ({"if-match": "*"}, OK, 404),
@@ -400,6 +414,52 @@ def test_conditions_of_writes(headers: dict[str, str], present: int, absent: int
     found = conditions.from_headers(request("/b/k", "PUT", headers=headers))
     assert status_of(conditions.check_write, found, "e") == present
     assert status_of(conditions.check_write, found, None) == absent
+
+
+@pytest.mark.parametrize(
+    ("headers", "present", "absent"),
+    [
+        ({}, OK, OK),
+        ({"if-match": '"e"'}, OK, 404),
+        ({"if-match": '"x"'}, FAILED, 404),
+        ({"x-amz-if-match-size": "7"}, OK, OK),
+        ({"x-amz-if-match-size": "8"}, FAILED, OK),
+        ({"x-amz-if-match-size": "-1"}, 400, 400),
+        ({"x-amz-if-match-last-modified-time": THEN}, OK, OK),
+        ({"x-amz-if-match-last-modified-time": "2026-01-02T03:04:05Z"}, OK, OK),
+        ({"x-amz-if-match-last-modified-time": BEFORE}, FAILED, OK),
+        ({"x-amz-if-match-last-modified-time": "yesterday"}, 400, 400),
+        ({"if-match": "*", "x-amz-if-match-size": "7", "x-amz-if-match-last-modified-time": THEN}, OK, 404),
+        (
+            {"if-match": "*", "x-amz-if-match-size": "8", "x-amz-if-match-last-modified-time": THEN},
+            FAILED,
+            404,
+        ),
+    ],
+    ids=str,
+)
+def test_conditions_of_deletions(headers: dict[str, str], present: int, absent: int) -> None:
+    def check(etag: str | None) -> None:
+        found = conditions.of_deletion(request("/b/k", "DELETE", headers=headers))
+        conditions.check_deletion(found, etag, 7, THEN_S)
+
+    assert status_of(check, "e") == present
+    assert status_of(check, None) == absent
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({}, "BadRequest"),
+        ({"origin": "http://a.example"}, "BadRequest"),
+        ({"origin": "http://a.example", "access-control-request-method": "GET"}, "AccessForbidden"),
+    ],
+)
+def test_preflight_requests(headers: dict[str, str], code: str) -> None:
+    with pytest.raises(S3Error) as caught:
+        routing.refuse_preflight(request("/b/k", "OPTIONS", headers=headers))
+    assert caught.value.code == code
+    routing.refuse_preflight(request("/b/k", "GET"))
 
 
 def test_too_many_etags() -> None:
@@ -431,7 +491,9 @@ UNSATISFIABLE = "416"
         ("bytes=-30", 10, Span(0, 10)),
         ("bytes=0-52428799", 10, Span(0, 10)),
         ("bytes=0-" + "9" * 90, 10, Span(0, 10)),
-        ("Bytes = 1 - 2 ", 10, Span(1, 3)),
+        ("Bytes=01-2", 10, Span(1, 3)),
+        ("bytes= -1", 10, WHOLE),
+        ("bytes=0 -1", 10, WHOLE),
         ("bytes=10-", 10, UNSATISFIABLE),
         ("bytes=10-20", 10, UNSATISFIABLE),
         ("bytes=-0", 10, UNSATISFIABLE),

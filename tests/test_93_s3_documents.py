@@ -322,8 +322,10 @@ def test_multipart_documents() -> None:
 
 
 def test_other_documents() -> None:
-    result = read("ListBuckets", documents.list_buckets([("b", TIME_NS)], "alice", prefix="b", token="t"))
-    assert [bucket["Name"] for bucket in result["Buckets"]] == ["b"]
+    result = read(
+        "ListBuckets", documents.list_buckets([("b", TIME_NS)], "alice", region="eu", prefix="b", token="t")
+    )
+    assert [(bucket["Name"], bucket["BucketRegion"]) for bucket in result["Buckets"]] == [("b", "eu")]
     assert (result["Owner"]["ID"], result["ContinuationToken"]) == ("alice", "t")
     for name, body in (("CopyObject", documents.copy_object), ("UploadPartCopy", documents.copy_part)):
         copied = read(name, body(ETAG, TIME_NS, Checksum(Algorithm.CRC32, bytes(4))))
@@ -460,13 +462,14 @@ EXTERNAL = (
     [
         (complete(""), "MalformedXML"),
         (complete(part(0)), "InvalidArgument"),
+        (complete(part(-4)), "InvalidArgument"),
         (complete(part(10_001)), "InvalidArgument"),
         (complete(part("9" * 5000)), "InvalidArgument"),
         (complete(part("x")), "MalformedXML"),
         (complete(part(1) + part(1)), "InvalidPartOrder"),
         (complete(part(1, more="<ETag>f</ETag>")), "MalformedXML"),
         (complete("<Part><PartNumber>1</PartNumber></Part>"), "MalformedXML"),
-        (complete(part(1, more="<ChecksumCRC32>x</ChecksumCRC32>")), "InvalidRequest"),
+        (complete(part(1, more="<ChecksumCRC32>x</ChecksumCRC32>")), "InvalidArgument"),
         (complete(part(1, more="<ChecksumMD5>x</ChecksumMD5>")), "NotImplemented"),
         (b"<Complete>" + part().encode() + b"</Complete>", "MalformedXML"),
         (b"", "MalformedXML"),
@@ -529,8 +532,11 @@ def test_tags_that_are_refused(body: bytes, code: str) -> None:
 def test_tags_in_a_header() -> None:
     assert bodies.tagging_header("a=1&b=&c=x%20y+z") == {"a": "1", "b": "", "c": "x y z"}
     assert bodies.tagging_header("") == {}
-    assert code_of(lambda: bodies.tagging_header("a")) == "InvalidArgument"
-    assert code_of(lambda: bodies.tagging_header("a=1&a=2")) == "InvalidTag"
+    assert bodies.tagging_header("b=1&a") == {"b": "1", "a": ""}
+    assert bodies.tagging_header("&a&&") == {"a": ""}
+    for text in ("a=1&a=2", "=", "=1", "a%", "a=%4", "a=%zz"):
+        assert code_of(lambda text=text: bodies.tagging_header(text)) == "InvalidArgument"
+    assert code_of(lambda: bodies.tagging_header("a(=1")) == "InvalidTag"
     assert code_of(lambda: bodies.tagging_header("a=%ff")) == "InvalidArgument"
     assert code_of(lambda: bodies.tagging_header("&".join(f"k{n}=" for n in range(11)))) == "BadRequest"
 

@@ -8,19 +8,26 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.credentials import Credentials, check_right
 from gateway.errors import S3Error
-from kvfs import credential_file
+from gateway.found import BucketInfo, Found
+from gateway.owners import Owners
+from kvfs import credential_file, limits
 from kvfs.config import load
 from kvfs.credentials import RIGHTS, Credential, new_access_key, new_secret_key, parse_rights
-from kvfs.errors import ConfigError, Exists, NotFound
+from kvfs.errors import BucketNotFound, ConfigError, Exists, NotFound
+
+if TYPE_CHECKING:
+    from gateway.backend import Backend
 
 SECRET = "a-secret-that-nobody-may-see"
 CONFIG = """# the cluster in the basement
@@ -64,6 +71,58 @@ def test_rights_add_up(rights: dict[str, list[str]], right: Any, bucket: str, gr
         assert caught.value.code == "AccessDenied"
 
 
+class _Buckets:
+    """What `Owners` looks at: buckets with their ages in seconds, and the owners that are noted."""
+
+    def __init__(self) -> None:
+        self.ages: dict[str, float] = {}
+        self.owners: dict[str, str] = {}
+        self.looks = 0
+
+    async def bucket(self, name: str) -> BucketInfo:
+        self.looks += 1
+        if name not in self.ages:
+            raise BucketNotFound(name)
+        return BucketInfo(name, 1, time.time_ns() - int(self.ages[name] * 1e9), None)
+
+    async def find(self, _: str, key: str) -> Found | None:
+        owner = self.owners.get(key.split("/")[1])
+        return None if owner is None else Found(1, 0, 0, owner.encode(), b"", marker=True)
+
+
+def test_owners_are_remembered_for_a_moment_only() -> None:
+    async def look() -> None:
+        backend, now = _Buckets(), 0.0
+        owners = Owners(cast("Backend", backend), clock=lambda: now)
+        assert await owners.of("b") is None
+        backend.ages["b"] = 0.0
+        assert await owners.of("b") is None
+        backend.owners["b"] = "alice"
+        assert await owners.of("b") == "alice", "that a young bucket is nobody's was remembered"
+        looks = backend.looks
+        backend.owners["b"] = "bob"
+        assert (await owners.of("b"), backend.looks) == ("alice", looks)
+        now += limits.OWNER_MEMORY_S
+        assert await owners.of("b") == "bob"
+        del backend.owners["b"]
+        owners.forget("b")
+        assert await owners.of("b") is None
+        backend.ages["old"] = 60.0
+        assert await owners.of("old") is None
+        backend.owners["old"] = "alice"
+        assert await owners.of("old") is None
+        for number in range(limits.MAX_REMEMBERED_OWNERS + 1):
+            backend.ages[f"n{number}"] = 60.0
+            await owners.of(f"n{number}")
+        assert await owners.of("old") == "alice"
+        alice, bob = credential("alice"), credential("bob")
+        assert await owners.may_enter(alice, "old")
+        assert not await owners.may_enter(bob, "old")
+        assert await owners.may_enter(credential("bob", rights={"old": ["read"]}), "old")
+
+    trio.run(look)
+
+
 def test_lookup() -> None:
     both = Credentials([credential("alice"), credential("bob", owner="team")])
     alice, bob = both.get("alice"), both.get("bob")
@@ -71,6 +130,7 @@ def test_lookup() -> None:
     assert bob is not None
     assert (alice.owner_id, bob.owner_id, len(both)) == ("alice", "team", 2)
     assert both.get("carol") is None
+    assert alice.rights is None
     assert all(alice.may(right, "any") for right in RIGHTS)
     with pytest.raises(ConfigError, match="alice"):
         Credentials([credential("alice"), credential("alice")])
@@ -244,6 +304,7 @@ def test_the_command_line(tmp_path: Path) -> None:
                  given=SECRET + "\n")  # fmt: skip
     assert added.stdout == f"access_key alice\nsecret_key {SECRET}\n"
     first, second = credential_file.listed(file)
+    assert first.rights is None
     assert (first.access_key, first.secret) == (made["access_key"], made["secret_key"])
     assert second == credential("alice", owner="team", rights={"m-*": ["read"]})
     shown = kvfs("list", *at)

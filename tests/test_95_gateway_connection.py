@@ -61,7 +61,6 @@ BAD_HEADS = {
     "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\n", None),
     "high bytes in the target": (b"GET /\xff HTTP/1.1\r\nHost: h\r\n\r\n", 400),
     "too many headers": (head(*[f"X-{n}: y" for n in range(limits.MAX_HEADERS + 1)]), 431),
-    "other expectation": (head("Expect: 200-ok"), 417),
 }
 
 

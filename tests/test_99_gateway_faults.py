@@ -345,7 +345,9 @@ def test_a_gateway_of_its_own_outlives_the_service_and_reads_credentials_again(t
             service.restart()
             until(lambda: _reads(s3, b"kept"), door)
             with config.open("a") as file:
-                file.write(f'[[s3.credentials]]\naccess_key = "LATER"\nsecret_key = "{SECRET}"\n')
+                file.write(
+                    f'[[s3.credentials]]\naccess_key = "LATER"\nsecret_key = "{SECRET}"\nowner = "{ACCESS}"\n'
+                )
             later = door.client("LATER", SECRET)
             with pytest.raises(ClientError):
                 later.list_buckets()
