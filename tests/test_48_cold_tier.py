@@ -437,3 +437,24 @@ async def test_another_bucket_begins_empty(tmp_path: Path, bucket: FolderBucket)
             store.lookup(NAME)
         assert not other.objects()
     assert len(bucket.objects()) == 1
+
+
+async def test_a_full_index_lets_go_what_only_the_bucket_has(tmp_path: Path, bucket: FolderBucket) -> None:
+    cold = options(bucket, capacity_bytes=16 * MIB)
+    store = TieredStore.open(tmp_path / "data", dram_bytes=DRAM, backing="directory", max_slots=64, cold=cold)
+    store.create_bucket(b"b", uid=0, gid=0)
+    room = store.table.max_entries
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(store.run)
+        await until(lambda: tier_of(store).is_complete)
+        for number in range(room + 100):
+            put_name(store, b"%06d" % number, b"x")
+            await until(lambda: not tier_of(store).queue and not tier_of(store).writing)
+        assert len(store.table) <= room
+        assert len(await read_back(store, Name(b"b", b"%06d" % (room + 99)))) == 1
+        with pytest.raises(NotFound):
+            store.lookup(Name(b"b", b"000000"))
+        await until(lambda: not tier_of(store).leaving)
+        audit(store, bucket)
+        nursery.cancel_scope.cancel()
+    store.close()

@@ -264,16 +264,20 @@ def test_the_place_names_no_secret(server: Server) -> None:
 
 
 # --- a whole service --------------------------------------------------------------------------------------
+def configuration(server: Server) -> str:
+    return (
+        f'[cold]\nbucket = "{server.bucket}"\nendpoint = "{server.url}"\nadmit = "all"\ntimeout_s = 2\n'
+        f'access_key = "{server.access}"\nsecret_key = "{server.secret}"\n'
+    )
+
+
 @contextmanager
 def service_over(server: Server, *, nvme: str = "0") -> Iterator[Service]:
     need_mount()
     service = Service(dram="64MiB", nvme=nvme)
-    configuration = service.base / "kvfs.toml"
-    configuration.write_text(
-        f'[cold]\nbucket = "{server.bucket}"\nendpoint = "{server.url}"\nadmit = "all"\ntimeout_s = 2\n'
-        f'access_key = "{server.access}"\nsecret_key = "{server.secret}"\n'
-    )
-    service.arguments = ["--config", str(configuration)]
+    file = service.base / "kvfs.toml"
+    file.write_text(configuration(server))
+    service.arguments = ["--config", str(file)]
     watchdog = threading.Timer(HANG_S, service.kill)
     watchdog.daemon = True
     watchdog.start()
@@ -367,3 +371,29 @@ def test_a_server_that_dies_and_comes_back_costs_a_service_misses() -> None:
                 assert outcome(old) == b"old"
                 sent(service, 2)
             assert not service.complaints()
+
+
+@pytest.mark.mount
+@pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")
+def test_the_s3_door_reads_through_to_the_bucket() -> None:
+    need_mount()
+    with ExitStack() as alive:
+        server = alive.enter_context(moto())
+        server.client().create_bucket(Bucket=server.bucket)
+        with gateway(settings=configuration(server), dram="64MiB") as running:
+            client = running.client()
+            client.create_bucket(Bucket="front")
+            client.put_object(Bucket="front", Key="a", Body=b"bytes", Metadata={"colour": "blue"})
+            sent(running.service, 1)
+            evict(running.service, 1)
+            found = client.head_object(Bucket="front", Key="a")
+            assert found["ResponseMetadata"]["HTTPHeaders"]["x-kvfs-tier"] == "cold"
+            found = client.get_object(Bucket="front", Key="a")
+            assert found["Body"].read() == b"bytes"
+            assert found["Metadata"] == {"colour": "blue"}
+            evict(running.service, 2)
+            alive.close()
+            with pytest.raises(client.exceptions.NoSuchKey):
+                client.get_object(Bucket="front", Key="a")
+            client.put_object(Bucket="front", Key="a", Body=b"other")
+            assert client.get_object(Bucket="front", Key="a")["Body"].read() == b"other"
