@@ -476,8 +476,6 @@ COLD_THREADS: Final = 16
 """Worker threads, and connections: those above, and deletions, listings and looks at the endpoint beside them."""
 COLD_QUEUE: Final = 1 << 16
 """Objects that wait to be uploaded: 10 MB. One that finds no place comes back with its next read."""
-COLD_DELETIONS: Final = 1 << 16
-"""Remote objects that wait to be deleted; what is beyond is found again by the next comparison with a listing."""
 COLD_CONNECT_S: Final = 2.0
 """Until a connection to the endpoint stands."""
 DEFAULT_COLD_TIMEOUT_S: Final = 5.0
@@ -500,7 +498,11 @@ COLD_LIST_BATCH: Final = 1_000
 COLD_DELETE_BATCH: Final = 1_000
 """Names in one DeleteObjects, as S3 has it."""
 COLD_READ_BYTES: Final = 1 * MIB
-"""Of an answer at once: the thread looks at its deadline in between."""
+"""Of an answer at once, so that a look at the clock comes in between."""
+COLD_DELETIONS_AHEAD: Final = 4_000
+"""A comparison with the bucket's listing finds no more to delete before some of it is deleted."""
+COLD_NAMES_AT_ONCE: Final = 100
+"""Names that a comparison goes through before others have their turn: some milliseconds."""
 MAX_COLD_OWNER_BYTES: Final = 4 * KIB
 """Of the object that says whose the prefix is."""
 MAX_BUCKET_ROW_BYTES: Final = MAX_NAMESPACE_BYTES + KIB

@@ -38,7 +38,9 @@ from kvfs.errors import Corrupt, FormatMismatch, NoSpace, NotFound, TierUnreacha
 from tiers.base import StoreKey
 from tiers.cold_bucket import ColdBucket, ColdOptions
 from tiers.cold_format import HEADER_BYTES, ColdName, check_payload, decode_header
+from tiers.cold_health import keep_up
 from tiers.cold_index import ColdIndex, ColdRow
+from tiers.cold_traffic import carry
 from tiers.eviction import policy_named
 from tiers.model import Bucket, ObjectInfo
 
@@ -122,11 +124,10 @@ class ColdTier(Cold):
         self.writing: dict[str, int] = {}
         """Names and bytes of what is on its way up."""
         self.leaving: OrderedDict[str, int] = OrderedDict()
-        """Names and bytes of what is to be deleted."""
+        """Names and bytes of what is to be deleted; never more than there was, since nothing goes up meanwhile."""
         self.leaving_bytes = 0
         self.changed_names: set[str] | None = None
         """Names that came or left while a listing is held against the index."""
-        self.deletions_were_dropped = False
         self.on_work: Callable[[], None] = lambda: None
         """Told when there is something to send up or to delete."""
         self.on_failure: Callable[[], None] = lambda: None
@@ -197,9 +198,6 @@ class ColdTier(Cold):
     def delete(self, name: str, size_bytes: int) -> None:
         """Have a remote object deleted; `size_bytes` with its header."""
         self.note_change(name)
-        if len(self.leaving) >= limits.COLD_DELETIONS:
-            self.deletions_were_dropped = True
-            return
         self.leaving[name] = size_bytes
         self.leaving_bytes += size_bytes
         self.on_work()
@@ -293,8 +291,8 @@ class ColdTier(Cold):
     async def _fetch(self, name: ColdName, info: ObjectInfo, descriptor: int) -> int:
         try:
             async with self._fetches:
-                work = partial(receive, self.bucket, name, info.size_bytes, os.dup(descriptor))
-                return await self.in_thread(work)
+                file = OwnDescriptor(descriptor)
+                return await self.in_thread(partial(receive, self.bucket, name, info.size_bytes, file))
         except TierUnreachable as error:
             self.counts.missed += 1
             self.failed(error)
@@ -342,41 +340,47 @@ class ColdTier(Cold):
         return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._threads)
 
     async def run(self) -> None:
-        from tiers.cold_health import keep_up
-        from tiers.cold_traffic import carry
-
         async with trio.open_nursery() as nursery:
             nursery.start_soon(keep_up, self)
             nursery.start_soon(carry, self)
 
 
-def receive(bucket: ColdBucket, name: ColdName, size_bytes: int, descriptor: int) -> int:
-    """Read an object into a draft's file, verified; its checksum. Closes `descriptor`: a thread that nobody waits for
-    any more still owns what it writes to.
+class OwnDescriptor:
+    """A copy of a descriptor that lasts as long as somebody has it: a thread that nobody waits for any more still owns
+    what it writes to, and one that never began leaves nothing open."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.number = os.dup(descriptor)
+
+    def __del__(self) -> None:
+        os.close(self.number)
+
+
+def receive(bucket: ColdBucket, name: ColdName, size_bytes: int, file: OwnDescriptor) -> int:
+    """Read an object into a draft's file, verified; its checksum.
 
     Raises NotFound, TierUnreachable, Corrupt, FormatMismatch, NoSpace.
     """
-    head = bytearray(HEADER_BYTES)
-    mapping = None
+    if not size_bytes:
+        return _receive_into(bucket, name, memoryview(bytearray()))
     try:
-        if size_bytes:
-            try:
-                os.posix_fallocate(descriptor, 0, size_bytes)  # a hole in a full tmpfs would be a SIGBUS
-            except OSError as error:
-                raise NoSpace(f"{name}: {error.strerror}") from error
-            mapping = mmap.mmap(descriptor, size_bytes)
-        payload = memoryview(bytearray() if mapping is None else mapping)
-        try:
-            found = bucket.get(str(name), head, payload)
-            header = decode_header(bytes(head[:found]), name, size_bytes)
-            if found != HEADER_BYTES + size_bytes:
-                raise Corrupt(f"{name}: {found} bytes instead of {HEADER_BYTES + size_bytes}")
-            check_payload(payload, header)
-            return header.checksum
-        finally:
-            payload.release()
+        os.posix_fallocate(file.number, 0, size_bytes)  # a hole in a full tmpfs would be a SIGBUS
+    except OSError as error:
+        raise NoSpace(f"{name}: {error.strerror}") from error
+    mapping = mmap.mmap(file.number, size_bytes)
+    try:
+        with memoryview(mapping) as payload:
+            return _receive_into(bucket, name, payload)
     finally:
-        if mapping is not None:
-            with suppress(BufferError):  # after an error its traceback has a part of it: the collector unmaps
-                mapping.close()
-        os.close(descriptor)
+        with suppress(BufferError):  # after an error its traceback has a part of it: the collector unmaps
+            mapping.close()
+
+
+def _receive_into(bucket: ColdBucket, name: ColdName, payload: memoryview) -> int:
+    head = bytearray(HEADER_BYTES)
+    found = bucket.get(str(name), head, payload)
+    header = decode_header(bytes(head[:found]), name, len(payload))
+    if found != HEADER_BYTES + len(payload):
+        raise Corrupt(f"{name}: {found} bytes instead of {HEADER_BYTES + len(payload)}")
+    check_payload(payload, header)
+    return header.checksum

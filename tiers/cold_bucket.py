@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import io
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -214,8 +215,10 @@ def _receive(name: str, stream: Any, head: bytearray, payload: memoryview) -> in
 
 def _fill(body: Any, view: memoryview) -> int:
     """Read until `view` is full or the body ends; the count."""
-    done = 0
+    done, deadline = 0, time.monotonic() + limits.COLD_FETCH_S
     while done < len(view):
+        if time.monotonic() > deadline:
+            raise TierUnreachable(f"the answer took longer than {limits.COLD_FETCH_S} s")
         count = body.readinto(view[done : done + limits.COLD_READ_BYTES])
         if not count:
             break

@@ -9,9 +9,10 @@ Invariants:
   says, whoever wrote it. Other objects are not: which of them had a name last is not known there, and an old version
   under a name would be wrong bytes.
 - What is in the index and not in the bucket is a miss.
-- What came or left while a page of the listing was on its way is passed over (`ColdTier.changed_names`).
+- What came or left while a page of the listing was on its way, or is gone through, is passed over
+  (`ColdTier.changed_names`).
 
-Concurrency: one task; a page at a time, so that the event loop is never held longer than a page takes.
+Concurrency: one task, which gives others their turn every limits.COLD_NAMES_AT_ONCE names.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import trio
 
 from kvfs import limits
 from kvfs._native.table import TIER_COLD
-from kvfs.errors import Corrupt, KvfsError, NoSpace, NotFound
+from kvfs.errors import Corrupt, KvfsError, NoSpace, NotFound, TierUnreachable
 from kvfs.name_rows import BucketRow, load_row
 from tiers.base import NO_SLOT, Kind
 from tiers.blocks import Block
@@ -66,19 +67,20 @@ async def _compare_under(tier: ColdTier, prefix: str, adopts: bool) -> None:
         try:
             page, more = await tier.in_thread(partial(tier.bucket.page, prefix, after))
             until = page[-1][0] if page and more else prefix + _LAST
-            _compare_page(tier, after, until, dict(page), changed, adopts)
+            await _compare_page(tier, after, until, dict(page), changed, adopts)
         finally:
             tier.changed_names = None
         after = until
-        await trio.lowlevel.checkpoint()
+        await _let_deletions_go(tier)
 
 
-def _compare_page(
+async def _compare_page(
     tier: ColdTier, after: str, until: str, page: dict[str, int], changed: set[str], adopts: bool
 ) -> None:
     """Hold the names past `after` and up to `until` against the index."""
     known = _known(tier, after, until)
-    for text, row in known.items():
+    for number, (text, row) in enumerate(known.items()):
+        await _take_turns(number)
         if text in changed or (row is not None and page.get(text) == row.size_bytes + HEADER_BYTES):
             continue
         name = parse_name(text)
@@ -88,13 +90,28 @@ def _compare_page(
         else:
             tier.index.remove(text)
             tier.delete(text, page.get(text, 0))
-    for text, size_bytes in page.items():
+    for number, (text, size_bytes) in enumerate(page.items()):
+        await _take_turns(number)
         if text in known or text in changed or text in tier.writing or text in tier.leaving:
             continue
         name = parse_name(text)
         if name is not None and adopts and _adopt(tier, name, size_bytes - HEADER_BYTES):
             continue
         tier.delete(text, size_bytes)
+
+
+async def _let_deletions_go(tier: ColdTier) -> None:
+    """Raises TierUnreachable where they do not, for a minute."""
+    for _ in range(60):
+        if len(tier.leaving) <= limits.COLD_DELETIONS_AHEAD:
+            return
+        await trio.sleep(limits.COLD_BACKOFF_S)
+    raise TierUnreachable(f"{len(tier.leaving)} objects wait to be deleted")
+
+
+async def _take_turns(number: int) -> None:
+    if number % limits.COLD_NAMES_AT_ONCE == 0:
+        await trio.lowlevel.checkpoint()
 
 
 def _known(tier: ColdTier, after: str, until: str) -> dict[str, ColdRow | None]:

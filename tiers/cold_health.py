@@ -58,9 +58,8 @@ async def keep_up(tier: ColdTier) -> None:
             continue
         tier.recovered()
         said = ""
-        if trio.current_time() >= compare_at or tier.deletions_were_dropped:
+        if trio.current_time() >= compare_at:
             try:
-                tier.deletions_were_dropped = False
                 await compare(tier)
                 compare_at = trio.current_time() + limits.COLD_COMPARE_S
             except KvfsError as error:
@@ -78,7 +77,10 @@ async def keep_up(tier: ColdTier) -> None:
 async def _look(tier: ColdTier) -> None:
     """Raises TierUnreachable, ConfigError where the prefix is another store's."""
     mine = tier.store.store_id.hex()
-    owner = await tier.in_thread(partial(_owner, tier.bucket, mine))
+    with trio.move_on_after(limits.COLD_FETCH_S) as scope:
+        owner = await tier.in_thread(partial(_owner, tier.bucket, mine))
+    if scope.cancelled_caught:
+        raise TierUnreachable(f"{OWNER} took longer than {limits.COLD_FETCH_S} s")
     if owner == mine:
         return
     if not tier.take_over:

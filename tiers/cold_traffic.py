@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -73,8 +72,8 @@ class Carrier:
     _work: trio.Event = field(default_factory=trio.Event)
     _room: trio.Event = field(default_factory=trio.Event)
     """Ends when something was deleted."""
-    _known_buckets: set[bytes] = field(default_factory=set)
-    """Buckets whose row is beside their blocks."""
+    _sent_buckets: dict[bytes, bytes] = field(default_factory=dict)
+    """Names of buckets and their rows as they are beside their blocks."""
 
     async def run(self) -> None:
         self.tier.on_work = self._wake
@@ -159,7 +158,8 @@ class Carrier:
         if name is None or info is None or digest in self.tier:
             return None
         bucket = store.bucket(name.bucket if info.name is None else info.name.bucket)
-        if bucket.durable or info.size_bytes > self.tier.largest_object_bytes or store.is_large(info):
+        unfit = bucket.durable or bucket.name.startswith(b".")  # durable, or a door's own
+        if unfit or info.size_bytes > self.tier.largest_object_bytes or store.is_large(info):
             self.tier.pass_over(digest)
             return None
         return name, info
@@ -205,10 +205,10 @@ class Carrier:
     async def _send_bucket(self, bucket: bytes) -> None:
         """Keep the bucket beside its blocks: without the index they would be nobody's."""
         row = self.tier.store.names.get_bucket(bucket)
-        if row is not None and bucket not in self._known_buckets:
-            data = store_row(bucket, row.encode())
+        data = b"" if row is None else store_row(bucket, row.encode())
+        if data and self._sent_buckets.get(bucket) != data:
             await self.tier.in_thread(partial(self.tier.bucket.put, BUCKETS + bucket.decode(), [data]))
-            self._known_buckets.add(bucket)
+            self._sent_buckets[bucket] = data
 
     def _count(self, name: ColdName, info: ObjectInfo) -> None:
         """The object is up: it counts, if it is still the one that it was."""
@@ -255,8 +255,6 @@ class Carrier:
 def _mapped(descriptor: int, size_bytes: int) -> memoryview:
     """A sealed slot's bytes in place; the mapping is the lease. Closes `descriptor`."""
     try:
-        with suppress(OSError):
-            os.set_blocking(descriptor, True)
         return memoryview(mmap.mmap(descriptor, size_bytes, prot=mmap.PROT_READ))
     finally:
         os.close(descriptor)
