@@ -137,6 +137,8 @@ class Backend(Connected):
             descriptor = await self._open_by_session(bucket, key, found)
             if descriptor >= 0:
                 return found, descriptor
+            if found.tier == "cold":  # the bucket elsewhere does not answer: it is a miss until it does
+                return None
         raise Superseded(f"{bucket}/{key} was replaced {_OPEN_ATTEMPTS} times while it was opened")
 
     async def _open_by_session(self, bucket: str, key: str, found: Found) -> int:

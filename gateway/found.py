@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from kvfs._native.table import TIER_DRAM, Entry
 from kvfs.name_rows import DIRECTORY, PINNED, BucketRow, NameRow
+from kvfs.tier_names import tier_of
 
 NO_SLOT = (1 << 32) - 1
 
@@ -80,7 +81,7 @@ def found_of_row(row: NameRow, entry: Entry | None) -> Found:
         row.mtime_ns,
         row.user_metadata,
         _object_key(row.object_id),
-        "dram" if in_dram else "nvme",
+        tier_of(entry.tiers),
         entry.hits,
         bool(row.flags & PINNED),
         slot=entry.slot if in_dram else NO_SLOT,

@@ -24,6 +24,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PrivateAttr,
+    SecretStr,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -34,10 +35,15 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from kvfs.credentials import Credential
 from kvfs.errors import ConfigError, InvalidRequest
 from kvfs.limits import (
+    DEFAULT_COLD_BYTES,
+    DEFAULT_COLD_TIMEOUT_S,
     DEFAULT_SCRUB_BYTES_S,
     DEFAULT_SLOTS,
     DRAM_SHARE_OF_AVAILABLE,
     KIB,
+    MAX_ACCESS_KEY_BYTES,
+    MAX_COLD_PREFIX_BYTES,
+    MAX_COLD_TIMEOUT_S,
     MAX_CREDENTIALS,
     MAX_DEFAULT_NVME_BYTES,
     MAX_GATEWAY_CONNECTIONS,
@@ -46,6 +52,7 @@ from kvfs.limits import (
     MAX_SLOTS,
     MAX_SOCKET_PATH_BYTES,
     MIB,
+    MIN_COLD_BYTES,
     MIN_DRAM_BYTES,
     MIN_NVME_BYTES,
     MIN_SLOTS,
@@ -58,6 +65,7 @@ MountMode = Literal["auto", "passthrough", "native", "plain"]
 DeviceIo = Literal["auto", "io_uring", "threads"]
 Backing = Literal["auto", "tmpfs", "directory"]
 EvictionPolicyName = Literal["default", "lru-leaf"]
+ColdAdmission = Literal["read", "all"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -204,6 +212,41 @@ class NvmeSettings(_Section):
         return value
 
 
+class ColdSettings(_Section):
+    """[cold]: copies of cached objects in an S3 bucket elsewhere (docs/cold.md)."""
+
+    bucket: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{3,255}$")] | None = None
+    """None: no cold tier."""
+    prefix: Annotated[str, Field(max_length=MAX_COLD_PREFIX_BYTES, pattern=r"^([A-Za-z0-9._-]+/)*$")] = (
+        "kvfs/"
+    )
+    """Of this store alone; it ends in a slash."""
+    endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+/?$")] | None = None
+    """URL of the server. None: AWS."""
+    region: Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")] = "us-east-1"
+    access_key: Annotated[str, Field(min_length=1, max_length=MAX_ACCESS_KEY_BYTES)] | None = None
+    secret_key: SecretStr | None = None
+    """Both or none: then boto3 looks for credentials where it always does (environment, files, instance role)."""
+    profile: str | None = None
+    """Of boto3's configuration files."""
+    capacity: Annotated[Size, Field(ge=MIN_COLD_BYTES)] = DEFAULT_COLD_BYTES
+    """Bytes in the bucket, never passed."""
+    admit: ColdAdmission = "read"
+    """`read`: what was read at least once goes there; `all`: everything that is sealed."""
+    timeout_s: Annotated[float, Field(gt=0, le=MAX_COLD_TIMEOUT_S)] = DEFAULT_COLD_TIMEOUT_S
+    """The longest silence within an answer of the server."""
+    take_over: bool = False
+    """Whether to go on with what another store, which is gone, has left under the prefix."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> ColdSettings:
+        if (self.access_key is None) != (self.secret_key is None):
+            raise PydanticCustomError("cold", "access_key and secret_key: both or none")
+        if self.bucket is None and self.model_fields_set:
+            raise PydanticCustomError("cold", "there is no bucket")
+        return self
+
+
 class MountSettings(_Section):
     """[mount]"""
 
@@ -293,6 +336,7 @@ class Settings(_Section):
     store: StoreSettings = StoreSettings()
     dram: DramSettings = Field(default_factory=DramSettings)
     nvme: NvmeSettings = NvmeSettings()
+    cold: ColdSettings = ColdSettings()
     mount: MountSettings = MountSettings()
     session: SessionSettings = SessionSettings()
     s3: S3Settings = S3Settings()
@@ -369,6 +413,8 @@ def _explain(errors: Iterable[ErrorDetails]) -> Iterable[str]:
             yield _about_credentials(where[2:], error)
         elif error["type"] == "extra_forbidden":
             yield _unknown(where)
+        elif where[0] == "cold" and where[1:2] in ([], ["secret_key"]):  # the value is a secret, or holds one
+            yield f"[{' '.join(where[:2])}]: {_limit(where, error)}"
         else:
             yield f"[{where[0]}] {'.'.join(where[1:2])} = {error['input']!r}: {_limit(where, error)}"
 
@@ -392,7 +438,7 @@ def _unknown(where: list[str]) -> str:
 
 def _limit(where: list[str], error: ErrorDetails) -> str:
     context = error.get("ctx", {})
-    sizes = where[:2] in (["dram", "capacity"], ["session", "quota"], ["nvme", "scrub_rate"])
+    sizes = where[1:] == ["capacity"] or where[:2] in (["session", "quota"], ["nvme", "scrub_rate"])
     for bound, words in (("ge", "at least"), ("le", "at most")):
         if bound in context:
             limit = context[bound]

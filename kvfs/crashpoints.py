@@ -18,6 +18,9 @@ VARIABLE: Final = "KVFS_CRASH_AT"
 
 POINTS: Final = frozenset(
     {
+        "cold.after_put",
+        "cold.after_row",
+        "cold.after_delete",
         "log.before_write",
         "log.after_write",
         "log.before_sync",

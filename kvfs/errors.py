@@ -239,6 +239,14 @@ class DeviceFailed(KvfsError):
     log_level = logging.ERROR
 
 
+class TierUnreachable(KvfsError):
+    """A tier on another machine does not answer, or does not let us in; what it holds is a miss meanwhile."""
+
+    errno = errno.EHOSTUNREACH
+    s3_code = "ServiceUnavailable"
+    log_level = logging.WARNING
+
+
 _FROM_ERRNO: dict[int, type[KvfsError]] = {
     errno.ENOENT: NotFound,
     errno.ENODATA: NoAttribute,

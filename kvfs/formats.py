@@ -126,7 +126,8 @@ TABLE_HEADER: Final = Layout(
         ("header_checksum", "Q"),
         ("clean", "I"),
         ("dead", "I"),
-        ("reserved1", "56s"),
+        ("hidden_tiers", "I"),
+        ("reserved1", "52s"),
         ("move_seq", "I"),
         ("reserved2", "60s"),
         ("live_entries", "I"),
@@ -361,6 +362,31 @@ SEGMENT_TRAILER: Final = Layout(
         ("last_sequence", "Q"),
         ("records", "Q"),
         ("trailer_checksum", "Q"),
+    ),
+)
+
+
+# --- objects of the cold tier ----------------------------------------------------------------------------
+COLD_MAGIC: Final = b"KVFSCOLD"
+COLD_VERSION: Final = 1
+
+COLD_HEADER: Final = Layout(
+    "cold header",
+    (
+        ("magic", "8s"),
+        ("version", "I"),
+        ("kind", "I"),
+        ("store_id", "16s"),
+        ("key", "16s"),
+        ("parent", "16s"),
+        ("object_id", "Q"),
+        ("size_bytes", "Q"),
+        ("checksum", "Q"),
+        ("sealed_at_ns", "Q"),
+        ("uid", "I"),
+        ("reserved0", "I"),
+        ("reserved1", "16s"),
+        ("header_checksum", "Q"),
     ),
 )
 

@@ -116,6 +116,8 @@ SYNC_INTERVAL_S: Final = 1.0
 """...and so long after a record was written, even if nobody waits for it."""
 GHOST_KEYS: Final = 1 << 18
 """Keys that the ghost queue of write admission remembers: about 30 MB."""
+RETURNED_KEYS: Final = 1 << 14
+"""Objects from below NVMe whose next read is waited for before they are written: 2 MB."""
 WRITE_BEHIND_RECORDS: Final = 256
 """Records of the log that writing behind keeps queued: 256 MiB of 1 MiB objects, a fraction of a second."""
 WRITE_BEHIND_POLL_S: Final = 0.01
@@ -461,3 +463,55 @@ MAX_SYSTEM_METADATA_BYTES: Final = 8 * KIB
 """Content-Type and the other kept headers of one object: S3 bounds them by its header section only."""
 MAX_ETAG_CONDITIONS: Final = 64
 """ETags in one If-Match or If-None-Match."""
+
+# --- cold tier -------------------------------------------------------------------------------------------
+DEFAULT_COLD_BYTES: Final = KIB * GIB
+"""1 TiB: a bucket has no end of its own, and its owner pays for each byte."""
+MAX_COLD_PREFIX_BYTES: Final = 512
+"""Names under it have up to 160 bytes, and S3's end at 1,024."""
+MIN_COLD_BYTES: Final = 16 * MIB
+OBJECT_SHARE_OF_COLD: Final = 4
+"""The largest object is the capacity divided by this, so that one object never empties the tier."""
+MAX_COLD_OBJECT_BYTES: Final = 4 * GIB
+"""Objects go up in one PUT, which S3 ends at 5 GiB; DRAM takes objects of a quarter of its size."""
+COLD_BUFFER_BYTES: Final = 64 * MIB
+"""An object that has left DRAM is read from NVMe into memory for its upload if it is no larger than this."""
+COLD_UPLOADS: Final = 4
+"""Objects on their way up at once: a single stream to S3 carries 50 to 100 MB/s."""
+COLD_FETCHES: Final = 8
+"""Objects on their way down at once."""
+COLD_THREADS: Final = 16
+"""Worker threads, and connections: those above, and deletions, listings and looks at the endpoint beside them."""
+COLD_QUEUE: Final = 1 << 16
+"""Objects that wait to be uploaded: 10 MB. One that finds no place comes back with its next read."""
+COLD_CONNECT_S: Final = 2.0
+"""Until a connection to the endpoint stands."""
+DEFAULT_COLD_TIMEOUT_S: Final = 5.0
+"""The longest silence within an answer."""
+MAX_COLD_TIMEOUT_S: Final = 60.0
+COLD_ATTEMPTS: Final = 2
+"""Tries of one request: an engine waits for a block, and computing it is always possible."""
+COLD_FETCH_S: Final = 30.0
+"""No promotion from the tier takes longer, its wait for a turn included; then it is a miss."""
+COLD_CHECK_S: Final = 30.0
+"""An endpoint that answers is looked at this often, so that no engine has to find out that it died."""
+COLD_BACKOFF_S: Final = 1.0
+"""After a failure the endpoint is left alone so long, and twice as long after each further one..."""
+MAX_COLD_BACKOFF_S: Final = 60.0
+"""...but not longer than this."""
+COLD_COMPARE_S: Final = 86_400.0
+"""How often a listing of the bucket is held against the index: 1,000 requests for a million objects."""
+COLD_LIST_BATCH: Final = 1_000
+"""Names in one answer, as S3 has it."""
+COLD_DELETE_BATCH: Final = 1_000
+"""Names in one DeleteObjects, as S3 has it."""
+COLD_READ_BYTES: Final = 1 * MIB
+"""Of an answer at once, so that a look at the clock comes in between."""
+COLD_DELETIONS_AHEAD: Final = 4_000
+"""A comparison with the bucket's listing finds no more to delete before some of it is deleted."""
+COLD_NAMES_AT_ONCE: Final = 100
+"""Names that a comparison goes through before others have their turn: some milliseconds."""
+MAX_COLD_OWNER_BYTES: Final = 4 * KIB
+"""Of the object that says whose the prefix is."""
+MAX_BUCKET_ROW_BYTES: Final = MAX_NAMESPACE_BYTES + KIB
+"""An encoded bucket, as the tier keeps it beside the blocks of the bucket."""

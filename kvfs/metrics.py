@@ -4,8 +4,9 @@ Responsibility: which values are exposed under which names (`METRICS`, the one l
 it by a test), and their text form: Prometheus's exposition format 0.0.4. That is three kinds of lines; a client library
 would bring a registry of its own, and the numbers are in the status already.
 
-Invariants: names are kvfs_<part>_<what>_<unit>, where the part is a tier (dram, nvme) or what else counts; counters end
-in `_total` and begin at 0 with the service. What a service does not have, such as an NVMe tier, is not shown.
+Invariants: names are kvfs_<part>_<what>_<unit>, where the part is a tier (dram, nvme, cold) or what else counts;
+counters end in `_total` and begin at 0 with the service. What a service does not have, such as an NVMe tier, is not
+shown.
 Concurrency: pure functions.
 """
 
@@ -41,6 +42,7 @@ _WHERE: Final = {
     "session": "",
     "dram": "tiers.dram.",
     "nvme": "tiers.nvme.",
+    "cold": "tiers.cold.",
     "scrub": "scrub.",
     "recovery": "recovery.",
 }
@@ -114,6 +116,26 @@ _PARTS: Final[dict[str, list[tuple[str, str, str]]]] = {
         ("read_bytes", "read_bytes_total", "Their bytes."),
         ("corrupt", "corrupt_total", "Extents that did not match their checksums."),
         ("trouble", "trouble_bool", "1 while the device takes no writes."),
+    ],
+    "cold": [
+        ("capacity_bytes", "capacity_bytes", "The tier's limit."),
+        ("used_bytes", "used_bytes", "What is in the bucket, on its way there, or to be deleted there."),
+        ("objects", "objects", "Objects in the bucket."),
+        ("is_up", "up_bool", "1 while the endpoint can be used."),
+        ("queued", "queued_objects", "Objects that wait to be sent."),
+        ("leaving", "leaving_objects", "Remote objects that wait to be deleted."),
+        ("uploads", "uploads_total", "Objects sent."),
+        ("uploaded_bytes", "uploaded_bytes_total", "Their bytes."),
+        ("fetches", "fetches_total", "Objects read back."),
+        ("fetched_bytes", "fetched_bytes_total", "Their bytes."),
+        ("missed", "missed_total", "Reads that the endpoint did not answer, or not in time."),
+        ("evicted", "evicted_total", "Objects that left the bucket for room."),
+        ("deleted", "deleted_total", "Remote objects deleted."),
+        ("adopted", "adopted_total", "Blocks found in the bucket after the index was lost."),
+        ("lost", "lost_total", "Objects that somebody else deleted from the bucket."),
+        ("corrupt", "corrupt_total", "Objects that did not match their checksums."),
+        ("refused", "refused_total", "Objects that the bucket did not take."),
+        ("errors", "errors_total", "Requests that failed, besides reads."),
     ],
     "scrub": [
         ("rate_bytes_s", "rate_bytes_per_second", "The configured rate; 0: off."),

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     Txn = lmdb.Transaction[bytes]
 
 FORMAT_VERSION: Final = 1
+MAX_DATABASES: Final = 8
+"""Names, tails, buckets, meta, and those of `NameIndex.environment`."""
 _FORMAT_KEY: Final = b"format"
 _IDS_KEY: Final = b"ids"
 _BUCKET_IDS_KEY: Final = b"bucket_ids"
@@ -68,7 +70,7 @@ class NameEnvironment:
             self._env = lmdb.open(
                 str(path),
                 map_size=map_size_bytes,
-                max_dbs=4,
+                max_dbs=MAX_DATABASES,
                 max_spare_txns=1,
                 mode=0o600,
                 readahead=False,

@@ -183,6 +183,11 @@ class NameIndex:
             env.close()
             raise
 
+    @property
+    def environment(self) -> NameEnvironment:
+        """For what else is kept in the same file, with the same durability."""
+        return self._env
+
     def forget_dead_readers(self) -> None:
         """Of `kvfs.name_reader`, after a process that may have had one has ended."""
         self._env.forget_dead_readers()

@@ -34,12 +34,13 @@ import trio
 from gateway.supervisor import Listening, Workers, worker_settings
 from gateway.worker import WorkerSettings
 from kvfs import addresses, limits
-from kvfs.config import Settings
+from kvfs.config import ColdSettings, Settings
 from kvfs.errors import ConfigError, KvfsError, NotFound
 from kvfs.linux import raise_file_limit
 from kvfs.notify import notify, watchdog_wanted
 from kvfs.sizes import format_size
 from mounts.mount import Mount, abort, recover
+from tiers.cold_bucket import ColdOptions, open_bucket
 from tiers.device import Device, open_device
 from tiers.dram_layout import discard
 from tiers.event_door import EventDoor, open_events
@@ -163,6 +164,7 @@ async def _start_store(settings: Settings, device: Device | None, nvme_bytes: in
                 backing=settings.dram.backing,
                 quota_bytes=settings.session.quota,
                 policy=settings.store.policy,
+                cold=cold_options(settings.cold),
             )
         return await TieredStore.start(
             settings.store.data,
@@ -177,9 +179,22 @@ async def _start_store(settings: Settings, device: Device | None, nvme_bytes: in
             backing=settings.dram.backing,
             quota_bytes=settings.session.quota,
             policy=settings.store.policy,
+            cold=cold_options(settings.cold),
         )
     except OSError as error:
         raise ConfigError(f"[store] data = '{settings.store.data}': {error.strerror or error}") from error
+
+
+def cold_options(settings: ColdSettings) -> ColdOptions | None:
+    """The cold tier that is configured, if one is. Raises ConfigError without boto3."""
+    if settings.bucket is None:
+        return None
+    return ColdOptions(
+        open_bucket(settings),
+        settings.capacity,
+        admits_all=settings.admit == "all",
+        take_over=settings.take_over,
+    )
 
 
 async def _finish(store: TieredStore) -> None:

@@ -129,6 +129,8 @@ def status_table(found: Mapping[str, Any]) -> None:
     for tier in found["tiers"]:
         if tier["name"] == "nvme":
             _nvme_rows(counts, tier)
+        if tier["name"] == "cold":
+            _cold_rows(counts, tier)
     if found.get("scrub", {}).get("rate_bytes_s"):
         counts.add_row("scrub", _scrub_text(found["scrub"]))
     counts.add_row("sessions", f"{found['sessions']}, with {found['session_drafts']} drafts")
@@ -156,6 +158,14 @@ def _nvme_rows(counts: Table, tier: Mapping[str, Any]) -> None:
     )
     if tier["trouble"]:
         counts.add_row("trouble", tier["trouble"])
+
+
+def _cold_rows(counts: Table, tier: Mapping[str, Any]) -> None:
+    sent, fetched = format_size(tier["uploaded_bytes"]), format_size(tier["fetched_bytes"])
+    waiting = tier["queued"] + tier["leaving"]
+    counts.add_row("to and from cold", f"{sent} sent, {fetched} read back; {waiting} objects wait")
+    if not tier["is_up"]:
+        counts.add_row("cold trouble", tier["trouble"])
 
 
 def _jsonable(value: Entry | Bucket) -> dict[str, Any]:

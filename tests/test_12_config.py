@@ -101,7 +101,7 @@ def test_the_example_file_is_valid() -> None:
         ("[dram]\ncapasity = 5", "[dram] capasity: no such key; there are capacity, slots, keep, backing"),
         (
             "[drum]\ncapacity = 5",
-            "[drum]: no such section; there are store, dram, nvme, mount, session, s3, events, log",
+            "[drum]: no such section; there are store, dram, nvme, cold, mount, session, s3, events, log",
         ),
         ("capacity = 5", "capacity = 5: must stand in a section such as [store]"),
         ("[dram\n", "not TOML"),

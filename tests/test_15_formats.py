@@ -15,6 +15,7 @@ from kvfs import limits
 from kvfs._native import table as native
 from kvfs.errors import Corrupt, FormatMismatch, InvalidRequest
 from kvfs.formats import (
+    COLD_HEADER,
     INDEX_ENTRY,
     PAYLOAD_ALIGNMENT,
     RECORD_ALIGNMENT,
@@ -58,7 +59,8 @@ def test_the_c_side_has_the_same_values() -> None:
 def test_the_page_has_the_same_offsets() -> None:
     page = (Path(__file__).parent.parent / "docs" / "formats.md").read_text()
     headings = {"Table header": TABLE_HEADER, "Slot header": SLOT_HEADER, "Index entry": INDEX_ENTRY}
-    for heading, layout in {**headings, "Record header": RECORD_HEADER}.items():
+    headings |= {"Record header": RECORD_HEADER, "Cold header": COLD_HEADER}
+    for heading, layout in headings.items():
         section = page.split(f"### {heading}")[1].split("\n#")[0]
         assert f"{layout.size} bytes" in section
         rows = re.findall(r"^\| (\d+) \| (\d+) \| `(\w+)` \|", section, re.MULTILINE)

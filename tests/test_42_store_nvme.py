@@ -18,6 +18,7 @@ from kvfs.formats import RECORD_MAGIC, RecordType
 from kvfs.limits import MIB
 from tests.support.crash_load import audit
 from tests.support.stores import NAMESPACE
+from tiers.cold_bucket import ColdOptions
 from tiers.device import ThreadDevice
 from tiers.journal import NvmeJournal
 from tiers.model import Attributes, Name, ObjectInfo
@@ -29,11 +30,22 @@ DRAM = 16 * MIB
 
 @asynccontextmanager
 async def running(
-    path: Path, *, dram_bytes: int = DRAM, nvme_bytes: int = 64 * MIB, keep: bool = False
+    path: Path,
+    *,
+    dram_bytes: int = DRAM,
+    nvme_bytes: int = 64 * MIB,
+    keep: bool = False,
+    cold: ColdOptions | None = None,
 ) -> AsyncIterator[TieredStore]:
     device = ThreadDevice()
     store = await TieredStore.start(
-        path, device, nvme_bytes=nvme_bytes, dram_bytes=dram_bytes, segment_bytes=MIB, backing="directory"
+        path,
+        device,
+        nvme_bytes=nvme_bytes,
+        dram_bytes=dram_bytes,
+        segment_bytes=MIB,
+        backing="directory",
+        cold=cold,
     )
     try:
         async with trio.open_nursery() as nursery:

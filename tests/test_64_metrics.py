@@ -10,6 +10,7 @@ from typing import Any
 
 from kvfs.limits import MIB
 from kvfs.metrics import METRICS, exposition, table
+from tests.support.cold import FolderBucket, options
 from tests.support.door import need_mount
 from tests.support.service import ROOT, Service, run_kvfs
 from tests.test_42_store_nvme import put, running, until_written
@@ -33,7 +34,7 @@ def numbers(value: Any, path: str = "") -> Iterator[str]:
 
 
 async def status_of(path: Path) -> dict[str, Any]:
-    async with running(path) as store:
+    async with running(path, cold=options(FolderBucket(path.with_name("cold")))) as store:
         if not store.buckets():
             store.create_bucket(b"b", uid=0, gid=0)
         put(store, Name(b"b", b"x"), 10_000)
@@ -54,7 +55,7 @@ def test_the_names_are_of_one_form() -> None:
     names = [metric.name for metric in METRICS]
     assert len(names) == len(set(names))
     for name in names:
-        assert re.fullmatch(r"kvfs_(store|session|dram|nvme|scrub|recovery)_[a-z_]+", name), name
+        assert re.fullmatch(r"kvfs_(store|session|dram|nvme|cold|scrub|recovery)_[a-z_]+", name), name
 
 
 def test_the_docs_have_the_table() -> None:

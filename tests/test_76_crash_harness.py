@@ -33,7 +33,7 @@ def test_what_was_acknowledged_outlives_kills_at_random_instants(forge: Forge) -
     tally = Tally()
     seed = SEED
     while tally.kills < KILLS:
-        harness = Harness(forge, seed, tally)
+        harness = Harness(forge, seed, tally, cold=seed % 2 == 1)
         try:
             for _ in range(LIVES_OF_A_STORE):
                 harness.live(kill_after=harness.chance.randrange(1, LINES))
@@ -62,11 +62,12 @@ def check_emptied(harness: Harness) -> None:
 def test_what_was_acknowledged_outlives_a_kill_at(forge: Forge, point: str) -> None:
     print(f"KVFS_TEST_SEED={SEED}")
     tally = Tally()
-    harness = Harness(forge, SEED, tally)
+    harness = Harness(forge, SEED, tally, cold=point.startswith("cold.") or SEED % 2 == 1)
     try:
         for _ in range(max(4, KILLS // 40)):
             starting = point.startswith("start.")
-            count = 1 if starting else harness.chance.randint(1, 12)
+            rare = starting or point == "cold.after_delete"
+            count = 1 if rare else harness.chance.randint(1, 12)
             harness.live(crash_at=f"{point}:{count}")
             harness.damage()
             if starting:

@@ -30,13 +30,7 @@ def create(
     namespace: Namespace | None,
 ) -> Bucket:
     """Raises Exists, InvalidRequest, NameTooLong, LimitExceeded."""
-    paths.check_bucket(name)
-    if names.get_bucket(name) is not None:
-        raise Exists(f"bucket {name.decode()} exists")
-    if len(names.buckets()) >= limits.MAX_BUCKETS:
-        raise LimitExceeded(
-            f"bucket {name.decode()}: there are {limits.MAX_BUCKETS} buckets, which is the limit"
-        )
+    _check_new(names, name)
     now = time.time_ns()
     row = BucketRow(
         name=name,
@@ -53,6 +47,22 @@ def create(
     )
     names.put_bucket(row)
     return _bucket(row)
+
+
+def adopt(names: NameIndex, row: BucketRow) -> None:
+    """Make a bucket as another index had it, with an id of this one's. Raises as `create`."""
+    _check_new(names, row.name)
+    names.put_bucket(replace(row, bucket_id=names.next_bucket_id(), flags=row.flags & ~LARGE))
+
+
+def _check_new(names: NameIndex, name: bytes) -> None:
+    paths.check_bucket(name)
+    if names.get_bucket(name) is not None:
+        raise Exists(f"bucket {name.decode()} exists")
+    if len(names.buckets()) >= limits.MAX_BUCKETS:
+        raise LimitExceeded(
+            f"bucket {name.decode()}: there are {limits.MAX_BUCKETS} buckets, which is the limit"
+        )
 
 
 def get(names: NameIndex, name: bytes) -> Bucket:

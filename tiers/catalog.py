@@ -22,6 +22,7 @@ from kvfs._native.table import TIER_DRAM, Entry, Table
 from kvfs.errors import NotFound
 from kvfs.keys import parse_block_name
 from kvfs.names import NameIndex, NameRow
+from kvfs.tier_names import tier_of
 from tiers import buckets
 from tiers.base import Extent, Kind, StoreKey, object_key
 from tiers.blocks import BlockCatalog
@@ -83,7 +84,7 @@ class Catalog:
         if row is not None:
             entry = self.table.get(object_key(row.object_id).digest)
             if entry is not None:
-                return self._info(name, row, extent_of(entry), entry.hits)
+                return self._info_of_entry(name, row, entry)
         self._counts["misses"] += 1
         return None
 
@@ -110,7 +111,7 @@ class Catalog:
             name=None,
             key=StoreKey(Kind.BLOCK, digest),
             extent=extent_of(entry),
-            tier="dram" if entry.tiers & TIER_DRAM else "nvme",
+            tier=tier_of(entry.tiers),
             object_id=block.sequence,
             ino=block.sequence,
             size_bytes=entry.size_bytes,
@@ -226,14 +227,17 @@ class Catalog:
         if entry is None:
             self._counts["misses"] += 1
             raise NotFound(f"{name} has no bytes in any tier")
-        return self._info(name, row, extent_of(entry), entry.hits)
+        return self._info_of_entry(name, row, entry)
 
-    def _info(self, name: Name, row: NameRow, extent: Extent | None, hits: int = 0) -> ObjectInfo:
+    def _info_of_entry(self, name: Name, row: NameRow, entry: Entry) -> ObjectInfo:
+        return self._info(name, row, extent_of(entry), tier_of(entry.tiers), entry.hits)
+
+    def _info(self, name: Name, row: NameRow, extent: Extent | None, tier: str, hits: int = 0) -> ObjectInfo:
         return ObjectInfo(
             name=name,
             key=object_key(row.object_id),
             extent=extent,
-            tier="nvme" if extent is None else "dram",
+            tier=tier,
             object_id=row.object_id,
             ino=row.ino,
             size_bytes=row.size_bytes,

@@ -9,11 +9,13 @@ Concurrency: the service's trio thread; nothing here awaits.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 from kvfs import limits
-from kvfs._native.table import TIER_DRAM, TIER_NVME
+from kvfs._native.table import TIER_COLD, TIER_DRAM, TIER_NVME
 from kvfs.errors import NoSpace, NotFound
 from tiers.base import Kind, Sealed, SealHeader, StoreKey, object_key
+from tiers.blocks import Block
 from tiers.catalog import extent_of
 from tiers.journal import Resident
 from tiers.model import Change, ChangeKind, Draft, ObjectInfo
@@ -46,21 +48,38 @@ class Copies(Residence):
         digest = object_key(object_id).digest
         return digest if digest in self._name_of else self._blocks.of_sequence(object_id)
 
-    def note_copy(self, key: StoreKey, location: int) -> None:
-        """The NVMe tier has the object, at this place."""
+    def note_copy(self, key: StoreKey, tier: int, location: int | None = None) -> None:
+        """A lower tier (`TIER_NVME`, at this place, or `TIER_COLD`) has the object."""
         entry = self.table.get(key.digest)
         if entry is not None:
-            self._amend(key.digest, entry, tiers=entry.tiers | TIER_NVME, location=location)
+            location = entry.location if location is None else location
+            self._amend(key.digest, entry, tiers=entry.tiers | tier, location=location)
 
-    def lose_copy(self, key: StoreKey) -> list[int]:
-        """The NVMe tier has the object no more. The ids of those that leave the store with it: where DRAM has no
+    def lose_copy(self, key: StoreKey, tier: int) -> list[int]:
+        """A lower tier has the object no more. The ids of those that leave the store with it: where no other has a
         copy the object itself, then the blocks behind it, or the other files of its unit."""
         entry = self.table.get(key.digest)
         if entry is None:
             return []
-        if entry.tiers & TIER_DRAM:
-            self._amend(key.digest, entry, tiers=entry.tiers & ~TIER_NVME, location=0)
+        left = entry.tiers & ~tier
+        if left:
+            if tier == TIER_COLD:
+                self._discard_cold(key.digest, entry)
+            location = 0 if tier == TIER_NVME else entry.location
+            self._amend(key.digest, entry, tiers=left, location=location)
             return []
+        return self._leave(key)
+
+    def lose_damaged(self, key: StoreKey) -> list[int]:
+        """As `lose_copy` of the NVMe tier, of which the log deletes what DRAM does not have: its id cannot be written
+        there again, so that a copy in the cold tier goes, too."""
+        entry = self.table.get(key.digest)
+        if entry is not None and not entry.tiers & TIER_DRAM:
+            return self._leave(key)
+        return self.lose_copy(key, TIER_NVME)
+
+    def _leave(self, key: StoreKey) -> list[int]:
+        """An object leaves the store, with what is of no use without it; the ids of all of them."""
         digests = [key.digest, *self._dependents(key.digest)]
         leaving = [object_id for digest in digests if (object_id := self.object_id_of(digest)) is not None]
         for digest in digests:
@@ -68,24 +87,33 @@ class Copies(Residence):
         return leaving
 
     def make_entry_room(self) -> None:
-        """Have the table take another entry: where it is full, the oldest of what only NVMe has leaves the store.
+        """Have the table take another entry: where it is full, the oldest of what DRAM does not have leaves the store.
 
         Raises NoSpace where nothing may.
         """
         if len(self.table) < self.table.max_entries:
             return
         left = limits.ENTRIES_AT_ONCE
-        for key in self.journal.expendable():
+        for key in chain(self.cold.expendable(), self.journal.expendable()):
             entry = self.table.get(key.digest)
             if entry is None or entry.tiers & TIER_DRAM:
                 continue
-            for object_id in self.lose_copy(key):
+            for object_id in self._leave(key):
                 self.journal.removed(object_id)
                 left -= 1
             if left <= 0:
                 return
         if left == limits.ENTRIES_AT_ONCE:
             raise NoSpace(f"the index is full: {len(self.table)} objects, and none may be evicted")
+
+    def kind_of(self, digest: bytes) -> Kind:
+        return Kind.BLOCK if self._blocks.get(digest) is not None else Kind.OBJECT
+
+    def adopted_block(self, digest: bytes, block: Block, tier: int) -> None:
+        """Know a block that a lower tier was found to have, and that is in the table."""
+        self.restore_block(digest, block)
+        if self.block_listeners:
+            self._tell_placed(digest, 0, tier)
 
     def lose_slot(self, sealed: Sealed) -> None:
         """The bytes of a slot are not what was sealed: the object is read from a lower tier, or leaves the store."""
@@ -120,6 +148,8 @@ class Copies(Residence):
             row = self.names.get(name.bucket, name.key)
             assert row is not None
             self.enter(info.key.digest, name, row)
+        if not entry.tiers & TIER_NVME:
+            self.journal.promoted(info.key)
         self._counts["promotions"] += 1
         self._tell(Change(ChangeKind.MOVED, name, info.key))
         return replace(info, extent=sealed.extent, tier="dram")

@@ -33,6 +33,8 @@ from kvfs.sizes import format_size
 from tiers.adoption import ENTRY_PINNED, Survivor
 from tiers.base import Kind
 from tiers.blocks import Block
+from tiers.cold_bucket import ColdOptions
+from tiers.cold_restore import ColdHeritage
 from tiers.home import Home
 from tiers.index_check import COPY, MARK, IndexWalk
 from tiers.model import Name
@@ -86,6 +88,7 @@ class Heritage:
         home: Home,
         lower: Lower | None = None,
         *,
+        cold: ColdOptions | None = None,
         believe: bool = True,
         walk: IndexWalk | None = None,
     ) -> None:
@@ -103,6 +106,8 @@ class Heritage:
                 self._rebuilt = rebuild_index(self.names, lower.found)
             adopt_orphans(self.names, lower.nvme, lower.found)
             skip_ids(self.names, lower.found)
+        self._cold = None if cold is None else ColdHeritage(self.names, cold)
+        self._cold_names: dict[int, Name] = {}
         self._buckets = {row.bucket_id: row for row in self.names.buckets()}
         self._named: dict[int, tuple[Name, NameRow]] = {}
         """Object id -> the name and row of a survivor."""
@@ -111,9 +116,14 @@ class Heritage:
 
     @property
     def below(self) -> tuple[int, int]:
-        """(objects, capacity in bytes) of the lower tier, for the size of the table."""
-        lower = self._lower
-        return (0, 0) if lower is None else (len(lower.nvme.objects), lower.nvme.capacity_bytes)
+        """(objects, capacity in bytes) of the lower tiers, for the size of the table."""
+        lower, cold = self._lower, self._cold
+        objects, capacity_bytes = (
+            (0, 0) if lower is None else (len(lower.nvme.objects), lower.nvme.capacity_bytes)
+        )
+        if cold is not None:
+            return objects + len(cold), capacity_bytes + cold.options.capacity_bytes
+        return objects, capacity_bytes
 
     def choose(self, survivors: list[Survivor]) -> list[Survivor]:
         """Those that have a name or a bucket, the dearest first."""
@@ -157,11 +167,18 @@ class Heritage:
         below = {} if self._lower is None else self._lower.nvme.objects
         lost: list[Name] = []
 
+        def durable(bucket: bytes) -> bool:  # a name on its way there, whose bytes never arrived
+            row = self.names.get_bucket(bucket)
+            return row is not None and row.class_ == "durable"
+
         def keep(bucket: bytes, key: bytes, data: bytes | None) -> bool:
             if data is not None:
                 object_id, flags = peek_row(data)
                 if flags & DIRECTORY:
                     return self.names.get_bucket(bucket) is not None
+                if self._cold is not None and self._cold.has(object_id) and not durable(bucket):
+                    self._cold_names[object_id] = Name(bucket, key)
+                    return True
                 if object_id in below:
                     return True
                 if object_id in there and self._named[object_id][0] == Name(bucket, key):
@@ -180,6 +197,8 @@ class Heritage:
             nvme, found = self._lower.nvme, self._lower.found
             lost = restore_replaced(self.names, nvme, found, lost)
             store.journal = restore_copies(store, nvme, found, compare=self._killed)
+        if self._cold is not None:
+            store.cold = self._cold.restore(store, self._cold_names)
         units = {(name.bucket, unit) for name in lost if (unit := paths.unit_prefix(name.key)) is not None}
         for bucket, unit in units:
             _drop_unit(store, Name(bucket, unit))

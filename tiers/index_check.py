@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -23,9 +24,10 @@ import lmdb
 
 from kvfs import limits
 from kvfs.errors import Corrupt, FormatMismatch
-from kvfs.name_env import FORMAT_VERSION
+from kvfs.name_env import FORMAT_VERSION, MAX_DATABASES
 from kvfs.name_rows import BucketRow, NameRow, load_row
 from kvfs.name_tree import NameScan, NameTree
+from tiers.cold_index import DATABASE
 from tiers.home import Home
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ MARK = b"start"
 COPY = "data.new"
 """The file beside an index that a walk leaves when it is asked for a copy."""
 _DATABASES = (b"names", b"tails", b"buckets", b"meta")
+_OPTIONAL = (DATABASE,)
+"""Only where a tier of that name was configured."""
 
 
 class IndexWalk:
@@ -81,12 +85,17 @@ def can_be_walked(path: Path, *, counts: bool, rows: bool) -> bool:
 def _walk(path: Path, counts: bool, rows: bool, copy: bool) -> None:
     # Without writemap, so that nothing of what is changed and not committed reaches the file.
     size_bytes = max((path / "data.mdb").stat().st_size, limits.DEFAULT_NAME_MAP_BYTES)
-    env = lmdb.open(str(path), map_size=size_bytes, lock=False, create=False, max_dbs=8, writemap=False)
+    env = lmdb.open(
+        str(path), map_size=size_bytes, lock=False, create=False, max_dbs=MAX_DATABASES, writemap=False
+    )
     with env.begin(write=True) as txn:
         pages = env.info()["last_pgno"] + 1
         if (path / "data.mdb").stat().st_size < pages * env.stat()["psize"]:
             raise Corrupt(f"{path}: the file has fewer than its {pages} pages")
         dbs = {name: env.open_db(name, txn=txn, create=False) for name in _DATABASES}
+        for name in _OPTIONAL:
+            with suppress(lmdb.NotFoundError):
+                dbs[name] = env.open_db(name, txn=txn, create=False)
         for name, db in dbs.items():
             left = txn.stat(db)["entries"]
             last = b""
@@ -126,7 +135,7 @@ class IndexReader:
         self._path = path
         try:
             self._env = lmdb.open(
-                str(path), readonly=True, lock=False, create=False, max_dbs=8, readahead=False
+                str(path), readonly=True, lock=False, create=False, max_dbs=MAX_DATABASES, readahead=False
             )
         except lmdb.Error as error:
             raise Corrupt(f"name index {path}: {error}") from error

@@ -30,6 +30,7 @@ import xxhash
 
 from kvfs import limits
 from kvfs._native import slots as native
+from kvfs._native.table import TIER_NVME
 from kvfs.errors import Corrupt, DeviceFailed, DeviceMissing, KvfsError, NoSpace, Superseded
 from kvfs.name_rows import PINNED, BucketRow, NameRow
 from kvfs.records import MetaBody
@@ -104,6 +105,10 @@ class Journal:
         """Whether a copy outside of DRAM can be read."""
         return False
 
+    def is_writing(self, object_id: int) -> bool:
+        """Whether an object is queued for a device, and not yet readable there."""
+        return False
+
     def expendable(self) -> Iterable[StoreKey]:
         """Objects below DRAM that may leave the store, the oldest first."""
         return ()
@@ -132,6 +137,9 @@ class Journal:
 
     def touched(self, key: StoreKey) -> None:
         """An object in DRAM was read."""
+
+    def promoted(self, key: StoreKey) -> None:
+        """An object that no device has came back to DRAM from further below: it was wanted after it was gone."""
 
     def pinned(self, object_id: int, pinned: bool) -> None: ...
 
@@ -205,6 +213,8 @@ class NvmeJournal(Journal):
         self._ghosts = GhostQueue()
         self._behind: OrderedDict[bytes, None] = OrderedDict()
         """Keys of objects that are to be written when their turn comes."""
+        self._returned: OrderedDict[bytes, int] = OrderedDict()
+        """Keys of objects that came back from below NVMe, with their reads since: the one that brought them counts."""
         self._more = trio.Event()
         self._must = 0
         """Ticket of the newest entry that a durable object depends on..."""
@@ -256,6 +266,9 @@ class NvmeJournal(Journal):
     def holds(self, object_id: int) -> bool:
         return self.nvme.holds(object_id)
 
+    def is_writing(self, object_id: int) -> bool:
+        return object_id in self.nvme.objects and not self.nvme.holds(object_id)
+
     def expendable(self) -> Iterable[StoreKey]:
         return (each.key for each in list(self.nvme.objects.values()) if each.pieces and not each.stays)
 
@@ -285,7 +298,7 @@ class NvmeJournal(Journal):
         stored = self.nvme.objects[object_id]
         self.nvme.keep(stored, bucket.durable or bool(row.flags & PINNED))
         stored.ticket = self._must = self.nvme.put_name(stored, MetaBody(name.bucket, name.key, row))
-        self._store.note_copy(stored.key, stored.place)
+        self._store.note_copy(stored.key, TIER_NVME, stored.place)
 
     def rename_snapshot(self, name: Name, row: NameRow, size_bytes: int | None = None) -> None:
         stored = self.nvme.objects.get(row.object_id)
@@ -427,11 +440,26 @@ class NvmeJournal(Journal):
     def evicted(self, key: StoreKey) -> None:
         self._behind.pop(key.digest, None)
 
+    def promoted(self, key: StoreKey) -> None:
+        self._returned[key.digest] = 0
+        if len(self._returned) > limits.RETURNED_KEYS:
+            self._returned.popitem(last=False)
+
     def touched(self, key: StoreKey) -> None:
+        if self._returned:
+            self._touch_returned(key)
         if self._skipped and key.digest not in self._behind:
             object_id = self._store.object_id_of(key.digest)
             if object_id is not None and object_id not in self.nvme.objects:
                 self._queue(key)
+
+    def _touch_returned(self, key: StoreKey) -> None:
+        """What came back from below is written when it is read once more: most of it never is."""
+        reads = self._returned.pop(key.digest, None)
+        if reads == 0:
+            self._returned[key.digest] = 1
+        elif reads is not None:
+            self._queue(key)
 
     def pinned(self, object_id: int, pinned: bool) -> None:
         stored = self.nvme.objects.get(object_id)
@@ -566,14 +594,14 @@ class NvmeJournal(Journal):
     # --- what the tier tells ------------------------------------------------------------------------------
 
     def _written(self, stored: Stored) -> None:
-        self._store.note_copy(stored.key, stored.place)
+        self._store.note_copy(stored.key, TIER_NVME, stored.place)
 
     def _let_go(self, stored: Stored) -> list[int]:
         """Reclaim lets an object go: it stays in DRAM if it is there, else it leaves the store, with its unit."""
-        return self._store.lose_copy(stored.key)
+        return self._store.lose_copy(stored.key, TIER_NVME)
 
     def _damaged(self, stored: Stored, had_it: bool) -> bool:
-        for object_id in self._store.lose_copy(stored.key):
+        for object_id in self._store.lose_damaged(stored.key):
             self.nvme.drop(object_id)
         found = self._store.in_dram(stored.object_id)
         if found is None:
@@ -586,7 +614,7 @@ class NvmeJournal(Journal):
 
     def _refused(self, stored: Stored) -> None:
         """Nothing is tried again at once: it would find the tier as full."""
-        for object_id in self._store.lose_copy(stored.key):
+        for object_id in self._store.lose_copy(stored.key, TIER_NVME):
             self.nvme.drop(object_id)
 
     def _hits_of(self, stored: Stored) -> int:

@@ -48,7 +48,7 @@ class ObjectInfo:
     extent: Extent | None
     """Where it is in DRAM; None while only a lower tier has it (`TieredStore.load` brings it up)."""
     tier: str
-    """The highest tier that has it: `dram` or `nvme`."""
+    """The highest tier that has it: `dram`, `nvme` or `cold`."""
     object_id: int
     ino: int
     size_bytes: int

@@ -13,7 +13,9 @@ import time
 from dataclasses import replace
 
 from kvfs import crashpoints, limits
+from kvfs._native.table import TIER_COLD
 from kvfs.errors import (
+    CrossDevice,
     Exists,
     InvalidRequest,
     IsDirectory,
@@ -23,6 +25,7 @@ from kvfs.errors import (
     NotPermitted,
 )
 from kvfs.keys import Namespace, block_name
+from kvfs.name_rows import BucketRow
 from kvfs.names import NameRow
 from tiers import buckets
 from tiers.adoption import ENTRY_PINNED
@@ -69,6 +72,11 @@ class Naming(Copies):
         )
         self._log_bucket(name)
         return made
+
+    def adopt_bucket(self, row: BucketRow) -> None:
+        """Make a bucket anew that a lower tier remembers, with an id of its own. Raises LimitExceeded, Exists."""
+        buckets.adopt(self.names, row)
+        self._log_bucket(row.name)
 
     def _need_large(self) -> None:
         """Raises DeviceMissing."""
@@ -216,6 +224,7 @@ class Naming(Copies):
         if block is None:
             raise NotFound(f"no block {digest.hex()}")
         key = StoreKey(Kind.BLOCK, digest)
+        self.cold.block_removed(digest)
         self.journal.removed(block.sequence)
         self._discard(key, block.uid)
         self._counts["removals"] += 1
@@ -247,11 +256,19 @@ class Naming(Copies):
             raise Exists(f"{dst} exists")
         if src == dst:
             return
+        if self.bucket(dst.bucket).durable:
+            self._check_near(src, row)
         old = self.names.rename(src.bucket, src.key, dst.bucket, dst.key)
         crashpoints.reach("store.after_rename")
         self._renamed(row, src, dst, replaced=None if old is None else old.object_id)
         if old is not None:
             self._discard(object_key(old.object_id), old.uid)
+
+    def _check_near(self, name: Name, row: NameRow) -> None:
+        """Raises CrossDevice for an object that only the cold tier has: nothing there is durable, so it is copied."""
+        entry = self.table.get(object_key(row.object_id).digest)
+        if entry is not None and entry.tiers == TIER_COLD:
+            raise CrossDevice(f"{name} is only in the cold tier, and cannot be moved into a durable bucket")
 
     def _rename_directory(self, src: Name, dst: Name, replace: bool) -> None:
         if not self.names.has_prefix(src.bucket, src.key):
@@ -264,6 +281,8 @@ class Naming(Copies):
             if not replace:
                 raise Exists(f"{dst} exists")
             self._check_empty(dst)
+        if self.bucket(dst.bucket).durable:
+            self._check_all_near(src)
         marker = self.names.get(dst.bucket, dst.key) if src != dst else None
         moved = self.names.rename_prefix(
             src.bucket, src.key, dst.bucket, dst.key, limit=limits.MAX_RENAME_KEYS
@@ -273,6 +292,19 @@ class Naming(Copies):
             if row is not None:
                 replaced = marker.object_id if marker is not None and key == dst.key else None
                 self._renamed(row, Name(src.bucket, old_key), Name(dst.bucket, key), replaced=replaced)
+
+    def _check_all_near(self, directory: Name) -> None:
+        """As `_check_near`, of all that is in a directory."""
+        after, left = b"", limits.MAX_RENAME_KEYS
+        while left > 0:
+            page = self.names.list(directory.bucket, prefix=directory.key, after=after)
+            for entry in page.entries:
+                if entry.row is not None:
+                    self._check_near(Name(directory.bucket, entry.name), entry.row)
+            if not page.truncated:
+                return
+            after = page.entries[-1].name
+            left -= len(page.entries)
 
     def _renamed(self, row: NameRow, src: Name, dst: Name, *, replaced: int | None = None) -> None:
         if not row.flags & DIRECTORY:

@@ -180,7 +180,7 @@ class NativeSeals(NoSeals):
         session, bucket = self._channels[sealed.channel]
         draft = session.drafts.pop((sealed.slot, sealed.generation))
         if sealed.outcome == THERE:
-            self._store.abort(draft)
+            self._store.seal_far_block(draft, sealed, bucket)
         elif sealed.outcome == UNINDEXED:
             self._store.drop_unindexed(draft, sealed)
         else:

@@ -1,15 +1,17 @@
-"""Objects on their way back up: from a device into a DRAM slot, verified.
+"""Objects on their way back up: from a device or the cold tier into a DRAM slot, verified.
 
 Responsibility: one read for however many ask for the same object at once, straight into the pages of a slot.
 
 Invariants: nothing is visible before its checksum was found right; a failed or cancelled read leaves no draft.
-Concurrency: the service's trio thread; at most MAX_PROMOTIONS objects at a time, further callers wait.
+Concurrency: the service's trio thread; at most MAX_PROMOTIONS objects at a time from the device, further callers wait.
+The cold tier has turns of its own, so that a slow endpoint holds up nothing else.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 import trio
@@ -49,31 +51,50 @@ class Promoter:
             await running.wait()
         self._under_way[digest] = done = trio.Event()
         try:
-            async with self._turns:
-                return await self._read_back(current, uid)
+            return await self._read_back(current, uid)
         finally:
             del self._under_way[digest]
             done.set()
 
     async def _read_back(self, info: ObjectInfo, uid: int) -> ObjectInfo:
-        journal = self._store.journal
-        stored = journal.nvme.objects.get(info.object_id) if isinstance(journal, NvmeJournal) else None
-        if stored is None or not isinstance(journal, NvmeJournal):
-            raise NotFound(f"object {info.object_id} is gone")
+        if info.tier == "nvme":
+            try:
+                async with self._turns:
+                    return await self._into_slot(info, uid, self._from_nvme)
+            except NotFound:
+                again = self._store.lookup_object(info.key)
+                if again is None or again.object_id != info.object_id or again.tier != "cold":
+                    raise
+        return await self._into_slot(info, uid, self._store.cold.fetch)
+
+    async def _into_slot(
+        self, info: ObjectInfo, uid: int, fill: Callable[[ObjectInfo, int], Awaitable[int | None]]
+    ) -> ObjectInfo:
+        """Have a draft's file filled, and publish it. `fill` returns the checksum, if it knows that of the whole."""
         draft = self._store.reserve(info.size_bytes, uid=uid)
         try:
             descriptor = self._store.open_draft(draft)
             try:
-                await _fill(journal, stored, descriptor)
+                checksum = await fill(info, descriptor)
             finally:
                 os.close(descriptor)
-            piece = stored.pieces[0] if len(stored.pieces) == 1 else None
-            known = piece is not None and 0 < piece.payload_bytes == stored.size_bytes
-            return self._store.promoted(info, draft, piece.checksum if piece and known else None)
-        except (Corrupt, Superseded) as error:
-            raise NotFound(f"object {info.object_id} is gone: {error}") from error
+            return self._store.promoted(info, draft, checksum)
         finally:
             self._store.abort(draft)
+
+    async def _from_nvme(self, info: ObjectInfo, descriptor: int) -> int | None:
+        """Raises NotFound, DeviceFailed."""
+        journal = self._store.journal
+        stored = journal.nvme.objects.get(info.object_id) if isinstance(journal, NvmeJournal) else None
+        if stored is None or not isinstance(journal, NvmeJournal):
+            raise NotFound(f"object {info.object_id} is gone")
+        try:
+            await _fill(journal, stored, descriptor)
+        except (Corrupt, Superseded) as error:
+            raise NotFound(f"object {info.object_id} is gone: {error}") from error
+        piece = stored.pieces[0] if len(stored.pieces) == 1 else None
+        known = piece is not None and 0 < piece.payload_bytes == stored.size_bytes
+        return piece.checksum if piece and known else None
 
 
 async def _fill(journal: NvmeJournal, stored: Stored, descriptor: int) -> None:

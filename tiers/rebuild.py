@@ -166,7 +166,7 @@ def _enter(store: TieredStore, stored: Stored) -> None:
     if store.object_id_of(key.digest) is None:
         store.table.put(key.digest, int(key.kind), NO_SLOT, 0, stored.size_bytes, TIER_NVME, 0, stored.place)
     else:
-        store.note_copy(key, stored.place)
+        store.note_copy(key, TIER_NVME, stored.place)
 
 
 def _restore_block(store: TieredStore, stored: Stored, bucket: bytes | None) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import trio
 
 from kvfs import limits, paths
-from kvfs._native.table import TIER_DRAM, Entry
+from kvfs._native.table import TIER_COLD, TIER_DRAM, Entry
 from kvfs.errors import (
     IsDirectory,
     NoSpace,
@@ -31,6 +31,8 @@ from kvfs.names import NameIndex, NameRow
 from tiers.base import NO_SLOT, Extent, Kind, StoreKey, object_key
 from tiers.blocks import Block
 from tiers.catalog import DIRECTORY, PINNED, Catalog, extent_of
+from tiers.cold import Cold
+from tiers.cold_format import ColdName
 from tiers.dram import DramTier
 from tiers.eviction import EvictionPolicy
 from tiers.evictor import Evictor
@@ -70,9 +72,12 @@ class Residence(Catalog):
         self._largest_bytes = usage.largest_object_bytes
         self._policy = policy
         self._evictor = Evictor(self._policy, self._is_held, self._evict_group, self._report_hits)
+        self._spares_halfway = True
         self._last_reader: dict[int, int] = {}
         self.journal = Journal()
         """What becomes of objects outside of DRAM; a store without the NVMe tier has one that does nothing."""
+        self.cold = Cold()
+        """Copies in a bucket elsewhere; without that tier one that does nothing."""
         self.recovery: dict[str, Any] = {}
         """What the start found and how long it took (`heritage.Recovery`)."""
 
@@ -161,7 +166,11 @@ class Residence(Catalog):
         except NoSpace:  # what is free was promised to open drafts, or it is slots that are short
             usage = self.dram.usage()
             short_of_slots = usage.slots >= usage.max_slots
-            self._evictor.run(size_bytes, objects_wanted=SLOTS_AT_ONCE if short_of_slots else 0)
+            self._spares_halfway = False
+            try:
+                self._evictor.run(size_bytes, objects_wanted=SLOTS_AT_ONCE if short_of_slots else 0)
+            finally:
+                self._spares_halfway = True
             return self.dram.reserve(size_bytes)
 
     def open_draft(self, draft: Draft) -> int:
@@ -194,7 +203,8 @@ class Residence(Catalog):
             info = self.lookup(name)
             if isinstance(info, Directory):
                 raise IsDirectory(f"{name} is a directory: evict names the objects in it")
-            freed += self._evict_one(info.key.digest)
+            if not self._is_halfway(info.key.digest):
+                freed += self._evict_one(info.key.digest)
         return freed
 
     def make_room(self, size_bytes: int) -> None:
@@ -230,9 +240,12 @@ class Residence(Catalog):
             report()
 
     def _is_held(self, digest: bytes) -> bool:
-        """Whether the DRAM copy may not go now: somebody has it open, or it is the only one of a durable object."""
+        """Whether the DRAM copy may not go now: somebody has it open, or it is the only one of a durable object; or it
+        would take the copy in the cold tier along, and there may be others to evict."""
         object_id = self.object_id_of(digest)
         if object_id is not None and self.journal.is_needed(object_id):
+            return True
+        if self._spares_halfway and self._is_halfway(digest):
             return True
         entry = self.table.get(digest)
         extent = None if entry is None else extent_of(entry)
@@ -276,8 +289,23 @@ class Residence(Catalog):
         return self._expel(digest)
 
     def _is_below(self, digest: bytes) -> bool:
+        """Whether a lower tier has the object, so that DRAM may let it go."""
         object_id = self.object_id_of(digest)
-        return object_id is not None and self.journal.holds(object_id)
+        if object_id is None:
+            return False
+        return self.journal.holds(object_id) or (
+            self._is_cold(digest) and not self.journal.is_writing(object_id)
+        )
+
+    def _is_cold(self, digest: bytes) -> bool:
+        entry = self.table.get(digest)
+        return entry is not None and bool(entry.tiers & TIER_COLD)
+
+    def _is_halfway(self, digest: bytes) -> bool:
+        """Whether the cold tier has the object, and NVMe is still writing it: out of DRAM now, it would have to leave
+        all tiers. A write cannot be taken back without a deletion, and that ends whatever is written of an id later."""
+        object_id = self.object_id_of(digest)
+        return object_id is not None and self.journal.is_writing(object_id) and self._is_cold(digest)
 
     def _forget_below(self, digest: bytes) -> None:
         """No lower tier is to have the object, or what was written of it so far."""
@@ -363,9 +391,10 @@ class Residence(Catalog):
         self._discard(object_key(row.object_id), row.uid)
 
     def _discard(self, key: StoreKey, uid: int) -> int:
-        """Take an object out of table, policy and tier; the bytes that became free."""
+        """Take an object out of table, policy and tiers; the bytes that became free."""
         self._report_hits()
         entry = self.table.get(key.digest)
+        self._discard_cold(key.digest, entry)
         self.table.remove(key.digest)
         if self.block_listeners and entry is not None:
             self._tell_placed(key.digest, entry.tiers, 0)
@@ -379,6 +408,21 @@ class Residence(Catalog):
         held = self.dram.free(extent, charge_uid=self._last_reader.pop(extent.slot, uid))
         self._watch_quota()
         return 0 if held else entry.size_bytes
+
+    def _discard_cold(self, digest: bytes, entry: Entry | None) -> None:
+        """First of all, or a kill in between would leave a row that brings back what is removed."""
+        if entry is not None and entry.tiers & TIER_COLD and (name := self.cold_name(digest)) is not None:
+            self.cold.removed(name)
+
+    def cold_name(self, digest: bytes) -> ColdName | None:
+        """What the object of this key is called in the cold tier; None where there is no such object."""
+        block = self._blocks.get(digest)
+        if block is not None:
+            key = StoreKey(Kind.BLOCK, digest)
+            return ColdName(key, block.sequence, block.parent or bytes(16), block.bucket)
+        if digest in self._name_of:
+            return ColdName(StoreKey(Kind.OBJECT, digest), int.from_bytes(digest, "big"))
+        return None
 
     def _tell(self, change: Change) -> None:
         for listener in self.listeners:

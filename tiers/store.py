@@ -33,12 +33,13 @@ import trio
 from kvfs import crashpoints, limits
 from kvfs._native.sealer import Sealed
 from kvfs._native.slots import fd_xxh3_64
-from kvfs._native.table import TIER_DRAM, TIER_NVME
+from kvfs._native.table import TIER_COLD, TIER_DRAM, TIER_NVME
 from kvfs.errors import (
     ConfigError,
     Corrupt,
     Exists,
     InvalidRequest,
+    KvfsError,
     NoSpace,
     NotPermitted,
     ObjectTooLarge,
@@ -51,12 +52,12 @@ from kvfs.names import NameIndex, NameRow
 from tiers.base import NO_SLOT, Extent, Kind, SealHeader, StoreKey, object_key
 from tiers.blocks import Block
 from tiers.catalog import block_digest
+from tiers.cold_bucket import ColdOptions
 from tiers.device import Device
 from tiers.dram import DramTier
 from tiers.eviction import EvictionPolicy, policy_named
 from tiers.heritage import Heritage, Lower, walking
 from tiers.home import Home, open_home
-from tiers.index_check import IndexWalk
 from tiers.journal import Resident
 from tiers.large import LargeDraft, LargeReader
 from tiers.model import Attributes, Bucket, Change, ChangeKind, Draft, Name, ObjectInfo
@@ -89,6 +90,7 @@ class TieredStore(Naming):
         backing: str = "auto",
         quota_bytes: int | None = None,
         policy: str = "default",
+        cold: ColdOptions | None = None,
     ) -> Self:
         """Open the store in `data_dir`, which it then owns until `close`.
 
@@ -105,10 +107,10 @@ class TieredStore(Naming):
             try:
                 _check_no_segments(home)
                 try:
-                    return cls._open(home, Heritage(home), open_tier, quota_bytes, make_policy)
+                    return cls._open(home, Heritage(home, cold=cold), open_tier, quota_bytes, make_policy)
                 except Corrupt as error:
                     log.error("starting with an empty index: %s", error)
-                    heritage = Heritage(home, believe=False)
+                    heritage = Heritage(home, cold=cold, believe=False)
                     return cls._open(home, heritage, open_tier, quota_bytes, make_policy)
             except BaseException:
                 home.close(clean=False)
@@ -130,6 +132,7 @@ class TieredStore(Naming):
         backing: str = "auto",
         quota_bytes: int | None = None,
         policy: str = "default",
+        cold: ColdOptions | None = None,
     ) -> Self:
         """As `open`, with an NVMe tier in `nvme_dir` (default: in the data directory), which the store outlives.
 
@@ -154,11 +157,13 @@ class TieredStore(Naming):
                 home.note_segments(nvme_dir or home.segments)
                 try:
                     lower = Lower(*await open_lower())
-                    store = cls._open_over(home, lower, open_tier, quota_bytes, make_policy, walk=walk)
+                    heritage = partial(Heritage, home, lower, cold=cold, walk=walk)
+                    store = cls._open_over(home, heritage, lower, open_tier, quota_bytes, make_policy)
                 except Corrupt as error:
                     log.error("the index is built anew: %s", error)
                     lower = Lower(*await open_lower())
-                    store = cls._open_over(home, lower, open_tier, quota_bytes, make_policy, believe=False)
+                    heritage = partial(Heritage, home, lower, cold=cold, believe=False)
+                    store = cls._open_over(home, heritage, lower, open_tier, quota_bytes, make_policy)
                 await store.journal.settle_start()
                 return store
             except BaseException:
@@ -169,19 +174,16 @@ class TieredStore(Naming):
     def _open_over(
         cls,
         home: Home,
+        make_heritage: Callable[[], Heritage],
         lower: Lower,
         open_tier: Callable[..., DramTier],
         quota_bytes: int,
         make_policy: Callable[[], EvictionPolicy[bytes]],
-        *,
-        believe: bool = True,
-        walk: IndexWalk | None = None,
     ) -> Self:
         """A store over an open lower tier, which is closed where that fails."""
         crashpoints.reach("start.after_log")
         try:
-            heritage = Heritage(home, lower, believe=believe, walk=walk)
-            return cls._open(home, heritage, open_tier, quota_bytes, make_policy)
+            return cls._open(home, make_heritage(), open_tier, quota_bytes, make_policy)
         except BaseException:
             lower.nvme.pool.close_files()
             raise
@@ -207,7 +209,9 @@ class TieredStore(Naming):
 
     async def run(self) -> None:
         """Write to the lower tiers, until cancelled."""
-        await self.journal.run()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.journal.run)
+            nursery.start_soon(self.cold.run)
 
     async def finish(self) -> None:
         """Before `close`: write what is queued, with its footer. Raises NoSpace, DeviceFailed."""
@@ -277,10 +281,11 @@ class TieredStore(Naming):
             key, sequence, sealed.extent, sealed.size_bytes, bucket, (name, row), bytes(16), attributes.uid
         )
         self.journal.sealed(found, replaced=None if old is None else old.object_id, snapshot=snapshot)
+        self.cold.sealed(key, bucket)
         if old is not None:
             self._discard(object_key(old.object_id), old.uid)
         self._tell(Change(ChangeKind.SEALED, name, key))
-        return self._info(name, row, sealed.extent)
+        return self._info(name, row, sealed.extent, "dram")
 
     def _check_sealable(
         self, name: Name, *, replace: bool, expected_id: int | None = None
@@ -375,7 +380,7 @@ class TieredStore(Naming):
         if old is not None:
             self._discard(object_key(old.object_id), old.uid)
         self._tell(Change(ChangeKind.SEALED, name, stored.key))
-        return self._info(name, row, None)
+        return self._info(name, row, None, "nvme")
 
     def abort_large(self, draft: LargeDraft) -> None:
         """Give the draft back, and what was made durable of it; twice is harmless."""
@@ -432,6 +437,8 @@ class TieredStore(Naming):
             raise InvalidRequest(f"bucket {bucket.decode()} is bound to no namespace")
         self.make_entry_room()
         with self.native_seals.settled():
+            if self._is_far(digest):
+                self._discard(StoreKey(Kind.BLOCK, digest), uid)
             if self._blocks.get(digest) is not None:
                 self.abort(draft)
                 return self.lookup_block(digest)
@@ -447,6 +454,20 @@ class TieredStore(Naming):
         block = Block(bucket, uid, sealed.size_bytes, sequence, sealed.sealed_at_ns, parent=parent)
         self._enter_sealed(key, block, where, sealed.extent)
         return self.lookup_block(digest)
+
+    def _is_far(self, digest: bytes) -> bool:
+        """Whether only the cold tier has a block: one that was computed again is nearer, and there when that is not."""
+        entry = self.table.get(digest)
+        return entry is not None and entry.tiers == TIER_COLD
+
+    def seal_far_block(self, draft: Draft, sealed: Sealed, bucket: Bucket) -> None:
+        """The sealing thread found a block there already: its draft goes back, or takes its place where only the cold
+        tier has it."""
+        if self._is_far(sealed.key):
+            parent = sealed.parent if any(sealed.parent) else None
+            with suppress(KvfsError):
+                self.seal_block(draft, bucket.name, sealed.key, parent=parent, uid=draft.uid)
+        self.abort(draft)
 
     def sealed_natively(self, draft: Draft, sealed: Sealed, bucket: Bucket) -> None:
         """The sealing thread has published a draft as a block: know it, as `seal_block` does."""
@@ -477,6 +498,7 @@ class TieredStore(Naming):
         self.journal.sealed(
             Resident(key, block.sequence, extent, block.size_bytes, bucket, None, parent, block.uid)
         )
+        self.cold.sealed(key, bucket)
         self._tell(Change(ChangeKind.SEALED, Name(block.bucket, block_name(key.digest)), key))
 
     def _index(self, draft: Draft, key: StoreKey, slot: int, generation: int, size_bytes: int) -> None:
@@ -515,6 +537,7 @@ class TieredStore(Naming):
         if key.digest in self._policy:
             self._policy.touch(key.digest, time.monotonic())
         self.journal.touched(key)
+        self.cold.touched(key)
 
     async def load(self, info: ObjectInfo, *, uid: int) -> ObjectInfo:
         """The object, in DRAM: read back and verified if it was on a device only.
@@ -569,6 +592,7 @@ class TieredStore(Naming):
             "tiers": [
                 {"name": self.dram.name, "backing": self.dram.backing, **asdict(self.dram.usage())},
                 *self.journal.usage(),
+                *self.cold.usage(),
             ],
         }
 

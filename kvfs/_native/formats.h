@@ -55,7 +55,8 @@ struct kvfs_table_header {
     /* What follows changes while the table lives. */
     uint32_t clean; /* 1 after a clean close */
     uint32_t dead;  /* 1 once the service has replaced this table */
-    uint8_t reserved1[56];
+    uint32_t hidden_tiers; /* bits of tiers that cannot be read now: what only they have is a miss */
+    uint8_t reserved1[52];
     uint32_t move_seq; /* odd while an entry moves */
     uint8_t reserved2[60];
     uint32_t live_entries;

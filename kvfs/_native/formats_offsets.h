@@ -20,7 +20,7 @@ struct kvfs_field {
 static const struct kvfs_field kvfs_fields[] = {
     T(magic), T(version), T(header_bytes), T(store_id), T(slot_count), T(entry_count), T(slots_offset),
     T(entries_offset), T(file_bytes), T(slot_header_bytes), T(entry_bytes), T(hash_seed), T(created_ns),
-    T(reserved0), T(header_checksum), T(clean), T(dead), T(reserved1), T(move_seq), T(reserved2), T(live_entries),
+    T(reserved0), T(header_checksum), T(clean), T(dead), T(hidden_tiers), T(reserved1), T(move_seq), T(reserved2), T(live_entries),
     T(slots_used), T(reserved3),
     S(seq), S(version), S(state), S(kind), S(generation), S(flags), S(key), S(object_id), S(sequence), S(size_bytes),
     S(checksum), S(parent), S(uid), S(bucket_id), S(sealed_at_ns), S(marks), S(reserved0), S(reserved1),

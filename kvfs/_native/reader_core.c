@@ -77,7 +77,7 @@ static int open_block(const struct kvfs_table *t, int dirfd, const uint8_t *key,
     struct kvfs_entry_view view;
     char name[KVFS_SLOT_NAME_BYTES];
     for (int attempt = 0; attempt < ATTEMPTS; attempt++) {
-        if (kvfs_table_lookup(t, key, &view) != 1 || view.kind != KIND_BLOCK || view.tiers == 0)
+        if (kvfs_table_lookup(t, key, &view) != 1 || view.kind != KIND_BLOCK || kvfs_visible(t, &view) == 0)
             return KVFS_READ_MISS;
         if (!(view.tiers & TIER_DRAM))
             return KVFS_READ_BELOW;
@@ -221,13 +221,13 @@ void kvfs_map_batch(const struct kvfs_table *t, int dirfd, const uint8_t *keys, 
     note_hits(hits, keys, n, results);
 }
 
-/* The tier bits of each block, 0 for what is not there. */
+/* The tier bits of each block, 0 for what is not there or cannot be read now. */
 void kvfs_find_batch(const struct kvfs_table *t, const uint8_t *keys, int64_t n, uint8_t *tiers)
 {
     struct kvfs_entry_view view;
     for (int64_t i = 0; i < n; i++) {
         int found = kvfs_table_lookup(t, keys + i * KVFS_KEY_BYTES, &view) == 1 && view.kind == KIND_BLOCK;
-        tiers[i] = found ? view.tiers : 0;
+        tiers[i] = found ? kvfs_visible(t, &view) : 0;
     }
 }
 

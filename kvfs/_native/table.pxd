@@ -9,6 +9,7 @@ cdef extern from "table_core.h" nogil:
         uint32_t entry_count
         uint32_t clean
         uint32_t live_entries
+        uint32_t hidden_tiers
         uint32_t slots_used
         uint64_t created_ns
         uint64_t file_bytes
@@ -84,6 +85,7 @@ cdef extern from "table_core.h" nogil:
     int kvfs_slot_set_checksum(kvfs_table *t, uint32_t slot, uint32_t generation, uint64_t value)
     int kvfs_table_set_clean(kvfs_table *t, uint32_t clean)
     int kvfs_table_set_dead(kvfs_table *t)
+    void kvfs_table_hide(kvfs_table *t, uint32_t tiers)
     uint64_t kvfs_slot_header_checksum(const kvfs_slot_header *header)
 
 

@@ -167,6 +167,11 @@ class Table:
         """Rename the file, over another table if one is there. Raises OSError."""
 
     def set_dead(self) -> None: ...
+    def hide(self, tiers: int) -> None:
+        """What only these tiers (TIER_ bits) have matches nothing from here on; 0 shows everything."""
+
+    @property
+    def hidden_tiers(self) -> int: ...
     @property
     def alive(self) -> bool:
         """Whether the service still uses this file; a reader that sees False attaches anew."""

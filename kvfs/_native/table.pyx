@@ -409,6 +409,13 @@ cdef class Table:
     def set_dead(self):
         kvfs_table_set_dead(self.writer())
 
+    def hide(self, uint32_t tiers):
+        kvfs_table_hide(self.writer(), tiers)
+
+    @property
+    def hidden_tiers(self):
+        return self.pointer().header.hidden_tiers
+
     @property
     def store_id(self):
         return PyBytes_FromStringAndSize(<const char *>self.pointer().header.store_id, 16)

@@ -489,6 +489,11 @@ int kvfs_table_set_clean(struct kvfs_table *t, uint32_t clean)
     return 0;
 }
 
+void kvfs_table_hide(struct kvfs_table *t, uint32_t tiers)
+{
+    KVFS_STORE_RELEASE(&t->header->hidden_tiers, tiers);
+}
+
 int kvfs_table_set_dead(struct kvfs_table *t)
 {
     KVFS_STORE_RELEASE(&t->header->dead, 1);

@@ -193,7 +193,13 @@ static inline int kvfs_table_lookup(const struct kvfs_table *t, const uint8_t *k
 
 #define KVFS_MATCH_AHEAD 8
 
-/* How many of `n` keys, from the first on, are live entries of `kind`; with `tiers`, the tier bits of each.
+/* The bits of an entry's tiers that can be read now. */
+static inline uint8_t kvfs_visible(const struct kvfs_table *t, const struct kvfs_entry_view *view)
+{
+    return (uint8_t)(view->tiers & ~KVFS_LOAD(&t->header->hidden_tiers));
+}
+
+/* How many of `n` keys, from the first on, are visible entries of `kind`; with `tiers`, the visible bits of each.
  * -ETIMEDOUT only when not even the first could be read. The next keys' home lines are fetched ahead. */
 static inline int64_t kvfs_table_match(const struct kvfs_table *t, const uint8_t *keys, uint64_t n, uint8_t kind,
                                        uint8_t *tiers)
@@ -212,10 +218,10 @@ static inline int64_t kvfs_table_match(const struct kvfs_table *t, const uint8_t
         int rc = kvfs_table_lookup(t, keys + i * KVFS_KEY_BYTES, &view);
         if (rc < 0 && i == 0)
             return rc;
-        if (rc != 1 || view.kind != kind || view.tiers == 0)
+        if (rc != 1 || view.kind != kind || kvfs_visible(t, &view) == 0)
             return (int64_t)i;
         if (tiers)
-            tiers[i] = view.tiers;
+            tiers[i] = kvfs_visible(t, &view);
     }
     return (int64_t)n;
 }
@@ -283,6 +289,7 @@ int kvfs_slot_set_generation(struct kvfs_table *t, uint32_t slot, uint32_t gener
 int kvfs_slot_set_checksum(struct kvfs_table *t, uint32_t slot, uint32_t generation, uint64_t value);
 int kvfs_table_set_clean(struct kvfs_table *t, uint32_t clean);
 int kvfs_table_set_dead(struct kvfs_table *t);
+void kvfs_table_hide(struct kvfs_table *t, uint32_t tiers);
 uint64_t kvfs_slot_header_checksum(const struct kvfs_slot_header *header);
 
 #endif

@@ -30,8 +30,10 @@ import trio
 
 from kvfs import crashpoints
 from kvfs.limits import MIB
+from tests.support.cold import FolderBucket, options
 from tests.support.crash_load import CLIENTS, Client, audit, look, make_buckets
 from tests.support.posix import PR_SET_PDEATHSIG
+from tiers.cold import ColdTier
 from tiers.device import open_device
 from tiers.journal import NvmeJournal
 from tiers.model import Name
@@ -90,9 +92,11 @@ async def live(task: dict[str, Any], say: Speaker) -> None:
         max_slots=512,
         backing=task["backing"],
         quota_bytes=1 << 40,
+        cold=options(FolderBucket(Path(task["cold"]))) if task["cold"] else None,
     )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(store.run)
+        await reachable(store)
         nursery.start_soon(watch, store, say)
         make_buckets(store)
         await store.journal.settle()
@@ -109,6 +113,12 @@ async def live(task: dict[str, Any], say: Speaker) -> None:
         await store.finish()
         store.close(keep=chance.random() < 0.7)
     say(end=True)
+
+
+async def reachable(store: TieredStore) -> None:
+    """Wait until the cold tier, if there is one, can be read; it may still be comparing."""
+    while isinstance(store.cold, ColdTier) and not store.cold.is_up:  # noqa: ASYNC110 it tells nobody
+        await trio.sleep(0.001)
 
 
 async def watch(store: TieredStore, say: Speaker) -> None:

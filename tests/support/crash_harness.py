@@ -123,7 +123,9 @@ class Life:
 class Harness:
     """Lives of one store in one directory."""
 
-    def __init__(self, forge: Forge, seed: int, tally: Tally, *, backing: str = "directory") -> None:
+    def __init__(
+        self, forge: Forge, seed: int, tally: Tally, *, backing: str = "directory", cold: bool = False
+    ) -> None:
         self.forge, self.seed, self.tally, self.backing = forge, seed, tally, backing
         self.base = Path(tempfile.mkdtemp(prefix="kvfs-crash-", dir=fast_directory()))
         self.path = self.base / "data"
@@ -131,6 +133,8 @@ class Harness:
         self.model = Model()
         self.number = 0
         self.index_lives = True
+        self.cold = cold
+        """Whether its lives have a cold tier, over a directory that outlives them."""
         self.fate = "new"
         self._history: list[str] = []
         """Every change, for the message of a failure."""
@@ -153,6 +157,7 @@ class Harness:
             "dram_bytes": 16 * MIB,
             "nvme_bytes": 16 * MIB,
             "backing": self.backing,
+            "cold": str(self.base / "cold") if self.cold else "",
             "empty": empty,
         }
         where = f"KVFS_TEST_SEED={self.seed}, life {self.number}, before it {self.fate}, crash at {crash_at}"
@@ -230,13 +235,16 @@ class Harness:
             self.tally.activity[key] += usage[key]
         for key in ("segments_reclaimed", "objects_evicted", "corrupt", "syncs"):
             self.tally.activity[key] += usage["tiers"][1][key]
+        for tier in usage["tiers"][2:]:
+            for key in ("uploads", "fetches", "adopted", "deleted", "evicted", "lost"):
+                self.tally.activity[f"cold {key}"] += tier[key]
 
     def check_clean(self, where: str) -> None:
         """A kill leaves nothing to repair: what is stored agrees and is all referred to. At most the last write of a
-        segment is torn, and then it is of nothing that was acknowledged."""
+        segment, or the header of a slot, is torn, and then it is of nothing that was acknowledged."""
         found = _check(self.path, self.path / "nvme", repair=False)
         self.tally.checks += 1
-        torn = [each for each in found["problems"] if " at " in each["where"] and each["cost"] != "durable"]
+        torn = [each for each in found["problems"] if each["cost"] != "durable" and _is_torn(each)]
         wrong = [each for each in found["problems"] if each not in torn]
         assert not wrong, f"{where}: {wrong}"
         assert len({each["where"].partition(" at ")[0] for each in torn}) <= 1, f"{where}: {torn}"
@@ -250,6 +258,8 @@ class Harness:
         if index != "intact" and not self._damage_index(index):
             index = "intact"
         self.index_lives = self.index_lives and index == "intact"
+        if index != "intact" and self.cold:
+            self.model.forget_removals()
         self.fate = f"DRAM {dram}, index {index}"
         self.tally.fates[self.fate] += 1
         if self.chance.random() < 0.2 and (self.path / "index").exists():
@@ -275,6 +285,10 @@ class Harness:
         else:
             flip_bits(data, self.chance, self.chance.randint(1, 30), end=used_bytes(data))
         return True
+
+
+def _is_torn(problem: dict[str, Any]) -> bool:
+    return " at " in problem["where"] or "was being written" in problem["what"]
 
 
 def used_bytes(path: Path) -> int:

@@ -17,12 +17,15 @@ from typing import Any, Final
 
 import trio
 
+from kvfs._native.table import TIER_COLD
 from kvfs.errors import KvfsError, NotFound, Superseded
 from kvfs.keys import block_name
 from kvfs.name_rows import DIRECTORY
 from tests.support.crash_model import Assignment, Value
 from tests.support.posix import pattern
 from tests.support.stores import NAMESPACE
+from tiers.cold import ColdTier
+from tiers.cold_format import HEADER_BYTES
 from tiers.journal import NvmeJournal
 from tiers.model import Attributes, Name, ObjectInfo
 from tiers.nvme import counted_bytes
@@ -328,6 +331,8 @@ def audit(store: TieredStore) -> list[str]:
     wrong = [*_audit_table(store), *_audit_dram(store)]
     if isinstance(store.journal, NvmeJournal):
         wrong += _audit_nvme(store.journal)
+    if isinstance(store.cold, ColdTier):
+        wrong += _audit_cold(store, store.cold)
     return wrong
 
 
@@ -345,6 +350,21 @@ def _audit_table(store: TieredStore) -> list[str]:
     names = sum(1 for _, _, row in store.names.rows() if row is not None and not row.flags & DIRECTORY)
     if names != store.usage()["objects"]:
         wrong.append(f"{names} names in the index, {store.usage()['objects']} objects known")
+    return wrong
+
+
+def _audit_cold(store: TieredStore, cold: ColdTier) -> list[str]:
+    """Rows, order and the table's bits are the same; what is on its way has no row yet, or none any more."""
+    marked = {
+        str(store.cold_name(digest)): entry.size_bytes + HEADER_BYTES
+        for digest, entry in store.table.items()
+        if entry.tiers & TIER_COLD
+    }
+    rows = {name: 0 if row is None else row.size_bytes + HEADER_BYTES for name, row in cold.index.rows()}
+    wrong = [f"cold: {name} differs" for name in {*marked, *rows} if marked.get(name) != rows.get(name)]
+    used = sum(rows.values()) + sum(cold.writing.values()) + sum(cold.leaving.values())
+    if not used == cold.used_bytes <= cold.capacity_bytes:
+        wrong.append(f"cold: {cold.used_bytes} bytes used of {cold.capacity_bytes}, {used} are there")
     return wrong
 
 

@@ -40,6 +40,8 @@ class Model:
     unsure: dict[str, set[Value | None]] = field(default_factory=dict)
     """Name -> outcomes of changes that failed half-way."""
     acknowledged: int = 0
+    blocks: dict[str, set[Value | None]] = field(default_factory=dict)
+    """Every block of a cache that ever was there, or may have been."""
 
     def hear(self, said: dict[str, Any]) -> None:
         """One line of a client: `begin` with its assignments, then `done`, `failed` or `unsure`."""
@@ -59,11 +61,16 @@ class Model:
                 self.unsure.setdefault(name, set()).add(value)
 
     def _set(self, name: str, value: Value | None) -> None:
+        self._note_block(name, value)
         self.unsure.pop(name, None)
         if value is None:
             self.values.pop(name, None)
         else:
             self.values[name] = value
+
+    def _note_block(self, name: str, value: Value | None) -> None:
+        if value is not None and "/" not in name and not is_durable(name):
+            self.blocks.setdefault(name, set()).add(value)
 
     def outcomes(self) -> dict[str, set[Value | None]]:
         """Name -> what may be there, for every name that ever mattered."""
@@ -74,6 +81,12 @@ class Model:
             for name, value in assignments:
                 found.setdefault(name, {None}).add(value)
         return found
+
+    def forget_removals(self) -> None:
+        """The index is lost, and a cold tier may still have any block that was ever there: it may come back."""
+        for name, values in self.blocks.items():
+            if name not in self.values:
+                self.unsure.setdefault(name, {None}).update(values)
 
     def judge(self, found: dict[str, Value], *, index_lives: bool) -> list[str]:
         """What is wrong with what a start found; empty when nothing is."""
@@ -128,7 +141,10 @@ class Model:
             for name, allowed in self.outcomes().items()
             if name not in found and not is_durable(name)
         }
-        return Model(values=dict(found), unsure=forgotten, acknowledged=self.acknowledged)
+        for assignments in self.under_way.values():
+            for name, value in assignments:
+                self._note_block(name, value)
+        return Model(dict(found), unsure=forgotten, acknowledged=self.acknowledged, blocks=self.blocks)
 
 
 def _value(raw: list[Any] | Value) -> Value:

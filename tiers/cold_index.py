@@ -1,0 +1,145 @@
+"""Which objects the cold tier has: rows beside the names, in the same environment (`kvfs.name_env`).
+
+Responsibility: a row for each remote name (`tiers.cold_format`), and two words on the whole: of which bucket the rows
+speak, and whether a listing of that bucket has ever been held against them to its end. Until then, blocks that were
+removed here are noted, since one that the bucket still has would be taken for what was lost with the index.
+
+Invariants: a row is written after the remote object is whole, and removed before anything else of the object is: what
+was removed does not come back. A row that does not match its checksum counts as absent. It has the durability of the
+names: after a power failure it goes with them.
+Concurrency: the service's trio thread; each call is one transaction.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvfs import limits
+from kvfs.errors import Corrupt
+from kvfs.name_env import NameEnvironment
+from kvfs.name_rows import load_row, store_row
+
+if TYPE_CHECKING:
+    import lmdb
+
+    Txn = lmdb.Transaction[bytes]
+
+DATABASE: Final = b"cold"
+_PLACE: Final = b"cold_place"
+_COMPLETE: Final = b"cold_complete"
+_FORBIDDEN: Final = b"\xff"
+"""Begins keys that are no names, behind all names."""
+_ROW = struct.Struct("<BxxxIQQ")
+_VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ColdRow:
+    """What is known of a remote object besides its name."""
+
+    size_bytes: int
+    """Of the payload."""
+    uid: int
+    sealed_at_ns: int
+
+    def encode(self) -> bytes:
+        return _ROW.pack(_VERSION, self.uid, self.size_bytes, self.sealed_at_ns)
+
+    @classmethod
+    def decode(cls, data: bytes) -> ColdRow:
+        """Raises Corrupt."""
+        if len(data) != _ROW.size or data[0] != _VERSION:
+            raise Corrupt(f"cold row of {len(data)} bytes, version {data[:1].hex()}")
+        _, uid, size_bytes, sealed_at_ns = _ROW.unpack(data)
+        return cls(size_bytes, uid, sealed_at_ns)
+
+
+class ColdIndex:
+    """The rows, by remote name."""
+
+    def __init__(self, environment: NameEnvironment) -> None:
+        self._env = environment
+        self._db = environment.open_db(DATABASE)
+
+    def claim(self, place: str) -> bool:
+        """Have the rows speak of this bucket and prefix; False where they spoke of another, and are gone now."""
+        known = self._env.get_meta(_PLACE)
+        if known == place.encode():
+            return True
+
+        def change(txn: Txn) -> None:
+            txn.drop(self._db, delete=False)
+
+        self._env.write(change)
+        self.is_complete = False
+        self._env.put_meta(_PLACE, place.encode())
+        return known is None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every object of the bucket that is worth it has a row."""
+        return self._env.get_meta(_COMPLETE) == b"1"
+
+    @is_complete.setter
+    def is_complete(self, value: bool) -> None:
+        if value:
+            self._env.write(self._allow_all)
+        self._env.put_meta(_COMPLETE, b"1" if value else b"0")
+
+    def forbid(self, digest: bytes) -> None:
+        """Until the rows are complete no block of this prefix hash is to be taken from the bucket."""
+        self._env.write(lambda txn: txn.put(_FORBIDDEN + digest, b"", db=self._db))
+
+    def is_forbidden(self, digest: bytes) -> bool:
+        return self._env.read(lambda txn: txn.get(_FORBIDDEN + digest, db=self._db)) is not None
+
+    def _allow_all(self, txn: Txn) -> None:
+        cursor = txn.cursor(db=self._db)
+        while cursor.set_range(_FORBIDDEN):
+            cursor.delete()
+
+    def put(self, name: str, row: ColdRow) -> None:
+        key = name.encode()
+        self._env.write(lambda txn: txn.put(key, store_row(key, row.encode()), db=self._db))
+
+    def remove(self, name: str) -> None:
+        self._env.write(lambda txn: txn.delete(name.encode(), db=self._db))
+
+    def get(self, name: str) -> ColdRow | None:
+        key = name.encode()
+        return _decoded(key, self._env.read(lambda txn: txn.get(key, db=self._db)))
+
+    def page(self, after: str, until: str | None, limit: int) -> list[tuple[str, ColdRow | None]]:
+        """The rows past `after` and up to `until`, in order, at most `limit`; None for damaged ones."""
+
+        def look(txn: Txn) -> list[tuple[bytes, bytes]]:
+            found: list[tuple[bytes, bytes]] = []
+            cursor = txn.cursor(db=self._db)
+            there = cursor.set_range(after.encode() + b"\0")
+            while there and len(found) < limit:
+                if cursor.key() >= _FORBIDDEN or (until is not None and cursor.key() > until.encode()):
+                    break
+                found.append(cursor.item())
+                there = cursor.next()
+            return found
+
+        return [(key.decode(), _decoded(key, stored)) for key, stored in self._env.read(look)]
+
+    def rows(self) -> Iterator[tuple[str, ColdRow | None]]:
+        """All rows, in order; None for damaged ones. What changes behind the last one given is seen."""
+        after = ""
+        while page := self.page(after, None, limits.MAX_LIST_ENTRIES):
+            yield from page
+            after = page[-1][0]
+
+
+def _decoded(key: bytes, stored: bytes | None) -> ColdRow | None:
+    if stored is None:
+        return None
+    try:
+        return ColdRow.decode(load_row(key, stored))
+    except Corrupt:
+        return None
