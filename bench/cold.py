@@ -1,8 +1,8 @@
 """What is measured at the cold tier: objects read back into DRAM, against boto3's own GET of the same bytes.
 
-Responsibility: one function for each size. A gateway on loopback is the bucket elsewhere; a store in this process has
-its objects there only. One side is the store's promotion, verified and sealed; the other is `get_object` and `read` in a
-worker thread of the same kind, into memory of its own, verifying nothing. Single operations, in turns.
+Responsibility: one function for each size. A gateway on loopback is the bucket elsewhere; a store in this process
+has its objects there only. One side is the store's promotion, verified and sealed; the other is `get_object` and
+`read` in a worker thread, into memory of its own, verifying nothing. Single operations, in turns.
 """
 
 from __future__ import annotations
