@@ -1,4 +1,4 @@
-"""Answers that begin before their operation has ended, on a clock that runs as fast as the test, and what boto3 makes of
+"""Answers that begin before their operation has ended, on a clock that runs as fast as the test; what boto3 makes of
 them."""
 
 from __future__ import annotations
