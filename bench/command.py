@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench import client, doors, keys, memory, nvme, s3
+from bench import client, cold, doors, keys, memory, nvme, s3
 from bench.measure import Result
 from bench.places import Places, open_places
 
@@ -46,6 +46,8 @@ AT_S3: dict[str, Callable[[float], Result]] = {
     "s3.get_1m": s3.get_1m,
     "s3.get_4k": s3.get_4k,
     "s3.put_1m_crc64": s3.put_1m_crc64,
+    "cold.fetch_1m": cold.fetch_1m,
+    "cold.fetch_16m": cold.fetch_16m,
 }
 """Start a service and nginx of their own."""
 NAMES = [*IN_MEMORY, *AT_DOORS, *ON_DEVICE, *AT_S3]
@@ -67,6 +69,8 @@ BASELINES = {
     "s3.get_1m": "nginx, sendfile",
     "s3.get_4k": "nginx, sendfile",
     "s3.put_1m_crc64": "the GET",
+    "cold.fetch_1m": "boto3's GET",
+    "cold.fetch_16m": "boto3's GET",
 }
 
 

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from hmac import digest as hmac_digest
@@ -176,7 +176,8 @@ def _sides() -> Iterator[Sides]:
         for name, size in SIZES.items():
             (root / name).write_bytes(os.urandom(size))
         nginx = stack.enter_context(_nginx(home, root))
-        kvfs = stack.enter_context(_kvfs(home))
+        files = {name: (root / name).read_bytes() for name in SIZES}
+        kvfs = stack.enter_context(gateway(home, files))
         yield Sides(nginx, kvfs, home)
 
 
@@ -190,7 +191,8 @@ def _nginx(home: Path, root: Path) -> Iterator[str]:
 
 
 @contextmanager
-def _kvfs(home: Path) -> Iterator[str]:
+def gateway(home: Path, files: Mapping[str, bytes]) -> Iterator[str]:
+    """The URL of a service of its own with these objects in BUCKET."""
     config = home / "kvfs.toml"
     config.write_text(_CONFIG.format(bucket=BUCKET, access=ACCESS, secret=SECRET))
     (home / "mnt").mkdir()
@@ -205,8 +207,8 @@ def _kvfs(home: Path) -> Iterator[str]:
     with _process(command, {"stdout": log}, listening) as url:
         with connect(home / "data" / "kvfs.sock") as client:
             client.create_bucket(BUCKET)
-            for name in SIZES:
-                client.put(f"{BUCKET}/{name}", (home / "root" / name).read_bytes())
+            for name, data in files.items():
+                client.put(f"{BUCKET}/{name}", data)
         yield url
 
 

@@ -124,6 +124,7 @@ class Exchange:
         self._chunked = ChunkedReader() if head.chunked else None
         self._waits_for_continue = head.expects_continue
         self._pace: Pace | None = None
+        self._in_chunks = False
 
     # --- the body ----------------------------------------------------------------------------------------
     @property
@@ -228,6 +229,23 @@ class Exchange:
     ) -> None:
         """`count` bytes of a sealed slot from `offset` on. Raises Gone, Stalled."""
         await self._transport.send_file(self._render(status, headers, count), descriptor, offset, count)
+
+    async def begin_slowly(self, status: int, headers: Headers) -> None:
+        """Begin an answer whose length is not known: `send_part`, then `end_slowly`. Raises Gone, Stalled."""
+        self.keep_alive = self.keep_alive and self.head.takes_chunks
+        self._in_chunks = self.keep_alive  # else it ends with the connection
+        framing = [("Transfer-Encoding", "chunked")] if self._in_chunks else []
+        await self._transport.send([self._render(status, [*headers, *framing], None)])
+
+    async def send_part(self, data: bytes) -> None:
+        """Some of it, at least a byte. Raises Gone, Stalled."""
+        assert data
+        await self._transport.send([b"%x\r\n%b\r\n" % (len(data), data) if self._in_chunks else data])
+
+    async def end_slowly(self) -> None:
+        """Nothing follows. Raises Gone, Stalled."""
+        if self._in_chunks:
+            await self._transport.send([b"0\r\n\r\n"])
 
     def begin(self, status: int, headers: Headers, length: int) -> bytes:
         """Begin an answer that is sent in pieces; what stands before the first."""

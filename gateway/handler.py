@@ -43,6 +43,7 @@ from gateway.errors import S3Error, from_kvfs
 from gateway.front import Front
 from gateway.large import LargeAnswer
 from gateway.owners import Owners
+from gateway.patience import patiently
 from gateway.request import Request
 from gateway.routing import Action, Operation, Right
 from gateway.settings import GatewaySettings
@@ -88,6 +89,8 @@ _OPERATIONS: dict[Operation, Callable[[Call], Awaitable[AnyAnswer | LargeAnswer]
 _RIGHTS: dict[Right, RightName] = {Right.READ: "read", Right.WRITE: "write", Right.LIST: "list"}
 _PLAIN = frozenset((Operation.GET_OBJECT, Operation.HEAD_OBJECT, Operation.PUT_OBJECT))
 _MOST_ROUTES = 4_096
+_SLOW = frozenset({Operation.COMPLETE_MULTIPART_UPLOAD, Operation.COPY_OBJECT, Operation.UPLOAD_PART_COPY})
+"""Their answer may have to begin before they end; it is a document."""
 _XML = ("Content-Type", "application/xml")
 
 
@@ -142,7 +145,7 @@ class Handler:
         """Answer one exchange. Raises Gone, Stalled where the client is not there to be answered."""
         request_id = self._request_id()
         request = request_of(exchange)
-        answer: AnyAnswer | LargeAnswer
+        answer: AnyAnswer | LargeAnswer | None
         try:
             if exchange.plain is not None:
                 self.counters.requests[Operation.PUT_OBJECT.value] += 1
@@ -159,9 +162,13 @@ class Handler:
         except Exception:
             log.exception("request %s: %s failed", request_id, request.method)
             answer = self._failure(S3Error("InternalError"), request, request_id)
-        await self._send(exchange, answer, request_id)
+        if answer is not None:
+            await self._send(exchange, answer, request_id)
 
-    async def _answer(self, exchange: Exchange, request: Request, request_id: str) -> AnyAnswer | LargeAnswer:
+    async def _answer(
+        self, exchange: Exchange, request: Request, request_id: str
+    ) -> AnyAnswer | LargeAnswer | None:
+        """None where it is sent already."""
         settings = self._settings
         routing.refuse_preflight(request)
         verified = signing.verify(request, settings.credentials, self._clock(), settings.region)
@@ -185,7 +192,28 @@ class Handler:
         plain = action.operation in _PLAIN and not verified.presigned
         if self._front is not None and plain and settings is self._settings:
             self._front.learn(request, verified, settings)
+        if action.operation in _SLOW:
+            return await self._slowly(call, operation, exchange)
         return await operation(call)
+
+    async def _slowly(
+        self, call: Call, operation: Callable[[Call], Awaitable[AnyAnswer | LargeAnswer]], exchange: Exchange
+    ) -> AnyAnswer | LargeAnswer | None:
+        request_id = call.request_id
+
+        def body_of(outcome: AnyAnswer | LargeAnswer | Exception) -> bytes:
+            if isinstance(outcome, Document):
+                return outcome.body
+            assert isinstance(outcome, Exception), outcome
+            if not isinstance(outcome, S3Error | KvfsError):
+                log.error("request %s: %s failed", request_id, call.request.method, exc_info=outcome)
+                outcome = S3Error("InternalError")
+            failure = self._failure(_as_s3(outcome, call.request), call.request, request_id)
+            assert isinstance(failure, Document)
+            return failure.body
+
+        headers = [("x-amz-request-id", request_id), ("x-amz-id-2", request_id), _XML]
+        return await patiently(exchange, lambda: operation(call), headers, body_of)
 
     def _route(self, request: Request) -> _Route:
         """What is asked for; of plain reads, which no header changes, remembered."""

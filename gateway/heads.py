@@ -46,6 +46,8 @@ class Head(NamedTuple):
     chunked: bool
     expects_continue: bool
     keep_alive: bool
+    takes_chunks: bool = True
+    """Whether the answer may be chunked, which HTTP/1.0 does not know."""
 
 
 class _Fields:
@@ -120,6 +122,7 @@ def _framed(method: str, fields: _Fields, version: str) -> Head:
         bool(codings),
         expects_continue and version == "1.1",
         _keeps_alive(found.get(b"connection", ()), version),
+        version == "1.1",
     )
 
 

@@ -461,6 +461,8 @@ MAX_S3_USER_METADATA_BYTES: Final = 2 * KIB
 """Names and values of x-amz-meta-* headers of one object, as S3 has it."""
 MAX_SYSTEM_METADATA_BYTES: Final = 8 * KIB
 """Content-Type and the other kept headers of one object: S3 bounds them by its header section only."""
+SLOW_ANSWER_S: Final = 10.0
+"""After so long the answer to a copy or a completed upload is begun, and a byte follows as often: clients wait 60 s."""
 MAX_ETAG_CONDITIONS: Final = 64
 """ETags in one If-Match or If-None-Match."""
 

@@ -458,3 +458,86 @@ async def test_a_full_index_lets_go_what_only_the_bucket_has(tmp_path: Path, buc
         audit(store, bucket)
         nursery.cancel_scope.cancel()
     store.close()
+
+
+async def test_a_block_that_was_removed_is_not_taken_for_a_lost_one(
+    tmp_path: Path, bucket: FolderBucket
+) -> None:
+    """The index is lost, the bucket still has a block; it is computed anew and removed before anybody has looked."""
+    async with running(tmp_path / "data", options(bucket)) as store:
+        put_block(store, b"\1" * 16, b"removed")
+        put_block(store, b"\2" * 16, b"lost")
+        await uploaded(store, 2)
+    shutil.rmtree(tmp_path / "data")
+    bucket.down = True
+    for _ in range(2):  # a restart does not forget it
+        async with running(tmp_path / "data", options(bucket, take_over=True), up=False) as store:
+            if store.object_id_of(b"\1" * 16) is None:
+                put_block(store, b"\1" * 16, b"again")
+            store.remove_block(b"\1" * 16)
+    bucket.down = False
+    async with running(tmp_path / "data", options(bucket, take_over=True)) as store:
+        assert store.match(b"\2" * 16) == 1
+        assert store.match(b"\1" * 16) == 0
+        await until(lambda: not tier_of(store).leaving)
+        audit(store, bucket)
+
+
+async def test_an_object_on_its_way_to_nvme_is_not_evicted_from_two_tiers(
+    tmp_path: Path, bucket: FolderBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path / "data", options(bucket)) as store:
+        info = put_name(store, NAME.key, b"bytes")
+        await uploaded(store, 1)
+        monkeypatch.setattr(store.journal, "is_writing", lambda object_id: True)
+        assert store.evict(DRAM) == store.evict(names=[NAME]) == 0
+        assert bits(store, info) == TIER_DRAM | TIER_COLD
+        monkeypatch.setattr(store, "_spares_halfway", False)
+        assert store.evict(DRAM) > 0, "nothing else is left to evict"
+        with pytest.raises(NotFound):
+            store.lookup(NAME)
+        await until(lambda: not tier_of(store).leaving)
+        audit(store, bucket)
+
+
+async def test_a_rename_into_a_durable_bucket_that_was_cut_off_promises_nothing(
+    tmp_path: Path, bucket: FolderBucket
+) -> None:
+    async with running(tmp_path / "data", options(bucket), nvme=True) as store:
+        store.create_bucket(b"dur", uid=0, gid=0, durable=True)
+        store.create_bucket(b"ghost", uid=0, gid=0, admits_all=False)
+        put_name(store, b"a", b"bytes", bucket=b"ghost")
+        await uploaded(store, 1)
+        store.evict(names=[Name(b"ghost", b"a")])
+        store.names.rename(b"ghost", b"a", b"dur", b"a")
+    async with running(tmp_path / "data", options(bucket), nvme=True) as store:
+        for name in (Name(b"ghost", b"a"), Name(b"dur", b"a")):
+            with pytest.raises(NotFound):
+                store.lookup(name)
+        assert store.names.get(b"dur", b"a") is None
+        await until(lambda: not bucket.objects())
+
+
+async def test_what_came_while_the_bucket_was_listed_is_not_lost(
+    tmp_path: Path, bucket: FolderBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed, go_on = threading.Event(), threading.Event()
+    page = bucket.page
+
+    def slow_page(prefix: str, after: str) -> tuple[list[tuple[str, int]], bool]:
+        found = page(prefix, after)
+        if prefix == "objects/":
+            listed.set()
+            assert go_on.wait(20)
+        return found
+
+    monkeypatch.setattr(bucket, "page", slow_page)
+    async with running(tmp_path / "data", options(bucket), up=False) as store:
+        await trio.to_thread.run_sync(listed.wait)
+        info = put_name(store, NAME.key, b"bytes")
+        await uploaded(store, 1)
+        go_on.set()
+        await until(lambda: tier_of(store).is_complete)
+        assert bits(store, info) == TIER_DRAM | TIER_COLD
+        assert tier_of(store).counts.lost == 0
+        audit(store, bucket)
