@@ -2,7 +2,7 @@
 
 | name | where | value |
 |---|---|---|
-| `user.kvfs.tier` | files | where the bytes are: `dram`, `nvme`, or `draft` while being written |
+| `user.kvfs.tier` | files | where the bytes are: `dram`, `nvme`, `cold`, or `draft` while being written |
 | `user.kvfs.hits` | files | how often the object was opened or read |
 | `user.kvfs.state` | files | `sealed` or `draft` |
 | `user.kvfs.pin` | files, writable | `1` or `0`: a pinned object is never evicted |

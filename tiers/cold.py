@@ -106,7 +106,7 @@ class ColdCounts:
 
 
 class ColdTier(Cold):
-    """See the module's header. Made by `tiers.cold_restore.restore_cold`."""
+    """See the module's header. Made by `tiers.cold_restore.ColdHeritage`."""
 
     def __init__(self, store: TieredStore, index: ColdIndex, options: ColdOptions) -> None:
         self.store = store
@@ -198,8 +198,8 @@ class ColdTier(Cold):
     def delete(self, name: str, size_bytes: int) -> None:
         """Have a remote object deleted; `size_bytes` with its header."""
         self.note_change(name)
+        self.leaving_bytes += size_bytes - self.leaving.get(name, 0)
         self.leaving[name] = size_bytes
-        self.leaving_bytes += size_bytes
         self.on_work()
 
     # --- what the store tells -----------------------------------------------------------------------------
@@ -239,13 +239,10 @@ class ColdTier(Cold):
         digest = name.key.digest
         if digest not in self._order:
             return
-        row = self.index.get(str(name))
         self.index.remove(str(name))
-        before = self._order.total_bytes
+        before_bytes = self._order.total_bytes
         self._order.remove(digest)
-        self.delete(
-            str(name), before - self._order.total_bytes if row is None else row.size_bytes + HEADER_BYTES
-        )
+        self.delete(str(name), before_bytes - self._order.total_bytes)
 
     def expendable(self) -> Iterable[StoreKey]:
         for group in self._order.victims(self._order.total_bytes, time.monotonic()):

@@ -108,10 +108,6 @@ class ColdIndex:
     def remove(self, name: str) -> None:
         self._env.write(lambda txn: txn.delete(name.encode(), db=self._db))
 
-    def get(self, name: str) -> ColdRow | None:
-        key = name.encode()
-        return _decoded(key, self._env.read(lambda txn: txn.get(key, db=self._db)))
-
     def page(self, after: str, until: str | None, limit: int) -> list[tuple[str, ColdRow | None]]:
         """The rows past `after` and up to `until`, in order, at most `limit`; None for damaged ones."""
 
@@ -136,9 +132,7 @@ class ColdIndex:
             after = page[-1][0]
 
 
-def _decoded(key: bytes, stored: bytes | None) -> ColdRow | None:
-    if stored is None:
-        return None
+def _decoded(key: bytes, stored: bytes) -> ColdRow | None:
     try:
         return ColdRow.decode(load_row(key, stored))
     except Corrupt:
