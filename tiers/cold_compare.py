@@ -5,10 +5,9 @@ blocks that are still there.
 
 Invariants:
 - What is in the bucket under a name of the tier's, and not in the index, is deleted; such a name is never used again,
-  so nothing else can go. Names of another form are left alone.
-  Unless the index is new (`ColdTier.is_complete`): then blocks are adopted, since a block is what its prefix hash
-  says, whoever wrote it. Other objects are not: which of them had a name last is not known there, and an old version
-  under a name would be wrong bytes.
+  so nothing else can go. Unless the index is new (`ColdTier.is_complete`): then blocks are adopted, since a block is
+  what its prefix hash says, whoever wrote it. Other objects are not: which of them had a name last is not known there,
+  and an old version under a name would be wrong bytes. Names of another form are left alone.
 - What is in the index and not in the bucket is a miss.
 - What came or left while a page of the listing was on its way, or is gone through, is passed over
   (`ColdTier.changed_names`).
