@@ -387,9 +387,12 @@ async def test_a_start_tidies_up_after_a_kill(tmp_path: Path, bucket: FolderBuck
     bucket.put("objects/00000000deadbeef", [b"x" * 200])
     bucket.put("blocks/ff/" + "f" * 32 + "-" + "0" * 32 + "-" + "1" * 16 + "-bound", [b"y" * 200])
     bucket.put("buckets/gone", [b"z"])
+    bucket.put("objects/README.txt", [b"somebody else's"])
     async with running(tmp_path / "data", options(bucket)) as store:
         await until(lambda: tier_of(store).counts.deleted == 3)
         assert await read_back(store, NAME) == b"some bytes"
+        assert "objects/README.txt" in bucket.names()
+        bucket.delete(["objects/README.txt"])
         audit(store, bucket)
         assert "buckets/gone" not in bucket.names()
 

@@ -4,10 +4,10 @@ Responsibility: find what a killed service left behind, what somebody else delet
 blocks that are still there.
 
 Invariants:
-- What is in the bucket and not in the index is deleted; a remote name is never used again, so nothing else can go.
-  Unless the index is new (`ColdTier.is_complete`): then blocks are adopted, since a block is what its prefix hash
-  says, whoever wrote it. Other objects are not: which of them had a name last is not known there, and an old version
-  under a name would be wrong bytes.
+- What is in the bucket under a name of the tier's, and not in the index, is deleted; such a name is never used again,
+  so nothing else can go. Unless the index is new (`ColdTier.is_complete`): then blocks are adopted, since a block is
+  what its prefix hash says, whoever wrote it. Other objects are not: which of them had a name last is not known there,
+  and an old version under a name would be wrong bytes. Names of another form are left alone.
 - What is in the index and not in the bucket is a miss.
 - What came or left while a page of the listing was on its way, or is gone through, is passed over
   (`ColdTier.changed_names`).
@@ -95,7 +95,7 @@ async def _compare_page(
         if text in known or text in changed or text in tier.writing or text in tier.leaving:
             continue
         name = parse_name(text)
-        if name is not None and adopts and _adopt(tier, name, size_bytes - HEADER_BYTES):
+        if name is None or (adopts and _adopt(tier, name, size_bytes - HEADER_BYTES)):
             continue
         tier.delete(text, size_bytes)
 
