@@ -106,13 +106,14 @@ class Workers:
     async def supervise(self, task_status: trio.TaskStatus[Listening] = trio.TASK_STATUS_IGNORED) -> None:
         """Until cancelled; started once every worker answers. Raises ConfigError."""
         port, admin_port = self._settings.port, self._settings.admin_port
+        first_admin_port = admin_port  # 0: each has any free one; the next one of a free one need not be free
         async with trio.open_nursery() as nursery:
             for index in range(self._count):
                 settings = self._settings.model_copy(
                     update={
                         "port": port,
                         "shared": self._count > 1,
-                        "admin_port": admin_port + index if admin_port else 0,
+                        "admin_port": first_admin_port + index if first_admin_port else 0,
                     }
                 )
                 found = await nursery.start(self._keep, index, settings)
