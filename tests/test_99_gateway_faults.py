@@ -20,14 +20,13 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError
 
-from tests.support.gateway import ACCESS, SECRET, Gateway, gateway
+from tests.support.gateway import ACCESS, SECRET, Gateway, gateway, until
 from tests.support.raw_s3 import UNSIGNED, RawClient, raw_client, signed_head
 from tests.support.service import ROOT, Service, run_kvfs
 
 MIB = 1 << 20
 BUCKET = "faults"
 LOAD_S = float(os.environ.get("KVFS_TEST_LOAD_S", "8"))
-WAIT_S = 15.0
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -46,14 +45,6 @@ def door() -> Iterator[Gateway]:
 @pytest.fixture(scope="module")
 def s3(door: Gateway) -> Any:
     return door.client()
-
-
-def until(what: Callable[[], bool], door: Gateway) -> None:
-    """Wait for what must come."""
-    end = time.monotonic() + WAIT_S
-    while not what():
-        assert time.monotonic() < end, door.service.log()
-        time.sleep(0.01)
 
 
 def status(door: Gateway) -> dict[str, Any]:

@@ -7,17 +7,15 @@ import os
 import shutil
 import signal
 import ssl
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError
 
 from tests.support.certificates import certificate
-from tests.support.gateway import ACCESS, OTHER_ACCESS, OTHER_SECRET, Gateway, gateway
+from tests.support.gateway import ACCESS, OTHER_ACCESS, OTHER_SECRET, Gateway, gateway, until
 
-WAIT_S = 15.0
 CONNECTIONS = 24
 """So many that each of two workers gets one: that none does has a chance of 2 ** -23."""
 pytestmark = [
@@ -93,13 +91,6 @@ def reload(door: Gateway, line: str, count: int) -> None:
     before = door.service.log().count(line)
     door.service.running.send_signal(signal.SIGHUP)
     until(lambda: door.service.log().count(line) >= before + count, door)
-
-
-def until(what: Callable[[], bool], door: Gateway) -> None:
-    end = time.monotonic() + WAIT_S
-    while not what():
-        assert time.monotonic() < end, door.service.log()
-        time.sleep(0.01)
 
 
 def answers(connection: http.client.HTTPSConnection) -> int:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.gateway import Gateway, gateway
+from tests.support.gateway import Gateway, gateway, until
 from tests.support.raw_s3 import UNSIGNED, RawClient, raw_client, signed_head
 
 MIB = 1 << 20
 BUCKET = "workers"
-WAIT_S = 15.0
 MOST_TRIES = 64
 """Connections until both workers have one: the kernel spreads them by a hash of their ports."""
 pytestmark = [
@@ -35,13 +33,6 @@ def door() -> Iterator[Gateway]:
         yield found
         log = found.service.log()
         assert "Traceback" not in log, log
-
-
-def until(what: Callable[[], bool], door: Gateway) -> None:
-    end = time.monotonic() + WAIT_S
-    while not what():
-        assert time.monotonic() < end, door.service.log()
-        time.sleep(0.01)
 
 
 def status(door: Gateway) -> dict[str, Any]:

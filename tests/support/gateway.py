@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ ACCESS, SECRET = "KVFSTESTMAIN", "main-secret-0123456789"
 OTHER_ACCESS, OTHER_SECRET = "KVFSTESTOTHER", "other-secret-0123456789"
 READER_ACCESS, READER_SECRET = "KVFSTESTREADER", "reader-secret-0123456789"
 REGION = "us-east-1"
+WAIT_S = 15.0
 _LISTENING = re.compile(r"S3 +(https?)://([^:]+):(\d+)")
 _CREDENTIALS = f"""
 [[s3.credentials]]
@@ -102,6 +103,14 @@ def gateway(
         yield Gateway(
             service, found[2], int(found[3]), found[1] == "https", certificate[0] if certificate else None
         )
+
+
+def until(what: Callable[[], bool], door: Gateway) -> None:
+    """Wait for what must come."""
+    end = time.monotonic() + WAIT_S
+    while not what():
+        assert time.monotonic() < end, door.service.log()
+        time.sleep(0.01)
 
 
 def _wait_log(service: Service) -> str:
