@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvfs._native.table import TIER_DRAM, Entry
+from kvfs.formats import tier_of
 from kvfs.name_rows import DIRECTORY, PINNED, BucketRow, NameRow
-from kvfs.tier_names import tier_of
 
 NO_SLOT = (1 << 32) - 1
 

@@ -100,6 +100,14 @@ class TierBit(IntFlag):
     COLD = 16
 
 
+_TIER_NAMES: Final = {int(bit): str(bit.name).lower() for bit in TierBit}
+
+
+def tier_of(tiers: int) -> str:
+    """The name of the highest tier among these bits of the table; empty for none."""
+    return next((name for bit, name in _TIER_NAMES.items() if tiers & bit), "")
+
+
 class SlotMark(IntFlag):
     """`marks` of a slot header."""
 

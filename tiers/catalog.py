@@ -20,9 +20,9 @@ import xxhash
 from kvfs import limits, paths
 from kvfs._native.table import TIER_DRAM, Entry, Table
 from kvfs.errors import NotFound
+from kvfs.formats import tier_of
 from kvfs.keys import parse_block_name
 from kvfs.names import NameIndex, NameRow
-from kvfs.tier_names import tier_of
 from tiers import buckets
 from tiers.base import Extent, Kind, StoreKey, object_key
 from tiers.blocks import BlockCatalog

@@ -40,7 +40,7 @@ from tiers.cold_bucket import ColdBucket, ColdOptions
 from tiers.cold_format import HEADER_BYTES, ColdName, check_payload, decode_header
 from tiers.cold_health import keep_up
 from tiers.cold_index import ColdIndex, ColdRow
-from tiers.cold_traffic import carry
+from tiers.cold_traffic import Carrier
 from tiers.eviction import policy_named
 from tiers.model import Bucket, ObjectInfo
 
@@ -181,7 +181,7 @@ class ColdTier(Cold):
         self._order.insert(
             name.key.digest,
             size_bytes=size_bytes + HEADER_BYTES,
-            parent=name.parent if any(name.parent) else None,
+            parent=name.parent_or_none,
             now=time.monotonic(),
         )
 
@@ -249,7 +249,7 @@ class ColdTier(Cold):
             for digest in group:
                 entry = self.store.table.get(digest)
                 if entry is not None:
-                    yield StoreKey(self.store.kind_of(digest), digest)
+                    yield self.store.key_of(digest)
 
     def evict(self, size_bytes: int) -> None:
         """Let the least recently used go, leaves first, until so many bytes are to be deleted."""
@@ -260,8 +260,7 @@ class ColdTier(Cold):
 
     def lose(self, digest: bytes) -> None:
         """The tier has this object no more; where no other has it, it leaves the store with what needs it."""
-        key = StoreKey(self.store.kind_of(digest), digest)
-        for object_id in self.store.lose_copy(key, TIER_COLD):
+        for object_id in self.store.lose_copy(self.store.key_of(digest), TIER_COLD):
             self.store.journal.removed(object_id)
 
     # --- reading ------------------------------------------------------------------------------------------
@@ -339,7 +338,7 @@ class ColdTier(Cold):
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(keep_up, self)
-            nursery.start_soon(carry, self)
+            nursery.start_soon(Carrier(self).run)
 
 
 class OwnDescriptor:

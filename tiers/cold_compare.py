@@ -29,9 +29,8 @@ from kvfs._native.table import TIER_COLD
 from kvfs.errors import Corrupt, KvfsError, NoSpace, NotFound, TierUnreachable
 from kvfs.name_rows import BucketRow, load_row
 from tiers.base import NO_SLOT, Kind
-from tiers.blocks import Block
 from tiers.cold_format import BLOCKS, BUCKETS, HEADER_BYTES, OBJECTS, ColdName, parse_name
-from tiers.cold_index import ColdRow
+from tiers.cold_index import ColdRow, block_of
 
 if TYPE_CHECKING:
     from tiers.cold import ColdTier
@@ -141,11 +140,9 @@ def _adopt(tier: ColdTier, name: ColdName, size_bytes: int) -> bool:
             return False
         store.names.skip_ids(name.object_id)
         store.table.put(digest, int(Kind.BLOCK), NO_SLOT, 0, size_bytes, tiers=TIER_COLD)
-    now_ns = time.time_ns()
-    tier.add(name, ColdRow(size_bytes, row.uid, now_ns))
-    parent = name.parent if any(name.parent) else None
-    block = Block(name.bucket, row.uid, size_bytes, name.object_id, now_ns, parent=parent)
-    store.adopted_block(digest, block, TIER_COLD)
+    found = ColdRow(size_bytes, row.uid, time.time_ns())
+    tier.add(name, found)
+    store.adopted_block(digest, block_of(name, found), TIER_COLD)
     tier.counts.adopted += 1
     return True
 

@@ -42,6 +42,10 @@ class ColdName:
     bucket: bytes = b""
     """Of a block: the bucket that it was sealed into."""
 
+    @property
+    def parent_or_none(self) -> bytes | None:
+        return self.parent if any(self.parent) else None
+
     def __str__(self) -> str:
         if self.key.kind is Kind.OBJECT:
             return f"{OBJECTS}{self.object_id:016x}"

@@ -21,6 +21,8 @@ from kvfs import limits
 from kvfs.errors import Corrupt
 from kvfs.name_env import NameEnvironment
 from kvfs.name_rows import load_row, store_row
+from tiers.blocks import Block
+from tiers.cold_format import ColdName
 
 if TYPE_CHECKING:
     import lmdb
@@ -55,6 +57,13 @@ class ColdRow:
             raise Corrupt(f"cold row of {len(data)} bytes, version {data[:1].hex()}")
         _, uid, size_bytes, sealed_at_ns = _ROW.unpack(data)
         return cls(size_bytes, uid, sealed_at_ns)
+
+
+def block_of(name: ColdName, row: ColdRow) -> Block:
+    """A block that the bucket has, as the store knows it."""
+    return Block(
+        name.bucket, row.uid, row.size_bytes, name.object_id, row.sealed_at_ns, parent=name.parent_or_none
+    )
 
 
 class ColdIndex:

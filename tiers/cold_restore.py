@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING
 from kvfs._native.table import TIER_COLD
 from kvfs.names import NameIndex
 from tiers.base import NO_SLOT, Kind
-from tiers.blocks import Block
 from tiers.cold import ColdTier
 from tiers.cold_bucket import ColdOptions
 from tiers.cold_format import HEADER_BYTES, ColdName, parse_name
-from tiers.cold_index import ColdIndex, ColdRow
+from tiers.cold_index import ColdIndex, ColdRow, block_of
 from tiers.model import Name
 
 if TYPE_CHECKING:
@@ -100,9 +99,7 @@ def _enter_block(store: TieredStore, cold: ColdName, row: ColdRow) -> bool:
         return False
     _enter(store, cold, row)
     if known is None:
-        parent = cold.parent if any(cold.parent) else None
-        block = Block(cold.bucket, row.uid, row.size_bytes, cold.object_id, row.sealed_at_ns, parent=parent)
-        store.restore_block(digest, block)
+        store.restore_block(digest, block_of(cold, row))
     return True
 
 

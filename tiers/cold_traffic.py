@@ -59,11 +59,6 @@ class Backoff:
         await trio.sleep(wait_s)
 
 
-async def carry(tier: ColdTier) -> None:
-    """Send and delete, until cancelled."""
-    await Carrier(tier).run()
-
-
 @dataclass(slots=True, eq=False)
 class Carrier:
     """The tasks of one tier."""
@@ -76,6 +71,7 @@ class Carrier:
     """Names of buckets and their rows as they are beside their blocks."""
 
     async def run(self) -> None:
+        """Send and delete, until cancelled."""
         self.tier.on_work = self._wake
         async with trio.open_nursery() as nursery:
             for _ in range(limits.COLD_UPLOADS):

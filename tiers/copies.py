@@ -106,8 +106,8 @@ class Copies(Residence):
         if left == limits.ENTRIES_AT_ONCE:
             raise NoSpace(f"the index is full: {len(self.table)} objects, and none may be evicted")
 
-    def kind_of(self, digest: bytes) -> Kind:
-        return Kind.BLOCK if self._blocks.get(digest) is not None else Kind.OBJECT
+    def key_of(self, digest: bytes) -> StoreKey:
+        return StoreKey(Kind.BLOCK if self._blocks.get(digest) is not None else Kind.OBJECT, digest)
 
     def adopted_block(self, digest: bytes, block: Block, tier: int) -> None:
         """Know a block that a lower tier was found to have, and that is in the table."""

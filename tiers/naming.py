@@ -13,7 +13,6 @@ import time
 from dataclasses import replace
 
 from kvfs import crashpoints, limits
-from kvfs._native.table import TIER_COLD
 from kvfs.errors import (
     CrossDevice,
     Exists,
@@ -266,8 +265,7 @@ class Naming(Copies):
 
     def _check_near(self, name: Name, row: NameRow) -> None:
         """Raises CrossDevice for an object that only the cold tier has: nothing there is durable, so it is copied."""
-        entry = self.table.get(object_key(row.object_id).digest)
-        if entry is not None and entry.tiers == TIER_COLD:
+        if self._is_far(object_key(row.object_id).digest):
             raise CrossDevice(f"{name} is only in the cold tier, and cannot be moved into a durable bucket")
 
     def _rename_directory(self, src: Name, dst: Name, replace: bool) -> None:

@@ -301,6 +301,11 @@ class Residence(Catalog):
         entry = self.table.get(digest)
         return entry is not None and bool(entry.tiers & TIER_COLD)
 
+    def _is_far(self, digest: bytes) -> bool:
+        """Whether only the cold tier has the object."""
+        entry = self.table.get(digest)
+        return entry is not None and entry.tiers == TIER_COLD
+
     def _is_halfway(self, digest: bytes) -> bool:
         """Whether the cold tier has the object, and NVMe is still writing it: out of DRAM now, it would have to leave
         all tiers. A write cannot be taken back without a deletion, and that ends whatever is written of an id later."""

@@ -33,7 +33,7 @@ import trio
 from kvfs import crashpoints, limits
 from kvfs._native.sealer import Sealed
 from kvfs._native.slots import fd_xxh3_64
-from kvfs._native.table import TIER_COLD, TIER_DRAM, TIER_NVME
+from kvfs._native.table import TIER_DRAM, TIER_NVME
 from kvfs.errors import (
     ConfigError,
     Corrupt,
@@ -437,7 +437,7 @@ class TieredStore(Naming):
             raise InvalidRequest(f"bucket {bucket.decode()} is bound to no namespace")
         self.make_entry_room()
         with self.native_seals.settled():
-            if self._is_far(digest):
+            if self._is_far(digest):  # this one is nearer, and there when the bucket elsewhere is not
                 self._discard(StoreKey(Kind.BLOCK, digest), uid)
             if self._blocks.get(digest) is not None:
                 self.abort(draft)
@@ -454,11 +454,6 @@ class TieredStore(Naming):
         block = Block(bucket, uid, sealed.size_bytes, sequence, sealed.sealed_at_ns, parent=parent)
         self._enter_sealed(key, block, where, sealed.extent)
         return self.lookup_block(digest)
-
-    def _is_far(self, digest: bytes) -> bool:
-        """Whether only the cold tier has a block: one that was computed again is nearer, and there when that is not."""
-        entry = self.table.get(digest)
-        return entry is not None and entry.tiers == TIER_COLD
 
     def seal_far_block(self, draft: Draft, sealed: Sealed, bucket: Bucket) -> None:
         """The sealing thread found a block there already: its draft goes back, or takes its place where only the cold
