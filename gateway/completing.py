@@ -53,7 +53,11 @@ class _Part:
 
 
 async def complete(call: Call) -> Answer:
-    claims = bodies.complete_multipart_upload(await _without_checksums(call).read_document())
+    async with _without_checksums(call).read(bodies.complete_multipart_upload()) as claims:
+        return await _complete(call, claims)
+
+
+async def _complete(call: Call, claims: Sequence[PartClaim]) -> Answer:
     upload_id = call.action.upload_id or ""
     upload = await find_upload(call.backend, upload_id, call.bucket, call.key)
     if upload is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway import bodies, checksums, documents
-from gateway.bodies import DeleteClaim
+from gateway.bodies import DeleteClaim, DeleteRequest
 from gateway.calls import Answer, Call, Document
 from gateway.conditions import Conditions
 from gateway.errors import S3Error, from_kvfs
@@ -22,14 +22,19 @@ async def delete_objects(call: Call) -> Answer:
         raise S3Error(
             "InvalidRequest", "Missing required header for this request: Content-MD5 OR x-amz-checksum-*"
         )
-    request = bodies.delete(await call.read_document())
+    async with call.read(bodies.delete()) as request:
+        return await _delete_all(call, request)
+
+
+async def _delete_all(call: Call, request: DeleteRequest) -> Answer:
     deleted: list[_Outcome] = []
     failed: list[tuple[str, str | None, S3Error]] = []
     for claim in request.objects:
         try:
             await _delete(call, claim)
         except S3Error as error:
-            failed.append((claim.key, claim.version_id, error))
+            # Its traceback would keep this call, and the call the error, until the collector comes by.
+            failed.append((claim.key, claim.version_id, error.with_traceback(None)))
         except BucketNotFound:
             raise
         except KvfsError as error:

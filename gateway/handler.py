@@ -36,7 +36,7 @@ from gateway import (
     writing,
 )
 from gateway.backend import Backend
-from gateway.calls import AnyAnswer, Call, Document, FileAnswer, HeadAnswer, Headers
+from gateway.calls import AnyAnswer, Call, Document, Documents, FileAnswer, HeadAnswer, Headers
 from gateway.connection import BodyLost, Exchange
 from gateway.counters import Counters
 from gateway.errors import S3Error, from_kvfs
@@ -124,6 +124,7 @@ class Handler:
         self._front = front
         self._clock = clock
         self._next_id = secrets.randbits(64)
+        self._documents = Documents()
         self._routes: dict[tuple[str, bytes, str], _Route] = {}
 
     def replace_settings(self, settings: GatewaySettings) -> None:
@@ -183,6 +184,7 @@ class Handler:
             settings,
             exchange,
             request_id,
+            self._documents,
             None if head.chunked else head.content_length,
             exchange.secure,
         )

@@ -25,7 +25,8 @@ async def get_tagging(call: Call) -> Answer:
 
 
 async def put_tagging(call: Call) -> Answer:
-    await _change(call, bodies.tagging(await call.read_document()))
+    async with call.read(bodies.tagging()) as tags:
+        await _change(call, tags)
     return Answer(200)
 
 

@@ -170,7 +170,7 @@ class Worker:
 def _calm_gc() -> None:
     """Requests leave next to no cycles: looking for them at the usual rate took a third of a small request's time."""
     gc.freeze()
-    gc.set_threshold(_GC_THRESHOLD, 50, 50)
+    gc.set_threshold(_GC_THRESHOLD, 10, 10)
 
 
 _GC_THRESHOLD = 50_000

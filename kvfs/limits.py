@@ -440,8 +440,32 @@ MIN_PART_BYTES: Final = 5 * MIB
 """Every part but the last, as S3 has it."""
 MAX_SINGLE_PUT_BYTES: Final = 5 * GIB
 """One PUT or part, as S3 has it."""
-MAX_XML_BODY_BYTES: Final = 4 * MIB
-"""A document of a request: 1,000 keys of 1,024 bytes, escaped, or 10,000 parts with two checksums each."""
+MAX_DOCUMENT_BYTES: Final = 4 * MIB
+"""Of DeleteObjects and CompleteMultipartUpload: 1,000 keys of 1,024 bytes, escaped, or 10,000 parts with checksums."""
+MAX_SMALL_DOCUMENT_BYTES: Final = 128 * KIB
+"""Of every other operation with XML: 50 tags of 384 characters, each of up to six bytes where it is escaped."""
+MAX_MATCH_DOCUMENT_BYTES: Final = 1_280 * KIB
+"""Of `?match`: MAX_MATCH_HASHES of 32 digits, quotes, a comma and some white space."""
+MAX_DELETE_ELEMENTS: Final = 10
+"""Elements of one object to delete: S3 has six, and a client may send what it adds."""
+MAX_PART_ELEMENTS: Final = 14
+"""Elements of one part to complete: its number, its ETag and S3's ten checksums."""
+MAX_SMALL_DOCUMENT_ELEMENTS: Final = 256
+"""Of every other document: 50 tags have 152."""
+MAX_XML_DEPTH: Final = 6
+"""S3's own documents are four deep."""
+MAX_XML_TEXT_CHARACTERS: Final = 8 * KIB
+"""Text of one element: a key has 1,024 bytes."""
+MAX_XML_TOKEN_BYTES: Final = 64 * KIB
+"""One tag with its attributes, or one comment: the parser has it in memory, and all attributes at once."""
+DOCUMENT_PIECE_BYTES: Final = 16 * KIB
+"""Received at once of a document, and..."""
+DOCUMENT_TURN_BYTES: Final = 4 * KIB
+"""...read before others have their turn: 1,000 elements of 4 bytes take a millisecond."""
+DOCUMENTS_BYTES: Final = 64 * MIB
+"""Documents that a gateway process has in hand, which take up to four times their bytes as text..."""
+OWNER_SHARE_OF_DOCUMENTS: Final = 4
+"""...and an owner at most this divided by that; a document beyond is told to come again (SlowDown)."""
 MAX_DELETE_KEYS: Final = 1_000
 """Of one DeleteObjects, as S3 has it."""
 MAX_LIST_BUCKETS: Final = 10_000
@@ -455,6 +479,8 @@ MAX_MATCH_HASHES: Final = 1 << 15
 """Prefix hashes in one `?match`: 512k tokens in blocks of 16."""
 MAX_TAGS: Final = 10
 """Of one object, as S3 has it; a key has at most 128 characters and a value 256."""
+MAX_BUCKET_TAGS: Final = 50
+"""Of one bucket, as S3 has it."""
 MAX_TAG_KEY_CHARACTERS: Final = 128
 MAX_TAG_VALUE_CHARACTERS: Final = 256
 MAX_S3_USER_METADATA_BYTES: Final = 2 * KIB

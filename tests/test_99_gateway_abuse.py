@@ -1,0 +1,61 @@
+"""Hostile clients of every kind beside a good one: memory, the log and the good client's answers stay within bounds.
+
+KVFS_TEST_ABUSE_S: how long all kinds at once go on (default: 6 s).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support import abuse
+from tests.support.gateway import OTHER_ACCESS, OTHER_SECRET, Gateway, gateway
+from tests.support.raw_s3 import raw_client
+
+MIB = 1 << 20
+BUCKET, OTHER = "abuse", "others"
+ABUSE_S = float(os.environ.get("KVFS_TEST_ABUSE_S", "6"))
+DOCUMENTS = 50 if "KVFS_TEST_ABUSE_S" in os.environ else 22
+PLACES = 64
+"""Connections that the endpoint takes here."""
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
+
+
+@pytest.fixture(scope="module")
+def door() -> Iterator[Gateway]:
+    with gateway(dram="64MiB", settings=f"connections = {PLACES}") as found:
+        found.client().create_bucket(Bucket=BUCKET)
+        found.client().put_object(Bucket=BUCKET, Key="small", Body=b"s" * 1000)
+        found.client(OTHER_ACCESS, OTHER_SECRET).create_bucket(Bucket=OTHER)
+        yield found
+        assert "Traceback" not in found.service.log(), found.service.log()
+
+
+def status(door: Gateway) -> dict[str, Any]:
+    with door.service.client() as client:
+        return client.status()
+
+
+def is_quiet(door: Gateway) -> bool:
+    return bool(status(door)["open_drafts"] == 0)
+
+
+# --- documents -----------------------------------------------------------------------------------------------
+def test_hostile_documents_leave_no_memory_and_hold_nobody_up(door: Gateway) -> None:
+    with abuse.good_client(door, BUCKET, "small") as idle:
+        time.sleep(1)
+    before = abuse.rss_bytes(door)
+    with abuse.good_client(door, BUCKET, "small") as beside:
+        kinds = list(abuse.HOSTILE_DOCUMENTS)
+        for number in range(DOCUMENTS):
+            body = abuse.HOSTILE_DOCUMENTS[kinds[number % len(kinds)]]
+            with raw_client(door) as client:
+                answer = abuse.send_document(client, f"/{BUCKET}?delete", body)
+            assert answer is None or (answer.status, answer.code) == (400, "MalformedXML")
+            assert abuse.rss_bytes(door) < before + 20 * MIB, f"after {number} documents"
+    assert beside.failures == []
+    assert beside.worst_s < max(20 * idle.worst_s, 0.5)
