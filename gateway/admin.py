@@ -45,6 +45,8 @@ class Admin:
         own = self._counters.exposition(
             connections=self._gateway.open_connections,
             accepted=self._gateway.accepted,
+            closed_silent=self._gateway.places.closed_silent,
+            refused=self._gateway.places.refused,
             connected=self._backend.is_connected,
         )
         try:

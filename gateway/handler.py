@@ -173,6 +173,7 @@ class Handler:
         settings = self._settings
         routing.refuse_preflight(request)
         verified = signing.verify(request, settings.credentials, self._clock(), settings.region)
+        exchange.signed = True
         action, right, operation, name = self._route(request)
         head = exchange.head
         call = Call(

@@ -367,12 +367,24 @@ GATEWAY_TOUCH_INTERVAL_S: Final = 0.25
 """How often a gateway reports hits that it read without the service, MAX_BATCH at once; more are not counted."""
 MAX_GATEWAY_CONNECTIONS: Final = 4_096
 """Connections of one gateway process, unless told otherwise: each has a buffer of MAX_HEAD_BYTES."""
+ADDRESS_PERCENT: Final = 75
+"""Of a gateway process's connections, so many are an address's share: a proxy may be the only client, and a quarter is
+left for whoever else there is."""
+PLACES_AT_ONCE_SHARE: Final = 64
+"""When all connections are taken, the silent ones of strangers go by so many of all at once: choosing takes a
+millisecond among 4,096."""
+PLACES_POLL_S: Final = 0.05
+"""How often it is looked whether a request has ended, while there is one on every connection."""
+PLACES_LOG_S: Final = 60.0
+"""Between two lines of the log on connections that are all taken."""
 GATEWAY_BACKLOG: Final = 1_024
 """Connections that the kernel queues before they are accepted."""
 DRAIN_WAIT_S: Final = 8.0
 """How long a gateway that stops waits for the requests in flight: less than STOP_WAIT_S."""
 HEAD_TIMEOUT_S: Final = 15.0
 """From the first byte of a request to the end of its headers."""
+FIRST_BYTE_S: Final = 15.0
+"""How long a new connection may be quiet before its first request."""
 KEEP_ALIVE_S: Final = 75.0
 """How long a connection may be quiet between two requests: clients' pools keep theirs for about a minute."""
 BODY_STALL_S: Final = 20.0

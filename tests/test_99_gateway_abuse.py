@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvfs import limits
 from tests.support import abuse
 from tests.support.gateway import OTHER_ACCESS, OTHER_SECRET, Gateway, gateway
 from tests.support.raw_s3 import raw_client
@@ -59,3 +60,15 @@ def test_hostile_documents_leave_no_memory_and_hold_nobody_up(door: Gateway) -> 
             assert abuse.rss_bytes(door) < before + 20 * MIB, f"after {number} documents"
     assert beside.failures == []
     assert beside.worst_s < max(20 * idle.worst_s, 0.5)
+
+
+# --- connections ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("sent", [b"", b"GET /"])
+def test_silent_connections_do_not_starve_new_clients(door: Gateway, sent: bytes) -> None:
+    lines = abuse.log_lines(door)
+    with abuse.silent_connections(door, 3 * PLACES, sent=sent):
+        began_s = time.monotonic()
+        with raw_client(door) as client:
+            assert client.ask("GET", f"/{BUCKET}/small").status == 200
+        assert time.monotonic() - began_s < limits.HEAD_TIMEOUT_S / 2
+    assert abuse.log_lines(door) - lines <= 3
