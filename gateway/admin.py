@@ -47,6 +47,7 @@ class Admin:
             accepted=self._gateway.accepted,
             closed_silent=self._gateway.places.closed_silent,
             refused=self._gateway.places.refused,
+            given_up=self._backend.room.given_up,
             connected=self._backend.is_connected,
         )
         try:

@@ -29,6 +29,7 @@ from gateway.found import (
     bucket_of_object,
     found_of_object,
 )
+from gateway.room import Arriving
 from gateway.session import Session
 from kvfs import limits
 from kvfs.errors import BucketNotFound, IsDirectory, KvfsError, NotFound, SessionClosed, Superseded
@@ -166,22 +167,39 @@ class Backend(Connected):
         return -1
 
     # --- writing -----------------------------------------------------------------------------------------
-    async def reserve(self, size_bytes: int) -> Draft:
-        """Raises NoSpace, ObjectTooLarge; S3Error SlowDown."""
-        session = await self.session()
-        spare = self._spares.take(size_bytes) if self._spares is not None else None
-        return spare if spare is not None else await self.reserve_in(session, size_bytes)
+    async def reserve(self, owner: str, size_bytes: int, body: Arriving | None = None) -> Draft:
+        """Room for so many bytes; of a `body`, as they come. Raises NoSpace, ObjectTooLarge; S3Error SlowDown."""
+        return await self.reserve_in(await self.session(), owner, size_bytes, body)
 
-    async def reserve_in(self, session: Session, size_bytes: int) -> Draft:
-        """A draft of this session, when it is its turn. Raises as `reserve`."""
+    async def reserve_in(
+        self,
+        session: Session,
+        owner: str,
+        size_bytes: int,
+        body: Arriving | None = None,
+        *,
+        whole: bool = False,
+    ) -> Draft:
+        """A draft of this session, when it is its turn; `whole`: with all of its room. Raises as `reserve`."""
 
         async def ask() -> Draft:
-            [(entry, descriptor)] = await session.opened(Reserve((size_bytes,)))
-            if descriptor is None:
-                raise status_error(entry.status, f"room for {size_bytes} bytes")
-            return Draft(session, entry.slot, entry.generation, descriptor)
+            holding = self.room.admit(owner, size_bytes, body, whole=whole)
+            try:
+                draft = self._spare(session, holding.held_bytes)
+                if draft is None:
+                    draft = await _reserve_some(session, holding.held_bytes)
+            except BaseException:
+                holding.release()
+                raise
+            draft.holding, holding.draft = holding, draft
+            return draft
 
-        return await self.turns.reserve(ask)
+        return await self.turns.reserve(ask, owner)
+
+    def _spare(self, session: Session, size_bytes: int) -> Draft | None:
+        if self._spares is None or session is not self._session:
+            return None
+        return self._spares.take(size_bytes)
 
     async def abort(self, draft: Draft) -> None:
         """Give a draft back; after a seal it does nothing. Never raises for a session that ended."""
@@ -287,6 +305,13 @@ class Backend(Connected):
 
     async def status(self) -> dict[str, Any]:
         return await self.control(Op.STATUS)
+
+
+async def _reserve_some(session: Session, size_bytes: int) -> Draft:
+    [(entry, descriptor)] = await session.opened(Reserve((size_bytes,)))
+    if descriptor is None:
+        raise status_error(entry.status, f"room for {size_bytes} bytes")
+    return Draft(session, entry.slot, entry.generation, descriptor)
 
 
 def next_bucket(buckets: list[BucketInfo], name: str) -> BucketInfo:

@@ -23,6 +23,7 @@ from gateway.found import Found
 from gateway.metadata import ObjectMetadata
 from gateway.owners import Owners
 from gateway.request import Request
+from gateway.room import Holding
 from gateway.routing import Action, Operation
 from gateway.settings import GatewaySettings
 from gateway.signing import Verified
@@ -44,8 +45,19 @@ class Body(Protocol):
         """At least one byte, 0 at the end."""
         ...
 
-    async def receive_file(self, descriptor: int, receiver: Receiver) -> bool:
-        """All of it into an empty file, if that goes without Python; else nothing is done, and False."""
+    async def receive_file(self, descriptor: int, receiver: Receiver, holding: Holding | None = None) -> bool:
+        """All of it into an empty file, if that goes without Python; else nothing is done, and False. `holding`: its
+        room, which grows on the way."""
+        ...
+
+    @property
+    def received_bytes(self) -> int: ...
+
+    @property
+    def body_done(self) -> bool: ...
+
+    def give_up(self) -> None:
+        """End it as if it had stalled."""
         ...
 
 

@@ -197,7 +197,7 @@ async def _complete_large(
     call: Call, upload: Upload, parts: Sequence[_Part], said: ObjectMetadata, seal: Seal
 ) -> Answer:
     """The same where no slot can hold the whole: appended window by window to an object on NVMe."""
-    async with large.writing(call.backend, call.bucket) as transfer:
+    async with large.writing(call.backend, call.owner, call.bucket) as transfer:
         for part in parts:
             async with _open_part(call, upload, part) as descriptor:
                 await large.append_slot(transfer, descriptor, 0, part.what.size_bytes)
@@ -211,7 +211,7 @@ async def _complete_large(
 
 async def _join(call: Call, upload: Upload, parts: Sequence[_Part]) -> Draft:
     """A draft that holds the parts' bytes in order; the caller seals or aborts it."""
-    draft = await call.backend.reserve(sum(part.what.size_bytes for part in parts))
+    draft = await call.backend.reserve(call.owner, sum(part.what.size_bytes for part in parts))
     try:
         at = 0
         for part in parts:

@@ -31,6 +31,7 @@ from gateway.framing import BadChunk, ChunkedReader
 from gateway.heads import END, BadHead, Head, parse_head
 from gateway.places import Place
 from gateway.plain import PlainPut
+from gateway.room import Holding
 from gateway.transports import Buffer, Gone, Pace, PlainTransport, Stalled, Transport, breathe
 from kvfs import limits
 from kvfs._native.receiver import Receiver
@@ -145,9 +146,19 @@ class Exchange:
         self._pace.moved += count
         return count
 
-    async def receive_file(self, descriptor: int, receiver: Receiver) -> bool:
+    @property
+    def received_bytes(self) -> int:
+        """Of the body."""
+        return 0 if self._pace is None else self._pace.moved
+
+    def give_up(self) -> None:
+        """End the body as if it had stalled."""
+        self._transport.give_up()
+
+    async def receive_file(self, descriptor: int, receiver: Receiver, holding: Holding | None = None) -> bool:
         """The body into an empty file, if it is of one length, not encrypted and not begun; else nothing is done, and
-        False. Raises BodyLost, Stalled, Gone, and KvfsError of the file."""
+        False. `holding`: its room, which grows on the way. Raises BodyLost, Stalled, Gone, KvfsError of the file and of
+        the room, S3Error SlowDown."""
         transport = self._transport
         if self._chunked is not None or self._pace is not None or not isinstance(transport, PlainTransport):
             return False
@@ -161,7 +172,12 @@ class Exchange:
             self._input.consume(len(pending))
         while self._left:
             before = receiver.size_bytes
-            alive = await transport.receive_file(receiver, descriptor, self._left, self._pace)
+            count = self._left
+            if holding is not None:
+                if holding.held_bytes <= before:
+                    await holding.grow()
+                count = min(count, holding.held_bytes - before)
+            alive = await transport.receive_file(receiver, descriptor, count, self._pace)
             self._took(receiver.size_bytes - before)
             if not alive:
                 self.keep_alive = False

@@ -93,7 +93,7 @@ async def _opened(call: Call, bucket: str, key: str) -> AsyncIterator[Source]:
     try:
         opened = await call.backend.open(bucket, key)
     except ObjectTooLarge:
-        async with large.reading(call.backend, bucket, key) as (transfer, found):
+        async with large.reading(call.backend, call.owner, bucket, key) as (transfer, found):
             yield Source(stored(found), -1, transfer)
         return
     if opened is None:
@@ -176,7 +176,7 @@ async def _copy_bytes(call: Call, source: Source, said: ObjectMetadata) -> Objec
         return await _copy_to_marker(call, plan, said)
     check_size(call, await call.backend.bucket(call.bucket), size_bytes)
     if is_large(call, size_bytes):
-        async with _room(call, source, large.writing(call.backend, call.bucket)) as transfer:
+        async with _room(call, source, large.writing(call.backend, call.owner, call.bucket)) as transfer:
             said = copied_digests(said, plan, await run_copy(plan, transfer))
             await transfer.seal(replace(condition, user_metadata=said.encode()))
         return said
@@ -192,7 +192,7 @@ async def draft_for(call: Call, source: Source, size_bytes: int) -> AsyncIterato
 
     @asynccontextmanager
     async def reserved() -> AsyncIterator[Draft]:
-        draft = await call.backend.reserve(size_bytes)
+        draft = await call.backend.reserve(call.owner, size_bytes)
         try:
             yield draft
         finally:
@@ -213,7 +213,7 @@ async def _room(
             return
         async with call.backend.turns.pair():
             into = await stack.enter_async_context(target)
-            await source.transfer.take_window(call.backend)
+            await source.transfer.take_window()
         yield into
 
 

@@ -27,7 +27,14 @@ class Counters:
         self.errors[code] += 1
 
     def exposition(
-        self, *, connections: int, accepted: int, closed_silent: int, refused: int, connected: bool
+        self,
+        *,
+        connections: int,
+        accepted: int,
+        closed_silent: int,
+        refused: int,
+        given_up: int,
+        connected: bool,
     ) -> str:
         """`kvfs_s3_*` in exposition format 0.0.4."""
         lines = _metric("requests_total", "counter", "Authenticated requests.", "operation", self.requests)
@@ -55,6 +62,7 @@ class Counters:
                 "Connections of addresses that have their share.",
                 refused,
             ),
+            ("bodies_given_up_total", "counter", "Slow bodies that ended because others waited.", given_up),
             ("connected_bool", "gauge", "1 while there is a session with the service.", int(connected)),
         ):
             lines += [

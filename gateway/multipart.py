@@ -56,7 +56,7 @@ async def upload_part(call: Call) -> Answer:
     wanted = checksums.wanted(call.request)
     _check_algorithm(upload, wanted.algorithm)
     check_size(call, PARTS, size_bytes)
-    draft = await call.backend.reserve(size_bytes)
+    draft = await call.backend.reserve(call.owner, size_bytes, call.body)
     try:
         took_md5 = call.settings.takes_md5(call.bucket)
         received = await receive(

@@ -60,15 +60,6 @@ class Sink(Protocol):
     async def settle(self) -> None: ...
 
 
-class _Roomy:
-    """A sink that takes all that comes."""
-
-    full = False
-
-    async def settle(self) -> None:
-        pass
-
-
 class DocumentSink:
     """A document that is read as it comes, with turns for all others. Raises S3Error, as the document does."""
 
@@ -95,8 +86,13 @@ class DocumentSink:
         self._piece = b""
 
 
-class MemorySink(_Roomy):
+class MemorySink:
     """Small bodies. Raises S3Error EntityTooLarge past `most`."""
+
+    full = False
+
+    async def settle(self) -> None:
+        pass
 
     def __init__(self, most: int) -> None:
         self.data = bytearray()
@@ -113,12 +109,25 @@ class MemorySink(_Roomy):
         return len(piece)
 
 
-class DraftSink(_Roomy):
-    """A granted draft. Raises NoSpace."""
+class DraftSink:
+    """A granted draft, whose room grows. Raises NoSpace; S3Error SlowDown."""
 
     def __init__(self, draft: Draft) -> None:
         self.descriptor = draft.descriptor
+        self.holding = draft.holding
         self._at = 0
+
+    @property
+    def full(self) -> bool:
+        holding = self.holding
+        return holding is not None and holding.held_bytes < min(
+            holding.claim_bytes, self._at + limits.RECEIVE_BYTES
+        )
+
+    async def settle(self) -> None:
+        while self.full:
+            assert self.holding is not None
+            await self.holding.grow()
 
     def write(self, piece: memoryview) -> None:
         write_all(self.descriptor, piece, self._at)
@@ -221,7 +230,7 @@ async def _receive_natively(call: Call, sink: DraftSink, plan: BodyPlan) -> Rece
     """None where the body has to go through Python, and nothing was done."""
     algorithm = plan.wanted.algorithm
     receiver = Receiver(algorithm is not None)
-    if not await call.body.receive_file(sink.descriptor, receiver):
+    if not await call.body.receive_file(sink.descriptor, receiver, sink.holding):
         return None
     checksum = None if algorithm is None else crc64nvme(receiver, plan.wanted.digest)
     return Received(receiver.size_bytes, None, checksum, receiver.xxh3)

@@ -52,6 +52,10 @@ class Transport(Protocol):
         """End a wait for input as if the client had ended the stream."""
         ...
 
+    def give_up(self) -> None:
+        """End it as if the client had stalled."""
+        ...
+
     async def receive_into(self, into: memoryview, timeout_s: float, *, idle: bool = False) -> int:
         """At least one byte, or 0 at the end of the stream; `idle`: there is most likely nothing yet. Raises Gone,
         Stalled."""
@@ -139,8 +143,11 @@ class PlainTransport:
         if self.answered_s:
             self._deadline_s = max(self._deadline_s, self.answered_s + limits.KEEP_ALIVE_S)
         if now_s >= self._deadline_s and not self._expired:
-            self._expired = True
-            self.wake()
+            self.give_up()
+
+    def give_up(self) -> None:
+        self._expired = True
+        self.wake()
 
     def wake(self) -> None:
         with suppress(OSError):
@@ -309,9 +316,15 @@ class TlsTransport:
         self.quiet_s = limits.FIRST_BYTE_S
         self._receiving: trio.CancelScope | None = None
         self._woken = False
+        self._given_up = False
 
     def wake(self) -> None:
         self._woken = True
+        if self._receiving is not None:
+            self._receiving.cancel()
+
+    def give_up(self) -> None:
+        self._given_up = True
         if self._receiving is not None:
             self._receiving.cancel()
 
@@ -326,6 +339,8 @@ class TlsTransport:
             raise Stalled("no TLS handshake")
 
     async def receive_into(self, into: memoryview, timeout_s: float, *, idle: bool = False) -> int:
+        if self._given_up:
+            raise Stalled("nothing came in time")
         with trio.move_on_after(timeout_s) as self._receiving:
             try:
                 data = await self._stream.receive_some(min(len(into), limits.TLS_RECORDS_BYTES))

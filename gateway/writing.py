@@ -47,7 +47,7 @@ async def put_object(call: Call) -> Answer:
         return await _put_block(call, bucket, digest, size_bytes)
     if is_large(call, size_bytes):
         return await _put_large(call, said, condition)
-    draft = await call.backend.reserve(size_bytes)
+    draft = await call.backend.reserve(call.owner, size_bytes, call.body)
     try:
         took_md5 = call.settings.takes_md5(call.bucket)
         received = await receive(call, DraftSink(draft), take_md5=took_md5)
@@ -64,10 +64,10 @@ async def put_object(call: Call) -> Answer:
 
 async def put_plain(backend: Backend, write: PlainPut, body: Body) -> Answer:
     """`put_object` of what has neither conditions nor metadata nor another checksum."""
-    draft = await backend.reserve(write.size_bytes)
+    draft = await backend.reserve(write.owner, write.size_bytes, body)
     try:
         receiver = Receiver(write.checksum is not None)
-        if not await body.receive_file(draft.descriptor, receiver):
+        if not await body.receive_file(draft.descriptor, receiver, draft.holding):
             raise S3Error("InternalError")
         checksum = crc64nvme(receiver, write.checksum) if write.checksum is not None else None
         said = ObjectMetadata(checksum=checksum, owner=write.owner)
@@ -91,7 +91,7 @@ def is_pinned(said: ObjectMetadata) -> bool:
 async def _put_large(call: Call, said: ObjectMetadata, condition: Seal) -> Answer:
     """An object larger than DRAM takes."""
     took_md5 = call.settings.takes_md5(call.bucket)
-    async with large.writing(call.backend, call.bucket) as transfer:
+    async with large.writing(call.backend, call.owner, call.bucket, call.body) as transfer:
         received = await receive(call, WindowSink(transfer), take_md5=took_md5)
         said = with_digests(said, received, took_md5, call.owner)
         await transfer.seal(replace(condition, user_metadata=said.encode()))
@@ -178,7 +178,7 @@ def _block_digest(bucket: BucketInfo, key: str) -> bytes | None:
 
 async def _put_block(call: Call, bucket: BucketInfo, digest: bytes, size_bytes: int) -> Answer:
     """A block: the first one counts, and has no metadata."""
-    draft = await call.backend.reserve(size_bytes)
+    draft = await call.backend.reserve(call.owner, size_bytes, call.body)
     try:
         received = await receive(call, DraftSink(draft))
         await call.backend.seal_block(draft, bucket, digest)

@@ -330,7 +330,23 @@ GATEWAY_ROOM_WAIT_S: Final = 20.0
 """How long a body waits for room that others' bodies take, before it is refused with SlowDown: clients wait 60 s."""
 GATEWAY_ROOM_POLL_S: Final = 0.01
 """Between two looks of the first that waits: the room of one body of 1 MiB comes back about so often."""
-SPARE_DRAFT_BYTES: Final = 1 * MIB
+FIRST_ROOM_BYTES: Final = 1 * MIB
+"""Room that a body of a gateway has at first; it doubles as it fills, so that what was only announced takes none."""
+OWNER_ROOM_PERCENT: Final = 75
+"""Of a gateway process's room for bodies, one owner's take at most so much..."""
+ROOM_TURN_S: Final = 60.0
+"""...and while others wait, a body must fill its room in so long, as long as clients wait for an answer..."""
+ENOUGH_RATE_BYTES_S: Final = 1 * MIB
+"""...or come this fast: a slow line, and a gigabyte in a quarter of an hour..."""
+ROOM_GRACE_S: Final = 5.0
+"""...but not in its first seconds: a round trip, and TCP's start."""
+ROOM_HURRY_S: Final = 0.05
+"""Between two bodies that are given up for those who wait: what the first one had has come back by then."""
+MAX_TRANSFERS: Final = 128
+"""Objects larger than DRAM takes that a gateway process moves at once: each has a session, of MAX_SESSIONS in all."""
+GATEWAY_GROW_POLL_S: Final = 0.02
+"""Between two looks of a body that waits for more room."""
+SPARE_DRAFT_BYTES: Final = FIRST_ROOM_BYTES
 """Room that a spare draft of a gateway is promised; larger bodies ask for their own."""
 GATEWAY_SPARE_DRAFTS: Final = 8
 """Drafts that a gateway process under load has granted ahead of use."""

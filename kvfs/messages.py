@@ -49,6 +49,7 @@ class Op(IntEnum):
     SET_ATTRIBUTES = 43
     STATUS = 44
     SHUTDOWN = 45
+    PROMISE = 46
     LARGE_CREATE = 48
     LARGE_APPEND = 49
     LARGE_SEAL = 50

@@ -14,7 +14,7 @@ import pytest
 
 from kvfs import limits
 from tests.support import abuse
-from tests.support.gateway import OTHER_ACCESS, OTHER_SECRET, Gateway, gateway
+from tests.support.gateway import ACCESS, OTHER_ACCESS, OTHER_SECRET, SECRET, Gateway, gateway, until
 from tests.support.raw_s3 import raw_client
 
 MIB = 1 << 20
@@ -60,6 +60,33 @@ def test_hostile_documents_leave_no_memory_and_hold_nobody_up(door: Gateway) -> 
             assert abuse.rss_bytes(door) < before + 20 * MIB, f"after {number} documents"
     assert beside.failures == []
     assert beside.worst_s < max(20 * idle.worst_s, 0.5)
+
+
+# --- room ----------------------------------------------------------------------------------------------------
+def test_slow_uploads_shut_nobody_out(door: Gateway) -> None:
+    """Two of a quarter of DRAM each take no more of the room than what came of them."""
+    until(lambda: is_quiet(door), door)
+    with abuse.slow_uploads(door, BUCKET, 2, 16 * MIB):
+        until(lambda: status(door)["open_drafts"] == 2, door)
+        began_s = time.monotonic()
+        for access, secret, bucket in ((ACCESS, SECRET, BUCKET), (OTHER_ACCESS, OTHER_SECRET, OTHER)):
+            client = door.client(access, secret)
+            client.put_object(Bucket=bucket, Key="quick", Body=bytes(4096))
+            client.put_object(Bucket=bucket, Key="quick", Body=bytes(12 * MIB))
+        assert time.monotonic() - began_s < limits.GATEWAY_ROOM_WAIT_S / 2
+
+
+def test_a_room_full_of_slow_uploads_gives_way(door: Gateway) -> None:
+    """All that one owner may have, 1 MiB each; another is served at once, and he himself within what clients wait."""
+    until(lambda: is_quiet(door), door)
+    with abuse.slow_uploads(door, BUCKET, 24, 4 * MIB):
+        until(lambda: status(door)["open_drafts"] >= 16, door)
+        began_s = time.monotonic()
+        other = door.client(OTHER_ACCESS, OTHER_SECRET)
+        other.put_object(Bucket=OTHER, Key="quick", Body=bytes(2 * MIB))
+        assert time.monotonic() - began_s < limits.ROOM_GRACE_S
+        door.client().put_object(Bucket=BUCKET, Key="quick", Body=bytes(12 * MIB))
+        assert time.monotonic() - began_s < limits.GATEWAY_ROOM_WAIT_S
 
 
 # --- connections ---------------------------------------------------------------------------------------------

@@ -112,6 +112,14 @@ def _remove(service: Service, session: Session, arguments: Arguments) -> JsonObj
     return {}
 
 
+def _promise(service: Service, session: Session, arguments: Arguments) -> JsonObject:
+    slot, generation = arguments.integer("slot", 0), arguments.integer("generation", 0)
+    size_bytes = arguments.integer("size_bytes", 0)
+    arguments.done()
+    session.store.promise(session.draft(slot, generation), size_bytes)
+    return {}
+
+
 def _rename(service: Service, session: Session, arguments: Arguments) -> JsonObject:
     source, target = arguments.name("source"), arguments.name("target")
     replace = arguments.flag("replace", True)
@@ -330,7 +338,17 @@ def _need_root(service: Service, session: Session) -> None:
 
 
 _READ_ONLY = frozenset(
-    (Op.STAT, Op.LIST, Op.BUCKET_LIST, Op.STATUS, Op.SHUTDOWN, Op.LARGE_OPEN, Op.LARGE_READ, Op.LARGE_CLOSE)
+    (
+        Op.STAT,
+        Op.LIST,
+        Op.BUCKET_LIST,
+        Op.STATUS,
+        Op.SHUTDOWN,
+        Op.PROMISE,
+        Op.LARGE_OPEN,
+        Op.LARGE_READ,
+        Op.LARGE_CLOSE,
+    )
 )
 """What changes nothing waits for nothing; all else is answered once what it promises is durable."""
 
@@ -345,6 +363,7 @@ _OPERATIONS: dict[Op, Callable[[Service, Session, Arguments], JsonObject]] = {
     Op.BUCKET_REMOVE: _bucket_remove,
     Op.OPEN_NAMESPACE: _open_namespace,
     Op.PIN: _pin,
+    Op.PROMISE: _promise,
     Op.EVICT: _evict,
     Op.SET_ATTRIBUTES: _set_attributes,
     Op.STATUS: _status,
