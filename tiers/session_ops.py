@@ -189,7 +189,7 @@ def _seal_block(session: Session, bucket: bytes, seal: BlockSeal) -> Result:
     finally:
         session.settle(draft)
     first = info.extent is not None and info.extent.slot == draft.extent.slot
-    return Result(0 if first else errno.EEXIST, info.size_bytes)
+    return Result(0 if first else errno.EEXIST, info.object_id)
 
 
 def _seal_named(session: Session, seal: NameSeal) -> Result:
@@ -218,7 +218,7 @@ def _seal_named(session: Session, seal: NameSeal) -> Result:
         )
     finally:
         session.settle(draft)
-    return Result(0, info.size_bytes)
+    return Result(0, info.object_id)
 
 
 def _abort(session: Session, slot: int, generation: int) -> Result:
