@@ -89,6 +89,13 @@ class InvalidNamespace(InvalidRequest):
     """A namespace description is incomplete, unknown or not canonical."""
 
 
+class WrongChecksum(InvalidRequest):
+    """The bytes of a draft do not have the checksum that their writer gave; they were not sealed."""
+
+    errno = errno.EBADMSG
+    s3_code = "BadDigest"
+
+
 class NameTooLong(InvalidRequest):
     """A bucket name, key or path component is over its limit."""
 
@@ -271,6 +278,7 @@ _FROM_ERRNO: dict[int, type[KvfsError]] = {
     errno.EPROTONOSUPPORT: FormatMismatch,
     errno.ENODEV: DeviceMissing,
     errno.EIO: Corrupt,
+    errno.EBADMSG: WrongChecksum,
 }
 
 _FROM_DEVICE_ERRNO: dict[int, type[KvfsError]] = {

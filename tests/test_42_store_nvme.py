@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from kvfs.errors import ConfigError, Corrupt, DeviceMissing, NoSpace, NotFound
+from kvfs._native.slots import xxh3_64
+from kvfs.errors import ConfigError, Corrupt, DeviceMissing, NoSpace, NotFound, WrongChecksum
 from kvfs.formats import RECORD_MAGIC, RecordType
 from kvfs.limits import MIB
 from tests.support.crash_load import audit
@@ -391,3 +392,62 @@ async def test_what_was_made_durable_of_a_draft_counts_before_what_it_replaces(
             store.evict(names=[name])
             assert await read(store, name) == b"draft" * 20
             assert store.object_count == 1
+
+
+# --- bytes that are not those of their checksum -------------------------------------------------------------
+async def test_a_durable_seal_with_a_wrong_checksum_is_refused(tmp_path: Path) -> None:
+    """And what had the name keeps it; the draft may be sealed with the right one."""
+    name, digest = Name(b"b", b"k"), b"\x01" * 16
+    async with running(tmp_path) as store:
+        store.create_bucket(b"b", uid=0, gid=0, durable=True)
+        store.create_bucket(b"kv", uid=0, gid=0, namespace=NAMESPACE, durable=True)
+        put(store, name, 1000)
+        draft = store.reserve(5, uid=0)
+        fill(store, draft, b"newer")
+        with pytest.raises(WrongChecksum):
+            store.seal(draft, name, Attributes(), checksum=1)
+        with pytest.raises(WrongChecksum):
+            store.seal_block(draft, b"kv", digest, parent=None, uid=0, checksum=1)
+        assert await read(store, name) == data_of(name, 1000)
+        assert store.match(digest) == 0
+        store.seal(draft, name, Attributes(), checksum=xxh3_64(b"newer"))
+        await store.journal.settle()
+        assert await read(store, name) == b"newer"
+
+
+@pytest.mark.parametrize("size", [5000, 3 * MIB], ids=["one extent", "several extents"])
+async def test_a_cached_object_with_a_wrong_checksum_goes_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, size: int
+) -> None:
+    wrong, right = Name(b"b", b"wrong"), Name(b"b", b"right")
+    async with running(tmp_path) as store:
+        store.create_bucket(b"b", uid=0, gid=0)
+        draft = store.reserve(size, uid=0)
+        fill(store, draft, data_of(wrong, size))
+        store.seal(draft, wrong, Attributes(), checksum=1)
+        put(store, right, size)
+        await until_written(store, 1)
+        await store.journal.settle()
+        with pytest.raises(NotFound):
+            store.lookup(wrong)
+        assert await read(store, right) == data_of(right, size)
+        assert store.usage()["objects"] == 1
+    assert len(caplog.records) == 1
+
+
+async def test_a_durable_object_whose_bytes_change_before_they_are_written_is_told(tmp_path: Path) -> None:
+    name = Name(b"b", b"k")
+    async with running(tmp_path) as store:
+        store.create_bucket(b"b", uid=0, gid=0, durable=True)
+        draft = store.reserve(1000, uid=0)
+        fill(store, draft, data_of(name, 1000))
+        info = store.seal(draft, name, Attributes(), checksum=xxh3_64(data_of(name, 1000)))
+        assert info.extent is not None
+        slots = [
+            path for path in (tmp_path / "dram").rglob("*") if path.is_file() and path.stat().st_size == 1000
+        ]
+        slots[0].write_bytes(bytes(1000))
+        await store.journal.settle()
+        assert store.journal.durable_losses == 1
+        with pytest.raises(NotFound):
+            store.lookup(name)

@@ -26,7 +26,7 @@ import trio
 
 from kvfs import limits
 from kvfs._native.sealer import SEALS_AT_ONCE
-from kvfs.errors import InvalidRequest, IsDirectory, KvfsError, NotFound, NotPermitted
+from kvfs.errors import Corrupt, InvalidRequest, IsDirectory, KvfsError, NotFound, NotPermitted
 from kvfs.messages import (
     DIGEST_BYTES,
     NO_PARENT,
@@ -333,9 +333,13 @@ async def _send_results(
     session: Session, op: Op, items: Sequence[T], do: Callable[[T], Result], reply: Reply
 ) -> None:
     """Answer once what was done is as durable as promised; where it is not, what was done has failed."""
+    journal = session.store.journal
+    lost_before = journal.durable_losses
     results = await _each(items, do, Result)
     try:
-        await session.store.journal.settle()
+        await journal.settle()
+        if journal.durable_losses != lost_before:
+            raise Corrupt(f"{op.name}: bytes of a durable object changed in DRAM before they were written")
     except KvfsError as error:
         log_refusal(error)
         results = [Result(type(error).errno) if result.status == 0 else result for result in results]

@@ -254,7 +254,8 @@ class TieredStore(Naming):
 
         Raises WriterActive while it can still be written, Exists when not `replace` and the name is taken, and
         where another object than `expected_id` has it, NotFound where none has (the draft then stays open),
-        NotPermitted for the names of blocks, NoSpace of a full index.
+        NotPermitted for the names of blocks, NoSpace of a full index, WrongChecksum in a durable bucket where
+        the bytes do not have `checksum`.
         """
         self.make_entry_room()
         bucket, old = self._check_sealable(name, replace=replace, expected_id=expected_id)
@@ -265,7 +266,10 @@ class TieredStore(Naming):
         key = object_key(sequence)
         row = new_row(sequence, attributes, 0)
         sealed = self.dram.seal(
-            draft.extent, SealHeader(key, sequence, sequence, uid=attributes.uid), checksum=checksum
+            draft.extent,
+            SealHeader(key, sequence, sequence, uid=attributes.uid),
+            checksum=checksum,
+            verify=bucket.durable,  # what is wrong may not replace what is right and durable
         )
         crashpoints.reach("store.after_dram_seal")
         row = _with_size(row, sealed.size_bytes)
@@ -424,7 +428,8 @@ class TieredStore(Naming):
     ) -> ObjectInfo:
         """Publish a draft as a block: the first seal wins, and a later one is given the earlier object.
 
-        `digest` and `parent` are prefix hashes of 16 bytes. Raises WriterActive (the draft stays open).
+        `digest` and `parent` are prefix hashes of 16 bytes. Raises WriterActive (the draft stays open), and
+        WrongChecksum as `seal` does.
         """
         if len(digest) != 16 or (parent is not None and len(parent) != 16):
             raise InvalidRequest("a prefix hash has 16 bytes")
@@ -449,7 +454,7 @@ class TieredStore(Naming):
             header = SealHeader(
                 key, sequence, sequence, parent=parent or bytes(16), uid=uid, bucket_id=where.bucket_id
             )
-            sealed = self.dram.seal(draft.extent, header, checksum=checksum)
+            sealed = self.dram.seal(draft.extent, header, checksum=checksum, verify=where.durable)
             self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
         block = Block(bucket, uid, sealed.size_bytes, sequence, sealed.sealed_at_ns, parent=parent)
         self._enter_sealed(key, block, where, sealed.extent)
