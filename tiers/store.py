@@ -50,6 +50,7 @@ from kvfs.keys import block_name
 from kvfs.name_rows import SNAPSHOT
 from kvfs.names import NameIndex, NameRow
 from tiers.base import NO_SLOT, Extent, Kind, SealHeader, StoreKey, object_key
+from tiers.base import Sealed as SealedExtent
 from tiers.blocks import Block
 from tiers.catalog import block_digest
 from tiers.cold_bucket import ColdOptions
@@ -273,7 +274,7 @@ class TieredStore(Naming):
         )
         crashpoints.reach("store.after_dram_seal")
         row = _with_size(row, sealed.size_bytes)
-        self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
+        self._index(draft, sealed)
         try:
             self.names.put(name.bucket, name.key, row)
         except BaseException:  # a full index, for one: without a name nothing would ever evict these bytes
@@ -455,7 +456,7 @@ class TieredStore(Naming):
                 key, sequence, sequence, parent=parent or bytes(16), uid=uid, bucket_id=where.bucket_id
             )
             sealed = self.dram.seal(draft.extent, header, checksum=checksum, verify=where.durable)
-            self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
+            self._index(draft, sealed)
         block = Block(bucket, uid, sealed.size_bytes, sequence, sealed.sealed_at_ns, parent=parent)
         self._enter_sealed(key, block, where, sealed.extent)
         return self.lookup_block(digest)
@@ -501,11 +502,25 @@ class TieredStore(Naming):
         self.cold.sealed(key, bucket)
         self._tell(Change(ChangeKind.SEALED, Name(block.bucket, block_name(key.digest)), key))
 
-    def _index(self, draft: Draft, key: StoreKey, slot: int, generation: int, size_bytes: int) -> None:
+    def _index(self, draft: Draft, sealed: SealedExtent) -> None:
+        """Enter what was sealed in the table. Raises NoSpace; the slot is then free again, and the draft gone."""
         self._report_hits()
-        self._close_draft(draft, size_bytes)
-        self.table.put(key.digest, int(key.kind), slot, generation, size_bytes)
+        self._close_draft(draft, sealed.size_bytes)
+        try:
+            self._enter_in_table(sealed)
+        except BaseException:  # or nothing would ever free it
+            self.dram.free(sealed.extent, charge_uid=draft.uid)
+            self._watch_quota()
+            raise
         self._counts["seals"] += 1
+
+    def _enter_in_table(self, sealed: SealedExtent) -> None:
+        key, extent = sealed.header.key, sealed.extent
+        try:
+            self.table.put(key.digest, int(key.kind), extent.slot, extent.generation, sealed.size_bytes)
+        except NoSpace:  # a sealing thread took the room that `make_entry_room` had made
+            self.make_entry_room()
+            self.table.put(key.digest, int(key.kind), extent.slot, extent.generation, sealed.size_bytes)
 
     # --- reading ------------------------------------------------------------------------------------------
 
