@@ -107,7 +107,8 @@ DURABLE_PERCENT: Final = 90
 MAX_TOMBSTONE_IDS: Final = 4_096
 """Deletions in one record: 32 KiB."""
 MAX_LOG_QUEUE: Final = 1 << 17
-"""Records that wait to be written; beyond it cache objects are not written and durable ones are refused."""
+"""Records that wait to be written, some 60 MB of memory. While that many do, what would queue more is refused: durable
+writes, renames, attributes, directories, buckets. Removals are not: there are as many as there are objects."""
 SCAN_BYTES: Final = 4 * MIB
 """Read at once when a segment without a footer is scanned."""
 UNSYNCED_RECORDS: Final = 8_192

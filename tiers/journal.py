@@ -97,6 +97,9 @@ class Journal:
     async def finish(self) -> None:
         """Write what is queued. Raises NoSpace, DeviceFailed."""
 
+    def check_queue(self) -> None:
+        """Raise NoSpace or DeviceFailed while too much waits to be written for more to be queued."""
+
     def check_durable(self, size_bytes: int) -> None:
         """Raises DeviceMissing: there is nothing durable here."""
         raise DeviceMissing("a durable bucket needs the NVMe tier, and this store has none")
@@ -266,7 +269,11 @@ class NvmeJournal(Journal):
         await self.nvme.log.settle(self.nvme.put_name(draft.stored, MetaBody(name.bucket, name.key, row)))
         draft.check()
 
+    def check_queue(self) -> None:
+        self.nvme.log.check_queue()
+
     def check_durable(self, size_bytes: int) -> None:
+        self.check_queue()
         self.nvme.check_durable_room(size_bytes)
 
     def holds(self, object_id: int) -> bool:
@@ -511,6 +518,7 @@ class NvmeJournal(Journal):
             found = self._store.in_dram(object_id)
             if found is None:
                 raise Superseded(f"object {object_id} is no more")
+            self.check_queue()
             self._behind.pop(found.key.digest, None)
             ticket = self._put(found)
         else:

@@ -327,6 +327,7 @@ class TieredStore(Naming):
         Raises BucketNotFound, NotFound (`base` is not in that tier), QuotaExceeded, DeviceMissing.
         """
         where = self.bucket(bucket)
+        self.journal.check_queue()
         return self.journal.large.begin(
             self.names.next_ids(1), where.bucket_id, uid=uid, base=None if base is None else base.object_id
         )
