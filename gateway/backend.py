@@ -24,6 +24,7 @@ from typing import Any
 from gateway.connected import Connected
 from gateway.drafts import Draft
 from gateway.found import (
+    NO_SLOT,
     BucketInfo,
     Found,
     Listed,
@@ -153,7 +154,7 @@ class Backend(Connected):
                 return -1
             raise status_error(entry.status, f"{bucket}/{key}")
         try:
-            if self._direct is not None:
+            if self._direct is not None and entry.slot != NO_SLOT:
                 same = found.block or self._direct.holds(entry.slot, entry.generation, found.object_id)
             else:
                 again = await self.find(bucket, key)

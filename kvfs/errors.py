@@ -125,6 +125,14 @@ class NoSpace(KvfsError):
     log_level = logging.WARNING
 
 
+class Busy(KvfsError):
+    """What was asked for is there, and there is no room to serve it now: the same call succeeds later."""
+
+    errno = errno.EAGAIN
+    s3_code = "SlowDown"
+    log_level = logging.DEBUG
+
+
 class QuotaExceeded(KvfsError):
     """A uid holds more bytes or drafts than it may."""
 
@@ -279,6 +287,7 @@ _FROM_ERRNO: dict[int, type[KvfsError]] = {
     errno.ENODEV: DeviceMissing,
     errno.EIO: Corrupt,
     errno.EBADMSG: WrongChecksum,
+    errno.EAGAIN: Busy,
 }
 
 _FROM_DEVICE_ERRNO: dict[int, type[KvfsError]] = {

@@ -127,6 +127,12 @@ SEGMENT_OFFSET_BITS: Final = 32
 """Of a table entry's `location`: the offset in the segment, whose number is above."""
 MAX_PROMOTIONS: Final = 16
 """Objects that are read back into DRAM at once: each is a draft there."""
+READ_AROUND_BYTES: Final = 256 * MIB
+"""Memory beside DRAM for reads of what finds no slot there; half of it for one uid."""
+READ_AROUND_WAIT_S: Final = 2.0
+"""So long such a read waits for others to end; then it is Busy, and may be repeated."""
+READ_AROUND_POLL_S: Final = 0.002
+"""The kernel tells of a reader that lets go only when it is asked: 2.5 us a copy."""
 DEFAULT_SCRUB_BYTES_S: Final = 16 * MIB
 """What the scrub verifies in a second unless told otherwise: a terabyte in 17 hours, 0.5 percent of a drive."""
 MAX_SCRUB_BYTES_S: Final = 4 * GIB

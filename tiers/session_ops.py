@@ -61,6 +61,10 @@ Opened = tuple[ExtentResult, int | None]
 """An entry's answer and, where its status is 0, the descriptor that goes with it."""
 
 
+_Leases = dict[bytes, tuple[ObjectInfo, int] | KvfsError | OSError]
+"""Digest -> the object and a descriptor of its bytes, or why there is none."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpenedFrame:
     """One frame of an answer that carries descriptors; whoever sends it closes them."""
@@ -357,32 +361,37 @@ async def _send_opened(op: Op, items: Sequence[T], do: Callable[[T], Opened], re
 async def _send_found(
     session: Session, op: Op, items: Sequence[T], find: Callable[[T], ObjectInfo], reply: Reply
 ) -> None:
-    """The same for objects, each brought up into DRAM first, and held there until its answer is sent."""
-
-    def open_item(item: T) -> Opened:
-        info = find(item)
-        return _extent(info), session.store.open_read(info, uid=session.caller.uid)
-
+    """The same for objects, each leased first, from whatever tier, and held until its answer is sent."""
     first, more = 0, True
     while more:
-        held = await _bring_up(session, items[first : first + limits.MAX_FDS_PER_MESSAGE], find)
+        leases = await _lease(session, items[first : first + limits.MAX_FDS_PER_MESSAGE], find)
+
+        def open_item(item: T, leases: _Leases = leases) -> Opened:
+            info = find(item)
+            leased = leases.get(info.key.digest)
+            if isinstance(leased, Exception):
+                raise leased
+            if leased is not None and leased[0].object_id == info.object_id:
+                return _extent(leased[0]), os.dup(leased[1])
+            return _extent(info), session.store.open_read(info, uid=session.caller.uid)
+
         try:
             frame = await reply.send_opened(partial(_open_some, op, items, first, open_item))
         finally:
-            close_all(held)
+            _end_leases(leases)
         first, more = first + len(frame.answer.entries), frame.more
 
 
-async def _bring_up(session: Session, items: Sequence[T], find: Callable[[T], ObjectInfo]) -> list[int]:
-    """Load what is not in DRAM; descriptors that keep it there. What fails is reported when it is opened."""
-    held: list[int] = []
+async def _lease(session: Session, items: Sequence[T], find: Callable[[T], ObjectInfo]) -> _Leases:
+    """Lease what is not in DRAM now, by its digest."""
+    leases: _Leases = {}
 
-    async def load(info: ObjectInfo) -> None:
+    async def lease(info: ObjectInfo) -> None:
         try:
-            info = await session.store.load(info, uid=session.caller.uid)
-            held.append(session.store.open_read(info, uid=session.caller.uid))
+            leases[info.key.digest] = await session.store.lease(info, uid=session.caller.uid)
         except (KvfsError, OSError) as error:
             log.debug("%s", error)
+            leases[info.key.digest] = error
 
     try:
         async with trio.open_nursery() as nursery:
@@ -391,12 +400,17 @@ async def _bring_up(session: Session, items: Sequence[T], find: Callable[[T], Ob
                     info = find(item)
                 except KvfsError:
                     continue
-                if info.extent is None:
-                    nursery.start_soon(load, info)
+                if info.extent is None and info.key.digest not in leases:
+                    leases[info.key.digest] = NotFound(f"object {info.object_id} is gone")
+                    nursery.start_soon(lease, info)
     except BaseException:
-        close_all(held)
+        _end_leases(leases)
         raise
-    return held
+    return leases
+
+
+def _end_leases(leases: _Leases) -> None:
+    close_all([leased[1] for leased in leases.values() if isinstance(leased, tuple)])
 
 
 def _open_some(op: Op, items: Sequence[T], first: int, do: Callable[[T], Opened]) -> OpenedFrame:

@@ -214,12 +214,17 @@ class TieredStore(Naming):
             nursery.start_soon(self.journal.run)
             nursery.start_soon(self.cold.run)
 
+    def maintain(self) -> None:
+        super().maintain()
+        self._promoter.around.sweep()
+
     async def finish(self) -> None:
         """Before `close`: write what is queued, with its footer. Raises NoSpace, DeviceFailed."""
         await self.journal.finish()
 
     def close(self, *, keep: bool = False) -> None:
         """With `keep`, what is sealed stays in DRAM for the next `open`."""
+        self._promoter.around.close()
         self.dram.close(keep=keep)
         whole = self.names.close()
         self.home.close(clean=whole and self.journal.is_finished)
@@ -562,6 +567,20 @@ class TieredStore(Naming):
         """
         return info if info.extent is not None else await self._promoter.load(info, uid=uid)
 
+    async def lease(self, info: ObjectInfo, *, uid: int) -> tuple[ObjectInfo, int]:
+        """Open an object for reading in whatever tier it is: the object, and a descriptor as `open_read` gives it.
+
+        Where DRAM has no slot for it, the descriptor is of a copy beside the tier, and the object without an extent.
+        Raises as `load` does, and Busy.
+        """
+        try:
+            info = await self.load(info, uid=uid)
+        except NoSpace:
+            descriptor = await self._promoter.read_around(info, uid=uid)
+            self.touch(info.key)
+            return info, descriptor
+        return info, self.open_read(info, uid=uid)
+
     def note_misses(self, count: int) -> None:
         """Lookups of what does not exist that a door has answered without asking."""
         self._counts["misses"] += count
@@ -603,6 +622,8 @@ class TieredStore(Naming):
             "open_drafts": self.space.open_drafts,
             "quota_bytes": self.space.quota_bytes,
             "headroom_bytes": self.space.headroom_bytes(),
+            "read_around": self._promoter.around.reads,
+            "read_around_bytes": self._promoter.around.held_bytes,
             **self._counts,
             "recovery": self.recovery,
             "tiers": [
