@@ -169,9 +169,11 @@ def _need_new_owner(session: Session, uid: int | None, gid: int | None) -> None:
 
 def _pin(service: Service, session: Session, arguments: Arguments) -> JsonObject:
     name, pinned = arguments.name(), arguments.flag("pinned", True)
+    expected_id = arguments.optional_integer("expected_id")
     arguments.done()
     session.access.need_control(name, session.store.lookup(name))
-    return entry_object(name.key, session.store.set_attributes(name, pinned=pinned))
+    changed = session.store.set_attributes(name, pinned=pinned, expected_id=expected_id)
+    return entry_object(name.key, changed)
 
 
 def _evict(service: Service, session: Session, arguments: Arguments) -> JsonObject:
