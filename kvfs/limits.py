@@ -292,6 +292,14 @@ MAINTAIN_INTERVAL_S: Final = 1.0
 MAINTAIN_PAUSE_S: Final = 0.02
 """Least time between two runs of upkeep, so that a burst of seals is one run."""
 
+# --- log lines -------------------------------------------------------------------------------------------
+LOG_LINES: Final = 20
+"""Lines of one cause that are shown in a minute; the rest is counted. Peers and devices cause thousands a second."""
+LOG_INTERVAL_S: Final = 60.0
+"""That minute, from the first line of the cause."""
+MAX_LOG_CAUSES: Final = 1_024
+"""Causes counted apart, some 500 bytes each: statements that log, times the peers that they name as the cause."""
+
 # --- mount -----------------------------------------------------------------------------------------------
 MAX_WRITE_BYTES: Final = 1 * MIB
 """FUSE max_write: 256 pages, the default of fs.fuse.max_pages_limit."""

@@ -139,7 +139,7 @@ def _set_attributes(service: Service, session: Session, arguments: Arguments) ->
     mode = arguments.optional_integer("mode", most=0o1777)
     uid = arguments.optional_integer("uid", most=0xFFFF_FFFE)
     gid = arguments.optional_integer("gid", most=0xFFFF_FFFE)
-    mtime_ns = arguments.optional_integer("mtime_ns")
+    mtime_ns = arguments.optional_time_ns("mtime_ns")
     user_metadata = arguments.optional_bytes("user_metadata", limits.MAX_USER_METADATA_BYTES)
     expected_id = arguments.optional_integer("expected_id")
     arguments.done()
