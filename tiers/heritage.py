@@ -39,7 +39,7 @@ from tiers.home import Home
 from tiers.index_check import COPY, MARK, IndexWalk
 from tiers.model import Name
 from tiers.nvme import NvmeTier
-from tiers.rebuild import adopt_orphans, rebuild_index, restore_copies, restore_replaced, skip_ids
+from tiers.rebuild import adopt_nameless, adopt_orphans, rebuild_index, restore_copies, restore_replaced, skip_ids
 from tiers.replay import Replayed
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ class Heritage:
             if not believed:
                 self._rebuilt = rebuild_index(self.names, lower.found)
             adopt_orphans(self.names, lower.nvme, lower.found)
+            adopt_nameless(self.names, lower.nvme, lower.found)
             skip_ids(self.names, lower.found)
         self._cold = None if cold is None else ColdHeritage(self.names, cold)
         self._cold_names: dict[int, Name] = {}

@@ -24,7 +24,7 @@ from tiers.blocks import Block
 from tiers.journal import NvmeJournal
 from tiers.log import Deletion
 from tiers.model import Name
-from tiers.nvme import NvmeTier, Stored
+from tiers.nvme import NvmeTier, Stored, has_all
 from tiers.replay import Replayed
 
 if TYPE_CHECKING:
@@ -53,6 +53,26 @@ def adopt_orphans(names: NameIndex, nvme: NvmeTier, found: Replayed) -> None:
         else:
             found.losers.append(stored.object_id)
             found.names.pop(stored.object_id, None)
+
+
+def adopt_nameless(names: NameIndex, nvme: NvmeTier, found: Replayed) -> None:
+    """Objects whose name in the log is lost have the one that a believed index knows. What no index names has none:
+    an earlier one is not theirs any more, so they are deleted."""
+    nameless, found.nameless = found.nameless, {}
+    for bucket, key, data in names.encoded_rows() if nameless else ():
+        stored = None if data is None else nameless.get(peek_row(data)[0])
+        where = names.get_bucket(bucket)
+        if data is None or stored is None or where is None:
+            continue
+        row = NameRow.decode(data)
+        stored.size_bytes = row.size_bytes
+        if has_all(stored, nvme.extent_count(row.size_bytes)):
+            del nameless[row.object_id]
+            stored.bucket_id, stored.kept = where.bucket_id, where.class_ == "durable"
+            nvme.adopt(stored)
+            found.names[row.object_id] = (data, bucket + b"\0" + key)
+            found.unlogged.add(row.object_id)
+    found.losers += nameless
 
 
 def skip_ids(names: NameIndex, found: Replayed) -> None:
@@ -149,10 +169,9 @@ def _restore_named(
                 both.add(object_id)
             continue
         both.add(object_id)
-        if (compare or object_id in found.snapshots) and found.names[object_id] != (
-            data,
-            bucket + b"\0" + key,
-        ):
+        known = found.names[object_id]
+        differs = (compare or object_id in found.snapshots) and known != (data, bucket + b"\0" + key)
+        if differs or object_id in found.unlogged:
             journal.named(object_id, Name(bucket, key), NameRow.decode(data))
         if not flags & DIRECTORY:
             _enter(store, stored)
