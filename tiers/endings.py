@@ -138,8 +138,10 @@ def decode_page(data: bytes | memoryview, store_id: bytes) -> Page | None:
         raise FormatMismatch(f"endings page: it belongs to store {raw['store_id'].hex()}")
     try:
         endings = [
-            Ending(*fields[:3], EndingKind(fields[3]), fields[4])
-            for fields in ENDING.struct.iter_unpack(data[ENDINGS_HEADER.size : end])
+            Ending(object_id, first, sequence, EndingKind(kind), number)
+            for object_id, first, sequence, kind, number in ENDING.struct.iter_unpack(
+                data[ENDINGS_HEADER.size : end]
+            )
         ]
     except ValueError as error:
         raise Corrupt(f"endings page: {error}") from None

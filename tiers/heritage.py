@@ -39,7 +39,15 @@ from tiers.home import Home
 from tiers.index_check import COPY, MARK, IndexWalk
 from tiers.model import Name
 from tiers.nvme import NvmeTier
-from tiers.rebuild import adopt_nameless, adopt_orphans, rebuild_index, restore_copies, restore_replaced, skip_ids
+from tiers.rebuild import (
+    Replaced,
+    adopt_nameless,
+    adopt_orphans,
+    rebuild_index,
+    restore_copies,
+    settle_snapshots,
+    skip_ids,
+)
 from tiers.replay import Replayed
 
 if TYPE_CHECKING:
@@ -104,6 +112,8 @@ class Heritage:
         if lower is not None:
             if not believed:
                 self._rebuilt = rebuild_index(self.names, lower.found)
+            else:
+                settle_snapshots(self.names, lower.found)
             adopt_orphans(self.names, lower.nvme, lower.found)
             adopt_nameless(self.names, lower.nvme, lower.found)
             skip_ids(self.names, lower.found)
@@ -167,6 +177,9 @@ class Heritage:
         }
         below = {} if self._lower is None else self._lower.nvme.objects
         lost: list[Name] = []
+        replaced = None
+        if self._lower is not None:
+            replaced = Replaced(self.names, self._lower.nvme, self._lower.found)
 
         def durable(bucket: bytes) -> bool:  # a name on its way there, whose bytes never arrived
             row = self.names.get_bucket(bucket)
@@ -184,6 +197,8 @@ class Heritage:
                     return True
                 if object_id in there and self._named[object_id][0] == Name(bucket, key):
                     return True
+                if replaced is not None and replaced.has_other(Name(bucket, key), object_id):
+                    return True
             elif self._lower is not None:  # the log knows what it said
                 raise Corrupt(f"name index: the row of {Name(bucket, key)} is damaged")
             lost.append(Name(bucket, key))
@@ -196,7 +211,8 @@ class Heritage:
             self.names.skip_ids(max(each.sealed.header.sequence for each in adopted))
         if self._lower is not None:
             nvme, found = self._lower.nvme, self._lower.found
-            lost = restore_replaced(self.names, nvme, found, lost)
+            assert replaced is not None
+            replaced.put()
             store.journal = restore_copies(store, nvme, found, compare=self._killed)
         if self._cold is not None:
             store.cold = self._cold.restore(store, self._cold_names)

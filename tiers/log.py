@@ -229,10 +229,13 @@ class Log:
         self._is_due = True
 
     def _must_sync(self) -> bool:
-        return self.pool.endings.has_pending or bool(self._unsynced) and (
-            self._wanted > self._durable
-            or self._has_deleted
-            or len(self._unsynced) >= limits.UNSYNCED_RECORDS
+        return self.pool.endings.has_pending or (
+            bool(self._unsynced)
+            and (
+                self._wanted > self._durable
+                or self._has_deleted
+                or len(self._unsynced) >= limits.UNSYNCED_RECORDS
+            )
         )
 
     async def _advance(self) -> None:
@@ -557,14 +560,14 @@ class _Batch:
                 break
             count = 1
             if isinstance(entry, Deletion):
-                if self.deletes:  # of two in one write the second alone could arrive
-                    break
                 count, entry = self._merge(entries, taken)
                 self.deletes = True
             if not self._fits(entry, len(view)):
                 break
             await self._place(entry, view)
             taken += count
+            if self.deletes:  # durable before what follows, which may give its name to something
+                break
         return taken
 
     def _merge(self, entries: deque[Entry], start: int) -> tuple[int, Record]:

@@ -26,6 +26,7 @@ from tiers.log import Deletion
 from tiers.model import Name
 from tiers.nvme import NvmeTier, Stored, has_all
 from tiers.replay import Replayed
+from tiers.snapshots import OPEN, SnapshotIndex
 
 if TYPE_CHECKING:
     from tiers.store import TieredStore
@@ -82,24 +83,53 @@ def skip_ids(names: NameIndex, found: Replayed) -> None:
         names.skip_bucket_ids(max(found.buckets))
 
 
-def restore_replaced(names: NameIndex, nvme: NvmeTier, found: Replayed, lost: list[Name]) -> list[Name]:
-    """Give names whose objects are lost back to the objects that the log has under them; the names that stay lost.
+def settle_snapshots(names: NameIndex, found: Replayed) -> None:
+    """A believed index knows which files were still being written, and what became of the others: their copies count
+    only where the object that they were sealed as is lost."""
+    rows = SnapshotIndex(names.environment).load()
+    if rows is not None:
+        found.sealed_as = {sealed_as: each for each, sealed_as in rows.items() if sealed_as != OPEN}
+        found.snapshots &= {each for each, sealed_as in rows.items() if sealed_as == OPEN}
+
+
+class Replaced:
+    """What may take back a name whose object is lost: the object that the log still has under it, or the copy of a
+    draft that was sealed as the lost one.
 
     An object that was sealed over a durable one is in the index at once, and until it is on the device only DRAM has
     it: a process that is killed meanwhile must not take the earlier object with it, which nobody was told is gone.
+    Once it is durable the earlier one has ended (`tiers.endings`), and is not in the tier.
     """
-    if not lost:
-        return []
-    named = {row.object_id for _, row in _rows(names)}
-    claims = {claim: object_id for object_id, (_, claim) in found.names.items() if object_id in nvme.objects}
-    left = []
-    for name in lost:
-        object_id = claims.get(name.bucket + b"\0" + name.key)
-        if object_id is None or object_id in named:
-            left.append(name)
-        else:
-            names.put(name.bucket, name.key, found.meta(object_id).row)
-    return left
+
+    def __init__(self, names: NameIndex, nvme: NvmeTier, found: Replayed) -> None:
+        self._names, self._nvme, self._found = names, nvme, found
+        self._claims: dict[bytes, int] | None = None
+        self._taken: set[int] = set()
+        self._rows: list[tuple[Name, NameRow]] = []
+
+    def has_other(self, name: Name, object_id: int) -> bool:
+        """Whether there is something to `put` under the name of this lost object."""
+        other = self._found.sealed_as.get(object_id)
+        if other is None or other not in self._nvme.objects or other not in self._found.names:
+            other = self._claim(name)
+        if other is None or other in self._taken:
+            return False
+        self._taken.add(other)
+        self._rows.append((name, clear_snapshot(self._found.meta(other).row)))
+        return True
+
+    def _claim(self, name: Name) -> int | None:
+        if self._claims is None:
+            self._taken |= {row.object_id for _, row in _rows(self._names)}
+            there = self._nvme.objects
+            self._claims = {claim: each for each, (_, claim) in self._found.names.items() if each in there}
+        return self._claims.get(name.bucket + b"\0" + name.key)
+
+    def put(self) -> None:
+        """Give the names back, each row in the place of the one that was there."""
+        for name, row in self._rows:
+            self._names.put(name.bucket, name.key, row)
+            self._found.unlogged.add(row.object_id)
 
 
 def restore_copies(store: TieredStore, nvme: NvmeTier, found: Replayed, *, compare: bool) -> NvmeJournal:
@@ -128,6 +158,7 @@ def restore_copies(store: TieredStore, nvme: NvmeTier, found: Replayed, *, compa
             unknown.append(object_id)
     for object_id in unknown:
         nvme.drop(object_id)
+    journal.forget_snapshots()
     journal.queue_unwritten()
     return journal
 
@@ -136,7 +167,9 @@ def _restore_snapshots(store: TieredStore, nvme: NvmeTier, found: Replayed) -> N
     """Files that were being written, as their writers last made them durable: under their names from here on,
     unless a later object has that name."""
     names = store.names
-    for object_id in found.snapshots & found.names.keys():
+    drafts = found.snapshots & found.names.keys()
+    sealed = {row.object_id for _, row in _rows(names)} if drafts else set()
+    for object_id in drafts - sealed:
         meta = found.meta(object_id)
         if object_id not in nvme.objects or names.get_bucket(meta.bucket) is None:
             continue
@@ -144,7 +177,11 @@ def _restore_snapshots(store: TieredStore, nvme: NvmeTier, found: Replayed) -> N
         if known is None or known.sequence < meta.row.sequence:
             if known is not None:
                 store.drop_replaced(known)
-            names.put(meta.bucket, meta.key, replace(meta.row, flags=meta.row.flags & ~SNAPSHOT))
+            names.put(meta.bucket, meta.key, clear_snapshot(meta.row))
+
+
+def clear_snapshot(row: NameRow) -> NameRow:
+    return replace(row, flags=row.flags & ~SNAPSHOT)
 
 
 def _rows(names: NameIndex) -> Iterator[tuple[Name, NameRow]]:

@@ -51,6 +51,8 @@ class Replayed:
     """Object id -> encoded row and `bucket NUL key`; named objects and directories."""
     snapshots: set[int] = field(default_factory=set)
     """Ids of files that were still being written."""
+    sealed_as: dict[int, int] = field(default_factory=dict)
+    """Id of an object -> id of what was durable of it while it was written."""
     orphans: list[Stored] = field(default_factory=list)
     """Objects whose bucket the log does not have: it was removed, or its record is damaged."""
     nameless: dict[int, Stored] = field(default_factory=dict)
@@ -208,7 +210,9 @@ class Replay:
                 continue
             stored.kept = kept[stored.bucket_id]
             self.tier.adopt(stored)
-        found.losers += [each for each in self.ended.objects if each in self.objects and each not in self._deleted]
+        found.losers += [
+            each for each in self.ended.objects if each in self.objects and each not in self._deleted
+        ]
 
     def unrepeated(self) -> Iterator[Ending]:
         """What the records say has ended, and nothing besides them."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -30,7 +30,10 @@ from tiers.store import TieredStore
 CACHE, DURABLE, BLOCKS = b"cache", b"durable", b"blocks"
 SIZES: Final = (1, 700, 5_000, 20_000, 60_000, 200_000)
 NVME_BYTES: Final = 16 * MIB
-KEYS: Final = [*(b"k%d" % number for number in range(5)), *(b"d%d/%d" % (d, n) for d in (0, 1) for n in (0, 1))]
+KEYS: Final = [
+    *(b"k%d" % number for number in range(5)),
+    *(b"d%d/%d" % (d, n) for d in (0, 1) for n in (0, 1)),
+]
 DIGESTS: Final = [bytes([number + 1]) * 16 for number in range(4)]
 
 
@@ -74,7 +77,11 @@ class Expected:
 
     def judge(self, found: dict[Name, bytes]) -> list[str]:
         """Names that show what they may not, and values that show twice."""
-        wrong = [f"{name} shows {_version(value)}" for name, value in found.items() if value not in self.allowed(name)]
+        wrong = [
+            f"{name} shows {_version(value)}"
+            for name, value in found.items()
+            if value not in self.allowed(name)
+        ]
         owners: dict[bytes, Name] = {}
         for name, value in found.items():
             other = owners.setdefault(value, name)
@@ -127,7 +134,7 @@ class Life:
             await store.journal.settle()
         if self.chance.random() < 0.5:
             await self._reach_tier(store)
-        actions: list[tuple[int, Callable[[TieredStore], object]]] = [
+        actions: list[tuple[int, Callable[[TieredStore], Awaitable[None] | None]]] = [
             (12, self._put),
             (4, self._put_synced),
             (3, self._put_large),
@@ -142,7 +149,7 @@ class Life:
             action = self.chance.choices([action for _, action in actions], weights)[0]
             doing = action(store)
             if doing is not None:
-                await doing  # type: ignore[misc]
+                await doing
             store.maintain()
             if killed and number == changes - 1 and self.chance.random() < 0.5:
                 return
@@ -156,8 +163,8 @@ class Life:
         store.dram.wait_checksums(30)
         journal = store.journal
         assert isinstance(journal, NvmeJournal)
-        while journal.usage()[0]["write_behind"] or journal.nvme.log.backlog:
-            await trio.sleep(0.001)  # noqa: ASYNC110 it tells nobody
+        while journal.usage()[0]["write_behind"] or journal.nvme.log.backlog:  # noqa: ASYNC110 it tells nobody
+            await trio.sleep(0.001)
         await journal.nvme.log.settle()
 
     def _begin(self, what: str, changes: dict[Name, bytes | None]) -> None:
@@ -174,7 +181,7 @@ class Life:
 
     def _draft(self, store: TieredStore, value: bytes) -> Draft:
         draft = store.reserve(len(value), uid=0)
-        _fill(store, draft, value)
+        fill(store, draft, value)
         return draft
 
     def _put(self, store: TieredStore) -> None:
@@ -189,13 +196,13 @@ class Life:
         draft = store.reserve(len(value) + 1000, uid=0)
         snapshot: int | None = None
         for _ in range(self.chance.choice([1, 1, 2])):
-            _fill(store, draft, value)
+            fill(store, draft, value)
             self._begin("sync", {name: value})
             snapshot = await store.persist_draft(draft, name, Attributes(), previous=snapshot)
             self.expected.settled()
             if self.chance.random() < 0.5:
                 value = self.value(len(value) - 16)
-        _fill(store, draft, value)
+        fill(store, draft, value)
         self._begin("seal synced", {name: value})
         store.seal(draft, name, Attributes(), snapshot=snapshot)
         if self.chance.random() < 0.5:
@@ -233,7 +240,9 @@ class Life:
         source = self._known()
         if source is None:
             return
-        target = Name(source.bucket if self.chance.random() < 0.7 else self._name().bucket, self.chance.choice(KEYS))
+        target = Name(
+            source.bucket if self.chance.random() < 0.7 else self._name().bucket, self.chance.choice(KEYS)
+        )
         if target != source:
             self._begin("rename", {source: None, target: self.expected.values[source]})
             try:
@@ -244,10 +253,12 @@ class Life:
     def _rename_directory(self, store: TieredStore) -> None:
         bucket = self.chance.choice([CACHE, DURABLE])
         source, target = self.chance.sample([b"d0/", b"d1/", b"d2/"], 2)
-        inside = [name for name in self.expected.values if name.bucket == bucket and name.key.startswith(source)]
+        inside = [
+            name for name in self.expected.values if name.bucket == bucket and name.key.startswith(source)
+        ]
         taken = any(name.bucket == bucket and name.key.startswith(target) for name in self.expected.values)
         if inside and not taken:
-            changes: dict[Name, bytes | None] = {name: None for name in inside}
+            changes: dict[Name, bytes | None] = dict.fromkeys(inside)
             changes |= {Name(bucket, target + n.key[len(source) :]): self.expected.values[n] for n in inside}
             self._begin("rename directory", changes)
             store.rename(Name(bucket, source), Name(bucket, target))
@@ -277,7 +288,7 @@ class Life:
             store.remove_block(digest)
 
 
-def _fill(store: TieredStore, draft: Draft, data: bytes) -> None:
+def fill(store: TieredStore, draft: Draft, data: bytes) -> None:
     descriptor = store.open_draft(draft)
     try:
         os.ftruncate(descriptor, len(data))
@@ -329,7 +340,9 @@ async def _read(store: TieredStore, info: ObjectInfo) -> bytes | None:
 
 def damage_one_place(files: list[Path], chance: random.Random) -> str:
     """Cut, zero or flip part of one file that was written; what was done. The newest are as likely as all others."""
-    written = sorted((file for file in files if any(file.read_bytes())), key=lambda file: file.stat().st_mtime_ns)
+    written = sorted(
+        (file for file in files if any(file.read_bytes())), key=lambda file: file.stat().st_mtime_ns
+    )
     file = written[-1] if chance.random() < 0.5 else chance.choice(written)
     data = file.read_bytes()
     end = len(data.rstrip(b"\0"))
@@ -341,7 +354,10 @@ def damage_one_place(files: list[Path], chance: random.Random) -> str:
         return f"{file.name} cut at {at} of {used}"
     if how == "flip":
         with file.open("r+b") as opened:
-            for place in [at, *(min(at + chance.randrange(2000), end - 1) for _ in range(chance.choice([0, 3])))]:
+            for place in [
+                at,
+                *(min(at + chance.randrange(2000), end - 1) for _ in range(chance.choice([0, 3]))),
+            ]:
                 opened.seek(place)
                 opened.write(bytes([data[place] ^ 1 << chance.randrange(8)]))
         return f"{file.name} flipped at {at} of {used}"
