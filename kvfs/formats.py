@@ -388,7 +388,7 @@ ENDINGS_HEADER: Final = Layout(
         ("epoch", "Q"),
         ("page", "I"),
         ("first_pages", "I"),
-        ("reserved0", "8s"),
+        ("durable_sequence", "Q"),
         ("page_checksum", "Q"),
     ),
 )

@@ -77,6 +77,8 @@ class Ended:
     extents: dict[int, dict[int, int]] = field(default_factory=dict)
     """Object id -> extent number -> sequence of the oldest DATA that may count."""
     highest_sequence: int = 0
+    durable_sequence: int = 0
+    """Every record up to this one was durable once."""
 
     @property
     def highest_id(self) -> int:
@@ -95,7 +97,9 @@ class Ended:
         return True
 
 
-def encode_page(store_id: bytes, epoch: int, page: int, first_pages: int, endings: Sequence[Ending]) -> bytes:
+def encode_page(
+    store_id: bytes, epoch: int, page: int, first_pages: int, durable_sequence: int, endings: Sequence[Ending]
+) -> bytes:
     body = b"".join(
         ENDING.struct.pack(each.object_id, each.first_sequence, each.sequence, each.kind, each.extent_number)
         for each in endings
@@ -108,6 +112,7 @@ def encode_page(store_id: bytes, epoch: int, page: int, first_pages: int, ending
         epoch=epoch,
         page=page,
         first_pages=first_pages,
+        durable_sequence=durable_sequence,
     )[:-8]
     return (head + xxh3_64(head + body).to_bytes(8, "little") + body).ljust(ENDINGS_PAGE_BYTES, b"\0")
 
@@ -118,6 +123,7 @@ class Page:
 
     epoch: int
     first_pages: int
+    durable_sequence: int
     endings: list[Ending]
 
 
@@ -145,7 +151,7 @@ def decode_page(data: bytes | memoryview, store_id: bytes) -> Page | None:
         ]
     except ValueError as error:
         raise Corrupt(f"endings page: {error}") from None
-    return Page(raw["epoch"], raw["first_pages"], endings)
+    return Page(raw["epoch"], raw["first_pages"], raw["durable_sequence"], endings)
 
 
 @dataclass(slots=True)
@@ -175,6 +181,8 @@ class Endings:
         self._kept = array("Q")
         self._pending: list[Ending] = []
         self._is_dirty = False
+        self.durable_sequence = 0
+        """Every record up to this one is durable; each page repeats it. Set by the log."""
         self.faults: dict[str, list[str]] = {}
         """File name -> what is wrong with it, after `load`."""
         self.spans: Callable[[], list[Span]] = list
@@ -228,6 +236,7 @@ class Endings:
                     page = self._page(file, number, part[at : at + ENDINGS_PAGE_BYTES])
                     if page is None:
                         continue
+                    ended.durable_sequence = max(ended.durable_sequence, page.durable_sequence)
                     for ending in page.endings:
                         if ended.add(ending):
                             self._keep(ending)
@@ -324,7 +333,9 @@ class Endings:
         file.pages = self._size_bytes // ENDINGS_PAGE_BYTES
 
     async def _put(self, file: _File, number: int, endings: Sequence[Ending]) -> None:
-        data = encode_page(self._store_id, file.epoch, number, file.first_pages, endings)
+        data = encode_page(
+            self._store_id, file.epoch, number, file.first_pages, self.durable_sequence, endings
+        )
         async with self._device.buffer() as view:
             view[: len(data)] = data
             await self._device.write(file.fd, number * ENDINGS_PAGE_BYTES, view[: len(data)])

@@ -43,6 +43,8 @@ from tiers.rebuild import (
     Replaced,
     adopt_nameless,
     adopt_orphans,
+    agree,
+    name_survivors,
     rebuild_index,
     restore_copies,
     settle_snapshots,
@@ -143,13 +145,15 @@ class Heritage:
             for each in survivors
             if each.sealed.header.key.kind is Kind.OBJECT
         }
+        if self._lower is not None and self._rebuilt is not None:
+            name_survivors(self.names, self._lower.found, objects)
         known = {row.name for row in self._buckets.values()}
         for bucket, key, data in self.names.encoded_rows() if objects else ():
             survivor = None if data is None else objects.get(peek_row(data)[0])
             if data is None or survivor is None or bucket not in known:
                 continue
             row = NameRow.decode(data)
-            if not row.flags & DIRECTORY and _agree(row, survivor):
+            if not row.flags & DIRECTORY and agree(row, survivor):
                 self._named.setdefault(row.object_id, (Name(bucket, key), row))
         wanted = [found for each in survivors if (found := self._wanted(each)) is not None]
         return dearest_first(wanted, self._unit)
@@ -299,11 +303,6 @@ def unit_of(name: Name) -> bytes | None:
     """The eviction group of a name: the directory whose files are useful only together."""
     unit = paths.unit_prefix(name.key)
     return name.bucket + b"\0" + unit if unit else None
-
-
-def _agree(row: NameRow, survivor: Survivor) -> bool:
-    header = survivor.sealed.header
-    return row.sequence == header.sequence and row.size_bytes == survivor.sealed.size_bytes
 
 
 def _drop_unit(store: TieredStore, unit: Name) -> None:

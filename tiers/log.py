@@ -435,6 +435,7 @@ class Log:
             crashpoints.reach("log.after_sync")
             self.counts.syncs += 1
             self._unsynced.clear()
+        endings.durable_sequence = self._next_sequence - 1
         self._has_deleted = self._is_due = False
         self._note_replaced()
         await endings.write()  # before anybody is told: synced with what comes next

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from kvfs._native.table import TIER_NVME
 from kvfs.name_rows import DIRECTORY, SNAPSHOT, NameRow, clear_flags, peek_row
 from kvfs.names import NameIndex
+from tiers.adoption import Survivor
 from tiers.base import NO_SLOT, Kind
 from tiers.blocks import Block
 from tiers.journal import NvmeJournal
@@ -41,6 +42,26 @@ def rebuild_index(names: NameIndex, found: Replayed) -> int:
         (name, clear_flags(row, SNAPSHOT)) for row, name in found.names.values() if name.startswith(bases)
     )
     return names.put_many(rows)
+
+
+def agree(row: NameRow, survivor: Survivor) -> bool:
+    """Whether what survived in DRAM is what this name stands for."""
+    header = survivor.sealed.header
+    return row.sequence == header.sequence and row.size_bytes == survivor.sealed.size_bytes
+
+
+def name_survivors(names: NameIndex, found: Replayed, survivors: dict[int, Survivor]) -> None:
+    """Give objects that DRAM has, and the log only in part, the names that the log knows: damage on the device costs
+    nothing of what is in DRAM."""
+    for object_id in found.torn.keys() & survivors.keys():
+        data, name, sequence = found.torn[object_id]
+        row = NameRow.decode(data)
+        bucket, _, key = name.partition(b"\0")
+        if names.get_bucket(bucket) is None or not agree(row, survivors[object_id]):
+            continue
+        known = names.get(bucket, key)
+        if known is None or found.sequences.get(known.object_id, 0) < sequence:
+            names.put(bucket, key, clear_snapshot(row))
 
 
 def adopt_orphans(names: NameIndex, nvme: NvmeTier, found: Replayed) -> None:

@@ -55,6 +55,10 @@ class Replayed:
     """Id of an object -> id of what was durable of it while it was written."""
     orphans: list[Stored] = field(default_factory=list)
     """Objects whose bucket the log does not have: it was removed, or its record is damaged."""
+    torn: dict[int, tuple[bytes, bytes, int]] = field(default_factory=dict)
+    """Id of an object that is not all there -> its row and name, as in `names`, and the sequence of the newest name."""
+    sequences: dict[int, int] = field(default_factory=dict)
+    """Id -> sequence of the newest name, or a block's newest extent."""
     nameless: dict[int, Stored] = field(default_factory=dict)
     """Objects with extents and without a name that counts: it is lost, or was never written."""
     unlogged: set[int] = field(default_factory=set)
@@ -97,9 +101,10 @@ class Replay:
         self.newest: dict[int, int] = {}
         """Object id -> sequence of its newest name, or a block's newest extent: of two objects with one name or
         hash the higher wins."""
+        self.found.sequences = self.newest
         self.dead: set[int] = set(ended.objects)
         self.bucket_places: dict[int, tuple[BucketRow, tuple[Location, int]]] = {}
-        self.next_sequence = 1 + ended.highest_sequence
+        self.next_sequence = 1 + max(ended.highest_sequence, ended.durable_sequence)
         self.renamed: set[int] = set()
         """Objects of which the log had a name before the one that counts."""
         self._deleted: dict[int, int] = {}
@@ -255,10 +260,9 @@ class Replay:
             if stored.pieces and stored.key.kind is Kind.OBJECT and object_id not in self.bodies:
                 self.found.nameless[object_id] = stored
                 continue
-            if not has_all(stored, self.tier.extent_count(stored.size_bytes)):
-                continue
+            whole = has_all(stored, self.tier.extent_count(stored.size_bytes))
             if stored.key.kind is Kind.BLOCK:
-                if stored.pieces:
+                if stored.pieces and whole:
                     self._contend(blocks, stored.key.digest, stored)
                 continue
             body = self.bodies.get(object_id)
@@ -266,7 +270,8 @@ class Replay:
                 continue
             name, row = peek_meta(body)
             _, flags = peek_row(row)
-            if not stored.pieces and not flags & DIRECTORY:
+            if not (whole and stored.pieces) and not flags & DIRECTORY:
+                self.found.torn[object_id] = (row, name, self.newest[object_id])
                 continue
             if flags & SNAPSHOT:
                 self.found.snapshots.add(object_id)
@@ -308,6 +313,7 @@ async def _release_spent(pool: SegmentPool, replay: Replay) -> None:
 async def _repeat_endings(pool: SegmentPool, replay: Replay) -> None:
     for name, faults in pool.endings.faults.items():
         _log.error("%s: %s; written again from the log", pool.directory / name, "; ".join(faults[:3]))
+    pool.endings.durable_sequence = replay.next_sequence - 1
     try:
         await pool.endings.begin(list(replay.unrepeated()))
     except (NoSpace, DeviceFailed) as error:  # the log's next write tries again
