@@ -41,6 +41,7 @@ from tiers.large import LargeDraft, LargeObjects
 from tiers.log import Barrier, Payload
 from tiers.model import Bucket, Name
 from tiers.nvme import Fault, NvmeTier, Stored
+from tiers.snapshots import OPEN, SnapshotIndex
 
 if TYPE_CHECKING:
     from tiers.store import TieredStore
@@ -218,6 +219,7 @@ class NvmeJournal(Journal):
         self.nvme = nvme
         self._large = LargeObjects(nvme)
         self._store = store
+        self._snapshots = SnapshotIndex(store.names.environment)
         self._ghosts = GhostQueue()
         self._behind: OrderedDict[bytes, None] = OrderedDict()
         """Keys of objects that are to be written when their turn comes."""
@@ -255,6 +257,7 @@ class NvmeJournal(Journal):
         self, draft: LargeDraft, bucket: Bucket, name: Name, row: NameRow, replaced: int | None
     ) -> None:
         stored = draft.stored
+        self._snapshots.forget(stored.object_id)
         stored.bucket_id, stored.sealed_at_ns = bucket.bucket_id, row.mtime_ns
         self.nvme.keep(stored, bucket.durable or bool(row.flags & PINNED))
         stored.ticket = self.nvme.put_name(stored, MetaBody(name.bucket, name.key, row))
@@ -265,6 +268,7 @@ class NvmeJournal(Journal):
         self._drop(replaced, behind=True, awaited=not bucket.durable)
 
     async def persist_large(self, draft: LargeDraft, name: Name, row: NameRow) -> None:
+        self._note_snapshot(row.object_id, OPEN)
         draft.stored.bucket_id = self._store.bucket(name.bucket).bucket_id
         await self.nvme.log.settle(self.nvme.put_name(draft.stored, MetaBody(name.bucket, name.key, row)))
         draft.check()
@@ -291,7 +295,10 @@ class NvmeJournal(Journal):
 
     def sealed(self, found: Resident, *, replaced: int | None = None, snapshot: int | None = None) -> None:
         bucket = found.bucket
+        if snapshot is not None and snapshot != found.object_id:
+            self._note_snapshot(snapshot, found.object_id)
         if found.named is not None and snapshot == found.object_id:
+            self._snapshots.forget(snapshot)
             self._keep_snapshot(found.object_id, bucket, *found.named)
             self._drop(replaced, behind=True, awaited=False)
             return
@@ -333,6 +340,7 @@ class NvmeJournal(Journal):
         bucket = self._store.bucket(name.bucket)
         self.check_durable(row.size_bytes)
         key = object_key(row.object_id)
+        self._note_snapshot(row.object_id, OPEN)
         stored = Stored(key, row.object_id, row.size_bytes, bucket.bucket_id, uid=row.uid, kept=True)
         payloads = self._payloads(partial(self._store.dram.open_draft, extent), row.size_bytes, None)
         stored.ticket = self.nvme.put(stored, payloads, MetaBody(name.bucket, name.key, row))
@@ -431,7 +439,12 @@ class NvmeJournal(Journal):
             self._must = ticket
 
     def removed(self, object_id: int, *, behind: bool = False) -> None:
+        if not behind:
+            self._snapshots.forget(object_id)
         self._drop(object_id, behind=behind)
+
+    def _note_snapshot(self, object_id: int, sealed_as: int) -> None:
+        self._snapshots.note(object_id, sealed_as, lambda each: self.nvme.known(each) is None)
 
     def _drop(self, object_id: int | None, *, behind: bool = False, awaited: bool = True) -> None:
         """`behind`: only once what was queued before is durable, which replaces it; not `awaited` where that stays."""
@@ -585,6 +598,10 @@ class NvmeJournal(Journal):
             os.close(descriptor)
         if found != checksum:
             raise Corrupt(f"slot {extent.slot} does not match its checksum")
+
+    def forget_snapshots(self) -> None:
+        """Once a start has decided what becomes of the files that were being written."""
+        self._snapshots.clear()
 
     def queue_unwritten(self) -> None:
         """Have written what a start took over and only DRAM has; durable objects before the first settle."""
