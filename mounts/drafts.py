@@ -292,9 +292,12 @@ class DraftKeeper:
                 await trio.sleep(delay_s)
                 delay_s = min(delay_s * 2, LINGER_MOST_S)
                 self.catch_up()
-                if node.draft is not opened or not opened.closed:
+                if node.draft is opened and opened.closed:
+                    await self._write_out(node, opened)
+                if (
+                    node.draft is not opened or not opened.closed
+                ):  # somebody writes it again, or it is published
                     return
-                await self._write_out(node, opened)
                 if not node.linked and opened.handles == 0:
                     self.discard(node)
                     return
@@ -488,6 +491,7 @@ class DraftKeeper:
                 opened.draft.persisted_bytes is not None
             ):  # what was cut off is not kept for what is durable of it
                 await self.persist(node, opened)
+            self.show_draft(node, opened)
         else:
             self._truncate_slot(opened.draft, size_bytes)
         opened.awaited = False

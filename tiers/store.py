@@ -360,8 +360,8 @@ class TieredStore(Naming):
         self.make_entry_room()
         bucket, old = self._check_sealable(name, replace=replace, expected_id=expected_id)
         draft.check()
-        if not draft.is_written or draft.sealed:
-            raise WriterActive(f"{name} is not written yet, or sealed already")
+        if not draft.is_written:
+            raise WriterActive(f"{name} is not written yet, or is being written")
         stored, digest = draft.stored, draft.stored.key.digest
         row = self._large_row(draft, attributes, 0)
         self._report_hits()
