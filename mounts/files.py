@@ -190,10 +190,12 @@ class OpenFiles:
         large = large_of(opened)
         if large is not None and self._view.backings.killed(handle.node.nodeid):
             return
+        opened.failed = True  # until this one has succeeded
         if drafts.is_durable(handle.node):
             await drafts.persist(handle.node, opened)
         elif large is not None and handle.node.linked and handle.node.draft is opened:
             await large.flush()
+        opened.failed = False
 
     def release(self, number: int) -> None:
         handle = self._handles.pop(number)
