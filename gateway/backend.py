@@ -16,7 +16,8 @@ import base64
 import errno
 import logging
 import os
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,9 @@ from kvfs.messages import (
 log = logging.getLogger("kvfs.gateway")
 
 _OPEN_ATTEMPTS = 4
+
+Expected = tuple[str, int | None]
+"""A key, and the id of the object that it must name, if that matters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,8 +307,34 @@ class Backend(Connected):
             return False
         return True
 
+    async def remove_many(self, bucket: str, keys: Sequence[Expected]) -> Sequence[KvfsError | None]:
+        """Remove keys, each if it names the object that is expected; what failed of each. A missing one is removed."""
+        failed = deque[KvfsError | None]()
+        for some in _batches(keys):
+            found = await self.control(
+                Op.REMOVE_NAMES,
+                names=[[bucket, key] for key, _ in some],
+                expected_ids=[expected for _, expected in some],
+            )
+            for (key, _), status in zip(some, found["statuses"], strict=True):
+                gone = status in (0, errno.ENOENT, errno.EISDIR)
+                failed.append(None if gone else status_error(status, f"{bucket}/{key}"))
+        return failed
+
     async def status(self) -> dict[str, Any]:
         return await self.control(Op.STATUS)
+
+
+def _batches(keys: Sequence[Expected]) -> Iterator[Sequence[Expected]]:
+    """As many keys as one request takes, escaped as JSON."""
+    start = size_bytes = 0
+    for at, (key, _) in enumerate(keys):
+        more_bytes = 6 * len(untext(key)) + limits.MAX_BUCKET_NAME_BYTES + 64
+        if at - start >= limits.MAX_REMOVED_NAMES or size_bytes + more_bytes > limits.MAX_CONTROL_BYTES:
+            yield keys[start:at]
+            start, size_bytes = at, 0
+        size_bytes += more_bytes
+    yield keys[start:]
 
 
 async def _reserve_some(session: Session, size_bytes: int) -> Draft:

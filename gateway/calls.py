@@ -27,6 +27,7 @@ from gateway.room import Holding
 from gateway.routing import Action, Operation
 from gateway.settings import GatewaySettings
 from gateway.signing import Verified
+from gateway.upload_counts import UploadCounts
 from kvfs import limits
 from kvfs._native.receiver import Receiver
 from kvfs.credentials import RightName
@@ -158,6 +159,7 @@ class Call:
     body: Body
     request_id: str
     documents: Documents
+    uploads: UploadCounts
     content_length: int | None
     """Of the body on the wire; None where HTTP chunks it."""
     secure: bool = False

@@ -174,9 +174,9 @@ async def _copy_bytes(call: Call, source: Source, said: ObjectMetadata) -> Objec
     plan = _plan(call, source)
     if call.key.endswith("/"):
         return await _copy_to_marker(call, plan, said)
-    check_size(call, await call.backend.bucket(call.bucket), size_bytes)
+    check_size(call, size_bytes)
     if is_large(call, size_bytes):
-        async with _room(call, source, large.writing(call.backend, call.owner, call.bucket)) as transfer:
+        async with transfer_for(call, source, call.bucket) as transfer:
             said = copied_digests(said, plan, await run_copy(plan, transfer))
             await transfer.seal(replace(condition, user_metadata=said.encode()))
         return said
@@ -200,6 +200,11 @@ async def draft_for(call: Call, source: Source, size_bytes: int) -> AsyncIterato
 
     async with _room(call, source, reserved()) as draft:
         yield draft
+
+
+def transfer_for(call: Call, source: Source, bucket: str) -> AbstractAsyncContextManager[Transfer]:
+    """The same where no slot holds the copy."""
+    return _room(call, source, large.writing(call.backend, call.owner, bucket))
 
 
 @asynccontextmanager

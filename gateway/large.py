@@ -172,6 +172,17 @@ async def reading(
         transfer.close()
 
 
+@asynccontextmanager
+async def readers(backend: Backend, owner: str) -> AsyncIterator[Transfer]:
+    """A transfer with a window that objects are read through, one after the other."""
+    transfer = await begin(backend, owner)
+    try:
+        yield transfer
+        await transfer.end()
+    finally:
+        transfer.close()
+
+
 class WindowSink:
     """Where a body goes that becomes a large object (`gateway.receiving.Sink`)."""
 

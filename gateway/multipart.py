@@ -11,30 +11,36 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from gateway import checksums, documents, listing, metadata, reserved
+from gateway import checksums, documents, large, listing, metadata, reserved
 from gateway import etag as etags
 from gateway.backend import Seal
 from gateway.body_plan import object_bytes
 from gateway.calls import Answer, Call, Document
 from gateway.checksums import Algorithm, ChecksumType
-from gateway.copying import CopyPlan, copied_digests, draft_for, open_source, part_span, run_copy
+from gateway.copying import (
+    CopyPlan,
+    copied_digests,
+    draft_for,
+    open_source,
+    part_span,
+    run_copy,
+    transfer_for,
+)
 from gateway.documents import PartItem, UploadItem
 from gateway.errors import S3Error
-from gateway.found import BucketInfo, Found
+from gateway.found import Found
+from gateway.large import WindowSink
 from gateway.listing import ListRequest
 from gateway.metadata import ObjectMetadata
-from gateway.receiving import DraftSink, receive
+from gateway.receiving import DraftSink, Received, receive
 from gateway.stored import stored
-from gateway.uploads import Upload, check_room, need_upload, new_upload_id, uploads_of
-from gateway.writing import check_size, with_digests
-
-PARTS = BucketInfo(reserved.BUCKET, 0, 0, None)
-"""Where parts are kept: each fits into a slot."""
+from gateway.uploads import Upload, need_upload, new_upload_id, uploads_of
+from gateway.writing import check_size, is_large, with_digests
 
 
 async def create(call: Call) -> Answer:
     await call.backend.bucket(call.bucket)
-    await check_room(call.backend)
+    await call.uploads.begin(call.owner)
     said = replace(metadata.from_request(call.request), owner=call.owner)
     algorithm, type_ = checksums.asked(call.request)
     now_ns = time.time_ns()
@@ -55,23 +61,42 @@ async def upload_part(call: Call) -> Answer:
     size_bytes = object_bytes(call)
     wanted = checksums.wanted(call.request)
     _check_algorithm(upload, wanted.algorithm)
-    check_size(call, PARTS, size_bytes)
-    draft = await call.backend.reserve(call.owner, size_bytes, call.body)
-    try:
-        took_md5 = call.settings.takes_md5(call.bucket)
-        received = await receive(
-            call, DraftSink(draft), take_md5=took_md5, algorithm=wanted.algorithm or upload.algorithm
-        )
-        said = with_digests(ObjectMetadata(), received, took_md5)
-        seal = replace(_part_seal(call, upload, said), checksum=received.xxh3)
-        await call.backend.seal(draft, seal)
-    finally:
-        await call.backend.abort(draft)
+    check_size(call, size_bytes, "part")
+    algorithm = wanted.algorithm or upload.algorithm
+    receive_part = _receive_large if is_large(call, size_bytes) else _receive_small
+    received = await receive_part(call, upload, size_bytes, algorithm)
     found = await _sealed_part(call, upload)
     headers = [("ETag", etags.quote(stored(found).etag))]
     if received.checksum is not None:
         headers.append((received.checksum.algorithm.header, received.checksum.text))
     return Answer(200, headers)
+
+
+async def _receive_small(
+    call: Call, upload: Upload, size_bytes: int, algorithm: Algorithm | None
+) -> Received:
+    draft = await call.backend.reserve(call.owner, size_bytes, call.body)
+    try:
+        took_md5 = call.settings.takes_md5(call.bucket)
+        received = await receive(call, DraftSink(draft), take_md5=took_md5, algorithm=algorithm)
+        said = with_digests(ObjectMetadata(), received, took_md5)
+        seal = replace(_part_seal(call, upload, said), checksum=received.xxh3)
+        await call.backend.seal(draft, seal)
+    finally:
+        await call.backend.abort(draft)
+    return received
+
+
+async def _receive_large(
+    call: Call, upload: Upload, size_bytes: int, algorithm: Algorithm | None
+) -> Received:
+    """A part that no slot holds."""
+    async with large.writing(call.backend, call.owner, reserved.BUCKET, call.body) as transfer:
+        took_md5 = call.settings.takes_md5(call.bucket)
+        received = await receive(call, WindowSink(transfer), take_md5=took_md5, algorithm=algorithm)
+        said = with_digests(ObjectMetadata(), received, took_md5)
+        await transfer.seal(_part_seal(call, upload, said))
+    return received
 
 
 async def upload_part_copy(call: Call) -> Answer:
@@ -80,11 +105,15 @@ async def upload_part_copy(call: Call) -> Answer:
     async with open_source(call) as source:
         span = part_span(call, source)
         plan = CopyPlan(source, span, call.settings.takes_md5(call.bucket), upload.algorithm)
-        check_size(call, PARTS, span.size_bytes)
-        async with draft_for(call, source, span.size_bytes) as draft:
-            digests = await run_copy(plan, draft)
-            said = copied_digests(ObjectMetadata(), plan, digests)
-            await call.backend.seal(draft, _part_seal(call, upload, said))
+        check_size(call, span.size_bytes, "part")
+        if is_large(call, span.size_bytes):
+            async with transfer_for(call, source, reserved.BUCKET) as transfer:
+                said = copied_digests(ObjectMetadata(), plan, await run_copy(plan, transfer))
+                await transfer.seal(_part_seal(call, upload, said))
+        else:
+            async with draft_for(call, source, span.size_bytes) as draft:
+                said = copied_digests(ObjectMetadata(), plan, await run_copy(plan, draft))
+                await call.backend.seal(draft, _part_seal(call, upload, said))
     found = await _sealed_part(call, upload)
     return Document(200, (), documents.copy_part(stored(found).etag, found.mtime_ns, said.checksum))
 

@@ -33,6 +33,8 @@ MAX_HASH_TOKENS: Final = 1 << 24
 """Tokens in one call for prefix hashes: 40 ms with SHA extensions."""
 MAX_EXTRA_BYTES: Final = 64 * KIB
 """Bytes beside the tokens that one prefix hash covers, such as the hash of an image."""
+MAX_REMOVED_NAMES: Final = 64
+"""Removed by one request of a session, which is one step of the event loop: 10 ms; the longest keys fit in a frame."""
 MAX_LIST_ENTRIES: Final = 1_000
 """One page of a listing, as in S3's ListObjectsV2: bounds the time that one call holds the event loop."""
 MAX_USER_METADATA_BYTES: Final = 64 * KIB
@@ -358,7 +360,9 @@ SPARE_INTERVAL_S: Final = 0.5
 INLINE_DIGEST_BYTES: Final = 128 * KIB
 """Bodies up to this are digested as they come: an MD5 of it takes 150 us, a thread's start and end about 80."""
 MAX_UPLOADS: Final = 10_000
-"""Multipart uploads under way: their records are listed and sorted in memory, 20 MB with the longest keys."""
+"""Multipart uploads of one owner under way: records are listed and sorted in memory, 20 MB with the longest keys."""
+UPLOADS_LOOK_S: Final = 1.0
+"""Between two looks at the records of uploads because an owner seems to have too many: 10,000 take 50 ms."""
 EXPIRE_INTERVAL_S: Final = 600.0
 """How often a gateway looks for expired uploads."""
 ORPHAN_AGE_S: Final = 3_600.0

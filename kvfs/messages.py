@@ -50,6 +50,7 @@ class Op(IntEnum):
     STATUS = 44
     SHUTDOWN = 45
     PROMISE = 46
+    REMOVE_NAMES = 47
     LARGE_CREATE = 48
     LARGE_APPEND = 49
     LARGE_SEAL = 50
