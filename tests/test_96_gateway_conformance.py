@@ -220,8 +220,8 @@ def test_a_thousand_keys_with_an_outcome_each(door: Gateway, s3: Any, bucket: st
     there = [f"k{number}" for number in range(300)] + ["dir/"]
     for key in (*long, *there):
         s3.put_object(Bucket=bucket, Key=key, Body=b"x")
-    kept = [{"Key": f"k{number}", "ETag": '"other"'} for number in range(10)]
-    right = [{"Key": f"k{number}", "Size": 1} for number in range(10, 20)]
+    kept: list[dict[str, Any]] = [{"Key": f"k{number}", "ETag": '"other"'} for number in range(10)]
+    right: list[dict[str, Any]] = [{"Key": f"k{number}", "Size": 1} for number in range(10, 20)]
     plain = [{"Key": key} for key in (*long, *there[20:], *there[20:40], *(f"no{n}" for n in range(400)))]
     wrong = [{"Key": "x" * 1025}, {"Key": "k0", "VersionId": "1"}]
     answer = s3.delete_objects(Bucket=bucket, Delete={"Objects": [*kept, *right, *plain, *wrong]})
