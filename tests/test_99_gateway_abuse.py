@@ -16,6 +16,7 @@ from kvfs import limits
 from tests.support import abuse
 from tests.support.gateway import ACCESS, OTHER_ACCESS, OTHER_SECRET, SECRET, Gateway, gateway, until
 from tests.support.raw_s3 import raw_client
+from tests.test_99_gateway_faults import listening_ports
 
 MIB = 1 << 20
 BUCKET, OTHER = "abuse", "others"
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 @pytest.fixture(scope="module")
 def door() -> Iterator[Gateway]:
-    with gateway(dram="64MiB", settings=f"connections = {PLACES}") as found:
+    with gateway(dram="64MiB", settings=f'connections = {PLACES}\nadmin = "127.0.0.1:0"') as found:
         found.client().create_bucket(Bucket=BUCKET)
         found.client().put_object(Bucket=BUCKET, Key="small", Body=b"s" * 1000)
         found.client(OTHER_ACCESS, OTHER_SECRET).create_bucket(Bucket=OTHER)
@@ -99,3 +100,59 @@ def test_silent_connections_do_not_starve_new_clients(door: Gateway, sent: bytes
             assert client.ask("GET", f"/{BUCKET}/small").status == 200
         assert time.monotonic() - began_s < limits.HEAD_TIMEOUT_S / 2
     assert abuse.log_lines(door) - lines <= 3
+
+
+def test_what_is_closed_is_counted(door: Gateway) -> None:
+    found = "kvfs_s3_connections_closed_silent_total"
+    [before] = [line for line in metrics(door) if line.startswith(found)]
+    with abuse.silent_connections(door, 2 * PLACES):
+        with raw_client(door) as client:
+            assert client.ask("GET", f"/{BUCKET}/small").status == 200
+        [after] = [line for line in metrics(door) if line.startswith(found)]
+    assert int(after.split()[1]) >= int(before.split()[1]) + PLACES // 2
+
+
+def metrics(door: Gateway) -> list[str]:
+    [port] = listening_ports(door) - {door.port}
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        return str(answer.read().decode()).splitlines()
+
+
+# --- all at once ---------------------------------------------------------------------------------------------
+def test_all_kinds_at_once(door: Gateway) -> None:
+    """Memory and the log have bounds, and who does nothing wrong is answered, whatever he reads or writes."""
+    until(lambda: is_quiet(door), door)
+    before, lines, stop = abuse.rss_bytes(door), abuse.log_lines(door), threading.Event()
+
+    def send_documents() -> None:
+        while not stop.is_set():
+            for body in abuse.HOSTILE_DOCUMENTS.values():
+                with raw_client(door) as client:
+                    abuse.send_document(client, f"/{BUCKET}?delete", body)
+                if stop.is_set():
+                    return
+
+    def connect() -> None:
+        while not stop.is_set():
+            with abuse.silent_connections(door, PLACES // 4, sent=b"GET / HTTP/1.1\r\nHost"):
+                stop.wait(0.2)
+
+    written = 0
+    with ExitStack() as stack:
+        fared = stack.enter_context(abuse.good_client(door, BUCKET, "small"))
+        stack.enter_context(abuse.slow_uploads(door, BUCKET, 12, 4 * MIB))
+        for attack in (send_documents, connect):
+            thread = threading.Thread(target=attack)
+            thread.start()
+            stack.callback(thread.join)
+        stack.callback(stop.set)
+        other = door.client(OTHER_ACCESS, OTHER_SECRET, retries={"max_attempts": 3})
+        end_s = time.monotonic() + ABUSE_S
+        while time.monotonic() < end_s:
+            other.put_object(Bucket=OTHER, Key=f"k{written % 8}", Body=bytes(2 * MIB))
+            written += 1
+    assert written > 0
+    assert fared.failures == []
+    assert fared.worst_s < 5
+    assert abuse.rss_bytes(door) < before + 64 * MIB
+    assert abuse.log_lines(door) - lines < 20 + 4 * ABUSE_S
