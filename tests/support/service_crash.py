@@ -37,7 +37,8 @@ from tests.support.crash_harness import fast_directory
 from tests.support.gateway import ACCESS, REGION, SECRET
 from tests.support.processes import Helper
 from tests.support.service import Service, ServiceFailed
-from tests.support.service_journal import Journal, digest_of
+from tests.support.service_calls import Trigger
+from tests.support.service_journal import Contents, Journal, digest_of
 from tests.support.service_load import (
     BLOCKS,
     CACHE,
@@ -46,8 +47,6 @@ from tests.support.service_load import (
     LARGE,
     LARGE_DURABLE,
     PROMISED,
-    Contents,
-    Trigger,
     Worker,
 )
 from tests.support.service_look import Look, look
@@ -139,6 +138,10 @@ class Lease:
     is_slot: bool
     """Whether it is a descriptor of the slot itself, which outlives the service."""
 
+    def end(self) -> None:
+        with suppress(OSError):  # its service may be gone
+            os.close(self.descriptor)
+
     def wrong(self) -> str:
         try:
             data, size = bytearray(), os.fstat(self.descriptor).st_size
@@ -185,7 +188,7 @@ class Harness:
 
     def close(self) -> None:
         for lease in self.leases:
-            os.close(lease.descriptor)
+            lease.end()
         with suppress(ProcessLookupError):
             if self.service.process is not None:
                 os.killpg(self.service.pid, signal.SIGKILL)
@@ -214,9 +217,9 @@ class Harness:
     def _choose_end(self) -> str:
         if self.journal.life == 0:
             return "answer"
-        weighted = {"answer": 6, "rename": 2, "point": 4, "stop": 3}
+        weighted = {"answer": 3, "close": 5, "rename": 2, "point": 4, "stop": 2}
         if self.place.renames:
-            weighted = {"answer": 2, "rename": 6, "point": 4, "stop": 1}
+            weighted = {"answer": 2, "rename": 6, "point": 8, "stop": 1}
         [end] = self.chance.choices([*weighted], [*weighted.values()])
         if end == "point":
             points = sorted(
@@ -224,7 +227,7 @@ class Harness:
                 for point in crashpoints.POINTS
                 if not point.startswith("cold.") and (self.place.nvme != "0" or point.startswith("store."))
             )
-            if self.place.renames and self.chance.random() < 0.6:
+            if self.place.renames and self.chance.random() < 0.7:
                 points = ["store.after_rename"]
             point = self.chance.choice(points)
             return f"{point}:{1 if point.startswith('start.') else self.chance.randint(1, 20)}"
@@ -335,7 +338,7 @@ class Harness:
                     self.journal.done(begun)
         if self.place.held:
             for lease in self.chance.sample(self.leases, len(self.leases) // 3):
-                os.close(lease.descriptor)
+                lease.end()
                 self.leases.remove(lease)
             self._put_until_full(client, f"{CACHE}/held", 300_000, hold=True)
         if self.place.full_disk:
@@ -418,7 +421,7 @@ class Harness:
             CHANGES,
         )
         worker.edges = self.place.edges
-        worker.rename_share = 120 if self.place.renames else worker.rename_share
+        worker.mostly_renames = self.place.renames
         return worker
 
     def _trigger(self, end: str) -> Trigger:
@@ -431,7 +434,7 @@ class Harness:
                 else:
                     os.killpg(process.pid, signal.SIGKILL)
 
-        at = self.chance.randint(1, WORKERS * CHANGES * 2 // 3)
+        at = self.chance.randint(1, WORKERS * CHANGES // 2)
         if end == "stop":
             return Trigger(process.terminate, event="answer", at=at, delay_s=0)
         if end == "rename":
@@ -439,9 +442,10 @@ class Harness:
             return Trigger(kill, event="rename", at=at, delay_s=self.chance.random() * 0.0006)
         if ":" in end:
             return Trigger(kill, event="never", at=0, delay_s=0)
-        return Trigger(
-            kill, event="answer", at=at, delay_s=self.chance.choice([0, 0.001, 0.005]) * self.chance.random()
-        )
+        delay_s = self.chance.choice([0, 0.001, 0.005]) * self.chance.random()
+        if end == "close":
+            at = self.chance.randint(1, 30)
+        return Trigger(kill, event=end, at=at, delay_s=delay_s)
 
     def _gateway_pids(self) -> list[int]:
         """Of all processes that the service has started."""

@@ -262,3 +262,18 @@ class Journal:
         """It is lost for a known reason, and may be missing from now on."""
         with self._lock:
             self.unsure(self.begin("lost to damage", {name: None}), "known")
+
+
+@dataclass
+class Contents:
+    """The bytes of each version that may still be somewhere."""
+
+    bytes_of: dict[str, bytes] = field(default_factory=dict)
+
+    def note(self, data: bytes) -> str:
+        digest = digest_of(data)
+        self.bytes_of[digest] = data
+        return digest
+
+    def keep(self, digests: set[str | None]) -> None:
+        self.bytes_of = {digest: data for digest, data in self.bytes_of.items() if digest in digests}

@@ -12,8 +12,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,8 +22,17 @@ from typing import Any, Final
 from botocore.exceptions import BotoCoreError, ClientError
 
 from kvfs.client import Block, Client, NamespaceHandle, connect
-from kvfs.errors import DeadlinePassed, KvfsError, NotFound, SessionClosed
-from tests.support.service_journal import ANYTHING, Change, Journal, digest_of
+from kvfs.errors import DeadlinePassed, KvfsError, NotFound
+from tests.support.service_calls import (
+    Trigger,
+    closing,
+    describe,
+    http_status,
+    is_busy,
+    is_gone,
+    write_pieces,
+)
+from tests.support.service_journal import ANYTHING, Change, Contents, Journal, digest_of
 from tests.support.stores import NAMESPACE
 
 CACHE, DURABLE, LARGE, LARGE_DURABLE = "cache", "dur", "large", "ldur"
@@ -39,13 +46,6 @@ CALL_WAIT_S: Final = 20.0
 EDGE_TIMES_NS: Final = (-1, -(10**9), -(2**63), 0, 1, 2**31 * 10**9, 2**32 * 10**9, 2**63 - 1)
 EDGE_MODES: Final = (0, 0o777, 0o7777, 0o200)
 EDGE_KEYS: Final = ("x", "ü" * 100, "y" * 255, "/".join(["z" * 100] * 10), "new\nline", "%41 +&", "~", "a b")
-_GONE: Final = (
-    errno.ENOTCONN,
-    errno.ECONNABORTED,
-    errno.ECONNRESET,
-    errno.ECONNREFUSED,
-    errno.EPIPE,
-)
 
 
 class Ended(Exception):
@@ -54,48 +54,6 @@ class Ended(Exception):
 
 class Refused(Exception):
     """The call failed; the journal knows how."""
-
-
-class Trigger:
-    """Ends the service `delay_s` after the `at`-th event, an answer or the beginning of a rename."""
-
-    def __init__(self, end: Callable[[], None], *, event: str, at: int, delay_s: float) -> None:
-        self._end, self._event, self._left, self._delay_s = end, event, at, delay_s
-        self._lock = threading.Lock()
-        self.ending = threading.Event()
-        """Set before the service is ended: what fails from then on is cut off."""
-
-    def reach(self, event: str) -> None:
-        if event != self._event or self._delay_s < 0:
-            return
-        with self._lock:
-            self._left -= 1
-            due = self._left == 0
-        if due:
-            if self._event == "rename":
-                threading.Thread(target=self.fire).start()
-            else:
-                self.fire()
-
-    def fire(self) -> None:
-        time.sleep(self._delay_s)
-        self.ending.set()
-        self._end()
-
-
-@dataclass
-class Contents:
-    """The bytes of each version that may still be somewhere."""
-
-    bytes_of: dict[str, bytes] = field(default_factory=dict)
-
-    def note(self, data: bytes) -> str:
-        digest = digest_of(data)
-        self.bytes_of[digest] = data
-        return digest
-
-    def keep(self, digests: set[str | None]) -> None:
-        self.bytes_of = {digest: data for digest, data in self.bytes_of.items() if digest in digests}
 
 
 @dataclass
@@ -112,7 +70,7 @@ class Worker:
     buckets: list[str]
     s3: Any = None
     changes: int = 60
-    rename_share: int = 12
+    mostly_renames: bool = False
     edges: bool = False
     """Whether it uses values at the edge of their fields."""
     said: Counter[str] = field(default_factory=Counter)
@@ -132,10 +90,10 @@ class Worker:
     def run(self) -> None:
         """Until the service ends, or all changes are made."""
         actions: list[tuple[int, Callable[[], None]]] = [
-            (22, self.put),
+            (22 if not self.mostly_renames else 60, self.put),
             (6, self.write_synced),
-            (self.rename_share, self.rename),
-            (max(2, self.rename_share // 4), self.rename_directory),
+            (12 if not self.mostly_renames else 60, self.rename),
+            (4 if not self.mostly_renames else 12, self.rename_directory),
             (8, self.remove),
             (5, self.append),
             (5, self.truncate),
@@ -218,6 +176,8 @@ class Worker:
         self.journal.done(begun)
         self.said[begun.what.partition(" (")[0]] += 1
         self.trigger.reach("answer")
+        if not whole:
+            self.trigger.reach("close")
 
     def fresh(self, bucket: str) -> bytes:
         """Bytes that nobody has written yet."""
@@ -227,6 +187,12 @@ class Worker:
         """Bucket and key of a name of this worker."""
         files = [bucket for bucket in self.buckets if bucket not in BLOCK_SALTS]
         return self.chance.choice(files), self.chance.choice(self.keys)
+
+    def pick_existing(self) -> tuple[str, str]:
+        """One that holds something, if there is any in its bucket."""
+        bucket, key = self.pick()
+        there = [key for key in self.keys if self.sure(f"{bucket}/{key}") is not None]
+        return bucket, self.chance.choice(there) if there else key
 
     def sure(self, name: str) -> str | None:
         """The one version that is there, as far as is known; None where it is another thing."""
@@ -261,7 +227,7 @@ class Worker:
             self.put_s3(name, data)
         self.read_back(name)
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes, *, synced: bool = False) -> None:
         """Open, write in pieces, close."""
         begun = self.journal.begin(f"mount write ({len(data)} bytes)", {name: digest_of(data)})
 
@@ -270,6 +236,8 @@ class Worker:
             fd = os.open(self.path(name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             with closing(fd):
                 write_pieces(fd, data, self.chance.choice([4096, 100_000, 1 << 20]))
+                if synced:
+                    os.fsync(fd)
 
         self.change(begun, call, whole=False)
 
@@ -277,8 +245,9 @@ class Worker:
         self.path(name).parent.mkdir(parents=True, exist_ok=True)
 
     def write_and_rename(self, name: str, data: bytes) -> None:
+        """What editors, checkpoints and package managers do."""
         temporary = f"{name}.tmp"
-        self.write(temporary, data)
+        self.write(temporary, data, synced=self.chance.random() < 0.6)
         self.move(temporary, name, digest_of(data))
 
     def write_synced(self) -> None:
@@ -338,7 +307,7 @@ class Worker:
             self.change(begun, lambda: self.session.rename(source, target))
 
     def rename(self) -> None:
-        bucket, key = self.pick()
+        bucket, key = self.pick_existing()
         source, target = f"{bucket}/{key}", f"{bucket}/{self.chance.choice(self.keys)}"
         value = self.sure(source)
         if source == target or value is None or not self.is_there(source):
@@ -372,7 +341,7 @@ class Worker:
             self.change(begun, lambda: os.rename(self.path(here), self.path(there)))
 
     def remove(self) -> None:
-        bucket, key = self.pick()
+        bucket, key = self.pick_existing()
         name, door = f"{bucket}/{key}", self.chance.choice(self.doors())
         begun = self.journal.begin(f"{door} remove", {name: None})
         calls: dict[str, Callable[[], object]] = {
@@ -384,7 +353,7 @@ class Worker:
         self.read_back(name)
 
     def append(self) -> None:
-        bucket, key = self.pick()
+        bucket, key = self.pick_existing()
         name, rest = f"{bucket}/{key}", self.fresh(bucket)
         before = self.contents.bytes_of.get(self.sure(name) or "")
         if before is None or len(before) > 2_000_000:
@@ -400,7 +369,7 @@ class Worker:
         self.read_back(name)
 
     def truncate(self) -> None:
-        bucket, key = self.pick()
+        bucket, key = self.pick_existing()
         name = f"{bucket}/{key}"
         before = self.contents.bytes_of.get(self.sure(name) or "")
         if before is None:
@@ -414,7 +383,7 @@ class Worker:
     def copy(self) -> None:
         if self.s3 is None:
             return
-        bucket, key = self.pick()
+        bucket, key = self.pick_existing()
         target = self.chance.choice(self.keys)
         value = self.sure(f"{bucket}/{key}")
         if value is None or key == target:
@@ -560,48 +529,3 @@ class Worker:
         if door == "session":
             return digest_of(self.session.get(name))
         return digest_of(self.s3.get_object(Bucket=bucket, Key=key)["Body"].read())
-
-
-@contextmanager
-def closing(fd: int) -> Iterator[None]:
-    """Close a descriptor; what close(2) says counts, unless something else went wrong before."""
-    try:
-        yield
-    except BaseException:
-        with suppress(OSError):
-            os.close(fd)
-        raise
-    os.close(fd)
-
-
-def write_pieces(fd: int, data: bytes, piece: int) -> None:
-    for at in range(0, len(data), piece):
-        rest = memoryview(data)[at : at + piece]
-        while rest:
-            rest = rest[os.write(fd, rest) :]  # where there is no room for all of it, the next one says so
-
-
-def is_gone(error: BaseException) -> bool:
-    """Whether it is the connection that failed, so that nobody knows what became of the call."""
-    if isinstance(error, ClientError):
-        return http_status(error) == 503
-    if isinstance(error, OSError):
-        return error.errno in _GONE
-    return isinstance(error, SessionClosed | BotoCoreError)
-
-
-def is_busy(error: BaseException) -> bool:
-    """An answer after which the change may still happen."""
-    return isinstance(error, ClientError) and http_status(error) >= 500
-
-
-def describe(error: BaseException) -> str:
-    if isinstance(error, ClientError):
-        return f"S3 {error.response['Error'].get('Code')}"
-    if isinstance(error, OSError):
-        return errno.errorcode.get(error.errno or 0, str(error))
-    return type(error).__name__
-
-
-def http_status(error: ClientError) -> int:
-    return int(error.response["ResponseMetadata"]["HTTPStatusCode"])
