@@ -125,12 +125,9 @@ class Worker:
     def prepare(self) -> None:
         with self.guarded():
             self.client = connect(self.mount, timeout_s=CALL_WAIT_S)
-            for bucket in self.buckets:
-                if bucket in BLOCK_SALTS:
-                    wanted = replace(NAMESPACE, salt=BLOCK_SALTS[bucket])
-                    self.handles[bucket] = self.client.open_namespace(wanted, bucket=bucket)
-                else:
-                    (self.mount / bucket / f"w{self.number}").mkdir(exist_ok=True)
+            for bucket in BLOCK_SALTS.keys() & set(self.buckets):
+                wanted = replace(NAMESPACE, salt=BLOCK_SALTS[bucket])
+                self.handles[bucket] = self.client.open_namespace(wanted, bucket=bucket)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -413,6 +410,8 @@ class Worker:
         bucket, _ = self.pick()
         name = f"{bucket}/w{self.number}/m{self.chance.randrange(3)}/"
         if self.chance.random() < 0.6:
+            with self.guarded():
+                self.parents(name.removesuffix("/"))
             begun = self.journal.begin("mkdir", {name: "directory"})
             self.change(begun, lambda: os.mkdir(self.path(name)))
         else:
