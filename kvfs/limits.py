@@ -106,6 +106,12 @@ DURABLE_PERCENT: Final = 90
 """Of the tier's usable segments durable objects may fill this much: reclaim gains a tenth of what it moves."""
 MAX_TOMBSTONE_IDS: Final = 4_096
 """Deletions in one record: 32 KiB."""
+MIN_ENDINGS_BYTES: Final = 256 * 1024
+"""Each of the two files that repeat what has ended: 64 pages, so that a small tier seldom rewrites them..."""
+ENDINGS_SHARE_OF_NVME: Final = 4_096
+"""...the capacity divided by this: 126 objects replaced in each 16 MiB of the log..."""
+MAX_ENDINGS_BYTES: Final = 32 * MIB
+"""...and at most a million endings, which are 32 MB of memory. Half a file may be endings that still count."""
 MAX_LOG_QUEUE: Final = 1 << 17
 """Records that wait to be written, some 60 MB of memory. While that many do, what would queue more is refused: durable
 writes, renames, attributes, directories, buckets. Removals are not: there are as many as there are objects."""

@@ -33,6 +33,7 @@ from kvfs.name_rows import DIRECTORY, BucketRow, NameRow
 from kvfs.records import MetaBody
 from tiers.base import Kind
 from tiers.device import Device
+from tiers.endings import Ended
 from tiers.home import Home
 from tiers.index_check import IndexCheck, check_index
 from tiers.nvme import NvmeTier, Stored
@@ -168,7 +169,7 @@ async def examine(home: Home, device: Device, segments: Path, progress: Progress
     if pool is not None:
         progress.begin("NVMe", pool.bytes_to_verify)
         await _check_segments(pool, tick)
-        findings.log = _replay(findings, pool)
+        findings.log = _replay(findings, pool, await pool.pool.endings.load())
     findings.bytes_verified = verified
     _judge_index(findings)
     _judge_slots(findings)
@@ -190,10 +191,10 @@ async def _check_segments(pool: PoolCheck, tick: Tick) -> None:
                 nursery.start_soon(one, check)
 
 
-def _replay(findings: Findings, pool: PoolCheck) -> Log:
+def _replay(findings: Findings, pool: PoolCheck, ended: Ended) -> Log:
     """What the records say; the names of those whose own are damaged come from the index."""
     tier = NvmeTier(pool.pool, 1)
-    replay = Replay(tier)
+    replay = Replay(tier, ended)
     used = [check for check in pool.checks if check.segment.state is SegmentState.IN_USE]
     for check in sorted(used, key=lambda check: check.segment.sequence):
         try:
