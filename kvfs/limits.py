@@ -267,8 +267,9 @@ CONNECTOR_RETRY_S: Final = 1.0
 """...as long as it takes to answer a connection, tried this often."""
 CONNECTOR_COPY_S: Final = 60.0
 """A layer that is not copied by then never will be: its load waits at most CONNECTOR_TIMEOUT_S for the service."""
-CONNECTOR_STEP_BLOCKS: Final = 512
-"""Blocks that one step of an engine stores: the rest follows in the next. Two steps' drafts are a session's limit."""
+CONNECTOR_STORE_BLOCKS: Final = 256
+"""Blocks that an engine worker copies out at once, step by step until all are: those being copied, waiting and sealed
+are three times as many drafts, and a session has MAX_DRAFTS_PER_SESSION."""
 CONNECTOR_LOADS: Final = 256
 """Loads of requests that wait or run in one engine worker; more are misses."""
 CONNECTOR_THREADS: Final = 4
@@ -279,6 +280,13 @@ WEIGHTS_SAMPLES: Final = 64
 """Places in each file of weights that are read to tell them from others..."""
 WEIGHTS_SAMPLE_BYTES: Final = 4 * KIB
 """...and what is read at each."""
+WEIGHTS_MEMORY_LINES: Final = 1 << 14
+"""Places of 64 bytes at which the weights in memory are looked at, over all tensors: 1 MiB. Each is a miss of the
+processor's caches and of its TLB, so all take some milliseconds, once per step that loads or stores."""
+WEIGHTS_DEVICE_CHECK_S: Final = 1.0
+"""How often weights in a device's memory are looked at: a read of each tensor there, and a wait for the device."""
+MAX_ADAPTERS: Final = 4_096
+"""Adapters whose files an engine's connector remembers; with more, requests of further ones are not kept."""
 
 # --- waits -----------------------------------------------------------------------------------------------
 PUBLISH_WAIT_S: Final = 0.5
