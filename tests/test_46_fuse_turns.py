@@ -37,7 +37,6 @@ from tests.test_46_fuse_loop import (
     STATFS,
     WAIT_S,
     WRITE,
-    DramTier,
     Stand,
     fallocate_in,
     known_directory,
@@ -48,6 +47,7 @@ from tests.test_46_fuse_loop import (
     tier,
     write_in,
 )
+from tiers.dram import DramTier
 
 __all__ = ["tier"]
 
