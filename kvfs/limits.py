@@ -319,6 +319,9 @@ MAX_LOG_CAUSES: Final = 1_024
 # --- mount -----------------------------------------------------------------------------------------------
 MAX_WRITE_BYTES: Final = 1 * MIB
 """FUSE max_write: 256 pages, the default of fs.fuse.max_pages_limit."""
+MAX_FUSE_THREADS: Final = 8
+"""Of the native loop, made as they are needed, each with buffers of 2 MiB: one request less than that may wait for the
+bytes of files before all others have to wait for one of them."""
 MAX_FUSE_REQUESTS: Final = 64
 """Requests that Python handles at once; the kernel's own background limit is 12 by default."""
 MAX_NODES: Final = 1 << 24
