@@ -313,7 +313,7 @@ async def _release_spent(pool: SegmentPool, replay: Replay) -> None:
 async def _repeat_endings(pool: SegmentPool, replay: Replay) -> None:
     for name, faults in pool.endings.faults.items():
         _log.error("%s: %s; written again from the log", pool.directory / name, "; ".join(faults[:3]))
-    pool.endings.durable_sequence = replay.next_sequence - 1
+    pool.endings.durable_sequence = pool.last_sequence
     try:
         await pool.endings.begin(list(replay.unrepeated()))
     except (NoSpace, DeviceFailed) as error:  # the log's next write tries again

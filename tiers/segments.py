@@ -165,6 +165,11 @@ class SegmentPool:
             if each.first_sequence
         ]
 
+    @property
+    def last_sequence(self) -> int:
+        """Of all records that are there."""
+        return max((segment.last_sequence for segment in self.used()), default=0)
+
     def room(self, segment: Segment, more_records: int, more_body_bytes: int) -> int:
         """Bytes that so many further records may take, so that the footer still fits behind them."""
         footer = segment.footer_bytes(more_records, more_body_bytes)
