@@ -17,12 +17,14 @@ import errno
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from gateway.connected import Connected
 from gateway.drafts import Draft
 from gateway.found import (
+    NO_SLOT,
     BucketInfo,
     Found,
     Listed,
@@ -31,7 +33,7 @@ from gateway.found import (
 )
 from gateway.session import Session
 from kvfs import limits
-from kvfs.errors import BucketNotFound, IsDirectory, KvfsError, NotFound, SessionClosed, Superseded
+from kvfs.errors import BucketNotFound, Exists, IsDirectory, KvfsError, NotFound, SessionClosed, Superseded
 from kvfs.exchange import status_error
 from kvfs.messages import (
     Abort,
@@ -152,7 +154,7 @@ class Backend(Connected):
                 return -1
             raise status_error(entry.status, f"{bucket}/{key}")
         try:
-            if self._direct is not None:
+            if self._direct is not None and entry.slot != NO_SLOT:
                 same = found.block or self._direct.holds(entry.slot, entry.generation, found.object_id)
             else:
                 again = await self.find(bucket, key)
@@ -193,8 +195,8 @@ class Backend(Connected):
             except KvfsError as error:
                 log.debug("a draft was not given back: %s", error)
 
-    async def seal(self, draft: Draft, seal: Seal) -> None:
-        """Publish a draft. Raises Exists, NotFound as its condition says; the draft then stays."""
+    async def seal(self, draft: Draft, seal: Seal) -> int:
+        """Publish a draft; the object's id. Raises Exists, NotFound as its condition says; the draft then stays."""
         draft.close()
         if draft.session is not self._session or self._seals is None:
             raise SessionClosed("the session that granted the draft has ended")
@@ -214,9 +216,10 @@ class Backend(Connected):
         if result.status:
             raise status_error(result.status, f"{seal.bucket}/{seal.key}")
         draft.open = False
+        return result.value
 
-    async def seal_block(self, draft: Draft, bucket: BucketInfo, digest: bytes) -> bool:
-        """Publish a draft as a block; False where the block was there already, and counts."""
+    async def seal_block(self, draft: Draft, bucket: BucketInfo, digest: bytes) -> int:
+        """Publish a draft as a block; the id of the one that counts, which may have been there before."""
         handle = await self.namespace(draft.session, bucket)
         draft.close()
         seal = BlockSeal(draft.slot, draft.generation, digest)
@@ -224,7 +227,7 @@ class Backend(Connected):
         if result.status not in (0, errno.EEXIST):
             raise status_error(result.status, digest.hex())
         draft.open = False
-        return result.status == 0
+        return result.value
 
     async def namespace(self, session: Session, bucket: BucketInfo) -> int:
         """The session's handle of a bound bucket."""
@@ -251,10 +254,12 @@ class Backend(Connected):
                 break
         return hits
 
-    async def put_marker(self, bucket: str, key: str, user_metadata: bytes) -> None:
-        """A key that ends in '/'."""
+    async def put_marker(self, bucket: str, key: str, user_metadata: bytes) -> Found:
+        """Make or replace a key that ends in '/'."""
         encoded = base64.b64encode(user_metadata).decode()
-        await self.control(Op.MKDIR, name=[bucket, key], marker=encoded)
+        made = found_of_object(await self.control(Op.MKDIR, name=[bucket, key], marker=encoded))
+        assert made is not None, "MKDIR answers with the marker that it made"
+        return made
 
     async def set_metadata(
         self, bucket: str, key: str, found: Found, user_metadata: bytes, mtime_ns: int | None = None
@@ -269,8 +274,10 @@ class Backend(Connected):
             **arguments,
         )
 
-    async def pin(self, bucket: str, key: str, pinned: bool) -> None:
-        await self.control(Op.PIN, name=[bucket, key], pinned=pinned)
+    async def pin(self, bucket: str, key: str, object_id: int) -> None:
+        """Pin this very object; nothing where the key has come to stand for another one, or for none."""
+        with suppress(Exists, NotFound):
+            await self.control(Op.PIN, name=[bucket, key], expected_id=object_id)
 
     async def remove(self, bucket: str, key: str, *, expected_id: int | None = None) -> bool:
         """Remove a key; whether there was one. Raises BucketNotFound, Exists where another than expected has it."""

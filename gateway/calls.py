@@ -153,11 +153,6 @@ def no_such_key(key: str) -> S3Error:
     return S3Error("NoSuchKey", detail={"Key": key})
 
 
-def identity(found: Found) -> bytes:
-    """What an opaque ETag is made of."""
-    return found.object_id.to_bytes(16, "big")
-
-
 @dataclass(frozen=True, slots=True)
 class Stored:
     """An object with its metadata read."""

@@ -73,11 +73,11 @@ async def complete(call: Call) -> Answer:
         if not await upload.claim(call.backend):
             return await _completed_before(call, upload_id)
         async with _restored(call, upload):
-            await call.backend.seal(draft, seal)
+            object_id = await call.backend.seal(draft, seal)
     finally:
         await call.backend.abort(draft)
-    await _tidy(call, upload, said)
-    return await _answer(call, said)
+    await _tidy(call, upload, said, object_id)
+    return _answer(call, said, object_id)
 
 
 def _without_checksums(call: Call) -> Call:
@@ -200,9 +200,9 @@ async def _complete_large(
         if not await upload.claim(call.backend):
             return await _completed_before(call, upload.upload_id)
         async with _restored(call, upload):
-            await transfer.seal(seal)
-    await _tidy(call, upload, said)
-    return await _answer(call, said)
+            object_id = await transfer.seal(seal)
+    await _tidy(call, upload, said, object_id)
+    return _answer(call, said, object_id)
 
 
 async def _join(call: Call, upload: Upload, parts: Sequence[_Part]) -> Draft:
@@ -256,11 +256,11 @@ async def _restored(call: Call, upload: Upload) -> AsyncIterator[None]:
         raise
 
 
-async def _tidy(call: Call, upload: Upload, said: ObjectMetadata) -> None:
+async def _tidy(call: Call, upload: Upload, said: ObjectMetadata, object_id: int) -> None:
     """What may fail without the completion having failed."""
     try:
         if is_pinned(said):
-            await call.backend.pin(call.bucket, call.key, True)
+            await call.backend.pin(call.bucket, call.key, object_id)
         await remove_parts(call.backend, upload.upload_id)
     except KvfsError as error:
         log.warning("parts of upload %s are left until they expire: %s", upload.upload_id, error)
@@ -274,7 +274,7 @@ async def _completed_before(call: Call, upload_id: str) -> Answer:
             if found is not None and not found.marker:
                 said = stored(found).metadata
                 if upload_id and said.upload_id == upload_id:
-                    return await _answer(call, said)
+                    return _answer(call, said, found.object_id)
             if not upload_id or await _is_known(call, upload_id):
                 break
             await trio.sleep(_WINNER_POLL_S)
@@ -289,11 +289,8 @@ async def _is_known(call: Call, upload_id: str) -> bool:
     return not page.entries
 
 
-async def _answer(call: Call, said: ObjectMetadata) -> Answer:
-    etag = said.etag
-    if not etag:
-        found = await call.backend.find(call.bucket, call.key)
-        etag = "" if found is None else stored(found).etag
+def _answer(call: Call, said: ObjectMetadata, object_id: int) -> Answer:
+    etag = etags.of_object(said.etag, object_id)
     scheme = "https" if call.secure else "http"
     location = f"{scheme}://{call.request.host}/{call.bucket}/{quote(call.key)}"
     body = documents.complete_multipart_upload(location, call.bucket, call.key, etag, said.checksum)

@@ -81,16 +81,19 @@ class Transfer:
         await self.call(Op.LARGE_APPEND, slot=self.window.slot, generation=self.window.generation)
         os.ftruncate(self.window.descriptor, 0)
 
-    async def seal(self, seal: Seal) -> None:
-        """Publish the object. Raises Exists, NotFound as the seal's condition says."""
+    async def seal(self, seal: Seal) -> int:
+        """Publish the object; its id. Raises Exists, NotFound as the seal's condition says."""
         arguments: dict[str, Any] = {} if seal.expected_id is None else {"expected_id": seal.expected_id}
-        await self.call(
+        if seal.mtime_ns is not None:
+            arguments["mtime_ns"] = seal.mtime_ns
+        made = await self.call(
             Op.LARGE_SEAL,
             name=[seal.bucket, seal.key],
             replace=seal.replace,
             user_metadata=base64.b64encode(seal.user_metadata).decode(),
             **arguments,
         )
+        return int(made["object_id"])
 
     async def end(self) -> None:
         """Give the window back and close: a session that just closes is, to the service, one that died."""

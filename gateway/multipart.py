@@ -9,6 +9,7 @@ call; requests of one upload may reach different workers.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 from gateway import checksums, documents, listing, metadata, reserved
@@ -17,7 +18,7 @@ from gateway.backend import Seal
 from gateway.body_plan import object_bytes
 from gateway.calls import Answer, Call, Document
 from gateway.checksums import Algorithm, ChecksumType
-from gateway.copying import CopyPlan, copied_digests, draft_for, open_source, part_span, run_copy
+from gateway.copying import Copy, CopyPlan, copied_digests, draft_for, open_source, part_span, run_copy
 from gateway.documents import PartItem, UploadItem
 from gateway.errors import S3Error
 from gateway.found import BucketInfo, Found
@@ -27,6 +28,7 @@ from gateway.receiving import DraftSink, receive
 from gateway.stored import stored
 from gateway.uploads import Upload, check_room, need_upload, new_upload_id, uploads_of
 from gateway.writing import check_size, with_digests
+from kvfs.errors import Exists
 
 PARTS = BucketInfo(reserved.BUCKET, 0, 0, None)
 """Where parts are kept: each fits into a slot."""
@@ -64,11 +66,11 @@ async def upload_part(call: Call) -> Answer:
         )
         said = with_digests(ObjectMetadata(), received, took_md5)
         seal = replace(_part_seal(call, upload, said), checksum=received.xxh3)
-        await call.backend.seal(draft, seal)
+        object_id = await call.backend.seal(draft, seal)
     finally:
         await call.backend.abort(draft)
-    found = await _sealed_part(call, upload)
-    headers = [("ETag", etags.quote(stored(found).etag))]
+    await _need_still(call, upload, object_id)
+    headers = [("ETag", etags.quote(etags.of_object(said.etag, object_id)))]
     if received.checksum is not None:
         headers.append((received.checksum.algorithm.header, received.checksum.text))
     return Answer(200, headers)
@@ -84,9 +86,10 @@ async def upload_part_copy(call: Call) -> Answer:
         async with draft_for(call, source, span.size_bytes) as draft:
             digests = await run_copy(plan, draft)
             said = copied_digests(ObjectMetadata(), plan, digests)
-            await call.backend.seal(draft, _part_seal(call, upload, said))
-    found = await _sealed_part(call, upload)
-    return Document(200, (), documents.copy_part(stored(found).etag, found.mtime_ns, said.checksum))
+            seal = replace(_part_seal(call, upload, said), mtime_ns=time.time_ns())
+            part = Copy(said, await call.backend.seal(draft, seal), seal.mtime_ns or 0)
+    await _need_still(call, upload, part.object_id)
+    return Document(200, (), documents.copy_part(part.etag, part.mtime_ns, said.checksum))
 
 
 def _part_seal(call: Call, upload: Upload, said: ObjectMetadata) -> Seal:
@@ -94,19 +97,16 @@ def _part_seal(call: Call, upload: Upload, said: ObjectMetadata) -> Seal:
     return Seal(reserved.BUCKET, upload.part_key(call.action.part_number), said.encode())
 
 
-async def _sealed_part(call: Call, upload: Upload) -> Found:
-    """The part, after its seal. Raises S3Error NoSuchUpload where the upload has ended meanwhile."""
+async def _need_still(call: Call, upload: Upload, object_id: int) -> None:
+    """Remove a part that was sealed after its upload had ended, and raise S3Error NoSuchUpload."""
     assert call.action.part_number is not None
-    key = upload.part_key(call.action.part_number)
-    found = await call.backend.find(reserved.BUCKET, key)
     try:
         await need_upload(call.backend, upload.upload_id, call.bucket, call.key)
     except S3Error:
-        await call.backend.remove(reserved.BUCKET, key)
+        with suppress(Exists):
+            key = upload.part_key(call.action.part_number)
+            await call.backend.remove(reserved.BUCKET, key, expected_id=object_id)
         raise
-    if found is None:
-        raise S3Error("InsufficientStorage", "The part was evicted at once: the store is full.")
-    return found
 
 
 def _check_algorithm(upload: Upload, algorithm: Algorithm | None) -> None:

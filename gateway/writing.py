@@ -52,14 +52,13 @@ async def put_object(call: Call) -> Answer:
         took_md5 = call.settings.takes_md5(call.bucket)
         received = await receive(call, DraftSink(draft), take_md5=took_md5)
         said = with_digests(said, received, took_md5, call.owner)
-        await call.backend.seal(
-            draft, replace(condition, user_metadata=said.encode(), checksum=received.xxh3)
-        )
+        seal = replace(condition, user_metadata=said.encode(), checksum=received.xxh3)
+        object_id = await call.backend.seal(draft, seal)
     finally:
         await call.backend.abort(draft)
     if is_pinned(said):
-        await call.backend.pin(call.bucket, call.key, True)
-    return await _sealed_answer(call.backend, call.bucket, call.key, said)
+        await call.backend.pin(call.bucket, call.key, object_id)
+    return _sealed_answer(said, object_id)
 
 
 async def put_plain(backend: Backend, write: PlainPut, body: Body) -> Answer:
@@ -71,10 +70,11 @@ async def put_plain(backend: Backend, write: PlainPut, body: Body) -> Answer:
             raise S3Error("InternalError")
         checksum = crc64nvme(receiver, write.checksum) if write.checksum is not None else None
         said = ObjectMetadata(checksum=checksum, owner=write.owner)
-        await backend.seal(draft, Seal(write.bucket, write.key, said.encode(), checksum=receiver.xxh3))
+        seal = Seal(write.bucket, write.key, said.encode(), checksum=receiver.xxh3)
+        object_id = await backend.seal(draft, seal)
     finally:
         await backend.abort(draft)
-    return await _sealed_answer(backend, write.bucket, write.key, said)
+    return _sealed_answer(said, object_id)
 
 
 def with_digests(said: ObjectMetadata, received: Received, took_md5: bool, owner: str = "") -> ObjectMetadata:
@@ -94,8 +94,8 @@ async def _put_large(call: Call, said: ObjectMetadata, condition: Seal) -> Answe
     async with large.writing(call.backend, call.bucket) as transfer:
         received = await receive(call, WindowSink(transfer), take_md5=took_md5)
         said = with_digests(said, received, took_md5, call.owner)
-        await transfer.seal(replace(condition, user_metadata=said.encode()))
-    return await _sealed_answer(call.backend, call.bucket, call.key, said)
+        object_id = await transfer.seal(replace(condition, user_metadata=said.encode()))
+    return _sealed_answer(said, object_id)
 
 
 def is_large(call: Call, size_bytes: int) -> bool:
@@ -144,12 +144,9 @@ async def write_condition(call: Call) -> Seal:
     return replace(seal, expected_id=found.object_id)
 
 
-async def _sealed_answer(backend: Backend, bucket: str, key: str, said: ObjectMetadata) -> Answer:
-    etag = said.etag
-    if not etag:
-        found = await backend.find(bucket, key)
-        etag = "" if found is None else stored(found).etag
-    headers = [("ETag", etags.quote(etag))]
+def _sealed_answer(said: ObjectMetadata, object_id: int) -> Answer:
+    """Answer with what was sealed: by now its key may stand for another object."""
+    headers = [("ETag", etags.quote(etags.of_object(said.etag, object_id)))]
     if said.checksum is not None:
         headers += checksums.headers(said.checksum).items()
     return Answer(200, headers)
@@ -168,8 +165,8 @@ async def _put_marker(call: Call, said: ObjectMetadata, size_bytes: int) -> Answ
     sink = MemorySink(most)
     received = await receive(call, sink, take_md5=True)
     said = with_digests(said, received, True, call.owner)
-    await call.backend.put_marker(call.bucket, call.key, pack_marker(said, bytes(sink.data)))
-    return await _sealed_answer(call.backend, call.bucket, call.key, said)
+    made = await call.backend.put_marker(call.bucket, call.key, pack_marker(said, bytes(sink.data)))
+    return _sealed_answer(said, made.object_id)
 
 
 def _block_digest(bucket: BucketInfo, key: str) -> bytes | None:
@@ -181,12 +178,10 @@ async def _put_block(call: Call, bucket: BucketInfo, digest: bytes, size_bytes: 
     draft = await call.backend.reserve(size_bytes)
     try:
         received = await receive(call, DraftSink(draft))
-        await call.backend.seal_block(draft, bucket, digest)
+        object_id = await call.backend.seal_block(draft, bucket, digest)
     finally:
         await call.backend.abort(draft)
-    return await _sealed_answer(
-        call.backend, call.bucket, call.key, ObjectMetadata(checksum=received.checksum)
-    )
+    return _sealed_answer(ObjectMetadata(checksum=received.checksum), object_id)
 
 
 # --- removal -----------------------------------------------------------------------------------------------

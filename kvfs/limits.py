@@ -113,7 +113,8 @@ ENDINGS_SHARE_OF_NVME: Final = 4_096
 MAX_ENDINGS_BYTES: Final = 32 * MIB
 """...and at most a million endings, which are 32 MB of memory. Half a file may be endings that still count."""
 MAX_LOG_QUEUE: Final = 1 << 17
-"""Records that wait to be written; beyond it cache objects are not written and durable ones are refused."""
+"""Records that wait to be written, some 60 MB of memory. While that many do, what would queue more is refused: durable
+writes, renames, attributes, directories, buckets. Removals are not: there are as many as there are objects."""
 SCAN_BYTES: Final = 4 * MIB
 """Read at once when a segment without a footer is scanned."""
 UNSYNCED_RECORDS: Final = 8_192
@@ -132,6 +133,12 @@ SEGMENT_OFFSET_BITS: Final = 32
 """Of a table entry's `location`: the offset in the segment, whose number is above."""
 MAX_PROMOTIONS: Final = 16
 """Objects that are read back into DRAM at once: each is a draft there."""
+READ_AROUND_BYTES: Final = 256 * MIB
+"""Memory beside DRAM for reads of what finds no slot there; half of it for one uid."""
+READ_AROUND_WAIT_S: Final = 2.0
+"""So long such a read waits for others to end; then it is Busy, and may be repeated."""
+READ_AROUND_POLL_S: Final = 0.002
+"""The kernel tells of a reader that lets go only when it is asked: 2.5 us a copy."""
 DEFAULT_SCRUB_BYTES_S: Final = 16 * MIB
 """What the scrub verifies in a second unless told otherwise: a terabyte in 17 hours, 0.5 percent of a drive."""
 MAX_SCRUB_BYTES_S: Final = 4 * GIB
@@ -290,6 +297,14 @@ MAINTAIN_INTERVAL_S: Final = 1.0
 """Upkeep of the store runs at least this often; a seal brings it forward."""
 MAINTAIN_PAUSE_S: Final = 0.02
 """Least time between two runs of upkeep, so that a burst of seals is one run."""
+
+# --- log lines -------------------------------------------------------------------------------------------
+LOG_LINES: Final = 20
+"""Lines of one cause that are shown in a minute; the rest is counted. Peers and devices cause thousands a second."""
+LOG_INTERVAL_S: Final = 60.0
+"""That minute, from the first line of the cause."""
+MAX_LOG_CAUSES: Final = 1_024
+"""Causes counted apart, some 500 bytes each: statements that log, times the peers that they name as the cause."""
 
 # --- mount -----------------------------------------------------------------------------------------------
 MAX_WRITE_BYTES: Final = 1 * MIB

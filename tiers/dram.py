@@ -33,7 +33,7 @@ from kvfs import limits
 from kvfs._native import slots as native
 from kvfs._native.checksummer import Checksummer
 from kvfs._native.sealer import Sealer
-from kvfs.errors import DeadlinePassed, NoSpace, ObjectTooLarge, Superseded, Unsupported
+from kvfs.errors import DeadlinePassed, NoSpace, ObjectTooLarge, Superseded, Unsupported, WrongChecksum
 from tiers import dram_layout
 from tiers.adoption import Choose
 from tiers.base import Extent, Kind, Sealed, SealHeader, StoreKey, Usage
@@ -292,14 +292,18 @@ class DramTier:
             raise NoSpace(f"DRAM tier {self.root}: the draft goes {over} bytes over its {self._capacity}")
         return size_bytes, physical_bytes
 
-    def seal(self, draft: Extent, header: SealHeader, checksum: int | None = None) -> Sealed:
+    def seal(
+        self, draft: Extent, header: SealHeader, checksum: int | None = None, *, verify: bool = False
+    ) -> Sealed:
         """Make the draft immutable; `checksum` is the payload's XXH3-64 if the writer knows it.
 
-        Raises WriterActive while anyone can still write it, Superseded, ObjectTooLarge, NoSpace; the draft
-        then stays as it is.
+        Raises WriterActive while anyone can still write it, Superseded, ObjectTooLarge, NoSpace, and with `verify`
+        WrongChecksum where the payload has another one; the draft then stays as it is.
         """
         self._check_draft(draft)
         size_bytes, physical_bytes = self._check_sealable(draft)
+        if verify and checksum is not None:
+            self._check_payload(draft, checksum)
         sealed_at_ns = time.time_ns()
         generation = self.table.publish(
             draft.slot,
@@ -321,6 +325,15 @@ class DramTier:
         if checksum is None:
             self._queue_checksum(draft.slot, generation)
         return Sealed(Extent(draft.slot, generation), header, size_bytes, checksum, sealed_at_ns)
+
+    def _check_payload(self, draft: Extent, checksum: int) -> None:
+        descriptor = native.open_slot(self._slotfd, draft.slot, os.O_RDONLY)
+        try:
+            found = native.fd_xxh3_64(descriptor)
+        finally:
+            os.close(descriptor)
+        if found != checksum:
+            raise WrongChecksum(f"the draft has XXH3-64 {found:016x}, its writer gave {checksum:016x}")
 
     def make_sealer(self) -> Sealer:
         """A thread that seals drafts of blocks in this tier; `note_sealed` is told of each. Raises OSError."""

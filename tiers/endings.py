@@ -98,10 +98,6 @@ class Ended:
     def mark(self, page: Page) -> None:
         self.newest = max(self.newest, (page.epoch, page.durable_sequence))
 
-    @property
-    def highest_id(self) -> int:
-        return max(max(each, default=0) for each in (self.objects, self.names, self.extents))
-
     def add(self, ending: Ending) -> bool:
         """Whether that was not known."""
         key = ending.object_id

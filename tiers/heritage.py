@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from kvfs import limits, paths
 from kvfs.errors import Corrupt
+from kvfs.name_env import highest_id
 from kvfs.name_rows import peek_row
 from kvfs.names import DIRECTORY, PINNED, NameIndex, NameRow
 from kvfs.sizes import format_size
@@ -212,7 +213,7 @@ class Heritage:
         for survivor in reversed(adopted):  # the order of the calls is what the policy goes by
             self._restore_one(store, survivor)
         if adopted:
-            self.names.skip_ids(max(each.sealed.header.sequence for each in adopted))
+            self.names.skip_ids(highest_id(each.sealed.header.sequence for each in adopted))
         if self._lower is not None:
             nvme, found = self._lower.nvme, self._lower.found
             assert replaced is not None

@@ -40,7 +40,7 @@ from tiers.device import Device
 from tiers.large import LargeDraft, LargeObjects
 from tiers.log import Barrier, Payload
 from tiers.model import Bucket, Name
-from tiers.nvme import NvmeTier, Stored
+from tiers.nvme import Fault, NvmeTier, Stored
 from tiers.snapshots import OPEN, SnapshotIndex
 
 if TYPE_CHECKING:
@@ -98,6 +98,9 @@ class Journal:
     async def finish(self) -> None:
         """Write what is queued. Raises NoSpace, DeviceFailed."""
 
+    def check_queue(self) -> None:
+        """Raise NoSpace or DeviceFailed while too much waits to be written for more to be queued."""
+
     def check_durable(self, size_bytes: int) -> None:
         """Raises DeviceMissing: there is nothing durable here."""
         raise DeviceMissing("a durable bucket needs the NVMe tier, and this store has none")
@@ -152,6 +155,11 @@ class Journal:
     @property
     def is_settled(self) -> bool:
         return True
+
+    @property
+    def durable_losses(self) -> int:
+        """How many durable objects were sealed, and could not be written since their bytes had changed in DRAM."""
+        return 0
 
     async def settle(self) -> None:
         """Wait until what was promised so far is durable. Raises NoSpace, DeviceFailed for durable objects."""
@@ -224,6 +232,7 @@ class NvmeJournal(Journal):
         """...and of the newest rename, bucket, or deletion of what was replaced. They are waited for too, as is
         `NvmeTier.deletion_ticket`, but only the first may fail a request."""
         self._skipped = 0
+        self._durable_losses = 0
         self.is_finished = False
         nvme.evicted = self._let_go
         nvme.hits_of = self._hits_of
@@ -264,7 +273,11 @@ class NvmeJournal(Journal):
         await self.nvme.log.settle(self.nvme.put_name(draft.stored, MetaBody(name.bucket, name.key, row)))
         draft.check()
 
+    def check_queue(self) -> None:
+        self.nvme.log.check_queue()
+
     def check_durable(self, size_bytes: int) -> None:
+        self.check_queue()
         self.nvme.check_durable_room(size_bytes)
 
     def holds(self, object_id: int) -> bool:
@@ -498,6 +511,10 @@ class NvmeJournal(Journal):
     def _promised(self) -> int:
         return max(self._must, self._should, self.nvme.deletion_ticket)
 
+    @property
+    def durable_losses(self) -> int:
+        return self._durable_losses
+
     async def settle(self) -> None:
         must = self._must
         log = self.nvme.log
@@ -514,6 +531,7 @@ class NvmeJournal(Journal):
             found = self._store.in_dram(object_id)
             if found is None:
                 raise Superseded(f"object {object_id} is no more")
+            self.check_queue()
             self._behind.pop(found.key.digest, None)
             ticket = self._put(found)
         else:
@@ -549,6 +567,8 @@ class NvmeJournal(Journal):
                 pass
             except KvfsError as error:
                 _log.log(type(error).log_level, "write behind: %s", error)
+                if isinstance(error, Corrupt):
+                    self._evict_misread(self._store.key_of(digest))
 
     async def _write_one(self, digest: bytes) -> None:
         """Queue one object's records, once its checksum is known. Raises Superseded, Corrupt."""
@@ -617,17 +637,26 @@ class NvmeJournal(Journal):
         """Reclaim lets an object go: it stays in DRAM if it is there, else it leaves the store, with its unit."""
         return self._store.lose_copy(stored.key, TIER_NVME)
 
-    def _damaged(self, stored: Stored, had_it: bool) -> bool:
+    def _damaged(self, stored: Stored, fault: Fault) -> bool:
+        if fault is Fault.MISREAD:
+            self._durable_losses += stored.kept
+            self._evict_misread(stored.key)
+            return False
         for object_id in self._store.lose_damaged(stored.key):
             self.nvme.drop(object_id)
         found = self._store.in_dram(stored.object_id)
         if found is None:
             return False
-        if had_it and found.bucket.durable:  # at once: until then nothing keeps it in DRAM
+        if fault is Fault.DAMAGED and found.bucket.durable:  # at once: until then nothing keeps it in DRAM
             self._must = self._put(found)
         else:
             self._queue(stored.key)
         return True
+
+    def _evict_misread(self, key: StoreKey) -> None:
+        """What is in DRAM is not what was sealed, and nothing else has it: the object leaves the store."""
+        for object_id in self._store.cascade_evict(key):
+            self.nvme.drop(object_id)
 
     def _refused(self, stored: Stored) -> None:
         """Nothing is tried again at once: it would find the tier as full."""

@@ -176,8 +176,19 @@ class Log:
         """Entries that wait to be written."""
         return len(self._queue)
 
+    def check_queue(self) -> None:
+        """Raise DeviceFailed, or NoSpace, while limits.MAX_LOG_QUEUE entries wait to be written."""
+        if len(self._queue) >= limits.MAX_LOG_QUEUE:
+            kind = DeviceFailed if self.trouble is None else type(self.trouble)
+            why = "" if self.trouble is None else f": {self.trouble}"
+            raise kind(
+                f"{len(self._queue)} records wait for the NVMe tier, limit {limits.MAX_LOG_QUEUE}{why}"
+            )
+
     def append(self, entry: Entry) -> int:
         """Queue an entry; its ticket."""
+        if isinstance(entry, Barrier) and self._queue and isinstance(self._queue[-1], Barrier):
+            return self._ticket
         self._queue.append(entry)
         self._ticket += 1
         if isinstance(entry, Deletion):

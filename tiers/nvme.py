@@ -31,6 +31,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -47,6 +48,17 @@ from tiers.log import Barrier, Deletion, Location, Log, Payload, Record
 from tiers.segments import Found, SegmentPool
 
 _log = logging.getLogger("kvfs.nvme")
+
+
+class Fault(Enum):
+    """Why the tier lacks an extent of an object."""
+
+    DAMAGED = auto()
+    """The tier had it."""
+    UNWRITTEN = auto()
+    """It was to be written, and DRAM had the object no more."""
+    MISREAD = auto()
+    """It was to be written, and what DRAM has is not what was sealed: it would be found wrong however often."""
 
 
 class Piece(NamedTuple):
@@ -165,9 +177,8 @@ class NvmeTier:
         """Told that reclaim lets an object go; the ids of others that have to leave with it."""
         self.hits_of: Callable[[Stored], int] = lambda stored: 0
         """How often the object was read so far."""
-        self.damaged: Callable[[Stored, bool], bool] = lambda stored, had_it: False
-        """Told that an object lost an extent and left the tier, and whether the tier had all of it before; whether
-        it will be written again."""
+        self.damaged: Callable[[Stored, Fault], bool] = lambda stored, fault: False
+        """Told that an object lacks an extent and left the tier; whether it will be written again."""
         self.refused: Callable[[Stored], None] = lambda stored: None
         """Told that an object found no room in the tier."""
         self.written: Callable[[Stored], None] = lambda stored: None
@@ -347,7 +358,7 @@ class NvmeTier:
                 self._forget(stored)
                 self.refused(stored)
             else:
-                self._lose(stored, had_it=False)
+                self._lose(stored, Fault.MISREAD if isinstance(error, Corrupt) else Fault.UNWRITTEN)
 
         return self.log.append(
             Record(
@@ -636,14 +647,14 @@ class NvmeTier:
         """An extent is not what was written: the object leaves the tier, and is a miss unless DRAM has it."""
         self.counts.corrupt += 1
         _log.error("object %d, extent %d on NVMe: %s", stored.object_id, number, error)
-        self._lose(stored, had_it=True)
+        self._lose(stored, Fault.DAMAGED)
 
-    def _lose(self, stored: Stored, *, had_it: bool) -> None:
+    def _lose(self, stored: Stored, fault: Fault) -> None:
         """An object leaves the tier with an extent that it lacks. Its deletion is logged only if it is not written
         again: a TOMBSTONE ends the later records of an id, too."""
         was_here = self.objects.get(stored.object_id) is stored
         self._forget(stored)
-        if was_here and not self.damaged(stored, had_it):
+        if was_here and not self.damaged(stored, fault):
             gone = Deletion(stored.object_id, first_sequence=stored.first_sequence)
             self.deletion_ticket = self.log.append(gone)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from kvfs._native.table import TIER_NVME
 from kvfs.name_rows import DIRECTORY, SNAPSHOT, NameRow, clear_flags, peek_row
-from kvfs.names import NameIndex
+from kvfs.names import NameIndex, is_name
 from tiers.adoption import Survivor
 from tiers.base import NO_SLOT, Kind
 from tiers.blocks import Block
@@ -39,7 +39,9 @@ def rebuild_index(names: NameIndex, found: Replayed) -> int:
         names.put_bucket(row)
     bases = tuple(row.name + b"\0" for row in found.buckets.values())
     rows = (
-        (name, clear_flags(row, SNAPSHOT)) for row, name in found.names.values() if name.startswith(bases)
+        (name, clear_flags(row, SNAPSHOT))
+        for row, name in found.names.values()
+        if name.startswith(bases) and is_name(name)
     )
     return names.put_many(rows)
 

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from kvfs import formats, limits
 from kvfs.formats import SegmentState
+from kvfs.name_env import highest_id
 from kvfs.name_rows import SNAPSHOT, BucketRow, clear_flags
 from kvfs.names import NameIndex
 from tiers.fsck import Findings, Log
@@ -192,7 +193,7 @@ def _replace_index(findings: Findings) -> None:
             names.put_many(logged)
             skip_ids(names, log.replay.found)
         if findings.slots.whole:
-            names.skip_ids(max(findings.slots.whole))
+            names.skip_ids(highest_id(findings.slots.whole))
         _mark(findings, names)
     finally:
         names.close()

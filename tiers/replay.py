@@ -29,9 +29,10 @@ from typing import Any
 
 from kvfs.errors import Corrupt, DeviceFailed, KvfsError, NoSpace
 from kvfs.formats import RECORD_HEADER, SEGMENT_DATA_START, EndingKind, RecordType
-from kvfs.name_rows import DIRECTORY, SNAPSHOT, BucketRow, NameRow, peek_row
+from kvfs.name_env import highest_id
+from kvfs.name_rows import DIRECTORY, SNAPSHOT, BucketRow, NameRow, is_name_row, peek_row
 from kvfs.records import BucketBody, MetaBody, TombstoneBody, peek_meta
-from tiers.base import Kind, StoreKey
+from tiers.base import Kind, StoreKey, object_key
 from tiers.device import Device
 from tiers.endings import Ended, Ending
 from tiers.log import Location
@@ -120,15 +121,23 @@ class Replay:
             type_, _, body_bytes, record_bytes, _, sequence = fields[:6]
             if listing.offsets is not None:
                 offset = listing.offsets[number]
-            if type_ == RecordType.DATA:
-                self._take_data(segment.number, offset, fields)
-            else:
-                body = bytes(listing.bodies[body_at : body_at + body_bytes])
-                self._take_other(segment.number, offset, fields, body)
+            try:
+                if type_ == RecordType.DATA:
+                    self._take_data(segment.number, offset, fields)
+                else:
+                    body = bytes(listing.bodies[body_at : body_at + body_bytes])
+                    self._take_other(segment.number, offset, fields, body)
+            except KvfsError as error:  # it holds, and makes no sense: what it speaks of is a miss
+                _log.error("segment %d, record at %d: %s", segment.number, offset, error)
             offset += record_bytes
             body_at += body_bytes
         self.found.records += len(listing.headers) // RECORD_HEADER.size
-        self.next_sequence = max(self.next_sequence, sequence + 1)
+        self._go_past(sequence)
+
+    def _go_past(self, sequence: int) -> None:
+        """Records from here on have higher sequences."""
+        if sequence < _NO_SEQUENCE:
+            self.next_sequence = max(self.next_sequence, sequence + 1)
 
     def _take_data(self, segment: int, offset: int, fields: _Fields) -> None:
         (
@@ -140,10 +149,13 @@ class Replay:
             return
         if parent == _NO_PARENT:
             parent = _NO_PARENT  # one for all
+        count = self.tier.extent_count(min(size_bytes, self.tier.capacity_bytes))
+        if number >= count or size_bytes > self.tier.capacity_bytes or payload_bytes > record_bytes:
+            raise Corrupt(f"extent {number}, {payload_bytes} bytes, of an object of {size_bytes} bytes")
         stored = self.objects.get(object_id)
         if stored is None:
             stored = Stored(
-                StoreKey(_KINDS[kind], key), object_id, size_bytes, bucket_id, parent, uid, sealed_at_ns
+                _key(kind, key, object_id), object_id, size_bytes, bucket_id, parent, uid, sealed_at_ns
             )
             stored.first_sequence = sequence
             self.objects[object_id] = stored
@@ -152,12 +164,9 @@ class Replay:
             if object_id not in self.bodies:
                 stored.size_bytes = size_bytes
         piece = Piece(segment, offset, record_bytes, payload_bytes, checksum)
-        count = self.tier.extent_count(size_bytes)
-        if number >= count:
-            raise Corrupt(f"extent {number} of an object of {size_bytes} bytes")
         if stored.writing != writing:
             stored.pieces, stored.writing = [], writing
-            self.next_sequence = max(self.next_sequence, writing + 1)
+            self._go_past(writing)
         if len(stored.pieces) < count:
             stored.pieces += [None] * (count - len(stored.pieces))
         stored.pieces[number] = piece
@@ -184,7 +193,7 @@ class Replay:
         sequence = origin or sequence
         stored = self.objects.get(object_id)
         if stored is None:
-            stored = Stored(StoreKey(_KINDS[kind], key), object_id, size_bytes, bucket_id)
+            stored = Stored(_key(kind, key, object_id), object_id, size_bytes, bucket_id)
             stored.first_sequence = fields[5]
             self.objects[object_id] = stored
         stored.is_named = True
@@ -202,8 +211,8 @@ class Replay:
     def finish(self) -> None:
         """Decide what counts, and have the tier adopt it."""
         found = self.found
-        most = (max(each, default=0) for each in (self.bucket_places, self.dead, self.objects))
-        found.highest_id = max(self.ended.highest_id, *most)
+        known = chain(self.bucket_places, self.dead, self.objects, self.ended.names, self.ended.extents)
+        found.highest_id = highest_id(known)
         for bucket_id, (row, place) in self.bucket_places.items():
             if bucket_id not in self.dead:
                 found.buckets[bucket_id] = row
@@ -268,8 +277,13 @@ class Replay:
             body = self.bodies.get(object_id)
             if body is None:
                 continue
-            name, row = peek_meta(body)
-            _, flags = peek_row(row)
+            try:
+                name, row = peek_meta(body)
+                _, flags = peek_row(row)
+            except Corrupt:
+                continue
+            if not is_name_row(row):
+                continue
             if not (whole and stored.pieces) and not flags & DIRECTORY:
                 self.found.torn[object_id] = (row, name, self.newest[object_id])
                 continue
@@ -300,6 +314,16 @@ class Replay:
 
 
 _KINDS = {int(kind): kind for kind in Kind}
+_NO_SEQUENCE = 1 << 63
+"""None is so high in the life of a store; from a damaged one no record's sequence goes on."""
+
+
+def _key(kind: int, key: bytes, object_id: int) -> StoreKey:
+    """Raises Corrupt."""
+    known = _KINDS.get(kind)
+    if known is None or (known is Kind.OBJECT and key != object_key(object_id).digest):
+        raise Corrupt(f"object {object_id} of kind {kind} with key {key.hex()}")
+    return StoreKey(known, key)
 
 
 async def _release_spent(pool: SegmentPool, replay: Replay) -> None:

@@ -139,7 +139,7 @@ def _set_attributes(service: Service, session: Session, arguments: Arguments) ->
     mode = arguments.optional_integer("mode", most=0o1777)
     uid = arguments.optional_integer("uid", most=0xFFFF_FFFE)
     gid = arguments.optional_integer("gid", most=0xFFFF_FFFE)
-    mtime_ns = arguments.optional_integer("mtime_ns")
+    mtime_ns = arguments.optional_time_ns("mtime_ns")
     user_metadata = arguments.optional_bytes("user_metadata", limits.MAX_USER_METADATA_BYTES)
     expected_id = arguments.optional_integer("expected_id")
     arguments.done()
@@ -169,9 +169,11 @@ def _need_new_owner(session: Session, uid: int | None, gid: int | None) -> None:
 
 def _pin(service: Service, session: Session, arguments: Arguments) -> JsonObject:
     name, pinned = arguments.name(), arguments.flag("pinned", True)
+    expected_id = arguments.optional_integer("expected_id")
     arguments.done()
     session.access.need_control(name, session.store.lookup(name))
-    return entry_object(name.key, session.store.set_attributes(name, pinned=pinned))
+    changed = session.store.set_attributes(name, pinned=pinned, expected_id=expected_id)
+    return entry_object(name.key, changed)
 
 
 def _evict(service: Service, session: Session, arguments: Arguments) -> JsonObject:
