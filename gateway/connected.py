@@ -175,12 +175,8 @@ class Connected:
             self._touched.append(store_key)
 
     async def _report_hits(self, session: Session) -> None:
-        """And see that the session answers: a request that waits has no deadline of its own."""
         while True:
             await trio.sleep(limits.GATEWAY_TOUCH_INTERVAL_S)
-            session.check_time()
-            if self._slow is not None:
-                self._slow.check_time()
             if self._touched:
                 keys, self._touched = self._touched, []
                 try:

@@ -108,6 +108,12 @@ DURABLE_PERCENT: Final = 90
 """Of the tier's usable segments durable objects may fill this much: reclaim gains a tenth of what it moves."""
 MAX_TOMBSTONE_IDS: Final = 4_096
 """Deletions in one record: 32 KiB."""
+MIN_ENDINGS_BYTES: Final = 256 * 1024
+"""Each of the two files that repeat what has ended: 64 pages, so that a small tier seldom rewrites them..."""
+ENDINGS_SHARE_OF_NVME: Final = 4_096
+"""...the capacity divided by this: 126 objects replaced in each 16 MiB of the log..."""
+MAX_ENDINGS_BYTES: Final = 32 * MIB
+"""...and at most a million endings, which are 32 MB of memory. Half a file may be endings that still count."""
 MAX_LOG_QUEUE: Final = 1 << 17
 """Records that wait to be written, some 60 MB of memory. While that many do, what would queue more is refused: durable
 writes, renames, attributes, directories, buckets. Removals are not: there are as many as there are objects."""
@@ -261,8 +267,9 @@ CONNECTOR_RETRY_S: Final = 1.0
 """...as long as it takes to answer a connection, tried this often."""
 CONNECTOR_COPY_S: Final = 60.0
 """A layer that is not copied by then never will be: its load waits at most CONNECTOR_TIMEOUT_S for the service."""
-CONNECTOR_STEP_BLOCKS: Final = 512
-"""Blocks that one step of an engine stores: the rest follows in the next. Two steps' drafts are a session's limit."""
+CONNECTOR_STORE_BLOCKS: Final = 256
+"""Blocks that an engine worker copies out at once, step by step until all are: those being copied, waiting and sealed
+are three times as many drafts, and a session has MAX_DRAFTS_PER_SESSION."""
 CONNECTOR_LOADS: Final = 256
 """Loads of requests that wait or run in one engine worker; more are misses."""
 CONNECTOR_THREADS: Final = 4
@@ -273,6 +280,13 @@ WEIGHTS_SAMPLES: Final = 64
 """Places in each file of weights that are read to tell them from others..."""
 WEIGHTS_SAMPLE_BYTES: Final = 4 * KIB
 """...and what is read at each."""
+WEIGHTS_MEMORY_LINES: Final = 1 << 14
+"""Places of 64 bytes at which the weights in memory are looked at, over all tensors: 1 MiB. Each is a miss of the
+processor's caches and of its TLB, so all take some milliseconds, once per step that loads or stores."""
+WEIGHTS_DEVICE_CHECK_S: Final = 1.0
+"""How often weights in a device's memory are looked at: a read of each tensor there, and a wait for the device."""
+MAX_ADAPTERS: Final = 4_096
+"""Adapters whose files an engine's connector remembers; with more, requests of further ones are not kept."""
 
 # --- waits -----------------------------------------------------------------------------------------------
 PUBLISH_WAIT_S: Final = 0.5
@@ -305,6 +319,9 @@ MAX_LOG_CAUSES: Final = 1_024
 # --- mount -----------------------------------------------------------------------------------------------
 MAX_WRITE_BYTES: Final = 1 * MIB
 """FUSE max_write: 256 pages, the default of fs.fuse.max_pages_limit."""
+MAX_FUSE_THREADS: Final = 8
+"""Of the native loop, made as they are needed, each with buffers of 2 MiB: one request less than that may wait for the
+bytes of files before all others have to wait for one of them."""
 MAX_FUSE_REQUESTS: Final = 64
 """Requests that Python handles at once; the kernel's own background limit is 12 by default."""
 MAX_NODES: Final = 1 << 24
