@@ -285,7 +285,7 @@ async def test_durable_objects_are_refused_when_they_fill_the_tier(tmp_path: Pat
             await tier.log.settle()
             full += 1
         with pytest.raises(NoSpace, match="durable objects would take"):
-            tier.check_durable_room(100_000)
+            tier.check_durable_room((100_000,))
         for number in range(300):  # and it goes on: overwritten, dropped, cache objects in between
             name = b"%d" % (number % full)
             bench.put(name, 100_000, DURABLE)
