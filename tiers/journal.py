@@ -105,6 +105,9 @@ class Journal:
         """Raises DeviceMissing: there is nothing durable here."""
         raise DeviceMissing("a durable bucket needs the NVMe tier, and this store has none")
 
+    def check_keepable(self, rows: Iterable[NameRow]) -> None:
+        """Raises NoSpace where these objects cannot all become durable."""
+
     def holds(self, object_id: int) -> bool:
         """Whether a copy outside of DRAM can be read."""
         return False
@@ -177,17 +180,19 @@ class Journal:
     async def persist(self, object_id: int) -> None:
         """Wait until a sealed object is durable, whatever its bucket. Raises NoSpace, DeviceFailed."""
 
-    async def persist_draft(
-        self, extent: Extent, name: Name, row: NameRow, previous: int | None
-    ) -> int | None:
-        """See `TieredStore.persist_draft`."""
+    def put_snapshot(self, extent: Extent, name: Name, row: NameRow) -> int | None:
+        """See `TieredStore.put_snapshot`."""
         return None
+
+    async def settle_snapshot(self, snapshot: int, previous: int | None) -> None:
+        """Wait until what `put_snapshot` has queued is durable; then `previous`, an earlier one, is no more. Raises
+        NoSpace, DeviceFailed, and then it is dropped."""
 
     def rename_snapshot(self, name: Name, row: NameRow, size_bytes: int | None = None) -> None:
         """See `TieredStore.rename_snapshot`; `size_bytes`: of what is durable, where the draft may have grown since."""
 
-    def is_snapshot(self, object_id: int, size_bytes: int, checksum: int) -> bool:
-        """Whether a draft's durable copy has exactly these bytes."""
+    def is_snapshot(self, object_id: int, descriptor: int) -> bool:
+        """Whether a draft's durable copy has exactly the bytes of this file."""
         return False
 
 
@@ -278,7 +283,16 @@ class NvmeJournal(Journal):
 
     def check_durable(self, size_bytes: int) -> None:
         self.check_queue()
-        self.nvme.check_durable_room(size_bytes)
+        self.nvme.check_durable_room((size_bytes,))
+
+    def check_keepable(self, rows: Iterable[NameRow]) -> None:
+        sizes_bytes = [row.size_bytes for row in rows if not self._is_kept(row.object_id)]
+        if sizes_bytes:
+            self.nvme.check_durable_room(sizes_bytes)
+
+    def _is_kept(self, object_id: int) -> bool:
+        stored = self.nvme.objects.get(object_id)
+        return stored is not None and stored.kept
 
     def holds(self, object_id: int) -> bool:
         return self.nvme.holds(object_id)
@@ -328,15 +342,17 @@ class NvmeJournal(Journal):
             meta = MetaBody(name.bucket, name.key, replace(row, size_bytes=size_bytes))
             stored.ticket = self._must = self.nvme.put_name(stored, meta)
 
-    def is_snapshot(self, object_id: int, size_bytes: int, checksum: int) -> bool:
-        stored = self.nvme.objects.get(object_id)
-        if stored is None or len(stored.pieces) != 1 or stored.pieces[0] is None:
+    def is_snapshot(self, object_id: int, descriptor: int) -> bool:
+        stored, size_bytes = self.nvme.objects.get(object_id), os.fstat(descriptor).st_size
+        if stored is None or not stored.readable or stored.size_bytes != size_bytes:
             return False
-        return (stored.size_bytes, stored.pieces[0].checksum) == (size_bytes, checksum)
+        step = self.nvme.pool.extent_bytes
+        return all(
+            piece is not None and native.xxh3_64(os.pread(descriptor, step, number * step)) == piece.checksum
+            for number, piece in enumerate(stored.pieces if size_bytes else ())
+        )
 
-    async def persist_draft(
-        self, extent: Extent, name: Name, row: NameRow, previous: int | None
-    ) -> int | None:
+    def put_snapshot(self, extent: Extent, name: Name, row: NameRow) -> int | None:
         bucket = self._store.bucket(name.bucket)
         self.check_durable(row.size_bytes)
         key = object_key(row.object_id)
@@ -344,9 +360,21 @@ class NvmeJournal(Journal):
         stored = Stored(key, row.object_id, row.size_bytes, bucket.bucket_id, uid=row.uid, kept=True)
         payloads = self._payloads(partial(self._store.dram.open_draft, extent), row.size_bytes, None)
         stored.ticket = self.nvme.put(stored, payloads, MetaBody(name.bucket, name.key, row))
-        self._drop(previous, behind=True, awaited=False)
-        await self._settle_object(row.object_id, stored.ticket, str(name))
         return row.object_id
+
+    async def settle_snapshot(self, snapshot: int, previous: int | None) -> None:
+        stored = self.nvme.objects.get(snapshot)
+        if stored is None:
+            return
+        try:
+            await self._settle_object(snapshot, stored.ticket, f"object {snapshot}")
+        except KvfsError:
+            if (
+                self.nvme.objects.get(snapshot) is stored
+            ):  # what the caller is told is not there must not come later
+                self._drop(snapshot)
+            raise
+        self._drop(previous, behind=True, awaited=False)
 
     async def read_into(self, object_id: int, into: memoryview) -> None:
         stored = self.nvme.objects.get(object_id)

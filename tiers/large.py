@@ -14,8 +14,9 @@ Invariants:
 - Nothing of a draft counts after a restart without a META, and that is queued only once every extent is written.
 - A reader, a draft and a draft's base are held in the tier (`NvmeTier.hold`) until they are closed.
 
-Concurrency: the service's trio thread. A draft's operations follow one another (its lock). `write`, `truncate` and
-`flush` wait for the device; what the log tells comes in between.
+Concurrency: the service's trio thread. A draft's operations follow one another (its lock), and no draft is sealed
+while one of them runs or waits for its turn. `write`, `truncate` and `flush` wait for the device; what the log tells
+comes in between.
 """
 
 from __future__ import annotations
@@ -201,14 +202,16 @@ class LargeDraft:
 
     @property
     def is_written(self) -> bool:
-        """Whether all of it is in the log, so that it can be sealed."""
-        return not (self._dirty or self._waiting or self.error) and self.stored.readable
+        """Whether all of it is in the log, and nobody is changing it, so that it can be sealed."""
+        if self._lock.locked() or self.error:
+            return False
+        return not (self._dirty or self._waiting) and self.stored.readable
 
     def check(self) -> None:
-        """Raises what made the draft fail; Superseded after `close`."""
+        """Raises what made the draft fail; Superseded once it is sealed or closed."""
         if self.error is not None:
             raise type(self.error)(str(self.error))
-        if self._closed or self.stored.dropped:
+        if self._closed or self.sealed or self.stored.dropped:
             raise Superseded(f"draft {self.object_id} is no more")
 
     # --- bytes --------------------------------------------------------------------------------------------

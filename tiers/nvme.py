@@ -29,7 +29,7 @@ checksum and looks the extent up again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -184,7 +184,7 @@ class NvmeTier:
         self.written: Callable[[Stored], None] = lambda stored: None
         """Told that an object can be read from here; again when it moved."""
         self.promised_bytes = 0
-        """What open drafts are going to write."""
+        """What open drafts are going to write, and what is queued of durable objects."""
         self._buckets: dict[int, _BucketPlace] = {}
         self._leaving: dict[int, Stored] = {}
         """Dropped objects whose Deletion is not written yet."""
@@ -217,12 +217,12 @@ class NvmeTier:
     @property
     def live_bytes(self) -> int:
         """Of records that still count."""
-        return sum(segment.live_bytes for segment in self.pool.segments)
+        return self.pool.live_bytes
 
     @property
     def kept_bytes(self) -> int:
         """Of objects that reclaim moves: durable, pinned, held."""
-        return sum(segment.kept_bytes for segment in self.pool.segments)
+        return self.pool.kept_bytes
 
     @property
     def durable_capacity_bytes(self) -> int:
@@ -280,9 +280,9 @@ class NvmeTier:
     def has_durable_room(self, size_bytes: int) -> bool:
         return self._wanted(self.record_bytes(size_bytes)) <= self.durable_capacity_bytes
 
-    def check_durable_room(self, size_bytes: int) -> None:
-        """Raises NoSpace when another durable object of this size would not fit."""
-        self._check_room(self.record_bytes(size_bytes))
+    def check_durable_room(self, sizes_bytes: Iterable[int]) -> None:
+        """Raises NoSpace when other durable objects of these sizes would not fit."""
+        self._check_room(sum(map(self.record_bytes, sizes_bytes)))
 
     def _wanted(self, more_bytes: int) -> int:
         return self.kept_bytes + self.promised_bytes + more_bytes
@@ -342,14 +342,24 @@ class NvmeTier:
         return self.log.ticket
 
     def put_extent(self, stored: Stored, number: int, payload: Payload) -> int:
-        """Queue one extent; over an earlier one of the same number once it is written."""
+        """Queue one extent; over an earlier one of the same number once it is written. A durable object's room is
+        promised from here on, so that nobody else is told that it is free."""
+        promised_bytes = self.record_bytes(payload.size_bytes) if stored.kept else 0
+        self.promised_bytes += promised_bytes
+
+        def end_promise() -> None:
+            nonlocal promised_bytes
+            self.promised_bytes -= promised_bytes
+            promised_bytes = 0
 
         def written(location: Location, record_bytes: int, checksum: int) -> None:
+            end_promise()
             if stored.dropped:
                 return
             self.place(stored, number, Piece(*location, record_bytes, payload.size_bytes, checksum))
 
         def lost(error: KvfsError) -> None:
+            end_promise()
             if stored.dropped or stored.pieces[number] is not None:
                 return
             if not isinstance(error, Superseded):
@@ -587,11 +597,8 @@ class NvmeTier:
             self._count_piece(piece, stored.stays, 1)
 
     def _count_piece(self, piece: Piece, kept: bool, sign: int) -> None:
-        segment = self._by_number[piece.segment]
-        counted = counted_bytes(piece.record_bytes, 0)
-        segment.live_bytes += sign * counted
-        if kept:
-            segment.kept_bytes += sign * counted
+        counted = sign * counted_bytes(piece.record_bytes, 0)
+        self.pool.count(self._by_number[piece.segment], counted, counted if kept else 0)
 
     def _set_meta(self, stored: Stored, place: tuple[Location, int] | None) -> None:
         self._account(stored.meta, -1)
@@ -602,9 +609,7 @@ class NvmeTier:
         """Names and buckets always move, so they count as kept."""
         if place is not None:
             (number, _), counted = place
-            segment = self._by_number[number]
-            segment.live_bytes += sign * counted
-            segment.kept_bytes += sign * counted
+            self.pool.count(self._by_number[number], sign * counted, sign * counted)
 
     # --- reading ------------------------------------------------------------------------------------------
 
