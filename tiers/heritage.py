@@ -376,7 +376,7 @@ def _chain(
 def walking(home: Home) -> Iterator[IndexWalk | None]:
     """Walk the index meanwhile, as a store with a log wants it; None where there is none to believe."""
     if (home.index / "data.mdb").exists() and home.index_is_durable:
-        with IndexWalk(home.index, counts=True, rows=True, copy=True) as walk:
+        with IndexWalk(home.index, counts=True, rows=True, copy=home.index / COPY) as walk:
             yield walk
     else:
         yield None
@@ -413,7 +413,7 @@ def _marked(home: Home, names: NameIndex) -> NameIndex:
 
 def _renewed(index: Path, walk: IndexWalk | None, strict: bool) -> bool:
     """Whether the index is whole; then its copy without free pages has taken its place."""
-    with walk or IndexWalk(index, counts=strict, rows=strict, copy=True) as found:
+    with walk or IndexWalk(index, counts=strict, rows=strict, copy=index / COPY) as found:
         if not found.is_whole():
             return False
     (index / COPY).replace(index / "data.mdb")
