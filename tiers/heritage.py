@@ -210,6 +210,10 @@ class Heritage:
             return False
 
         dropped = self.names.prune(keep)
+        for name in lost:
+            if durable(name.bucket):
+                why = "it is damaged" if not self._killed else "it is damaged, or was never answered for"
+                log.error("%s of a durable bucket is lost: %s", name, why)
         for survivor in reversed(adopted):  # the order of the calls is what the policy goes by
             self._restore_one(store, survivor)
         if adopted:
