@@ -210,6 +210,10 @@ class Heritage:
             return False
 
         dropped = self.names.prune(keep)
+        for name in lost:
+            if durable(name.bucket):
+                why = "it is damaged" if not self._killed else "it is damaged, or was never answered for"
+                log.error("%s of a durable bucket is lost: %s", name, why)
         for survivor in reversed(adopted):  # the order of the calls is what the policy goes by
             self._restore_one(store, survivor)
         if adopted:
@@ -376,7 +380,7 @@ def _chain(
 def walking(home: Home) -> Iterator[IndexWalk | None]:
     """Walk the index meanwhile, as a store with a log wants it; None where there is none to believe."""
     if (home.index / "data.mdb").exists() and home.index_is_durable:
-        with IndexWalk(home.index, counts=True, rows=True, copy=True) as walk:
+        with IndexWalk(home.index, counts=True, rows=True, copy=home.index / COPY) as walk:
             yield walk
     else:
         yield None
@@ -413,7 +417,7 @@ def _marked(home: Home, names: NameIndex) -> NameIndex:
 
 def _renewed(index: Path, walk: IndexWalk | None, strict: bool) -> bool:
     """Whether the index is whole; then its copy without free pages has taken its place."""
-    with walk or IndexWalk(index, counts=strict, rows=strict, copy=True) as found:
+    with walk or IndexWalk(index, counts=strict, rows=strict, copy=index / COPY) as found:
         if not found.is_whole():
             return False
     (index / COPY).replace(index / "data.mdb")

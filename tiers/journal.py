@@ -372,7 +372,7 @@ class NvmeJournal(Journal):
             if (
                 self.nvme.objects.get(snapshot) is stored
             ):  # what the caller is told is not there must not come later
-                self._drop(snapshot)
+                self.removed(snapshot)
             raise
         self._drop(previous, behind=True, awaited=False)
 
