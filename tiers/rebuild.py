@@ -121,6 +121,8 @@ def _restore_snapshots(store: TieredStore, nvme: NvmeTier, found: Replayed) -> N
         if object_id not in nvme.objects or names.get_bucket(meta.bucket) is None:
             continue
         known = names.get(meta.bucket, meta.key)
+        if known is not None and known.object_id == object_id:  # sealed since, as it was
+            continue
         if known is None or known.sequence < meta.row.sequence:
             if known is not None:
                 store.drop_replaced(known)

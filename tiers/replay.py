@@ -29,7 +29,7 @@ from typing import Any
 
 from kvfs.errors import Corrupt, DeviceFailed, KvfsError, NoSpace
 from kvfs.formats import RECORD_HEADER, SEGMENT_DATA_START, RecordType
-from kvfs.name_rows import DIRECTORY, SNAPSHOT, BucketRow, NameRow, peek_row
+from kvfs.name_rows import DIRECTORY, RETIRED, SNAPSHOT, BucketRow, NameRow, peek_row
 from kvfs.records import BucketBody, MetaBody, TombstoneBody, peek_meta
 from tiers.base import Kind, StoreKey
 from tiers.device import Device
@@ -221,6 +221,9 @@ class Replay:
             name, row = peek_meta(body)
             _, flags = peek_row(row)
             if not stored.pieces and not flags & DIRECTORY:
+                continue
+            if flags & RETIRED:
+                self.found.losers.append(object_id)
                 continue
             if flags & SNAPSHOT:
                 self.found.snapshots.add(object_id)
