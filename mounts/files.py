@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass
 
 from kvfs._native.fuse_loop import died_by_signal
-from kvfs.errors import Exists, IsDirectory, KvfsError, NotPermitted, Superseded
+from kvfs.errors import Busy, Exists, IsDirectory, KvfsError, NoSpace, NotPermitted, Superseded
 from mounts.backing import PlainBackings
 from mounts.drafts import stale
 from mounts.large import large_of
@@ -90,7 +90,12 @@ class OpenFiles:
         if self._view.store.is_large(info):
             return self._open_large(node, info, pid), True
         if info.extent is None:
-            await self._view.store.load(info, uid=uid)
+            try:
+                await self._view.store.load(info, uid=uid)
+            except NoSpace:
+                if self._view.store.journal.holds(info.object_id):
+                    return self._open_large(node, _sealed_info(node), pid), True
+                raise Busy(f"{info.name}: DRAM has no room to read it now") from None
             info = _sealed_info(node)
         descriptor = self._view.store.open_read(info, uid=uid)
         try:
@@ -101,6 +106,7 @@ class OpenFiles:
         return self._handle(Handle(node, None, writable=False, pid=pid)), True
 
     def _open_large(self, node: Node, info: ObjectInfo, pid: int) -> int:
+        """Read in place, where DRAM takes no slot for it."""
         reader = self._view.store.open_large(info)
         node.handles += 1
         return self._handle(Handle(node, None, writable=False, pid=pid, reader=reader))

@@ -32,7 +32,7 @@ import trio
 from kvfs import limits
 from kvfs._native.slots import xxh3_64
 from kvfs.errors import KvfsError, NotFound, ObjectTooLarge, Superseded
-from kvfs.formats import RecordType
+from kvfs.formats import EndingKind, RecordType
 from tiers.base import object_key
 from tiers.extents import ExtentCache, extent_memory
 from tiers.log import Location, Record
@@ -178,6 +178,8 @@ class LargeDraft:
         self._waiting = 0
         """Records of all versions that wait."""
         self._versions: dict[int, _Queued] = {}
+        self._submitted: set[int] = set()
+        """Extents that the log was given before: what is submitted now takes the place of that."""
         self._closed = False
         self.sealed = False
         """Set by the store: from then on the object is its own."""
@@ -373,8 +375,11 @@ class LargeDraft:
                 written=written,
                 lost=lost,
                 essential=self._nvme.is_durable(self.stored.bucket_id),
+                ends=EndingKind.EXTENT if number in self._submitted else None,
+                first_sequence=self.stored.first_sequence,
             )
         )
+        self._submitted.add(number)
 
     def _end(self, number: int, queued: _Queued) -> None:
         """This version waits no longer; told a second time, after a failed sync, there is nothing left to do."""

@@ -55,6 +55,7 @@ class Naming(Copies):
     ) -> Bucket:
         """Raises Exists, InvalidRequest, LimitExceeded; DeviceMissing for a durable or large one without the NVMe
         tier."""
+        self.journal.check_queue()
         if durable:
             self.journal.check_durable(0)
         if large:
@@ -100,6 +101,7 @@ class Naming(Copies):
     ) -> Bucket:
         """Change what is given. Raises BucketNotFound; Exists, NotEmpty for a namespace that cannot be bound;
         DeviceMissing for `large` without the NVMe tier."""
+        self.journal.check_queue()
         if large:
             self._need_large()
         changed = buckets.change(
@@ -159,6 +161,7 @@ class Naming(Copies):
 
     def mark_directory(self, name: Name, attributes: Attributes) -> Directory:
         """Give a directory that is only a common prefix a marker, which can hold attributes."""
+        self.journal.check_queue()
         identity = self.names.next_ids(1)
         row = new_row(identity, attributes, DIRECTORY)
         self.names.put(name.bucket, name.key, row)
@@ -240,6 +243,7 @@ class Naming(Copies):
                 raise NotPermitted(f"{src} -> {dst}: blocks have the names that their prefix hashes give")
         if src.key.endswith(b"/") != dst.key.endswith(b"/"):
             raise InvalidRequest(f"{src} -> {dst}: both keys end in '/' or none does")
+        self.journal.check_queue()
         if src.key.endswith(b"/"):
             self._rename_directory(src, dst, replace)
         else:
@@ -354,6 +358,7 @@ class Naming(Copies):
         object than `expected_id` has the name."""
         if expected_id is not None:
             self._check_expected(name, expected_id)
+        self.journal.check_queue()
         info = self.lookup(name)
         if isinstance(info, ObjectInfo) and info.name is None:
             return self._set_block(info, name, pinned, (mode, uid, gid, mtime_ns, user_metadata))

@@ -49,6 +49,7 @@ from kvfs.keys import block_name
 from kvfs.name_rows import SNAPSHOT
 from kvfs.names import NameIndex, NameRow
 from tiers.base import NO_SLOT, Extent, Kind, SealHeader, StoreKey, object_key
+from tiers.base import Sealed as SealedExtent
 from tiers.blocks import Block
 from tiers.catalog import block_digest
 from tiers.cold_bucket import ColdOptions
@@ -212,12 +213,17 @@ class TieredStore(Naming):
             nursery.start_soon(self.journal.run)
             nursery.start_soon(self.cold.run)
 
+    def maintain(self) -> None:
+        super().maintain()
+        self._promoter.around.sweep()
+
     async def finish(self) -> None:
         """Before `close`: write what is queued, with its footer. Raises NoSpace, DeviceFailed."""
         await self.journal.finish()
 
     def close(self, *, keep: bool = False) -> None:
         """With `keep`, what is sealed stays in DRAM for the next `open`."""
+        self._promoter.around.close()
         self.dram.close(keep=keep)
         whole = self.names.close()
         self.home.close(clean=whole and self.journal.is_finished)
@@ -253,7 +259,8 @@ class TieredStore(Naming):
 
         Raises WriterActive while it can still be written, Exists when not `replace` and the name is taken, and
         where another object than `expected_id` has it, NotFound where none has (the draft then stays open),
-        NotPermitted for the names of blocks, NoSpace of a full index.
+        NotPermitted for the names of blocks, NoSpace of a full index, WrongChecksum in a durable bucket where
+        the bytes do not have `checksum`.
         """
         self.make_entry_room()
         bucket, old = self._check_sealable(name, replace=replace, expected_id=expected_id)
@@ -264,11 +271,14 @@ class TieredStore(Naming):
         key = object_key(sequence)
         row = new_row(sequence, attributes, 0)
         sealed = self.dram.seal(
-            draft.extent, SealHeader(key, sequence, sequence, uid=attributes.uid), checksum=checksum
+            draft.extent,
+            SealHeader(key, sequence, sequence, uid=attributes.uid),
+            checksum=checksum,
+            verify=bucket.durable,  # what is wrong may not replace what is right and durable
         )
         crashpoints.reach("store.after_dram_seal")
         row = _with_size(row, sealed.size_bytes)
-        self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
+        self._index(draft, sealed)
         try:
             self.names.put(name.bucket, name.key, row)
         except BaseException:  # a full index, for one: without a name nothing would ever evict these bytes
@@ -321,6 +331,7 @@ class TieredStore(Naming):
         Raises BucketNotFound, NotFound (`base` is not in that tier), QuotaExceeded, DeviceMissing.
         """
         where = self.bucket(bucket)
+        self.journal.check_queue()
         return self.journal.large.begin(
             self.names.next_ids(1), where.bucket_id, uid=uid, base=None if base is None else base.object_id
         )
@@ -419,7 +430,8 @@ class TieredStore(Naming):
     ) -> ObjectInfo:
         """Publish a draft as a block: the first seal wins, and a later one is given the earlier object.
 
-        `digest` and `parent` are prefix hashes of 16 bytes. Raises WriterActive (the draft stays open).
+        `digest` and `parent` are prefix hashes of 16 bytes. Raises WriterActive (the draft stays open), and
+        WrongChecksum as `seal` does.
         """
         if len(digest) != 16 or (parent is not None and len(parent) != 16):
             raise InvalidRequest("a prefix hash has 16 bytes")
@@ -444,8 +456,8 @@ class TieredStore(Naming):
             header = SealHeader(
                 key, sequence, sequence, parent=parent or bytes(16), uid=uid, bucket_id=where.bucket_id
             )
-            sealed = self.dram.seal(draft.extent, header, checksum=checksum)
-            self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
+            sealed = self.dram.seal(draft.extent, header, checksum=checksum, verify=where.durable)
+            self._index(draft, sealed)
         block = Block(bucket, uid, sealed.size_bytes, sequence, sealed.sealed_at_ns, parent=parent)
         self._enter_sealed(key, block, where, sealed.extent)
         return self.lookup_block(digest)
@@ -491,11 +503,25 @@ class TieredStore(Naming):
         self.cold.sealed(key, bucket)
         self._tell(Change(ChangeKind.SEALED, Name(block.bucket, block_name(key.digest)), key))
 
-    def _index(self, draft: Draft, key: StoreKey, slot: int, generation: int, size_bytes: int) -> None:
+    def _index(self, draft: Draft, sealed: SealedExtent) -> None:
+        """Enter what was sealed in the table. Raises NoSpace; the slot is then free again, and the draft gone."""
         self._report_hits()
-        self._close_draft(draft, size_bytes)
-        self.table.put(key.digest, int(key.kind), slot, generation, size_bytes)
+        self._close_draft(draft, sealed.size_bytes)
+        try:
+            self._enter_in_table(sealed)
+        except BaseException:  # or nothing would ever free it
+            self.dram.free(sealed.extent, charge_uid=draft.uid)
+            self._watch_quota()
+            raise
         self._counts["seals"] += 1
+
+    def _enter_in_table(self, sealed: SealedExtent) -> None:
+        key, extent = sealed.header.key, sealed.extent
+        try:
+            self.table.put(key.digest, int(key.kind), extent.slot, extent.generation, sealed.size_bytes)
+        except NoSpace:  # a sealing thread took the room that `make_entry_room` had made
+            self.make_entry_room()
+            self.table.put(key.digest, int(key.kind), extent.slot, extent.generation, sealed.size_bytes)
 
     # --- reading ------------------------------------------------------------------------------------------
 
@@ -535,6 +561,20 @@ class TieredStore(Naming):
         Raises NotFound when it turns out to be gone or damaged, NoSpace, ObjectTooLarge, QuotaExceeded, DeviceFailed.
         """
         return info if info.extent is not None else await self._promoter.load(info, uid=uid)
+
+    async def lease(self, info: ObjectInfo, *, uid: int) -> tuple[ObjectInfo, int]:
+        """Open an object for reading in whatever tier it is: the object, and a descriptor as `open_read` gives it.
+
+        Where DRAM has no slot for it, the descriptor is of a copy beside the tier, and the object without an extent.
+        Raises as `load` does, and Busy.
+        """
+        try:
+            info = await self.load(info, uid=uid)
+        except NoSpace:
+            descriptor = await self._promoter.read_around(info, uid=uid)
+            self.touch(info.key)
+            return info, descriptor
+        return info, self.open_read(info, uid=uid)
 
     def note_misses(self, count: int) -> None:
         """Lookups of what does not exist that a door has answered without asking."""
@@ -577,6 +617,8 @@ class TieredStore(Naming):
             "open_drafts": self.space.open_drafts,
             "quota_bytes": self.space.quota_bytes,
             "headroom_bytes": self.space.headroom_bytes(),
+            "read_around": self._promoter.around.reads,
+            "read_around_bytes": self._promoter.around.held_bytes,
             **self._counts,
             "recovery": self.recovery,
             "tiers": [
