@@ -27,7 +27,7 @@ BUCKETS = {
     "durable": ["--class", "durable"],
     "durable-large": ["--class", "durable", "--large"],
 }
-ROUNDS = int(os.environ.get("KVFS_TEST_ROUNDS", "6"))
+ROUNDS = int(os.environ.get("KVFS_TEST_ROUNDS", "4"))
 """Kills in each mode; the index is lost with every other one."""
 
 
@@ -207,7 +207,7 @@ CHANGES: list[tuple[Callable[[Path], None], bytes]] = [
 def test_changes_by_path_are_on_the_device_of_a_durable_bucket_before_they_are_answered(
     service: Service,
 ) -> None:
-    for number in range(4):
+    for number in range(2):
         expected = {}
         bucket = service.mount / ("durable" if number % 2 else "durable-large")
         for change, content in CHANGES:
