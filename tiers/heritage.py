@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from kvfs import limits, paths
 from kvfs.errors import Corrupt
 from kvfs.name_env import highest_id
-from kvfs.name_rows import peek_row
+from kvfs.name_rows import RETIRED, peek_row
 from kvfs.names import DIRECTORY, PINNED, NameIndex, NameRow
 from kvfs.sizes import format_size
 from tiers.adoption import ENTRY_PINNED, Survivor
@@ -154,7 +154,7 @@ class Heritage:
             if data is None or survivor is None or bucket not in known:
                 continue
             row = NameRow.decode(data)
-            if not row.flags & DIRECTORY and agree(row, survivor):
+            if not row.flags & (DIRECTORY | RETIRED) and agree(row, survivor):
                 self._named.setdefault(row.object_id, (Name(bucket, key), row))
         wanted = [found for each in survivors if (found := self._wanted(each)) is not None]
         return dearest_first(wanted, self._unit)
@@ -195,6 +195,9 @@ class Heritage:
                 object_id, flags = peek_row(data)
                 if flags & DIRECTORY:
                     return self.names.get_bucket(bucket) is not None
+                if flags & RETIRED:
+                    lost.append(Name(bucket, key))
+                    return False
                 if self._cold is not None and self._cold.has(object_id) and not durable(bucket):
                     self._cold_names[object_id] = Name(bucket, key)
                     return True
