@@ -83,6 +83,14 @@ def of_draft(node: Node, opened: OpenDraft, status: FileStatus | None) -> pyfuse
     return entry
 
 
+def of_nothing(node: Node) -> pyfuse3.EntryAttributes:
+    """Of a file that was dropped, for who still has it open."""
+    entry = _entry(node, stat.S_IFREG, 0, 0, cache_s=0)
+    entry.st_size = entry.st_blocks = entry.st_nlink = 0
+    _set_times(entry, atime_ns=0, mtime_ns=0, ctime_ns=0)
+    return entry
+
+
 # A directory's link count of 1 says that its subdirectories are not counted in it (find(1) relies on more).
 
 

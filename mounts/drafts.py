@@ -5,8 +5,8 @@ for whoever opens it there; the last writer's RELEASE publishes it; a writer tha
 nothing.
 
 Invariants:
-- A sealed object is never written: opening it for writing makes a draft under a new nodeid, and ESTALE
-  makes the kernel look the name up again.
+- A sealed object is never written: opening it for writing makes a draft with its bytes. That is the same node where
+  nobody has the object open, and else a new one, which the kernel finds when it looks the name up again.
 - A draft is published only when the kernel says that nobody can write it any more (`WriterActive` else):
   a shared writable mapping outlives RELEASE, so such a draft lingers under its name until it is unmapped.
 
@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-import pyfuse3
 import trio
 
 from kvfs import limits
@@ -49,8 +48,6 @@ LINGER_FIRST_S = 0.0002
 """The closing process still drops its reference when RELEASE arrives: microseconds later it is gone."""
 LINGER_MOST_S = 0.1
 """How often a draft that is still mapped for writing is looked at."""
-REWRITE_GRACE_S = 5.0
-"""How long a draft made by an open for writing waits for the kernel to come back and open it."""
 
 
 class DraftKeeper:
@@ -122,10 +119,11 @@ class DraftKeeper:
         self._count_handle(node, opened, writable=True)
         return node
 
-    async def rewrite(self, node: Node, info: ObjectInfo, *, uid: int, keep_bytes: bool) -> None:
-        """Put a draft with the object's bytes in the node's place; the caller then answers ESTALE."""
-        assert node.parent is not None
-        parent, component = node.parent, node.component
+    async def rewrite(
+        self, node: Node, info: ObjectInfo, *, uid: int, keep_bytes: bool, thread: int
+    ) -> Node | None:
+        """A draft with the object's bytes, which awaits `thread`: the node that has it now, None where the object
+        was replaced meanwhile."""
         bucket = self._nodes.name(node).bucket
         draft: Draft | LargeDraft
         if not keep_bytes:
@@ -136,21 +134,47 @@ class DraftKeeper:
             if info.extent is None:
                 await self._store.load(info, uid=uid)
                 if node.info is None or node.info.key != info.key:
-                    return
+                    return None
                 info = node.info
             draft = await self._reserve_copy(info, uid)
         if not node.linked or node.info is None or node.info.key != info.key:
             self._abort(draft)
-            return
-        replacement = self._nodes.add(parent, component, directory=False, ino=info.ino)
+            return None
         opened = OpenDraft(
             draft, mode=info.mode, uid=info.uid, gid=info.gid, ctime_ns=time.time_ns(), pinned=info.pinned
         )
-        opened.awaited = True
-        self._nodes.set_draft(replacement, opened)
-        self.show_draft(replacement, opened)
+        opened.awaited.add(thread)
+        opened.untouched = True
+        target = self._place_of_draft(node, info)
+        self._nodes.set_draft(target, opened)
+        self.show_draft(target, opened)
+        return target
+
+    def _place_of_draft(self, node: Node, info: ObjectInfo) -> Node:
+        """The node of a draft that takes the place of a sealed object: its own where nobody has the object open.
+
+        Else the bytes that are open stay with their node, and the name leads to another file from now on.
+        """
+        assert node.parent is not None
+        self._show_away(node, info)  # from here on opens come here
+        if node.handles == 0 and self._backings.opens(node.nodeid) == 0:
+            self._nodes.set_object(node, None)
+            self._backings.invalidate_attr(node.nodeid)
+            return node
+        ino = self._store.names.next_ids(1)
+        target = self._nodes.add(node.parent, node.component, directory=False, ino=ino)
         self._backings.node_dead(node.nodeid)
-        self._spawn(self._expire, replacement)
+        return target
+
+    def come_back(self, node: Node, opened: OpenDraft, thread: int) -> None:
+        """The draft is no longer kept for this thread, which may have opened it."""
+        opened.awaited.discard(thread)
+        if opened.awaited or opened.handles > 0 or node.draft is not opened:
+            return
+        if opened.untouched:
+            self.discard(node)
+        else:
+            self.settle(node, opened)
 
     async def _reserve_copy(self, info: ObjectInfo, uid: int) -> Draft:
         """A draft in DRAM with the bytes of an object there."""
@@ -176,16 +200,6 @@ class DraftKeeper:
         finally:
             os.close(target)
 
-    async def _expire(self, node: Node) -> None:
-        await trio.sleep(REWRITE_GRACE_S)
-        self.catch_up()
-        opened = node.draft
-        if opened is not None and opened.awaited:
-            log.info(
-                "%s was opened for writing by a process that never came back for it", self._nodes.name(node)
-            )
-            self.discard(node)
-
     # --- handles ------------------------------------------------------------------------------------------
 
     def open(self, node: Node, opened: OpenDraft, *, writable: bool) -> None:
@@ -202,7 +216,7 @@ class DraftKeeper:
         opened.handles += 1
         node.handles += 1
         if writable:
-            opened.closed = opened.awaited = False
+            opened.closed = opened.untouched = False
             opened.writers += 1
             if large_of(opened) is None:
                 self.writers += 1
@@ -227,11 +241,11 @@ class DraftKeeper:
 
     def settle(self, node: Node, opened: OpenDraft) -> None:
         """Nobody has the draft open for writing: publish it, drop it, or let it linger."""
+        if opened.awaited and not opened.torn:
+            return
         if opened.torn or not node.linked:
             if opened.torn or opened.handles == 0:
                 self.discard(node)
-            return
-        if opened.awaited:
             return
         opened.closed = True
         if not opened.lingering and node.nodeid not in self._due and node.nodeid not in self._ripe:
@@ -279,7 +293,7 @@ class DraftKeeper:
 
     def _settle_now(self, node: Node, opened: OpenDraft) -> None:
         if not node.linked:
-            if opened.handles == 0:
+            if opened.handles == 0 and not opened.awaited:
                 self.discard(node)
         elif not self._publish(node, opened):
             opened.lingering = True
@@ -295,7 +309,7 @@ class DraftKeeper:
                 if node.draft is not opened or not opened.closed:
                     return
                 await self._write_out(node, opened)
-                if not node.linked and opened.handles == 0:
+                if not node.linked and opened.handles == 0 and not opened.awaited:
                     self.discard(node)
                     return
                 if node.linked and self._publish(node, opened):
@@ -318,7 +332,9 @@ class DraftKeeper:
     # --- ends ---------------------------------------------------------------------------------------------
 
     def _publish(self, node: Node, opened: OpenDraft) -> bool:
-        """Seal the draft under its name; False while somebody can still write it."""
+        """Seal the draft under its name; False while somebody can still write it, or will."""
+        if opened.awaited:
+            return False
         name = self._nodes.name(node)
         try:
             info = self._seal(node, opened, name)
@@ -431,11 +447,22 @@ class DraftKeeper:
 
     def show_sealed(self, node: Node, info: ObjectInfo) -> None:
         """Let the native loop answer for the node."""
-        show = self._backings.node_away
-        if info.extent is not None:
-            show = partial(
-                self._backings.node_sealed, slot=info.extent.slot, generation=info.extent.generation
+        if info.extent is None:
+            self._show_away(node, info)
+        else:
+            extent = info.extent
+            self._show(
+                partial(self._backings.node_sealed, slot=extent.slot, generation=extent.generation),
+                node,
+                info,
             )
+
+    def _show_away(self, node: Node, info: ObjectInfo) -> None:
+        """Let it answer for the attributes; opens come here."""
+        self._show(self._backings.node_away, node, info)
+
+    @staticmethod
+    def _show(show: Callable[..., None], node: Node, info: ObjectInfo) -> None:
         show(
             node.nodeid,
             node.ino,
@@ -490,7 +517,7 @@ class DraftKeeper:
                 await self.persist(node, opened)
         else:
             self._truncate_slot(opened.draft, size_bytes)
-        opened.awaited = False
+        opened.untouched = False
 
     def _truncate_slot(self, draft: Draft, size_bytes: int) -> None:
         if size_bytes > self.largest_bytes:
@@ -549,8 +576,3 @@ def copy_bytes(source: int, target: int, size_bytes: int) -> None:
         if count == 0:
             raise OSError(errno.EIO, "the object ended before its size")
         done += count
-
-
-def stale() -> pyfuse3.FUSEError:
-    """What makes the kernel look a name up again."""
-    return pyfuse3.FUSEError(errno.ESTALE)

@@ -201,6 +201,7 @@ class Mount:
         when_up: Callable[[], None],
     ) -> None:
         view.drafts.run_in(nursery)
+        view.promises.run_in(nursery)
         with self._attached(view):
             nursery.start_soon(self._keep_headroom, view)
             async with trio.open_nursery() as answering:

@@ -44,8 +44,10 @@ class OpenDraft:
     torn: bool = False
     """The last writer died by a signal in the middle."""
     pinned: bool = False
-    awaited: bool = False
-    """Made for an open or truncate that has not come back for it yet: nothing of it is published."""
+    awaited: set[int] = field(default_factory=set)
+    """Threads that it was made for, or kept for, and that have not come back yet: it is not published meanwhile."""
+    untouched: bool = False
+    """A copy of a sealed object that nobody has opened yet: where nobody does, the object stays."""
     closed: bool = False
     """Its last writer has closed it, and it waits to be published."""
     lingering: bool = False

@@ -26,11 +26,11 @@ from kvfs import limits
 from kvfs.errors import (
     LimitExceeded,
     NotPermitted,
+    Superseded,
 )
 from mounts import attributes as attrs
 from mounts import listings, names
 from mounts.answers import answers_errno
-from mounts.drafts import stale
 from mounts.files import OpenFiles
 from mounts.listings import Listing
 from mounts.nodes import Node
@@ -59,7 +59,7 @@ class Operations(pyfuse3.Operations):
     async def lookup(
         self, parent_inode: pyfuse3.InodeT, name: pyfuse3.FileNameT, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        node = self.view.find(self.view.directory(parent_inode), name)
+        node = await self.files.look_again(self.view.directory(parent_inode), name, pid=ctx.pid)
         if node is None:
             raise pyfuse3.FUSEError(errno.ENOENT)
         entry = self.view.attributes(node)
@@ -90,10 +90,17 @@ class Operations(pyfuse3.Operations):
         uid = attr.st_uid if fields.update_uid else None
         gid = attr.st_gid if fields.update_gid else None
         mtime_ns = attr.st_mtime_ns if fields.update_mtime else None
+        if fields.update_size and node.info is not None and attr.st_size != node.info.size_bytes:
+            await self._open_size(node, keep_bytes=attr.st_size > 0, uid=ctx.uid, pid=ctx.pid)
         if node.draft is not None:
             opened = node.draft
             if fields.update_size:
-                await self.view.drafts.truncate(node, opened, attr.st_size)
+                opened.awaited.add(ctx.pid)
+                try:
+                    await self.view.drafts.truncate(node, opened, attr.st_size)
+                finally:
+                    self.view.promises.end(ctx.pid)
+                    self.view.drafts.come_back(node, opened, ctx.pid)
             if fields.update_mtime or fields.update_atime:
                 self.view.drafts.set_times(
                     opened, attr.st_atime_ns if fields.update_atime else None, mtime_ns
@@ -108,12 +115,18 @@ class Operations(pyfuse3.Operations):
             return self.view.attributes(node)
         if node.parent is None:
             raise NotPermitted("the mount's root has the attributes that its configuration gives it")
-        if fields.update_size and node.info is not None and attr.st_size != node.info.size_bytes:
-            await self.view.drafts.rewrite(node, node.info, uid=ctx.uid, keep_bytes=attr.st_size > 0)
-            raise stale()
         entry = self.view.set_sealed(node, mode, uid, gid, mtime_ns)
         await self.view.store.journal.settle()
         return entry
+
+    async def _open_size(self, node: Node, *, keep_bytes: bool, uid: int, pid: int) -> None:
+        """A draft in the place of a sealed file whose size is to change. Raises Superseded."""
+        try:
+            await self.files.begin_rewrite_of(node, uid=uid, pid=pid, keep_bytes=keep_bytes)
+        except Superseded as error:
+            flags = os.O_WRONLY | (0 if keep_bytes else os.O_TRUNC)
+            self.files.promise(node, flags, error, uid=uid, pid=pid)
+            raise
 
     @answers_errno
     async def statfs(self, ctx: pyfuse3.RequestContext) -> pyfuse3.StatvfsData:
@@ -229,11 +242,16 @@ class Operations(pyfuse3.Operations):
         ctx: pyfuse3.RequestContext,
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
         parent = self.view.directory(parent_inode)
-        node = self.files.create(parent, name, flags, stat.S_IMODE(mode), uid=ctx.uid, gid=ctx.gid)
-        number = self.files.open_new(node, flags, pid=ctx.pid)
+        try:
+            node = self.files.create(parent, name, flags, stat.S_IMODE(mode), uid=ctx.uid, gid=ctx.gid)
+        except Superseded:
+            node, number = await self.files.open_existing(
+                parent, name, flags, uid=ctx.uid, gid=ctx.gid, pid=ctx.pid
+            )
+        else:
+            number = self.files.open_new(node, flags, pid=ctx.pid)
         node.lookups += 1
-        assert node.draft is not None
-        return pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(number)), attrs.of_draft(node, node.draft, None)
+        return pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(number)), self.view.attributes(node)
 
     @answers_errno
     async def open(

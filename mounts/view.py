@@ -23,12 +23,13 @@ from pathlib import Path
 import pyfuse3
 
 from kvfs import limits, paths
-from kvfs.errors import NotDirectory, NotFound, NotPermitted, Superseded
+from kvfs.errors import NotDirectory, NotFound, NotPermitted
 from mounts import attributes as attrs
 from mounts import listings
 from mounts.backing import Backings
 from mounts.drafts import DraftKeeper
 from mounts.nodes import Node, NodeTable
+from mounts.promises import Promises
 from mounts.xattrs import ExtendedAttributes
 from tiers.base import StoreKey
 from tiers.catalog import extent_of
@@ -44,6 +45,7 @@ class View:
         self.backings = backings
         self.nodes = NodeTable(backings)
         self.drafts = DraftKeeper(store, self.nodes, backings)
+        self.promises = Promises(backings)
         self.xattrs = ExtendedAttributes(store, self.nodes, socket)
         self._started_ns = time.time_ns()
         self.catch_up: Callable[[], None] = lambda: None
@@ -79,7 +81,7 @@ class View:
                 raise NotDirectory(f"{found.name} is a file now")
             return attrs.of_directory(node, found)
         if node.info is None:
-            raise Superseded(f"node {node.nodeid} is gone")
+            return attrs.of_nothing(node)
         return attrs.of_object(node, node.info)
 
     def node_of(self, parent: Node, component: bytes, found: ObjectInfo | Directory) -> Node:
@@ -280,7 +282,7 @@ class View:
         opened = node.draft
         if opened is None:
             self.backings.node_dead(node.nodeid)
-        elif opened.handles == 0:
+        elif opened.handles == 0 and not opened.awaited:
             self.drafts.discard(node)
         self.nodes.release(node)
 

@@ -106,6 +106,7 @@ cdef extern from "fuse_loop_core.h" nogil:
     int fl_acquire(fuse_loop *loop, uint64_t nodeid, int fd)
     int fl_release(fuse_loop *loop, uint64_t nodeid)
     int fl_opens(fuse_loop *loop, uint64_t nodeid)
+    int fl_expect(fuse_loop *loop, uint32_t thread, int expected)
     int fl_calls_fd(fuse_loop *loop)
     uint32_t fl_take_calls(fuse_loop *loop, fl_call *out, uint32_t capacity)
     void fl_answer_status(fuse_loop *loop, uint64_t unique, int status)
@@ -388,6 +389,10 @@ cdef class FuseLoop:
 
     def opens(self, uint64_t nodeid):
         return fl_opens(self._loop, nodeid)
+
+    def expect(self, uint32_t thread, bint expected):
+        """Whether LOOKUP and OPEN of this thread come to Python. Raises NoSpace."""
+        self._check(fl_expect(self._loop, thread, expected), f"thread {thread}")
 
     def killed(self, uint64_t nodeid):
         """Whether the last FLUSH of the node came from a process that is dying by a signal."""

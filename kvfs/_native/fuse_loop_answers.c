@@ -66,17 +66,16 @@ void fl_detach_backing(struct fuse_loop *loop, struct fl_node *node) {
 /* A handle of the library that may write (mounts/files.py). */
 #define WRITABLE_HANDLE 1ull
 
-/* Opens a sealed node for reading. -EAGAIN: not ours, relay it. */
+/* Opens a sealed node for reading. -EAGAIN: not ours, relay it; so is what was replaced, since whoever asks for it is
+ * told to look again, and is expected then. */
 static int open_sealed(struct fuse_loop *loop, const struct fw_in_header *in, struct fw_open_out *out) {
     struct fl_node *node = fl_find(loop, in->nodeid);
-    if (node == NULL || loop->relay_opens) return -EAGAIN;
-    if (node->state == FL_DEAD) return -ESTALE;
-    if (node->state != FL_SEALED) return -EAGAIN;
-    if (!slot_is(loop, node->slot, node->generation)) return -ESTALE;
+    if (node == NULL || loop->relay_opens || node->state != FL_SEALED) return -EAGAIN;
+    if (fl_is_expected(loop, in->pid) || !slot_is(loop, node->slot, node->generation)) return -EAGAIN;
     if (node->opens == 0) {
         int fd = open_slot(loop, node->slot, O_RDONLY);
-        if (fd < 0) return fd == -EWOULDBLOCK || fd == -ENOENT ? -ESTALE : fd;
-        int status = slot_is(loop, node->slot, node->generation) ? fl_attach_backing(loop, node, fd) : -ESTALE;
+        if (fd < 0) return fd == -EWOULDBLOCK || fd == -ENOENT ? -EAGAIN : fd;
+        int status = slot_is(loop, node->slot, node->generation) ? fl_attach_backing(loop, node, fd) : -EAGAIN;
         close(fd);
         if (status < 0) return status;
     }
@@ -155,7 +154,7 @@ static int handle_lookup(struct fuse_loop *loop, const struct fw_in_header *in, 
     int nothing = edge == NULL && fl_names_known(fl_find(loop, in->nodeid), length);
     int ours = node != NULL && (node->state == FL_DRAFT || node->state == FL_OTHER ||
                                 (node->state == FL_SEALED && slot_is(loop, node->slot, node->generation)));
-    if (ours) ours = fl_current_attr(loop, node, &out.attr, &out.attr_valid) == 0;
+    if (ours) ours = !fl_is_expected(loop, in->pid) && fl_current_attr(loop, node, &out.attr, &out.attr_valid) == 0;
     if (ours) {
         out.nodeid = node->nodeid;
         node->lookups++;

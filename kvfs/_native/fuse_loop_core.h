@@ -106,6 +106,8 @@ int fl_await_calls(struct fuse_loop *loop, uint64_t timeout_ns); /* spins until 
 int fl_acquire(struct fuse_loop *loop, uint64_t nodeid, int fd); /* new count of opens, or -errno */
 int fl_release(struct fuse_loop *loop, uint64_t nodeid);         /* count of opens left, or -errno */
 int fl_opens(struct fuse_loop *loop, uint64_t nodeid);
+/* Whether LOOKUP and OPEN of this thread go to the library: it was told to look a name up again. */
+int fl_expect(struct fuse_loop *loop, uint32_t thread, int expected);
 int fl_calls_fd(struct fuse_loop *loop); /* eventfd: readable while calls are queued */
 uint32_t fl_take_calls(struct fuse_loop *loop, struct fl_call *out, uint32_t capacity);
 void fl_answer_status(struct fuse_loop *loop, uint64_t unique, int status);

@@ -38,6 +38,7 @@ int fl_node_set(struct fuse_loop *loop, uint64_t nodeid, enum fl_state state, ui
     if (gone) status = 0;
     if (status == 0 && !gone) {
         node->nodeid = nodeid;
+        if (state == FL_DRAFT && node->state != FL_DRAFT) node->killed = node->flushed = 0; /* of an earlier draft */
         node->state = (uint8_t)state;
         node->slot = slot;
         node->generation = generation;
@@ -54,6 +55,30 @@ int fl_node_settles(struct fuse_loop *loop, uint64_t nodeid, int settles) {
     if (node != NULL) node->settles = (uint8_t)settles;
     pthread_mutex_unlock(&loop->nodes_lock);
     return node == NULL ? -ESTALE : 0;
+}
+
+static uint32_t expected_at(struct fuse_loop *loop, uint32_t thread) {
+    uint32_t at = 0;
+    while (at < loop->expected_count && loop->expected[at] != thread) at++;
+    return at;
+}
+
+int fl_is_expected(struct fuse_loop *loop, uint32_t thread) {
+    return loop->expected_count != 0 && expected_at(loop, thread) < loop->expected_count;
+}
+
+int fl_expect(struct fuse_loop *loop, uint32_t thread, int expected) {
+    pthread_mutex_lock(&loop->nodes_lock);
+    uint32_t at = expected_at(loop, thread);
+    int status = 0;
+    if (expected && at == FL_EXPECTED)
+        status = -ENOSPC;
+    else if (expected && at == loop->expected_count)
+        loop->expected[loop->expected_count++] = thread;
+    else if (!expected && at < loop->expected_count)
+        loop->expected[at] = loop->expected[--loop->expected_count];
+    pthread_mutex_unlock(&loop->nodes_lock);
+    return status;
 }
 
 int fl_opens(struct fuse_loop *loop, uint64_t nodeid) {

@@ -19,6 +19,7 @@
 #define FL_NOTICES 65536u
 #define FL_CALLS 1024u /* more than that are relayed */
 #define FL_SPARES 64u
+#define FL_EXPECTED 256u /* threads whose look-ups and opens go to the library: limits.MAX_OPEN_PROMISES */
 #define FL_NAME_MAX 255
 #define FL_REQUEST_END 2u /* zeros behind a request: names in it end, two of RENAME at the most */
 #define FL_MAX_THREADS 16
@@ -84,6 +85,8 @@ struct fuse_loop {
     struct fl_spare spares[FL_SPARES];
     uint32_t spare_count;
     uint64_t misses; /* to report */
+    uint32_t expected[FL_EXPECTED];
+    uint32_t expected_count;
     struct fl_pending *pending;
     uint32_t pending_count;
     struct fl_open_record *records;
@@ -128,6 +131,7 @@ static inline int fl_answers(uint32_t opcode) {
 }
 
 struct fl_node *fl_find(struct fuse_loop *loop, uint64_t nodeid);
+int fl_is_expected(struct fuse_loop *loop, uint32_t thread);
 int fl_pending_add(struct fuse_loop *loop, uint64_t unique, uint32_t opcode, uint64_t nodeid);
 int fl_pending_take(struct fuse_loop *loop, uint64_t unique, struct fl_pending *out);
 void fl_record_open(struct fuse_loop *loop, uint64_t nodeid, uint32_t uid, uint32_t pid);
