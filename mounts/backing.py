@@ -56,6 +56,7 @@ class Backings(Protocol):
 
     def node_settles(self, nodeid: int, settles: bool) -> None: ...
 
+    def node_locks(self, nodeid: int, key: int) -> None: ...
     def node_dead(self, nodeid: int) -> None: ...
     def node_drop(self, nodeid: int) -> int: ...
     def link(self, parent: int, name: bytes, nodeid: int) -> None: ...
@@ -97,6 +98,9 @@ class PlainBackings:
         pass
 
     def node_settles(self, nodeid: int, settles: bool) -> None:
+        pass
+
+    def node_locks(self, nodeid: int, key: int) -> None:
         pass
 
     def node_dead(self, nodeid: int) -> None:

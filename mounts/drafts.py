@@ -163,6 +163,7 @@ class DraftKeeper:
             return node
         ino = self._store.names.next_ids(1)
         target = self._nodes.add(node.parent, node.component, directory=False, ino=ino)
+        self._nodes.share_locks(node, target)
         self._backings.node_dead(node.nodeid)
         return target
 
@@ -414,6 +415,7 @@ class DraftKeeper:
         """Let the native loop answer for a file being written."""
         if isinstance(opened.draft, LargeDraft):
             self._show_large(node, opened, opened.draft)
+            self._show_locks(node)
             return
         extent = opened.draft.extent
         self._backings.node_draft(
@@ -425,6 +427,7 @@ class DraftKeeper:
             uid=opened.uid,
             gid=opened.gid,
         )
+        self._show_locks(node)
         if self.is_durable(node):
             self._backings.node_settles(node.nodeid, True)
 
@@ -461,8 +464,7 @@ class DraftKeeper:
         """Let it answer for the attributes; opens come here."""
         self._show(self._backings.node_away, node, info)
 
-    @staticmethod
-    def _show(show: Callable[..., None], node: Node, info: ObjectInfo) -> None:
+    def _show(self, show: Callable[..., None], node: Node, info: ObjectInfo) -> None:
         show(
             node.nodeid,
             node.ino,
@@ -473,6 +475,11 @@ class DraftKeeper:
             mtime_ns=info.mtime_ns,
             ctime_ns=info.ctime_ns,
         )
+        self._show_locks(node)
+
+    def _show_locks(self, node: Node) -> None:
+        if node.lock_key:
+            self._backings.node_locks(node.nodeid, node.lock_key)
 
     def discard(self, node: Node) -> None:
         """Drop a draft and its name; readers who have it open keep their bytes."""

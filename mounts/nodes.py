@@ -75,6 +75,8 @@ class Node:
     info: ObjectInfo | None = None
     """The sealed object; None for directories and drafts."""
     draft: OpenDraft | None = None
+    lock_key: int = 0
+    """The inode number that its locks are on, if that is not its own: an earlier version's that was open then."""
     names_known: bool = False
     """A directory whose names have been given to the mirror, or are too many for that."""
 
@@ -100,6 +102,10 @@ class NodeTable:
     _edges: dict[tuple[int, bytes], Node] = field(default_factory=dict)
     _by_digest: dict[bytes, Node] = field(default_factory=dict)
     _drafts: dict[int, dict[bytes, Node]] = field(default_factory=dict)
+    _lock_keys: dict[int, int] = field(default_factory=dict)
+    """By inode number, while a node of an earlier version is kept."""
+    _later: dict[int, list[int]] = field(default_factory=dict)
+    """Inode numbers of the versions that came after a node's, by nodeid."""
     _free: list[int] = field(default_factory=list)
     _next_index: int = 2
     _generation: int = 0
@@ -175,13 +181,18 @@ class NodeTable:
         old = self.child(parent, component)
         if old is not None:
             self._cut(old)
-        node = Node(nodeid, parent, component, directory, ino)
+        node = Node(nodeid, parent, component, directory, ino, lock_key=self._lock_keys.get(ino, 0))
         self._by_id[nodeid] = node
         self._edges[parent.nodeid, component] = node
         parent.children += 1
         if old is not None:
             self.release(old)
         return node
+
+    def share_locks(self, node: Node, later: Node) -> None:
+        """Locks of a node that stays open are on the same as those of the one that took its place."""
+        later.lock_key = self._lock_keys[later.ino] = node.lock_key or node.ino
+        self._later.setdefault(node.nodeid, []).append(later.ino)
 
     def set_object(self, node: Node, info: ObjectInfo | None) -> None:
         """The node now shows this sealed object, or none."""
@@ -266,6 +277,8 @@ class NodeTable:
                 break
             self.unlink(current, doubt=True)
             del self._by_id[current.nodeid]
+            for ino in self._later.pop(current.nodeid, ()):
+                del self._lock_keys[ino]
             self.give_back(current.nodeid)
             assert current.parent is not None
             current.parent.children -= 1

@@ -106,6 +106,7 @@ cdef extern from "fuse_loop_core.h" nogil:
     int fl_acquire(fuse_loop *loop, uint64_t nodeid, int fd)
     int fl_release(fuse_loop *loop, uint64_t nodeid)
     int fl_opens(fuse_loop *loop, uint64_t nodeid)
+    int fl_node_locks(fuse_loop *loop, uint64_t nodeid, uint64_t key)
     int fl_expect(fuse_loop *loop, uint32_t thread, int expected)
     int fl_calls_fd(fuse_loop *loop)
     uint32_t fl_take_calls(fuse_loop *loop, fl_call *out, uint32_t capacity)
@@ -326,6 +327,10 @@ cdef class FuseLoop:
     def node_settles(self, uint64_t nodeid, bint settles):
         """Whether close() of a writer waits for the library."""
         self._check(fl_node_settles(self._loop, nodeid, settles), f"node {nodeid}")
+
+    def node_locks(self, uint64_t nodeid, uint64_t key):
+        """Locks of the node are on `key`, an inode number, together with those of other versions of its file."""
+        self._check(fl_node_locks(self._loop, nodeid, key), f"node {nodeid}")
 
     def node_dead(self, uint64_t nodeid):
         """Its object is gone or replaced: OPEN answers ESTALE. Handles that are open stay as they are."""

@@ -61,8 +61,6 @@ void fl_detach_backing(struct fuse_loop *loop, struct fl_node *node) {
     }
 }
 
-/* A handle that this loop gave out: the library's handles are small counters. */
-#define NATIVE_HANDLE (1ull << 63)
 /* A handle of the library that may write (mounts/files.py). */
 #define WRITABLE_HANDLE 1ull
 
@@ -80,9 +78,10 @@ static int open_sealed(struct fuse_loop *loop, const struct fw_in_header *in, st
         if (status < 0) return status;
     }
     node->opens++;
-    out->fh = NATIVE_HANDLE | in->nodeid;
+    out->fh = FL_NATIVE_HANDLE | in->nodeid;
     out->backing_id = node->backing_id;
-    out->open_flags = FW_FOPEN_NOFLUSH | (loop->passthrough ? FW_FOPEN_PASSTHROUGH : FW_FOPEN_KEEP_CACHE);
+    out->open_flags = loop->passthrough ? FW_FOPEN_PASSTHROUGH : FW_FOPEN_KEEP_CACHE;
+    if (!fl_tells_close(loop, node)) out->open_flags |= FW_FOPEN_NOFLUSH;
     fl_record_open(loop, in->nodeid, in->uid, in->pid);
     return 0;
 }
@@ -103,8 +102,10 @@ static int handle_open(struct fuse_loop *loop, const struct fw_in_header *in, co
 }
 
 static int handle_release(struct fuse_loop *loop, const struct fw_in_header *in, const struct fw_release_in *body) {
-    if (!(body->fh & NATIVE_HANDLE)) return 0;
-    fl_release(loop, body->fh & ~NATIVE_HANDLE);
+    int native = (body->fh & FL_NATIVE_HANDLE) != 0;
+    int last = !native || fl_release(loop, body->fh & ~FL_NATIVE_HANDLE) == 0;
+    fl_locks_release(loop, in->nodeid, body, last);
+    if (!native) return 0;
     fl_answer(loop, in->unique, 0, NULL, 0);
     return 1;
 }
@@ -344,22 +345,27 @@ int fl_died_by_signal(uint32_t pid) {
 /* close() of a handle: an object over the limit is refused while the writer can still be told, and a writer
  * that dies by a signal is remembered, so that what it leaves is not published. A reader's end says nothing.
  * What has no slot is written to NVMe by the library, which answers when it has done so. */
-static int handle_flush(struct fuse_loop *loop, const struct fw_in_header *in, const uint64_t *handle) {
+static int handle_flush(struct fuse_loop *loop, const struct fw_in_header *in, const struct fw_flush_in *body) {
+    fl_locks_flush(loop, in->nodeid, body->lock_owner);
     struct fw_attr attr = {0};
     uint64_t valid_s;
-    int writable = (*handle & WRITABLE_HANDLE) != 0 && !(*handle & NATIVE_HANDLE);
+    int writable = (body->fh & WRITABLE_HANDLE) != 0 && !(body->fh & FL_NATIVE_HANDLE);
     int killed = writable && fl_died_by_signal(in->pid);
     pthread_mutex_lock(&loop->nodes_lock);
     struct fl_node *node = fl_find(loop, in->nodeid);
     int ours = node != NULL && (node->state == FL_DRAFT || node->state == FL_SEALED);
     if (ours && fl_current_attr(loop, node, &attr, &valid_s) < 0) attr.size = 0;
-    if (node != NULL) {
+    if (node != NULL && !(body->fh & FL_NATIVE_HANDLE)) {
         if (writable) node->killed = (uint8_t)killed;
         node->flushed = 1;
     }
     int settles = ours && node->settles;
     pthread_mutex_unlock(&loop->nodes_lock);
     int too_large = attr.size > loop->largest_object;
+    if (!ours && (body->fh & FL_NATIVE_HANDLE)) {
+        fl_answer(loop, in->unique, 0, NULL, 0);
+        return 1;
+    }
     if (!ours || (settles && writable && !too_large)) return 0;
     fl_answer(loop, in->unique, too_large ? -EFBIG : 0, NULL, 0);
     return 1;
@@ -394,7 +400,12 @@ int fl_handle_natively(struct fuse_loop *loop, struct fl_buffers *buffers, struc
     case FW_FLUSH:
         return handle_flush(loop, in, body);
     case FW_INTERRUPT:
-        return 1;
+        return fl_handle_interrupt(loop, *(const uint64_t *)body);
+    case FW_GETLK:
+        return fl_handle_getlk(loop, in, body);
+    case FW_SETLK:
+    case FW_SETLKW:
+        return fl_handle_setlk(loop, in, body);
     case FW_CREATE:
         return fl_handle_create(loop, in, body);
     case FW_RENAME:

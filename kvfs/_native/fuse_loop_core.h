@@ -8,7 +8,7 @@
  * Invariants:
  * - Calls are queued, and requests relayed, in the order in which the kernel gave them (`read_lock` spans read
  *   and relay). Who handles a relayed request takes the queued calls first.
- * - INTERRUPT is dropped: nothing behind this loop waits for long.
+ * - INTERRUPT ends the wait for a lock and is dropped else: nothing else behind this loop waits for long.
  * - A nodeid is never used again with other bytes; nodes hold slot and generation, and OPEN checks both
  *   against the shared table after it has the slot open.
  * - What the loop creates or renames by itself is queued as a call in the same step, before anybody can ask about it.
@@ -106,6 +106,8 @@ int fl_await_calls(struct fuse_loop *loop, uint64_t timeout_ns); /* spins until 
 int fl_acquire(struct fuse_loop *loop, uint64_t nodeid, int fd); /* new count of opens, or -errno */
 int fl_release(struct fuse_loop *loop, uint64_t nodeid);         /* count of opens left, or -errno */
 int fl_opens(struct fuse_loop *loop, uint64_t nodeid);
+/* Locks of this node are on `key`, as those of the version of its file that it took the place of. */
+int fl_node_locks(struct fuse_loop *loop, uint64_t nodeid, uint64_t key);
 /* Whether LOOKUP and OPEN of this thread go to the library: it was told to look a name up again. */
 int fl_expect(struct fuse_loop *loop, uint32_t thread, int expected);
 int fl_calls_fd(struct fuse_loop *loop); /* eventfd: readable while calls are queued */

@@ -12,7 +12,8 @@ static void set_ino(struct fuse_loop *loop, uint64_t nodeid, struct fw_attr *att
 
 static void patch_init(struct fuse_loop *loop, struct fw_init_out *out) {
     if (!(out->flags & FW_INIT_FLAG_EXT)) out->flags2 = 0;
-    out->flags |= FW_INIT_FLAG_EXT | (loop->offered_flags & FW_INIT_FLAG_KILLPRIV_V2);
+    out->flags |= FW_INIT_FLAG_EXT | (loop->offered_flags & (FW_INIT_FLAG_KILLPRIV_V2 | FW_INIT_FLAG_POSIX_LOCKS |
+                                                             FW_INIT_FLAG_FLOCK_LOCKS));
     out->flags2 |= loop->offered_flags2 & FW_INIT_FLAG2_DIRECT_IO_ALLOW_MMAP;
     if (loop->passthrough && (loop->offered_flags2 & FW_INIT_FLAG2_PASSTHROUGH)) {
         out->flags2 |= FW_INIT_FLAG2_PASSTHROUGH;

@@ -279,6 +279,9 @@ int fl_create(const struct fl_config *config, struct fuse_loop **out) {
     pthread_mutex_init(&loop->nodes_lock, NULL);
     pthread_mutex_init(&loop->notice_lock, NULL);
     pthread_mutex_init(&loop->calls_lock, NULL);
+    pthread_mutex_init(&loop->locks_lock, NULL);
+    loop->lock_files = calloc(1u << FL_LOCK_FILE_BITS, sizeof *loop->lock_files);
+    loop->locked_keys = calloc(1u << FL_LOCKED_KEY_BITS, sizeof *loop->locked_keys);
     pthread_cond_init(&loop->notice_ready, NULL);
     loop->edge_buckets = 1024;
     loop->edges = calloc(loop->edge_buckets, sizeof *loop->edges);
@@ -289,7 +292,9 @@ int fl_create(const struct fl_config *config, struct fuse_loop **out) {
     loop->calls_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     loop->stop_fd = eventfd(0, EFD_CLOEXEC);
     loop->ended_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    int status = loop->edges && loop->pending && loop->records && loop->notices && loop->calls ? make_sockets(loop) : -ENOMEM;
+    int whole = loop->edges && loop->pending && loop->records && loop->notices && loop->calls && loop->lock_files &&
+                loop->locked_keys;
+    int status = whole ? make_sockets(loop) : -ENOMEM;
     if (status == 0 && (loop->stop_fd < 0 || loop->ended_fd < 0 || loop->calls_fd < 0)) status = -EMFILE;
     if (status < 0) {
         fl_destroy(loop);
@@ -307,6 +312,7 @@ void fl_destroy(struct fuse_loop *loop) {
         free(loop->chunks[i]);
     }
     fl_edges_free(loop);
+    fl_locks_free(loop);
     int descriptors[] = {loop->sockets[0], loop->sockets[1], loop->stop_fd, loop->ended_fd, loop->calls_fd};
     for (unsigned i = 0; i < 5; i++)
         if (descriptors[i] >= 0) close(descriptors[i]);

@@ -20,6 +20,9 @@
 #define FL_CALLS 1024u /* more than that are relayed */
 #define FL_SPARES 64u
 #define FL_EXPECTED 256u /* threads whose look-ups and opens go to the library: limits.MAX_OPEN_PROMISES */
+#define FL_LOCKS 65536u /* held and waited for */
+#define FL_LOCK_FILE_BITS 10
+#define FL_LOCKED_KEY_BITS 12
 #define FL_NAME_MAX 255
 #define FL_REQUEST_END 2u /* zeros behind a request: names in it end, two of RENAME at the most */
 #define FL_MAX_THREADS 16
@@ -35,6 +38,21 @@ struct fl_node {
     uint8_t settles;         /* a writer's FLUSH goes to the library, which answers when the bytes are durable */
     uint16_t room;           /* a directory whose names are all here: the longest name that fits in it. Else 0 */
     struct fl_edge *doubts;  /* its edges without a node */
+    uint64_t lock_key;       /* what its locks are on, with other versions of its file. 0: its inode number */
+};
+
+/* A lock that is held, or waited for: `unique` is to be answered. */
+struct fl_lock {
+    struct fl_lock *next;
+    uint64_t key, nodeid, unique, owner, handle, start, end;
+    uint32_t type, pid;
+    uint8_t whole; /* flock(2) */
+    uint8_t quiet; /* taken through a handle whose closes are not told */
+};
+
+/* Of all files with this hash. */
+struct fl_lock_file {
+    struct fl_lock *held, *waiting;
 };
 
 struct fl_pending {
@@ -64,6 +82,9 @@ struct fl_spare {
     uint64_t nodeid, fh;
 };
 
+/* A handle that this loop gave out: the library's handles are small counters. */
+#define FL_NATIVE_HANDLE (1ull << 63)
+
 struct fl_buffers {
     char *request, *reply;
 };
@@ -76,7 +97,7 @@ struct fuse_loop {
     uint32_t offered_flags, offered_flags2;
     uint32_t request_size;
     uint64_t largest_object;
-    pthread_mutex_t read_lock, nodes_lock, notice_lock, calls_lock;
+    pthread_mutex_t read_lock, nodes_lock, notice_lock, calls_lock, locks_lock;
     pthread_cond_t notice_ready;
     struct fl_node *chunks[FL_CHUNKS];
     struct fl_edge **edges;
@@ -87,6 +108,9 @@ struct fuse_loop {
     uint64_t misses; /* to report */
     uint32_t expected[FL_EXPECTED];
     uint32_t expected_count;
+    struct fl_lock_file *lock_files;
+    uint64_t *locked_keys; /* of files that were locked without FLUSH, by hash; the newest stays */
+    uint32_t lock_count, wait_count;
     struct fl_pending *pending;
     uint32_t pending_count;
     struct fl_open_record *records;
@@ -121,6 +145,9 @@ static inline int fl_answers(uint32_t opcode) {
     case FW_LSEEK:
     case FW_FLUSH:
     case FW_INTERRUPT:
+    case FW_GETLK:
+    case FW_SETLK:
+    case FW_SETLKW:
     case FW_CREATE:
     case FW_RENAME:
     case FW_RENAME2:
@@ -166,6 +193,16 @@ void fl_detach_backing(struct fuse_loop *loop, struct fl_node *node);
 int fl_handle_create(struct fuse_loop *loop, const struct fw_in_header *in, const struct fw_create_in *body);
 int fl_handle_rename(struct fuse_loop *loop, const struct fw_in_header *in, uint64_t new_parent, uint32_t flags,
                      const char *names);
+
+/* fuse_loop_locks.c */
+int fl_handle_getlk(struct fuse_loop *loop, const struct fw_in_header *in, const struct fw_lk_in *body);
+int fl_handle_setlk(struct fuse_loop *loop, const struct fw_in_header *in, const struct fw_lk_in *body);
+int fl_handle_interrupt(struct fuse_loop *loop, uint64_t unique);
+int fl_tells_close(struct fuse_loop *loop, const struct fl_node *node);
+void fl_locks_flush(struct fuse_loop *loop, uint64_t nodeid, uint64_t owner);
+/* `last`: the handle's number stands for no open file any more. */
+void fl_locks_release(struct fuse_loop *loop, uint64_t nodeid, const struct fw_release_in *body, int last);
+void fl_locks_free(struct fuse_loop *loop);
 
 /* fuse_loop_calls.c */
 int fl_queue_call(struct fuse_loop *loop, const struct fw_in_header *in);
