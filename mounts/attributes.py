@@ -83,6 +83,15 @@ def of_draft(node: Node, opened: OpenDraft, status: FileStatus | None) -> pyfuse
     return entry
 
 
+def of_name(ino: int, *, directory: bool) -> pyfuse3.EntryAttributes:
+    """Of an entry in a listing of which the kernel learns no more than its name: `generation` says so to the loop."""
+    entry = pyfuse3.EntryAttributes()
+    entry.st_ino = pyfuse3.InodeT(ino)
+    entry.generation = 1
+    entry.st_mode = pyfuse3.ModeT(stat.S_IFDIR if directory else stat.S_IFREG)
+    return entry
+
+
 def of_nothing(node: Node) -> pyfuse3.EntryAttributes:
     """Of a file that was dropped, for who still has it open."""
     entry = _entry(node, stat.S_IFREG, 0, 0, cache_s=0)

@@ -21,6 +21,11 @@ from kvfs.errors import Superseded
 class Backings(Protocol):
     """What the operations need of either implementation; see `kvfs._native.fuse_loop.FuseLoop`."""
 
+    @property
+    def lists_names(self) -> bool:
+        """Whether entries of listings may come without attributes."""
+        ...
+
     def node_directory(
         self, nodeid: int, ino: int, *, mode: int, uid: int, gid: int, mtime_ns: int
     ) -> None: ...
@@ -80,6 +85,8 @@ class Backings(Protocol):
 
 class PlainBackings:
     """Descriptors by node, for `read` and `write` in Python. Inode numbers are the nodeids here."""
+
+    lists_names = False
 
     def __init__(self) -> None:
         self._open: dict[int, tuple[int, int]] = {}

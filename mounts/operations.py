@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 
 import pyfuse3
+import trio
 
 from kvfs import limits
 from kvfs.errors import (
@@ -300,20 +301,38 @@ class Operations(pyfuse3.Operations):
     @answers_errno
     async def readdir(self, fh: pyfuse3.FileHandleT, start_id: int, token: pyfuse3.ReaddirToken) -> None:
         listing = self._listings[fh]
-        if not listing.node.linked:
-            return
-        if start_id != listing.offset:
-            self._seek(listing, start_id)
-        for tail, found in listings.entries(self.view.store, self.view.nodes, listing.node, listing.last):
-            component = tail.removesuffix(b"/")
-            node = found if isinstance(found, Node) else self.view.node_of(listing.node, component, found)
-            entry = self.view.attributes(node) if isinstance(found, Node) else self._listed(node, found)
-            offset = listing.offset + 1
-            if not pyfuse3.readdir_reply(token, pyfuse3.FileNameT(component), entry, offset):
-                self.view.nodes.release(node)
+        if not listing.begin_answer(start_id):
+            await self._skip(listing, start_id)
+        while listing.node.linked:
+            found = listings.turn(
+                self.view.store, self.view.nodes, listing, bare=self.view.backings.lists_names
+            )
+            if not found or not all(self._list(listing, token, tail, what) for tail, what in found):
                 return
+            await trio.lowlevel.checkpoint()
+            self.view.catch_up()
+
+    def _list(
+        self, listing: Listing, token: pyfuse3.ReaddirToken, tail: bytes, found: listings.Found
+    ) -> bool:
+        """Put one name into the answer; False where it has no room."""
+        component = tail.removesuffix(b"/")
+        node: Node | None = None
+        if isinstance(found, listings.Named):
+            entry = attrs.of_name(found.ino, directory=found.directory)
+        elif isinstance(found, Node):
+            node, entry = found, self.view.attributes(found)
+        else:
+            node = self.view.node_of(listing.node, component, found)
+            entry = self._listed(node, found)
+        has_room = pyfuse3.readdir_reply(token, pyfuse3.FileNameT(component), entry, listing.offset + 1)
+        if node is not None and has_room:
             node.lookups += 1
-            listing.offset, listing.last = offset, tail
+        elif node is not None:
+            self.view.nodes.release(node)
+        if has_room:
+            listing.step(tail)
+        return bool(has_room)
 
     @staticmethod
     def _listed(node: Node, found: ObjectInfo | Directory) -> pyfuse3.EntryAttributes:
@@ -321,13 +340,15 @@ class Operations(pyfuse3.Operations):
             attrs.of_object(node, found) if isinstance(found, ObjectInfo) else attrs.of_directory(node, found)
         )
 
-    def _seek(self, listing: Listing, offset: int) -> None:
-        """seekdir or rewinddir, or the kernel asking again for what its page had no room for."""
-        listing.rewind()
-        for tail, _ in listings.entries(self.view.store, self.view.nodes, listing.node, b""):
-            if listing.offset >= offset:
+    async def _skip(self, listing: Listing, offset: int) -> None:
+        """seekdir: from the last place before it that is known."""
+        while listing.offset < offset:
+            found = listings.turn(self.view.store, self.view.nodes, listing, bare=True)
+            for tail, _ in found[: offset - listing.offset]:
+                listing.step(tail)
+            if not found:
                 return
-            listing.offset, listing.last = listing.offset + 1, tail
+            await trio.lowlevel.checkpoint()
 
     @answers_errno
     async def releasedir(self, fh: pyfuse3.FileHandleT) -> None:

@@ -172,7 +172,9 @@ class View:
         if directory.names_known or directory.parent is None or not directory.linked:
             return
         directory.names_known = True
-        found = listings.entries(self.store, self.nodes, directory, b"")
+        found = listings.entries(
+            self.store, self.nodes, directory, b"", limit=limits.MAX_LEARNED_NAMES + 1, bare=True
+        )
         tails = [tail.removesuffix(b"/") for tail, _ in islice(found, limits.MAX_LEARNED_NAMES + 1)]
         if len(tails) <= limits.MAX_LEARNED_NAMES:
             self.know_names(directory, tails)

@@ -148,3 +148,11 @@ class Page:
     entries: list[tuple[bytes, ObjectInfo | Directory]]
     """Keys, or common prefixes ending in the delimiter, each with what it names."""
     next_after: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class NamePage:
+    """One page of names alone: keys or common prefixes, each with its file id."""
+
+    entries: list[tuple[bytes, int]]
+    next_after: bytes | None

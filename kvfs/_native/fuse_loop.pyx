@@ -258,6 +258,11 @@ cdef class FuseLoop:
     def passthrough(self):
         return bool(fl_passthrough(self._loop))
 
+    @property
+    def lists_names(self):
+        """Entries of a listing with a generation have no node: the kernel gets their name, inode number and type."""
+        return True
+
     def stats(self):
         cdef fl_stats stats
         fl_get_stats(self._loop, &stats)

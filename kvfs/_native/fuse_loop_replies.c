@@ -35,7 +35,10 @@ static void patch_listing(struct fuse_loop *loop, char *body, uint32_t size) {
         struct fw_direntplus *entry = (struct fw_direntplus *)body;
         uint64_t length = (sizeof *entry + (uint64_t)entry->namelen + 7) & ~7ull;
         if (length > size) return;
-        if (entry->entry.nodeid != 0) {
+        if (entry->entry.generation != 0) { /* a name and no more: the kernel makes no inode of it */
+            entry->ino = entry->entry.attr.ino;
+            entry->entry.nodeid = entry->entry.generation = 0;
+        } else if (entry->entry.nodeid != 0) {
             set_ino(loop, entry->entry.nodeid, &entry->entry.attr);
             entry->ino = entry->entry.attr.ino;
         }
