@@ -304,6 +304,8 @@ SLOTS_PER_SPARE_DRAFT: Final = 64
 """A tier with few slots keeps them for objects."""
 MAX_OPEN_LISTINGS: Final = 4_096
 """Directory handles, each with its place in a listing."""
+MAX_DIRECTORY_TIMES: Final = 65_536
+"""Directories whose last change is remembered in memory, some 300 bytes each; older ones are written to their rows."""
 MAX_OPEN_PROMISES: Final = 256
 """Threads that were told to look a name up again and have not come back: each is in an open(2) that lost a race."""
 OPEN_PROMISE_S: Final = 5.0

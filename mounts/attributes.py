@@ -108,14 +108,15 @@ def of_directory(node: Node, directory: Directory) -> pyfuse3.EntryAttributes:
     entry.st_size = 0
     entry.st_blocks = 0
     entry.st_nlink = 1 if node.linked else 0
-    _set_times(entry, atime_ns=directory.mtime_ns, mtime_ns=directory.mtime_ns, ctime_ns=directory.mtime_ns)
+    mtime_ns = directory.mtime_ns
+    _set_times(entry, atime_ns=mtime_ns, mtime_ns=mtime_ns, ctime_ns=directory.ctime_ns or mtime_ns)
     return entry
 
 
-def of_root(node: Node, started_ns: int) -> pyfuse3.EntryAttributes:
+def of_root(node: Node, changed_ns: int) -> pyfuse3.EntryAttributes:
     entry = _entry(node, stat.S_IFDIR | ROOT_MODE, os.geteuid(), os.getegid(), cache_s=KERNEL_CACHE_S)
     entry.st_size = 0
     entry.st_blocks = 0
     entry.st_nlink = 1
-    _set_times(entry, atime_ns=started_ns, mtime_ns=started_ns, ctime_ns=started_ns)
+    _set_times(entry, atime_ns=changed_ns, mtime_ns=changed_ns, ctime_ns=changed_ns)
     return entry

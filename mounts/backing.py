@@ -27,8 +27,9 @@ class Backings(Protocol):
         ...
 
     def node_directory(
-        self, nodeid: int, ino: int, *, mode: int, uid: int, gid: int, mtime_ns: int
+        self, nodeid: int, ino: int, *, mode: int, uid: int, gid: int, mtime_ns: int, ctime_ns: int = 0
     ) -> None: ...
+    def touch(self, nodeid: int, when_ns: int) -> bool: ...
     def node_draft(
         self, nodeid: int, ino: int, slot: int, generation: int, *, mode: int, uid: int, gid: int
     ) -> None: ...
@@ -94,6 +95,9 @@ class PlainBackings:
 
     def node_directory(self, nodeid: int, ino: int, **_: int) -> None:
         pass
+
+    def touch(self, nodeid: int, when_ns: int) -> bool:
+        return True
 
     def node_draft(self, nodeid: int, ino: int, slot: int, generation: int, **_: int) -> None:
         pass

@@ -171,7 +171,8 @@ class CallServer:
 
     def _renamed(self, call: Call) -> None:
         node = self._view.nodes.get(call.offset)
-        names.renamed(self._view, node, self._view.nodes.get(call.other), call.new_name)
+        above, below = self._view.nodes.get(call.nodeid), self._view.nodes.get(call.other)
+        names.renamed(self._view, node, above, below, call.new_name, call.when_ns)
 
     def _unlink(self, call: Call) -> None:
         names.remove_file(self._view, self._view.directory(call.nodeid), call.name)

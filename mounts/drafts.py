@@ -338,7 +338,8 @@ class DraftKeeper:
             return False
         name = self._nodes.name(node)
         try:
-            info = self._seal(node, opened, name)
+            with self._store.directory_times.still():
+                info = self._seal(node, opened, name)
         except WriterActive:
             return False
         except OSError as error:  # out of descriptors or memory: later

@@ -73,7 +73,9 @@ class OpenFiles:
             raise Superseded(f"{name} has come into being: open it")
         if known is not None:
             view.backings.node_dead(known.nodeid)
-        return view.drafts.create(parent, component, mode=mode, uid=uid, gid=gid)
+        node = view.drafts.create(parent, component, mode=mode, uid=uid, gid=gid)
+        view.touch(parent)
+        return node
 
     def open_new(self, node: Node, flags: int, *, pid: int) -> int:
         """Open what `create` made: the handle's number. When that fails, nothing is left of it."""

@@ -73,7 +73,9 @@ class Listing:
             self._marks.append(tail)
 
 
-def turn(store: TieredStore, nodes: NodeTable, listing: Listing, *, bare: bool) -> Sequence[tuple[bytes, Found]]:
+def turn(
+    store: TieredStore, nodes: NodeTable, listing: Listing, *, bare: bool
+) -> Sequence[tuple[bytes, Found]]:
     """The next names, TURN at most; none at the end. `bare`: names may come without attributes."""
     if listing.offset < len(DOTS):
         node = listing.node

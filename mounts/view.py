@@ -33,6 +33,7 @@ from mounts.promises import Promises
 from mounts.xattrs import ExtendedAttributes
 from tiers.base import StoreKey
 from tiers.catalog import extent_of
+from tiers.directory_times import directory_of
 from tiers.model import Attributes, Change, ChangeKind, Directory, Name, ObjectInfo
 from tiers.store import TieredStore
 
@@ -69,7 +70,7 @@ class View:
 
     def attributes(self, node: Node) -> pyfuse3.EntryAttributes:
         if node.parent is None:
-            return attrs.of_root(node, self._started_ns)
+            return attrs.of_root(node, self._root().mtime_ns)
         if node.draft is not None:
             return attrs.of_draft(node, node.draft, self.drafts.status(node.draft))
         if node.directory:
@@ -83,6 +84,10 @@ class View:
         if node.info is None:
             return attrs.of_nothing(node)
         return attrs.of_object(node, node.info)
+
+    def _root(self) -> Directory:
+        started_ns = self._started_ns
+        return self.store.directory_times.of(Directory(Name(b"", b""), 1, attrs.ROOT_MODE, 0, 0, started_ns))
 
     def node_of(self, parent: Node, component: bytes, found: ObjectInfo | Directory) -> Node:
         """The node that shows `found` under this name: the one known, or a new one."""
@@ -108,7 +113,29 @@ class View:
             uid=found.uid,
             gid=found.gid,
             mtime_ns=found.mtime_ns,
+            ctime_ns=found.ctime_ns,
         )
+
+    def touch(self, directory: Node, when_ns: int | None = None) -> None:
+        """A name came to a directory or left it, by a step of the kernel's, which then asks for the new times."""
+        if directory.linked:
+            self.backings.touch(
+                directory.nodeid, self.store.directory_times.touch(self.nodes.name(directory), when_ns)
+            )
+
+    def _show_touched(self, change: Change) -> None:
+        """The directories of a change by any door have their times; the kernel drops those that it has."""
+        for name in {directory_of(name) for name in (change.name, change.new_name) if name is not None}:
+            node = self.nodes.resolve(name) if name.bucket else self.nodes.root
+            if node is None or not node.directory:
+                continue
+            times = (
+                self._root()
+                if node.parent is None
+                else self.store.directory_times.of(Directory(name, node.ino, 0, 0, 0, 0))
+            )
+            if times.mtime_ns and self.backings.touch(node.nodeid, times.mtime_ns) and not self._own_changes:
+                self.backings.invalidate_attr(node.nodeid)
 
     def _replace(
         self, old: Node | None, parent: Node, component: bytes, *, directory: bool, ino: int
@@ -314,6 +341,8 @@ class View:
         if change.kind is ChangeKind.MOVED and change.key is not None:
             self._show_moved(change.key)
             return
+        if change.kind is not ChangeKind.ATTRIBUTES:
+            self._show_touched(change)
         if self._own_changes and not change.evicted:
             return
         if change.key is not None and change.kind is ChangeKind.REMOVED:

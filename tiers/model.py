@@ -77,6 +77,8 @@ class Directory:
     marker_id: int = 0
     """The id of its marker; 0: none."""
     user_metadata: bytes = b""
+    ctime_ns: int = 0
+    """0: as `mtime_ns`."""
 
 
 @dataclass(frozen=True, slots=True)

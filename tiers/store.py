@@ -220,6 +220,7 @@ class TieredStore(Naming):
     def close(self, *, keep: bool = False) -> None:
         """With `keep`, what is sealed stays in DRAM for the next `open`."""
         self.dram.close(keep=keep)
+        self.directory_times.write()
         whole = self.names.close()
         self.home.close(clean=whole and self.journal.is_finished)
 

@@ -47,6 +47,7 @@ cdef extern from "fuse_loop_core.h" nogil:
         uint32_t pid
         uint32_t flags
         uint32_t mode
+        uint64_t when_ns
         uint16_t name_length
         uint16_t new_length
         char name[256]
@@ -106,6 +107,7 @@ cdef extern from "fuse_loop_core.h" nogil:
     int fl_acquire(fuse_loop *loop, uint64_t nodeid, int fd)
     int fl_release(fuse_loop *loop, uint64_t nodeid)
     int fl_opens(fuse_loop *loop, uint64_t nodeid)
+    int fl_touch(fuse_loop *loop, uint64_t nodeid, uint64_t when_ns)
     int fl_node_locks(fuse_loop *loop, uint64_t nodeid, uint64_t key)
     int fl_expect(fuse_loop *loop, uint32_t thread, int expected)
     int fl_calls_fd(fuse_loop *loop)
@@ -162,6 +164,7 @@ cdef class Call:
     cdef readonly uint32_t pid
     cdef readonly uint32_t flags
     cdef readonly uint32_t mode
+    cdef readonly uint64_t when_ns
     cdef readonly bytes name
     cdef readonly bytes new_name
 
@@ -178,6 +181,7 @@ cdef Call _call(const fl_call *raw):
     call.pid = raw.pid
     call.flags = raw.flags
     call.mode = raw.mode
+    call.when_ns = raw.when_ns
     call.name = raw.name[:raw.name_length]
     call.new_name = raw.new_name[:raw.new_length]
     return call
@@ -281,14 +285,17 @@ cdef class FuseLoop:
         }
 
     def node_directory(
-        self, uint64_t nodeid, uint64_t ino, *, uint32_t mode, uint32_t uid, uint32_t gid, uint64_t mtime_ns
+        self, uint64_t nodeid, uint64_t ino, *, uint32_t mode, uint32_t uid, uint32_t gid, uint64_t mtime_ns,
+        uint64_t ctime_ns=0,
     ):
         """A directory. The kernel asks for its attributes after every change in it. `mode` has the file type."""
         cdef fw_attr attr
         memset(&attr, 0, sizeof(attr))
         attr.ino = ino
-        attr.atime = attr.mtime = attr.ctime = mtime_ns // NANOSECONDS
-        attr.atimensec = attr.mtimensec = attr.ctimensec = <uint32_t> (mtime_ns % NANOSECONDS)
+        attr.atime = attr.mtime = mtime_ns // NANOSECONDS
+        attr.atimensec = attr.mtimensec = <uint32_t> (mtime_ns % NANOSECONDS)
+        attr.ctime = (ctime_ns or mtime_ns) // NANOSECONDS
+        attr.ctimensec = <uint32_t> ((ctime_ns or mtime_ns) % NANOSECONDS)
         attr.mode = mode
         attr.nlink = 1
         attr.uid = uid
@@ -332,6 +339,10 @@ cdef class FuseLoop:
     def node_settles(self, uint64_t nodeid, bint settles):
         """Whether close() of a writer waits for the library."""
         self._check(fl_node_settles(self._loop, nodeid, settles), f"node {nodeid}")
+
+    def touch(self, uint64_t nodeid, uint64_t when_ns):
+        """Names of a directory changed then. Whether the kernel may have other times than these."""
+        return bool(fl_touch(self._loop, nodeid, when_ns))
 
     def node_locks(self, uint64_t nodeid, uint64_t key):
         """Locks of the node are on `key`, an inode number, together with those of other versions of its file."""

@@ -137,6 +137,7 @@ static int handle_getattr(struct fuse_loop *loop, const struct fw_in_header *in)
     pthread_mutex_lock(&loop->nodes_lock);
     struct fl_node *node = fl_find(loop, in->nodeid);
     int ours = node != NULL && node->state != FL_DEAD && fl_current_attr(loop, node, &out.attr, &out.attr_valid) == 0;
+    if (ours) node->asked = 1;
     pthread_mutex_unlock(&loop->nodes_lock);
     if (!ours) return 0;
     fl_answer(loop, in->unique, 0, &out, sizeof out);
@@ -159,6 +160,7 @@ static int handle_lookup(struct fuse_loop *loop, const struct fw_in_header *in, 
     if (ours) {
         out.nodeid = node->nodeid;
         node->lookups++;
+        node->asked = 1;
     }
     loop->misses += (uint64_t)nothing;
     pthread_mutex_unlock(&loop->nodes_lock);

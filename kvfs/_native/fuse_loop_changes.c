@@ -25,6 +25,33 @@ static int is_free(struct fuse_loop *loop, uint64_t directory, const char *name,
            fl_edge_find(loop, directory, name, length) == NULL;
 }
 
+/* --- times of directories ----------------------------------------------------------------------------- */
+
+/* The kernel asks for a directory's attributes after what it has changed in it. Times do not go back. */
+static void touch(struct fuse_loop *loop, uint64_t nodeid, uint64_t when_ns) {
+    struct fl_node *node = fl_find(loop, nodeid);
+    if (node == NULL || !S_ISDIR(node->attr.mode)) return;
+    if (when_ns <= node->attr.ctime * 1000000000ull + node->attr.ctimensec) return;
+    node->attr.atime = node->attr.mtime = node->attr.ctime = when_ns / 1000000000ull;
+    node->attr.atimensec = node->attr.mtimensec = node->attr.ctimensec = (uint32_t)(when_ns % 1000000000ull);
+}
+
+static uint64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return (uint64_t)now.tv_sec * 1000000000ull + (uint64_t)now.tv_nsec;
+}
+
+int fl_touch(struct fuse_loop *loop, uint64_t nodeid, uint64_t when_ns) {
+    pthread_mutex_lock(&loop->nodes_lock);
+    struct fl_node *node = fl_find(loop, nodeid);
+    int asked = node != NULL && node->asked;
+    touch(loop, nodeid, when_ns);
+    if (node != NULL) node->asked = 0;
+    pthread_mutex_unlock(&loop->nodes_lock);
+    return asked;
+}
+
 /* --- spare drafts ----------------------------------------------------------------------------------- */
 
 int fl_spare_add(struct fuse_loop *loop, uint64_t nodeid, uint64_t fh, int fd) {
@@ -88,6 +115,7 @@ static int create(struct fuse_loop *loop, const struct fw_in_header *in, const s
     call.gid = in->gid;
     call.pid = in->pid;
     call.mode = body->mode;
+    call.when_ns = now_ns();
     call.name_length = (uint16_t)length;
     memcpy(call.name, name, length);
     if (node == NULL || fl_edge_set(loop, in->nodeid, name, length, node->nodeid) < 0) return 0;
@@ -96,6 +124,7 @@ static int create(struct fuse_loop *loop, const struct fw_in_header *in, const s
         return 0;
     }
     loop->spare_count--;
+    touch(loop, in->nodeid, call.when_ns);
     node->attr.mode = S_IFREG | (body->mode & 07777);
     node->attr.uid = in->uid;
     node->attr.gid = in->gid;
@@ -132,6 +161,7 @@ static int move(struct fuse_loop *loop, const struct fw_in_header *in, uint64_t 
     const struct fl_node *node = edge == NULL ? NULL : fl_find(loop, edge->nodeid);
     if (node == NULL || node->state != FL_DRAFT) return 0;
     struct fl_call call = {.opcode = FL_RENAMED, .nodeid = in->nodeid, .other = new_parent, .offset = node->nodeid};
+    call.when_ns = now_ns();
     call.name_length = (uint16_t)length;
     call.new_length = (uint16_t)new_length;
     memcpy(call.name, name, length);
@@ -142,6 +172,8 @@ static int move(struct fuse_loop *loop, const struct fw_in_header *in, uint64_t 
         return 0;
     }
     fl_edge_drop(loop, in->nodeid, name, length);
+    touch(loop, in->nodeid, call.when_ns);
+    touch(loop, new_parent, call.when_ns);
     return 1;
 }
 

@@ -63,6 +63,7 @@ struct fl_call {
     uint64_t offset; /* FL_CREATED's handle */
     uint64_t other; /* RENAME's new parent, RELEASE's handle, FORGET's lookups, FALLOCATE's length, FL_CREATED's node */
     uint32_t opcode, uid, gid, pid, flags, mode;
+    uint64_t when_ns; /* FL_CREATED and FL_RENAMED: when names of the directories changed */
     uint16_t name_length, new_length;
     char name[FL_CALL_NAME_MAX + 1], new_name[FL_CALL_NAME_MAX + 1];
 };
@@ -106,6 +107,8 @@ int fl_await_calls(struct fuse_loop *loop, uint64_t timeout_ns); /* spins until 
 int fl_acquire(struct fuse_loop *loop, uint64_t nodeid, int fd); /* new count of opens, or -errno */
 int fl_release(struct fuse_loop *loop, uint64_t nodeid);         /* count of opens left, or -errno */
 int fl_opens(struct fuse_loop *loop, uint64_t nodeid);
+/* Names of a directory changed then: its mtime and ctime. 1: the kernel may have others. */
+int fl_touch(struct fuse_loop *loop, uint64_t nodeid, uint64_t when_ns);
 /* Locks of this node are on `key`, as those of the version of its file that it took the place of. */
 int fl_node_locks(struct fuse_loop *loop, uint64_t nodeid, uint64_t key);
 /* Whether LOOKUP and OPEN of this thread go to the library: it was told to look a name up again. */

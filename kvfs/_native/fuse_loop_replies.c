@@ -7,7 +7,9 @@
 
 static void set_ino(struct fuse_loop *loop, uint64_t nodeid, struct fw_attr *attr) {
     struct fl_node *node = fl_find(loop, nodeid);
-    if (node != NULL && node->attr.ino != 0) attr->ino = node->attr.ino;
+    if (node == NULL) return;
+    if (node->attr.ino != 0) attr->ino = node->attr.ino;
+    node->asked = 1;
 }
 
 static void patch_init(struct fuse_loop *loop, struct fw_init_out *out) {

@@ -35,6 +35,7 @@ struct fl_node {
     int32_t backing_id; /* 0: none */
     int fd;             /* -1: none; only without passthrough */
     uint8_t state, killed, flushed;
+    uint8_t asked;           /* the kernel may have its attributes: those of a directory are invalidated as they change */
     uint8_t settles;         /* a writer's FLUSH goes to the library, which answers when the bytes are durable */
     uint16_t room;           /* a directory whose names are all here: the longest name that fits in it. Else 0 */
     struct fl_edge *doubts;  /* its edges without a node */
