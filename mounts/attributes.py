@@ -63,9 +63,20 @@ class FileStatus(Protocol):
     def st_ctime_ns(self) -> int: ...
 
 
+def without_privileges(mode: int) -> int:
+    """A file's mode after a write or a change of owner."""
+    return mode & ~(stat.S_ISUID | stat.S_ISGID if mode & stat.S_IXGRP else stat.S_ISUID)
+
+
+def mode_now(opened: OpenDraft, mtime_ns: int) -> int:
+    """Of a draft whose bytes were last written then; passthrough writes are not seen otherwise."""
+    return opened.mode if mtime_ns == opened.privileged_ns else without_privileges(opened.mode)
+
+
 def of_draft(node: Node, opened: OpenDraft, status: FileStatus | None) -> pyfuse3.EntryAttributes:
     """`status` is that of the bytes so far; None for a draft that was made just now."""
-    entry = _entry(node, stat.S_IFREG | opened.mode, opened.uid, opened.gid, cache_s=0)
+    mode = opened.mode if status is None else mode_now(opened, status.st_mtime_ns)
+    entry = _entry(node, stat.S_IFREG | mode, opened.uid, opened.gid, cache_s=0)
     if status is None:
         entry.st_size = entry.st_blocks = 0
         made_ns = opened.ctime_ns

@@ -62,6 +62,7 @@ class Backings(Protocol):
 
     def node_settles(self, nodeid: int, settles: bool) -> None: ...
 
+    def node_privileged(self, nodeid: int, mtime_ns: int) -> None: ...
     def node_locks(self, nodeid: int, key: int) -> None: ...
     def node_dead(self, nodeid: int) -> None: ...
     def node_drop(self, nodeid: int) -> int: ...
@@ -109,6 +110,9 @@ class PlainBackings:
         pass
 
     def node_settles(self, nodeid: int, settles: bool) -> None:
+        pass
+
+    def node_privileged(self, nodeid: int, mtime_ns: int) -> None:
         pass
 
     def node_locks(self, nodeid: int, key: int) -> None:

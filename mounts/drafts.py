@@ -28,7 +28,7 @@ import trio
 
 from kvfs import limits
 from kvfs.errors import KvfsError, ObjectTooLarge, WriterActive
-from mounts.attributes import FileStatus
+from mounts.attributes import FileStatus, mode_now
 from mounts.backing import Backings
 from mounts.large import begin_copy, large_of, status_of
 from mounts.nodes import Node, NodeTable, OpenDraft
@@ -83,15 +83,31 @@ class DraftKeeper:
             self._abort(draft)
             raise
         opened = OpenDraft(draft, mode=mode & 0o7777, uid=uid, gid=gid, ctime_ns=time.time_ns())
+        self.keep_privileges(opened)
         self._nodes.set_draft(node, opened)
         self.show_draft(node, opened)
         return node
+
+    def keep_privileges(self, opened: OpenDraft) -> None:
+        """setuid and setgid were given to what the draft holds now."""
+        if opened.mode & (stat.S_ISUID | stat.S_ISGID):
+            opened.privileged_ns = self.status(opened).st_mtime_ns
 
     def _reserve(self, bucket: bytes, uid: int) -> Draft | LargeDraft:
         """An empty draft: in DRAM, or in a large bucket on NVMe."""
         if self._store.bucket(bucket).large:
             return self._store.begin_large(bucket, uid=uid)
-        return self._store.reserve(0, uid=uid)
+        draft = self._store.reserve(0, uid=uid)
+        self._set_slot_times(draft, None)
+        return draft
+
+    def _set_slot_times(self, draft: Draft, times_ns: tuple[int, int] | None) -> None:
+        """Access and modification; None: now. The slot may have had another file before."""
+        descriptor = self._store.open_draft(draft)
+        try:
+            os.utime(descriptor, ns=times_ns) if times_ns else os.utime(descriptor)
+        finally:
+            os.close(descriptor)
 
     def _abort(self, draft: Draft | LargeDraft) -> None:
         if isinstance(draft, LargeDraft):
@@ -130,6 +146,7 @@ class DraftKeeper:
             draft = self._reserve(bucket, uid)
         elif self._store.bucket(bucket).large:
             draft = await begin_copy(self._store, bucket, info, uid=uid)
+            draft.times.atime_ns = draft.times.mtime_ns = info.mtime_ns
         else:
             if info.extent is None:
                 await self._store.load(info, uid=uid)
@@ -145,6 +162,7 @@ class DraftKeeper:
         )
         opened.awaited.add(thread)
         opened.untouched = True
+        opened.privileged_ns = info.mtime_ns if keep_bytes else 0
         target = self._place_of_draft(node, info)
         self._nodes.set_draft(target, opened)
         self.show_draft(target, opened)
@@ -184,6 +202,7 @@ class DraftKeeper:
             draft = self._store.reserve(info.size_bytes, uid=uid)
             try:
                 await self._copy(source, self._store.open_draft(draft), info.size_bytes)
+                self._set_slot_times(draft, (info.mtime_ns, info.mtime_ns))  # until something is written
             except BaseException:
                 self._store.abort(draft)
                 raise
@@ -429,6 +448,8 @@ class DraftKeeper:
             gid=opened.gid,
         )
         self._show_locks(node)
+        if opened.mode & (stat.S_ISUID | stat.S_ISGID):
+            self._backings.node_privileged(node.nodeid, opened.privileged_ns)
         if self.is_durable(node):
             self._backings.node_settles(node.nodeid, True)
 
@@ -538,6 +559,7 @@ class DraftKeeper:
                 os.posix_fallocate(descriptor, size_bytes - grown, grown)
             else:
                 os.ftruncate(descriptor, size_bytes)
+            os.utime(descriptor)
         finally:
             os.close(descriptor)
 
@@ -567,7 +589,7 @@ class DraftKeeper:
 
 def _attributes(node: Node, opened: OpenDraft, times: FileStatus) -> Attributes:
     return Attributes(
-        mode=opened.mode,
+        mode=mode_now(opened, times.st_mtime_ns),
         uid=opened.uid,
         gid=opened.gid,
         mtime_ns=times.st_mtime_ns,

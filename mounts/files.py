@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from dataclasses import dataclass
 from functools import partial
 
@@ -73,6 +74,9 @@ class OpenFiles:
             raise Superseded(f"{name} has come into being: open it")
         if known is not None:
             view.backings.node_dead(known.nodeid)
+        if parent.heir_gid >= 0:
+            mode = without_group_right(mode, uid, gid, parent.heir_gid)
+            gid = parent.heir_gid
         node = view.drafts.create(parent, component, mode=mode, uid=uid, gid=gid)
         view.touch(parent)
         return node
@@ -396,6 +400,12 @@ def _may_open(found: pyfuse3.EntryAttributes, flags: int, uid: int, gid: int) ->
     wanted = {os.O_RDONLY: 4, os.O_WRONLY: 2, os.O_RDWR: 6}.get(flags & os.O_ACCMODE, 6)
     wanted |= 2 if flags & os.O_TRUNC else 0
     return uid == 0 or found.st_mode >> shift & wanted == wanted
+
+
+def without_group_right(mode: int, uid: int, gid: int, heir_gid: int) -> int:
+    """Nobody makes a setgid program of a group that is not his. His other groups are not known here."""
+    is_program = mode & (stat.S_ISGID | stat.S_IXGRP) == stat.S_ISGID | stat.S_IXGRP
+    return mode & ~stat.S_ISGID if is_program and uid != 0 and gid != heir_gid else mode
 
 
 def _writes(flags: int) -> bool:

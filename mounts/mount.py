@@ -314,7 +314,7 @@ def unmount(point: Path) -> None:
     try:
         linux.unmount(point)
     except PermissionError:
-        subprocess.run(["fusermount3", "-u", "-z", "--", str(point)], check=False, stderr=subprocess.DEVNULL)
+        _unmount_by_helper(point)
     except OSError as error:
         if error.errno != errno.EBUSY:
             raise
@@ -378,4 +378,10 @@ def abort(point: Path) -> None:
     try:
         linux.unmount(point, linux.MNT_FORCE | linux.MNT_DETACH)
     except PermissionError:
-        subprocess.run(["fusermount3", "-u", "-z", "--", str(point)], check=True)
+        _unmount_by_helper(point)
+
+
+def _unmount_by_helper(point: Path) -> None:
+    """What the helper does not allow stays mounted, which the caller sees."""
+    with suppress(FileNotFoundError):
+        subprocess.run(["fusermount3", "-u", "-z", "--", str(point)], check=False, stderr=subprocess.DEVNULL)

@@ -9,6 +9,7 @@ Concurrency: the service's trio thread; each is one step.
 from __future__ import annotations
 
 import logging
+import stat
 
 from kvfs.errors import CrossDevice, Exists, InvalidRequest, IsDirectory, KvfsError, NotDirectory, NotEmpty
 from mounts.nodes import Node
@@ -24,6 +25,8 @@ RENAME_EXCHANGE = 2
 
 def make_directory(view: View, parent: Node, component: bytes, *, mode: int, uid: int, gid: int) -> Node:
     """mkdir(2); on the mount's root it makes a bucket."""
+    if parent.heir_gid >= 0:
+        mode, gid = mode | stat.S_ISGID, parent.heir_gid
     if parent.parent is None:
         view.store.create_bucket(component, uid=uid, gid=gid, mode=mode)
     else:

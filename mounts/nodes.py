@@ -39,6 +39,8 @@ class OpenDraft:
     uid: int
     gid: int
     ctime_ns: int
+    privileged_ns: int = 0
+    """The time of modification that its bytes had when it got setuid or setgid: a write after that ends them."""
     handles: int = 0
     writers: int = 0
     torn: bool = False
@@ -75,6 +77,8 @@ class Node:
     info: ObjectInfo | None = None
     """The sealed object; None for directories and drafts."""
     draft: OpenDraft | None = None
+    heir_gid: int = -1
+    """Of a directory with the setgid bit: the group of what is made in it. -1: the maker's."""
     lock_key: int = 0
     """The inode number that its locks are on, if that is not its own: an earlier version's that was open then."""
     names_known: bool = False

@@ -91,6 +91,9 @@ class Operations(pyfuse3.Operations):
         uid = attr.st_uid if fields.update_uid else None
         gid = attr.st_gid if fields.update_gid else None
         mtime_ns = attr.st_mtime_ns if fields.update_mtime else None
+        if mode is None and (uid is not None or gid is not None) and not node.directory:
+            owned = stat.S_IMODE(self.view.attributes(node).st_mode)
+            mode = attrs.without_privileges(owned) if owned & (stat.S_ISUID | stat.S_ISGID) else None
         if fields.update_size and node.info is not None and attr.st_size != node.info.size_bytes:
             await self._open_size(node, keep_bytes=attr.st_size > 0, uid=ctx.uid, pid=ctx.pid)
         if node.draft is not None:
@@ -106,7 +109,9 @@ class Operations(pyfuse3.Operations):
                 self.view.drafts.set_times(
                     opened, attr.st_atime_ns if fields.update_atime else None, mtime_ns
                 )
-            opened.mode = opened.mode if mode is None else mode
+            if mode is not None:
+                opened.mode = mode
+                self.view.drafts.keep_privileges(opened)
             opened.uid = opened.uid if uid is None else uid
             opened.gid = opened.gid if gid is None else gid
             opened.ctime_ns = time.time_ns()

@@ -106,6 +106,7 @@ class View:
         return node
 
     def _show_directory(self, node: Node, found: Directory) -> None:
+        node.heir_gid = found.gid if found.mode & stat.S_ISGID else -1
         self.backings.node_directory(
             node.nodeid,
             node.ino,

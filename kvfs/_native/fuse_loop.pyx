@@ -107,6 +107,7 @@ cdef extern from "fuse_loop_core.h" nogil:
     int fl_acquire(fuse_loop *loop, uint64_t nodeid, int fd)
     int fl_release(fuse_loop *loop, uint64_t nodeid)
     int fl_opens(fuse_loop *loop, uint64_t nodeid)
+    int fl_node_privileged(fuse_loop *loop, uint64_t nodeid, uint64_t mtime_ns)
     int fl_touch(fuse_loop *loop, uint64_t nodeid, uint64_t when_ns)
     int fl_node_locks(fuse_loop *loop, uint64_t nodeid, uint64_t key)
     int fl_expect(fuse_loop *loop, uint32_t thread, int expected)
@@ -343,6 +344,10 @@ cdef class FuseLoop:
     def touch(self, uint64_t nodeid, uint64_t when_ns):
         """Names of a directory changed then. Whether the kernel may have other times than these."""
         return bool(fl_touch(self._loop, nodeid, when_ns))
+
+    def node_privileged(self, uint64_t nodeid, uint64_t mtime_ns):
+        """setuid and setgid of a file being written hold while its bytes have this time of modification."""
+        self._check(fl_node_privileged(self._loop, nodeid, mtime_ns), f"node {nodeid}")
 
     def node_locks(self, uint64_t nodeid, uint64_t key):
         """Locks of the node are on `key`, an inode number, together with those of other versions of its file."""

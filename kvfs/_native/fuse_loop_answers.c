@@ -129,6 +129,8 @@ int fl_current_attr(struct fuse_loop *loop, const struct fl_node *node, struct f
     attr->mtimensec = (uint32_t)status.st_mtim.tv_nsec;
     attr->ctime = (uint64_t)status.st_ctim.tv_sec;
     attr->ctimensec = (uint32_t)status.st_ctim.tv_nsec;
+    if (attr->mode & (S_ISUID | S_ISGID) && attr->mtime * 1000000000ull + attr->mtimensec != node->privileged_ns)
+        attr->mode &= ~(uint32_t)(attr->mode & S_IXGRP ? S_ISUID | S_ISGID : S_ISUID);
     return 0;
 }
 

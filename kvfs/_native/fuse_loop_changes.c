@@ -52,6 +52,16 @@ int fl_touch(struct fuse_loop *loop, uint64_t nodeid, uint64_t when_ns) {
     return asked;
 }
 
+/* --- privileges --------------------------------------------------------------------------------------- */
+
+int fl_node_privileged(struct fuse_loop *loop, uint64_t nodeid, uint64_t mtime_ns) {
+    pthread_mutex_lock(&loop->nodes_lock);
+    struct fl_node *node = fl_find(loop, nodeid);
+    if (node != NULL) node->privileged_ns = mtime_ns;
+    pthread_mutex_unlock(&loop->nodes_lock);
+    return node == NULL ? -ESTALE : 0;
+}
+
 /* --- spare drafts ----------------------------------------------------------------------------------- */
 
 int fl_spare_add(struct fuse_loop *loop, uint64_t nodeid, uint64_t fh, int fd) {
@@ -111,10 +121,12 @@ static int create(struct fuse_loop *loop, const struct fw_in_header *in, const s
     const struct fl_spare *spare = &loop->spares[loop->spare_count - 1];
     struct fl_node *node = fl_find(loop, spare->nodeid);
     struct fl_call call = {.opcode = FL_CREATED, .nodeid = in->nodeid, .other = spare->nodeid, .offset = spare->fh};
+    const struct fl_node *directory = fl_find(loop, in->nodeid);
     call.uid = in->uid;
     call.gid = in->gid;
     call.pid = in->pid;
     call.mode = body->mode;
+    if (directory->attr.mode & S_ISGID) call.gid = directory->attr.gid;
     call.when_ns = now_ns();
     call.name_length = (uint16_t)length;
     memcpy(call.name, name, length);
@@ -125,9 +137,9 @@ static int create(struct fuse_loop *loop, const struct fw_in_header *in, const s
     }
     loop->spare_count--;
     touch(loop, in->nodeid, call.when_ns);
-    node->attr.mode = S_IFREG | (body->mode & 07777);
-    node->attr.uid = in->uid;
-    node->attr.gid = in->gid;
+    node->attr.mode = S_IFREG | (call.mode & 07777);
+    node->attr.uid = call.uid;
+    node->attr.gid = call.gid;
     node->lookups = 1;
     set_times(loop, node);
     out->entry = (struct fw_entry_out){.nodeid = node->nodeid, .entry_valid = loop->config.attr_valid_s, .attr = node->attr};
@@ -139,7 +151,7 @@ static int create(struct fuse_loop *loop, const struct fw_in_header *in, const s
 
 int fl_handle_create(struct fuse_loop *loop, const struct fw_in_header *in, const struct fw_create_in *body) {
     struct created out;
-    if ((body->flags & O_ACCMODE) == O_RDONLY || !S_ISREG(body->mode)) return 0;
+    if ((body->flags & O_ACCMODE) == O_RDONLY || !S_ISREG(body->mode) || body->mode & (S_ISUID | S_ISGID)) return 0;
     pthread_mutex_lock(&loop->nodes_lock);
     int done = create(loop, in, body, (const char *)(body + 1), &out);
     pthread_mutex_unlock(&loop->nodes_lock);
