@@ -161,7 +161,7 @@ SLOT_HEADER: Final = Layout(
         ("parent", "16s"),
         ("uid", "I"),
         ("bucket_id", "I"),
-        ("sealed_at_ns", "Q"),
+        ("sealed_at_ns", "q"),
         ("marks", "I"),
         ("reserved0", "I"),
         ("reserved1", "16s"),
@@ -239,7 +239,7 @@ RECORD_HEADER: Final = Layout(
         ("extent_number", "I"),
         ("generation", "I"),
         ("object_bytes", "Q"),
-        ("sealed_at_ns", "Q"),
+        ("sealed_at_ns", "q"),
         ("uid", "I"),
         ("bucket_id", "I"),
         ("origin_sequence", "Q"),
@@ -374,6 +374,48 @@ SEGMENT_TRAILER: Final = Layout(
 )
 
 
+# --- what has ended, a second time -----------------------------------------------------------------------
+ENDINGS_MAGIC: Final = b"KVFSENDS"
+ENDINGS_PAGE_BYTES: Final = 4096
+
+ENDINGS_HEADER: Final = Layout(
+    "endings page",
+    (
+        ("magic", "8s"),
+        ("version", "I"),
+        ("entries", "I"),
+        ("store_id", "16s"),
+        ("epoch", "Q"),
+        ("page", "I"),
+        ("first_pages", "I"),
+        ("durable_sequence", "Q"),
+        ("page_checksum", "Q"),
+    ),
+)
+
+ENDING: Final = Layout(
+    "ending",
+    (
+        ("object_id", "Q"),
+        ("first_sequence", "Q"),
+        ("sequence", "Q"),
+        ("what", "I"),
+        ("extent_number", "I"),
+    ),
+)
+
+
+class EndingKind(IntEnum):
+    """Which records of an object have ended."""
+
+    OBJECT = 1
+    """All: it was removed or replaced."""
+    NAME = 2
+    """Every META older than `sequence`."""
+    EXTENT = 3
+    """Every DATA of one extent older than `sequence`."""
+
+
 # --- objects of the cold tier ----------------------------------------------------------------------------
 COLD_MAGIC: Final = b"KVFSCOLD"
 COLD_VERSION: Final = 1
@@ -390,7 +432,7 @@ COLD_HEADER: Final = Layout(
         ("object_id", "Q"),
         ("size_bytes", "Q"),
         ("checksum", "Q"),
-        ("sealed_at_ns", "Q"),
+        ("sealed_at_ns", "q"),
         ("uid", "I"),
         ("reserved0", "I"),
         ("reserved1", "16s"),

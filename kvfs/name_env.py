@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -45,6 +45,9 @@ _U64 = struct.Struct("<Q")
 _ID_CLOCK_SHIFT: Final = 20
 """A new index starts its ids at seconds << 20: a million ids a second before it could meet a lost index's
 ids, and below 2**53 for another 200 years, so that every tool shows an inode number exactly."""
+
+MAX_OBJECT_ID: Final = (1 << 53) - 1
+"""What says that it has a higher one was not given it here; ids do not go on from there."""
 
 log = logging.getLogger("kvfs.names")
 
@@ -180,13 +183,13 @@ class NameEnvironment:
         return first
 
     def skip_ids(self, past: int) -> None:
-        """Give out no id at or below `past`: for ids that were found in the data itself."""
+        """Give out no id at or below `past`: for ids that were found in the data itself (see `highest_id`)."""
 
         def change(txn: Txn) -> None:
             end = max(self._stored_ids(txn), past + 1)
             txn.put(_IDS_KEY, _U64.pack(end), db=self._meta_db)
 
-        if past >= self._next_id:
+        if self._next_id <= past <= MAX_OBJECT_ID:
             self.write(change)
             self._next_id = self._id_end = 0
 
@@ -194,7 +197,7 @@ class NameEnvironment:
         """An id that no bucket ever had, 1 to MAX_BUCKET_ID. Raises LimitExceeded when all are used up."""
 
         def change(txn: Txn) -> int:
-            given = self._stored(txn, _BUCKET_IDS_KEY, int(time.time()))
+            given = self._stored_bucket_ids(txn)
             if given > MAX_BUCKET_ID:
                 raise LimitExceeded(f"{self._path}: all bucket ids up to {MAX_BUCKET_ID} were given out")
             txn.put(_BUCKET_IDS_KEY, _U64.pack(given + 1), db=self._meta_db)
@@ -206,7 +209,7 @@ class NameEnvironment:
         """Give out no bucket id at or below `past`: for ids that were found in the data itself."""
 
         def change(txn: Txn) -> None:
-            end = max(self._stored(txn, _BUCKET_IDS_KEY, int(time.time())), past + 1)
+            end = max(self._stored_bucket_ids(txn), past + 1)
             txn.put(_BUCKET_IDS_KEY, _U64.pack(end), db=self._meta_db)
 
         self.write(change)
@@ -214,6 +217,8 @@ class NameEnvironment:
     def _reserve_ids(self, n: int) -> int:
         def change(txn: Txn) -> int:
             start = self._stored_ids(txn)
+            if start + n > MAX_OBJECT_ID:
+                raise LimitExceeded(f"{self._path}: all object ids up to {MAX_OBJECT_ID} were given out")
             txn.put(_IDS_KEY, _U64.pack(start + n), db=self._meta_db)
             return start
 
@@ -229,16 +234,27 @@ class NameEnvironment:
         self.write(change)
         self._next_id = self._id_end = 0
 
-    def _stored_ids(self, txn: Txn) -> int:
-        return self._stored(txn, _IDS_KEY, int(time.time()) << _ID_CLOCK_SHIFT)
+    def _stored_bucket_ids(self, txn: Txn) -> int:
+        return self._stored(txn, _BUCKET_IDS_KEY, int(time.time()), MAX_BUCKET_ID)
 
-    def _stored(self, txn: Txn, key: bytes, default: int) -> int:
+    def _stored_ids(self, txn: Txn) -> int:
+        return self._stored(txn, _IDS_KEY, int(time.time()) << _ID_CLOCK_SHIFT, MAX_OBJECT_ID)
+
+    def _stored(self, txn: Txn, key: bytes, default: int, most: int) -> int:
+        """A row that says no possible id is as good as none."""
         data = txn.get(key, db=self._meta_db)
         if data is None:
             return default
-        if len(data) != _U64.size:
-            raise Corrupt(f"name index {self._path}: the row {key.decode()} has {len(data)} bytes")
-        return int(_U64.unpack(data)[0])
+        found = int.from_bytes(data, "little")
+        if len(data) != _U64.size or found > most + 1:
+            log.warning("name index %s: the row %s makes no sense: %s", self._path, key.decode(), data.hex())
+            return default
+        return found
+
+
+def highest_id(ids: Iterable[int]) -> int:
+    """Of those that can have been given out; 0 for none."""
+    return max((each for each in ids if each <= MAX_OBJECT_ID), default=0)
 
 
 def check_format(data: bytes | None, path: str) -> None:

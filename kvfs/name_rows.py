@@ -131,19 +131,28 @@ class NameRow:
     @classmethod
     def decode(cls, data: bytes) -> NameRow:
         """The row that `encode` wrote. Raises Corrupt."""
-        if len(data) < _NAME.size:
-            raise Corrupt(f"name row has {len(data)} bytes, fewer than {_NAME.size}")
+        if not is_name_row(data):
+            raise Corrupt(f"name row of {len(data)} bytes that begins with {data[:4].hex()}")
         (
-            version, digest_length, reserved, flags, mode, uid, gid,
+            _, digest_length, _, flags, mode, uid, gid,
             object_id, ino, size_bytes, sequence, mtime_ns, ctime_ns,
         ) = _NAME.unpack_from(data)  # fmt: skip
         end = _NAME.size + digest_length
-        if version != ROW_VERSION or reserved or digest_length not in (0, DIGEST_BYTES) or end > len(data):
-            raise Corrupt(f"name row of version {version}, digest length {digest_length}, {len(data)} bytes")
         return cls(
             object_id, ino, size_bytes, mode, uid, gid, mtime_ns, ctime_ns, sequence, flags,
             data[_NAME.size : end], data[end:],
         )  # fmt: skip
+
+
+_LEAST_BYTES: Final = {
+    bytes((ROW_VERSION, digest_bytes, 0, 0)): _NAME.size + digest_bytes for digest_bytes in (0, DIGEST_BYTES)
+}
+"""What a NameRow may begin with, and how long it then is at least."""
+
+
+def is_name_row(data: bytes) -> bool:
+    """Whether `NameRow.decode` takes it, in a tenth of the time."""
+    return len(data) >= _LEAST_BYTES.get(data[:4], len(data) + 1)
 
 
 def store_row(key: bytes, row: bytes) -> bytes:

@@ -39,6 +39,7 @@ from kvfs.name_rows import (
     BucketRow,
     NameRow,
     is_directory_row,
+    is_name_row,
     load_row,
     store_row,
 )
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
     Txn = lmdb.Transaction[bytes]
 
-__all__ = ["DIRECTORY", "PINNED", "BucketRow", "ListEntry", "ListPage", "NameIndex", "NameRow"]
+__all__ = ["DIRECTORY", "PINNED", "BucketRow", "ListEntry", "ListPage", "NameIndex", "NameRow", "is_name"]
 
 
 class ListEntry(NamedTuple):
@@ -97,6 +98,15 @@ def _check_name(name: bytes) -> bytes:
     """A `bucket NUL key`. Raises InvalidRequest, NameTooLong."""
     bucket, _, key = name.partition(b"\0")
     return _full_name(bucket, key)
+
+
+def is_name(name: bytes) -> bool:
+    """Whether the index takes this `bucket NUL key`."""
+    try:
+        _check_name(name)
+    except InvalidRequest:
+        return False
+    return True
 
 
 def _full_prefix(bucket: bytes, prefix: bytes) -> bytes:
@@ -336,13 +346,10 @@ class NameIndex:
         """Every (bucket, key, row) in order, None for a row that cannot be read. Read in pages: the index may
         change meanwhile, and what is then behind the iteration is not seen again."""
         for bucket, key, data in self.encoded_rows():
-            try:
-                yield bucket, key, None if data is None else NameRow.decode(data)
-            except Corrupt:
-                yield bucket, key, None
+            yield bucket, key, None if data is None else NameRow.decode(data)
 
     def encoded_rows(self) -> Iterator[tuple[bytes, bytes, bytes | None]]:
-        """As `rows`, not decoded, which is most of what a million rows take; None where the checksum does not hold."""
+        """As `rows`, not decoded, which is most of what a million rows take; None where they cannot be."""
 
         def look(txn: Txn, start: bytes) -> _Pairs:
             return NameScan(self._tree, txn).page(start, MAX_LIST_ENTRIES)
@@ -360,7 +367,7 @@ class NameIndex:
                 except Corrupt:
                     yield bucket, key, None
                 else:
-                    yield bucket, key, data
+                    yield bucket, key, data if is_name_row(data) else None
             start = page[-1][0] + b"\0"
 
     def prune(self, keep: Callable[[bytes, bytes, bytes | None], bool]) -> int:

@@ -1,15 +1,19 @@
 """What the service tells its manager: systemd's notification datagrams and the journal's log levels.
 
 Responsibility: READY=1, STATUS= and STOPPING=1 over $NOTIFY_SOCKET, and log lines that journald and a
-terminal both understand. Without a manager every call does nothing. Concurrency: any thread.
+terminal both understand, bounded per cause (`kvfs.bounded_log`). Without a manager every call does nothing.
+Concurrency: any thread.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import socket
 import sys
+
+from kvfs.bounded_log import BoundedLines
 
 log = logging.getLogger("kvfs.notify")
 
@@ -53,6 +57,9 @@ def set_up_logging(level: str) -> None:
         handler.setFormatter(JournalFormatter("%(name)s: %(message)s"))
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    bounds = BoundedLines(handler)
+    handler.addFilter(bounds)
+    atexit.register(bounds.report, everything=True)
     root = logging.getLogger("kvfs")
     root.handlers = [handler]
     root.setLevel(level.upper())

@@ -17,7 +17,16 @@ from functools import partial
 import pyfuse3
 
 from kvfs._native.fuse_loop import died_by_signal
-from kvfs.errors import Exists, IsDirectory, KvfsError, NotPermitted, Superseded, TextBusy
+from kvfs.errors import (
+    Busy,
+    Exists,
+    IsDirectory,
+    KvfsError,
+    NoSpace,
+    NotPermitted,
+    Superseded,
+    TextBusy,
+)
 from mounts.backing import PlainBackings
 from mounts.large import large_of
 from mounts.nodes import Node, OpenDraft
@@ -136,17 +145,23 @@ class OpenFiles:
             self._view.drafts.come_back(node, opened, pid)
 
     async def _open_sealed(self, node: Node, uid: int, pid: int) -> int:
-        info = _sealed_info(node)
-        if self._view.store.is_large(info):
-            return self._open_large(node, self._view.store.open_large(info), pid)
-        await self._hold(node, uid)
+        reader = await self._hold(node, uid)
+        if reader is not None:
+            return self._open_large(node, reader, pid)
         return self._handle(Handle(node, None, writable=False, pid=pid))
 
-    async def _hold(self, node: Node, uid: int) -> None:
-        """Make the sealed bytes the node's backing, in DRAM; `_let_go` ends it."""
+    async def _hold(self, node: Node, uid: int) -> LargeReader | None:
+        """Make the sealed bytes the node's backing, in DRAM; `_let_go` ends it. A reader where DRAM has no room."""
         info = _sealed_info(node)
+        if self._view.store.is_large(info):
+            return self._view.store.open_large(info)
         if info.extent is None:
-            await self._view.store.load(info, uid=uid)
+            try:
+                await self._view.store.load(info, uid=uid)
+            except NoSpace:
+                if self._view.store.journal.holds(info.object_id):
+                    return self._view.store.open_large(_sealed_info(node))
+                raise Busy(f"{info.name}: DRAM has no room to read it now") from None
             info = _sealed_info(node)
         descriptor = self._view.store.open_read(info, uid=uid)
         try:
@@ -154,6 +169,7 @@ class OpenFiles:
         finally:
             os.close(descriptor)
         node.handles += 1
+        return None
 
     def _let_go(self, node: Node) -> None:
         self._view.backings.release(node.nodeid)
@@ -259,13 +275,9 @@ class OpenFiles:
         if opened is not None and not drafts.publish_if_closed(node, opened):
             self._keep(promise, node, opened, pid)
             return
-        info = _sealed_info(node)
-        if not self._view.store.is_large(info):
-            await self._hold(node, promise.uid)
-            promise.keep(node, partial(self._let_go, node))
-            return
-        promise.reader = self._view.store.open_large(info)
-        promise.keep(node, promise.close_reader)
+        reader = await self._hold(node, promise.uid)
+        promise.keep(node, partial(self._let_go, node) if reader is None else promise.close_reader)
+        promise.reader = reader
 
     async def _open_kept(
         self, node: Node, promise: Promise, flags: int, uid: int, pid: int
@@ -370,10 +382,12 @@ class OpenFiles:
         large = large_of(opened)
         if large is not None and self._view.backings.killed(handle.node.nodeid):
             return
+        opened.failed = True  # until this one has succeeded
         if drafts.is_durable(handle.node):
             await drafts.persist(handle.node, opened)
         elif large is not None and handle.node.linked and handle.node.draft is opened:
             await large.flush()
+        opened.failed = False
 
     def release(self, number: int) -> None:
         handle = self._handles.pop(number)

@@ -20,6 +20,7 @@ from tiers.cold_format import (
 )
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+I64 = st.integers(-(2**63), 2**63 - 1)
 DIGESTS = st.binary(min_size=16, max_size=16)
 BUCKETS = st.text("abcXYZ019._-", min_size=1, max_size=63).map(str.encode)
 BLOCK_NAMES = st.builds(
@@ -64,7 +65,7 @@ def test_what_is_no_name_is_none(text: str) -> None:
     assert parse_name(text) is None
 
 
-@given(NAMES, st.binary(max_size=100), U64, U32, DIGESTS)
+@given(NAMES, st.binary(max_size=100), I64, U32, DIGESTS)
 def test_a_header_says_what_was_encoded(
     name: ColdName, payload: bytes, sealed_at_ns: int, uid: int, store_id: bytes
 ) -> None:

@@ -358,5 +358,5 @@ def _survivor(
     entry_slot, generation, hits, last_access_s, flags = access.get(key.digest, (slot, 0, 0, 0, 0))
     if (entry_slot, generation) != (slot, raw["generation"]):
         hits = flags = 0
-        last_access_s = raw["sealed_at_ns"] // 1_000_000_000
+        last_access_s = min(max(raw["sealed_at_ns"] // 1_000_000_000, 0), 0xFFFF_FFFF)
     return Survivor(sealed, hits, last_access_s, bool(flags & ENTRY_PINNED))

@@ -34,7 +34,7 @@ _PLACE: Final = b"cold_place"
 _COMPLETE: Final = b"cold_complete"
 _FORBIDDEN: Final = b"\xff"
 """Begins keys that are no names, behind all names."""
-_ROW = struct.Struct("<BxxxIQQ")
+_ROW = struct.Struct("<BxxxIQq")
 _VERSION: Final = 1
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from kvfs import formats, limits
 from kvfs.formats import SegmentState
+from kvfs.name_env import highest_id
 from kvfs.name_rows import SNAPSHOT, BucketRow, clear_flags
 from kvfs.names import NameIndex
 from tiers.fsck import Findings, Log
@@ -54,6 +55,10 @@ async def repair(findings: Findings) -> None:
 async def _repair_log(log: Log) -> None:
     tier = log.tier
     tier.log.start_at(log.replay.next_sequence)
+    endings = tier.pool.endings
+    endings.size_for(tier.pool.capacity_bytes)
+    endings.durable_sequence = tier.pool.last_sequence
+    await endings.begin(list(log.replay.unrepeated()))
     if log.pool.geometry_fault:
         _write_geometry(log)
     for check in log.pool.checks:
@@ -188,7 +193,7 @@ def _replace_index(findings: Findings) -> None:
             names.put_many(logged)
             skip_ids(names, log.replay.found)
         if findings.slots.whole:
-            names.skip_ids(max(findings.slots.whole))
+            names.skip_ids(highest_id(findings.slots.whole))
         _mark(findings, names)
     finally:
         names.close()
@@ -221,10 +226,9 @@ def _kept_rows(findings: Findings, names: NameIndex, ids: set[int]) -> Iterator[
 
 def _logged_rows(log: Log, names: NameIndex, ids: set[int]) -> Iterator[tuple[bytes, bytes]]:
     """(`bucket NUL key`, encoded row)."""
-    for object_id in log.replay.found.names:
-        if object_id in ids or not log.holds(object_id):
+    for object_id, (row, name) in log.names():
+        if object_id in ids:
             continue
-        row, name = log.replay.found.names[object_id]
         bucket, _, key = name.partition(b"\0")
         if names.get_bucket(bucket) and names.get(bucket, key) is None:
             yield name, clear_flags(row, SNAPSHOT)

@@ -57,6 +57,26 @@ class Arguments:
     def optional_integer(self, key: str, *, most: int = MAX_INTEGER) -> int | None:
         return self._integer(key, most) if self.has(key) else self._default(key, None)
 
+    def optional_integers(self, key: str, count: int) -> list[int | None]:
+        """A list of so many, each an integer or null."""
+        values: list[Any] = self._take(key, list)
+        whole = all(
+            value is None
+            or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_INTEGER)
+            for value in values
+        )
+        if len(values) != count or not whole:
+            raise InvalidRequest(f"{self._what}: {key} are to be {count} integers from 0 on, or null")
+        return values
+
+    def optional_time_ns(self, key: str) -> int | None:
+        """Nanoseconds since 1970; utimensat(2) takes a time before it, too."""
+        return (
+            self._integer(key, MAX_INTEGER, least=-MAX_INTEGER - 1)
+            if self.has(key)
+            else self._default(key, None)
+        )
+
     def mode(self, default: int) -> int:
         return self.integer("mode", default, most=0o1777)
 
@@ -76,10 +96,12 @@ class Arguments:
     def object(self, key: str) -> dict[str, Any]:
         return dict(self._take(key, dict))
 
-    def _integer(self, key: str, most: int) -> int:
+    def _integer(self, key: str, most: int, *, least: int = 0) -> int:
         value = self._take(key, int)
-        if isinstance(value, bool) or not 0 <= value <= most:
-            raise InvalidRequest(f"{self._what}: {key} = {value!r}: an integer from 0 to {most} is wanted")
+        if isinstance(value, bool) or not least <= value <= most:
+            raise InvalidRequest(
+                f"{self._what}: {key} = {value!r}: an integer from {least} to {most} is wanted"
+            )
         return int(value)
 
     def _default(self, key: str, value: Any) -> Any:

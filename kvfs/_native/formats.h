@@ -79,7 +79,7 @@ struct kvfs_slot_header {
     uint8_t parent[KVFS_KEY_BYTES];
     uint32_t uid;
     uint32_t bucket_id;
-    uint64_t sealed_at_ns;
+    int64_t sealed_at_ns;
     uint32_t marks;
     uint32_t reserved0;
     uint64_t reserved1[2];

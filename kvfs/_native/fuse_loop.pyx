@@ -4,10 +4,12 @@ Concurrency: every method may be called from any thread; the loop's own lock ord
 the loop's threads without the GIL.
 """
 
-from libc.stdint cimport uint16_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memset
 
 from kvfs._native.table cimport Table, kvfs_slot_header, kvfs_table
+
+import os
 
 from kvfs.errors import from_errno
 
@@ -64,6 +66,7 @@ cdef extern from "fuse_loop_core.h" nogil:
         uint64_t native_renames
         uint64_t invalidations
         uint64_t dropped_records
+        uint64_t most_names_moved
     struct fw_attr:
         uint64_t ino
         uint64_t size
@@ -86,7 +89,9 @@ cdef extern from "fuse_loop_core.h" nogil:
     int fl_start(fuse_loop *loop)
     void fl_stop(fuse_loop *loop)
     int fl_library_fd(fuse_loop *loop)
+    int fl_up_fd(fuse_loop *loop)
     int fl_ended_fd(fuse_loop *loop)
+    int fl_failure(fuse_loop *loop, const char **where)
     int fl_passthrough(fuse_loop *loop)
     void fl_get_stats(fuse_loop *loop, fl_stats *out)
     int fl_node_set(fuse_loop *loop, uint64_t nodeid, fl_state state, uint32_t slot, uint32_t generation,
@@ -141,7 +146,8 @@ RELEASE = FW_RELEASE
 CREATED = FL_CREATED
 RENAMED = FL_RENAMED
 
-cdef uint64_t NANOSECONDS = 1000000000
+cdef int64_t NANOSECONDS = 1000000000
+"""Signed, as the times are: the kernel takes whole seconds before 1970, and nanoseconds that count up from there."""
 
 
 def died_by_signal(uint32_t pid):
@@ -190,15 +196,15 @@ cdef Call _call(const fl_call *raw):
 
 cdef void file_attr(
     fw_attr *attr, uint64_t ino, uint64_t size_bytes, uint32_t mode, uint32_t uid, uint32_t gid,
-    uint64_t mtime_ns, uint64_t ctime_ns,
+    int64_t mtime_ns, int64_t ctime_ns,
 ) noexcept:
     memset(attr, 0, sizeof(attr[0]))
     attr.ino = ino
     attr.size = size_bytes
     attr.blocks = (size_bytes + 511) // 512
-    attr.atime = attr.mtime = mtime_ns // NANOSECONDS
+    attr.atime = attr.mtime = <uint64_t> (mtime_ns // NANOSECONDS)
     attr.atimensec = attr.mtimensec = <uint32_t> (mtime_ns % NANOSECONDS)
-    attr.ctime = ctime_ns // NANOSECONDS
+    attr.ctime = <uint64_t> (ctime_ns // NANOSECONDS)
     attr.ctimensec = <uint32_t> (ctime_ns % NANOSECONDS)
     attr.mode = mode
     attr.nlink = 1
@@ -256,8 +262,21 @@ cdef class FuseLoop:
         return fl_library_fd(self._loop)
 
     @property
+    def up_fd(self):
+        return fl_up_fd(self._loop)
+
+    @property
     def ended_fd(self):
         return fl_ended_fd(self._loop)
+
+    @property
+    def failure(self):
+        """Why the loop cannot serve any more; None while it can, and when the kernel has ended the mount."""
+        cdef const char *where = NULL
+        cdef int error = fl_failure(self._loop, &where)
+        if error == 0:
+            return None
+        return OSError(error, os.strerror(error), where.decode())
 
     @property
     def passthrough(self):
@@ -283,19 +302,20 @@ cdef class FuseLoop:
             "native_renames": stats.native_renames,
             "invalidations": stats.invalidations,
             "dropped_records": stats.dropped_records,
+            "most_names_moved": stats.most_names_moved,
         }
 
     def node_directory(
-        self, uint64_t nodeid, uint64_t ino, *, uint32_t mode, uint32_t uid, uint32_t gid, uint64_t mtime_ns,
-        uint64_t ctime_ns=0,
+        self, uint64_t nodeid, uint64_t ino, *, uint32_t mode, uint32_t uid, uint32_t gid, int64_t mtime_ns,
+        int64_t ctime_ns=0,
     ):
         """A directory. The kernel asks for its attributes after every change in it. `mode` has the file type."""
         cdef fw_attr attr
         memset(&attr, 0, sizeof(attr))
         attr.ino = ino
-        attr.atime = attr.mtime = mtime_ns // NANOSECONDS
+        attr.atime = attr.mtime = <uint64_t> (mtime_ns // NANOSECONDS)
         attr.atimensec = attr.mtimensec = <uint32_t> (mtime_ns % NANOSECONDS)
-        attr.ctime = (ctime_ns or mtime_ns) // NANOSECONDS
+        attr.ctime = <uint64_t> ((ctime_ns or mtime_ns) // NANOSECONDS)
         attr.ctimensec = <uint32_t> ((ctime_ns or mtime_ns) % NANOSECONDS)
         attr.mode = mode
         attr.nlink = 1
@@ -321,7 +341,7 @@ cdef class FuseLoop:
 
     def node_sealed(
         self, uint64_t nodeid, uint64_t ino, uint32_t slot, uint32_t generation, *, uint64_t size_bytes,
-        uint32_t mode, uint32_t uid, uint32_t gid, uint64_t mtime_ns, uint64_t ctime_ns,
+        uint32_t mode, uint32_t uid, uint32_t gid, int64_t mtime_ns, int64_t ctime_ns,
     ):
         """`mode` includes the file type."""
         cdef fw_attr attr
@@ -330,7 +350,7 @@ cdef class FuseLoop:
 
     def node_away(
         self, uint64_t nodeid, uint64_t ino, *, uint64_t size_bytes, uint32_t mode, uint32_t uid, uint32_t gid,
-        uint64_t mtime_ns, uint64_t ctime_ns,
+        int64_t mtime_ns, int64_t ctime_ns,
     ):
         """A sealed file that is not in DRAM: its attributes are answered here, its OPEN is relayed."""
         cdef fw_attr attr

@@ -36,7 +36,7 @@ cdef extern from "sealer_core.h" nogil:
         uint64_t object_id
         uint64_t size_bytes
         uint64_t physical_bytes
-        uint64_t sealed_at_ns
+        int64_t sealed_at_ns
         uint32_t has_checksum
 
     struct kvfs_table_writer:
@@ -83,7 +83,7 @@ cdef class Sealed:
     cdef readonly uint64_t object_id
     cdef readonly uint64_t size_bytes
     cdef readonly uint64_t physical_bytes
-    cdef readonly uint64_t sealed_at_ns
+    cdef readonly int64_t sealed_at_ns
     cdef readonly bint has_checksum
 
 

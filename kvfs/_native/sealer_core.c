@@ -59,11 +59,11 @@ static int look_at(struct kvfs_sealer *s, uint32_t slot, struct stat *found, int
     return fstat(*fd, found) == 0 ? 0 : -EAGAIN;
 }
 
-static uint64_t now_ns(void)
+static int64_t now_ns(void)
 {
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
-    return (uint64_t)now.tv_sec * 1000000000ull + (uint64_t)now.tv_nsec;
+    return (int64_t)now.tv_sec * 1000000000ll + (int64_t)now.tv_nsec;
 }
 
 static void note(struct kvfs_sealer *s, const struct kvfs_sealed *done)

@@ -47,7 +47,7 @@ struct kvfs_sealed {
     uint64_t object_id;
     uint64_t size_bytes;
     uint64_t physical_bytes;
-    uint64_t sealed_at_ns;
+    int64_t sealed_at_ns;
     uint32_t has_checksum;
 };
 

@@ -31,7 +31,7 @@ cdef extern from "table_core.h" nogil:
         uint8_t parent[16]
         uint32_t uid
         uint32_t bucket_id
-        uint64_t sealed_at_ns
+        int64_t sealed_at_ns
         uint32_t marks
         uint64_t header_checksum
 

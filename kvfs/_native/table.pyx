@@ -118,7 +118,7 @@ cdef class SlotHeader:
     cdef readonly bytes parent
     cdef readonly uint32_t uid
     cdef readonly uint32_t bucket_id
-    cdef readonly uint64_t sealed_at_ns
+    cdef readonly int64_t sealed_at_ns
 
 
 cdef SlotHeader make_header(const kvfs_slot_header *raw):
@@ -147,7 +147,7 @@ cdef const uint8_t *key_pointer(bytes key) except NULL:
 
 cdef int fill_header(kvfs_slot_header *raw, int kind, uint32_t flags, bytes key, uint64_t object_id,
                      uint64_t sequence, uint64_t size, object checksum, bytes parent, uint32_t uid,
-                     uint32_t bucket_id, uint64_t sealed_at_ns) except -1:
+                     uint32_t bucket_id, int64_t sealed_at_ns) except -1:
     memset(raw, 0, sizeof(kvfs_slot_header))
     raw.kind = kind
     raw.flags = flags
@@ -336,7 +336,7 @@ cdef class Table:
 
     def publish(self, uint32_t slot, uint32_t draft, *, int kind, bytes key, uint64_t size, uint64_t object_id=0,
                 uint64_t sequence=0, uint32_t flags=0, checksum=None, bytes parent=bytes(16), uint32_t uid=0,
-                uint32_t bucket_id=0, uint64_t sealed_at_ns=0):
+                uint32_t bucket_id=0, int64_t sealed_at_ns=0):
         cdef kvfs_slot_header raw
         fill_header(&raw, kind, flags, key, object_id, sequence, size, checksum, parent, uid, bucket_id, sealed_at_ns)
         cdef int rc = kvfs_slot_publish(self.writer(), slot, draft, &raw)
@@ -351,7 +351,7 @@ cdef class Table:
 
     def write_header(self, uint32_t slot, *, int state, uint32_t generation, int kind, bytes key, uint64_t size,
                      uint64_t object_id=0, uint64_t sequence=0, uint32_t flags=0, checksum=None,
-                     bytes parent=bytes(16), uint32_t uid=0, uint32_t bucket_id=0, uint64_t sealed_at_ns=0):
+                     bytes parent=bytes(16), uint32_t uid=0, uint32_t bucket_id=0, int64_t sealed_at_ns=0):
         cdef kvfs_slot_header raw
         fill_header(&raw, kind, flags, key, object_id, sequence, size, checksum, parent, uid, bucket_id, sealed_at_ns)
         raw.state = state
