@@ -162,6 +162,7 @@ def test_too_large_is_said_at_the_write_where_it_is_seen(door: Door) -> None:
         os.pwrite(fd, b"x", limit)
         with expect_errno(errno.EFBIG):
             os.close(fd)
+        eventually(lambda: not (door.path / "file").exists(), "the file is dropped")
     else:
         with expect_errno(errno.EFBIG):
             os.pwrite(fd, b"x", limit)

@@ -43,10 +43,9 @@ class DirectoryTimes:
             self._write(next(iter(self._times)))
 
     def touch(self, name: Name, now_ns: int | None = None) -> int:
-        """A name came to this directory or left it; when. Times do not go back."""
+        """A name came to this directory or left it; when. Its ctime does not go back."""
         now_ns = time.time_ns() if now_ns is None else now_ns
-        last = max(self._times.get(name, (0, 0)))
-        if not self._still and now_ns > last:
+        if not self._still and now_ns > self._times.get(name, (0, 0))[1]:
             self.set(name, now_ns, now_ns)
         return now_ns
 
