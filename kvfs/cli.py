@@ -24,7 +24,7 @@ import typer
 from kvfs import addresses, cli_bucket, cli_credentials
 from kvfs.cli_fsck import fsck
 from kvfs.cli_options import At, Json, Paths, connected
-from kvfs.errors import ConfigError, InvalidRequest, KvfsError, NotFound, SessionClosed
+from kvfs.errors import ConfigError, InvalidRequest, KvfsError, NotFound, NotPermitted, SessionClosed
 
 if TYPE_CHECKING:
     from kvfs.client import Client
@@ -254,12 +254,17 @@ def umount(
     from mounts.mount import abort, answers, unmount
 
     where = Path(os.path.abspath(mount)) if mount else addresses.only_mount()
-    if where not in addresses.mounts():
+    before = addresses.mounts().count(where)
+    if before == 0:
         raise NotFound(f"{where}: no kvfs mount")
     if answers(where):
         unmount(where)
     else:
         abort(where)
+    if addresses.mounts().count(where) >= before:
+        raise NotPermitted(
+            f"{where} is still mounted: only root and the user who runs the service unmount it"
+        )
 
 
 @app.command()

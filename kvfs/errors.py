@@ -173,6 +173,14 @@ class WriterActive(KvfsError):
     log_level = logging.DEBUG
 
 
+class TextBusy(KvfsError):
+    """Sealed bytes were to be written through a descriptor for reading them."""
+
+    errno = errno.ETXTBSY
+    s3_code = "OperationAborted"
+    log_level = logging.DEBUG
+
+
 class Superseded(KvfsError):
     """The slot, draft or node meant has been replaced since it was looked up: look it up again."""
 

@@ -338,6 +338,12 @@ SLOTS_PER_SPARE_DRAFT: Final = 64
 """A tier with few slots keeps them for objects."""
 MAX_OPEN_LISTINGS: Final = 4_096
 """Directory handles, each with its place in a listing."""
+MAX_DIRECTORY_TIMES: Final = 65_536
+"""Directories whose last change is remembered in memory, some 300 bytes each; older ones are written to their rows."""
+MAX_OPEN_PROMISES: Final = 256
+"""Threads that were told to look a name up again and have not come back: each is in an open(2) that lost a race."""
+OPEN_PROMISE_S: Final = 5.0
+"""How long what such a thread looked up is kept for it; it comes back at once, unless it is stopped or killed."""
 MAX_XATTR_VALUE_BYTES: Final = 64 * KIB
 """XATTR_SIZE_MAX of Linux; also what a bucket's namespace xattr may hold."""
 

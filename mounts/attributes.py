@@ -63,9 +63,20 @@ class FileStatus(Protocol):
     def st_ctime_ns(self) -> int: ...
 
 
+def without_privileges(mode: int) -> int:
+    """A file's mode after a write or a change of owner."""
+    return mode & ~(stat.S_ISUID | stat.S_ISGID if mode & stat.S_IXGRP else stat.S_ISUID)
+
+
+def mode_now(opened: OpenDraft, mtime_ns: int) -> int:
+    """Of a draft whose bytes were last written then; passthrough writes are not seen otherwise."""
+    return opened.mode if mtime_ns == opened.privileged_ns else without_privileges(opened.mode)
+
+
 def of_draft(node: Node, opened: OpenDraft, status: FileStatus | None) -> pyfuse3.EntryAttributes:
     """`status` is that of the bytes so far; None for a draft that was made just now."""
-    entry = _entry(node, stat.S_IFREG | opened.mode, opened.uid, opened.gid, cache_s=0)
+    mode = opened.mode if status is None else mode_now(opened, status.st_mtime_ns)
+    entry = _entry(node, stat.S_IFREG | mode, opened.uid, opened.gid, cache_s=0)
     if status is None:
         entry.st_size = entry.st_blocks = 0
         made_ns = opened.ctime_ns
@@ -83,6 +94,23 @@ def of_draft(node: Node, opened: OpenDraft, status: FileStatus | None) -> pyfuse
     return entry
 
 
+def of_name(ino: int, *, directory: bool) -> pyfuse3.EntryAttributes:
+    """Of an entry in a listing of which the kernel learns no more than its name: `generation` says so to the loop."""
+    entry = pyfuse3.EntryAttributes()
+    entry.st_ino = pyfuse3.InodeT(ino)
+    entry.generation = 1
+    entry.st_mode = pyfuse3.ModeT(stat.S_IFDIR if directory else stat.S_IFREG)
+    return entry
+
+
+def of_nothing(node: Node) -> pyfuse3.EntryAttributes:
+    """Of a file that was dropped, for who still has it open."""
+    entry = _entry(node, stat.S_IFREG, 0, 0, cache_s=0)
+    entry.st_size = entry.st_blocks = entry.st_nlink = 0
+    _set_times(entry, atime_ns=0, mtime_ns=0, ctime_ns=0)
+    return entry
+
+
 # A directory's link count of 1 says that its subdirectories are not counted in it (find(1) relies on more).
 
 
@@ -91,14 +119,15 @@ def of_directory(node: Node, directory: Directory) -> pyfuse3.EntryAttributes:
     entry.st_size = 0
     entry.st_blocks = 0
     entry.st_nlink = 1 if node.linked else 0
-    _set_times(entry, atime_ns=directory.mtime_ns, mtime_ns=directory.mtime_ns, ctime_ns=directory.mtime_ns)
+    mtime_ns = directory.mtime_ns
+    _set_times(entry, atime_ns=mtime_ns, mtime_ns=mtime_ns, ctime_ns=directory.ctime_ns or mtime_ns)
     return entry
 
 
-def of_root(node: Node, started_ns: int) -> pyfuse3.EntryAttributes:
+def of_root(node: Node, changed_ns: int) -> pyfuse3.EntryAttributes:
     entry = _entry(node, stat.S_IFDIR | ROOT_MODE, os.geteuid(), os.getegid(), cache_s=KERNEL_CACHE_S)
     entry.st_size = 0
     entry.st_blocks = 0
     entry.st_nlink = 1
-    _set_times(entry, atime_ns=started_ns, mtime_ns=started_ns, ctime_ns=started_ns)
+    _set_times(entry, atime_ns=changed_ns, mtime_ns=changed_ns, ctime_ns=changed_ns)
     return entry

@@ -21,9 +21,15 @@ from kvfs.errors import Superseded
 class Backings(Protocol):
     """What the operations need of either implementation; see `kvfs._native.fuse_loop.FuseLoop`."""
 
+    @property
+    def lists_names(self) -> bool:
+        """Whether entries of listings may come without attributes."""
+        ...
+
     def node_directory(
-        self, nodeid: int, ino: int, *, mode: int, uid: int, gid: int, mtime_ns: int
+        self, nodeid: int, ino: int, *, mode: int, uid: int, gid: int, mtime_ns: int, ctime_ns: int = 0
     ) -> None: ...
+    def touch(self, nodeid: int, when_ns: int) -> bool: ...
     def node_draft(
         self, nodeid: int, ino: int, slot: int, generation: int, *, mode: int, uid: int, gid: int
     ) -> None: ...
@@ -56,6 +62,8 @@ class Backings(Protocol):
 
     def node_settles(self, nodeid: int, settles: bool) -> None: ...
 
+    def node_privileged(self, nodeid: int, mtime_ns: int) -> None: ...
+    def node_locks(self, nodeid: int, key: int) -> None: ...
     def node_dead(self, nodeid: int) -> None: ...
     def node_drop(self, nodeid: int) -> int: ...
     def link(self, parent: int, name: bytes, nodeid: int) -> None: ...
@@ -65,6 +73,8 @@ class Backings(Protocol):
     def know_names(self, nodeid: int, room: int, names: bytes) -> None: ...
     def acquire(self, nodeid: int, fd: int) -> int: ...
     def release(self, nodeid: int) -> int: ...
+    def opens(self, nodeid: int) -> int: ...
+    def expect(self, thread: int, expected: bool) -> None: ...
     def killed(self, nodeid: int) -> bool: ...
     def flushed(self, nodeid: int) -> bool: ...
     def relay_opens(self, relay: bool) -> None: ...
@@ -78,12 +88,17 @@ class Backings(Protocol):
 class PlainBackings:
     """Descriptors by node, for `read` and `write` in Python. Inode numbers are the nodeids here."""
 
+    lists_names = False
+
     def __init__(self) -> None:
         self._open: dict[int, tuple[int, int]] = {}
         self._killed: dict[int, bool] = {}
 
     def node_directory(self, nodeid: int, ino: int, **_: int) -> None:
         pass
+
+    def touch(self, nodeid: int, when_ns: int) -> bool:
+        return True
 
     def node_draft(self, nodeid: int, ino: int, slot: int, generation: int, **_: int) -> None:
         pass
@@ -95,6 +110,12 @@ class PlainBackings:
         pass
 
     def node_settles(self, nodeid: int, settles: bool) -> None:
+        pass
+
+    def node_privileged(self, nodeid: int, mtime_ns: int) -> None:
+        pass
+
+    def node_locks(self, nodeid: int, key: int) -> None:
         pass
 
     def node_dead(self, nodeid: int) -> None:
@@ -134,6 +155,12 @@ class PlainBackings:
         else:
             self._open[nodeid] = (held, count - 1)
         return count - 1
+
+    def opens(self, nodeid: int) -> int:
+        return self._open.get(nodeid, (-1, 0))[1]
+
+    def expect(self, thread: int, expected: bool) -> None:
+        pass
 
     def descriptor(self, nodeid: int) -> int:
         """The open descriptor of a node. Raises Superseded."""

@@ -117,7 +117,19 @@ class CallServer:
                 self._loop.answer_status(call.unique, number)
 
     def _lookup(self, call: Call) -> None:
-        node = self._view.find(self._view.directory(call.nodeid), call.name)
+        parent = self._view.directory(call.nodeid)
+        if self._view.promises.of(call.pid) is not None:
+            self._waiting.start_soon(self._look_again, call, parent)
+        else:
+            self._answer_found(call, self._view.find(parent, call.name))
+
+    async def _look_again(self, call: Call, parent: Node) -> None:
+        try:
+            self._answer_found(call, await self._files.look_again(parent, call.name, pid=call.pid))
+        except Exception as error:
+            self._loop.answer_status(call.unique, errno_of(error, "lookup"))
+
+    def _answer_found(self, call: Call, node: Node | None) -> None:
         if node is None:
             self._loop.answer_status(call.unique, errno.ENOENT)
         else:
@@ -132,12 +144,26 @@ class CallServer:
     def _create(self, call: Call) -> None:
         parent = self._view.directory(call.nodeid)
         mode = stat.S_IMODE(call.mode)
-        node = self._files.create(parent, call.name, call.flags, mode, uid=call.uid, gid=call.gid)
+        try:
+            node = self._files.create(parent, call.name, call.flags, mode, uid=call.uid, gid=call.gid)
+        except Superseded:
+            self._waiting.start_soon(self._open_existing, call, parent)
+            return
         number = self._files.open_new(node, call.flags, pid=call.pid)
         self._loop.answer_created(call.unique, node.nodeid, number)
         self._view.drafts.ripen()
         self._view.learn_names(parent)
         self._spares.wanted()
+
+    async def _open_existing(self, call: Call, parent: Node) -> None:
+        try:
+            node, number = await self._files.open_existing(
+                parent, call.name, call.flags, uid=call.uid, gid=call.gid, pid=call.pid
+            )
+        except Exception as error:
+            self._loop.answer_status(call.unique, errno_of(error, "create"))
+        else:
+            self._loop.answer_created(call.unique, node.nodeid, number)
 
     def _created(self, call: Call) -> None:
         self._spares.adopt(call)
@@ -145,7 +171,8 @@ class CallServer:
 
     def _renamed(self, call: Call) -> None:
         node = self._view.nodes.get(call.offset)
-        names.renamed(self._view, node, self._view.nodes.get(call.other), call.new_name)
+        above, below = self._view.nodes.get(call.nodeid), self._view.nodes.get(call.other)
+        names.renamed(self._view, node, above, below, call.new_name, call.when_ns)
 
     def _unlink(self, call: Call) -> None:
         names.remove_file(self._view, self._view.directory(call.nodeid), call.name)

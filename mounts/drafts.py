@@ -5,8 +5,8 @@ for whoever opens it there; the last writer's RELEASE publishes it; a writer tha
 nothing.
 
 Invariants:
-- A sealed object is never written: opening it for writing makes a draft under a new nodeid, and ESTALE
-  makes the kernel look the name up again.
+- A sealed object is never written: opening it for writing makes a draft with its bytes. That is the same node where
+  nobody has the object open, and else a new one, which the kernel finds when it looks the name up again.
 - Once a close or rename of a draft was answered, or a truncation by path, what had its name before is never shown
   again: its row is retired (`TieredStore.retire`) before the answer, and where the draft is dropped, it goes with it.
 - The order of two doors is that of their answers: a draft that was closed before another door sealed its name is
@@ -29,12 +29,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-import pyfuse3
 import trio
 
 from kvfs import limits
 from kvfs.errors import IsDirectory, KvfsError, NoSpace, NotFound, ObjectTooLarge, WriterActive
-from mounts.attributes import FileStatus
+from mounts.attributes import FileStatus, mode_now
 from mounts.backing import Backings
 from mounts.large import begin_copy, large_of, status_of
 from mounts.nodes import Node, NodeTable, OpenDraft
@@ -54,8 +53,6 @@ LINGER_FIRST_S = 0.0002
 """The closing process still drops its reference when RELEASE arrives: microseconds later it is gone."""
 LINGER_MOST_S = 0.1
 """How often a draft that is still mapped for writing is looked at."""
-REWRITE_GRACE_S = 5.0
-"""How long a draft made by an open for writing waits for the kernel to come back and open it."""
 
 
 class DraftKeeper:
@@ -92,15 +89,31 @@ class DraftKeeper:
             self._abort(draft)
             raise
         opened = OpenDraft(draft, mode=mode & 0o7777, uid=uid, gid=gid, ctime_ns=time.time_ns())
+        self.keep_privileges(opened)
         self._nodes.set_draft(node, opened)
         self.show_draft(node, opened)
         return node
+
+    def keep_privileges(self, opened: OpenDraft) -> None:
+        """setuid and setgid were given to what the draft holds now."""
+        if opened.mode & (stat.S_ISUID | stat.S_ISGID):
+            opened.privileged_ns = self.status(opened).st_mtime_ns
 
     def _reserve(self, bucket: bytes, uid: int) -> Draft | LargeDraft:
         """An empty draft: in DRAM, or in a large bucket on NVMe."""
         if self._store.bucket(bucket).large:
             return self._store.begin_large(bucket, uid=uid)
-        return self._store.reserve(0, uid=uid)
+        draft = self._store.reserve(0, uid=uid)
+        self._set_slot_times(draft, None)
+        return draft
+
+    def _set_slot_times(self, draft: Draft, times_ns: tuple[int, int] | None) -> None:
+        """Access and modification; None: now. The slot may have had another file before."""
+        descriptor = self._store.open_draft(draft)
+        try:
+            os.utime(descriptor, ns=times_ns) if times_ns else os.utime(descriptor)
+        finally:
+            os.close(descriptor)
 
     def _abort(self, draft: Draft | LargeDraft) -> None:
         if isinstance(draft, LargeDraft):
@@ -128,35 +141,65 @@ class DraftKeeper:
         self._count_handle(node, opened, writable=True)
         return node
 
-    async def rewrite(self, node: Node, info: ObjectInfo, *, uid: int, keep_bytes: bool) -> None:
-        """Put a draft with the object's bytes in the node's place; the caller then answers ESTALE."""
-        assert node.parent is not None
-        parent, component = node.parent, node.component
+    async def rewrite(
+        self, node: Node, info: ObjectInfo, *, uid: int, keep_bytes: bool, thread: int
+    ) -> Node | None:
+        """A draft with the object's bytes, which awaits `thread`: the node that has it now, None where the object
+        was replaced meanwhile."""
         bucket = self._nodes.name(node).bucket
         draft: Draft | LargeDraft
         if not keep_bytes:
             draft = self._reserve(bucket, uid)
         elif self._store.bucket(bucket).large:
             draft = await begin_copy(self._store, bucket, info, uid=uid)
+            draft.times.atime_ns = draft.times.mtime_ns = info.mtime_ns
         else:
             if info.extent is None:
                 await self._store.load(info, uid=uid)
                 if node.info is None or node.info.key != info.key:
-                    return
+                    return None
                 info = node.info
             draft = await self._reserve_copy(info, uid)
         if not node.linked or node.info is None or node.info.key != info.key:
             self._abort(draft)
-            return
-        replacement = self._nodes.add(parent, component, directory=False, ino=info.ino)
+            return None
         opened = OpenDraft(
             draft, mode=info.mode, uid=info.uid, gid=info.gid, ctime_ns=time.time_ns(), pinned=info.pinned
         )
-        opened.awaited = True
-        self._nodes.set_draft(replacement, opened)
-        self.show_draft(replacement, opened)
+        opened.awaited.add(thread)
+        opened.untouched = True
+        opened.privileged_ns = info.mtime_ns if keep_bytes else 0
+        target = self._place_of_draft(node, info)
+        self._nodes.set_draft(target, opened)
+        self.show_draft(target, opened)
+        return target
+
+    def _place_of_draft(self, node: Node, info: ObjectInfo) -> Node:
+        """The node of a draft that takes the place of a sealed object: its own where nobody has the object open.
+
+        Else the bytes that are open stay with their node, and the name leads to another file from now on.
+        """
+        assert node.parent is not None
+        self._show_away(node, info)  # from here on opens come here
+        if node.handles == 0 and self._backings.opens(node.nodeid) == 0:
+            self._nodes.set_object(node, None)
+            self._backings.invalidate_attr(node.nodeid)
+            return node
+        ino = self._store.names.next_ids(1)
+        target = self._nodes.add(node.parent, node.component, directory=False, ino=ino)
+        self._nodes.share_locks(node, target)
         self._backings.node_dead(node.nodeid)
-        self._spawn(self._expire, replacement)
+        return target
+
+    def come_back(self, node: Node, opened: OpenDraft, thread: int) -> None:
+        """The draft is no longer kept for this thread, which may have opened it."""
+        opened.awaited.discard(thread)
+        if opened.awaited or opened.handles > 0 or node.draft is not opened:
+            return
+        if opened.untouched:
+            self.discard(node)
+        else:
+            self.settle(node, opened)
 
     async def _reserve_copy(self, info: ObjectInfo, uid: int) -> Draft:
         """A draft in DRAM with the bytes of an object there."""
@@ -165,6 +208,7 @@ class DraftKeeper:
             draft = self._store.reserve(info.size_bytes, uid=uid)
             try:
                 await self._copy(source, self._store.open_draft(draft), info.size_bytes)
+                self._set_slot_times(draft, (info.mtime_ns, info.mtime_ns))  # until something is written
             except BaseException:
                 self._store.abort(draft)
                 raise
@@ -182,16 +226,6 @@ class DraftKeeper:
         finally:
             os.close(target)
 
-    async def _expire(self, node: Node) -> None:
-        await trio.sleep(REWRITE_GRACE_S)
-        self.catch_up()
-        opened = node.draft
-        if opened is not None and opened.awaited:
-            log.info(
-                "%s was opened for writing by a process that never came back for it", self._nodes.name(node)
-            )
-            self.discard(node)
-
     # --- handles ------------------------------------------------------------------------------------------
 
     def open(self, node: Node, opened: OpenDraft, *, writable: bool) -> None:
@@ -208,7 +242,7 @@ class DraftKeeper:
         opened.handles += 1
         node.handles += 1
         if writable:
-            opened.closed = opened.awaited = False
+            opened.closed = opened.untouched = False
             opened.writers += 1
             if large_of(opened) is None:
                 self.writers += 1
@@ -234,11 +268,11 @@ class DraftKeeper:
     def settle(self, node: Node, opened: OpenDraft) -> None:
         """Nobody has the draft open for writing: publish it, drop it, or let it linger."""
         dropped = opened.torn or opened.overtaken or (opened.failed and not opened.answered)
+        if opened.awaited and not dropped:
+            return
         if dropped or not node.linked:
             if dropped or opened.handles == 0:
                 self.discard(node)
-            return
-        if opened.awaited:
             return
         opened.closed = True
         if not opened.lingering and node.nodeid not in self._due and node.nodeid not in self._ripe:
@@ -286,7 +320,7 @@ class DraftKeeper:
 
     def _settle_now(self, node: Node, opened: OpenDraft) -> None:
         if not node.linked:
-            if opened.handles == 0:
+            if opened.handles == 0 and not opened.awaited:
                 self.discard(node)
         elif not self._publish(node, opened):
             opened.lingering = True
@@ -305,7 +339,7 @@ class DraftKeeper:
                     node.draft is not opened or not opened.closed
                 ):  # somebody writes it again, or it is published
                     return
-                if not node.linked and opened.handles == 0:
+                if not node.linked and opened.handles == 0 and not opened.awaited:
                     self.discard(node)
                     return
                 if node.linked and self._publish(node, opened):
@@ -328,7 +362,9 @@ class DraftKeeper:
     # --- ends ---------------------------------------------------------------------------------------------
 
     def _publish(self, node: Node, opened: OpenDraft) -> bool:
-        """Seal the draft under its name; False while somebody can still write it."""
+        """Seal the draft under its name; False while somebody can still write it, or will."""
+        if opened.awaited:
+            return False
         self._backings.node_settles(node.nodeid, True)  # no rename is answered natively from here on
         self.catch_up()
         if node.draft is not opened or not (node.linked and opened.closed):
@@ -337,7 +373,8 @@ class DraftKeeper:
             return False
         name, self.is_publishing = self._nodes.name(node), True
         try:
-            info = self._seal(node, opened, name)
+            with self._store.directory_times.still():
+                info = self._seal(node, opened, name)
         except WriterActive:
             return False
         except (OSError, KvfsError) as error:
@@ -472,6 +509,7 @@ class DraftKeeper:
         """Let the native loop answer for a file being written."""
         if isinstance(opened.draft, LargeDraft):
             self._show_large(node, opened, opened.draft)
+            self._show_locks(node)
             return
         extent = opened.draft.extent
         self._backings.node_draft(
@@ -483,6 +521,9 @@ class DraftKeeper:
             uid=opened.uid,
             gid=opened.gid,
         )
+        self._show_locks(node)
+        if opened.mode & (stat.S_ISUID | stat.S_ISGID):
+            self._backings.node_privileged(node.nodeid, opened.privileged_ns)
         if node.linked:
             name = self._nodes.name(node)
             settles = self.is_durable(node) or self._store.names.get(name.bucket, name.key) is not None
@@ -507,11 +548,21 @@ class DraftKeeper:
 
     def show_sealed(self, node: Node, info: ObjectInfo) -> None:
         """Let the native loop answer for the node."""
-        show = self._backings.node_away
-        if info.extent is not None:
-            show = partial(
-                self._backings.node_sealed, slot=info.extent.slot, generation=info.extent.generation
+        if info.extent is None:
+            self._show_away(node, info)
+        else:
+            extent = info.extent
+            self._show(
+                partial(self._backings.node_sealed, slot=extent.slot, generation=extent.generation),
+                node,
+                info,
             )
+
+    def _show_away(self, node: Node, info: ObjectInfo) -> None:
+        """Let it answer for the attributes; opens come here."""
+        self._show(self._backings.node_away, node, info)
+
+    def _show(self, show: Callable[..., None], node: Node, info: ObjectInfo) -> None:
         show(
             node.nodeid,
             node.ino,
@@ -522,6 +573,11 @@ class DraftKeeper:
             mtime_ns=info.mtime_ns,
             ctime_ns=info.ctime_ns,
         )
+        self._show_locks(node)
+
+    def _show_locks(self, node: Node) -> None:
+        if node.lock_key:
+            self._backings.node_locks(node.nodeid, node.lock_key)
 
     def discard(self, node: Node) -> None:
         """Drop a draft and its name, and what had the name before, where that was answered to be gone; readers who
@@ -572,7 +628,7 @@ class DraftKeeper:
             self.show_draft(node, opened)
         else:
             self._truncate_slot(opened.draft, size_bytes)
-        opened.awaited = False
+        opened.untouched = False
 
     def _truncate_slot(self, draft: Draft, size_bytes: int) -> None:
         if size_bytes > self.largest_bytes:
@@ -585,6 +641,7 @@ class DraftKeeper:
                 os.posix_fallocate(descriptor, size_bytes - grown, grown)
             else:
                 os.ftruncate(descriptor, size_bytes)
+            os.utime(descriptor)
         finally:
             os.close(descriptor)
 
@@ -614,7 +671,7 @@ class DraftKeeper:
 
 def _attributes(node: Node, opened: OpenDraft, times: FileStatus) -> Attributes:
     return Attributes(
-        mode=opened.mode,
+        mode=mode_now(opened, times.st_mtime_ns),
         uid=opened.uid,
         gid=opened.gid,
         mtime_ns=times.st_mtime_ns,
@@ -631,8 +688,3 @@ def copy_bytes(source: int, target: int, size_bytes: int) -> None:
         if count == 0:
             raise OSError(errno.EIO, "the object ended before its size")
         done += count
-
-
-def stale() -> pyfuse3.FUSEError:
-    """What makes the kernel look a name up again."""
-    return pyfuse3.FUSEError(errno.ESTALE)

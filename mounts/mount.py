@@ -218,6 +218,7 @@ class Mount:
         come_up: Callable[[], Awaitable[None]],
     ) -> None:
         view.drafts.run_in(nursery)
+        view.promises.run_in(nursery)
         with self._attached(view):
             nursery.start_soon(self._keep_headroom, view)
             async with trio.open_nursery() as answering:
@@ -330,7 +331,7 @@ def unmount(point: Path) -> None:
     try:
         linux.unmount(point)
     except PermissionError:
-        subprocess.run(["fusermount3", "-u", "-z", "--", str(point)], check=False, stderr=subprocess.DEVNULL)
+        _unmount_by_helper(point)
     except OSError as error:
         if error.errno != errno.EBUSY:
             raise
@@ -394,4 +395,10 @@ def abort(point: Path) -> None:
     try:
         linux.unmount(point, linux.MNT_FORCE | linux.MNT_DETACH)
     except PermissionError:
-        subprocess.run(["fusermount3", "-u", "-z", "--", str(point)], check=True)
+        _unmount_by_helper(point)
+
+
+def _unmount_by_helper(point: Path) -> None:
+    """What the helper does not allow stays mounted, which the caller sees."""
+    with suppress(FileNotFoundError):
+        subprocess.run(["fusermount3", "-u", "-z", "--", str(point)], check=False, stderr=subprocess.DEVNULL)

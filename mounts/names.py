@@ -9,6 +9,7 @@ Concurrency: the service's trio thread; each is one step.
 from __future__ import annotations
 
 import logging
+import stat
 
 from kvfs.errors import CrossDevice, Exists, InvalidRequest, IsDirectory, KvfsError, NotDirectory, NotEmpty
 from mounts.nodes import Node
@@ -24,6 +25,8 @@ RENAME_EXCHANGE = 2
 
 def make_directory(view: View, parent: Node, component: bytes, *, mode: int, uid: int, gid: int) -> Node:
     """mkdir(2); on the mount's root it makes a bucket."""
+    if parent.heir_gid >= 0:
+        mode, gid = mode | stat.S_ISGID, parent.heir_gid
     if parent.parent is None:
         view.store.create_bucket(component, uid=uid, gid=gid, mode=mode)
     else:
@@ -34,6 +37,7 @@ def make_directory(view: View, parent: Node, component: bytes, *, mode: int, uid
         view.store.make_directory(
             Name(place.bucket, place.key + b"/"), Attributes(mode=mode, uid=uid, gid=gid)
         )
+    view.touch(parent)
     node = view.need(parent, component)
     view.know_names(node, ())
     return node
@@ -52,6 +56,7 @@ def remove_directory(view: View, parent: Node, component: bytes) -> None:
         else:
             view.store.remove_directory(view.nodes.name(node))
             view.keep_above(view.nodes.name(node))
+    view.touch(parent)
     view.gone(node)
 
 
@@ -61,6 +66,7 @@ def remove_file(view: View, parent: Node, component: bytes) -> None:
     if node.directory:
         raise IsDirectory(f"{component.decode(errors='replace')} is a directory")
     view.remove_sealed(view.nodes.name(node))
+    view.touch(parent)
     view.gone(node)
     if node.draft is not None:
         view.drafts.forget_snapshot(node.draft)
@@ -83,6 +89,8 @@ def rename(view: View, above: Node, component: bytes, below: Node, new_component
     if known is not None:
         view.gone(known)
     view.nodes.move(node, below, new_component)
+    view.touch(above)
+    view.touch(below)
     _show_renamed(view, node, target, known)
 
 
@@ -96,7 +104,7 @@ def draft_to_settle(view: View, above: Node, component: bytes, below: Node) -> N
     return node if durable and not view.drafts.is_settled(node.draft) else None
 
 
-def renamed(view: View, node: Node, below: Node, new_component: bytes) -> None:
+def renamed(view: View, node: Node, above: Node, below: Node, new_component: bytes, when_ns: int) -> None:
     """The native loop has moved a draft to a free name: the tree follows, and what other doors see.
 
     Whatever happened meanwhile, the rename was first: a draft that was published before this is renamed as an
@@ -108,7 +116,8 @@ def renamed(view: View, node: Node, below: Node, new_component: bytes) -> None:
     target = view.nodes.child_name(below, new_component)
     known = view.nodes.child(below, new_component)
     try:
-        _rename_sealed(view, node, target)
+        with view.store.directory_times.still():
+            _rename_sealed(view, node, target)
     except KvfsError as error:
         log.warning("%s cannot be renamed to %s: %s", view.nodes.name(node), target, error)
         view.backings.doubt(below.nodeid, new_component, node.nodeid)
@@ -117,6 +126,8 @@ def renamed(view: View, node: Node, below: Node, new_component: bytes) -> None:
     if known is not None:
         view.gone(known)
     view.nodes.move(node, below, new_component, mirrored=True)
+    view.touch(above, when_ns)
+    view.touch(below, when_ns)
     _show_renamed(view, node, target, known)
 
 

@@ -39,13 +39,17 @@ class OpenDraft:
     uid: int
     gid: int
     ctime_ns: int
+    privileged_ns: int = 0
+    """The time of modification that its bytes had when it got setuid or setgid: a write after that ends them."""
     handles: int = 0
     writers: int = 0
     torn: bool = False
     """The last writer died by a signal in the middle."""
     pinned: bool = False
-    awaited: bool = False
-    """Made for an open or truncate that has not come back for it yet: nothing of it is published."""
+    awaited: set[int] = field(default_factory=set)
+    """Threads that it was made for, or kept for, and that have not come back yet: it is not published meanwhile."""
+    untouched: bool = False
+    """A copy of a sealed object that nobody has opened yet: where nobody does, the object stays."""
     closed: bool = False
     """Its last writer has closed it, and it waits to be published."""
     lingering: bool = False
@@ -90,6 +94,10 @@ class Node:
     info: ObjectInfo | None = None
     """The sealed object; None for directories and drafts."""
     draft: OpenDraft | None = None
+    heir_gid: int = -1
+    """Of a directory with the setgid bit: the group of what is made in it. -1: the maker's."""
+    lock_key: int = 0
+    """The inode number that its locks are on, if that is not its own: an earlier version's that was open then."""
     names_known: bool = False
     """A directory whose names have been given to the mirror, or are too many for that."""
 
@@ -115,6 +123,10 @@ class NodeTable:
     _edges: dict[tuple[int, bytes], Node] = field(default_factory=dict)
     _by_digest: dict[bytes, Node] = field(default_factory=dict)
     _drafts: dict[int, dict[bytes, Node]] = field(default_factory=dict)
+    _lock_keys: dict[int, int] = field(default_factory=dict)
+    """By inode number, while a node of an earlier version is kept."""
+    _later: dict[int, list[int]] = field(default_factory=dict)
+    """Inode numbers of the versions that came after a node's, by nodeid."""
     _free: list[int] = field(default_factory=list)
     _next_index: int = 2
     _generation: int = 0
@@ -190,13 +202,18 @@ class NodeTable:
         old = self.child(parent, component)
         if old is not None:
             self._cut(old)
-        node = Node(nodeid, parent, component, directory, ino)
+        node = Node(nodeid, parent, component, directory, ino, lock_key=self._lock_keys.get(ino, 0))
         self._by_id[nodeid] = node
         self._edges[parent.nodeid, component] = node
         parent.children += 1
         if old is not None:
             self.release(old)
         return node
+
+    def share_locks(self, node: Node, later: Node) -> None:
+        """Locks of a node that stays open are on the same as those of the one that took its place."""
+        later.lock_key = self._lock_keys[later.ino] = node.lock_key or node.ino
+        self._later.setdefault(node.nodeid, []).append(later.ino)
 
     def set_object(self, node: Node, info: ObjectInfo | None) -> None:
         """The node now shows this sealed object, or none."""
@@ -281,6 +298,8 @@ class NodeTable:
                 break
             self.unlink(current, doubt=True)
             del self._by_id[current.nodeid]
+            for ino in self._later.pop(current.nodeid, ()):
+                del self._lock_keys[ino]
             self.give_back(current.nodeid)
             assert current.parent is not None
             current.parent.children -= 1

@@ -27,11 +27,11 @@ from kvfs import limits
 from kvfs.errors import (
     LimitExceeded,
     NotPermitted,
+    Superseded,
 )
 from mounts import attributes as attrs
 from mounts import listings, names
 from mounts.answers import answers_errno
-from mounts.drafts import stale
 from mounts.files import OpenFiles
 from mounts.listings import Listing
 from mounts.nodes import Node
@@ -65,7 +65,7 @@ class Operations(pyfuse3.Operations):
     async def lookup(
         self, parent_inode: pyfuse3.InodeT, name: pyfuse3.FileNameT, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        node = self.view.find(self.view.directory(parent_inode), name)
+        node = await self.files.look_again(self.view.directory(parent_inode), name, pid=ctx.pid)
         if node is None:
             raise pyfuse3.FUSEError(errno.ENOENT)
         entry = self.view.attributes(node)
@@ -96,15 +96,27 @@ class Operations(pyfuse3.Operations):
         uid = attr.st_uid if fields.update_uid else None
         gid = attr.st_gid if fields.update_gid else None
         mtime_ns = attr.st_mtime_ns if fields.update_mtime else None
+        if mode is None and (uid is not None or gid is not None) and not node.directory:
+            owned = stat.S_IMODE(self.view.attributes(node).st_mode)
+            mode = attrs.without_privileges(owned) if owned & (stat.S_ISUID | stat.S_ISGID) else None
+        if fields.update_size and node.info is not None and attr.st_size != node.info.size_bytes:
+            await self._open_size(node, keep_bytes=attr.st_size > 0, uid=ctx.uid, pid=ctx.pid)
         if node.draft is not None:
             opened = node.draft
             if fields.update_size:
-                await self.view.drafts.truncate(node, opened, attr.st_size)
+                opened.awaited.add(ctx.pid)
+                try:
+                    await self.view.drafts.truncate(node, opened, attr.st_size)
+                finally:
+                    self.view.promises.end(ctx.pid)
+                    self.view.drafts.come_back(node, opened, ctx.pid)
             if fields.update_mtime or fields.update_atime:
                 self.view.drafts.set_times(
                     opened, attr.st_atime_ns if fields.update_atime else None, mtime_ns
                 )
-            opened.mode = opened.mode if mode is None else mode
+            if mode is not None:
+                opened.mode = mode
+                self.view.drafts.keep_privileges(opened)
             opened.uid = opened.uid if uid is None else uid
             opened.gid = opened.gid if gid is None else gid
             opened.ctime_ns = time.time_ns()
@@ -121,12 +133,18 @@ class Operations(pyfuse3.Operations):
             return self.view.attributes(node)
         if node.parent is None:
             raise NotPermitted("the mount's root has the attributes that its configuration gives it")
-        if fields.update_size and node.info is not None and attr.st_size != node.info.size_bytes:
-            await self.view.drafts.rewrite(node, node.info, uid=ctx.uid, keep_bytes=attr.st_size > 0)
-            raise stale()
         entry = self.view.set_sealed(node, mode, uid, gid, mtime_ns)
         await self.view.store.journal.settle()
         return entry
+
+    async def _open_size(self, node: Node, *, keep_bytes: bool, uid: int, pid: int) -> None:
+        """A draft in the place of a sealed file whose size is to change. Raises Superseded."""
+        try:
+            await self.files.begin_rewrite_of(node, uid=uid, pid=pid, keep_bytes=keep_bytes)
+        except Superseded as error:
+            flags = os.O_WRONLY | (0 if keep_bytes else os.O_TRUNC)
+            self.files.promise(node, flags, error, uid=uid, pid=pid)
+            raise
 
     @answers_errno
     async def statfs(self, ctx: pyfuse3.RequestContext) -> pyfuse3.StatvfsData:
@@ -246,11 +264,16 @@ class Operations(pyfuse3.Operations):
         ctx: pyfuse3.RequestContext,
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
         parent = self.view.directory(parent_inode)
-        node = self.files.create(parent, name, flags, stat.S_IMODE(mode), uid=ctx.uid, gid=ctx.gid)
-        number = self.files.open_new(node, flags, pid=ctx.pid)
+        try:
+            node = self.files.create(parent, name, flags, stat.S_IMODE(mode), uid=ctx.uid, gid=ctx.gid)
+        except Superseded:
+            node, number = await self.files.open_existing(
+                parent, name, flags, uid=ctx.uid, gid=ctx.gid, pid=ctx.pid
+            )
+        else:
+            number = self.files.open_new(node, flags, pid=ctx.pid)
         node.lookups += 1
-        assert node.draft is not None
-        return pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(number)), attrs.of_draft(node, node.draft, None)
+        return pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(number)), self.view.attributes(node)
 
     @answers_errno
     async def open(
@@ -299,20 +322,38 @@ class Operations(pyfuse3.Operations):
     @answers_errno
     async def readdir(self, fh: pyfuse3.FileHandleT, start_id: int, token: pyfuse3.ReaddirToken) -> None:
         listing = self._listings[fh]
-        if not listing.node.linked:
-            return
-        if start_id != listing.offset:
-            self._seek(listing, start_id)
-        for tail, found in listings.entries(self.view.store, self.view.nodes, listing.node, listing.last):
-            component = tail.removesuffix(b"/")
-            node = found if isinstance(found, Node) else self.view.node_of(listing.node, component, found)
-            entry = self.view.attributes(node) if isinstance(found, Node) else self._listed(node, found)
-            offset = listing.offset + 1
-            if not pyfuse3.readdir_reply(token, pyfuse3.FileNameT(component), entry, offset):
-                self.view.nodes.release(node)
+        if not listing.begin_answer(start_id):
+            await self._skip(listing, start_id)
+        while listing.node.linked:
+            found = listings.turn(
+                self.view.store, self.view.nodes, listing, bare=self.view.backings.lists_names
+            )
+            if not found or not all(self._list(listing, token, tail, what) for tail, what in found):
                 return
+            await trio.lowlevel.checkpoint()
+            self.view.catch_up()
+
+    def _list(
+        self, listing: Listing, token: pyfuse3.ReaddirToken, tail: bytes, found: listings.Found
+    ) -> bool:
+        """Put one name into the answer; False where it has no room."""
+        component = tail.removesuffix(b"/")
+        node: Node | None = None
+        if isinstance(found, listings.Named):
+            entry = attrs.of_name(found.ino, directory=found.directory)
+        elif isinstance(found, Node):
+            node, entry = found, self.view.attributes(found)
+        else:
+            node = self.view.node_of(listing.node, component, found)
+            entry = self._listed(node, found)
+        has_room = pyfuse3.readdir_reply(token, pyfuse3.FileNameT(component), entry, listing.offset + 1)
+        if node is not None and has_room:
             node.lookups += 1
-            listing.offset, listing.last = offset, tail
+        elif node is not None:
+            self.view.nodes.release(node)
+        if has_room:
+            listing.step(tail)
+        return bool(has_room)
 
     @staticmethod
     def _listed(node: Node, found: ObjectInfo | Directory) -> pyfuse3.EntryAttributes:
@@ -320,13 +361,15 @@ class Operations(pyfuse3.Operations):
             attrs.of_object(node, found) if isinstance(found, ObjectInfo) else attrs.of_directory(node, found)
         )
 
-    def _seek(self, listing: Listing, offset: int) -> None:
-        """seekdir or rewinddir, or the kernel asking again for what its page had no room for."""
-        listing.rewind()
-        for tail, _ in listings.entries(self.view.store, self.view.nodes, listing.node, b""):
-            if listing.offset >= offset:
+    async def _skip(self, listing: Listing, offset: int) -> None:
+        """seekdir: from the last place before it that is known."""
+        while listing.offset < offset:
+            found = listings.turn(self.view.store, self.view.nodes, listing, bare=True)
+            for tail, _ in found[: offset - listing.offset]:
+                listing.step(tail)
+            if not found:
                 return
-            listing.offset, listing.last = listing.offset + 1, tail
+            await trio.lowlevel.checkpoint()
 
     @answers_errno
     async def releasedir(self, fh: pyfuse3.FileHandleT) -> None:

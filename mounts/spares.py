@@ -86,6 +86,7 @@ class SpareDrafts:
             ino=ino,
         )
         self._files.adopt(node, call.offset, pid=call.pid)
+        view.touch(view.nodes.get(call.nodeid), call.when_ns)
 
     def close(self) -> None:
         """Give all spares back, when the loop has stopped."""

@@ -23,15 +23,17 @@ from pathlib import Path
 import pyfuse3
 
 from kvfs import limits, paths
-from kvfs.errors import NotDirectory, NotFound, NotPermitted, Superseded
+from kvfs.errors import NotDirectory, NotFound, NotPermitted
 from mounts import attributes as attrs
 from mounts import listings
 from mounts.backing import Backings
 from mounts.drafts import DraftKeeper
 from mounts.nodes import Node, NodeTable
+from mounts.promises import Promises
 from mounts.xattrs import ExtendedAttributes
 from tiers.base import StoreKey
 from tiers.catalog import extent_of
+from tiers.directory_times import directory_of
 from tiers.model import Attributes, Change, ChangeKind, Directory, Name, ObjectInfo
 from tiers.store import TieredStore
 
@@ -44,6 +46,7 @@ class View:
         self.backings = backings
         self.nodes = NodeTable(backings)
         self.drafts = DraftKeeper(store, self.nodes, backings)
+        self.promises = Promises(backings)
         self.xattrs = ExtendedAttributes(store, self.nodes, socket)
         self._started_ns = time.time_ns()
         self.catch_up: Callable[[], None] = lambda: None
@@ -67,7 +70,7 @@ class View:
 
     def attributes(self, node: Node) -> pyfuse3.EntryAttributes:
         if node.parent is None:
-            return attrs.of_root(node, self._started_ns)
+            return attrs.of_root(node, self._root().mtime_ns)
         if node.draft is not None:
             return attrs.of_draft(node, node.draft, self.drafts.status(node.draft))
         if node.directory:
@@ -79,8 +82,12 @@ class View:
                 raise NotDirectory(f"{found.name} is a file now")
             return attrs.of_directory(node, found)
         if node.info is None:
-            raise Superseded(f"node {node.nodeid} is gone")
+            return attrs.of_nothing(node)
         return attrs.of_object(node, node.info)
+
+    def _root(self) -> Directory:
+        started_ns = self._started_ns
+        return self.store.directory_times.of(Directory(Name(b"", b""), 1, attrs.ROOT_MODE, 0, 0, started_ns))
 
     def node_of(self, parent: Node, component: bytes, found: ObjectInfo | Directory) -> Node:
         """The node that shows `found` under this name: the one known, or a new one."""
@@ -99,6 +106,7 @@ class View:
         return node
 
     def _show_directory(self, node: Node, found: Directory) -> None:
+        node.heir_gid = found.gid if found.mode & stat.S_ISGID else -1
         self.backings.node_directory(
             node.nodeid,
             node.ino,
@@ -106,7 +114,29 @@ class View:
             uid=found.uid,
             gid=found.gid,
             mtime_ns=found.mtime_ns,
+            ctime_ns=found.ctime_ns,
         )
+
+    def touch(self, directory: Node, when_ns: int | None = None) -> None:
+        """A name came to a directory or left it, by a step of the kernel's, which then asks for the new times."""
+        if directory.linked:
+            self.backings.touch(
+                directory.nodeid, self.store.directory_times.touch(self.nodes.name(directory), when_ns)
+            )
+
+    def _show_touched(self, change: Change) -> None:
+        """The directories of a change by any door have their times; the kernel drops those that it has."""
+        for name in {directory_of(name) for name in (change.name, change.new_name) if name is not None}:
+            node = self.nodes.resolve(name) if name.bucket else self.nodes.root
+            if node is None or not node.directory:
+                continue
+            times = (
+                self._root()
+                if node.parent is None
+                else self.store.directory_times.of(Directory(name, node.ino, 0, 0, 0, 0))
+            )
+            if times.mtime_ns and self.backings.touch(node.nodeid, times.mtime_ns) and not self._own_changes:
+                self.backings.invalidate_attr(node.nodeid)
 
     def _replace(
         self, old: Node | None, parent: Node, component: bytes, *, directory: bool, ino: int
@@ -170,7 +200,9 @@ class View:
         if directory.names_known or directory.parent is None or not directory.linked:
             return
         directory.names_known = True
-        found = listings.entries(self.store, self.nodes, directory, b"")
+        found = listings.entries(
+            self.store, self.nodes, directory, b"", limit=limits.MAX_LEARNED_NAMES + 1, bare=True
+        )
         tails = [tail.removesuffix(b"/") for tail, _ in islice(found, limits.MAX_LEARNED_NAMES + 1)]
         if len(tails) <= limits.MAX_LEARNED_NAMES:
             self.know_names(directory, tails)
@@ -280,7 +312,7 @@ class View:
         opened = node.draft
         if opened is None:
             self.backings.node_dead(node.nodeid)
-        elif opened.handles == 0:
+        elif opened.handles == 0 and not opened.awaited:
             self.drafts.discard(node)
         self.nodes.release(node)
 
@@ -310,6 +342,8 @@ class View:
         if change.kind is ChangeKind.MOVED and change.key is not None:
             self._show_moved(change.key)
             return
+        if change.kind is not ChangeKind.ATTRIBUTES:
+            self._show_touched(change)
         if self._own_changes and not change.evicted:
             return
         others = change.kind is ChangeKind.SEALED and not self.drafts.is_publishing

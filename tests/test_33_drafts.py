@@ -7,8 +7,9 @@ from pathlib import Path
 import trio
 from trio.testing import MockClock
 
+from kvfs.limits import OPEN_PROMISE_S
 from mounts.backing import PlainBackings
-from mounts.drafts import REWRITE_GRACE_S, DraftKeeper
+from mounts.drafts import DraftKeeper
 from mounts.nodes import NodeTable
 from tiers.model import Attributes, Name, ObjectInfo
 from tiers.store import TieredStore
@@ -25,6 +26,7 @@ async def test_a_reader_publishes_no_draft_that_its_writer_has_not_opened(
         info = store.seal(store.reserve(uid=0), name, Attributes())
         backings = PlainBackings()
         backings.invalidate_entry = lambda parent, name: None  # type: ignore[method-assign]
+        backings.invalidate_attr = lambda nodeid: None  # type: ignore[method-assign]
         nodes = NodeTable(backings)
         keeper = DraftKeeper(store, nodes, backings)
         async with trio.open_nursery() as nursery:
@@ -33,16 +35,15 @@ async def test_a_reader_publishes_no_draft_that_its_writer_has_not_opened(
             node = nodes.add(parent, b"file", directory=False, ino=info.ino)
             node.lookups = 1
             nodes.set_object(node, info)
-            await keeper.rewrite(node, info, uid=0, keep_bytes=False)
-            replacement = nodes.child(parent, b"file")
-            assert replacement is not None
+            replacement = await keeper.rewrite(node, info, uid=0, keep_bytes=False, thread=7)
+            assert replacement is node, "nobody has the object open"
             assert replacement.draft is not None
             opened = replacement.draft
             keeper.open(replacement, opened, writable=False)
             keeper.close(replacement, opened, writable=False)
-            await trio.sleep(REWRITE_GRACE_S / 2)
+            await trio.sleep(OPEN_PROMISE_S)
             assert replacement.draft is opened
-            await trio.sleep(REWRITE_GRACE_S)
+            keeper.come_back(replacement, opened, 7)
             assert replacement.draft is None
             assert not replacement.linked
             found = store.lookup(name)

@@ -28,6 +28,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvfs import limits
 from kvfs._native import fuse_loop
 from kvfs._native.fuse_loop import Call, FuseLoop
 from kvfs.errors import KvfsError
@@ -934,22 +935,51 @@ def test_open_read_release_of_a_sealed_object(stand: Stand) -> None:
     stand.nothing_else()
 
 
-def test_open_of_a_superseded_object_is_stale(stand: Stand) -> None:
+def test_open_of_a_superseded_object_is_relayed(stand: Stand) -> None:
+    """Python says ESTALE, and keeps what the thread finds then for it."""
+
+    def open_relayed(nodeid: int) -> None:
+        unique = stand.send(OPEN, nodeid, open_in())
+        assert stand.relayed() == Request(OPEN, unique, nodeid, open_in())
+        stand.answer(unique, error=errno.ESTALE)
+        assert stand.reply() == (unique, -errno.ESTALE, b"")
+
     extent = stand.sealed(10, b"old")
     handle = struct.unpack_from("<Q", stand.ask(OPEN, 10, open_in()))[0]
     stand.tier.free(extent)
-    with pytest.raises(OSError, match="Stale"):
-        stand.ask(OPEN, 10, open_in())
+    open_relayed(10)
     assert stand.ask(READ, 10, read_in(handle, 0, 9)) == b"old", "who has it open keeps its bytes"
     stand.ask(RELEASE, 10, release_in(handle))
-    with pytest.raises(OSError, match="Stale"):
-        stand.ask(OPEN, 10, open_in())
+    open_relayed(10)
     stand.sealed(11, b"")
     stand.loop.node_dead(11)
-    with pytest.raises(OSError, match="Stale"):
-        stand.ask(OPEN, 11, open_in())
+    open_relayed(11)
     assert stand.loop.drain_opens() == [(10, 0, 0)]
     assert [stand.loop.opens(10), stand.loop.opens(11)] == [0, 0]
+
+
+def test_a_thread_that_is_expected_is_passed_on(stand: Stand) -> None:
+    stand.sealed(10, b"bytes")
+    stand.loop.link(ROOT, b"file", 10)
+    stand.loop.expect(42, True)
+    stand.loop.expect(42, True)
+    unique = stand.send(LOOKUP, ROOT, b"file\0", pid=42)
+    (call,) = stand.calls(1)
+    assert (call.unique, call.pid) == (unique, 42)
+    stand.loop.answer_entry(unique, 10)
+    assert stand.reply()[:2] == (unique, 0)
+    unique = stand.send(OPEN, 10, open_in(), pid=42)
+    assert stand.relayed().unique == unique
+    stand.answer(unique, error=errno.ESTALE)
+    assert stand.reply()[:2] == (unique, -errno.ESTALE)
+    stand.ask(OPEN, 10, open_in(), pid=43)
+    stand.loop.expect(42, False)
+    stand.loop.expect(42, False)
+    stand.ask(OPEN, 10, open_in(), pid=42)
+    for thread in range(limits.MAX_OPEN_PROMISES):
+        stand.loop.expect(thread + 1, True)
+    with pytest.raises(KvfsError):
+        stand.loop.expect(limits.MAX_OPEN_PROMISES + 1, True)
 
 
 @pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_RDWR, os.O_RDONLY | os.O_TRUNC])

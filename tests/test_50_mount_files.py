@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.door import Door, eventually, replaced_twice
+from tests.support.door import Door, eventually
 from tests.support.posix import (
     FALLOC_FL_KEEP_SIZE,
     FALLOC_FL_PUNCH_HOLE,
@@ -397,7 +397,6 @@ def test_inode_number_is_stable(door: Door) -> None:
         assert os.fstat(fd).st_ino == number
 
 
-@replaced_twice
 def test_a_name_that_is_replaced_all_the_time_is_always_there(door: Door) -> None:
     """Replacing by rename is how readers are spared half a file: they must not meet an error instead."""
     path, contents = door.path / "file", [pattern(i, 100_000 + i) for i in range(2)]

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.door import Door, eventually, replaced_twice
+from tests.support.door import Door, eventually
 from tests.support.posix import opened, pattern, write_all
 
 pytestmark = pytest.mark.mount
@@ -82,7 +82,6 @@ def test_vllm_example_connector(door: Door) -> None:
         assert mode & 0o777 == 0o600
 
 
-@replaced_twice
 def test_vllm_example_connector_stores_again_while_another_loads(door: Door) -> None:
     """Two engines that share a prefix store the same blocks at the same time."""
     directory = door.path / "kv" / ("0" * 32)

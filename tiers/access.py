@@ -15,6 +15,7 @@ Concurrency: the service's trio thread; nothing awaits, so a check and what foll
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -81,13 +82,24 @@ class Access:
         if not self.privileged and self.caller.uid != found.uid:
             raise NotPermitted(f"{name} belongs to uid {found.uid}, not to uid {self.caller.uid}")
 
-    def may_list(self, bucket: Bucket, key: bytes) -> bool:
-        """Whether the caller could reach `key` by listing directory after directory."""
+    def need_list(self, bucket: Bucket, prefix: bytes) -> bytes:
+        """The right to list the directory that all keys with this prefix are in; its key. A missing one has none."""
+        above = prefix[: prefix.rfind(b"/") + 1]
+        if above and not self.privileged:
+            name = Name(bucket.name, above)
+            self.need_path(name)
+            with suppress(NotFound):
+                self.need(self.store.lookup(name), READ | SEARCH, str(name))
+        return above
+
+    def may_list(self, bucket: Bucket, key: bytes, above: bytes) -> bool:
+        """Whether the caller could reach `key` by listing directory after directory, beginning with `above`."""
         if self.privileged:
             return True
         try:
             for directory in self._directories_above(bucket, key):
-                self.need(directory, READ | SEARCH, "")
+                if len(directory.name.key) > len(above):
+                    self.need(directory, READ | SEARCH, "")
         except AccessDenied:
             return False
         return True

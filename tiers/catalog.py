@@ -26,7 +26,8 @@ from kvfs.names import NameIndex, NameRow
 from tiers import buckets
 from tiers.base import Extent, Kind, StoreKey, object_key
 from tiers.blocks import BlockCatalog
-from tiers.model import BlockPlaced, Bucket, Directory, Name, ObjectInfo, Page
+from tiers.directory_times import DirectoryTimes
+from tiers.model import BlockPlaced, Bucket, Directory, Name, NamePage, ObjectInfo, Page
 from tiers.native_seals import NoSeals
 
 PINNED = 1
@@ -39,6 +40,7 @@ class Catalog:
     def __init__(self, names: NameIndex, table: Table) -> None:
         self.names = names
         self.table = table
+        self.directory_times = DirectoryTimes(names)
         self._blocks = BlockCatalog()
         self.native_seals = NoSeals()
         """Blocks that are sealed beside the event loop: `catch_up` before one is looked for."""
@@ -199,11 +201,28 @@ class Catalog:
                 entries.append((key, found))
         return Page(entries, last if page.truncated else None)
 
+    def list_names(self, bucket: bytes, *, prefix: bytes, after: bytes, limit: int) -> NamePage:
+        """As `list` with `/` as delimiter: keys and file ids alone, in a third of the time."""
+        where = self.bucket(bucket)
+        if where.namespace is not None:  # blocks have no rows
+            page = self.list(bucket, prefix=prefix, after=after, delimiter=b"/", limit=limit)
+            return NamePage([(key, found.ino) for key, found in page.entries], page.next_after)
+        found = self.names.list(bucket, prefix=prefix, after=after, delimiter=b"/", limit=limit)
+        entries: list[tuple[bytes, int]] = []
+        for key, row in found.entries:
+            if row is None or row.flags & DIRECTORY:
+                entries.append((key, self._common(where, key).ino))
+            elif object_key(row.object_id).digest in self._name_of:
+                entries.append((key, row.ino))
+        return NamePage(entries, found.entries[-1].name if found.truncated else None)
+
     def _common(self, bucket: Bucket, prefix: bytes) -> Directory:
         """A common prefix of a listing; one that ends in `/` may have a marker's attributes."""
         row = self.names.get(bucket.name, prefix) if prefix.endswith(b"/") else None
         name = Name(bucket.name, prefix)
-        return _directory_of_bucket(bucket, name) if row is None else directory_of_row(name, row)
+        return self.directory_times.of(
+            _directory_of_bucket(bucket, name) if row is None else directory_of_row(name, row)
+        )
 
     def _listed(self, bucket: Bucket, key: bytes, row: NameRow | None) -> ObjectInfo | Directory | None:
         name = Name(bucket.name, key)
@@ -259,10 +278,10 @@ class Catalog:
         if name.key:
             row = self.names.get(name.bucket, name.key)
             if row is not None:
-                return directory_of_row(name, row)
+                return self.directory_times.of(directory_of_row(name, row))
             if not self._has_directory(name.bucket, name.key):
                 raise NotFound(f"no object {name}")
-        return _directory_of_bucket(bucket, name)
+        return self.directory_times.of(_directory_of_bucket(bucket, name))
 
     def _has_directory(self, bucket: bytes, prefix: bytes) -> bool:
         """Whether any name, a block's included, starts with `prefix`."""
@@ -288,7 +307,15 @@ def _directory_of_bucket(bucket: Bucket, name: Name) -> Directory:
 
 def directory_of_row(name: Name, row: NameRow) -> Directory:
     return Directory(
-        name, row.ino, row.mode, row.uid, row.gid, row.mtime_ns, row.object_id, row.user_metadata
+        name,
+        row.ino,
+        row.mode,
+        row.uid,
+        row.gid,
+        row.mtime_ns,
+        row.object_id,
+        row.user_metadata,
+        row.ctime_ns,
     )
 
 

@@ -77,6 +77,8 @@ class Directory:
     marker_id: int = 0
     """The id of its marker; 0: none."""
     user_metadata: bytes = b""
+    ctime_ns: int = 0
+    """0: as `mtime_ns`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,4 +149,12 @@ class Page:
 
     entries: list[tuple[bytes, ObjectInfo | Directory]]
     """Keys, or common prefixes ending in the delimiter, each with what it names."""
+    next_after: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class NamePage:
+    """One page of names alone: keys or common prefixes, each with its file id."""
+
+    entries: list[tuple[bytes, int]]
     next_after: bytes | None

@@ -72,6 +72,7 @@ class Naming(Copies):
             namespace=namespace,
         )
         self._log_bucket(name)
+        self.directory_times.touch(Name(b"", b""))
         return made
 
     def adopt_bucket(self, row: BucketRow) -> None:
@@ -115,6 +116,7 @@ class Naming(Copies):
             large=large,
         )
         self._log_bucket(name)
+        self._set_times(Name(name, b""), mtime_ns)
         self._tell(Change(ChangeKind.ATTRIBUTES, Name(name, b""), None))
         return changed
 
@@ -383,11 +385,19 @@ class Naming(Copies):
         )
         self.names.put(where.bucket, where.key, changed)
         self.journal.named(row.object_id, where, changed)
+        if isinstance(info, Directory):
+            self._set_times(where, mtime_ns)
         if pinned is not None and isinstance(info, ObjectInfo):
             self._pin(info.key.digest, pinned)
             self.journal.pinned(row.object_id, pinned)
         self._tell(Change(ChangeKind.ATTRIBUTES, where, None))
         return self.lookup(where)
+
+    def _set_times(self, name: Name, mtime_ns: int | None) -> None:
+        """A directory's attributes changed, and its mtime if that is given."""
+        found = self.lookup(name)
+        assert isinstance(found, Directory)
+        self.directory_times.set(name, found.mtime_ns if mtime_ns is None else mtime_ns, time.time_ns())
 
     def _set_block(
         self, info: ObjectInfo, name: Name, pinned: bool | None, others: tuple[object, ...]

@@ -448,5 +448,6 @@ class Residence(Catalog):
         return None
 
     def _tell(self, change: Change) -> None:
+        self.directory_times.note(change)
         for listener in self.listeners:
             listener(change)

@@ -89,11 +89,12 @@ def _list(service: Service, session: Session, arguments: Arguments) -> JsonObjec
             f"LIST: prefix, after, delimiter have {limits.MAX_KEY_BYTES} bytes at most; limit > 0"
         )
     where = session.access.need_bucket(bucket, READ | SEARCH)
+    above = session.access.need_list(where, prefix)
     page = session.store.list(bucket, prefix=prefix, after=after, delimiter=delimiter or None, limit=limit)
     entries: list[JsonObject] = []
     size_bytes = 0
     for key, found in page.entries:
-        if not session.access.may_list(where, key):
+        if not session.access.may_list(where, key, above):
             continue
         entries.append(entry_object(key, found))
         size_bytes += len(encode_object(entries[-1]))

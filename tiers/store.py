@@ -225,6 +225,7 @@ class TieredStore(Naming):
         """With `keep`, what is sealed stays in DRAM for the next `open`."""
         self._promoter.around.close()
         self.dram.close(keep=keep)
+        self.directory_times.write()
         whole = self.names.close()
         self.home.close(clean=whole and self.journal.is_finished)
 

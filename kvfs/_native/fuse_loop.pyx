@@ -49,6 +49,7 @@ cdef extern from "fuse_loop_core.h" nogil:
         uint32_t pid
         uint32_t flags
         uint32_t mode
+        uint64_t when_ns
         uint16_t name_length
         uint16_t new_length
         char name[256]
@@ -111,6 +112,10 @@ cdef extern from "fuse_loop_core.h" nogil:
     int fl_acquire(fuse_loop *loop, uint64_t nodeid, int fd)
     int fl_release(fuse_loop *loop, uint64_t nodeid)
     int fl_opens(fuse_loop *loop, uint64_t nodeid)
+    int fl_node_privileged(fuse_loop *loop, uint64_t nodeid, uint64_t mtime_ns)
+    int fl_touch(fuse_loop *loop, uint64_t nodeid, uint64_t when_ns)
+    int fl_node_locks(fuse_loop *loop, uint64_t nodeid, uint64_t key)
+    int fl_expect(fuse_loop *loop, uint32_t thread, int expected)
     int fl_calls_fd(fuse_loop *loop)
     uint32_t fl_take_calls(fuse_loop *loop, fl_call *out, uint32_t capacity)
     void fl_answer_status(fuse_loop *loop, uint64_t unique, int status)
@@ -166,6 +171,7 @@ cdef class Call:
     cdef readonly uint32_t pid
     cdef readonly uint32_t flags
     cdef readonly uint32_t mode
+    cdef readonly uint64_t when_ns
     cdef readonly bytes name
     cdef readonly bytes new_name
 
@@ -182,6 +188,7 @@ cdef Call _call(const fl_call *raw):
     call.pid = raw.pid
     call.flags = raw.flags
     call.mode = raw.mode
+    call.when_ns = raw.when_ns
     call.name = raw.name[:raw.name_length]
     call.new_name = raw.new_name[:raw.new_length]
     return call
@@ -275,6 +282,11 @@ cdef class FuseLoop:
     def passthrough(self):
         return bool(fl_passthrough(self._loop))
 
+    @property
+    def lists_names(self):
+        """Entries of a listing with a generation have no node: the kernel gets their name, inode number and type."""
+        return True
+
     def stats(self):
         cdef fl_stats stats
         fl_get_stats(self._loop, &stats)
@@ -294,14 +306,17 @@ cdef class FuseLoop:
         }
 
     def node_directory(
-        self, uint64_t nodeid, uint64_t ino, *, uint32_t mode, uint32_t uid, uint32_t gid, int64_t mtime_ns
+        self, uint64_t nodeid, uint64_t ino, *, uint32_t mode, uint32_t uid, uint32_t gid, int64_t mtime_ns,
+        int64_t ctime_ns=0,
     ):
         """A directory. The kernel asks for its attributes after every change in it. `mode` has the file type."""
         cdef fw_attr attr
         memset(&attr, 0, sizeof(attr))
         attr.ino = ino
-        attr.atime = attr.mtime = attr.ctime = <uint64_t> (mtime_ns // NANOSECONDS)
-        attr.atimensec = attr.mtimensec = attr.ctimensec = <uint32_t> (mtime_ns % NANOSECONDS)
+        attr.atime = attr.mtime = <uint64_t> (mtime_ns // NANOSECONDS)
+        attr.atimensec = attr.mtimensec = <uint32_t> (mtime_ns % NANOSECONDS)
+        attr.ctime = <uint64_t> ((ctime_ns or mtime_ns) // NANOSECONDS)
+        attr.ctimensec = <uint32_t> ((ctime_ns or mtime_ns) % NANOSECONDS)
         attr.mode = mode
         attr.nlink = 1
         attr.uid = uid
@@ -345,6 +360,18 @@ cdef class FuseLoop:
     def node_settles(self, uint64_t nodeid, bint settles):
         """Whether close() of a writer waits for the library."""
         self._check(fl_node_settles(self._loop, nodeid, settles), f"node {nodeid}")
+
+    def touch(self, uint64_t nodeid, uint64_t when_ns):
+        """Names of a directory changed then. Whether the kernel may have other times than these."""
+        return bool(fl_touch(self._loop, nodeid, when_ns))
+
+    def node_privileged(self, uint64_t nodeid, uint64_t mtime_ns):
+        """setuid and setgid of a file being written hold while its bytes have this time of modification."""
+        self._check(fl_node_privileged(self._loop, nodeid, mtime_ns), f"node {nodeid}")
+
+    def node_locks(self, uint64_t nodeid, uint64_t key):
+        """Locks of the node are on `key`, an inode number, together with those of other versions of its file."""
+        self._check(fl_node_locks(self._loop, nodeid, key), f"node {nodeid}")
 
     def node_dead(self, uint64_t nodeid):
         """Its object is gone or replaced: OPEN answers ESTALE. Handles that are open stay as they are."""
@@ -408,6 +435,10 @@ cdef class FuseLoop:
 
     def opens(self, uint64_t nodeid):
         return fl_opens(self._loop, nodeid)
+
+    def expect(self, uint32_t thread, bint expected):
+        """Whether LOOKUP and OPEN of this thread come to Python. Raises NoSpace."""
+        self._check(fl_expect(self._loop, thread, expected), f"thread {thread}")
 
     def killed(self, uint64_t nodeid):
         """Whether the last FLUSH of the node came from a process that is dying by a signal."""

@@ -61,29 +61,27 @@ void fl_detach_backing(struct fuse_loop *loop, struct fl_node *node) {
     }
 }
 
-/* A handle that this loop gave out: the library's handles are small counters. */
-#define NATIVE_HANDLE (1ull << 63)
 /* A handle of the library that may write (mounts/files.py). */
 #define WRITABLE_HANDLE 1ull
 
-/* Opens a sealed node for reading. -EAGAIN: not ours, relay it. */
+/* Opens a sealed node for reading. -EAGAIN: not ours, relay it; so is what was replaced, since whoever asks for it is
+ * told to look again, and is expected then. */
 static int open_sealed(struct fuse_loop *loop, const struct fw_in_header *in, struct fw_open_out *out) {
     struct fl_node *node = fl_find(loop, in->nodeid);
-    if (node == NULL || loop->relay_opens) return -EAGAIN;
-    if (node->state == FL_DEAD) return -ESTALE;
-    if (node->state != FL_SEALED) return -EAGAIN;
-    if (!slot_is(loop, node->slot, node->generation)) return -ESTALE;
+    if (node == NULL || loop->relay_opens || node->state != FL_SEALED) return -EAGAIN;
+    if (fl_is_expected(loop, in->pid) || !slot_is(loop, node->slot, node->generation)) return -EAGAIN;
     if (node->opens == 0) {
         int fd = open_slot(loop, node->slot, O_RDONLY);
-        if (fd < 0) return fd == -EWOULDBLOCK || fd == -ENOENT ? -ESTALE : fd;
-        int status = slot_is(loop, node->slot, node->generation) ? fl_attach_backing(loop, node, fd) : -ESTALE;
+        if (fd < 0) return fd == -EWOULDBLOCK || fd == -ENOENT ? -EAGAIN : fd;
+        int status = slot_is(loop, node->slot, node->generation) ? fl_attach_backing(loop, node, fd) : -EAGAIN;
         close(fd);
         if (status < 0) return status;
     }
     node->opens++;
-    out->fh = NATIVE_HANDLE | in->nodeid;
+    out->fh = FL_NATIVE_HANDLE | in->nodeid;
     out->backing_id = node->backing_id;
-    out->open_flags = FW_FOPEN_NOFLUSH | (loop->passthrough ? FW_FOPEN_PASSTHROUGH : FW_FOPEN_KEEP_CACHE);
+    out->open_flags = loop->passthrough ? FW_FOPEN_PASSTHROUGH : FW_FOPEN_KEEP_CACHE;
+    if (!fl_tells_close(loop, node)) out->open_flags |= FW_FOPEN_NOFLUSH;
     fl_record_open(loop, in->nodeid, in->uid, in->pid);
     return 0;
 }
@@ -104,8 +102,10 @@ static int handle_open(struct fuse_loop *loop, const struct fw_in_header *in, co
 }
 
 static int handle_release(struct fuse_loop *loop, const struct fw_in_header *in, const struct fw_release_in *body) {
-    if (!(body->fh & NATIVE_HANDLE)) return 0;
-    fl_release(loop, body->fh & ~NATIVE_HANDLE);
+    int native = (body->fh & FL_NATIVE_HANDLE) != 0;
+    int last = !native || fl_release(loop, body->fh & ~FL_NATIVE_HANDLE) == 0;
+    fl_locks_release(loop, in->nodeid, body, last);
+    if (!native) return 0;
     fl_answer(loop, in->unique, 0, NULL, 0);
     return 1;
 }
@@ -129,6 +129,8 @@ int fl_current_attr(struct fuse_loop *loop, const struct fl_node *node, struct f
     attr->mtimensec = (uint32_t)status.st_mtim.tv_nsec;
     attr->ctime = (uint64_t)status.st_ctim.tv_sec;
     attr->ctimensec = (uint32_t)status.st_ctim.tv_nsec;
+    if (attr->mode & (S_ISUID | S_ISGID) && attr->mtime * 1000000000ull + attr->mtimensec != node->privileged_ns)
+        attr->mode &= ~(uint32_t)(attr->mode & S_IXGRP ? S_ISUID | S_ISGID : S_ISUID);
     return 0;
 }
 
@@ -137,6 +139,7 @@ static int handle_getattr(struct fuse_loop *loop, const struct fw_in_header *in)
     pthread_mutex_lock(&loop->nodes_lock);
     struct fl_node *node = fl_find(loop, in->nodeid);
     int ours = node != NULL && node->state != FL_DEAD && fl_current_attr(loop, node, &out.attr, &out.attr_valid) == 0;
+    if (ours) node->asked = 1;
     pthread_mutex_unlock(&loop->nodes_lock);
     if (!ours) return 0;
     fl_answer(loop, in->unique, 0, &out, sizeof out);
@@ -155,10 +158,11 @@ static int handle_lookup(struct fuse_loop *loop, const struct fw_in_header *in, 
     int nothing = edge == NULL && fl_names_known(fl_find(loop, in->nodeid), length);
     int ours = node != NULL && (node->state == FL_DRAFT || node->state == FL_OTHER ||
                                 (node->state == FL_SEALED && slot_is(loop, node->slot, node->generation)));
-    if (ours) ours = fl_current_attr(loop, node, &out.attr, &out.attr_valid) == 0;
+    if (ours) ours = !fl_is_expected(loop, in->pid) && fl_current_attr(loop, node, &out.attr, &out.attr_valid) == 0;
     if (ours) {
         out.nodeid = node->nodeid;
         node->lookups++;
+        node->asked = 1;
     }
     loop->misses += (uint64_t)nothing;
     pthread_mutex_unlock(&loop->nodes_lock);
@@ -365,22 +369,27 @@ int fl_died_by_signal(uint32_t pid) {
 /* close() of a handle: an object over the limit is refused while the writer can still be told, and a writer
  * that dies by a signal is remembered, so that what it leaves is not published. A reader's end says nothing.
  * What has no slot is written to NVMe by the library, which answers when it has done so. */
-static int handle_flush(struct fuse_loop *loop, const struct fw_in_header *in, const uint64_t *handle) {
+static int handle_flush(struct fuse_loop *loop, const struct fw_in_header *in, const struct fw_flush_in *body) {
+    fl_locks_flush(loop, in->nodeid, body->lock_owner);
     struct fw_attr attr = {0};
     uint64_t valid_s;
-    int writable = (*handle & WRITABLE_HANDLE) != 0 && !(*handle & NATIVE_HANDLE);
+    int writable = (body->fh & WRITABLE_HANDLE) != 0 && !(body->fh & FL_NATIVE_HANDLE);
     int killed = writable && fl_died_by_signal(in->pid);
     pthread_mutex_lock(&loop->nodes_lock);
     struct fl_node *node = fl_find(loop, in->nodeid);
     int ours = node != NULL && (node->state == FL_DRAFT || node->state == FL_SEALED);
     if (ours && fl_current_attr(loop, node, &attr, &valid_s) < 0) attr.size = 0;
-    if (node != NULL) {
+    if (node != NULL && !(body->fh & FL_NATIVE_HANDLE)) {
         if (writable) node->killed = (uint8_t)killed;
         node->flushed = 1;
     }
     int settles = ours && node->settles;
     pthread_mutex_unlock(&loop->nodes_lock);
     int too_large = attr.size > loop->largest_object;
+    if (!ours && (body->fh & FL_NATIVE_HANDLE)) {
+        fl_answer(loop, in->unique, 0, NULL, 0);
+        return 1;
+    }
     if (!ours || (settles && writable && !too_large)) return 0;
     fl_answer(loop, in->unique, too_large ? -EFBIG : 0, NULL, 0);
     return 1;
@@ -415,7 +424,12 @@ int fl_handle_natively(struct fuse_loop *loop, struct fl_server *server, struct 
     case FW_FLUSH:
         return handle_flush(loop, in, body);
     case FW_INTERRUPT:
-        return 1;
+        return fl_handle_interrupt(loop, *(const uint64_t *)body);
+    case FW_GETLK:
+        return fl_handle_getlk(loop, in, body);
+    case FW_SETLK:
+    case FW_SETLKW:
+        return fl_handle_setlk(loop, in, body);
     case FW_CREATE:
         return fl_handle_create(loop, in, body);
     case FW_RENAME:

@@ -76,6 +76,7 @@ static int make_entry(struct fuse_loop *loop, uint64_t nodeid, struct fw_entry_o
     if (node == NULL || node->state == FL_DEAD || fl_current_attr(loop, node, &out->attr, &out->attr_valid) < 0)
         return -ESTALE;
     node->lookups++;
+    node->asked = 1;
     return 0;
 }
 

@@ -25,6 +25,43 @@ static int is_free(struct fuse_loop *loop, uint64_t directory, const char *name,
            fl_edge_find(loop, directory, name, length) == NULL;
 }
 
+/* --- times of directories ----------------------------------------------------------------------------- */
+
+/* The kernel asks for a directory's attributes after what it has changed in it. Times do not go back. */
+static void touch(struct fuse_loop *loop, uint64_t nodeid, uint64_t when_ns) {
+    struct fl_node *node = fl_find(loop, nodeid);
+    if (node == NULL || !S_ISDIR(node->attr.mode)) return;
+    if (when_ns <= node->attr.ctime * 1000000000ull + node->attr.ctimensec) return;
+    node->attr.atime = node->attr.mtime = node->attr.ctime = when_ns / 1000000000ull;
+    node->attr.atimensec = node->attr.mtimensec = node->attr.ctimensec = (uint32_t)(when_ns % 1000000000ull);
+}
+
+static uint64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return (uint64_t)now.tv_sec * 1000000000ull + (uint64_t)now.tv_nsec;
+}
+
+int fl_touch(struct fuse_loop *loop, uint64_t nodeid, uint64_t when_ns) {
+    pthread_mutex_lock(&loop->nodes_lock);
+    struct fl_node *node = fl_find(loop, nodeid);
+    int asked = node != NULL && node->asked;
+    touch(loop, nodeid, when_ns);
+    if (node != NULL) node->asked = 0;
+    pthread_mutex_unlock(&loop->nodes_lock);
+    return asked;
+}
+
+/* --- privileges --------------------------------------------------------------------------------------- */
+
+int fl_node_privileged(struct fuse_loop *loop, uint64_t nodeid, uint64_t mtime_ns) {
+    pthread_mutex_lock(&loop->nodes_lock);
+    struct fl_node *node = fl_find(loop, nodeid);
+    if (node != NULL) node->privileged_ns = mtime_ns;
+    pthread_mutex_unlock(&loop->nodes_lock);
+    return node == NULL ? -ESTALE : 0;
+}
+
 /* --- spare drafts ----------------------------------------------------------------------------------- */
 
 int fl_spare_add(struct fuse_loop *loop, uint64_t nodeid, uint64_t fh, int fd) {
@@ -84,10 +121,13 @@ static int create(struct fuse_loop *loop, const struct fw_in_header *in, const s
     const struct fl_spare *spare = &loop->spares[loop->spare_count - 1];
     struct fl_node *node = fl_find(loop, spare->nodeid);
     struct fl_call call = {.opcode = FL_CREATED, .nodeid = in->nodeid, .other = spare->nodeid, .offset = spare->fh};
+    const struct fl_node *directory = fl_find(loop, in->nodeid);
     call.uid = in->uid;
     call.gid = in->gid;
     call.pid = in->pid;
     call.mode = body->mode;
+    if (directory->attr.mode & S_ISGID) call.gid = directory->attr.gid;
+    call.when_ns = now_ns();
     call.name_length = (uint16_t)length;
     memcpy(call.name, name, length);
     if (node == NULL || fl_edge_set(loop, in->nodeid, name, length, node->nodeid) < 0) return 0;
@@ -96,9 +136,10 @@ static int create(struct fuse_loop *loop, const struct fw_in_header *in, const s
         return 0;
     }
     loop->spare_count--;
-    node->attr.mode = S_IFREG | (body->mode & 07777);
-    node->attr.uid = in->uid;
-    node->attr.gid = in->gid;
+    touch(loop, in->nodeid, call.when_ns);
+    node->attr.mode = S_IFREG | (call.mode & 07777);
+    node->attr.uid = call.uid;
+    node->attr.gid = call.gid;
     node->lookups = 1;
     set_times(loop, node);
     out->entry = (struct fw_entry_out){.nodeid = node->nodeid, .entry_valid = loop->config.attr_valid_s, .attr = node->attr};
@@ -110,7 +151,7 @@ static int create(struct fuse_loop *loop, const struct fw_in_header *in, const s
 
 int fl_handle_create(struct fuse_loop *loop, const struct fw_in_header *in, const struct fw_create_in *body) {
     struct created out;
-    if ((body->flags & O_ACCMODE) == O_RDONLY || !S_ISREG(body->mode)) return 0;
+    if ((body->flags & O_ACCMODE) == O_RDONLY || !S_ISREG(body->mode) || body->mode & (S_ISUID | S_ISGID)) return 0;
     pthread_mutex_lock(&loop->nodes_lock);
     int done = create(loop, in, body, (const char *)(body + 1), &out);
     pthread_mutex_unlock(&loop->nodes_lock);
@@ -132,6 +173,7 @@ static int move(struct fuse_loop *loop, const struct fw_in_header *in, uint64_t 
     const struct fl_node *node = edge == NULL ? NULL : fl_find(loop, edge->nodeid);
     if (node == NULL || node->state != FL_DRAFT || node->settles) return 0;
     struct fl_call call = {.opcode = FL_RENAMED, .nodeid = in->nodeid, .other = new_parent, .offset = node->nodeid};
+    call.when_ns = now_ns();
     call.name_length = (uint16_t)length;
     call.new_length = (uint16_t)new_length;
     memcpy(call.name, name, length);
@@ -142,6 +184,8 @@ static int move(struct fuse_loop *loop, const struct fw_in_header *in, uint64_t 
         return 0;
     }
     fl_edge_drop(loop, in->nodeid, name, length);
+    touch(loop, in->nodeid, call.when_ns);
+    touch(loop, new_parent, call.when_ns);
     return 1;
 }
 

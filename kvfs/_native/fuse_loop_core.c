@@ -154,7 +154,13 @@ static size_t least_body(uint32_t opcode) {
     case FW_LSEEK:
         return sizeof(struct fw_lseek_in);
     case FW_FLUSH:
+        return sizeof(struct fw_flush_in);
+    case FW_GETLK:
+    case FW_SETLK:
+    case FW_SETLKW:
+        return sizeof(struct fw_lk_in);
     case FW_FSYNC:
+    case FW_INTERRUPT:
         return sizeof(uint64_t);
     case FW_CREATE:
         return sizeof(struct fw_create_in);

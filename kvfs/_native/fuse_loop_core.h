@@ -10,7 +10,7 @@
  *   reader. One that is going to wait for a file's bytes makes another the reader first; what follows on the same
  *   file then waits for it (fuse_loop_turns.c). Who handles a relayed request takes the queued calls first.
  * - No thread ends without a word while requests may come: whatever cannot go on is reported (fl_failure).
- * - INTERRUPT is dropped: nothing behind this loop waits for long.
+ * - INTERRUPT ends the wait for a lock and is dropped else: nothing else behind this loop waits for long.
  * - A nodeid is never used again with other bytes; nodes hold slot and generation, and OPEN checks both
  *   against the shared table after it has the slot open.
  * - What the loop creates or renames by itself is queued as a call in the same step, before anybody can ask about it.
@@ -66,6 +66,7 @@ struct fl_call {
     uint64_t offset; /* FL_CREATED's handle */
     uint64_t other; /* RENAME's new parent, RELEASE's handle, FORGET's lookups, FALLOCATE's length, FL_CREATED's node */
     uint32_t opcode, uid, gid, pid, flags, mode;
+    uint64_t when_ns; /* FL_CREATED and FL_RENAMED: when names of the directories changed */
     uint16_t name_length, new_length;
     char name[FL_CALL_NAME_MAX + 1], new_name[FL_CALL_NAME_MAX + 1];
 };
@@ -112,6 +113,14 @@ int fl_await_calls(struct fuse_loop *loop, uint64_t timeout_ns); /* spins until 
 int fl_acquire(struct fuse_loop *loop, uint64_t nodeid, int fd); /* new count of opens, or -errno */
 int fl_release(struct fuse_loop *loop, uint64_t nodeid);         /* count of opens left, or -errno */
 int fl_opens(struct fuse_loop *loop, uint64_t nodeid);
+/* setuid and setgid of a draft hold while its bytes were last written at `mtime_ns`. */
+int fl_node_privileged(struct fuse_loop *loop, uint64_t nodeid, uint64_t mtime_ns);
+/* Names of a directory changed then: its mtime and ctime. 1: the kernel may have others. */
+int fl_touch(struct fuse_loop *loop, uint64_t nodeid, uint64_t when_ns);
+/* Locks of this node are on `key`, as those of the version of its file that it took the place of. */
+int fl_node_locks(struct fuse_loop *loop, uint64_t nodeid, uint64_t key);
+/* Whether LOOKUP and OPEN of this thread go to the library: it was told to look a name up again. */
+int fl_expect(struct fuse_loop *loop, uint32_t thread, int expected);
 int fl_calls_fd(struct fuse_loop *loop); /* eventfd: readable while calls are queued */
 uint32_t fl_take_calls(struct fuse_loop *loop, struct fl_call *out, uint32_t capacity);
 void fl_answer_status(struct fuse_loop *loop, uint64_t unique, int status);

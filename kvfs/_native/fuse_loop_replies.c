@@ -7,12 +7,15 @@
 
 static void set_ino(struct fuse_loop *loop, uint64_t nodeid, struct fw_attr *attr) {
     struct fl_node *node = fl_find(loop, nodeid);
-    if (node != NULL && node->attr.ino != 0) attr->ino = node->attr.ino;
+    if (node == NULL) return;
+    if (node->attr.ino != 0) attr->ino = node->attr.ino;
+    node->asked = 1;
 }
 
 static void patch_init(struct fuse_loop *loop, struct fw_init_out *out) {
     if (!(out->flags & FW_INIT_FLAG_EXT)) out->flags2 = 0;
-    out->flags |= FW_INIT_FLAG_EXT | (loop->offered_flags & FW_INIT_FLAG_KILLPRIV_V2);
+    out->flags |= FW_INIT_FLAG_EXT | (loop->offered_flags & (FW_INIT_FLAG_KILLPRIV_V2 | FW_INIT_FLAG_POSIX_LOCKS |
+                                                             FW_INIT_FLAG_FLOCK_LOCKS));
     out->flags2 |= loop->offered_flags2 & FW_INIT_FLAG2_DIRECT_IO_ALLOW_MMAP;
     if (loop->passthrough && (loop->offered_flags2 & FW_INIT_FLAG2_PASSTHROUGH)) {
         out->flags2 |= FW_INIT_FLAG2_PASSTHROUGH;
@@ -34,7 +37,10 @@ static void patch_listing(struct fuse_loop *loop, char *body, uint32_t size) {
         struct fw_direntplus *entry = (struct fw_direntplus *)body;
         uint64_t length = (sizeof *entry + (uint64_t)entry->namelen + 7) & ~7ull;
         if (length > size) return;
-        if (entry->entry.nodeid != 0) {
+        if (entry->entry.generation != 0) { /* a name and no more: the kernel makes no inode of it */
+            entry->ino = entry->entry.attr.ino;
+            entry->entry.nodeid = entry->entry.generation = 0;
+        } else if (entry->entry.nodeid != 0) {
             set_ino(loop, entry->entry.nodeid, &entry->entry.attr);
             entry->ino = entry->entry.attr.ino;
         }

@@ -38,6 +38,7 @@ int fl_node_set(struct fuse_loop *loop, uint64_t nodeid, enum fl_state state, ui
     if (gone) status = 0;
     if (status == 0 && !gone) {
         node->nodeid = nodeid;
+        if (state == FL_DRAFT && node->state != FL_DRAFT) node->killed = node->flushed = 0; /* of an earlier draft */
         node->state = (uint8_t)state;
         node->slot = slot;
         node->generation = generation;
@@ -54,6 +55,30 @@ int fl_node_settles(struct fuse_loop *loop, uint64_t nodeid, int settles) {
     if (node != NULL) node->settles = (uint8_t)settles;
     pthread_mutex_unlock(&loop->nodes_lock);
     return node == NULL ? -ESTALE : 0;
+}
+
+static uint32_t expected_at(struct fuse_loop *loop, uint32_t thread) {
+    uint32_t at = 0;
+    while (at < loop->expected_count && loop->expected[at] != thread) at++;
+    return at;
+}
+
+int fl_is_expected(struct fuse_loop *loop, uint32_t thread) {
+    return loop->expected_count != 0 && expected_at(loop, thread) < loop->expected_count;
+}
+
+int fl_expect(struct fuse_loop *loop, uint32_t thread, int expected) {
+    pthread_mutex_lock(&loop->nodes_lock);
+    uint32_t at = expected_at(loop, thread);
+    int status = 0;
+    if (expected && at == FL_EXPECTED)
+        status = -ENOSPC;
+    else if (expected && at == loop->expected_count)
+        loop->expected[loop->expected_count++] = thread;
+    else if (!expected && at < loop->expected_count)
+        loop->expected[at] = loop->expected[--loop->expected_count];
+    pthread_mutex_unlock(&loop->nodes_lock);
+    return status;
 }
 
 int fl_opens(struct fuse_loop *loop, uint64_t nodeid) {
@@ -238,6 +263,9 @@ int fl_create(const struct fl_config *config, struct fuse_loop **out) {
     pthread_mutex_init(&loop->nodes_lock, NULL);
     pthread_mutex_init(&loop->notice_lock, NULL);
     pthread_mutex_init(&loop->calls_lock, NULL);
+    pthread_mutex_init(&loop->locks_lock, NULL);
+    loop->lock_files = calloc(1u << FL_LOCK_FILE_BITS, sizeof *loop->lock_files);
+    loop->locked_keys = calloc(1u << FL_LOCKED_KEY_BITS, sizeof *loop->locked_keys);
     pthread_cond_init(&loop->notice_ready, NULL);
     pthread_cond_init(&loop->reader_free, NULL);
     pthread_cond_init(&loop->turn_done, NULL);
@@ -249,7 +277,9 @@ int fl_create(const struct fl_config *config, struct fuse_loop **out) {
     loop->stop_fd = eventfd(0, EFD_CLOEXEC);
     loop->ended_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     loop->up_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    int status = fl_edges_make(loop) == 0 && loop->pending && loop->records && loop->notices && loop->calls ? make_sockets(loop) : -ENOMEM;
+    int whole = fl_edges_make(loop) == 0 && loop->pending && loop->records && loop->notices && loop->calls &&
+                loop->lock_files && loop->locked_keys;
+    int status = whole ? make_sockets(loop) : -ENOMEM;
     if (status == 0 && (loop->stop_fd < 0 || loop->ended_fd < 0 || loop->up_fd < 0 || loop->calls_fd < 0)) status = -EMFILE;
     if (status < 0) {
         fl_destroy(loop);
@@ -267,6 +297,7 @@ void fl_destroy(struct fuse_loop *loop) {
         free(loop->chunks[i]);
     }
     fl_edges_free(loop);
+    fl_locks_free(loop);
     int descriptors[] = {loop->sockets[0], loop->sockets[1], loop->stop_fd, loop->ended_fd, loop->up_fd, loop->calls_fd};
     for (unsigned i = 0; i < sizeof descriptors / sizeof *descriptors; i++)
         if (descriptors[i] >= 0) close(descriptors[i]);

@@ -19,6 +19,10 @@
 #define FL_NOTICES 65536u
 #define FL_CALLS 1024u /* more than that are relayed */
 #define FL_SPARES 64u
+#define FL_EXPECTED 256u /* threads whose look-ups and opens go to the library: limits.MAX_OPEN_PROMISES */
+#define FL_LOCKS 65536u /* held and waited for */
+#define FL_LOCK_FILE_BITS 10
+#define FL_LOCKED_KEY_BITS 12
 #define FL_NAME_MAX 255
 #define FL_REQUEST_END 2u /* zeros behind a request: names in it end, two of RENAME at the most */
 #define FL_MAX_THREADS 64
@@ -34,9 +38,26 @@ struct fl_node {
     int fd;             /* -1: none; only without passthrough */
     uint32_t turns_given, turns_done; /* of requests that wait for the ones before them (fuse_loop_turns.c) */
     uint8_t state, killed, flushed;
+    uint8_t asked;           /* the kernel may have its attributes: those of a directory are invalidated as they change */
     uint8_t settles;         /* a writer's FLUSH, and a RENAME, go to the library, which answers when they are final */
     uint16_t room;           /* a directory whose names are all here: the longest name that fits in it. Else 0 */
     struct fl_edge *doubts;  /* its edges without a node */
+    uint64_t privileged_ns;  /* a draft's mtime while which its setuid and setgid bits hold */
+    uint64_t lock_key;       /* what its locks are on, with other versions of its file. 0: its inode number */
+};
+
+/* A lock that is held, or waited for: `unique` is to be answered. */
+struct fl_lock {
+    struct fl_lock *next;
+    uint64_t key, nodeid, unique, owner, handle, start, end;
+    uint32_t type, pid;
+    uint8_t whole; /* flock(2) */
+    uint8_t quiet; /* taken through a handle whose closes are not told */
+};
+
+/* Of all files with this hash. */
+struct fl_lock_file {
+    struct fl_lock *held, *waiting;
 };
 
 struct fl_pending {
@@ -66,6 +87,9 @@ struct fl_spare {
     uint64_t nodeid, fh;
 };
 
+/* A handle that this loop gave out: the library's handles are small counters. */
+#define FL_NATIVE_HANDLE (1ull << 63)
+
 /* A thread that serves requests. */
 struct fl_server {
     struct fuse_loop *loop;
@@ -81,7 +105,7 @@ struct fuse_loop {
     uint32_t offered_flags, offered_flags2;
     uint32_t request_size;
     uint64_t largest_object;
-    pthread_mutex_t reader_lock, nodes_lock, notice_lock, calls_lock;
+    pthread_mutex_t reader_lock, nodes_lock, notice_lock, calls_lock, locks_lock;
     pthread_cond_t notice_ready, reader_free, turn_done;
     struct fl_node *chunks[FL_CHUNKS];
     struct fl_edge **edges[FL_EDGE_CHUNKS];
@@ -90,6 +114,11 @@ struct fuse_loop {
     struct fl_spare spares[FL_SPARES];
     uint32_t spare_count;
     uint64_t misses; /* to report */
+    uint32_t expected[FL_EXPECTED];
+    uint32_t expected_count;
+    struct fl_lock_file *lock_files;
+    uint64_t *locked_keys; /* of files that were locked without FLUSH, by hash; the newest stays */
+    uint32_t lock_count, wait_count;
     struct fl_pending *pending;
     uint32_t pending_count;
     struct fl_open_record *records;
@@ -127,6 +156,9 @@ static inline int fl_answers(uint32_t opcode) {
     case FW_LSEEK:
     case FW_FLUSH:
     case FW_INTERRUPT:
+    case FW_GETLK:
+    case FW_SETLK:
+    case FW_SETLKW:
     case FW_CREATE:
     case FW_RENAME:
     case FW_RENAME2:
@@ -137,6 +169,7 @@ static inline int fl_answers(uint32_t opcode) {
 }
 
 struct fl_node *fl_find(struct fuse_loop *loop, uint64_t nodeid);
+int fl_is_expected(struct fuse_loop *loop, uint32_t thread);
 int fl_pending_add(struct fuse_loop *loop, uint64_t unique, uint32_t opcode, uint64_t nodeid);
 int fl_pending_take(struct fuse_loop *loop, uint64_t unique, struct fl_pending *out);
 void fl_record_open(struct fuse_loop *loop, uint64_t nodeid, uint32_t uid, uint32_t pid);
@@ -173,6 +206,16 @@ void fl_detach_backing(struct fuse_loop *loop, struct fl_node *node);
 int fl_handle_create(struct fuse_loop *loop, const struct fw_in_header *in, const struct fw_create_in *body);
 int fl_handle_rename(const struct fl_server *server, const struct fw_in_header *in, uint64_t new_parent,
                      uint32_t flags, const char *names);
+
+/* fuse_loop_locks.c */
+int fl_handle_getlk(struct fuse_loop *loop, const struct fw_in_header *in, const struct fw_lk_in *body);
+int fl_handle_setlk(struct fuse_loop *loop, const struct fw_in_header *in, const struct fw_lk_in *body);
+int fl_handle_interrupt(struct fuse_loop *loop, uint64_t unique);
+int fl_tells_close(struct fuse_loop *loop, const struct fl_node *node);
+void fl_locks_flush(struct fuse_loop *loop, uint64_t nodeid, uint64_t owner);
+/* `last`: the handle's number stands for no open file any more. */
+void fl_locks_release(struct fuse_loop *loop, uint64_t nodeid, const struct fw_release_in *body, int last);
+void fl_locks_free(struct fuse_loop *loop);
 
 /* fuse_loop_calls.c */
 int fl_queue_call(struct fuse_loop *loop, const struct fw_in_header *in);

@@ -28,6 +28,9 @@ enum fw_opcode {
     FW_GETXATTR = 22,
     FW_FLUSH = 25,
     FW_INIT = 26,
+    FW_GETLK = 31,
+    FW_SETLK = 32,
+    FW_SETLKW = 33,
     FW_CREATE = 35,
     FW_INTERRUPT = 36,
     FW_BATCH_FORGET = 42,
@@ -39,6 +42,8 @@ enum fw_opcode {
 
 enum fw_notify { FW_NOTIFY_INVAL_INODE = 2, FW_NOTIFY_INVAL_ENTRY = 3, FW_NOTIFY_INC_EPOCH = 8 };
 
+#define FW_INIT_FLAG_POSIX_LOCKS (1u << 1)
+#define FW_INIT_FLAG_FLOCK_LOCKS (1u << 10)
 #define FW_INIT_FLAG_EXT (1u << 30)
 #define FW_INIT_FLAG_KILLPRIV_V2 (1u << 28)
 #define FW_INIT_FLAG2_PASSTHROUGH (1u << 5)
@@ -139,6 +144,27 @@ struct fw_write_out {
 
 struct fw_getxattr_in {
     uint32_t size, padding;
+};
+
+#define FW_LK_FLOCK 1u
+#define FW_RELEASE_FLOCK_UNLOCK 2u
+
+struct fw_lk_in {
+    uint64_t fh, owner;
+    uint64_t start, end;
+    uint32_t type, pid;
+    uint32_t lk_flags, padding;
+};
+
+struct fw_lk_out {
+    uint64_t start, end;
+    uint32_t type, pid;
+};
+
+struct fw_flush_in {
+    uint64_t fh;
+    uint32_t unused, padding;
+    uint64_t lock_owner;
 };
 
 struct fw_fallocate_in {

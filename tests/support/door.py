@@ -32,16 +32,6 @@ HANG_S: Final = 90.0
 pytest's own timeout, whose signal does not reach a call that waits for a FUSE answer."""
 
 
-replaced_twice = pytest.mark.xfail(
-    not ON_DIRECTORY,
-    raises=OSError,  # wrong bytes are not expected
-    reason="open() of a name that is replaced twice meanwhile gives ESTALE: the kernel looks it up again once",
-    strict=False,
-)
-"""The mount refuses to open a replaced object at once, where a disk still opens it: with two writers that replace
-a name in turn, the second look-up's object may be gone as well."""
-
-
 @dataclass(frozen=True)
 class Door:
     """Where a test works."""

@@ -90,9 +90,10 @@ def mapped_pages(fd: int, length: int) -> Iterator[int]:
 
 
 class Directory:
-    """An open directory stream: readdir(3) with its positions. Names without `.` and `..`."""
+    """An open directory stream: readdir(3) with its positions. Names without `.` and `..`, unless `dots`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, dots: bool = False) -> None:
+        self._dots = dots
         self._stream = _libc.opendir(bytes(path))
         if not self._stream:
             _check(-1)
@@ -106,7 +107,7 @@ class Directory:
                 _check(-1 if ctypes.get_errno() else 0)
                 return None
             name = entry.contents.d_name
-            if name not in (b".", b".."):
+            if self._dots or name not in (b".", b".."):
                 return os.fsdecode(name), entry.contents.d_type
 
     def names(self) -> Iterator[str]:
