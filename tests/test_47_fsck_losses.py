@@ -23,8 +23,8 @@ from tests.support.service import run_kvfs
 from tiers.model import Name
 
 SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
-STORES: Final = int(os.environ.get("KVFS_TEST_STORES", "2"))
-ROUNDS: Final = int(os.environ.get("KVFS_TEST_ROUNDS", "4"))
+STORES: Final = int(os.environ.get("KVFS_TEST_STORES", "1"))
+ROUNDS: Final = int(os.environ.get("KVFS_TEST_ROUNDS", "3"))
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from tests.support.crash_harness import fast_directory
 from tests.support.one_store import Life, damage_one_place, look
 
 SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
-STORES: Final = int(os.environ.get("KVFS_TEST_STORES", "3"))
-ROUNDS: Final = int(os.environ.get("KVFS_TEST_ROUNDS", "6"))
+STORES: Final = int(os.environ.get("KVFS_TEST_STORES", "1"))
+ROUNDS: Final = int(os.environ.get("KVFS_TEST_ROUNDS", "4"))
 
 
 @pytest.fixture
