@@ -77,10 +77,11 @@ class OpenFiles:
         A sealed object is not opened for writing: ESTALE leads the kernel to the draft that takes its place.
         """
         drafts = self._view.drafts
-        if node.draft is not None and not drafts.publish_if_closed(node, node.draft):
+        opened = node.draft
+        if opened is not None and not drafts.publish_if_closed(node, opened):
             if flags & os.O_TRUNC:
-                await drafts.truncate(node, node.draft, 0)
-            return self._open_draft(node, node.draft, flags, pid), False
+                await drafts.truncate(node, opened, 0)
+            return self._open_draft(node, opened, flags, pid), False
         if _writes(flags) or flags & os.O_TRUNC:
             await self._rewrite(node, flags, uid)
             raise stale()
@@ -195,10 +196,12 @@ class OpenFiles:
         large = large_of(opened)
         if large is not None and self._view.backings.killed(handle.node.nodeid):
             return
+        opened.failed = True  # until this one has succeeded
         if drafts.is_durable(handle.node):
             await drafts.persist(handle.node, opened)
         elif large is not None and handle.node.linked and handle.node.draft is opened:
             await large.flush()
+        opened.failed = False
 
     def release(self, number: int) -> None:
         handle = self._handles.pop(number)

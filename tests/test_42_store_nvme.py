@@ -382,7 +382,9 @@ async def test_what_was_made_durable_of_a_draft_counts_before_what_it_replaces(
         journal.evicted(sealed.key)  # its turn to be written has not come
         draft = store.reserve(100, uid=0)
         fill(store, draft, b"draft" * 20)
-        await store.persist_draft(draft, name, Attributes())
+        snapshot = store.put_snapshot(draft, name, Attributes())
+        assert snapshot is not None
+        await journal.settle_snapshot(snapshot, None)
         await journal.persist(sealed.object_id)
         store.abort(draft)
     if lost in ("dram", "both"):
@@ -500,3 +502,41 @@ async def test_what_waits_for_a_failing_device_has_a_limit(
         assert found.mode == accepted
         assert [key for key, _ in store.list(b"b").entries] == [written.key]
         assert await read(store, Name(b"durable", b"k")) == data_of(Name(b"durable", b"k"), 10)
+
+
+async def test_room_for_durable_objects_is_promised_when_they_are_queued(tmp_path: Path) -> None:
+    """What one writer was told is his, the next is not told is free, though nothing is written yet."""
+    size = 700_000
+    async with running(tmp_path, dram_bytes=4 * DRAM, nvme_bytes=16 * MIB) as store:
+        store.create_bucket(b"c", uid=0, gid=0)
+        store.create_bucket(b"d", uid=0, gid=0, durable=True)
+        kept = [Name(b"d", b"%d" % number) for number in range(40)]
+        refused = None
+        for number, name in enumerate(kept):
+            try:
+                put(store, name, size)
+            except NoSpace:
+                refused = number
+                break
+        assert refused is not None
+        with trio.fail_after(20):
+            await store.journal.settle()
+        assert nvme_of(store).log.trouble is None
+        assert nvme_of(store).promised_bytes == 0
+        for name in kept[:refused]:
+            assert nvme_of(store).holds(row_id(store, name))
+
+        source, directory = Name(b"c", b"dir/x"), Name(b"c", b"dir/")
+        put(store, source, size)
+        with pytest.raises(NoSpace):
+            store.rename(source, Name(b"d", b"x"))
+        with pytest.raises(NoSpace):
+            store.rename(directory, Name(b"d", b"dir/"))
+        assert await read(store, source) == data_of(source, size)
+        store.rename(kept[0], Name(b"d", b"moved"))
+
+
+def row_id(store: TieredStore, name: Name) -> int:
+    found = store.lookup(name)
+    assert isinstance(found, ObjectInfo)
+    return found.object_id

@@ -10,6 +10,7 @@ Concurrency: the service's trio thread; nothing here awaits.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from kvfs import crashpoints, limits
@@ -260,17 +261,22 @@ class Naming(Copies):
         if src == dst:
             return
         if self.bucket(dst.bucket).durable:
-            self._check_near(src, row)
+            self._check_movable([(src, row)])
         old = self.names.rename(src.bucket, src.key, dst.bucket, dst.key)
         crashpoints.reach("store.after_rename")
         self._renamed(row, src, dst, replaced=None if old is None else old.object_id)
         if old is not None:
             self._discard(object_key(old.object_id), old.uid)
 
-    def _check_near(self, name: Name, row: NameRow) -> None:
-        """Raises CrossDevice for an object that only the cold tier has: nothing there is durable, so it is copied."""
-        if self._is_far(object_key(row.object_id).digest):
-            raise CrossDevice(f"{name} is only in the cold tier, and cannot be moved into a durable bucket")
+    def _check_movable(self, named: Sequence[tuple[Name, NameRow]]) -> None:
+        """Into a durable bucket. Raises NoSpace; CrossDevice for an object that only the cold tier has: nothing there
+        is durable, so it is copied."""
+        for name, row in named:
+            if self._is_far(object_key(row.object_id).digest):
+                raise CrossDevice(
+                    f"{name} is only in the cold tier, and cannot be moved into a durable bucket"
+                )
+        self.journal.check_keepable(row for _, row in named if not row.flags & DIRECTORY)
 
     def _rename_directory(self, src: Name, dst: Name, replace: bool) -> None:
         if not self.names.has_prefix(src.bucket, src.key):
@@ -284,7 +290,7 @@ class Naming(Copies):
                 raise Exists(f"{dst} exists")
             self._check_empty(dst)
         if self.bucket(dst.bucket).durable:
-            self._check_all_near(src)
+            self._check_movable(list(self._named_below(src)))
         marker = self.names.get(dst.bucket, dst.key) if src != dst else None
         moved = self.names.rename_prefix(
             src.bucket, src.key, dst.bucket, dst.key, limit=limits.MAX_RENAME_KEYS
@@ -295,14 +301,14 @@ class Naming(Copies):
                 replaced = marker.object_id if marker is not None and key == dst.key else None
                 self._renamed(row, Name(src.bucket, old_key), Name(dst.bucket, key), replaced=replaced)
 
-    def _check_all_near(self, directory: Name) -> None:
-        """As `_check_near`, of all that is in a directory."""
+    def _named_below(self, directory: Name) -> Iterator[tuple[Name, NameRow]]:
+        """What is in a directory, as much of it as can be renamed at once."""
         after, left = b"", limits.MAX_RENAME_KEYS
         while left > 0:
             page = self.names.list(directory.bucket, prefix=directory.key, after=after)
             for entry in page.entries:
                 if entry.row is not None:
-                    self._check_near(Name(directory.bucket, entry.name), entry.row)
+                    yield Name(directory.bucket, entry.name), entry.row
             if not page.truncated:
                 return
             after = page.entries[-1].name

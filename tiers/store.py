@@ -32,7 +32,6 @@ import trio
 
 from kvfs import crashpoints, limits
 from kvfs._native.sealer import Sealed
-from kvfs._native.slots import fd_xxh3_64
 from kvfs._native.table import TIER_DRAM, TIER_NVME
 from kvfs.errors import (
     ConfigError,
@@ -256,7 +255,7 @@ class TieredStore(Naming):
         checksum: int | None = None,
         snapshot: int | None = None,
     ) -> ObjectInfo:
-        """Publish a draft under a name: the last seal wins. `snapshot` is what `persist_draft` made of it.
+        """Publish a draft under a name: the last seal wins. `snapshot` is what `put_snapshot` made of it.
 
         Raises WriterActive while it can still be written, Exists when not `replace` and the name is taken, and
         where another object than `expected_id` has it, NotFound where none has (the draft then stays open),
@@ -265,9 +264,9 @@ class TieredStore(Naming):
         """
         self.make_entry_room()
         bucket, old = self._check_sealable(name, replace=replace, expected_id=expected_id)
-        if bucket.durable:
+        same = snapshot is not None and self._is_snapshot(snapshot, draft)
+        if bucket.durable and not same:
             self.journal.check_durable(self.dram.draft_bytes(draft.extent))
-        same = snapshot is not None and self.journal.is_snapshot(snapshot, *self._look_at(draft))
         sequence = snapshot if snapshot is not None and same else self.names.next_ids(1)
         key = object_key(sequence)
         row = new_row(sequence, attributes, 0)
@@ -338,7 +337,7 @@ class TieredStore(Naming):
         )
 
     async def persist_large(self, draft: LargeDraft, name: Name, attributes: Attributes) -> None:
-        """As `persist_draft`: what was written so far is durable, and there under its name after a crash.
+        """What was written so far is durable when this returns, and there under its name after a crash.
 
         Raises NoSpace, DeviceFailed.
         """
@@ -371,8 +370,8 @@ class TieredStore(Naming):
         self.make_entry_room()
         bucket, old = self._check_sealable(name, replace=replace, expected_id=expected_id)
         draft.check()
-        if not draft.is_written or draft.sealed:
-            raise WriterActive(f"{name} is not written yet, or sealed already")
+        if not draft.is_written:
+            raise WriterActive(f"{name} is not written yet, or is being written")
         stored, digest = draft.stored, draft.stored.key.digest
         row = self._large_row(draft, attributes, 0)
         self._report_hits()
@@ -399,29 +398,25 @@ class TieredStore(Naming):
             self.journal.removed(draft.object_id)
         draft.close()
 
-    def _look_at(self, draft: Draft) -> tuple[int, int]:
-        """(bytes, XXH3-64) of a draft as it is now."""
+    def _is_snapshot(self, snapshot: int, draft: Draft) -> bool:
+        """Whether what `put_snapshot` made of a draft is the draft as it is now."""
         descriptor = self.dram.open_draft(draft.extent)
         try:
-            return os.fstat(descriptor).st_size, fd_xxh3_64(descriptor)
+            return self.journal.is_snapshot(snapshot, descriptor)
         finally:
             os.close(descriptor)
 
-    async def persist_draft(
-        self, draft: Draft, name: Name, attributes: Attributes, *, previous: int | None = None
-    ) -> int | None:
-        """Make what a draft holds now durable under its name, though no door but its own sees it; the id of that.
-
-        `previous` is the id of an earlier such copy, which it replaces. None without the NVMe tier. Raises NoSpace,
-        DeviceFailed.
-        """
+    def put_snapshot(self, draft: Draft, name: Name, attributes: Attributes) -> int | None:
+        """Queue what a draft holds now under its name, though no door but its own sees it; the id of that, for
+        `journal.settle_snapshot`. None without the NVMe tier. Raises NoSpace."""
         identity = self.names.next_ids(1)
         row = _with_size(new_row(identity, attributes, SNAPSHOT), self.dram.draft_bytes(draft.extent))
-        return await self.journal.persist_draft(draft.extent, name, row, previous)
+        return self.journal.put_snapshot(draft.extent, name, row)
 
     def rename_snapshot(self, snapshot: int, name: Name, attributes: Attributes) -> None:
-        """What `persist_draft` made has this name from here on."""
-        self.journal.rename_snapshot(name, new_row(snapshot, attributes, SNAPSHOT))
+        """What `put_snapshot` made has this name from here on, whatever got the name after it was made."""
+        row = replace(new_row(snapshot, attributes, SNAPSHOT), sequence=self.names.next_ids(1))
+        self.journal.rename_snapshot(name, row)
 
     def seal_block(
         self,
