@@ -255,12 +255,28 @@ def test_other_weights_end_loads_and_stores_until_the_next_epoch(
     counts = worker.transfers.counts
     assert (counts["stored_blocks"], counts["dropped_blocks"], counts["weights_changed"]) == (2, 4, 1)
     assert len([record for record in caplog.records if "weights in memory" in record.message]) == 1
+    # The engine resets, ends its last requests, and then changes the weights.
+    assert worker.load(epoch=1) == (set(), set())
+    with torch.no_grad():
+        model[1].bias[7] += 3
     worker.store(run_of(third, [5, 6]), epoch=1)
     worker.settle(8)
     assert worker.load(run_of(third, [10, 11]), epoch=1) == ({"request"}, set())
     assert worker.transfers.ended_epoch is None
     with service.client() as client, client.blocks(namespace) as blocks:
         assert [blocks.match(keys) for keys in (first, second, third)] == [2, 0, 2]
+    worker.transfers.close()
+
+
+def test_the_weights_of_an_epoch_are_those_that_compute_first_in_it(service: Service) -> None:
+    namespace, model = namespace_of("computes"), weights()
+    worker = Worker(service, cache(11), namespace, is_async=True, watch=watch_of(model))
+    worker.transfers.enter(plan(computes=True, epoch=1))
+    with torch.no_grad():
+        model[0].weight[3] *= 2
+    worker.store(run_of(keys_of(namespace, 1), [1]), epoch=1)
+    assert worker.transfers.counts["dropped_blocks"] == 1
+    assert worker.transfers.ended_epoch == 1
     worker.transfers.close()
 
 

@@ -63,6 +63,8 @@ class Plan:
 
     loads: list[BlockRun] = field(default_factory=list)
     stores: list[BlockRun] = field(default_factory=list)
+    computes: bool = False
+    """Whether the step computes tokens of blocks that this or a later one may store."""
     epoch: int = 0
     """How often the engine's weights have been declared others; what a worker loads or stores is of this epoch."""
 
@@ -169,6 +171,7 @@ class Planner:
             for step in steps:
                 tracked = self._requests.get(step.request_id)
                 if tracked is not None:
+                    plan.computes = True
                     self._plan_stores(plan, tracked, step)
         return plan
 

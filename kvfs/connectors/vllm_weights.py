@@ -48,6 +48,8 @@ class Watch:
             for _, tensor in tensors_of(model, all_buffers=False)
         )
         self._looked = time.monotonic()
+        self.is_new = False
+        """Whether nothing was computed in this epoch yet."""
         self.is_right = True
         self.changes = 0
         """How often the weights were found to be others."""
@@ -57,18 +59,17 @@ class Watch:
         return self._guard.sample
 
     def enter(self, epoch: int) -> None:
-        """The weights of a new epoch are what they are now."""
-        if epoch == self._epoch:
-            return
-        self._epoch = epoch
-        self._guard.renew()
-        self._looked = time.monotonic()
-        self.is_right = True
+        """The weights of a new epoch are what they are when it computes first: the engine resets, then changes them."""
+        if epoch != self._epoch:
+            self._epoch, self.is_new, self.is_right = epoch, True, True
 
     def look(self) -> bool:
         """Whether the weights are still those of the epoch; on a device as of WEIGHTS_DEVICE_CHECK_S ago at most."""
         now = time.monotonic()
-        if self.is_right and (self._on_cpu or now - self._looked >= WEIGHTS_DEVICE_CHECK_S):
+        if self.is_new:
+            self._guard.renew()
+            self._looked, self.is_new = now, False
+        elif self.is_right and (self._on_cpu or now - self._looked >= WEIGHTS_DEVICE_CHECK_S):
             self._looked = now
             if not self._guard.holds():
                 self._end("the weights in memory are not those that this engine's blocks are of")

@@ -126,7 +126,7 @@ class Transfers:
         self._epoch = plan.epoch
         if self._watch is not None:
             self._watch.enter(plan.epoch)
-            if plan.loads or plan.stores or self._loads:
+            if plan.loads or plan.stores or self._loads or (plan.computes and self._watch.is_new):
                 self._watch.look()
                 self.counts["weights_changed"] = self._watch.changes
 
