@@ -691,8 +691,16 @@ class NvmeTier:
 
     async def _load_extent(self, stored: Stored, number: int, into: memoryview) -> None:
         """One extent to where it belongs in the object, with the zeros that its record does not hold."""
-        length = await self.read_extent(stored, number, into)
         whole = min(self.pool.extent_bytes, stored.size_bytes - number * self.pool.extent_bytes)
+        piece = stored.pieces[number] if number < len(stored.pieces) else None
+        if (
+            piece is not None and piece.payload_bytes > whole
+        ):  # a draft's, that had grown when the service was killed
+            async with self.device.buffer() as view:
+                await self.read_extent(stored, number, view)
+                into[:whole] = view[:whole]
+            return
+        length = await self.read_extent(stored, number, into)
         if length < whole:
             into[length:whole] = bytes(whole - length)
 
