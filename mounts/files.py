@@ -188,14 +188,15 @@ class OpenFiles:
 
     async def settle_close(self, number: int) -> None:
         """close(2) of a writer: in a durable bucket the file is on the device when this returns; one without a slot is
-        in the log, so that it can be published, and the writer is told what stands against that."""
+        in the log, so that it can be published, and the writer is told what stands against that. Not of one that dies
+        by a signal."""
         handle, drafts = self._handles[number], self._view.drafts
         opened = handle.opened
         if not handle.writable or opened is None or opened.torn:
             return
+        if self._view.backings.killed(handle.node.nodeid):
+            return  # half of something: what was durable before stays so
         large = large_of(opened)
-        if large is not None and self._view.backings.killed(handle.node.nodeid):
-            return
         opened.failed = True  # until this one has succeeded
         if drafts.is_durable(handle.node):
             await drafts.persist(handle.node, opened)
