@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from urllib.parse import quote
 
@@ -32,13 +32,15 @@ from gateway.checksums import Checksum, ChecksumType
 from gateway.drafts import Draft
 from gateway.errors import S3Error
 from gateway.found import Found
+from gateway.large import Transfer
 from gateway.metadata import ObjectMetadata, PartMetadata
 from gateway.moving import copy_range
 from gateway.stored import stored
 from gateway.uploads import Upload, find_upload, remove_parts
 from gateway.writing import check_whole, is_large, is_pinned, write_condition
 from kvfs import limits
-from kvfs.errors import KvfsError
+from kvfs.errors import KvfsError, NotFound
+from kvfs.messages import Op
 
 log = logging.getLogger("kvfs.gateway")
 
@@ -53,7 +55,11 @@ class _Part:
 
 
 async def complete(call: Call) -> Answer:
-    claims = bodies.complete_multipart_upload(await _without_checksums(call).read_document())
+    async with _without_checksums(call).read(bodies.complete_multipart_upload()) as claims:
+        return await _complete(call, claims)
+
+
+async def _complete(call: Call, claims: Sequence[PartClaim]) -> Answer:
     upload_id = call.action.upload_id or ""
     upload = await find_upload(call.backend, upload_id, call.bucket, call.key)
     if upload is None:
@@ -193,8 +199,11 @@ async def _complete_large(
     call: Call, upload: Upload, parts: Sequence[_Part], said: ObjectMetadata, seal: Seal
 ) -> Answer:
     """The same where no slot can hold the whole: appended window by window to an object on NVMe."""
-    async with large.writing(call.backend, call.bucket) as transfer:
+    async with _transfers(call, parts) as (transfer, source):
         for part in parts:
+            if source is not None and is_large(call, part.what.size_bytes):
+                await _append_large(call, upload, part, transfer, source)
+                continue
             async with _open_part(call, upload, part) as descriptor:
                 await large.append_slot(transfer, descriptor, 0, part.what.size_bytes)
         if not await upload.claim(call.backend):
@@ -205,9 +214,42 @@ async def _complete_large(
     return _answer(call, said, object_id)
 
 
+@asynccontextmanager
+async def _transfers(call: Call, parts: Sequence[_Part]) -> AsyncIterator[tuple[Transfer, Transfer | None]]:
+    """What the object is written with, and what parts are read with that no slot holds, if there are any: both have
+    their windows, or neither."""
+    async with AsyncExitStack() as stack:
+        target = large.writing(call.backend, call.owner, call.bucket)
+        if not any(is_large(call, part.what.size_bytes) for part in parts):
+            yield await stack.enter_async_context(target), None
+            return
+        async with call.backend.turns.pair():
+            transfer = await stack.enter_async_context(target)
+            source = await stack.enter_async_context(large.readers(call.backend, call.owner))
+        yield transfer, source
+
+
+async def _append_large(
+    call: Call, upload: Upload, part: _Part, transfer: Transfer, source: Transfer
+) -> None:
+    """Raises S3Error InvalidPart where it is another one by now, or gone."""
+    try:
+        found = await source.open(reserved.BUCKET, upload.part_key(part.number))
+    except NotFound:
+        found = None
+    if found is None or found.object_id != part.what.found.object_id:
+        raise S3Error("InvalidPart", detail={"PartNumber": str(part.number)})
+    at, end = 0, part.what.size_bytes
+    while at < end:
+        count = await source.read(at, end - at)
+        await large.append_slot(transfer, source.window.descriptor, 0, count)
+        at += count
+    await source.call(Op.LARGE_CLOSE)
+
+
 async def _join(call: Call, upload: Upload, parts: Sequence[_Part]) -> Draft:
     """A draft that holds the parts' bytes in order; the caller seals or aborts it."""
-    draft = await call.backend.reserve(sum(part.what.size_bytes for part in parts))
+    draft = await call.backend.reserve(call.owner, sum(part.what.size_bytes for part in parts))
     try:
         at = 0
         for part in parts:

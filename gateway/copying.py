@@ -107,7 +107,7 @@ async def _opened(call: Call, bucket: str, key: str) -> AsyncIterator[Source]:
     try:
         opened = await call.backend.open(bucket, key)
     except ObjectTooLarge:
-        async with large.reading(call.backend, bucket, key) as (transfer, found):
+        async with large.reading(call.backend, call.owner, bucket, key) as (transfer, found):
             yield Source(stored(found), -1, transfer)
         return
     if opened is None:
@@ -186,9 +186,9 @@ async def _copy_bytes(call: Call, source: Source, said: ObjectMetadata) -> Copy:
     plan = _plan(call, source)
     if call.key.endswith("/"):
         return await _copy_to_marker(call, plan, said)
-    check_size(call, await call.backend.bucket(call.bucket), size_bytes)
+    check_size(call, size_bytes)
     if is_large(call, size_bytes):
-        async with _room(call, source, large.writing(call.backend, call.bucket)) as transfer:
+        async with transfer_for(call, source, call.bucket) as transfer:
             said = copied_digests(said, plan, await run_copy(plan, transfer))
             seal = replace(condition, user_metadata=said.encode(), mtime_ns=now_ns)
             return Copy(said, await transfer.seal(seal), now_ns)
@@ -204,7 +204,7 @@ async def draft_for(call: Call, source: Source, size_bytes: int) -> AsyncIterato
 
     @asynccontextmanager
     async def reserved() -> AsyncIterator[Draft]:
-        draft = await call.backend.reserve(size_bytes)
+        draft = await call.backend.reserve(call.owner, size_bytes)
         try:
             yield draft
         finally:
@@ -212,6 +212,11 @@ async def draft_for(call: Call, source: Source, size_bytes: int) -> AsyncIterato
 
     async with _room(call, source, reserved()) as draft:
         yield draft
+
+
+def transfer_for(call: Call, source: Source, bucket: str) -> AbstractAsyncContextManager[Transfer]:
+    """The same where no slot holds the copy."""
+    return _room(call, source, large.writing(call.backend, call.owner, bucket))
 
 
 @asynccontextmanager
@@ -225,7 +230,7 @@ async def _room(
             return
         async with call.backend.turns.pair():
             into = await stack.enter_async_context(target)
-            await source.transfer.take_window(call.backend)
+            await source.transfer.take_window()
         yield into
 
 

@@ -51,6 +51,8 @@ class WorkerSettings(BaseModel):
     port: int
     shared: bool = False
     """Whether other workers listen on the same port."""
+    processes: int = 1
+    """Workers in all."""
     admin_host: str | None = None
     admin_port: int = 0
     certificate: Path | None = None
@@ -82,7 +84,7 @@ class Worker:
     def __init__(self, settings: WorkerSettings) -> None:
         """Raises ConfigError."""
         self._settings = settings
-        self._backend = Backend(settings.socket)
+        self._backend = Backend(settings.socket, processes=settings.processes)
         counters = Counters()
         owners = Owners(self._backend)
         front = Front(self._backend, counters, owners)
@@ -177,7 +179,7 @@ def _tell_supervisor(line: str) -> None:
 def _calm_gc() -> None:
     """Requests leave next to no cycles: looking for them at the usual rate took a third of a small request's time."""
     gc.freeze()
-    gc.set_threshold(_GC_THRESHOLD, 50, 50)
+    gc.set_threshold(_GC_THRESHOLD, 10, 10)
 
 
 _GC_THRESHOLD = 50_000

@@ -91,7 +91,7 @@ def _check(data: Path, segments: Path, repair: bool) -> dict[str, Any]:
     from tiers.home import look_home
 
     raise_file_limit()
-    home = look_home(data)
+    home = look_home(data, leave_mark=repair)
 
     async def run() -> dict[str, Any]:
         from tiers.device import open_device
@@ -157,6 +157,8 @@ def _describe(findings: Findings, seconds: float, failure: str) -> dict[str, Any
             }
             for problem in problems
         ],
+        "lost": sorted(name.decode(errors="backslashreplace") for name in findings.lost),
+        "may_have_lost_more": findings.lost_unknown,
         **findings.counts(),
         "seconds": round(seconds, 3),
     }

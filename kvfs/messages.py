@@ -49,6 +49,8 @@ class Op(IntEnum):
     SET_ATTRIBUTES = 43
     STATUS = 44
     SHUTDOWN = 45
+    PROMISE = 46
+    REMOVE_NAMES = 47
     LARGE_CREATE = 48
     LARGE_APPEND = 49
     LARGE_SEAL = 50

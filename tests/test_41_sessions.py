@@ -717,6 +717,26 @@ def test_bytes_reserved_by_a_uid_are_bounded() -> None:
         assert fork(reserve, uid=ALICE, gid=ALICE).result() == [[0], [0, errno.EDQUOT]]
 
 
+def test_a_draft_is_promised_more_within_the_quota() -> None:
+    with session_server(quota_bytes=3 * MIB) as server, RawClient(server) as raw:
+        answers = raw.ask(Reserve((4096, MIB)))
+        [draft, _] = extents(answers)
+
+        def promise(size_bytes: int, generation: int = draft.generation) -> str:
+            arguments = {"slot": draft.slot, "generation": generation, "size_bytes": size_bytes}
+            [received] = raw.ask(Control(Op.PROMISE, arguments))
+            return type(received.answer.error).__name__ if isinstance(received.answer, Failure) else ""
+
+        assert [promise(2 * MIB), promise(4096), promise(2 * MIB)] == ["", "", ""]
+        assert promise(2 * MIB + 1) == "QuotaExceeded"
+        assert promise(1 << 40) == "ObjectTooLarge"
+        assert promise(MIB, draft.generation + 2) == "Superseded"
+        for descriptor in descriptors(answers):
+            os.close(descriptor)
+        raw.ask(Abort(((draft.slot, draft.generation),)))
+        assert [entry.status for entry in extents(raw.ask(Reserve((2 * MIB,))))] == [0]
+
+
 def test_sessions_are_bounded() -> None:
     with session_server(quota=SessionQuota(sessions=6, sessions_per_uid=2)) as server:
 

@@ -233,10 +233,7 @@ class DramTier:
 
     def reserve(self, size_bytes: int = 0) -> Extent:
         """An empty draft, `size_bytes` promised to it until it is sealed. Raises NoSpace, ObjectTooLarge."""
-        if size_bytes > self.largest_object_bytes:
-            raise ObjectTooLarge(
-                f"{size_bytes} bytes; the DRAM tier takes objects up to {self.largest_object_bytes}"
-            )
+        self._check_size(size_bytes)
         promised = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
         self._check_space(promised)
         slot = self._take_slot()
@@ -247,6 +244,22 @@ class DramTier:
             raise
         self._books.open_draft(slot, promised)
         return draft
+
+    def promise(self, draft: Extent, size_bytes: int) -> None:
+        """Promise so many bytes in all to a draft. Raises NoSpace, ObjectTooLarge, Superseded."""
+        self._check_draft(draft)
+        self._check_size(size_bytes)
+        promised = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+        had = self._books.drafts[draft.slot] or self._physical(draft.slot)
+        if promised > had:
+            self._check_space(promised - had)
+            self._books.promise(draft.slot, promised)
+
+    def _check_size(self, size_bytes: int) -> None:
+        if size_bytes > self.largest_object_bytes:
+            raise ObjectTooLarge(
+                f"{size_bytes} bytes; the DRAM tier takes objects up to {self.largest_object_bytes}"
+            )
 
     def _take_slot(self) -> int:
         books = self._books
@@ -282,10 +295,7 @@ class DramTier:
     def _check_sealable(self, draft: Extent) -> tuple[int, int]:
         """(size, physical bytes) of a draft that may be sealed now."""
         size_bytes, physical_bytes = native.check_no_writer(self._slotfd, draft.slot)
-        if size_bytes > self.largest_object_bytes:
-            raise ObjectTooLarge(
-                f"{size_bytes} bytes; the DRAM tier takes objects up to {self.largest_object_bytes}"
-            )
+        self._check_size(size_bytes)
         books = self._books
         over = books.sealed_total + books.held_total + physical_bytes - self._capacity
         if self.backing == "directory" and over > 0:

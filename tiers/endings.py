@@ -66,6 +66,16 @@ class Ending(NamedTuple):
     extent_number: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One page of a file, decoded."""
+
+    epoch: int
+    first_pages: int
+    durable_sequence: int
+    endings: list[Ending]
+
+
 @dataclass(slots=True)
 class Ended:
     """What a replay needs to know of them."""
@@ -77,12 +87,16 @@ class Ended:
     extents: dict[int, dict[int, int]] = field(default_factory=dict)
     """Object id -> extent number -> sequence of the oldest DATA that may count."""
     highest_sequence: int = 0
-    durable_sequence: int = 0
-    """Every record up to this one was durable once."""
+    newest: tuple[int, int] = (0, 0)
+    """(epoch, durable sequence) of the newest page."""
 
     @property
-    def highest_id(self) -> int:
-        return max(max(each, default=0) for each in (self.objects, self.names, self.extents))
+    def durable_sequence(self) -> int:
+        """Every record up to this one was durable when the newest page was written."""
+        return self.newest[1]
+
+    def mark(self, page: Page) -> None:
+        self.newest = max(self.newest, (page.epoch, page.durable_sequence))
 
     def add(self, ending: Ending) -> bool:
         """Whether that was not known."""
@@ -115,16 +129,6 @@ def encode_page(
         durable_sequence=durable_sequence,
     )[:-8]
     return (head + xxh3_64(head + body).to_bytes(8, "little") + body).ljust(ENDINGS_PAGE_BYTES, b"\0")
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """One page of a file, decoded."""
-
-    epoch: int
-    first_pages: int
-    durable_sequence: int
-    endings: list[Ending]
 
 
 def decode_page(data: bytes | memoryview, store_id: bytes) -> Page | None:
@@ -236,7 +240,7 @@ class Endings:
                     page = self._page(file, number, part[at : at + ENDINGS_PAGE_BYTES])
                     if page is None:
                         continue
-                    ended.durable_sequence = max(ended.durable_sequence, page.durable_sequence)
+                    ended.mark(page)
                     for ending in page.endings:
                         if ended.add(ending):
                             self._keep(ending)
@@ -287,6 +291,14 @@ class Endings:
                 self._keep(ending)
             del self._pending[: len(page)]
 
+    async def finish(self) -> None:
+        """At a clean stop: how far the log was durable. Raises NoSpace, DeviceFailed."""
+        if self._active is not None and self._next_page < self._active.pages:
+            await self._put(self._active, self._next_page, [])
+            self._next_page += 1
+            self._is_dirty = True
+        await self.sync()
+
     async def sync(self) -> None:
         """Make what was written durable. Raises NoSpace, DeviceFailed."""
         if self._is_dirty and self._active is not None:
@@ -319,11 +331,13 @@ class Endings:
             self._pending = noted + self._pending  # kept twice does no harm
             raise
         target.is_complete = True
+        self._drop_faulty(target)
         self._active, self._next_page, self._is_dirty = target, len(pages), False
 
     async def _prepare(self, file: _File) -> None:
         """Have the file there, with its size."""
-        if file.fd >= 0 and file.pages * ENDINGS_PAGE_BYTES == self._size_bytes:
+        fits = file.fd >= 0 and file.pages * ENDINGS_PAGE_BYTES == self._size_bytes
+        if fits and file.path.name not in self.faults:
             return
         if file.fd >= 0:
             self._device.close_file(file.fd)
@@ -331,6 +345,16 @@ class Endings:
         file.path.unlink(missing_ok=True)
         file.fd = self._device.open_file(file.path, self._size_bytes, create=True)
         file.pages = self._size_bytes // ENDINGS_PAGE_BYTES
+
+    def _drop_faulty(self, written: _File) -> None:
+        """All that counts is in the file that was written just now: a damaged one goes."""
+        for file in self._files:
+            if file is not written and file.path.name in self.faults:
+                if file.fd >= 0:
+                    self._device.close_file(file.fd)
+                file.path.unlink(missing_ok=True)
+                file.fd, file.is_complete = -1, False
+        self.faults.clear()
 
     async def _put(self, file: _File, number: int, endings: Sequence[Ending]) -> None:
         data = encode_page(

@@ -123,8 +123,8 @@ class Home:
         _write_format(self.path, _Format(self.store_id, clean, linux.boot_id(), start, previous_start))
 
 
-def look_home(path: Path) -> Home:
-    """Lock and read a data directory that is there, and write nothing.
+def look_home(path: Path, *, leave_mark: bool = False) -> Home:
+    """Lock and read a data directory that is there, and write nothing; but who holds the lock, with `leave_mark`.
 
     Raises NotFound where there is none, StoreLocked, FormatMismatch.
     """
@@ -132,7 +132,7 @@ def look_home(path: Path) -> Home:
         if not (path / file).exists():
             raise NotFound(f"{path}: not a data directory of kvfs, it has no {file}")
     path = path.resolve()
-    lock_fd = _lock(path, leave_mark=False)
+    lock_fd = _lock(path, leave_mark=leave_mark)
     try:
         return Home(path, _read_format(path), lock_fd)
     except BaseException:

@@ -305,6 +305,7 @@ class Log:
             try:
                 if self._segment is not None and self._segment.headers:
                     await self.pool.close(self._segment)
+                await self.pool.endings.finish()
             finally:
                 self._wake_settled()
 
@@ -445,8 +446,9 @@ class Log:
             await self._sync_files()
             crashpoints.reach("log.after_sync")
             self.counts.syncs += 1
+            if self._unsynced:
+                endings.durable_sequence = self._next_sequence - 1
             self._unsynced.clear()
-        endings.durable_sequence = self._next_sequence - 1
         self._has_deleted = self._is_due = False
         self._note_replaced()
         await endings.write()  # before anybody is told: synced with what comes next

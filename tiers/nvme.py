@@ -217,12 +217,12 @@ class NvmeTier:
     @property
     def live_bytes(self) -> int:
         """Of records that still count."""
-        return sum(segment.live_bytes for segment in self.pool.segments)
+        return self.pool.live_bytes
 
     @property
     def kept_bytes(self) -> int:
         """Of objects that reclaim moves: durable, pinned, held."""
-        return sum(segment.kept_bytes for segment in self.pool.segments)
+        return self.pool.kept_bytes
 
     @property
     def durable_capacity_bytes(self) -> int:
@@ -597,11 +597,8 @@ class NvmeTier:
             self._count_piece(piece, stored.stays, 1)
 
     def _count_piece(self, piece: Piece, kept: bool, sign: int) -> None:
-        segment = self._by_number[piece.segment]
-        counted = counted_bytes(piece.record_bytes, 0)
-        segment.live_bytes += sign * counted
-        if kept:
-            segment.kept_bytes += sign * counted
+        counted = sign * counted_bytes(piece.record_bytes, 0)
+        self.pool.count(self._by_number[piece.segment], counted, counted if kept else 0)
 
     def _set_meta(self, stored: Stored, place: tuple[Location, int] | None) -> None:
         self._account(stored.meta, -1)
@@ -612,9 +609,7 @@ class NvmeTier:
         """Names and buckets always move, so they count as kept."""
         if place is not None:
             (number, _), counted = place
-            segment = self._by_number[number]
-            segment.live_bytes += sign * counted
-            segment.kept_bytes += sign * counted
+            self.pool.count(self._by_number[number], sign * counted, sign * counted)
 
     # --- reading ------------------------------------------------------------------------------------------
 

@@ -211,8 +211,8 @@ class Replay:
     def finish(self) -> None:
         """Decide what counts, and have the tier adopt it."""
         found = self.found
-        ids = chain(self.bucket_places, self.dead, self.objects)
-        found.highest_id = max(self.ended.highest_id, highest_id(ids))
+        known = chain(self.bucket_places, self.dead, self.objects, self.ended.names, self.ended.extents)
+        found.highest_id = highest_id(known)
         for bucket_id, (row, place) in self.bucket_places.items():
             if bucket_id not in self.dead:
                 found.buckets[bucket_id] = row
@@ -337,7 +337,7 @@ async def _release_spent(pool: SegmentPool, replay: Replay) -> None:
 async def _repeat_endings(pool: SegmentPool, replay: Replay) -> None:
     for name, faults in pool.endings.faults.items():
         _log.error("%s: %s; written again from the log", pool.directory / name, "; ".join(faults[:3]))
-    pool.endings.durable_sequence = replay.next_sequence - 1
+    pool.endings.durable_sequence = pool.last_sequence
     try:
         await pool.endings.begin(list(replay.unrepeated()))
     except (NoSpace, DeviceFailed) as error:  # the log's next write tries again

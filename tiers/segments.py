@@ -74,7 +74,7 @@ class Segment:
     first_sequence: int = 0
     last_sequence: int = 0
     live_bytes: int = 0
-    """Of records that still count."""
+    """Of records that still count; changed by `SegmentPool.count`, as `kept_bytes`."""
     kept_bytes: int = 0
     """Part of live_bytes: of durable objects, which reclaim must move."""
     headers: list[bytes] = field(default_factory=list)
@@ -142,6 +142,9 @@ class SegmentPool:
         self.endings = Endings(device, directory, store_id)
         self.endings.spans = self._spans
         self.next_sequence = 1
+        self.live_bytes = 0
+        self.kept_bytes = 0
+        """Both of all segments together: each durable seal asks, and there may be 65,536 of them."""
         self.trims = False
         """Whether the device is told what a freed segment no longer holds."""
 
@@ -164,6 +167,20 @@ class SegmentPool:
             for each in self.used()
             if each.first_sequence
         ]
+
+<<<<<<< HEAD
+    def count(self, segment: Segment, live_bytes: int, kept_bytes: int) -> None:
+        """Records of a segment begin to count, or (negative) count no more."""
+        segment.live_bytes += live_bytes
+        segment.kept_bytes += kept_bytes
+        self.live_bytes += live_bytes
+        self.kept_bytes += kept_bytes
+=======
+    @property
+    def last_sequence(self) -> int:
+        """Of all records that are there."""
+        return max((segment.last_sequence for segment in self.used()), default=0)
+>>>>>>> recovery
 
     def room(self, segment: Segment, more_records: int, more_body_bytes: int) -> int:
         """Bytes that so many further records may take, so that the footer still fits behind them."""
@@ -195,7 +212,8 @@ class SegmentPool:
         segment.state = SegmentState.IN_USE
         segment.end = SEGMENT_DATA_START
         segment.closed = False
-        segment.first_sequence = segment.last_sequence = segment.live_bytes = segment.kept_bytes = 0
+        segment.first_sequence = segment.last_sequence = 0
+        self.count(segment, -segment.live_bytes, -segment.kept_bytes)
         segment.forget_records()
         return segment
 

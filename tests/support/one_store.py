@@ -108,14 +108,14 @@ class Life:
         self._count += 1
         return b"%015d " % self._count + self.chance.randbytes(size)
 
-    async def run(self, changes: int, *, killed: bool, keep: bool = True) -> None:
-        """One life. Killed: after the last change, acknowledged or not."""
+    async def run(self, changes: int, *, killed: bool, keep: bool = True, settled: bool = False) -> None:
+        """One life. Killed: after the last change, which is acknowledged or not, or `settled`."""
         device = ThreadDevice()
         store = await start(self.path, device)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(store.run)
-                await self._live(store, changes, killed)
+                await self._live(store, changes, killed and not settled)
                 nursery.cancel_scope.cancel()
             if not killed:
                 await store.finish()
@@ -126,7 +126,7 @@ class Life:
             with trio.CancelScope(shield=True):
                 await device.aclose()
 
-    async def _live(self, store: TieredStore, changes: int, killed: bool) -> None:
+    async def _live(self, store: TieredStore, changes: int, may_end_early: bool) -> None:
         if not store.buckets():
             store.create_bucket(CACHE, uid=0, gid=0)
             store.create_bucket(DURABLE, uid=0, gid=0, durable=True)
@@ -151,7 +151,7 @@ class Life:
             if doing is not None:
                 await doing
             store.maintain()
-            if killed and number == changes - 1 and self.chance.random() < 0.5:
+            if may_end_early and number == changes - 1 and self.chance.random() < 0.5:
                 return
             await store.journal.settle()
             self.expected.settled()
