@@ -168,19 +168,17 @@ class SegmentPool:
             if each.first_sequence
         ]
 
-<<<<<<< HEAD
     def count(self, segment: Segment, live_bytes: int, kept_bytes: int) -> None:
         """Records of a segment begin to count, or (negative) count no more."""
         segment.live_bytes += live_bytes
         segment.kept_bytes += kept_bytes
         self.live_bytes += live_bytes
         self.kept_bytes += kept_bytes
-=======
+
     @property
     def last_sequence(self) -> int:
         """Of all records that are there."""
         return max((segment.last_sequence for segment in self.used()), default=0)
->>>>>>> recovery
 
     def room(self, segment: Segment, more_records: int, more_body_bytes: int) -> int:
         """Bytes that so many further records may take, so that the footer still fits behind them."""
