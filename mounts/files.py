@@ -374,13 +374,13 @@ class OpenFiles:
             await self._view.store.journal.persist(node.info.object_id)
 
     async def settle_close(self, number: int) -> None:
-        """close(2) of whoever wrote or made a file: see `DraftKeeper.settle_change`."""
+        """close(2) of whoever wrote or made a file: see `DraftKeeper.settle_change`. Not of one that dies by a signal."""
         handle, drafts = self._handles[number], self._view.drafts
         opened = handle.opened
         if not number & 1 or opened is None or opened.torn:
             return
         if self._view.backings.killed(handle.node.nodeid):
-            return
+            return  # half of something: what was durable before stays so
         await drafts.settle_change(handle.node, opened)
 
     def release(self, number: int) -> None:

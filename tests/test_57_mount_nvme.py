@@ -16,7 +16,7 @@ import pytest
 
 from kvfs import linux
 from tests.support.door import ON_DIRECTORY, TEST_MODES, eventually
-from tests.support.posix import pattern
+from tests.support.posix import pattern, start_child, wait_child
 from tests.support.service import Service
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
@@ -266,3 +266,32 @@ def test_a_full_tier_says_so_at_the_close(service: Service, large: bool) -> None
     lose_index(service)
     service.restart()
     check()
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["", "large"])
+def test_what_a_killed_writer_wrote_is_not_made_durable(service: Service, large: bool) -> None:
+    """Nor does it take the place of what was there, though somebody else has the file open when the service dies."""
+    bucket = durable_bucket(service, *(["--large"] if large else []))
+    path = bucket / "file"
+    path.write_bytes(b"whole")
+    with path.open("r+b", buffering=0) as other:
+        ready, child_ready = os.pipe()
+
+        def write() -> None:
+            other.close()  # inherited; the plain mode takes its end in a killed process for a close
+            with path.open("r+b", buffering=0) as file:
+                file.write(b"ha")
+                os.write(child_ready, b".")
+                signal.pause()
+
+        pid = start_child(write)
+        assert os.read(ready, 1) == b"."
+        os.kill(pid, signal.SIGKILL)
+        assert wait_child(pid) == -signal.SIGKILL  # and its close was answered
+        service.kill()
+        with suppress(OSError):
+            other.close()
+    for end in (ready, child_ready):
+        os.close(end)
+    service.restart()
+    assert path.read_bytes() == b"whole"

@@ -399,10 +399,10 @@ class Worker:
             data = self.fresh(CACHE)
             self.contents.note(data)
             self.write(name, data)
-            begun = self.journal.begin("mount setxattr", {f"{name}#pin": "0"})
+            begun = self.journal.begin("mount setxattr", {f"{name}#pin": None})
             self.change(begun, lambda: os.setxattr(self.path(name), "user.kvfs.pin", b"0"))
         value = self.chance.choice("01")
-        begun = self.journal.begin("mount setxattr", {f"{name}#pin": value})
+        begun = self.journal.begin("mount setxattr", {f"{name}#pin": "pinned" if value == "1" else None})
         self.change(begun, lambda: os.setxattr(self.path(name), "user.kvfs.pin", value.encode()))
 
     def mark(self) -> None:

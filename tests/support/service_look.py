@@ -137,8 +137,8 @@ def _look_at_words(found: Look, mount: Path, names: list[str]) -> None:
         try:
             if name.endswith("/") and (mount / name).is_dir():
                 found.found[name] = "directory"
-            elif name.endswith("#pin"):
-                found.found[name] = os.getxattr(mount / name[:-4], "user.kvfs.pin").decode()
+            elif name.endswith("#pin") and os.getxattr(mount / name[:-4], "user.kvfs.pin") == b"1":
+                found.found[name] = "pinned"
         except FileNotFoundError:
             continue
 
