@@ -374,7 +374,7 @@ class OpenFiles:
             await self._view.store.journal.persist(node.info.object_id)
 
     async def settle_close(self, number: int) -> None:
-        """close(2) of whoever wrote or made a file: see `DraftKeeper.settle_change`. Not of one that dies by a signal."""
+        """Answer close(2) of whoever wrote or made a file, unless it dies by a signal: `DraftKeeper.settle_change`."""
         handle, drafts = self._handles[number], self._view.drafts
         opened = handle.opened
         if not number & 1 or opened is None or opened.torn:
