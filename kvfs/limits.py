@@ -37,8 +37,12 @@ MAX_LIST_ENTRIES: Final = 1_000
 """One page of a listing, as in S3's ListObjectsV2: bounds the time that one call holds the event loop."""
 MAX_USER_METADATA_BYTES: Final = 64 * KIB
 """User metadata in a name's row, as for one extended attribute (S3 itself ends at 2 KiB)."""
-DEFAULT_NAME_MAP_BYTES: Final = 256 * MIB
-"""First size of the name index's map (a sparse file): about a million names; it doubles when full."""
+DEFAULT_NAME_MAP_BYTES: Final = 4 * MIB
+"""First size of the name index's file, allocated whole: about 15,000 names; it doubles when full..."""
+MAX_NAME_MAP_STEP_BYTES: Final = 64 * MIB
+"""...by no more than this at a time, so that a large index is not half empty."""
+NAME_RESERVE_BYTES: Final = 1 * MIB
+"""Allocated behind the map for removals: on a full filesystem one has to write pages before it frees any."""
 MAX_NAME_MAP_BYTES: Final = 64 * GIB
 """The map of the name index never grows past this; a full index answers ENOSPC."""
 MAX_META_KEY_BYTES: Final = 64
