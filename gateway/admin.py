@@ -45,6 +45,9 @@ class Admin:
         own = self._counters.exposition(
             connections=self._gateway.open_connections,
             accepted=self._gateway.accepted,
+            closed_silent=self._gateway.places.closed_silent,
+            refused=self._gateway.places.refused,
+            given_up=self._backend.room.given_up,
             connected=self._backend.is_connected,
         )
         try:

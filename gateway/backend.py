@@ -16,22 +16,26 @@ import base64
 import errno
 import logging
 import os
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from gateway.connected import Connected
 from gateway.drafts import Draft
 from gateway.found import (
+    NO_SLOT,
     BucketInfo,
     Found,
     Listed,
     bucket_of_object,
     found_of_object,
 )
+from gateway.room import Arriving
 from gateway.session import Session
 from kvfs import limits
-from kvfs.errors import BucketNotFound, IsDirectory, KvfsError, NotFound, SessionClosed, Superseded
+from kvfs.errors import BucketNotFound, Exists, IsDirectory, KvfsError, NotFound, SessionClosed, Superseded
 from kvfs.exchange import status_error
 from kvfs.messages import (
     Abort,
@@ -47,6 +51,9 @@ from kvfs.messages import (
 log = logging.getLogger("kvfs.gateway")
 
 _OPEN_ATTEMPTS = 4
+
+Expected = tuple[str, int | None]
+"""A key, and the id of the object that it must name, if that matters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +159,7 @@ class Backend(Connected):
                 return -1
             raise status_error(entry.status, f"{bucket}/{key}")
         try:
-            if self._direct is not None:
+            if self._direct is not None and entry.slot != NO_SLOT:
                 same = found.block or self._direct.holds(entry.slot, entry.generation, found.object_id)
             else:
                 again = await self.find(bucket, key)
@@ -166,22 +173,39 @@ class Backend(Connected):
         return -1
 
     # --- writing -----------------------------------------------------------------------------------------
-    async def reserve(self, size_bytes: int) -> Draft:
-        """Raises NoSpace, ObjectTooLarge; S3Error SlowDown."""
-        session = await self.session()
-        spare = self._spares.take(size_bytes) if self._spares is not None else None
-        return spare if spare is not None else await self.reserve_in(session, size_bytes)
+    async def reserve(self, owner: str, size_bytes: int, body: Arriving | None = None) -> Draft:
+        """Room for so many bytes; of a `body`, as they come. Raises NoSpace, ObjectTooLarge; S3Error SlowDown."""
+        return await self.reserve_in(await self.session(), owner, size_bytes, body)
 
-    async def reserve_in(self, session: Session, size_bytes: int) -> Draft:
-        """A draft of this session, when it is its turn. Raises as `reserve`."""
+    async def reserve_in(
+        self,
+        session: Session,
+        owner: str,
+        size_bytes: int,
+        body: Arriving | None = None,
+        *,
+        whole: bool = False,
+    ) -> Draft:
+        """A draft of this session, when it is its turn; `whole`: with all of its room. Raises as `reserve`."""
 
         async def ask() -> Draft:
-            [(entry, descriptor)] = await session.opened(Reserve((size_bytes,)))
-            if descriptor is None:
-                raise status_error(entry.status, f"room for {size_bytes} bytes")
-            return Draft(session, entry.slot, entry.generation, descriptor)
+            holding = self.room.admit(owner, size_bytes, body, whole=whole)
+            try:
+                draft = self._spare(session, holding.held_bytes)
+                if draft is None:
+                    draft = await _reserve_some(session, holding.held_bytes)
+            except BaseException:
+                holding.release()
+                raise
+            draft.holding, holding.draft = holding, draft
+            return draft
 
-        return await self.turns.reserve(ask)
+        return await self.turns.reserve(ask, owner)
+
+    def _spare(self, session: Session, size_bytes: int) -> Draft | None:
+        if self._spares is None or session is not self._session:
+            return None
+        return self._spares.take(size_bytes)
 
     async def abort(self, draft: Draft) -> None:
         """Give a draft back; after a seal it does nothing. Never raises for a session that ended."""
@@ -193,8 +217,8 @@ class Backend(Connected):
             except KvfsError as error:
                 log.debug("a draft was not given back: %s", error)
 
-    async def seal(self, draft: Draft, seal: Seal) -> None:
-        """Publish a draft. Raises Exists, NotFound as its condition says; the draft then stays."""
+    async def seal(self, draft: Draft, seal: Seal) -> int:
+        """Publish a draft; the object's id. Raises Exists, NotFound as its condition says; the draft then stays."""
         draft.close()
         if draft.session is not self._session or self._seals is None:
             raise SessionClosed("the session that granted the draft has ended")
@@ -214,9 +238,10 @@ class Backend(Connected):
         if result.status:
             raise status_error(result.status, f"{seal.bucket}/{seal.key}")
         draft.open = False
+        return result.value
 
-    async def seal_block(self, draft: Draft, bucket: BucketInfo, digest: bytes) -> bool:
-        """Publish a draft as a block; False where the block was there already, and counts."""
+    async def seal_block(self, draft: Draft, bucket: BucketInfo, digest: bytes) -> int:
+        """Publish a draft as a block; the id of the one that counts, which may have been there before."""
         handle = await self.namespace(draft.session, bucket)
         draft.close()
         seal = BlockSeal(draft.slot, draft.generation, digest)
@@ -224,7 +249,7 @@ class Backend(Connected):
         if result.status not in (0, errno.EEXIST):
             raise status_error(result.status, digest.hex())
         draft.open = False
-        return result.status == 0
+        return result.value
 
     async def namespace(self, session: Session, bucket: BucketInfo) -> int:
         """The session's handle of a bound bucket."""
@@ -251,10 +276,12 @@ class Backend(Connected):
                 break
         return hits
 
-    async def put_marker(self, bucket: str, key: str, user_metadata: bytes) -> None:
-        """A key that ends in '/'."""
+    async def put_marker(self, bucket: str, key: str, user_metadata: bytes) -> Found:
+        """Make or replace a key that ends in '/'."""
         encoded = base64.b64encode(user_metadata).decode()
-        await self.control(Op.MKDIR, name=[bucket, key], marker=encoded)
+        made = found_of_object(await self.control(Op.MKDIR, name=[bucket, key], marker=encoded))
+        assert made is not None, "MKDIR answers with the marker that it made"
+        return made
 
     async def set_metadata(
         self, bucket: str, key: str, found: Found, user_metadata: bytes, mtime_ns: int | None = None
@@ -269,8 +296,10 @@ class Backend(Connected):
             **arguments,
         )
 
-    async def pin(self, bucket: str, key: str, pinned: bool) -> None:
-        await self.control(Op.PIN, name=[bucket, key], pinned=pinned)
+    async def pin(self, bucket: str, key: str, object_id: int) -> None:
+        """Pin this very object; nothing where the key has come to stand for another one, or for none."""
+        with suppress(Exists, NotFound):
+            await self.control(Op.PIN, name=[bucket, key], expected_id=object_id)
 
     async def remove(self, bucket: str, key: str, *, expected_id: int | None = None) -> bool:
         """Remove a key; whether there was one. Raises BucketNotFound, Exists where another than expected has it."""
@@ -285,8 +314,41 @@ class Backend(Connected):
             return False
         return True
 
+    async def remove_many(self, bucket: str, keys: Sequence[Expected]) -> Sequence[KvfsError | None]:
+        """Remove keys, each if it names the object that is expected; what failed of each. A missing one is removed."""
+        failed = deque[KvfsError | None]()
+        for some in _batches(keys):
+            found = await self.control(
+                Op.REMOVE_NAMES,
+                names=[[bucket, key] for key, _ in some],
+                expected_ids=[expected for _, expected in some],
+            )
+            for (key, _), status in zip(some, found["statuses"], strict=True):
+                gone = status in (0, errno.ENOENT, errno.EISDIR)
+                failed.append(None if gone else status_error(status, f"{bucket}/{key}"))
+        return failed
+
     async def status(self) -> dict[str, Any]:
         return await self.control(Op.STATUS)
+
+
+def _batches(keys: Sequence[Expected]) -> Iterator[Sequence[Expected]]:
+    """As many keys as one request takes, escaped as JSON."""
+    start = size_bytes = 0
+    for at, (key, _) in enumerate(keys):
+        more_bytes = 6 * len(untext(key)) + limits.MAX_BUCKET_NAME_BYTES + 64
+        if at - start >= limits.MAX_REMOVED_NAMES or size_bytes + more_bytes > limits.MAX_CONTROL_BYTES:
+            yield keys[start:at]
+            start, size_bytes = at, 0
+        size_bytes += more_bytes
+    yield keys[start:]
+
+
+async def _reserve_some(session: Session, size_bytes: int) -> Draft:
+    [(entry, descriptor)] = await session.opened(Reserve((size_bytes,)))
+    if descriptor is None:
+        raise status_error(entry.status, f"room for {size_bytes} bytes")
+    return Draft(session, entry.slot, entry.generation, descriptor)
 
 
 def next_bucket(buckets: list[BucketInfo], name: str) -> BucketInfo:

@@ -59,8 +59,8 @@ async def _is_shown(call: Call, name: str) -> bool:
 
 
 async def create_bucket(call: Call) -> Answer:
-    location = bodies.create_bucket_configuration(await call.read_document())
-    _check_location(call, location)
+    async with call.read(bodies.create_bucket_configuration()) as location:
+        _check_location(call, location)
     check_name(call.bucket)
     try:
         large = call.settings.makes_large(call.bucket)

@@ -9,11 +9,13 @@ Concurrency: one task per call.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from gateway import conditions
+from gateway import bodies, conditions
 from gateway.backend import Backend
 from gateway.credentials import check_right
 from gateway.errors import S3Error
@@ -21,14 +23,17 @@ from gateway.found import Found
 from gateway.metadata import ObjectMetadata
 from gateway.owners import Owners
 from gateway.request import Request
+from gateway.room import Holding
 from gateway.routing import Action, Operation
 from gateway.settings import GatewaySettings
 from gateway.signing import Verified
+from gateway.upload_counts import UploadCounts
 from kvfs import limits
 from kvfs._native.receiver import Receiver
 from kvfs.credentials import RightName
 
 Headers = Sequence[tuple[str, str]]
+T = TypeVar("T")
 
 _BUCKET_OWNER = b"x-amz-expected-bucket-owner"
 _SOURCE_OWNER = b"x-amz-source-expected-bucket-owner"
@@ -41,9 +46,64 @@ class Body(Protocol):
         """At least one byte, 0 at the end."""
         ...
 
-    async def receive_file(self, descriptor: int, receiver: Receiver) -> bool:
-        """All of it into an empty file, if that goes without Python; else nothing is done, and False."""
+    async def receive_file(self, descriptor: int, receiver: Receiver, holding: Holding | None = None) -> bool:
+        """All of it into an empty file, if that goes without Python; else nothing is done, and False. `holding`: its
+        room, which grows on the way."""
         ...
+
+    @property
+    def received_bytes(self) -> int: ...
+
+    @property
+    def body_done(self) -> bool: ...
+
+    def give_up(self) -> None:
+        """End it as if it had stalled."""
+        ...
+
+
+class Held:
+    """What is in hand of one document."""
+
+    __slots__ = ("_documents", "_owner", "size_bytes")
+
+    def __init__(self, documents: Documents, owner: str) -> None:
+        self._documents = documents
+        self._owner = owner
+        self.size_bytes = 0
+
+    def add(self, size_bytes: int) -> None:
+        """Raises S3Error SlowDown."""
+        self._documents.add(self._owner, size_bytes)
+        self.size_bytes += size_bytes
+
+
+class Documents:
+    """The documents that a process has in hand, by owner: their bytes are bounded."""
+
+    def __init__(self) -> None:
+        self._by_owner: Counter[str] = Counter()
+
+    def add(self, owner: str, size_bytes: int) -> None:
+        """Raises S3Error SlowDown."""
+        own = self._by_owner[owner] + size_bytes
+        most = limits.DOCUMENTS_BYTES
+        total = self._by_owner.total() + size_bytes
+        if own > most // limits.OWNER_SHARE_OF_DOCUMENTS or total > most:
+            raise S3Error(
+                "SlowDown", "Documents of requests under way take all the memory there is for them."
+            )
+        self._by_owner[owner] = own
+
+    @contextmanager
+    def hold(self, owner: str) -> Iterator[Held]:
+        held = Held(self, owner)
+        try:
+            yield held
+        finally:
+            self._by_owner[owner] -= held.size_bytes
+            if not self._by_owner[owner]:
+                del self._by_owner[owner]
 
 
 @dataclass(slots=True)
@@ -98,6 +158,8 @@ class Call:
     settings: GatewaySettings
     body: Body
     request_id: str
+    documents: Documents
+    uploads: UploadCounts
     content_length: int | None
     """Of the body on the wire; None where HTTP chunks it."""
     secure: bool = False
@@ -140,22 +202,19 @@ class Call:
         if expected is not None:
             await self.owners.check_expected(expected, bucket)
 
-    async def read_document(self) -> bytes:
-        """A body of XML or JSON, whole. Raises S3Error EntityTooLarge, and what a checked body raises."""
-        from gateway.receiving import MemorySink, receive
+    @asynccontextmanager
+    async def read(self, document: bodies.Document[T]) -> AsyncIterator[T]:
+        """What the body's document means; its memory counts until the context ends. Raises S3Error as the document
+        does, SlowDown where others' documents take the memory there is for them, and what a checked body raises."""
+        from gateway.receiving import DocumentSink, receive
 
-        sink = MemorySink(limits.MAX_XML_BODY_BYTES)
-        await receive(self, sink)
-        return bytes(sink.data)
+        with self.documents.hold(self.owner) as held:
+            await receive(self, DocumentSink(document, held))
+            yield document.finish()
 
 
 def no_such_key(key: str) -> S3Error:
     return S3Error("NoSuchKey", detail={"Key": key})
-
-
-def identity(found: Found) -> bytes:
-    """What an opaque ETag is made of."""
-    return found.object_id.to_bytes(16, "big")
 
 
 @dataclass(frozen=True, slots=True)

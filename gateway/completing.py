@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from urllib.parse import quote
 
@@ -32,13 +32,15 @@ from gateway.checksums import Checksum, ChecksumType
 from gateway.drafts import Draft
 from gateway.errors import S3Error
 from gateway.found import Found
+from gateway.large import Transfer
 from gateway.metadata import ObjectMetadata, PartMetadata
 from gateway.moving import copy_range
 from gateway.stored import stored
 from gateway.uploads import Upload, find_upload, remove_parts
 from gateway.writing import check_whole, is_large, is_pinned, write_condition
 from kvfs import limits
-from kvfs.errors import KvfsError
+from kvfs.errors import KvfsError, NotFound
+from kvfs.messages import Op
 
 log = logging.getLogger("kvfs.gateway")
 
@@ -53,7 +55,11 @@ class _Part:
 
 
 async def complete(call: Call) -> Answer:
-    claims = bodies.complete_multipart_upload(await _without_checksums(call).read_document())
+    async with _without_checksums(call).read(bodies.complete_multipart_upload()) as claims:
+        return await _complete(call, claims)
+
+
+async def _complete(call: Call, claims: Sequence[PartClaim]) -> Answer:
     upload_id = call.action.upload_id or ""
     upload = await find_upload(call.backend, upload_id, call.bucket, call.key)
     if upload is None:
@@ -73,11 +79,11 @@ async def complete(call: Call) -> Answer:
         if not await upload.claim(call.backend):
             return await _completed_before(call, upload_id)
         async with _restored(call, upload):
-            await call.backend.seal(draft, seal)
+            object_id = await call.backend.seal(draft, seal)
     finally:
         await call.backend.abort(draft)
-    await _tidy(call, upload, said)
-    return await _answer(call, said)
+    await _tidy(call, upload, said, object_id)
+    return _answer(call, said, object_id)
 
 
 def _without_checksums(call: Call) -> Call:
@@ -193,21 +199,57 @@ async def _complete_large(
     call: Call, upload: Upload, parts: Sequence[_Part], said: ObjectMetadata, seal: Seal
 ) -> Answer:
     """The same where no slot can hold the whole: appended window by window to an object on NVMe."""
-    async with large.writing(call.backend, call.bucket) as transfer:
+    async with _transfers(call, parts) as (transfer, source):
         for part in parts:
+            if source is not None and is_large(call, part.what.size_bytes):
+                await _append_large(call, upload, part, transfer, source)
+                continue
             async with _open_part(call, upload, part) as descriptor:
                 await large.append_slot(transfer, descriptor, 0, part.what.size_bytes)
         if not await upload.claim(call.backend):
             return await _completed_before(call, upload.upload_id)
         async with _restored(call, upload):
-            await transfer.seal(seal)
-    await _tidy(call, upload, said)
-    return await _answer(call, said)
+            object_id = await transfer.seal(seal)
+    await _tidy(call, upload, said, object_id)
+    return _answer(call, said, object_id)
+
+
+@asynccontextmanager
+async def _transfers(call: Call, parts: Sequence[_Part]) -> AsyncIterator[tuple[Transfer, Transfer | None]]:
+    """What the object is written with, and what parts are read with that no slot holds, if there are any: both have
+    their windows, or neither."""
+    async with AsyncExitStack() as stack:
+        target = large.writing(call.backend, call.owner, call.bucket)
+        if not any(is_large(call, part.what.size_bytes) for part in parts):
+            yield await stack.enter_async_context(target), None
+            return
+        async with call.backend.turns.pair():
+            transfer = await stack.enter_async_context(target)
+            source = await stack.enter_async_context(large.readers(call.backend, call.owner))
+        yield transfer, source
+
+
+async def _append_large(
+    call: Call, upload: Upload, part: _Part, transfer: Transfer, source: Transfer
+) -> None:
+    """Raises S3Error InvalidPart where it is another one by now, or gone."""
+    try:
+        found = await source.open(reserved.BUCKET, upload.part_key(part.number))
+    except NotFound:
+        found = None
+    if found is None or found.object_id != part.what.found.object_id:
+        raise S3Error("InvalidPart", detail={"PartNumber": str(part.number)})
+    at, end = 0, part.what.size_bytes
+    while at < end:
+        count = await source.read(at, end - at)
+        await large.append_slot(transfer, source.window.descriptor, 0, count)
+        at += count
+    await source.call(Op.LARGE_CLOSE)
 
 
 async def _join(call: Call, upload: Upload, parts: Sequence[_Part]) -> Draft:
     """A draft that holds the parts' bytes in order; the caller seals or aborts it."""
-    draft = await call.backend.reserve(sum(part.what.size_bytes for part in parts))
+    draft = await call.backend.reserve(call.owner, sum(part.what.size_bytes for part in parts))
     try:
         at = 0
         for part in parts:
@@ -256,11 +298,11 @@ async def _restored(call: Call, upload: Upload) -> AsyncIterator[None]:
         raise
 
 
-async def _tidy(call: Call, upload: Upload, said: ObjectMetadata) -> None:
+async def _tidy(call: Call, upload: Upload, said: ObjectMetadata, object_id: int) -> None:
     """What may fail without the completion having failed."""
     try:
         if is_pinned(said):
-            await call.backend.pin(call.bucket, call.key, True)
+            await call.backend.pin(call.bucket, call.key, object_id)
         await remove_parts(call.backend, upload.upload_id)
     except KvfsError as error:
         log.warning("parts of upload %s are left until they expire: %s", upload.upload_id, error)
@@ -274,7 +316,7 @@ async def _completed_before(call: Call, upload_id: str) -> Answer:
             if found is not None and not found.marker:
                 said = stored(found).metadata
                 if upload_id and said.upload_id == upload_id:
-                    return await _answer(call, said)
+                    return _answer(call, said, found.object_id)
             if not upload_id or await _is_known(call, upload_id):
                 break
             await trio.sleep(_WINNER_POLL_S)
@@ -289,11 +331,8 @@ async def _is_known(call: Call, upload_id: str) -> bool:
     return not page.entries
 
 
-async def _answer(call: Call, said: ObjectMetadata) -> Answer:
-    etag = said.etag
-    if not etag:
-        found = await call.backend.find(call.bucket, call.key)
-        etag = "" if found is None else stored(found).etag
+def _answer(call: Call, said: ObjectMetadata, object_id: int) -> Answer:
+    etag = etags.of_object(said.etag, object_id)
     scheme = "https" if call.secure else "http"
     location = f"{scheme}://{call.request.host}/{call.bucket}/{quote(call.key)}"
     body = documents.complete_multipart_upload(location, call.bucket, call.key, etag, said.checksum)

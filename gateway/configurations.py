@@ -2,8 +2,8 @@
 
 Responsibility: clients look at a bucket's versioning, policy, CORS rules and so on before they use it, or to show it.
 None of them can be set here (their PUT is NotImplemented), so S3's answer of a bucket that never had one is the truth.
-The ACL is that of S3's `private`: the owner may do everything, and beside it only credentials say who may what. To set
-that very one changes nothing, and is taken.
+ACLs are disabled, as in every bucket that S3 makes now (`BucketOwnerEnforced`): the owner may do everything, and beside
+that only credentials say who may what. To set an ACL that says so changes nothing, and is taken.
 
 Concurrency: one task per call.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from gateway.calls import Answer, Call, Document, no_such_key
 from gateway.errors import S3Error
+from gateway.promises import NO_ACLS
 from gateway.stored import stored
 from gateway.unset import EMPTY, MISSING
 from gateway.xml import document, element
@@ -33,7 +34,8 @@ async def get_bucket_acl(call: Call) -> Answer:
 
 
 async def put_bucket_acl(call: Call) -> Answer:
-    """`gateway.routing` let only a harmless canned ACL through. Raises S3Error NotImplemented for grants in a body."""
+    """`gateway.routing` let only a harmless canned ACL through. Raises S3Error AccessControlListNotSupported for grants
+    in a body."""
     await call.backend.bucket(call.bucket)
     _refuse_grants(call)
     return Answer(200)
@@ -60,7 +62,7 @@ async def _object_owner(call: Call) -> str:
 
 def _refuse_grants(call: Call) -> None:
     if call.content_length != 0:
-        raise S3Error("NotImplemented", "Grants are not implemented: credentials say who may what.")
+        raise S3Error(NO_ACLS)
 
 
 def _access_control_policy(owner: str) -> bytes:

@@ -22,6 +22,7 @@ import trio
 from gateway.batches import Batches
 from gateway.direct import Direct
 from gateway.drafts import SpareDrafts
+from gateway.room import Holding, Room
 from gateway.session import Session
 from gateway.turns import Turns
 from kvfs import limits
@@ -34,7 +35,9 @@ log = logging.getLogger("kvfs.gateway")
 class Connected:
     """What `gateway.backend` stands on. `run` must run beside it."""
 
-    def __init__(self, socket_path: Path, *, client: str = "kvfs gateway") -> None:
+    def __init__(self, socket_path: Path, *, client: str = "kvfs gateway", processes: int = 1) -> None:
+        """`processes`: how many gateways there are like this one, which share the user's quota."""
+        self._processes = processes
         self._path = socket_path
         self._client = client
         self._session: Session | None = None
@@ -42,7 +45,8 @@ class Connected:
         self._direct: Direct | None = None
         self._changed = trio.Event()
         self._touched: list[bytes] = []
-        self.turns = Turns()
+        self.room = Room(self.grow)
+        self.turns = Turns(self.room.hurry)
         self._spares: SpareDrafts | None = None
         self._seals: Batches[NameSeal, Result] | None = None
         self._opens: Batches[tuple[bytes, bytes], tuple[ExtentResult, int | None]] | None = None
@@ -87,6 +91,9 @@ class Connected:
             except (OSError, KvfsError) as error:
                 log.info("names are asked of the service: %s", error)
         self._session, self._slow = session, slow
+        told = session.hello.details
+        largest_bytes = told["limits"]["object_bytes"]
+        self.room.resize(max(told["quota"]["bytes"] // self._processes, largest_bytes), largest_bytes)
         self._spares = SpareDrafts(session)
         self._seals = Batches(partial(_send_seals, session))
         self._opens = Batches(lambda names: slow.opened(OpenNames(tuple(names))))
@@ -140,6 +147,24 @@ class Connected:
             raise SessionClosed(f"{self._path}: no service answers")
         return await Session.connect(self._path, self._client, self._nursery)
 
+    async def grow(self, holding: Holding) -> None:
+        """More of the tier for a body. Raises NoSpace, SessionClosed; S3Error SlowDown."""
+        draft = holding.draft
+        assert draft is not None
+
+        async def ask() -> None:
+            before = holding.held_bytes
+            self.room.set(holding, holding.next_bytes)
+            try:
+                await draft.session.control(
+                    Op.PROMISE, slot=draft.slot, generation=draft.generation, size_bytes=holding.held_bytes
+                )
+            except BaseException:
+                self.room.set(holding, before)
+                raise
+
+        await self.turns.grow(ask, holding.owner)
+
     async def control(self, op: Op, **arguments: Any) -> dict[str, Any]:
         return await (await self.session()).control(op, **arguments)
 
@@ -150,12 +175,8 @@ class Connected:
             self._touched.append(store_key)
 
     async def _report_hits(self, session: Session) -> None:
-        """And see that the session answers: a request that waits has no deadline of its own."""
         while True:
             await trio.sleep(limits.GATEWAY_TOUCH_INTERVAL_S)
-            session.check_time()
-            if self._slow is not None:
-                self._slow.check_time()
             if self._touched:
                 keys, self._touched = self._touched, []
                 try:

@@ -29,7 +29,9 @@ import trio
 
 from gateway.framing import BadChunk, ChunkedReader
 from gateway.heads import END, BadHead, Head, parse_head
+from gateway.places import Place
 from gateway.plain import PlainPut
+from gateway.room import Holding
 from gateway.transports import Buffer, Gone, Pace, PlainTransport, Stalled, Transport, breathe
 from kvfs import limits
 from kvfs._native.receiver import Receiver
@@ -92,7 +94,7 @@ class _Input:
                 return head
             if self._end - self._start == len(self._memory):
                 raise BadHead(431, f"headers of more than {limits.MAX_HEAD_BYTES} bytes")
-            timeout_s = limits.KEEP_ALIVE_S
+            timeout_s = self._transport.quiet_s
             if self._start < self._end:
                 deadline_s = deadline_s or trio.current_time() + limits.HEAD_TIMEOUT_S
                 timeout_s = deadline_s - trio.current_time()
@@ -117,6 +119,8 @@ class Exchange:
         self.peer = transport.peer
         self.secure = transport.secure
         self.answered = False
+        self.signed = plain is not None
+        """Whether the application knows who asks."""
         self.keep_alive = head.keep_alive
         self._transport = transport
         self._input = source
@@ -142,9 +146,19 @@ class Exchange:
         self._pace.moved += count
         return count
 
-    async def receive_file(self, descriptor: int, receiver: Receiver) -> bool:
+    @property
+    def received_bytes(self) -> int:
+        """Of the body."""
+        return 0 if self._pace is None else self._pace.moved
+
+    def give_up(self) -> None:
+        """End the body as if it had stalled."""
+        self._transport.give_up()
+
+    async def receive_file(self, descriptor: int, receiver: Receiver, holding: Holding | None = None) -> bool:
         """The body into an empty file, if it is of one length, not encrypted and not begun; else nothing is done, and
-        False. Raises BodyLost, Stalled, Gone, and KvfsError of the file."""
+        False. `holding`: its room, which grows on the way. Raises BodyLost, Stalled, Gone, KvfsError of the file and of
+        the room, S3Error SlowDown."""
         transport = self._transport
         if self._chunked is not None or self._pace is not None or not isinstance(transport, PlainTransport):
             return False
@@ -158,7 +172,12 @@ class Exchange:
             self._input.consume(len(pending))
         while self._left:
             before = receiver.size_bytes
-            alive = await transport.receive_file(receiver, descriptor, self._left, self._pace)
+            count = self._left
+            if holding is not None:
+                if holding.held_bytes <= before:
+                    await holding.grow()
+                count = min(count, holding.held_bytes - before)
+            alive = await transport.receive_file(receiver, descriptor, count, self._pace)
             self._took(receiver.size_bytes - before)
             if not alive:
                 self.keep_alive = False
@@ -324,13 +343,17 @@ class Connection:
         application: Application,
         refuse: Refusal,
         wait: Callable[[], Awaitable[tuple[bytes, PlainPut | None]]] | None = None,
+        place: Place | None = None,
     ) -> None:
-        """`wait`: for the first bytes of a request, where that is not the transport's (`gateway.front`), and what they
-        begin with if it is a plain PUT; b"" for the end of the stream. Raises Gone, Stalled."""
+        """`place`: told whether a request is under way. `wait`: for the first bytes of a request, where that is not the
+        transport's (`gateway.front`), and what they begin with if it is a plain PUT; b"" for the end of the stream.
+        Raises Gone, Stalled."""
         self._transport = transport
         self._application = application
         self._refuse = refuse
         self._wait = wait
+        self._place = place or Place("")
+        self._place.transport = transport
         self._input = _Input(transport)
         self._is_idle = False
         self._exchange: Exchange | None = None
@@ -364,6 +387,7 @@ class Connection:
         if self._stopping:
             return False
         self._is_idle = True
+        self._place.silent_s = trio.current_time()
         plain = None
         if self._wait is not None and not self._input.pending:
             data, plain = await self._wait()
@@ -377,10 +401,13 @@ class Connection:
                 return False
             head = parse_head(found)
         self._is_idle = False
+        self._place.silent_s = None
         self._exchange = exchange = Exchange(head, self._transport, self._input, plain)
         exchange.keep_alive = exchange.keep_alive and not self._stopping
         await self._application(exchange)
         self._exchange = None
+        self._transport.quiet_s = limits.KEEP_ALIVE_S
+        self._place.known = self._place.known or exchange.signed
         if not exchange.answered:
             log.error("%s: a request was left without an answer", self._transport.peer)
             return False

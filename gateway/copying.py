@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import trio
 
 from gateway import checksums, conditions, documents, large, metadata, ranges
+from gateway import etag as etags
 from gateway.calls import Answer, Call, Document, Stored, no_such_key
 from gateway.checksums import Algorithm, Checksum, ChecksumType
 from gateway.drafts import Draft
@@ -67,6 +68,19 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """A copy as it was sealed: by now its key may stand for another object."""
+
+    said: ObjectMetadata
+    object_id: int
+    mtime_ns: int
+
+    @property
+    def etag(self) -> str:
+        return etags.of_object(self.said.etag, self.object_id)
+
+
+@dataclass(frozen=True, slots=True)
 class CopyPlan:
     """What is copied, and which digests are taken on the way."""
 
@@ -93,7 +107,7 @@ async def _opened(call: Call, bucket: str, key: str) -> AsyncIterator[Source]:
     try:
         opened = await call.backend.open(bucket, key)
     except ObjectTooLarge:
-        async with large.reading(call.backend, bucket, key) as (transfer, found):
+        async with large.reading(call.backend, call.owner, bucket, key) as (transfer, found):
             yield Source(stored(found), -1, transfer)
         return
     if opened is None:
@@ -128,15 +142,12 @@ async def copy_object(call: Call) -> Answer:
                 "the object's metadata.",
             )
         if itself and not call.request.header(b"x-amz-checksum-algorithm"):
-            said = await _change_itself(call, source, said)
+            copy = await _change_itself(call, source, said)
         else:
-            said = await _copy_bytes(call, source, said)
-    if is_pinned(said) and not call.key.endswith("/"):
-        await call.backend.pin(call.bucket, call.key, True)
-    found = await call.backend.find(call.bucket, call.key)
-    if found is None:
-        raise no_such_key(call.key)
-    return Document(200, (), documents.copy_object(stored(found).etag, found.mtime_ns, said.checksum))
+            copy = await _copy_bytes(call, source, said)
+    if is_pinned(copy.said) and not call.key.endswith("/"):
+        await call.backend.pin(call.bucket, call.key, copy.object_id)
+    return Document(200, (), documents.copy_object(copy.etag, copy.mtime_ns, copy.said.checksum))
 
 
 def _directive(call: Call, header: bytes) -> bool:
@@ -157,33 +168,34 @@ def _metadata(call: Call, what: Stored, replaces: bool, replaces_tags: bool) -> 
     return new
 
 
-async def _change_itself(call: Call, source: Source, said: ObjectMetadata) -> ObjectMetadata:
+async def _change_itself(call: Call, source: Source, said: ObjectMetadata) -> Copy:
     """A copy onto itself: new metadata and a new time, the same bytes."""
     what = source.what
     said = replace(said, etag=what.metadata.etag, checksum=what.metadata.checksum, parts=what.metadata.parts)
     if what.found.block:
         raise S3Error("NotImplemented", "A block has no metadata of its own.")
     encoded = pack_marker(said, what.inline) if what.found.marker else said.encode()
-    await call.backend.set_metadata(call.bucket, call.key, what.found, encoded, time.time_ns())
-    return said
+    mtime_ns = time.time_ns()
+    await call.backend.set_metadata(call.bucket, call.key, what.found, encoded, mtime_ns)
+    return Copy(said, what.found.object_id, mtime_ns)
 
 
-async def _copy_bytes(call: Call, source: Source, said: ObjectMetadata) -> ObjectMetadata:
-    size_bytes = source.what.size_bytes
+async def _copy_bytes(call: Call, source: Source, said: ObjectMetadata) -> Copy:
+    size_bytes, now_ns = source.what.size_bytes, time.time_ns()
     condition = await write_condition(call)
     plan = _plan(call, source)
     if call.key.endswith("/"):
         return await _copy_to_marker(call, plan, said)
-    check_size(call, await call.backend.bucket(call.bucket), size_bytes)
+    check_size(call, size_bytes)
     if is_large(call, size_bytes):
-        async with _room(call, source, large.writing(call.backend, call.bucket)) as transfer:
+        async with transfer_for(call, source, call.bucket) as transfer:
             said = copied_digests(said, plan, await run_copy(plan, transfer))
-            await transfer.seal(replace(condition, user_metadata=said.encode()))
-        return said
+            seal = replace(condition, user_metadata=said.encode(), mtime_ns=now_ns)
+            return Copy(said, await transfer.seal(seal), now_ns)
     async with draft_for(call, source, size_bytes) as draft:
         said = copied_digests(said, plan, await run_copy(plan, draft))
-        await call.backend.seal(draft, replace(condition, user_metadata=said.encode()))
-    return said
+        seal = replace(condition, user_metadata=said.encode(), mtime_ns=now_ns)
+        return Copy(said, await call.backend.seal(draft, seal), now_ns)
 
 
 @asynccontextmanager
@@ -192,7 +204,7 @@ async def draft_for(call: Call, source: Source, size_bytes: int) -> AsyncIterato
 
     @asynccontextmanager
     async def reserved() -> AsyncIterator[Draft]:
-        draft = await call.backend.reserve(size_bytes)
+        draft = await call.backend.reserve(call.owner, size_bytes)
         try:
             yield draft
         finally:
@@ -200,6 +212,11 @@ async def draft_for(call: Call, source: Source, size_bytes: int) -> AsyncIterato
 
     async with _room(call, source, reserved()) as draft:
         yield draft
+
+
+def transfer_for(call: Call, source: Source, bucket: str) -> AbstractAsyncContextManager[Transfer]:
+    """The same where no slot holds the copy."""
+    return _room(call, source, large.writing(call.backend, call.owner, bucket))
 
 
 @asynccontextmanager
@@ -213,11 +230,11 @@ async def _room(
             return
         async with call.backend.turns.pair():
             into = await stack.enter_async_context(target)
-            await source.transfer.take_window(call.backend)
+            await source.transfer.take_window()
         yield into
 
 
-async def _copy_to_marker(call: Call, plan: CopyPlan, said: ObjectMetadata) -> ObjectMetadata:
+async def _copy_to_marker(call: Call, plan: CopyPlan, said: ObjectMetadata) -> Copy:
     if plan.span.size_bytes > limits.MAX_MARKER_BODY_BYTES:
         raise S3Error(
             "EntityTooLarge", f"A key that ends in '/' takes at most {limits.MAX_MARKER_BODY_BYTES} bytes."
@@ -229,8 +246,8 @@ async def _copy_to_marker(call: Call, plan: CopyPlan, said: ObjectMetadata) -> O
     digests = _Digests(plan)
     digests.update(memoryview(body))
     said = copied_digests(said, plan, digests)
-    await call.backend.put_marker(call.bucket, call.key, pack_marker(said, body))
-    return said
+    made = await call.backend.put_marker(call.bucket, call.key, pack_marker(said, body))
+    return Copy(said, made.object_id, made.mtime_ns)
 
 
 def _plan(call: Call, source: Source) -> CopyPlan:

@@ -26,7 +26,16 @@ class Counters:
     def failed(self, code: str) -> None:
         self.errors[code] += 1
 
-    def exposition(self, *, connections: int, accepted: int, connected: bool) -> str:
+    def exposition(
+        self,
+        *,
+        connections: int,
+        accepted: int,
+        closed_silent: int,
+        refused: int,
+        given_up: int,
+        connected: bool,
+    ) -> str:
         """`kvfs_s3_*` in exposition format 0.0.4."""
         lines = _metric("requests_total", "counter", "Authenticated requests.", "operation", self.requests)
         lines += _metric("errors_total", "counter", "Requests that failed.", "code", self.errors)
@@ -41,6 +50,19 @@ class Counters:
             ),
             ("connections", "gauge", "Connections that are open.", connections),
             ("connections_total", "counter", "Connections that were accepted.", accepted),
+            (
+                "connections_closed_silent_total",
+                "counter",
+                "Silent connections that were closed for new ones.",
+                closed_silent,
+            ),
+            (
+                "connections_refused_total",
+                "counter",
+                "Connections of addresses that have their share.",
+                refused,
+            ),
+            ("bodies_given_up_total", "counter", "Slow bodies that ended because others waited.", given_up),
             ("connected_bool", "gauge", "1 while there is a session with the service.", int(connected)),
         ):
             lines += [

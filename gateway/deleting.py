@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from gateway import bodies, checksums, documents
-from gateway.bodies import DeleteClaim
+from gateway.addressing import check_key
+from gateway.bodies import DeleteClaim, DeleteRequest
 from gateway.calls import Answer, Call, Document
 from gateway.conditions import Conditions
 from gateway.errors import S3Error, from_kvfs
 from gateway.routing import check_version
-from gateway.writing import remove_key
-from kvfs import limits
-from kvfs.errors import BucketNotFound, KvfsError
+from gateway.writing import expected_of
 
 _Outcome = tuple[str, str | None]
 
@@ -22,29 +21,38 @@ async def delete_objects(call: Call) -> Answer:
         raise S3Error(
             "InvalidRequest", "Missing required header for this request: Content-MD5 OR x-amz-checksum-*"
         )
-    request = bodies.delete(await call.read_document())
-    deleted: list[_Outcome] = []
+    async with call.read(bodies.delete()) as request:
+        return await _delete_all(call, request)
+
+
+async def _delete_all(call: Call, request: DeleteRequest) -> Answer:
+    """Those whose conditions hold, in as few requests to the service as they take."""
     failed: list[tuple[str, str | None, S3Error]] = []
+    wanted: list[tuple[DeleteClaim, int | None]] = []
     for claim in request.objects:
         try:
-            await _delete(call, claim)
+            wanted.append((claim, await _expected(call, claim)))
         except S3Error as error:
-            failed.append((claim.key, claim.version_id, error))
-        except BucketNotFound:
-            raise
-        except KvfsError as error:
-            failed.append((claim.key, claim.version_id, from_kvfs(error, f"{call.bucket}/{claim.key}")))
-        else:
+            # Its traceback would keep this call, and the call the error, until the collector comes by.
+            failed.append((claim.key, claim.version_id, error.with_traceback(None)))
+    pairs = [(claim.key, expected_id) for claim, expected_id in wanted]
+    deleted: list[_Outcome] = []
+    outcomes = await call.backend.remove_many(call.bucket, pairs)
+    for (claim, _), outcome in zip(wanted, outcomes, strict=True):
+        if outcome is None:
             deleted.append((claim.key, claim.version_id))
+        else:
+            why = from_kvfs(outcome, f"{call.bucket}/{claim.key}")
+            failed.append((claim.key, claim.version_id, why))
     return Document(200, (), documents.delete_result([] if request.quiet else deleted, failed))
 
 
-async def _delete(call: Call, claim: DeleteClaim) -> None:
+async def _expected(call: Call, claim: DeleteClaim) -> int | None:
+    """The object that it must be, if it says so. Raises S3Error."""
     if claim.version_id is not None:
         check_version(claim.version_id)
-    if len(claim.key.encode()) > limits.MAX_KEY_BYTES:
-        raise S3Error("KeyTooLongError")
+    check_key(claim.key)
     wanted = Conditions(
         () if claim.etag is None else (claim.etag,), size_bytes=claim.size_bytes, modified_s=claim.modified_s
     )
-    await remove_key(call, call.bucket, claim.key, wanted)
+    return await expected_of(call, call.bucket, claim.key, wanted)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import trio
 
+from gateway.room import Holding
 from gateway.session import Session
 from kvfs import limits
 from kvfs.errors import KvfsError
@@ -34,9 +35,15 @@ class Draft:
     generation: int
     descriptor: int
     open: bool = field(default=True)
+    holding: Holding | None = None
+    """Its room, where it was asked for by an owner."""
 
     def close(self) -> None:
-        """Close the descriptor, as the seal wants it."""
+        """Close the descriptor, as the seal wants it, and give the room back: nothing more is written."""
+        if self.holding is not None:
+            self.holding.release()
+            self.holding.draft = None
+            self.holding = None
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

@@ -23,6 +23,7 @@ _NONE: Final[Mapping[str, str]] = MappingProxyType({})
 
 _TABLE: Final[dict[str, tuple[int, str]]] = {
     # who asks
+    "AccessControlListNotSupported": (400, "The bucket does not allow ACLs."),
     "AccessDenied": (403, "Access denied."),
     "AccessForbidden": (403, "CORS is not enabled for this bucket."),
     "AuthorizationHeaderMalformed": (400, "The Authorization header is malformed."),
@@ -36,6 +37,10 @@ _TABLE: Final[dict[str, tuple[int, str]]] = {
     "BucketAlreadyExists": (409, "The bucket exists and belongs to somebody else."),
     "BucketAlreadyOwnedByYou": (409, "The bucket exists and is yours."),
     "BucketNotEmpty": (409, "The bucket still holds objects."),
+    "InvalidBucketAclWithObjectOwnership": (
+        400,
+        "A bucket here cannot have an ACL: its owner owns all in it.",
+    ),
     "InvalidBucketName": (400, "This is no bucket name."),
     "InvalidObjectState": (403, "The object cannot be read now."),
     "KeyTooLongError": (400, "The key is longer than 1024 bytes."),

@@ -22,6 +22,11 @@ def opaque(identity: bytes) -> str:
     return f"{xxh3_128_digest(identity).hex()}-1"
 
 
+def of_object(taken: str, object_id: int) -> str:
+    """Return the ETag of an object: the one `taken` of its bytes, or, where that is empty, an opaque one of its id."""
+    return taken or opaque(object_id.to_bytes(16, "big"))
+
+
 def quote(etag: str) -> str:
     """As headers and documents have it."""
     return f'"{etag}"'

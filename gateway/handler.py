@@ -16,6 +16,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import NamedTuple
 
 from gateway import (
@@ -36,7 +37,7 @@ from gateway import (
     writing,
 )
 from gateway.backend import Backend
-from gateway.calls import AnyAnswer, Call, Document, FileAnswer, HeadAnswer, Headers
+from gateway.calls import AnyAnswer, Call, Document, Documents, FileAnswer, HeadAnswer, Headers
 from gateway.connection import BodyLost, Exchange
 from gateway.counters import Counters
 from gateway.errors import S3Error, from_kvfs
@@ -48,6 +49,8 @@ from gateway.request import Request
 from gateway.routing import Action, Operation, Right
 from gateway.settings import GatewaySettings
 from gateway.transports import Gone, Stalled
+from gateway.upload_counts import UploadCounts
+from gateway.uploads import all_uploads
 from kvfs.credentials import RightName
 from kvfs.errors import BucketNotFound, KvfsError
 
@@ -83,6 +86,9 @@ _OPERATIONS: dict[Operation, Callable[[Call], Awaitable[AnyAnswer | LargeAnswer]
     Operation.GET_BUCKET_CONFIGURATION: configurations.get_configuration,
     Operation.GET_BUCKET_ACL: configurations.get_bucket_acl,
     Operation.PUT_BUCKET_ACL: configurations.put_bucket_acl,
+    Operation.GET_BUCKET_TAGGING: tagging.get_bucket_tagging,
+    Operation.PUT_BUCKET_TAGGING: tagging.put_bucket_tagging,
+    Operation.DELETE_BUCKET_TAGGING: tagging.delete_bucket_tagging,
     Operation.GET_OBJECT_ACL: configurations.get_object_acl,
     Operation.PUT_OBJECT_ACL: configurations.put_object_acl,
 }
@@ -124,6 +130,8 @@ class Handler:
         self._front = front
         self._clock = clock
         self._next_id = secrets.randbits(64)
+        self._documents = Documents()
+        self._uploads = UploadCounts(partial(all_uploads, backend))
         self._routes: dict[tuple[str, bytes, str], _Route] = {}
 
     def replace_settings(self, settings: GatewaySettings) -> None:
@@ -170,8 +178,9 @@ class Handler:
     ) -> AnyAnswer | LargeAnswer | None:
         """None where it is sent already."""
         settings = self._settings
-        routing.refuse_preflight(request)
+        routing.refuse_unsigned(request)
         verified = signing.verify(request, settings.credentials, self._clock(), settings.region)
+        exchange.signed = True
         action, right, operation, name = self._route(request)
         head = exchange.head
         call = Call(
@@ -183,6 +192,8 @@ class Handler:
             settings,
             exchange,
             request_id,
+            self._documents,
+            self._uploads,
             None if head.chunked else head.content_length,
             exchange.secure,
         )

@@ -26,6 +26,7 @@ from gateway.checksums import Digester
 from gateway.drafts import Draft
 from gateway.found import Found, found_of_object
 from gateway.moving import Digests, copy_range
+from gateway.room import Arriving
 from gateway.session import Session
 from gateway.transports import Gone
 from kvfs import limits
@@ -41,17 +42,25 @@ class Transfer:
     """A session and its window."""
 
     session: Session
+    backend: Backend
+    owner: str
+    """Whose request it is."""
+    body: Arriving | None = None
+    """What comes through the window, if a client sends it."""
     given: Draft | None = None
+    closed: bool = False
 
     @property
     def window(self) -> Draft:
         assert self.given is not None, "the transfer has no window yet"
         return self.given
 
-    async def take_window(self, backend: Backend) -> None:
+    async def take_window(self) -> None:
         """Raises as `Backend.reserve`."""
         if self.given is None:
-            self.given = await backend.reserve_in(self.session, _PIECE)
+            self.given = await self.backend.reserve_in(
+                self.session, self.owner, _PIECE, self.body, whole=True
+            )
 
     async def call(self, op: Op, **arguments: Any) -> dict[str, Any]:
         return await self.session.control(op, **arguments)
@@ -81,16 +90,19 @@ class Transfer:
         await self.call(Op.LARGE_APPEND, slot=self.window.slot, generation=self.window.generation)
         os.ftruncate(self.window.descriptor, 0)
 
-    async def seal(self, seal: Seal) -> None:
-        """Publish the object. Raises Exists, NotFound as the seal's condition says."""
+    async def seal(self, seal: Seal) -> int:
+        """Publish the object; its id. Raises Exists, NotFound as the seal's condition says."""
         arguments: dict[str, Any] = {} if seal.expected_id is None else {"expected_id": seal.expected_id}
-        await self.call(
+        if seal.mtime_ns is not None:
+            arguments["mtime_ns"] = seal.mtime_ns
+        made = await self.call(
             Op.LARGE_SEAL,
             name=[seal.bucket, seal.key],
             replace=seal.replace,
             user_metadata=base64.b64encode(seal.user_metadata).decode(),
             **arguments,
         )
+        return int(made["object_id"])
 
     async def end(self) -> None:
         """Give the window back and close: a session that just closes is, to the service, one that died."""
@@ -101,16 +113,34 @@ class Transfer:
         self.close()
 
     def close(self) -> None:
+        """Twice is harmless."""
         if self.given is not None:
             self.given.close()
-        self.session.close()
+        if not self.closed:
+            self.closed = True
+            self.session.close()
+            self.backend.room.leave(self.owner)
 
 
-async def begin(backend: Backend) -> Transfer:
-    """A transfer; the caller closes it. Raises SessionClosed, NoSpace, LimitExceeded (of sessions)."""
-    transfer = Transfer(await backend.extra_session())
+async def _enter(backend: Backend, owner: str, body: Arriving | None = None) -> Transfer:
+    """A transfer without a window, when it is its turn."""
+
+    async def ask() -> Transfer:
+        backend.room.enter(owner)
+        try:
+            return Transfer(await backend.extra_session(), backend, owner, body)
+        except BaseException:
+            backend.room.leave(owner)
+            raise
+
+    return await backend.turns.reserve(ask, owner)
+
+
+async def begin(backend: Backend, owner: str, body: Arriving | None = None) -> Transfer:
+    """A transfer; the caller closes it. Raises SessionClosed, NoSpace; S3Error SlowDown."""
+    transfer = await _enter(backend, owner, body)
     try:
-        await transfer.take_window(backend)
+        await transfer.take_window()
     except BaseException:
         transfer.close()
         raise
@@ -118,9 +148,12 @@ async def begin(backend: Backend) -> Transfer:
 
 
 @asynccontextmanager
-async def writing(backend: Backend, bucket: str) -> AsyncIterator[Transfer]:
-    """A large object being written into `bucket`. Raises ObjectTooLarge where it takes none."""
-    transfer = await begin(backend)
+async def writing(
+    backend: Backend, owner: str, bucket: str, body: Arriving | None = None
+) -> AsyncIterator[Transfer]:
+    """A large object being written into `bucket`, out of a client's `body`. Raises ObjectTooLarge where it takes
+    none."""
+    transfer = await begin(backend, owner, body)
     try:
         await transfer.call(Op.LARGE_CREATE, bucket=bucket)
         yield transfer
@@ -130,11 +163,24 @@ async def writing(backend: Backend, bucket: str) -> AsyncIterator[Transfer]:
 
 
 @asynccontextmanager
-async def reading(backend: Backend, bucket: str, key: str) -> AsyncIterator[tuple[Transfer, Found]]:
+async def reading(
+    backend: Backend, owner: str, bucket: str, key: str
+) -> AsyncIterator[tuple[Transfer, Found]]:
     """An object that no slot holds, leased; still without a window. Raises as `Transfer.open`."""
-    transfer = Transfer(await backend.extra_session())
+    transfer = await _enter(backend, owner)
     try:
         yield transfer, await transfer.open(bucket, key)
+        await transfer.end()
+    finally:
+        transfer.close()
+
+
+@asynccontextmanager
+async def readers(backend: Backend, owner: str) -> AsyncIterator[Transfer]:
+    """A transfer with a window that objects are read through, one after the other."""
+    transfer = await begin(backend, owner)
+    try:
+        yield transfer
         await transfer.end()
     finally:
         transfer.close()

@@ -14,5 +14,6 @@ async def match(call: Call) -> Answer:
     bucket = await call.backend.bucket(call.bucket)
     if bucket.namespace is None:
         raise S3Error("InvalidRequest", f"The bucket {bucket.name} is bound to no namespace.")
-    hits = await call.backend.match(bucket, bodies.match(await call.read_document()))
+    async with call.read(bodies.match()) as digests:
+        hits = await call.backend.match(bucket, digests)
     return Answer(200, [("Content-Type", "application/json")], documents.match_result(hits))

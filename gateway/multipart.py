@@ -9,32 +9,41 @@ call; requests of one upload may reach different workers.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 
-from gateway import checksums, documents, listing, metadata, reserved
+from gateway import checksums, documents, large, listing, metadata, reserved
 from gateway import etag as etags
 from gateway.backend import Seal
 from gateway.body_plan import object_bytes
 from gateway.calls import Answer, Call, Document
 from gateway.checksums import Algorithm, ChecksumType
-from gateway.copying import CopyPlan, copied_digests, draft_for, open_source, part_span, run_copy
+from gateway.copying import (
+    Copy,
+    CopyPlan,
+    copied_digests,
+    draft_for,
+    open_source,
+    part_span,
+    run_copy,
+    transfer_for,
+)
 from gateway.documents import PartItem, UploadItem
 from gateway.errors import S3Error
-from gateway.found import BucketInfo, Found
+from gateway.found import Found
+from gateway.large import WindowSink
 from gateway.listing import ListRequest
 from gateway.metadata import ObjectMetadata
-from gateway.receiving import DraftSink, receive
+from gateway.receiving import DraftSink, Received, receive
 from gateway.stored import stored
-from gateway.uploads import Upload, check_room, need_upload, new_upload_id, uploads_of
-from gateway.writing import check_size, with_digests
-
-PARTS = BucketInfo(reserved.BUCKET, 0, 0, None)
-"""Where parts are kept: each fits into a slot."""
+from gateway.uploads import Upload, need_upload, new_upload_id, uploads_of
+from gateway.writing import check_size, is_large, with_digests
+from kvfs.errors import Exists
 
 
 async def create(call: Call) -> Answer:
     await call.backend.bucket(call.bucket)
-    await check_room(call.backend)
+    await call.uploads.begin(call.owner)
     said = replace(metadata.from_request(call.request), owner=call.owner)
     algorithm, type_ = checksums.asked(call.request)
     now_ns = time.time_ns()
@@ -55,23 +64,40 @@ async def upload_part(call: Call) -> Answer:
     size_bytes = object_bytes(call)
     wanted = checksums.wanted(call.request)
     _check_algorithm(upload, wanted.algorithm)
-    check_size(call, PARTS, size_bytes)
-    draft = await call.backend.reserve(size_bytes)
-    try:
-        took_md5 = call.settings.takes_md5(call.bucket)
-        received = await receive(
-            call, DraftSink(draft), take_md5=took_md5, algorithm=wanted.algorithm or upload.algorithm
-        )
-        said = with_digests(ObjectMetadata(), received, took_md5)
-        seal = replace(_part_seal(call, upload, said), checksum=received.xxh3)
-        await call.backend.seal(draft, seal)
-    finally:
-        await call.backend.abort(draft)
-    found = await _sealed_part(call, upload)
-    headers = [("ETag", etags.quote(stored(found).etag))]
+    check_size(call, size_bytes, "part")
+    algorithm = wanted.algorithm or upload.algorithm
+    receive_part = _receive_large if is_large(call, size_bytes) else _receive_small
+    received, etag, object_id = await receive_part(call, upload, size_bytes, algorithm)
+    await _need_still(call, upload, object_id)
+    headers = [("ETag", etags.quote(etags.of_object(etag, object_id)))]
     if received.checksum is not None:
         headers.append((received.checksum.algorithm.header, received.checksum.text))
     return Answer(200, headers)
+
+
+_Part = tuple[Received, str, int]
+"""A part as it was sealed: what came, its MD5 if it has one, and its id."""
+
+
+async def _receive_small(call: Call, upload: Upload, size_bytes: int, algorithm: Algorithm | None) -> _Part:
+    draft = await call.backend.reserve(call.owner, size_bytes, call.body)
+    try:
+        took_md5 = call.settings.takes_md5(call.bucket)
+        received = await receive(call, DraftSink(draft), take_md5=took_md5, algorithm=algorithm)
+        said = with_digests(ObjectMetadata(), received, took_md5)
+        seal = replace(_part_seal(call, upload, said), checksum=received.xxh3)
+        return received, said.etag, await call.backend.seal(draft, seal)
+    finally:
+        await call.backend.abort(draft)
+
+
+async def _receive_large(call: Call, upload: Upload, _: int, algorithm: Algorithm | None) -> _Part:
+    """A part that no slot holds."""
+    async with large.writing(call.backend, call.owner, reserved.BUCKET, call.body) as transfer:
+        took_md5 = call.settings.takes_md5(call.bucket)
+        received = await receive(call, WindowSink(transfer), take_md5=took_md5, algorithm=algorithm)
+        said = with_digests(ObjectMetadata(), received, took_md5)
+        return received, said.etag, await transfer.seal(_part_seal(call, upload, said))
 
 
 async def upload_part_copy(call: Call) -> Answer:
@@ -80,13 +106,20 @@ async def upload_part_copy(call: Call) -> Answer:
     async with open_source(call) as source:
         span = part_span(call, source)
         plan = CopyPlan(source, span, call.settings.takes_md5(call.bucket), upload.algorithm)
-        check_size(call, PARTS, span.size_bytes)
-        async with draft_for(call, source, span.size_bytes) as draft:
-            digests = await run_copy(plan, draft)
-            said = copied_digests(ObjectMetadata(), plan, digests)
-            await call.backend.seal(draft, _part_seal(call, upload, said))
-    found = await _sealed_part(call, upload)
-    return Document(200, (), documents.copy_part(stored(found).etag, found.mtime_ns, said.checksum))
+        check_size(call, span.size_bytes, "part")
+        if is_large(call, span.size_bytes):
+            async with transfer_for(call, source, reserved.BUCKET) as transfer:
+                said = copied_digests(ObjectMetadata(), plan, await run_copy(plan, transfer))
+                seal = replace(_part_seal(call, upload, said), mtime_ns=time.time_ns())
+                object_id = await transfer.seal(seal)
+        else:
+            async with draft_for(call, source, span.size_bytes) as draft:
+                said = copied_digests(ObjectMetadata(), plan, await run_copy(plan, draft))
+                seal = replace(_part_seal(call, upload, said), mtime_ns=time.time_ns())
+                object_id = await call.backend.seal(draft, seal)
+    part = Copy(said, object_id, seal.mtime_ns or 0)
+    await _need_still(call, upload, part.object_id)
+    return Document(200, (), documents.copy_part(part.etag, part.mtime_ns, said.checksum))
 
 
 def _part_seal(call: Call, upload: Upload, said: ObjectMetadata) -> Seal:
@@ -94,19 +127,16 @@ def _part_seal(call: Call, upload: Upload, said: ObjectMetadata) -> Seal:
     return Seal(reserved.BUCKET, upload.part_key(call.action.part_number), said.encode())
 
 
-async def _sealed_part(call: Call, upload: Upload) -> Found:
-    """The part, after its seal. Raises S3Error NoSuchUpload where the upload has ended meanwhile."""
+async def _need_still(call: Call, upload: Upload, object_id: int) -> None:
+    """Remove a part that was sealed after its upload had ended, and raise S3Error NoSuchUpload."""
     assert call.action.part_number is not None
-    key = upload.part_key(call.action.part_number)
-    found = await call.backend.find(reserved.BUCKET, key)
     try:
         await need_upload(call.backend, upload.upload_id, call.bucket, call.key)
     except S3Error:
-        await call.backend.remove(reserved.BUCKET, key)
+        with suppress(Exists):
+            key = upload.part_key(call.action.part_number)
+            await call.backend.remove(reserved.BUCKET, key, expected_id=object_id)
         raise
-    if found is None:
-        raise S3Error("InsufficientStorage", "The part was evicted at once: the store is full.")
-    return found
 
 
 def _check_algorithm(upload: Upload, algorithm: Algorithm | None) -> None:

@@ -10,14 +10,11 @@ from typing import Final
 from gateway.errors import S3Error, argument
 from gateway.request import Request
 
+NO_ACLS: Final = "AccessControlListNotSupported"
+
 _REFUSED_HEADERS: Final = (
     b"x-amz-bucket-object-lock-token",
     b"x-amz-copy-source-server-side-encryption-customer-algorithm",
-    b"x-amz-grant-full-control",
-    b"x-amz-grant-read",
-    b"x-amz-grant-read-acp",
-    b"x-amz-grant-write",
-    b"x-amz-grant-write-acp",
     b"x-amz-object-lock-legal-hold",
     b"x-amz-object-lock-mode",
     b"x-amz-object-lock-retain-until-date",
@@ -27,13 +24,23 @@ _REFUSED_HEADERS: Final = (
     b"x-amz-website-redirect-location",
     b"x-amz-write-offset-bytes",
 )
-"""Headers that promise what is not done here: encryption, locks, grants, redirects, appends."""
+"""Headers that promise what is not done here: encryption, locks, redirects, appends."""
 
-_HARMLESS_ACLS: Final = frozenset({b"private", b"bucket-owner-full-control", b"bucket-owner-read"})
-"""Canned ACLs under which nobody may do more than the credentials already say."""
+_GRANTS: Final = (
+    b"x-amz-grant-full-control",
+    b"x-amz-grant-read",
+    b"x-amz-grant-read-acp",
+    b"x-amz-grant-write",
+    b"x-amz-grant-write-acp",
+)
+
+_HARMLESS_ACLS: Final = frozenset({b"private", b"bucket-owner-full-control"})
+"""Canned ACLs under which nobody may do more than the credentials already say. AWS refuses `private` where ACLs are
+disabled; clients that are told to send it, as rclone's configurations do, mean by it that nobody else may look."""
 
 _OTHER_ACLS: Final = frozenset(
     {
+        b"bucket-owner-read",
         b"public-read",
         b"public-read-write",
         b"authenticated-read",
@@ -42,14 +49,15 @@ _OTHER_ACLS: Final = frozenset(
     }
 )
 
-_OWNERSHIP: Final = b"ObjectWriter"
-"""An object belongs to whom the credential stands for that wrote it."""
+_OWNERSHIPS: Final = frozenset({b"BucketOwnerEnforced", b"ObjectWriter"})
+"""ACLs are disabled; and who wrote an object is remembered with it, which is all that the other one can mean then."""
 
-_OTHER_OWNERSHIPS: Final = frozenset({b"BucketOwnerEnforced", b"BucketOwnerPreferred"})
+_OTHER_OWNERSHIPS: Final = frozenset({b"BucketOwnerPreferred"})
 
 
-def check_promises(request: Request) -> None:
-    """Raises S3Error NotImplemented, InvalidStorageClass, InvalidArgument (no such canned ACL, no such ownership)."""
+def check_promises(request: Request, *, creates_bucket: bool = False) -> None:
+    """Raises S3Error NotImplemented, AccessControlListNotSupported, InvalidBucketAclWithObjectOwnership (of a new
+    bucket), InvalidStorageClass, InvalidArgument (no such canned ACL, no such ownership)."""
     if request.method not in ("PUT", "POST"):
         return
     headers = request.headers_by_name
@@ -57,14 +65,14 @@ def check_promises(request: Request) -> None:
         if name in headers:
             raise _header(name)
     acl = headers.get(b"x-amz-acl", b"private")
-    if acl in _OTHER_ACLS:
-        raise _header(b"x-amz-acl")
+    if acl in _OTHER_ACLS or any(name in headers for name in _GRANTS):
+        raise S3Error("InvalidBucketAclWithObjectOwnership" if creates_bucket else NO_ACLS)
     if acl not in _HARMLESS_ACLS:
         raise argument("x-amz-acl", acl.decode("latin-1"), "There is no such canned ACL")
-    ownership = headers.get(b"x-amz-object-ownership", _OWNERSHIP)
+    ownership = headers.get(b"x-amz-object-ownership", b"BucketOwnerEnforced")
     if ownership in _OTHER_OWNERSHIPS:
         raise _header(b"x-amz-object-ownership")
-    if ownership != _OWNERSHIP:
+    if ownership not in _OWNERSHIPS:
         raise argument("x-amz-object-ownership", ownership.decode("latin-1"), "There is no such ownership")
     if headers.get(b"x-amz-bucket-object-lock-enabled", b"false").lower() != b"false":
         raise _header(b"x-amz-bucket-object-lock-enabled")

@@ -56,7 +56,7 @@ async def get_object(call: Call) -> AnyAnswer | LargeAnswer:
 
 async def _get_large(call: Call) -> LargeAnswer:
     """Of an object that no slot holds: read in pieces, leased before its metadata is looked at."""
-    transfer = await large.begin(call.backend)
+    transfer = await large.begin(call.backend, call.owner)
     try:
         found = await transfer.open(call.bucket, call.key)
         what, span, headers = _look_at(call, found)

@@ -24,14 +24,16 @@ import trio
 from xxhash import xxh3_64
 
 from gateway import checksums
+from gateway.bodies import Document
 from gateway.body_plan import BodyPlan, plan_of
-from gateway.calls import Call
+from gateway.calls import Call, Held
 from gateway.checksums import Algorithm, Checksum, Digester
 from gateway.chunked import ChunkedDecoder
 from gateway.connection import write_all
 from gateway.drafts import Draft
 from gateway.errors import S3Error
 from gateway.large import WindowSink
+from gateway.transports import breathe
 from kvfs import limits
 from kvfs._native.receiver import Receiver
 
@@ -58,17 +60,39 @@ class Sink(Protocol):
     async def settle(self) -> None: ...
 
 
-class _Roomy:
-    """A sink that takes all that comes."""
+class DocumentSink:
+    """A document that is read as it comes, with turns for all others. Raises S3Error, as the document does."""
+
+    def __init__(self, document: Document[object], held: Held) -> None:
+        self._document = document
+        self._held = held
+        self._piece = b""
+
+    @property
+    def full(self) -> bool:
+        return bool(self._piece)
+
+    def write(self, piece: memoryview) -> None:
+        self._held.add(len(piece))
+        self._piece = bytes(piece)
+
+    def read(self, offset: int, into: memoryview) -> int:
+        raise AssertionError("a document is not kept")
+
+    async def settle(self) -> None:
+        for at in range(0, len(self._piece), limits.DOCUMENT_TURN_BYTES):
+            self._document.feed(self._piece[at : at + limits.DOCUMENT_TURN_BYTES])
+            await breathe()
+        self._piece = b""
+
+
+class MemorySink:
+    """Small bodies. Raises S3Error EntityTooLarge past `most`."""
 
     full = False
 
     async def settle(self) -> None:
         pass
-
-
-class MemorySink(_Roomy):
-    """Small bodies. Raises S3Error EntityTooLarge past `most`."""
 
     def __init__(self, most: int) -> None:
         self.data = bytearray()
@@ -85,12 +109,25 @@ class MemorySink(_Roomy):
         return len(piece)
 
 
-class DraftSink(_Roomy):
-    """A granted draft. Raises NoSpace."""
+class DraftSink:
+    """A granted draft, whose room grows. Raises NoSpace; S3Error SlowDown."""
 
     def __init__(self, draft: Draft) -> None:
         self.descriptor = draft.descriptor
+        self.holding = draft.holding
         self._at = 0
+
+    @property
+    def full(self) -> bool:
+        holding = self.holding
+        return holding is not None and holding.held_bytes < min(
+            holding.claim_bytes, self._at + limits.RECEIVE_BYTES
+        )
+
+    async def settle(self) -> None:
+        while self.full:
+            assert self.holding is not None
+            await self.holding.grow()
 
     def write(self, piece: memoryview) -> None:
         write_all(self.descriptor, piece, self._at)
@@ -175,6 +212,8 @@ async def receive(
         decoder = ChunkedDecoder(call.verified, plan.size_bytes, plan.trailer_names)
     if isinstance(sink, WindowSink):
         sink.digesters, behind = behind, []
+    elif isinstance(sink, DocumentSink):
+        inline, behind = [*inline, *behind], []
     async with _Followers(sink, behind) as followers:
         store_digest = xxh3_64()
         size_bytes = await _pump(call, sink, plan, decoder, [*inline, store_digest], followers)
@@ -191,7 +230,7 @@ async def _receive_natively(call: Call, sink: DraftSink, plan: BodyPlan) -> Rece
     """None where the body has to go through Python, and nothing was done."""
     algorithm = plan.wanted.algorithm
     receiver = Receiver(algorithm is not None)
-    if not await call.body.receive_file(sink.descriptor, receiver):
+    if not await call.body.receive_file(sink.descriptor, receiver, sink.holding):
         return None
     checksum = None if algorithm is None else crc64nvme(receiver, plan.wanted.digest)
     return Received(receiver.size_bytes, None, checksum, receiver.xxh3)
@@ -216,7 +255,8 @@ async def _pump(
 ) -> int:
     """Move the body; how many bytes of payload there were."""
     size_bytes, wire_bytes, since_turn = 0, 0, 0
-    while count := await call.body.receive_into(_SCRATCH):
+    into = _SCRATCH[: limits.DOCUMENT_PIECE_BYTES] if isinstance(sink, DocumentSink) else _SCRATCH
+    while count := await call.body.receive_into(into):
         # Nothing may wait from here until the piece is written: the buffer is everybody's.
         wire_bytes += count
         since_turn += count

@@ -14,6 +14,7 @@ from gateway.errors import S3Error
 from kvfs.limits import MAX_QUERY_PARAMETERS
 
 _NO_ESCAPE = re.compile("%(?![0-9A-Fa-f]{2})")
+_NO_ESCAPE_BYTES = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 
 
 @dataclass(slots=True)
@@ -93,7 +94,12 @@ def is_escaped(text: str) -> bool:
 
 def decode_component(raw: bytes) -> str:
     """A percent-encoded component as text, decoded once ('+' stays '+'). Raises S3Error InvalidURI."""
-    data = unquote_to_bytes(raw) if b"%" in raw else raw
+    if b"%" not in raw:
+        data = raw
+    elif _NO_ESCAPE_BYTES.search(raw):
+        raise S3Error("InvalidURI", "A % in the URI is not followed by two hexadecimal digits.")
+    else:
+        data = unquote_to_bytes(raw)
     try:
         return data.decode()
     except UnicodeDecodeError:

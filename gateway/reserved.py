@@ -1,7 +1,8 @@
 """The gateway's own bucket: what it has to remember besides objects.
 
-Responsibility: the bucket `.kvfs-s3`, of mode 0700 and with a name that S3 cannot have, and the owners of buckets in
-it: a directory marker `owners/BUCKET/` each, whose user metadata is the owner's name. Markers have no bytes, so they
+Responsibility: the bucket `.kvfs-s3`, of mode 0700 and with a name that S3 cannot have, and the owners and tags of
+buckets in it: directory markers `owners/BUCKET/`, whose user metadata is the owner's name, and `tags/BUCKET/`, with
+JSON that names the bucket's begin, so that another bucket of that name has not its tags. Markers have no bytes, so they
 are never evicted. Uploads are `gateway.uploads`'s.
 
 Concurrency: any worker; every write is one operation of the service.
@@ -10,13 +11,17 @@ Concurrency: any worker; every write is one operation of the service.
 from __future__ import annotations
 
 import contextlib
+import json
+from collections.abc import Mapping
 
 from gateway.backend import Backend
+from gateway.found import BucketInfo
 from kvfs.errors import BucketNotFound, Exists
 from kvfs.messages import Op
 
 BUCKET = ".kvfs-s3"
 _OWNERS = "owners/"
+_TAGS = "tags/"
 
 
 async def make(backend: Backend) -> None:
@@ -51,3 +56,23 @@ async def bucket_owner(backend: Backend, bucket: str) -> str | None:
 async def forget_bucket(backend: Backend, bucket: str) -> None:
     with contextlib.suppress(BucketNotFound):
         await backend.remove(BUCKET, f"{_OWNERS}{bucket}/")
+        await backend.remove(BUCKET, f"{_TAGS}{bucket}/")
+
+
+async def note_tags(backend: Backend, bucket: BucketInfo, tags: Mapping[str, str]) -> None:
+    """None at all is none."""
+    if tags:
+        note = {"created_ns": bucket.created_ns, "tags": dict(tags)}
+        await put_note(backend, f"{_TAGS}{bucket.name}/", json.dumps(note, ensure_ascii=False).encode())
+    else:
+        with contextlib.suppress(BucketNotFound):
+            await backend.remove(BUCKET, f"{_TAGS}{bucket.name}/")
+
+
+async def bucket_tags(backend: Backend, bucket: BucketInfo) -> dict[str, str]:
+    try:
+        found = await backend.find(BUCKET, f"{_TAGS}{bucket.name}/")
+    except BucketNotFound:
+        return {}
+    note = json.loads(found.user_metadata) if found is not None else {}
+    return dict(note["tags"]) if note.get("created_ns") == bucket.created_ns else {}

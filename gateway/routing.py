@@ -18,7 +18,7 @@ from typing import Final
 from gateway import unset
 from gateway.addressing import Address, check_bucket, check_key
 from gateway.errors import S3Error, argument
-from gateway.promises import check_promises
+from gateway.promises import NO_ACLS, check_promises
 from gateway.request import Request, decode_component, is_escaped
 from kvfs.limits import MAX_PARTS
 
@@ -65,6 +65,9 @@ class Operation(Enum):
     """Whichever of `gateway.configurations` is asked for."""
     GET_BUCKET_ACL = "GetBucketAcl"
     PUT_BUCKET_ACL = "PutBucketAcl"
+    GET_BUCKET_TAGGING = "GetBucketTagging"
+    PUT_BUCKET_TAGGING = "PutBucketTagging"
+    DELETE_BUCKET_TAGGING = "DeleteBucketTagging"
     GET_OBJECT_ACL = "GetObjectAcl"
     PUT_OBJECT_ACL = "PutObjectAcl"
 
@@ -90,6 +93,7 @@ _RIGHTS: Final = {
     Operation.GET_OBJECT_TAGGING: Right.READ,
     Operation.GET_BUCKET_CONFIGURATION: Right.LIST,
     Operation.GET_BUCKET_ACL: Right.LIST,
+    Operation.GET_BUCKET_TAGGING: Right.LIST,
     Operation.GET_OBJECT_ACL: Right.READ,
 }
 
@@ -127,13 +131,18 @@ _BUCKET: Final[_Table] = {
         "acl": Operation.GET_BUCKET_ACL,
         "list-type": Operation.LIST_OBJECTS_V2,
         "location": Operation.GET_BUCKET_LOCATION,
+        "tagging": Operation.GET_BUCKET_TAGGING,
         "uploads": Operation.LIST_MULTIPART_UPLOADS,
         "versions": Operation.LIST_OBJECT_VERSIONS,
     },
     "HEAD": {"": Operation.HEAD_BUCKET},
-    "PUT": {"": Operation.CREATE_BUCKET, "acl": Operation.PUT_BUCKET_ACL},
+    "PUT": {
+        "": Operation.CREATE_BUCKET,
+        "acl": Operation.PUT_BUCKET_ACL,
+        "tagging": Operation.PUT_BUCKET_TAGGING,
+    },
     "POST": {"delete": Operation.DELETE_OBJECTS, "match": Operation.MATCH},
-    "DELETE": {"": Operation.DELETE_BUCKET},
+    "DELETE": {"": Operation.DELETE_BUCKET, "tagging": Operation.DELETE_BUCKET_TAGGING},
 }
 _OBJECT: Final[_Table] = {
     "GET": {
@@ -208,6 +217,8 @@ _NOT_SERVED: Final = frozenset(
 
 _SET_ACLS: Final = (Operation.PUT_BUCKET_ACL, Operation.PUT_OBJECT_ACL)
 
+_NO_FORMS: Final = "Uploads by HTML form are not implemented."
+
 _SELECTORS: Final = (
     frozenset(name for table in (_BUCKET, _OBJECT) for row in table.values() for name in row if name)
     | _NOT_SERVED
@@ -243,9 +254,9 @@ def route(request: Request, address: Address) -> Action:
     if operation in _COPIES and request.header_bytes(b"x-amz-copy-source") is not None:
         operation = _COPIES[operation]
         source = copy_source(request)
-    check_promises(request)
+    check_promises(request, creates_bucket=operation is Operation.CREATE_BUCKET)
     if operation in _SET_ACLS and request.header_bytes(b"x-amz-acl") is None:
-        raise S3Error("NotImplemented", "No ACL but a canned one can be set.")
+        raise S3Error(NO_ACLS)
     if "versionId" in query and address.key is not None:
         if operation not in _VERSIONED:
             raise argument("versionId", query["versionId"], "This operation takes no version id")
@@ -284,7 +295,7 @@ def _select(request: Request, address: Address, query: Mapping[str, str]) -> Ope
     if name in _NOT_SERVED or unset_only or (name and not any(name in other for other in table.values())):
         raise S3Error("NotImplemented", f"?{name} is not implemented on this resource.")
     if request.method == "POST" and table is _BUCKET and not name:
-        raise S3Error("NotImplemented", "Uploads by HTML form are not implemented.")
+        raise S3Error("NotImplemented", _NO_FORMS)
     allowed = ", ".join(method for method, row in table.items() if name in row)
     raise S3Error(
         "MethodNotAllowed",
@@ -293,8 +304,15 @@ def _select(request: Request, address: Address, query: Mapping[str, str]) -> Ope
     )
 
 
-def refuse_preflight(request: Request) -> None:
-    """OPTIONS, which browsers send unsigned: no bucket has CORS rules. Raises S3Error BadRequest, AccessForbidden."""
+def refuse_unsigned(request: Request) -> None:
+    """What browsers send without a signature in headers or query: forms, and OPTIONS, though no bucket has CORS rules.
+
+    Raises S3Error NotImplemented, BadRequest, AccessForbidden.
+    """
+    if request.method == "POST" and not request.raw_query:
+        kind = request.header(b"content-type") or ""
+        if kind.lower().startswith("multipart/form-data") and request.header_bytes(b"authorization") is None:
+            raise S3Error("NotImplemented", _NO_FORMS)
     if request.method != "OPTIONS":
         return
     for name in (b"origin", b"access-control-request-method"):

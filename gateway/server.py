@@ -3,8 +3,9 @@
 Responsibility: bind (with SO_REUSEPORT where several processes share a port), accept up to a limit, hand each
 connection to `gateway.connection` (over TLS where there is a certificate), and drain at the end.
 
-Invariants: past the limit connections wait in the kernel's backlog. A connection's failure is its own. A new
-certificate is taken by connections that begin after it; one that cannot be loaded leaves the old one in use.
+Invariants: past the limit the silent give way (`gateway.places`); while nobody is silent, connections wait in the
+kernel's backlog. A connection's failure is its own. A new certificate is taken by connections that begin after it; one
+that cannot be loaded leaves the old one in use.
 
 Concurrency: one task accepts per listener, one serves per connection.
 """
@@ -22,6 +23,7 @@ import trio
 
 from gateway.connection import Application, Connection, Refusal
 from gateway.front import Front
+from gateway.places import Place, Places
 from gateway.transports import Gone, PlainTransport, Stalled, Sweeper, TlsTransport, Transport
 from kvfs import limits
 from kvfs.errors import ConfigError
@@ -93,7 +95,7 @@ class Server:
         self._front = front
         self._certificate = certificate
         self._context = None if certificate is None else certificate.context()
-        self._room = trio.Semaphore(most)
+        self.places = Places(most)
         self._connections: set[Connection] = set()
         self._accepting = trio.CancelScope()
         self._sweeper = Sweeper()
@@ -145,14 +147,18 @@ class Server:
 
     async def _accept(self, listener: socket.socket, nursery: trio.Nursery) -> None:
         while True:
-            await self._room.acquire()
-            try:
-                connection, address = await self._next(listener)
-            except BaseException:
-                self._room.release()
-                raise
+            connection, address = await self._next(listener)
             self.accepted += 1
-            nursery.start_soon(self._serve, connection, f"{address[0]}:{address[1]}")
+            try:
+                await self.places.wait()
+            except trio.Cancelled:
+                connection.close()
+                raise
+            place = self.places.take(address[0])
+            if place is None:
+                connection.close()
+            else:
+                nursery.start_soon(self._serve, connection, f"{address[0]}:{address[1]}", place)
 
     async def _next(self, listener: socket.socket) -> tuple[socket.socket, tuple[str, int]]:
         while True:
@@ -165,25 +171,29 @@ class Server:
                 log.warning("cannot accept a connection: %s", error)
                 await trio.sleep(_RETRY_PAUSE_S)
 
-    async def _serve(self, sock: socket.socket, peer: str) -> None:
+    async def _serve(self, sock: socket.socket, peer: str, place: Place) -> None:
         try:
-            transport = await self._transport(sock, peer)
-            if transport is None:
-                return
-            wait = None
-            if self._front is not None and isinstance(transport, PlainTransport):
-                wait = partial(self._front.wait, transport)
-            connection = Connection(transport, self._application, self._refuse, wait)
-            self._connections.add(connection)
-            try:
-                await connection.serve()
-            finally:
-                self._connections.discard(connection)
+            with place.scope:
+                await self._serve_connection(sock, peer, place)
         except Exception:
             log.exception("%s: the connection was closed by an internal error", peer)
         finally:
-            self._room.release()
+            self.places.leave(place)
             sock.close()
+
+    async def _serve_connection(self, sock: socket.socket, peer: str, place: Place) -> None:
+        transport = await self._transport(sock, peer)
+        if transport is None:
+            return
+        wait = None
+        if self._front is not None and isinstance(transport, PlainTransport):
+            wait = partial(self._front.wait, transport)
+        connection = Connection(transport, self._application, self._refuse, wait, place)
+        self._connections.add(connection)
+        try:
+            await connection.serve()
+        finally:
+            self._connections.discard(connection)
 
     async def _transport(self, sock: socket.socket, peer: str) -> Transport | None:
         if self._context is None:

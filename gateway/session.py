@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -134,12 +135,6 @@ class Session:
             raise last.error
         return waiting.answers
 
-    def check_time(self) -> None:
-        """End the session if its oldest request waits too long; called about every second."""
-        now_s = trio.current_time()
-        if self._waiting and now_s - self._waiting[0].began_s > limits.CLIENT_TIMEOUT_S:
-            self.close(DeadlinePassed(f"{self.path}: no answer within {limits.CLIENT_TIMEOUT_S:g} s"))
-
     async def control(self, op: Op, **arguments: Any) -> dict[str, Any]:
         [received] = await self.exchange(Control(op, arguments))
         assert isinstance(received.answer, ControlAnswer)
@@ -164,20 +159,28 @@ class Session:
         return found
 
     async def _send(self, data: bytes) -> None:
-        """Not to be cancelled."""
+        """Not to be cancelled. A session that ends meanwhile is no error here: whoever waits for an answer is told."""
         left = memoryview(data)
-        while left:
-            try:
-                left = left[self._socket.send(left) :]
-            except BlockingIOError:
-                with trio.CancelScope(shield=True):
-                    await trio.lowlevel.wait_writable(self._socket)
-            except OSError:
-                return  # why the service closed is in what it sent before
+        with suppress(OSError, trio.ClosedResourceError):  # why the service closed is in what it sent before
+            while left:
+                try:
+                    left = left[self._socket.send(left) :]
+                except BlockingIOError:
+                    with trio.CancelScope(shield=True):
+                        await trio.lowlevel.wait_writable(self._socket)
 
     # --- answers -----------------------------------------------------------------------------------------
     async def run(self) -> None:
         """Receive until the session ends."""
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._watch_time)
+                await self._receive_all()
+                nursery.cancel_scope.cancel()
+        finally:
+            self.close()
+
+    async def _receive_all(self) -> None:
         try:
             while True:
                 event = self._protocol.next_event()
@@ -189,8 +192,14 @@ class Session:
             self.close(error)
         except (OSError, trio.ClosedResourceError) as error:
             self.close(SessionClosed(f"{self.path}: {error}"))
-        finally:
-            self.close()
+
+    async def _watch_time(self) -> None:
+        """End the session when its oldest request waits too long: a request has no deadline of its own."""
+        while True:
+            await trio.sleep(limits.GATEWAY_TOUCH_INTERVAL_S)
+            now_s = trio.current_time()
+            if self._waiting and now_s - self._waiting[0].began_s > limits.CLIENT_TIMEOUT_S:
+                self.close(DeadlinePassed(f"{self.path}: no answer within {limits.CLIENT_TIMEOUT_S:g} s"))
 
     def _deliver(self, received: ReceivedAnswer) -> None:
         if isinstance(received.answer, Failure) and received.answer.op is Op.CLOSED:

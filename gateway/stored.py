@@ -15,7 +15,7 @@ import struct
 from functools import lru_cache
 
 from gateway import etag as etags
-from gateway.calls import Stored, identity
+from gateway.calls import Stored
 from gateway.found import Found
 from gateway.metadata import ObjectMetadata
 from kvfs import limits
@@ -50,7 +50,7 @@ def stored(found: Found) -> Stored:
         metadata, inline = unpack_marker(found.user_metadata)
     else:
         metadata, inline = read_metadata(found.user_metadata), b""
-    return Stored(found, metadata, metadata.etag or etags.opaque(identity(found)), inline)
+    return Stored(found, metadata, etags.of_object(metadata.etag, found.object_id), inline)
 
 
 def pack_marker(metadata: ObjectMetadata, body: bytes) -> bytes:

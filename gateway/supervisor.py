@@ -113,6 +113,7 @@ class Workers:
                     update={
                         "port": port,
                         "shared": self._count > 1,
+                        "processes": self._count,
                         "admin_port": first_admin_port + index if first_admin_port else 0,
                     }
                 )

@@ -40,9 +40,20 @@ class Stalled(Exception):
 class Transport(Protocol):
     peer: str
     secure: bool
+    quiet_s: float
+    """How long nothing may come where a request may begin."""
+
+    @property
+    def answered_s(self) -> float:
+        """When a request was last answered here without the connection's task."""
+        ...
 
     def wake(self) -> None:
         """End a wait for input as if the client had ended the stream."""
+        ...
+
+    def give_up(self) -> None:
+        """End it as if the client had stalled."""
         ...
 
     async def receive_into(self, into: memoryview, timeout_s: float, *, idle: bool = False) -> int:
@@ -118,17 +129,25 @@ class PlainTransport:
         self._deadline_s = math.inf
         self._expired = False
         self._parked: Idle | None = None
+        self.quiet_s = limits.FIRST_BYTE_S
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sweeper.watch(self)
 
+    @property
+    def answered_s(self) -> float:
+        return 0.0 if self._parked is None else self._parked.served_s
+
     def expire(self, now_s: float) -> None:
         """Wake the task that waits on the socket, if its time is over."""
-        if self._parked is not None:
-            self._deadline_s = max(self._deadline_s, self._parked.served_s + limits.KEEP_ALIVE_S)
+        if self.answered_s:
+            self._deadline_s = max(self._deadline_s, self.answered_s + limits.KEEP_ALIVE_S)
         if now_s >= self._deadline_s and not self._expired:
-            self._expired = True
-            self.wake()
+            self.give_up()
+
+    def give_up(self) -> None:
+        self._expired = True
+        self.wake()
 
     def wake(self) -> None:
         with suppress(OSError):
@@ -170,9 +189,10 @@ class PlainTransport:
 
     async def park(self, reads: Reads) -> Idle:
         """Let `reads` answer what comes, until something is left to do here: what, is in the result. Not longer than
-        limits.KEEP_ALIVE_S after the last answer: then, as at the end of the stream, there is nothing in it."""
+        `quiet_s`, or limits.KEEP_ALIVE_S after the last answer: then, as at the end of the stream, there is nothing in
+        it."""
         self._parked = idle = Idle(self._socket.fileno())
-        self._deadline_s = trio.current_time() + limits.KEEP_ALIVE_S
+        self._deadline_s = trio.current_time() + self.quiet_s
 
         def abort(_: object) -> trio.lowlevel.Abort:
             reads.unwatch(idle)
@@ -286,17 +306,25 @@ class TlsTransport:
     """TLS by trio's SSLStream; `handshake` first."""
 
     secure = True
+    answered_s = 0.0
 
     def __init__(self, sock: socket.socket, peer: str, context: ssl.SSLContext) -> None:
         self.peer = peer
         sock.setblocking(False)
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(sock))
         self._stream = trio.SSLStream(stream, context, server_side=True, https_compatible=True)
+        self.quiet_s = limits.FIRST_BYTE_S
         self._receiving: trio.CancelScope | None = None
         self._woken = False
+        self._given_up = False
 
     def wake(self) -> None:
         self._woken = True
+        if self._receiving is not None:
+            self._receiving.cancel()
+
+    def give_up(self) -> None:
+        self._given_up = True
         if self._receiving is not None:
             self._receiving.cancel()
 
@@ -311,6 +339,8 @@ class TlsTransport:
             raise Stalled("no TLS handshake")
 
     async def receive_into(self, into: memoryview, timeout_s: float, *, idle: bool = False) -> int:
+        if self._given_up:
+            raise Stalled("nothing came in time")
         with trio.move_on_after(timeout_s) as self._receiving:
             try:
                 data = await self._stream.receive_some(min(len(into), limits.TLS_RECORDS_BYTES))

@@ -15,7 +15,6 @@ MISSING: Final[Mapping[str, str]] = {
     "policy": "NoSuchBucketPolicy",
     "publicAccessBlock": "NoSuchPublicAccessBlockConfiguration",
     "replication": "ReplicationConfigurationNotFoundError",
-    "tagging": "NoSuchTagSet",
     "website": "NoSuchWebsiteConfiguration",
 }
 """Query parameter to the error that says there is none."""
@@ -23,6 +22,10 @@ MISSING: Final[Mapping[str, str]] = {
 EMPTY: Final[Mapping[str, bytes]] = {
     "accelerate": document("AccelerateConfiguration", ()),
     "logging": document("BucketLoggingStatus", ()),
+    "notification": document("NotificationConfiguration", ()),
+    "ownershipControls": document(
+        "OwnershipControls", ("<Rule>", element("ObjectOwnership", "BucketOwnerEnforced"), "</Rule>")
+    ),
     "requestPayment": document("RequestPaymentConfiguration", (element("Payer", "BucketOwner"),)),
     "versioning": document("VersioningConfiguration", ()),
 }

@@ -9,8 +9,8 @@ Invariants:
 - Where there is an NVMe tier, parts are durable. Else they count as cache: a directory that is named by a hash is
   evicted as one (`kvfs.paths.unit_prefix`), so an upload that fell to eviction has no parts at all, and its
   completion fails with InvalidPart.
-- At most limits.MAX_UPLOADS at once; those for which nothing was begun for longer than the expiry are removed by any
-  worker (`expire`), and so are parts without a record, which a worker that died may have left.
+- Those for which nothing was begun for longer than the expiry are removed by any worker (`expire`), and so are parts
+  without a record, which a worker that died may have left. How many an owner may have is `gateway.upload_counts`'s.
 
 Concurrency: any worker.
 """
@@ -189,18 +189,6 @@ async def _under(backend: Backend, prefix: str) -> AsyncIterator[tuple[str, Foun
             if found is not None:
                 yield key, found
         after = page.after
-
-
-async def check_room(backend: Backend) -> None:
-    """Raises S3Error SlowDown where there are too many uploads under way."""
-    count = 0
-    async for _ in _under(backend, _RECORDS):
-        count += 1
-        if count >= limits.MAX_UPLOADS:
-            raise S3Error(
-                "SlowDown",
-                f"There are {count} uploads under way, which is the limit: abort or complete some.",
-            )
 
 
 async def _is_idle(backend: Backend, upload: Upload, since_ns: int) -> bool:

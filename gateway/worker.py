@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import trio
@@ -50,6 +51,8 @@ class WorkerSettings(BaseModel):
     port: int
     shared: bool = False
     """Whether other workers listen on the same port."""
+    processes: int = 1
+    """Workers in all."""
     admin_host: str | None = None
     admin_port: int = 0
     certificate: Path | None = None
@@ -81,7 +84,7 @@ class Worker:
     def __init__(self, settings: WorkerSettings) -> None:
         """Raises ConfigError."""
         self._settings = settings
-        self._backend = Backend(settings.socket)
+        self._backend = Backend(settings.socket, processes=settings.processes)
         counters = Counters()
         owners = Owners(self._backend)
         front = Front(self._backend, counters, owners)
@@ -132,7 +135,7 @@ class Worker:
                 background.start_soon(self._admin.server.serve, admin_sockets)
             ports = [sock[0].getsockname()[1] if sock else 0 for sock in (sockets, admin_sockets)]
             _calm_gc()
-            print("ready", *ports, flush=True)
+            _tell_supervisor(f"ready {ports[0]} {ports[1]}")
             await self._server.serve(sockets)
             background.cancel_scope.cancel()
 
@@ -167,10 +170,16 @@ class Worker:
             log.info("%d credentials were read again", len(found.s3.credentials))
 
 
+def _tell_supervisor(line: str) -> None:
+    """One that is gone hears nothing; `_stop_with_parent` ends the worker then."""
+    with suppress(BrokenPipeError):
+        os.write(1, line.encode() + b"\n")
+
+
 def _calm_gc() -> None:
     """Requests leave next to no cycles: looking for them at the usual rate took a third of a small request's time."""
     gc.freeze()
-    gc.set_threshold(_GC_THRESHOLD, 50, 50)
+    gc.set_threshold(_GC_THRESHOLD, 10, 10)
 
 
 _GC_THRESHOLD = 50_000
@@ -189,5 +198,5 @@ def main() -> None:
         error: BaseException = group
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        print("failed", str(error).replace("\n", " "), flush=True)
+        _tell_supervisor("failed " + str(error).replace("\n", " "))
         sys.exit(1)

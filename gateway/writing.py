@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gateway import checksums, conditions, large, metadata, reserved
+from gateway import checksums, conditions, large, metadata
 from gateway import etag as etags
 from gateway.backend import Backend, Seal
 from gateway.body_plan import object_bytes
@@ -42,39 +42,39 @@ async def put_object(call: Call) -> Answer:
     digest = _block_digest(bucket, call.key)
     if call.key.endswith("/"):
         return await _put_marker(call, said, size_bytes)
-    check_size(call, bucket, size_bytes)
+    check_size(call, size_bytes)
     if digest is not None:
         return await _put_block(call, bucket, digest, size_bytes)
     if is_large(call, size_bytes):
         return await _put_large(call, said, condition)
-    draft = await call.backend.reserve(size_bytes)
+    draft = await call.backend.reserve(call.owner, size_bytes, call.body)
     try:
         took_md5 = call.settings.takes_md5(call.bucket)
         received = await receive(call, DraftSink(draft), take_md5=took_md5)
         said = with_digests(said, received, took_md5, call.owner)
-        await call.backend.seal(
-            draft, replace(condition, user_metadata=said.encode(), checksum=received.xxh3)
-        )
+        seal = replace(condition, user_metadata=said.encode(), checksum=received.xxh3)
+        object_id = await call.backend.seal(draft, seal)
     finally:
         await call.backend.abort(draft)
     if is_pinned(said):
-        await call.backend.pin(call.bucket, call.key, True)
-    return await _sealed_answer(call.backend, call.bucket, call.key, said)
+        await call.backend.pin(call.bucket, call.key, object_id)
+    return _sealed_answer(said, object_id)
 
 
 async def put_plain(backend: Backend, write: PlainPut, body: Body) -> Answer:
     """`put_object` of what has neither conditions nor metadata nor another checksum."""
-    draft = await backend.reserve(write.size_bytes)
+    draft = await backend.reserve(write.owner, write.size_bytes, body)
     try:
         receiver = Receiver(write.checksum is not None)
-        if not await body.receive_file(draft.descriptor, receiver):
+        if not await body.receive_file(draft.descriptor, receiver, draft.holding):
             raise S3Error("InternalError")
         checksum = crc64nvme(receiver, write.checksum) if write.checksum is not None else None
         said = ObjectMetadata(checksum=checksum, owner=write.owner)
-        await backend.seal(draft, Seal(write.bucket, write.key, said.encode(), checksum=receiver.xxh3))
+        seal = Seal(write.bucket, write.key, said.encode(), checksum=receiver.xxh3)
+        object_id = await backend.seal(draft, seal)
     finally:
         await backend.abort(draft)
-    return await _sealed_answer(backend, write.bucket, write.key, said)
+    return _sealed_answer(said, object_id)
 
 
 def with_digests(said: ObjectMetadata, received: Received, took_md5: bool, owner: str = "") -> ObjectMetadata:
@@ -91,11 +91,11 @@ def is_pinned(said: ObjectMetadata) -> bool:
 async def _put_large(call: Call, said: ObjectMetadata, condition: Seal) -> Answer:
     """An object larger than DRAM takes."""
     took_md5 = call.settings.takes_md5(call.bucket)
-    async with large.writing(call.backend, call.bucket) as transfer:
+    async with large.writing(call.backend, call.owner, call.bucket, call.body) as transfer:
         received = await receive(call, WindowSink(transfer), take_md5=took_md5)
         said = with_digests(said, received, took_md5, call.owner)
-        await transfer.seal(replace(condition, user_metadata=said.encode()))
-    return await _sealed_answer(call.backend, call.bucket, call.key, said)
+        object_id = await transfer.seal(replace(condition, user_metadata=said.encode()))
+    return _sealed_answer(said, object_id)
 
 
 def is_large(call: Call, size_bytes: int) -> bool:
@@ -103,17 +103,14 @@ def is_large(call: Call, size_bytes: int) -> bool:
     return size_bytes > call.backend.largest_object_bytes
 
 
-def check_size(call: Call, bucket: BucketInfo, size_bytes: int) -> None:
+def check_size(call: Call, size_bytes: int, what: str = "object") -> None:
     """Of one request's body. Raises S3Error EntityTooLarge."""
-    most = min(limits.MAX_SINGLE_PUT_BYTES, _largest(call))
-    if bucket.name == reserved.BUCKET:  # a part, which fits into a slot
-        most = min(most, call.backend.largest_object_bytes)
-    _check(size_bytes, most)
+    _check(call, size_bytes, min(limits.MAX_SINGLE_PUT_BYTES, _largest(call)), what)
 
 
 def check_whole(call: Call, size_bytes: int) -> None:
     """As `check_size`, of a multipart object, which S3 bounds by its parts only."""
-    _check(size_bytes, _largest(call))
+    _check(call, size_bytes, _largest(call), "object")
 
 
 def _largest(call: Call) -> int:
@@ -123,11 +120,12 @@ def _largest(call: Call) -> int:
     )
 
 
-def _check(size_bytes: int, most: int) -> None:
+def _check(call: Call, size_bytes: int, most: int, what: str) -> None:
     if size_bytes > most:
+        why = "" if call.backend.largest_large_bytes else ", a quarter of DRAM: there is no NVMe tier"
         raise S3Error(
             "EntityTooLarge",
-            f"The largest object here has {most} bytes.",
+            f"The largest {what} here has {most} bytes{why}.",
             detail={"ProposedSize": str(size_bytes), "MaxSizeAllowed": str(most)},
         )
 
@@ -144,12 +142,9 @@ async def write_condition(call: Call) -> Seal:
     return replace(seal, expected_id=found.object_id)
 
 
-async def _sealed_answer(backend: Backend, bucket: str, key: str, said: ObjectMetadata) -> Answer:
-    etag = said.etag
-    if not etag:
-        found = await backend.find(bucket, key)
-        etag = "" if found is None else stored(found).etag
-    headers = [("ETag", etags.quote(etag))]
+def _sealed_answer(said: ObjectMetadata, object_id: int) -> Answer:
+    """Answer with what was sealed: by now its key may stand for another object."""
+    headers = [("ETag", etags.quote(etags.of_object(said.etag, object_id)))]
     if said.checksum is not None:
         headers += checksums.headers(said.checksum).items()
     return Answer(200, headers)
@@ -168,8 +163,8 @@ async def _put_marker(call: Call, said: ObjectMetadata, size_bytes: int) -> Answ
     sink = MemorySink(most)
     received = await receive(call, sink, take_md5=True)
     said = with_digests(said, received, True, call.owner)
-    await call.backend.put_marker(call.bucket, call.key, pack_marker(said, bytes(sink.data)))
-    return await _sealed_answer(call.backend, call.bucket, call.key, said)
+    made = await call.backend.put_marker(call.bucket, call.key, pack_marker(said, bytes(sink.data)))
+    return _sealed_answer(said, made.object_id)
 
 
 def _block_digest(bucket: BucketInfo, key: str) -> bytes | None:
@@ -178,15 +173,13 @@ def _block_digest(bucket: BucketInfo, key: str) -> bytes | None:
 
 async def _put_block(call: Call, bucket: BucketInfo, digest: bytes, size_bytes: int) -> Answer:
     """A block: the first one counts, and has no metadata."""
-    draft = await call.backend.reserve(size_bytes)
+    draft = await call.backend.reserve(call.owner, size_bytes, call.body)
     try:
         received = await receive(call, DraftSink(draft))
-        await call.backend.seal_block(draft, bucket, digest)
+        object_id = await call.backend.seal_block(draft, bucket, digest)
     finally:
         await call.backend.abort(draft)
-    return await _sealed_answer(
-        call.backend, call.bucket, call.key, ObjectMetadata(checksum=received.checksum)
-    )
+    return _sealed_answer(ObjectMetadata(checksum=received.checksum), object_id)
 
 
 # --- removal -----------------------------------------------------------------------------------------------
@@ -197,13 +190,18 @@ async def delete_object(call: Call) -> Answer:
 
 async def remove_key(call: Call, bucket: str, key: str, wanted: conditions.Conditions) -> None:
     """Remove a key; a missing one counts as removed, unless If-Match wants it. Raises S3Error, BucketNotFound."""
-    expected_id = None
-    if wanted:
-        found: Found | None = await call.backend.find(bucket, key)
-        if found is None:
-            conditions.check_deletion(wanted, None, 0, 0)
-        else:
-            what = stored(found)
-            conditions.check_deletion(wanted, what.etag, what.size_bytes, what.modified_s)
-            expected_id = None if found.marker else found.object_id
+    expected_id = await expected_of(call, bucket, key, wanted)
     await call.backend.remove(bucket, key, expected_id=expected_id)
+
+
+async def expected_of(call: Call, bucket: str, key: str, wanted: conditions.Conditions) -> int | None:
+    """The object that may be removed, where there are conditions. Raises S3Error."""
+    if not wanted:
+        return None
+    found: Found | None = await call.backend.find(bucket, key)
+    if found is None:
+        conditions.check_deletion(wanted, None, 0, 0)
+        return None
+    what = stored(found)
+    conditions.check_deletion(wanted, what.etag, what.size_bytes, what.modified_s)
+    return None if found.marker else found.object_id

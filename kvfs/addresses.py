@@ -1,8 +1,8 @@
 """Which mount a path lies on, and what it is called there.
 
-Responsibility: find kvfs mounts and split `/mnt/kvfs/bucket/key` into the mount and `bucket/key`. It reads
-the kernel's mount table only and never touches the file system under a path, so it answers for a mount whose
-service is gone (there, every `stat` fails with ENOTCONN).
+Responsibility: find kvfs mounts, split `/mnt/kvfs/bucket/key` into the mount and `bucket/key`, and say what a mount
+would hide. It reads the kernel's mount table only and never touches the file system under a path, so it answers for a
+mount whose service is gone (there, every `stat` fails with ENOTCONN).
 
 Concurrency: pure functions over one read of /proc/self/mountinfo.
 """
@@ -10,12 +10,15 @@ Concurrency: pure functions over one read of /proc/self/mountinfo.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from kvfs import linux
 from kvfs.errors import InvalidRequest, SessionClosed
 
 FILESYSTEM_TYPE = "fuse.kvfs"
+_MOST_COMPONENTS = 40 * 128
+"""Of a path and of the 40 links in it that Linux follows: what goes round in circles ends."""
 
 
 def mounts(table: str | None = None) -> list[Path]:
@@ -38,6 +41,24 @@ def locate(path: str, table: str | None = None) -> tuple[Path, str]:
     raise InvalidRequest(
         f"{path}: on no kvfs mount; give a path below one, or bucket/key with --at MOUNT or KVFS_ADDRESS"
     )
+
+
+def leads_under(path: Path, mount: Path) -> bool:
+    """Whether a path leads to a mount point or under it, symbolic links followed, without a look into it."""
+    roots = {os.fspath(mount), os.path.join(os.path.realpath(mount.parent), mount.name)}
+    at, left = "/", list(reversed(path.absolute().parts[1:]))
+    for _ in range(_MOST_COMPONENTS):
+        if not left:
+            break
+        component = left.pop()
+        at = os.path.normpath(os.path.join(at, component))
+        if at in roots:
+            return True
+        with suppress(OSError):  # no link
+            target = os.readlink(at)
+            at = os.path.dirname(at)
+            left += reversed(Path(target).parts)
+    return False
 
 
 def only_mount() -> Path:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -32,7 +32,7 @@ from kvfs._native.pieces import Memory, Pieces, Scatter, join_keys
 from kvfs._native.reader import BELOW, MISS, NO_ROOM, View
 from kvfs._native.writer import PUTS_AT_ONCE, Draft, Put
 from kvfs.block_session import AT_ONCE, BlockSession, Live, parents_of
-from kvfs.errors import InvalidRequest, KvfsError, NotFound, SessionClosed
+from kvfs.errors import InvalidRequest, KvfsError, LimitExceeded, NotFound, SessionClosed
 from kvfs.exchange import check
 from kvfs.futures import Workers
 from kvfs.keys import block_name
@@ -62,6 +62,7 @@ class Blocks:
         self._session = BlockSession(begin, namespace)
         self._aside = BlockSession(begin, namespace)
         """For what may take long or nobody waits for, so that it holds up no other call."""
+        self._below = ServedReader(self._aside)
         self.bucket = self._session.run(lambda live: live.bucket, Deadline.after(timeout_s))
         """The bucket that is bound to the namespace."""
         local = self._session.hello.may_open
@@ -113,11 +114,7 @@ class Blocks:
         """A leased, read-only view of each block's bytes, None for a miss. Raises LimitExceeded (mappings)."""
         deadline, joined = self._deadline(timeout_s), join_keys(keys)
         found = self._reader.map(joined, deadline)
-        below = [i for i, view in enumerate(found) if view == BELOW]
-        if below and self._bring_up(joined, below, deadline):
-            again = self._reader.map(_choose(joined, below), deadline)
-            for i, view in zip(below, again, strict=True):
-                found[i] = view
+        self._read_below(found, lambda below: self._below.map(_choose(joined, below), deadline), deadline)
         return [view if isinstance(view, View) else None for view in found]
 
     def get_into(self, keys: Keys, buffers: Places, *, timeout_s: float | None = None) -> list[int]:
@@ -136,11 +133,10 @@ class Blocks:
         return results
 
     def _get_rest(self, joined: bytes, pieces: Pieces, results: list[int], deadline: Deadline) -> list[int]:
-        below = [i for i, result in enumerate(results) if result == BELOW]
-        if below and self._bring_up(joined, below, deadline):
-            again = self._reader.read(_choose(joined, below), pieces.choose(below), deadline)
-            for i, result in zip(below, again, strict=True):
-                results[i] = result
+        def read(below: list[int]) -> list[int]:
+            return self._below.read(_choose(joined, below), pieces.choose(below), deadline)
+
+        self._read_below(results, read, deadline)
         if NO_ROOM in results:
             i = results.index(NO_ROOM)
             raise InvalidRequest(
@@ -179,14 +175,21 @@ class Blocks:
             found += self._aside.run(partial(_ask_count, op=Op.PREFETCH, keys=some), deadline)
         return found
 
-    def _bring_up(self, joined: bytes, which: list[int], deadline: Deadline) -> bool:
-        """Bring blocks up as far as there is time; whether any is in DRAM now."""
-        if deadline.left_s <= 0:
-            return False
-        try:
-            return self._prefetch(_choose(joined, which), deadline) > 0
-        except KvfsError:  # out of time, no service, no room: misses
-            return False
+    def _read_below(
+        self, results: MutableSequence[T], read: Callable[[list[int]], Sequence[T]], deadline: Deadline
+    ) -> None:
+        """Put into `results` what `read` makes of the blocks in lower tiers, as far as there is time.
+
+        The service leases each of them until its answer is sent: what is read here cannot be evicted in between.
+        """
+        while (below := [i for i, result in enumerate(results) if result == BELOW]) and deadline.left_s > 0:
+            try:
+                for i, result in zip(below, read(below), strict=True):
+                    results[i] = result
+            except LimitExceeded:
+                raise
+            except KvfsError:  # out of time, no service, over a quota: misses
+                return
 
     # --- writing -----------------------------------------------------------------------------------------
     def put(

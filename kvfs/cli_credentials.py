@@ -2,7 +2,7 @@
 
 Responsibility: arguments in, one edit of the configuration file, text out. A running service reads the file again at
 SIGHUP. A secret is printed once, by the `add` that makes it; it is never taken from an argument, which every user of
-the machine can read. Errors leave as in `kvfs.cli`.
+the machine can read, and one that was told is not said again. Errors leave as in `kvfs.cli`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def add(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Add an access key, and print it with its secret."""
+    """Add an access key, and print it with its secret if that was made here."""
     from kvfs import credential_file
     from kvfs.credentials import new_access_key, new_secret_key
 
@@ -59,7 +59,9 @@ def add(
         rights,
     )
     credential_file.add(config, credential)
-    shown = {"access_key": credential.access_key, "secret_key": credential.secret}
+    shown = {"access_key": credential.access_key}
+    if not secret_stdin:
+        shown["secret_key"] = credential.secret
     if as_json:
         print(json.dumps(shown, indent=2))
     else:

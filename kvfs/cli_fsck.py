@@ -10,9 +10,9 @@ What needs trio and LMDB is imported by the command: see `kvfs.cli`.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
+import traceback
 from contextlib import AbstractContextManager
 from enum import IntEnum
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
-from kvfs.errors import KvfsError, NotFound
+from kvfs.errors import KvfsError
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -71,6 +71,9 @@ def fsck(
     except (KvfsError, OSError) as error:
         print(f"kvfs: {error}", file=sys.stderr)
         raise typer.Exit(Exit.CANNOT_RUN) from None
+    except Exception:  # else the interpreter ends with 1, which says that all is repaired
+        traceback.print_exc()
+        raise typer.Exit(Exit.CANNOT_RUN) from None
     if as_json:
         print(json.dumps(found, indent=2))
     else:
@@ -85,18 +88,10 @@ def _check(data: Path, segments: Path, repair: bool) -> dict[str, Any]:
     import trio
 
     from kvfs.linux import raise_file_limit
-    from tiers.home import open_home
+    from tiers.home import look_home
 
     raise_file_limit()
-
-    if not (data / "lock").exists():
-        raise NotFound(f"{data}: not a data directory of kvfs")
-    home = open_home(data)
-    try:
-        os.stat(data / "format.json")
-    except OSError:
-        home.close(clean=False)
-        raise
+    home = look_home(data, leave_mark=repair)
 
     async def run() -> dict[str, Any]:
         from tiers.device import open_device
@@ -162,6 +157,8 @@ def _describe(findings: Findings, seconds: float, failure: str) -> dict[str, Any
             }
             for problem in problems
         ],
+        "lost": sorted(name.decode(errors="backslashreplace") for name in findings.lost),
+        "may_have_lost_more": findings.lost_unknown,
         **findings.counts(),
         "seconds": round(seconds, 3),
     }

@@ -149,7 +149,7 @@ def encode_answer(answer: Answer) -> bytes:
             )
         case ResultAnswer(first=first, entries=results):
             payload = _BATCH.pack(len(results), first) + b"".join(
-                _RESULT.pack(r.status, 0, r.size_bytes) for r in results
+                _RESULT.pack(r.status, 0, r.value) for r in results
             )
         case CountAnswer(count=count):
             payload = _COUNT.pack(count, 0)
@@ -348,9 +348,9 @@ def _extent_result(op: Op, fields: tuple[int, ...]) -> ExtentResult:
 
 
 def _result(op: Op, fields: tuple[int, ...]) -> Result:
-    status, reserved, size = fields
+    status, reserved, value = fields
     _zero(op, "reserved", reserved)
-    return Result(_status(op, status), size)
+    return Result(_status(op, status), value)
 
 
 def decode_object(op: Op, body: bytes) -> dict[str, Any]:

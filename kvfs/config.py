@@ -294,7 +294,7 @@ class S3Settings(_Section):
     upload_expiry_s: Annotated[float, Field(ge=60)] = 7 * 86400.0
     """Multipart uploads that were not completed so long after their begin, and their last part, are removed."""
     connections: Annotated[int, Field(ge=1, le=MAX_GATEWAY_CONNECTIONS)] = MAX_GATEWAY_CONNECTIONS
-    """Of one worker; more wait."""
+    """Of one worker; when they are all taken, silent ones give way."""
 
     @model_validator(mode="after")
     def _both_or_none(self) -> S3Settings:

@@ -25,6 +25,7 @@ POINTS: Final = frozenset(
         "log.after_write",
         "log.before_sync",
         "log.after_sync",
+        "log.after_endings",
         "log.before_footer",
         "log.after_footer",
         "reclaim.before_rewrite",

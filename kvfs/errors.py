@@ -89,6 +89,13 @@ class InvalidNamespace(InvalidRequest):
     """A namespace description is incomplete, unknown or not canonical."""
 
 
+class WrongChecksum(InvalidRequest):
+    """The bytes of a draft do not have the checksum that their writer gave; they were not sealed."""
+
+    errno = errno.EBADMSG
+    s3_code = "BadDigest"
+
+
 class NameTooLong(InvalidRequest):
     """A bucket name, key or path component is over its limit."""
 
@@ -116,6 +123,14 @@ class NoSpace(KvfsError):
     errno = errno.ENOSPC
     s3_code = "InsufficientStorage"
     log_level = logging.WARNING
+
+
+class Busy(KvfsError):
+    """What was asked for is there, and there is no room to serve it now: the same call succeeds later."""
+
+    errno = errno.EAGAIN
+    s3_code = "SlowDown"
+    log_level = logging.DEBUG
 
 
 class QuotaExceeded(KvfsError):
@@ -291,6 +306,8 @@ _FROM_ERRNO: dict[int, type[KvfsError]] = {
     errno.EPROTONOSUPPORT: FormatMismatch,
     errno.ENODEV: DeviceMissing,
     errno.EIO: Corrupt,
+    errno.EBADMSG: WrongChecksum,
+    errno.EAGAIN: Busy,
 }
 
 _FROM_DEVICE_ERRNO: dict[int, type[KvfsError]] = {

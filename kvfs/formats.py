@@ -374,6 +374,48 @@ SEGMENT_TRAILER: Final = Layout(
 )
 
 
+# --- what has ended, a second time -----------------------------------------------------------------------
+ENDINGS_MAGIC: Final = b"KVFSENDS"
+ENDINGS_PAGE_BYTES: Final = 4096
+
+ENDINGS_HEADER: Final = Layout(
+    "endings page",
+    (
+        ("magic", "8s"),
+        ("version", "I"),
+        ("entries", "I"),
+        ("store_id", "16s"),
+        ("epoch", "Q"),
+        ("page", "I"),
+        ("first_pages", "I"),
+        ("durable_sequence", "Q"),
+        ("page_checksum", "Q"),
+    ),
+)
+
+ENDING: Final = Layout(
+    "ending",
+    (
+        ("object_id", "Q"),
+        ("first_sequence", "Q"),
+        ("sequence", "Q"),
+        ("what", "I"),
+        ("extent_number", "I"),
+    ),
+)
+
+
+class EndingKind(IntEnum):
+    """Which records of an object have ended."""
+
+    OBJECT = 1
+    """All: it was removed or replaced."""
+    NAME = 2
+    """Every META older than `sequence`."""
+    EXTENT = 3
+    """Every DATA of one extent older than `sequence`."""
+
+
 # --- objects of the cold tier ----------------------------------------------------------------------------
 COLD_MAGIC: Final = b"KVFSCOLD"
 COLD_VERSION: Final = 1

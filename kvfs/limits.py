@@ -33,6 +33,8 @@ MAX_HASH_TOKENS: Final = 1 << 24
 """Tokens in one call for prefix hashes: 40 ms with SHA extensions."""
 MAX_EXTRA_BYTES: Final = 64 * KIB
 """Bytes beside the tokens that one prefix hash covers, such as the hash of an image."""
+MAX_REMOVED_NAMES: Final = 64
+"""Removed by one request of a session, which is one step of the event loop: 10 ms; the longest keys fit in a frame."""
 MAX_LIST_ENTRIES: Final = 1_000
 """One page of a listing, as in S3's ListObjectsV2: bounds the time that one call holds the event loop."""
 MAX_USER_METADATA_BYTES: Final = 64 * KIB
@@ -110,8 +112,15 @@ DURABLE_PERCENT: Final = 90
 """Of the tier's usable segments durable objects may fill this much: reclaim gains a tenth of what it moves."""
 MAX_TOMBSTONE_IDS: Final = 4_096
 """Deletions in one record: 32 KiB."""
+MIN_ENDINGS_BYTES: Final = 256 * 1024
+"""Each of the two files that repeat what has ended: 64 pages, so that a small tier seldom rewrites them..."""
+ENDINGS_SHARE_OF_NVME: Final = 4_096
+"""...the capacity divided by this: 126 objects replaced in each 16 MiB of the log..."""
+MAX_ENDINGS_BYTES: Final = 32 * MIB
+"""...and at most a million endings, which are 32 MB of memory. Half a file may be endings that still count."""
 MAX_LOG_QUEUE: Final = 1 << 17
-"""Records that wait to be written; beyond it cache objects are not written and durable ones are refused."""
+"""Records that wait to be written, some 60 MB of memory. While that many do, what would queue more is refused: durable
+writes, renames, attributes, directories, buckets. Removals are not: there are as many as there are objects."""
 SCAN_BYTES: Final = 4 * MIB
 """Read at once when a segment without a footer is scanned."""
 UNSYNCED_RECORDS: Final = 8_192
@@ -130,6 +139,12 @@ SEGMENT_OFFSET_BITS: Final = 32
 """Of a table entry's `location`: the offset in the segment, whose number is above."""
 MAX_PROMOTIONS: Final = 16
 """Objects that are read back into DRAM at once: each is a draft there."""
+READ_AROUND_BYTES: Final = 256 * MIB
+"""Memory beside DRAM for reads of what finds no slot there; half of it for one uid."""
+READ_AROUND_WAIT_S: Final = 2.0
+"""So long such a read waits for others to end; then it is Busy, and may be repeated."""
+READ_AROUND_POLL_S: Final = 0.002
+"""The kernel tells of a reader that lets go only when it is asked: 2.5 us a copy."""
 DEFAULT_SCRUB_BYTES_S: Final = 16 * MIB
 """What the scrub verifies in a second unless told otherwise: a terabyte in 17 hours, 0.5 percent of a drive."""
 MAX_SCRUB_BYTES_S: Final = 4 * GIB
@@ -256,8 +271,9 @@ CONNECTOR_RETRY_S: Final = 1.0
 """...as long as it takes to answer a connection, tried this often."""
 CONNECTOR_COPY_S: Final = 60.0
 """A layer that is not copied by then never will be: its load waits at most CONNECTOR_TIMEOUT_S for the service."""
-CONNECTOR_STEP_BLOCKS: Final = 512
-"""Blocks that one step of an engine stores: the rest follows in the next. Two steps' drafts are a session's limit."""
+CONNECTOR_STORE_BLOCKS: Final = 256
+"""Blocks that an engine worker copies out at once, step by step until all are: those being copied, waiting and sealed
+are three times as many drafts, and a session has MAX_DRAFTS_PER_SESSION."""
 CONNECTOR_LOADS: Final = 256
 """Loads of requests that wait or run in one engine worker; more are misses."""
 CONNECTOR_THREADS: Final = 4
@@ -268,6 +284,13 @@ WEIGHTS_SAMPLES: Final = 64
 """Places in each file of weights that are read to tell them from others..."""
 WEIGHTS_SAMPLE_BYTES: Final = 4 * KIB
 """...and what is read at each."""
+WEIGHTS_MEMORY_LINES: Final = 1 << 14
+"""Places of 64 bytes at which the weights in memory are looked at, over all tensors: 1 MiB. Each is a miss of the
+processor's caches and of its TLB, so all take some milliseconds, once per step that loads or stores."""
+WEIGHTS_DEVICE_CHECK_S: Final = 1.0
+"""How often weights in a device's memory are looked at: a read of each tensor there, and a wait for the device."""
+MAX_ADAPTERS: Final = 4_096
+"""Adapters whose files an engine's connector remembers; with more, requests of further ones are not kept."""
 
 # --- waits -----------------------------------------------------------------------------------------------
 PUBLISH_WAIT_S: Final = 0.5
@@ -300,6 +323,9 @@ MAX_LOG_CAUSES: Final = 1_024
 # --- mount -----------------------------------------------------------------------------------------------
 MAX_WRITE_BYTES: Final = 1 * MIB
 """FUSE max_write: 256 pages, the default of fs.fuse.max_pages_limit."""
+MAX_FUSE_THREADS: Final = 8
+"""Of the native loop, made as they are needed, each with buffers of 2 MiB: one request less than that may wait for the
+bytes of files before all others have to wait for one of them."""
 MAX_FUSE_REQUESTS: Final = 64
 """Requests that Python handles at once; the kernel's own background limit is 12 by default."""
 MAX_NODES: Final = 1 << 24
@@ -342,7 +368,23 @@ GATEWAY_ROOM_WAIT_S: Final = 20.0
 """How long a body waits for room that others' bodies take, before it is refused with SlowDown: clients wait 60 s."""
 GATEWAY_ROOM_POLL_S: Final = 0.01
 """Between two looks of the first that waits: the room of one body of 1 MiB comes back about so often."""
-SPARE_DRAFT_BYTES: Final = 1 * MIB
+FIRST_ROOM_BYTES: Final = 1 * MIB
+"""Room that a body of a gateway has at first; it doubles as it fills, so that what was only announced takes none."""
+OWNER_ROOM_PERCENT: Final = 75
+"""Of a gateway process's room for bodies, one owner's take at most so much..."""
+ROOM_TURN_S: Final = 60.0
+"""...and while others wait, a body must fill its room in so long, as long as clients wait for an answer..."""
+ENOUGH_RATE_BYTES_S: Final = 1 * MIB
+"""...or come this fast: a slow line, and a gigabyte in a quarter of an hour..."""
+ROOM_GRACE_S: Final = 5.0
+"""...but not in its first seconds: a round trip, and TCP's start."""
+ROOM_HURRY_S: Final = 0.05
+"""Between two bodies that are given up for those who wait: what the first one had has come back by then."""
+MAX_TRANSFERS: Final = 128
+"""Objects larger than DRAM takes that a gateway process moves at once: each has a session, of MAX_SESSIONS in all."""
+GATEWAY_GROW_POLL_S: Final = 0.02
+"""Between two looks of a body that waits for more room."""
+SPARE_DRAFT_BYTES: Final = FIRST_ROOM_BYTES
 """Room that a spare draft of a gateway is promised; larger bodies ask for their own."""
 GATEWAY_SPARE_DRAFTS: Final = 8
 """Drafts that a gateway process under load has granted ahead of use."""
@@ -354,7 +396,9 @@ SPARE_INTERVAL_S: Final = 0.5
 INLINE_DIGEST_BYTES: Final = 128 * KIB
 """Bodies up to this are digested as they come: an MD5 of it takes 150 us, a thread's start and end about 80."""
 MAX_UPLOADS: Final = 10_000
-"""Multipart uploads under way: their records are listed and sorted in memory, 20 MB with the longest keys."""
+"""Multipart uploads of one owner under way: records are listed and sorted in memory, 20 MB with the longest keys."""
+UPLOADS_LOOK_S: Final = 1.0
+"""Between two looks at the records of uploads because an owner seems to have too many: 10,000 take 50 ms."""
 EXPIRE_INTERVAL_S: Final = 600.0
 """How often a gateway looks for expired uploads."""
 ORPHAN_AGE_S: Final = 3_600.0
@@ -379,12 +423,24 @@ GATEWAY_TOUCH_INTERVAL_S: Final = 0.25
 """How often a gateway reports hits that it read without the service, MAX_BATCH at once; more are not counted."""
 MAX_GATEWAY_CONNECTIONS: Final = 4_096
 """Connections of one gateway process, unless told otherwise: each has a buffer of MAX_HEAD_BYTES."""
+ADDRESS_PERCENT: Final = 75
+"""Of a gateway process's connections, so many are an address's share: a proxy may be the only client, and a quarter is
+left for whoever else there is."""
+PLACES_AT_ONCE_SHARE: Final = 64
+"""When all connections are taken, the silent ones of strangers go by so many of all at once: choosing takes a
+millisecond among 4,096."""
+PLACES_POLL_S: Final = 0.05
+"""How often it is looked whether a request has ended, while there is one on every connection."""
+PLACES_LOG_S: Final = 60.0
+"""Between two lines of the log on connections that are all taken."""
 GATEWAY_BACKLOG: Final = 1_024
 """Connections that the kernel queues before they are accepted."""
 DRAIN_WAIT_S: Final = 8.0
 """How long a gateway that stops waits for the requests in flight: less than STOP_WAIT_S."""
 HEAD_TIMEOUT_S: Final = 15.0
 """From the first byte of a request to the end of its headers."""
+FIRST_BYTE_S: Final = 15.0
+"""How long a new connection may be quiet before its first request."""
 KEEP_ALIVE_S: Final = 75.0
 """How long a connection may be quiet between two requests: clients' pools keep theirs for about a minute."""
 BODY_STALL_S: Final = 20.0
@@ -452,8 +508,32 @@ MIN_PART_BYTES: Final = 5 * MIB
 """Every part but the last, as S3 has it."""
 MAX_SINGLE_PUT_BYTES: Final = 5 * GIB
 """One PUT or part, as S3 has it."""
-MAX_XML_BODY_BYTES: Final = 4 * MIB
-"""A document of a request: 1,000 keys of 1,024 bytes, escaped, or 10,000 parts with two checksums each."""
+MAX_DOCUMENT_BYTES: Final = 4 * MIB
+"""Of DeleteObjects and CompleteMultipartUpload: 1,000 keys of 1,024 bytes, escaped, or 10,000 parts with checksums."""
+MAX_SMALL_DOCUMENT_BYTES: Final = 128 * KIB
+"""Of every other operation with XML: 50 tags of 384 characters, each of up to six bytes where it is escaped."""
+MAX_MATCH_DOCUMENT_BYTES: Final = 1_280 * KIB
+"""Of `?match`: MAX_MATCH_HASHES of 32 digits, quotes, a comma and some white space."""
+MAX_DELETE_ELEMENTS: Final = 10
+"""Elements of one object to delete: S3 has six, and a client may send what it adds."""
+MAX_PART_ELEMENTS: Final = 14
+"""Elements of one part to complete: its number, its ETag and S3's ten checksums."""
+MAX_SMALL_DOCUMENT_ELEMENTS: Final = 256
+"""Of every other document: 50 tags have 152."""
+MAX_XML_DEPTH: Final = 6
+"""S3's own documents are four deep."""
+MAX_XML_TEXT_CHARACTERS: Final = 8 * KIB
+"""Text of one element: a key has 1,024 bytes."""
+MAX_XML_TOKEN_BYTES: Final = 64 * KIB
+"""One tag with its attributes, or one comment: the parser has it in memory, and all attributes at once."""
+DOCUMENT_PIECE_BYTES: Final = 16 * KIB
+"""Received at once of a document, and..."""
+DOCUMENT_TURN_BYTES: Final = 4 * KIB
+"""...read before others have their turn: 1,000 elements of 4 bytes take a millisecond."""
+DOCUMENTS_BYTES: Final = 64 * MIB
+"""Documents that a gateway process has in hand, which take up to four times their bytes as text..."""
+OWNER_SHARE_OF_DOCUMENTS: Final = 4
+"""...and an owner at most this divided by that; a document beyond is told to come again (SlowDown)."""
 MAX_DELETE_KEYS: Final = 1_000
 """Of one DeleteObjects, as S3 has it."""
 MAX_LIST_BUCKETS: Final = 10_000
@@ -467,6 +547,8 @@ MAX_MATCH_HASHES: Final = 1 << 15
 """Prefix hashes in one `?match`: 512k tokens in blocks of 16."""
 MAX_TAGS: Final = 10
 """Of one object, as S3 has it; a key has at most 128 characters and a value 256."""
+MAX_BUCKET_TAGS: Final = 50
+"""Of one bucket, as S3 has it."""
 MAX_TAG_KEY_CHARACTERS: Final = 128
 MAX_TAG_VALUE_CHARACTERS: Final = 256
 MAX_S3_USER_METADATA_BYTES: Final = 2 * KIB

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from kvfs.errors import InvalidRequest, KvfsError
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 MAGIC: Final = b"kvfs-ses"
 DIGEST_BYTES: Final = 16
 NO_PARENT: Final = bytes(DIGEST_BYTES)
@@ -49,6 +49,8 @@ class Op(IntEnum):
     SET_ATTRIBUTES = 43
     STATUS = 44
     SHUTDOWN = 45
+    PROMISE = 46
+    REMOVE_NAMES = 47
     LARGE_CREATE = 48
     LARGE_APPEND = 49
     LARGE_SEAL = 50
@@ -185,10 +187,11 @@ class ExtentAnswer:
 
 
 class Result(NamedTuple):
-    """`status` 0, EEXIST (the block was already there and is the one that counts) or another errno."""
+    """`status` 0, EEXIST (the block was already there and is the one that counts) or another errno. `value`: of a seal
+    the id of the object that counts now, of a removal the size in bytes."""
 
     status: int
-    size_bytes: int = 0
+    value: int = 0
 
 
 @dataclass(frozen=True, slots=True)

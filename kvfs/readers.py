@@ -104,7 +104,8 @@ class LocalReader:
 
 
 class ServedReader:
-    """The blocks of one session's namespace. A service that does not answer in time has none."""
+    """The blocks of one session's namespace, brought up from lower tiers where that is needed. A service that does not
+    answer in time has none. BELOW is what there is no room to read now."""
 
     def __init__(self, session: BlockSession) -> None:
         self._session = session
@@ -132,7 +133,11 @@ class ServedReader:
             with self._opened(some, deadline) as opened:
                 descriptors = [descriptor for _, descriptor in opened]
                 sizes = [entry.size_bytes for entry, _ in opened]
-                results += reader.read_descriptors(descriptors, sizes, pieces, len(results))
+                found = reader.read_descriptors(descriptors, sizes, pieces, len(results))
+                results += [
+                    reader.BELOW if entry.status == errno.EAGAIN else result
+                    for (entry, _), result in zip(opened, found, strict=True)
+                ]
         return results
 
     def map(self, keys: bytes, deadline: Deadline) -> list[View | int]:
@@ -141,7 +146,8 @@ class ServedReader:
             with self._opened(some, deadline) as opened:
                 for entry, descriptor in opened:
                     view = None if descriptor is None else View.of_descriptor(descriptor, entry.size_bytes)
-                    views.append(reader.MISS if view is None else view)
+                    missing = reader.BELOW if entry.status == errno.EAGAIN else reader.MISS
+                    views.append(missing if view is None else view)
         return views
 
     def take_hits(self) -> bytes:
@@ -149,14 +155,17 @@ class ServedReader:
 
     @contextmanager
     def _opened(self, keys: bytes, deadline: Deadline) -> Iterator[Opened]:
-        """Every block's answer and its descriptor, None for a miss. Raises what is neither (QuotaExceeded, ...)."""
+        """Every block's answer and its descriptor, None for a miss and for what there is no room to read now.
+
+        Raises what is neither (QuotaExceeded, ...).
+        """
         nothing: Opened = [(_MISSING, None)] * (len(keys) // DIGEST_BYTES)
         opened = self._ask(
             Op.OPEN_BLOCK, keys, deadline, lambda live, batch: live.exchange.open(batch), nothing
         )
         try:
             for entry, _ in opened:
-                if entry.status not in (0, errno.ENOENT):
+                if entry.status not in (0, errno.ENOENT, errno.EAGAIN):
                     raise status_error(entry.status, "opening a block")
             yield opened
         finally:

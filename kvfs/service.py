@@ -89,8 +89,16 @@ def group_id(name: str | None) -> int:
 def check_places(settings: Settings) -> None:
     """Raises ConfigError where the mount would hide what the service needs: it would wait for itself."""
     path = settings.mount.path
-    for what, inside in (("[store] data", settings.store.data), ("[session] socket", settings.socket_path)):
-        if inside.is_relative_to(path):
+    places = {
+        "[store] data": settings.store.data,
+        "[nvme] path": settings.nvme_path,
+        "[session] socket": settings.socket_path,
+        "[s3] certificate": settings.s3.certificate,
+        "[s3] key": settings.s3.key,
+        "the configuration": settings.file,
+    }
+    for what, inside in places.items():
+        if inside is not None and addresses.leads_under(inside, path):
             raise ConfigError(f"{what} = '{inside}': lies under the mount point {path}, which would hide it")
 
 
@@ -234,7 +242,7 @@ async def run(settings: Settings, started: Callable[[Running], None]) -> None:
     """Serve until SIGTERM, SIGINT, a session's SHUTDOWN, or until the mount is unmounted from outside.
 
     `started` is called once, when every door answers. Raises ConfigError, StoreLocked, FormatMismatch,
-    DeviceMissing.
+    DeviceMissing; and DeviceFailed, after a clean stop, where the mount could not go on.
     """
     check_places(settings)
     raise_file_limit()
@@ -288,10 +296,12 @@ async def _serve(
                     await _serve_mount(mount, lambda: _tell_started(running, started))
                     network.cancel_scope.cancel()
             if not stop.cancel_called:
-                _begin_stop(stop, watchdog, f"{settings.mount.path} was unmounted")
+                _begin_stop(stop, watchdog, str(mount.failure or f"{settings.mount.path} was unmounted"))
             sessions.stop()
             doors.cancel_scope.deadline = trio.current_time() + limits.STOP_WAIT_S / 2
         upkeep.cancel_scope.cancel()
+    if mount.failure is not None:
+        raise mount.failure
 
 
 async def _start_gateway(settings: Settings, nursery: trio.Nursery) -> Listening | None:

@@ -6,8 +6,9 @@ Invariants: after any failure in the middle of an exchange the connection is clo
 (`SessionClosed` until a new one is made): an answer is never taken for another request's. Descriptors of an
 answer that is not delivered are closed. Received descriptors are close-on-exec.
 
-Concurrency: one exchange at a time; a lock keeps threads apart. A process that forks must make a connection
-of its own.
+Concurrency: one exchange at a time; a lock keeps threads apart. Any thread may close: that wakes whoever is in an
+exchange, who closes the socket then, so that its number is not another file's meanwhile. A process that forks must make
+a connection of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import stat
 import struct
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,11 +145,26 @@ class Transport:
         return self._open
 
     def close(self) -> None:
-        """End the session: the service aborts what was not sealed. Closing twice is harmless."""
+        """End the session: the service aborts what was not sealed. Closing twice is harmless.
+
+        Whoever is in an exchange wakes and raises SessionClosed; the socket is closed when nobody uses it any more.
+        """
         if self._open:
             self._open = False
+            if os.getpid() == self._pid:  # a child ends nothing but its own descriptor
+                with suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+        self._discard_unless_used()
+
+    def _discard_unless_used(self) -> None:
+        """Whoever has the lock looks again when it has let go: one of the two finds the session closed and free."""
+        if self._open or not self._lock.acquire(blocking=False):
+            return
+        try:
             self._socket.close()
             close_all(self._protocol.unclaimed())
+        finally:
+            self._lock.release()
 
     def exchange(self, request: Request, *, timeout_s: float | None = None) -> list[ReceivedAnswer]:
         """Send a request and collect its answer's frames; the caller closes the descriptors in them.
@@ -175,6 +192,7 @@ class Transport:
                 raise
         finally:
             self._lock.release()
+            self._discard_unless_used()
         last = answers[-1].answer
         if isinstance(last, Failure):
             close_answers(answers)

@@ -173,7 +173,13 @@ class CallServer:
     def _allocate(self, call: Call) -> None:
         """What found no room natively, once more after eviction; `other` is the length."""
         self._view.store.make_room(call.other)
-        number = self._loop.allocate(call.nodeid, call.mode, call.offset, call.other)
+        self._waiting.start_soon(self._allocate_aside, call)
+
+    async def _allocate_aside(self, call: Call) -> None:
+        """By a worker thread: it takes as long as memory does."""
+        number = await trio.to_thread.run_sync(
+            self._loop.allocate, call.nodeid, call.mode, call.offset, call.other
+        )
         self._loop.answer_status(call.unique, number)
 
     def _release(self, call: Call) -> None:

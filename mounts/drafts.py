@@ -28,7 +28,7 @@ import pyfuse3
 import trio
 
 from kvfs import limits
-from kvfs.errors import KvfsError, ObjectTooLarge, WriterActive
+from kvfs.errors import KvfsError, NoSpace, ObjectTooLarge, WriterActive
 from mounts.attributes import FileStatus
 from mounts.backing import Backings
 from mounts.large import begin_copy, large_of, status_of
@@ -227,8 +227,9 @@ class DraftKeeper:
 
     def settle(self, node: Node, opened: OpenDraft) -> None:
         """Nobody has the draft open for writing: publish it, drop it, or let it linger."""
-        if opened.torn or not node.linked:
-            if opened.torn or opened.handles == 0:
+        dropped = opened.torn or opened.failed
+        if dropped or not node.linked:
+            if dropped or opened.handles == 0:
                 self.discard(node)
             return
         if opened.awaited:
@@ -292,9 +293,12 @@ class DraftKeeper:
                 await trio.sleep(delay_s)
                 delay_s = min(delay_s * 2, LINGER_MOST_S)
                 self.catch_up()
-                if node.draft is not opened or not opened.closed:
+                if node.draft is opened and opened.closed:
+                    await self._write_out(node, opened)
+                if (
+                    node.draft is not opened or not opened.closed
+                ):  # somebody writes it again, or it is published
                     return
-                await self._write_out(node, opened)
                 if not node.linked and opened.handles == 0:
                     self.discard(node)
                     return
@@ -320,17 +324,14 @@ class DraftKeeper:
     def _publish(self, node: Node, opened: OpenDraft) -> bool:
         """Seal the draft under its name; False while somebody can still write it."""
         name = self._nodes.name(node)
+        if opened.persisting.locked():
+            return False
         try:
             info = self._seal(node, opened, name)
         except WriterActive:
             return False
-        except OSError as error:  # out of descriptors or memory: later
-            log.warning("%s cannot be published yet: %s", name, error)
-            return False
-        except KvfsError as error:
-            log.log(error.log_level, "%s was not published: %s", name, error)
-            self.discard(node)
-            return True
+        except (OSError, KvfsError) as error:
+            return self._publish_failed(node, opened, error)
         opened.ended.set()
         self._nodes.set_draft(node, None)
         self._nodes.set_object(node, info)
@@ -339,6 +340,19 @@ class DraftKeeper:
             self._part(node, opened, opened.draft, info)
         self._nodes.release(node)
         return True
+
+    def _publish_failed(self, node: Node, opened: OpenDraft, error: OSError | KvfsError) -> bool:
+        """Drop the draft, or try again later: when descriptors or memory are short, and while there is no room for what
+        a durable bucket's writer was told is kept. True when it is dropped."""
+        kept = self.is_durable(node) and isinstance(error, NoSpace)
+        if isinstance(error, KvfsError) and not kept:
+            log.log(error.log_level, "%s was not published: %s", self._nodes.name(node), error)
+            self.discard(node)
+            return True
+        if not opened.late:
+            log.warning("%s cannot be published yet: %s", self._nodes.name(node), error)
+        opened.late = True
+        return False
 
     def _seal(self, node: Node, opened: OpenDraft, name: Name) -> ObjectInfo:
         times = self.status(opened)
@@ -362,17 +376,24 @@ class DraftKeeper:
     async def persist(self, node: Node, opened: OpenDraft) -> None:
         """What is written so far is durable under the draft's name when this returns (fsync, close in a durable
         bucket). Raises NoSpace, DeviceFailed; does nothing without the NVMe tier, or when the name is gone."""
-        if not node.linked or node.draft is not opened:
-            return
-        attributes = _attributes(node, opened, self.status(opened))
-        if isinstance(opened.draft, LargeDraft):
-            await self._store.persist_large(opened.draft, self._nodes.name(node), attributes)
-            return
-        opened.snapshot = await self._store.persist_draft(
-            opened.draft, self._nodes.name(node), attributes, previous=opened.snapshot
-        )
-        if not node.linked:
-            self.forget_snapshot(opened)
+        async with opened.persisting:
+            if not node.linked or node.draft is not opened:
+                return
+            name, attributes = self._nodes.name(node), _attributes(node, opened, self.status(opened))
+            if isinstance(opened.draft, LargeDraft):
+                await self._store.persist_large(opened.draft, name, attributes)
+                return
+            coming = opened.coming = self._store.put_snapshot(opened.draft, name, attributes)
+            if coming is None:
+                return
+            try:
+                await self._store.journal.settle_snapshot(coming, opened.snapshot)
+                opened.snapshot = opened.coming
+            except KvfsError:
+                if opened.coming is not None:  # else its name is gone, and nobody waits for it
+                    raise
+            finally:
+                opened.coming = None
 
     def rename_snapshot(self, node: Node) -> None:
         """What is durable of a draft gets its draft's name; `settle` waits for that."""
@@ -382,17 +403,18 @@ class DraftKeeper:
         attributes = _attributes(node, opened, self.status(opened))
         if isinstance(opened.draft, LargeDraft):
             self._store.rename_large(opened.draft, self._nodes.name(node), attributes)
-        elif opened.snapshot is not None:
-            self._store.rename_snapshot(opened.snapshot, self._nodes.name(node), attributes)
+            return
+        for snapshot in opened.snapshots:
+            self._store.rename_snapshot(snapshot, self._nodes.name(node), attributes)
 
     def forget_snapshot(self, opened: OpenDraft, *, behind: bool = False) -> None:
         """What is durable of a draft without a name does not come back, though somebody may have it open for long.
         `behind`: something else has the name."""
-        durable, opened.snapshot = opened.snapshot, None
         if isinstance(opened.draft, LargeDraft) and not opened.draft.sealed:
-            durable = opened.draft.object_id
-        if durable is not None:
-            self._store.journal.removed(durable, behind=behind)
+            self._store.journal.removed(opened.draft.object_id, behind=behind)
+        for snapshot in opened.snapshots:
+            self._store.journal.removed(snapshot, behind=behind)
+        opened.snapshot = opened.coming = None
 
     def show_draft(self, node: Node, opened: OpenDraft) -> None:
         """Let the native loop answer for a file being written."""
@@ -460,8 +482,8 @@ class DraftKeeper:
         self._backings.node_dead(node.nodeid)
         if large_of(opened) is None or opened.handles == 0:  # else its last reader ends it
             self._abort(opened.draft)
-        if opened.snapshot is not None:
-            self._store.journal.removed(opened.snapshot)
+        for snapshot in opened.snapshots:
+            self._store.journal.removed(snapshot)
         self._nodes.release(node)
 
     # --- looks --------------------------------------------------------------------------------------------
@@ -488,6 +510,7 @@ class DraftKeeper:
                 opened.draft.persisted_bytes is not None
             ):  # what was cut off is not kept for what is durable of it
                 await self.persist(node, opened)
+            self.show_draft(node, opened)
         else:
             self._truncate_slot(opened.draft, size_bytes)
         opened.awaited = False

@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass
 
 from kvfs._native.fuse_loop import died_by_signal
-from kvfs.errors import Exists, IsDirectory, KvfsError, NotPermitted, Superseded
+from kvfs.errors import Busy, Exists, IsDirectory, KvfsError, NoSpace, NotPermitted, Superseded
 from mounts.backing import PlainBackings
 from mounts.drafts import stale
 from mounts.large import large_of
@@ -77,10 +77,11 @@ class OpenFiles:
         A sealed object is not opened for writing: ESTALE leads the kernel to the draft that takes its place.
         """
         drafts = self._view.drafts
-        if node.draft is not None and not drafts.publish_if_closed(node, node.draft):
+        opened = node.draft
+        if opened is not None and not drafts.publish_if_closed(node, opened):
             if flags & os.O_TRUNC:
-                await drafts.truncate(node, node.draft, 0)
-            return self._open_draft(node, node.draft, flags, pid), False
+                await drafts.truncate(node, opened, 0)
+            return self._open_draft(node, opened, flags, pid), False
         if _writes(flags) or flags & os.O_TRUNC:
             await self._rewrite(node, flags, uid)
             raise stale()
@@ -88,7 +89,12 @@ class OpenFiles:
         if self._view.store.is_large(info):
             return self._open_large(node, info, pid), True
         if info.extent is None:
-            await self._view.store.load(info, uid=uid)
+            try:
+                await self._view.store.load(info, uid=uid)
+            except NoSpace:
+                if self._view.store.journal.holds(info.object_id):
+                    return self._open_large(node, _sealed_info(node), pid), True
+                raise Busy(f"{info.name}: DRAM has no room to read it now") from None
             info = _sealed_info(node)
         descriptor = self._view.store.open_read(info, uid=uid)
         try:
@@ -99,6 +105,7 @@ class OpenFiles:
         return self._handle(Handle(node, None, writable=False, pid=pid)), True
 
     def _open_large(self, node: Node, info: ObjectInfo, pid: int) -> int:
+        """Read in place, where DRAM takes no slot for it."""
         reader = self._view.store.open_large(info)
         node.handles += 1
         return self._handle(Handle(node, None, writable=False, pid=pid, reader=reader))
@@ -189,10 +196,12 @@ class OpenFiles:
         large = large_of(opened)
         if large is not None and self._view.backings.killed(handle.node.nodeid):
             return
+        opened.failed = True  # until this one has succeeded
         if drafts.is_durable(handle.node):
             await drafts.persist(handle.node, opened)
         elif large is not None and handle.node.linked and handle.node.draft is opened:
             await large.flush()
+        opened.failed = False
 
     def release(self, number: int) -> None:
         handle = self._handles.pop(number)

@@ -4,8 +4,10 @@ Responsibility: open and mount /dev/fuse (or let pyfuse3 do it), run the native 
 keep room free while files are being written, and leave nothing mounted behind. Order of fallback:
 passthrough -> native READ and WRITE -> plain pyfuse3.
 
-Invariants: `serve` reports started only after a request has gone the whole way round. After `serve` ends,
-however it ends, nothing is mounted at the path and the kernel's requests have all been failed.
+Invariants: `serve` reports started only when the kernel's first request, INIT, has gone the whole way round: the mount
+answers, or queues, whatever comes after it. After `serve` ends, however it ends, nothing is mounted at the path and the
+kernel's requests have all been failed. This process never looks into its own mount, not with stat(2) either: killed
+meanwhile, it would wait in the kernel for itself and never end.
 
 Concurrency: one task on the service's trio thread; unmounting runs in a worker thread, since the kernel may
 ask this very process before it lets go. One mount per process: libfuse's session is global in pyfuse3.
@@ -20,7 +22,7 @@ import shutil
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -29,7 +31,7 @@ import trio
 
 from kvfs import limits, linux
 from kvfs._native.fuse_loop import FuseLoop
-from kvfs.errors import ConfigError, DeviceMissing, KvfsError
+from kvfs.errors import ConfigError, DeviceFailed, DeviceMissing, KvfsError
 from mounts.backing import PlainBackings
 from mounts.calls import CallServer
 from mounts.files import OpenFiles
@@ -43,8 +45,6 @@ log = logging.getLogger("kvfs.mount")
 SOURCE = "kvfs"
 KIND = "fuse.kvfs"
 MODES = ("auto", "passthrough", "native", "plain")
-NATIVE_READ_THREADS = 2
-"""With passthrough one thread answers OPENs in order; without it, READs are copies and run side by side."""
 HEADROOM_INTERVAL_S = 0.005
 """How often room is looked at while files are being written: at 3 GB/s that is 15 MB of writing."""
 
@@ -71,6 +71,9 @@ class Mount:
         self.mode = "plain" if mode == "plain" else "native"
         self.limits: list[str] = []
         """What is missing on this machine, and what still works without it."""
+        self._is_up = False
+        self.failure: DeviceFailed | None = None
+        """Why `serve` ended, where neither a cancellation nor an unmount from outside ended it."""
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled or unmounted from outside. Raises DeviceMissing, ConfigError."""
@@ -88,6 +91,8 @@ class Mount:
             return
         try:
             await self._serve_native(device, task_status)
+            if not self._is_up:
+                raise self.failure or DeviceFailed(f"{self.mountpoint} was unmounted before it answered")
         except BaseException:
             with trio.CancelScope(shield=True):
                 await self._unmount()
@@ -113,13 +118,12 @@ class Mount:
     async def _serve_native(self, device: int, task_status: trio.TaskStatus[None]) -> None:
         os.set_blocking(device, False)
         slots = os.open(self._store.dram.root / "slots", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        wants_passthrough = self._wanted in ("auto", "passthrough")
         loop = FuseLoop(
             device,
             slots,
             self._store.table,
-            passthrough=wants_passthrough,
-            threads=1 if wants_passthrough else NATIVE_READ_THREADS,
+            passthrough=self._wanted in ("auto", "passthrough"),
+            threads=limits.MAX_FUSE_THREADS,
             buffer_size=limits.MAX_WRITE_BYTES,
             largest_object=self._store.dram.largest_object_bytes,
             attr_valid_s=limits.KERNEL_CACHE_S,
@@ -133,9 +137,14 @@ class Mount:
         try:
             loop.start()
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._end_with_kernel, loop.ended_fd, nursery.cancel_scope)
+                nursery.start_soon(self._end_with_loop, loop, nursery.cancel_scope)
                 nursery.start_soon(calls.serve)
-                await self._run(view, nursery, task_status, lambda: self._settle_mode(loop))
+
+                async def come_up() -> None:
+                    await trio.lowlevel.wait_readable(loop.up_fd)
+                    self._settle_mode(loop)
+
+                await self._run(view, nursery, task_status, come_up)
         finally:
             with trio.CancelScope(shield=True):
                 await self._unmount()
@@ -161,11 +170,18 @@ class Mount:
         if not works and self._wanted == "passthrough":
             log.warning("passthrough was asked for and is not to be had; %s", self.limits[-1])
 
-    @staticmethod
-    async def _end_with_kernel(ended_fd: int, scope: trio.CancelScope) -> None:
-        await trio.lowlevel.wait_readable(ended_fd)
-        log.info("the kernel ended the mount")
+    async def _end_with_loop(self, loop: FuseLoop, scope: trio.CancelScope) -> None:
+        await trio.lowlevel.wait_readable(loop.ended_fd)
+        if loop.failure is None:
+            log.info("the kernel ended the mount")
+        else:
+            self._fail(f"{loop.failure.filename}: {loop.failure.strerror}")
         scope.cancel()
+
+    def _fail(self, why: str) -> None:
+        if self.failure is None:
+            self.failure = DeviceFailed(f"the mount at {self.mountpoint} cannot go on: {why}")
+            log.error("%s", self.failure)
 
     # --- with pyfuse3 alone -------------------------------------------------------------------------------
 
@@ -176,15 +192,16 @@ class Mount:
         options = set(pyfuse3.default_options) | {f"fsname={SOURCE}", "subtype=kvfs"}
         if self._allow_other and os.geteuid() == 0:
             options.add("allow_other")
+        operations = Operations(view, OpenFiles(view))
         try:
-            pyfuse3.init(Operations(view, OpenFiles(view)), str(self.mountpoint), options)
+            pyfuse3.init(operations, str(self.mountpoint), options)
         except RuntimeError as error:
             raise DeviceMissing(
                 f"mount at {self.mountpoint}: {error}; without root, the package fuse3 (fusermount3) is needed"
             ) from error
         try:
             async with trio.open_nursery() as nursery:
-                await self._run(view, nursery, task_status, lambda: None)
+                await self._run(view, nursery, task_status, operations.up.wait)
         finally:
             with trio.CancelScope(shield=True):
                 await self._unmount()
@@ -198,24 +215,24 @@ class Mount:
         view: View,
         nursery: trio.Nursery,
         task_status: trio.TaskStatus[None],
-        when_up: Callable[[], None],
+        come_up: Callable[[], Awaitable[None]],
     ) -> None:
         view.drafts.run_in(nursery)
         with self._attached(view):
             nursery.start_soon(self._keep_headroom, view)
             async with trio.open_nursery() as answering:
                 answering.start_soon(self._answer)
-                # One request through kernel, loop and Python shows that the mount answers. Never open() here.
-                await trio.to_thread.run_sync(os.statvfs, self.mountpoint, abandon_on_cancel=True)
-                when_up()
+                await come_up()
+                self._is_up = True
                 task_status.started()
             nursery.cancel_scope.cancel()
 
-    @staticmethod
-    async def _answer() -> None:
+    async def _answer(self) -> None:
         """pyfuse3's loop. Cancelled, it stops taking requests and lets those under way end."""
         try:
             await pyfuse3.main(max_tasks=limits.MAX_FUSE_REQUESTS)
+        except OSError as error:
+            self._fail(f"the FUSE library: {error.strerror}")
         finally:
             with suppress(Exception):
                 pyfuse3.terminate()

@@ -50,10 +50,23 @@ class OpenDraft:
     """Its last writer has closed it, and it waits to be published."""
     lingering: bool = False
     """Closed, but somebody can still write it (a mapping), or reads it."""
+    failed: bool = False
+    """Its writer was told by close() that it could not be kept: it is dropped, unless a later close() can."""
+    late: bool = False
+    """It could not be published when it was closed, and the log says so."""
     snapshot: int | None = None
-    """Id of what was made durable of it so far."""
+    """Id of what was made durable of it so far..."""
+    coming: int | None = None
+    """...and of what is on its way to take the place of that."""
+    persisting: trio.Lock = field(default_factory=trio.Lock)
+    """Held meanwhile: there is one at a time, and the draft is not published."""
     ended: trio.Event = field(default_factory=trio.Event)
     """Set when it is published or dropped."""
+
+    @property
+    def snapshots(self) -> list[int]:
+        """What the log has of it, or will have: the older one first."""
+        return [each for each in (self.snapshot, self.coming) if each is not None]
 
 
 @dataclass(slots=True, eq=False)

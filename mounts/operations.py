@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 
 import pyfuse3
+import trio
 
 from kvfs import limits
 from kvfs.errors import (
@@ -50,8 +51,13 @@ class Operations(pyfuse3.Operations):
         super().__init__()
         self.view = view
         self.files = files
+        self.up = trio.Event()
+        """The kernel's first request has come through."""
         self._listings: dict[int, Listing] = {}
         self._next_listing = 1
+
+    def init(self) -> None:
+        self.up.set()
 
     # --- attributes ---------------------------------------------------------------------------------------
 

@@ -16,6 +16,8 @@ from kvfs._native import table as native
 from kvfs.errors import Corrupt, FormatMismatch, InvalidRequest
 from kvfs.formats import (
     COLD_HEADER,
+    ENDING,
+    ENDINGS_HEADER,
     INDEX_ENTRY,
     PAYLOAD_ALIGNMENT,
     RECORD_ALIGNMENT,
@@ -60,6 +62,7 @@ def test_the_page_has_the_same_offsets() -> None:
     page = (Path(__file__).parent.parent / "docs" / "formats.md").read_text()
     headings = {"Table header": TABLE_HEADER, "Slot header": SLOT_HEADER, "Index entry": INDEX_ENTRY}
     headings |= {"Record header": RECORD_HEADER, "Cold header": COLD_HEADER}
+    headings |= {"Endings page": ENDINGS_HEADER, "Ending,": ENDING}
     for heading, layout in headings.items():
         section = page.split(f"### {heading}")[1].split("\n#")[0]
         assert f"{layout.size} bytes" in section
@@ -68,7 +71,7 @@ def test_the_page_has_the_same_offsets() -> None:
 
 
 def test_every_field_is_aligned() -> None:
-    for layout in (TABLE_HEADER, SLOT_HEADER, INDEX_ENTRY, RECORD_HEADER):
+    for layout in (TABLE_HEADER, SLOT_HEADER, INDEX_ENTRY, RECORD_HEADER, ENDINGS_HEADER, ENDING):
         for name, (offset, size) in layout.offsets.items():
             if size in (2, 4, 8):
                 assert offset % size == 0, f"{layout.name}.{name}"

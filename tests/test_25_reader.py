@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from kvfs._native.pieces import Pieces
 from kvfs._native.reader import BELOW, MISS, NO_ROOM, Reader, View
 from kvfs._native.table import TIER_DRAM, TIER_NVME, Table
 from kvfs.errors import FormatMismatch
+from tests.support.service import ROOT
 
 BLOCK, OBJECT = 2, 1
 KEY = b"\1" * 16
@@ -129,3 +132,80 @@ def test_a_large_batch_is_shared_out_and_right(bench: Bench) -> None:
 def test_another_store_is_refused(bench: Bench) -> None:
     with pytest.raises(FormatMismatch):
         Table.attach(bench.path / "table", b"\1" * 16)
+
+
+EMPTY = bytearray(0)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [0] * 128 + [100],
+        [0] * 1000 + [100],
+        [1] + [0] * 127 + [99],
+        [0] * 127 + [1] + [0] * 300 + [99] + [0] * 200,
+        [0, 50] * 2,
+    ],
+    ids=["128 before", "1000 before", "between", "all over", "by turns"],
+)
+def test_empty_pieces_hold_nothing_up(bench: Bench, lengths: list[int]) -> None:
+    data = bytes(range(100))
+    bench.seal(3, KEY, data)
+    pieces = [bytearray(length) for length in lengths]
+    assert bench.reader.read(KEY, Pieces([pieces], 1, True)) == [100]
+    assert b"".join(pieces) == data
+
+
+def test_a_block_without_bytes_needs_no_piece(bench: Bench) -> None:
+    bench.seal(3, KEY, b"")
+    for pieces in ([], EMPTY, [EMPTY] * 200):
+        assert bench.reader.read(KEY, Pieces([pieces], 1, True)) == [0]
+
+
+FORKS = """
+import os, signal, sys
+from pathlib import Path
+from kvfs._native import slots
+from kvfs._native.pieces import Pieces
+from kvfs._native.reader import Reader
+from kvfs._native.table import Table
+
+KEYS, SIZE = [bytes([i]) * 16 for i in range(1, 9)], 1 << 20
+base = Path(sys.argv[1])
+table = Table.create(base / "table", bytes(16), 64, 128)
+(base / "slots").mkdir()
+folder = os.open(base / "slots", os.O_RDONLY)
+for slot, key in enumerate(KEYS):
+    fd = slots.create(folder, slot)
+    os.pwrite(fd, key * (SIZE // 16), 0)
+    os.close(fd)
+    table.put(key, 2, slot, table.publish(slot, table.begin(slot), kind=2, key=key, size=SIZE), SIZE)
+reader = Reader(Table.attach(base / "table"), base / "slots")
+
+def read() -> None:
+    places = [bytearray(SIZE) for _ in KEYS]
+    assert reader.read(b"".join(KEYS), Pieces(places, len(KEYS), True)) == [SIZE] * len(KEYS)
+    assert all(place[:16] == key for place, key in zip(places, KEYS))
+
+def descend(reads: str) -> None:
+    # Each generation reads or does not, and forks.
+    signal.alarm(20)
+    if reads[0] == "r":
+        read()
+    if len(reads) > 1:
+        child = os.fork()
+        if child == 0:
+            descend(reads[1:])
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    read()
+
+descend(sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("reads", ["r-rrr", "r--rr", "-r-r-r"])
+def test_the_crew_lives_through_forks(tmp_path: Path, reads: str) -> None:
+    """Of children that do not read before they fork, too: the handlers are registered once."""
+    done = subprocess.run([sys.executable, "-c", FORKS, str(tmp_path), reads], timeout=30, cwd=ROOT)
+    assert done.returncode == 0

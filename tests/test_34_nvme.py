@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from tiers.device import ThreadDevice
 from tiers.log import Barrier
 from tiers.nvme import NvmeTier, Stored
 from tiers.replay import Replayed, open_nvme
+from tiers.segments import Segment
 
 STORE = bytes(range(16))
 CAPACITY = 16 * MIB
@@ -136,6 +137,11 @@ async def tier_at(
 def fresh(tier: NvmeTier) -> None:
     for bucket_id in (CACHE, DURABLE):
         tier.put_bucket(bucket_row(bucket_id))
+
+
+def check_totals(tier: NvmeTier) -> None:
+    assert tier.kept_bytes == sum(segment.kept_bytes for segment in tier.pool.segments)
+    assert tier.live_bytes == sum(segment.live_bytes for segment in tier.pool.segments)
 
 
 async def reopened(bench: Bench, check: Callable[[Bench], None] = lambda bench: None) -> int:
@@ -257,6 +263,7 @@ async def test_a_random_life_with_reclaim_and_restarts(tmp_path: Path, seed: int
                 assert stored is not None or name not in bench.names or bench.sizes[object_id] != 20_000
             live = sum(s.live_bytes for s in tier.pool.segments)
             assert 0 <= live <= tier.used_bytes <= tier.capacity_bytes
+            check_totals(tier)
             if life % 2:
                 await tier.log.close()
         there = {i for i in bench.names.values() if i in tier.objects}
@@ -278,7 +285,7 @@ async def test_durable_objects_are_refused_when_they_fill_the_tier(tmp_path: Pat
             await tier.log.settle()
             full += 1
         with pytest.raises(NoSpace, match="durable objects would take"):
-            tier.check_durable_room(100_000)
+            tier.check_durable_room((100_000,))
         for number in range(300):  # and it goes on: overwritten, dropped, cache objects in between
             name = b"%d" % (number % full)
             bench.put(name, 100_000, DURABLE)
@@ -286,6 +293,30 @@ async def test_durable_objects_are_refused_when_they_fill_the_tier(tmp_path: Pat
             await tier.log.settle()
         bench.names = {n: i for n, i in bench.names.items() if i in tier.objects or not n.startswith(b"c")}
         assert await bench.check(evictable=False) >= full
+        check_totals(tier)
+
+
+async def test_room_for_a_durable_object_is_known_without_a_look_at_each_segment(tmp_path: Path) -> None:
+    """A device of 16 TiB has 65,536 of them, and each durable seal asks."""
+    async with tier_at(tmp_path) as (tier, found):
+        fresh(tier)
+        bench = Bench(tmp_path, tier, found)
+        for number in range(20):
+            bench.put(b"%d" % number, 100_000, DURABLE)
+        await tier.log.settle()
+
+        class Segments(list[Segment]):
+            def __iter__(self) -> Iterator[Segment]:
+                raise AssertionError("all segments are looked at")
+
+        segments = tier.pool.segments
+        tier.pool.segments = Segments(segments)
+        assert tier.has_durable_room(100_000)
+        tier.check_durable_room(100_000)
+        tier.promise(10)
+        tier.promise(-10)
+        tier.pool.segments = segments
+        check_totals(tier)
 
 
 async def test_hot_objects_stay_and_amplification_is_bounded(tmp_path: Path) -> None:

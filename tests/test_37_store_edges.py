@@ -42,7 +42,7 @@ from tests.support.stores import (
     put_block,
     read,
 )
-from tiers.base import object_key
+from tiers.base import Kind, object_key
 from tiers.blocks import Block, BlockCatalog
 from tiers.home import FORMAT_VERSION, open_home
 from tiers.model import Attributes, Directory, Name, ObjectInfo
@@ -517,3 +517,22 @@ def test_a_store_that_did_not_open_leaves_its_directory_free(tmp_path: Path) -> 
             open_store(tmp_path / "data", backing="paper")
     with open_store(tmp_path / "data") as store:
         assert keys(store) == []
+
+
+# --- a table that fills in the middle of a seal -------------------------------------------------------------
+@pytest.mark.parametrize("block", [False, True], ids=["object", "block"])
+def test_a_seal_that_finds_the_table_full_leaves_nothing(tmp_path: Path, block: bool) -> None:
+    """As where sealing threads take the room that was made: neither its slot nor its bytes stay in use."""
+    with open_store(tmp_path) as store:
+        before = store.usage()["tiers"][0]
+
+        def fill_table() -> None:
+            for number in range(store.table.max_entries - len(store.table)):
+                store.table.put(b"\xff" * 8 + number.to_bytes(8, "big"), int(Kind.BLOCK), 0, 0, 0, tiers=1)
+
+        store.before_eviction.append(fill_table)
+        data = b"x" * 100_000
+        with pytest.raises(NoSpace):
+            _ = put_block(store, b"\x01" * 16, data) if block else put(store, b"k", data)
+        assert store.usage()["tiers"][0] == before
+        assert (store.usage()["open_drafts"], keys(store)) == (0, [])

@@ -375,7 +375,10 @@ def test_a_draft_with_an_open_writer_is_busy_and_stays(server: Server, client: k
         assert results(raw.ask(seal)) == [Result(errno.EBUSY)]
         assert client.status()["session_drafts"] == 1
         os.close(fd)
-        assert results(raw.ask(seal)) == [Result(0, 5)]
+        [sealed] = results(raw.ask(seal))
+        [found] = raw.ask(Control(Op.STAT, {"name": ["files", "a"]}))
+        assert isinstance(found.answer, ControlAnswer)
+        assert sealed == Result(0, found.answer.result["object_id"])
         assert results(raw.ask(seal)) == [Result(errno.ESTALE)]
         assert client.status()["session_drafts"] == 0
     assert client.get("files/a") == b"bytes"
@@ -712,6 +715,26 @@ def test_bytes_reserved_by_a_uid_are_bounded() -> None:
         assert fork(reserve, uid=ALICE, gid=ALICE).result() == [[0], [0, errno.EDQUOT]]
         server.wait_until(lambda status: status["open_drafts"] == 0)
         assert fork(reserve, uid=ALICE, gid=ALICE).result() == [[0], [0, errno.EDQUOT]]
+
+
+def test_a_draft_is_promised_more_within_the_quota() -> None:
+    with session_server(quota_bytes=3 * MIB) as server, RawClient(server) as raw:
+        answers = raw.ask(Reserve((4096, MIB)))
+        [draft, _] = extents(answers)
+
+        def promise(size_bytes: int, generation: int = draft.generation) -> str:
+            arguments = {"slot": draft.slot, "generation": generation, "size_bytes": size_bytes}
+            [received] = raw.ask(Control(Op.PROMISE, arguments))
+            return type(received.answer.error).__name__ if isinstance(received.answer, Failure) else ""
+
+        assert [promise(2 * MIB), promise(4096), promise(2 * MIB)] == ["", "", ""]
+        assert promise(2 * MIB + 1) == "QuotaExceeded"
+        assert promise(1 << 40) == "ObjectTooLarge"
+        assert promise(MIB, draft.generation + 2) == "Superseded"
+        for descriptor in descriptors(answers):
+            os.close(descriptor)
+        raw.ask(Abort(((draft.slot, draft.generation),)))
+        assert [entry.status for entry in extents(raw.ask(Reserve((2 * MIB,))))] == [0]
 
 
 def test_sessions_are_bounded() -> None:

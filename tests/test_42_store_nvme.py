@@ -13,13 +13,16 @@ from pathlib import Path
 import pytest
 import trio
 
-from kvfs.errors import ConfigError, Corrupt, DeviceMissing, NoSpace, NotFound
+from kvfs import limits
+from kvfs._native.slots import xxh3_64
+from kvfs.errors import ConfigError, Corrupt, DeviceFailed, DeviceMissing, NoSpace, NotFound, WrongChecksum
 from kvfs.formats import RECORD_MAGIC, RecordType
 from kvfs.limits import MIB
 from tests.support.crash_load import audit
+from tests.support.faulty_device import FailingDevice
 from tests.support.stores import NAMESPACE
 from tiers.cold_bucket import ColdOptions
-from tiers.device import ThreadDevice
+from tiers.device import Device, ThreadDevice
 from tiers.journal import NvmeJournal
 from tiers.model import Attributes, Name, ObjectInfo
 from tiers.nvme import NvmeTier
@@ -36,8 +39,9 @@ async def running(
     nvme_bytes: int = 64 * MIB,
     keep: bool = False,
     cold: ColdOptions | None = None,
+    device: Device | None = None,
 ) -> AsyncIterator[TieredStore]:
-    device = ThreadDevice()
+    device = device or ThreadDevice()
     store = await TieredStore.start(
         path,
         device,
@@ -378,7 +382,9 @@ async def test_what_was_made_durable_of_a_draft_counts_before_what_it_replaces(
         journal.evicted(sealed.key)  # its turn to be written has not come
         draft = store.reserve(100, uid=0)
         fill(store, draft, b"draft" * 20)
-        await store.persist_draft(draft, name, Attributes())
+        snapshot = store.put_snapshot(draft, name, Attributes())
+        assert snapshot is not None
+        await journal.settle_snapshot(snapshot, None)
         await journal.persist(sealed.object_id)
         store.abort(draft)
     if lost in ("dram", "both"):
@@ -391,3 +397,144 @@ async def test_what_was_made_durable_of_a_draft_counts_before_what_it_replaces(
             store.evict(names=[name])
             assert await read(store, name) == b"draft" * 20
             assert store.object_count == 1
+
+
+# --- bytes that are not those of their checksum -------------------------------------------------------------
+async def test_a_durable_seal_with_a_wrong_checksum_is_refused(tmp_path: Path) -> None:
+    """And what had the name keeps it; the draft may be sealed with the right one."""
+    name, digest = Name(b"b", b"k"), b"\x01" * 16
+    async with running(tmp_path) as store:
+        store.create_bucket(b"b", uid=0, gid=0, durable=True)
+        store.create_bucket(b"kv", uid=0, gid=0, namespace=NAMESPACE, durable=True)
+        put(store, name, 1000)
+        draft = store.reserve(5, uid=0)
+        fill(store, draft, b"newer")
+        with pytest.raises(WrongChecksum):
+            store.seal(draft, name, Attributes(), checksum=1)
+        with pytest.raises(WrongChecksum):
+            store.seal_block(draft, b"kv", digest, parent=None, uid=0, checksum=1)
+        assert await read(store, name) == data_of(name, 1000)
+        assert store.match(digest) == 0
+        store.seal(draft, name, Attributes(), checksum=xxh3_64(b"newer"))
+        await store.journal.settle()
+        assert await read(store, name) == b"newer"
+
+
+@pytest.mark.parametrize("size", [5000, 3 * MIB], ids=["one extent", "several extents"])
+async def test_a_cached_object_with_a_wrong_checksum_goes_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, size: int
+) -> None:
+    wrong, right = Name(b"b", b"wrong"), Name(b"b", b"right")
+    async with running(tmp_path) as store:
+        store.create_bucket(b"b", uid=0, gid=0)
+        draft = store.reserve(size, uid=0)
+        fill(store, draft, data_of(wrong, size))
+        store.seal(draft, wrong, Attributes(), checksum=1)
+        put(store, right, size)
+        await until_written(store, 1)
+        await store.journal.settle()
+        with pytest.raises(NotFound):
+            store.lookup(wrong)
+        assert await read(store, right) == data_of(right, size)
+        assert store.usage()["objects"] == 1
+    assert len(caplog.records) == 1
+
+
+async def test_a_durable_object_whose_bytes_change_before_they_are_written_is_told(tmp_path: Path) -> None:
+    name = Name(b"b", b"k")
+    async with running(tmp_path) as store:
+        store.create_bucket(b"b", uid=0, gid=0, durable=True)
+        draft = store.reserve(1000, uid=0)
+        fill(store, draft, data_of(name, 1000))
+        info = store.seal(draft, name, Attributes(), checksum=xxh3_64(data_of(name, 1000)))
+        assert info.extent is not None
+        slots = [
+            path for path in (tmp_path / "dram").rglob("*") if path.is_file() and path.stat().st_size == 1000
+        ]
+        slots[0].write_bytes(bytes(1000))
+        await store.journal.settle()
+        assert store.journal.durable_losses == 1
+        with pytest.raises(NotFound):
+            store.lookup(name)
+
+
+# --- a device that refuses writes for long ------------------------------------------------------------------
+async def test_what_waits_for_a_failing_device_has_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What needs no record goes on; after the device has healed everything does, and what was refused is undone."""
+    most, written, device = 64, Name(b"b", b"written"), FailingDevice(ThreadDevice())
+    monkeypatch.setattr(limits, "MAX_LOG_QUEUE", most)
+    monkeypatch.setattr(limits, "DEVICE_RETRY_S", 0.01)
+    async with running(tmp_path, device=device) as store:
+        store.create_bucket(b"b", uid=0, gid=0)
+        store.create_bucket(b"durable", uid=0, gid=0, durable=True)
+        put(store, written, 1000)
+        await until_written(store, 1)
+        device.fail("write", DeviceFailed, times=None)
+        accepted = 0
+        while nvme_of(store).log.backlog < most:
+            accepted += 1
+            store.set_attributes(written, mode=accepted)
+        for change in (
+            lambda: store.set_attributes(written, mode=0o777),
+            lambda: store.rename(written, Name(b"b", b"other")),
+            lambda: store.make_directory(Name(b"b", b"d/"), Attributes()),
+            lambda: store.create_bucket(b"another", uid=0, gid=0),
+            lambda: store.set_bucket(b"b", mode=0),
+            lambda: put(store, Name(b"durable", b"k"), 10),
+        ):
+            with pytest.raises(DeviceFailed, match=f"limit {most}"):
+                change()
+        for number in range(2 * most):
+            put(store, Name(b"b", b"new"), number)
+        store.remove(Name(b"b", b"new"))
+        assert nvme_of(store).log.backlog <= most + 2
+        device.heal()
+        await nvme_of(store).log.settle()
+        put(store, Name(b"durable", b"k"), 10)
+        await store.journal.settle()
+    shutil.rmtree(tmp_path / "index")
+    shutil.rmtree(tmp_path / "dram", ignore_errors=True)
+    async with running(tmp_path) as store:
+        found = store.lookup(written)
+        assert isinstance(found, ObjectInfo)
+        assert found.mode == accepted
+        assert [key for key, _ in store.list(b"b").entries] == [written.key]
+        assert await read(store, Name(b"durable", b"k")) == data_of(Name(b"durable", b"k"), 10)
+async def test_room_for_durable_objects_is_promised_when_they_are_queued(tmp_path: Path) -> None:
+    """What one writer was told is his, the next is not told is free, though nothing is written yet."""
+    size = 700_000
+    async with running(tmp_path, dram_bytes=4 * DRAM, nvme_bytes=16 * MIB) as store:
+        store.create_bucket(b"c", uid=0, gid=0)
+        store.create_bucket(b"d", uid=0, gid=0, durable=True)
+        kept = [Name(b"d", b"%d" % number) for number in range(40)]
+        refused = None
+        for number, name in enumerate(kept):
+            try:
+                put(store, name, size)
+            except NoSpace:
+                refused = number
+                break
+        assert refused is not None
+        with trio.fail_after(20):
+            await store.journal.settle()
+        assert nvme_of(store).log.trouble is None
+        assert nvme_of(store).promised_bytes == 0
+        for name in kept[:refused]:
+            assert nvme_of(store).holds(row_id(store, name))
+
+        source, directory = Name(b"c", b"dir/x"), Name(b"c", b"dir/")
+        put(store, source, size)
+        with pytest.raises(NoSpace):
+            store.rename(source, Name(b"d", b"x"))
+        with pytest.raises(NoSpace):
+            store.rename(directory, Name(b"d", b"dir/"))
+        assert await read(store, source) == data_of(source, size)
+        store.rename(kept[0], Name(b"d", b"moved"))
+
+
+def row_id(store: TieredStore, name: Name) -> int:
+    found = store.lookup(name)
+    assert isinstance(found, ObjectInfo)
+    return found.object_id

@@ -223,7 +223,7 @@ class Stand:
             os.close(descriptor)
 
 
-def make_stand(tier: DramTier, slots: int, threads: int = 1) -> Stand:
+def make_stand(tier: DramTier, slots: int, threads: int = 1, *, passthrough: bool = False) -> Stand:
     kernel, device = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     kernel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MIB)
     device.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MIB)
@@ -233,7 +233,7 @@ def make_stand(tier: DramTier, slots: int, threads: int = 1) -> Stand:
         descriptor,
         slots,
         tier.table,
-        passthrough=False,
+        passthrough=passthrough,
         threads=threads,
         buffer_size=BUFFER_BYTES,
         largest_object=tier.largest_object_bytes,

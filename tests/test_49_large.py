@@ -95,6 +95,8 @@ def all_is_given_back(store: TieredStore) -> None:
     buckets = sum(place.place[1] for place in nvme._buckets.values() if place.place is not None)
     assert nvme.kept_bytes == kept + metas + buckets
     assert nvme.live_bytes == live + metas + buckets
+    assert nvme.kept_bytes == sum(segment.kept_bytes for segment in nvme.pool.segments)
+    assert nvme.live_bytes == sum(segment.live_bytes for segment in nvme.pool.segments)
 
 
 @asynccontextmanager

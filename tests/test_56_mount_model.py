@@ -1,15 +1,19 @@
 """Files at the path door against a model: any order of calls on a few names gives what POSIX says.
 
-The model is a dictionary from name to inode and a list of descriptors. One thing it leaves out, since a disk
-and a cache differ there on purpose: opening a finished file for writing while someone still has it
-open (a reader of a sealed object keeps it; `test_50_mount_files.py` has that).
+The model is a dictionary from name to inode and a list of descriptors. Where a finished file that only readers have
+open is opened for writing, or truncated, a disk and a cache differ on purpose: the readers of a sealed object keep it,
+those of a file that is not published yet do not. The model asks a reader which of the two it is, and then holds every
+byte to that. It runs in each kind of bucket, and reopens files within milliseconds of their close.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import tempfile
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,16 +22,42 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from tests.support.door import Door
-from tests.support.posix import pattern
+from tests.support.door import ON_DIRECTORY, TEST_MODES, Door, need_mount
+from tests.support.posix import opened, pattern
+from tests.support.service import Service
 
 pytestmark = pytest.mark.mount
 
+KINDS = {
+    "cache": [],
+    "durable": ["--class", "durable"],
+    "large": ["--large"],
+    "durable-large": ["--class", "durable", "--large"],
+}
+"""Each kind of bucket, with the options that make it."""
 NAMES = ["a", "b", "d/a", "d/b"]
 MAX_SIZE = 150_000
+EXAMPLES = int(os.environ.get("KVFS_TEST_EXAMPLES", "20"))
+"""Of each kind of bucket in each mode."""
 names = st.sampled_from(NAMES)
 offsets = st.one_of(st.sampled_from([0, 1, 4095, 4096, 65_536]), st.integers(0, MAX_SIZE))
 lengths = st.one_of(st.sampled_from([0, 1, 4096]), st.integers(0, 40_000))
+pauses_s = st.sampled_from([0, 0.0005, 0.001, 0.003])
+"""What is closed is published a millisecond later: what follows comes before, in the middle of it, and after."""
+
+
+@pytest.fixture(scope="module", params=TEST_MODES)
+def mode_service(request: pytest.FixtureRequest) -> Iterator[Service | None]:
+    """One with a bucket of each kind."""
+    if ON_DIRECTORY:
+        yield None
+        return
+    need_mount()
+    with Service(mode=request.param, nvme="512MiB") as service:
+        for kind, options in {**KINDS, "bucket": []}.items():
+            made = service.cli("bucket", "create", "--at", str(service.mount), *options, kind)
+            assert made.returncode == 0, made.stderr
+        yield service
 
 
 @dataclass(eq=False)
@@ -106,12 +136,36 @@ class Files(RuleBasedStateMachine):
             with pytest.raises(FileNotFoundError):
                 os.open(self.root / name, flags)
             return None
-        inode = self.names[name]
-        if writable and inode.held_by_readers_only:
+        fd = os.open(self.root / name, flags)
+        inode = self.written(name, 0 if flags & os.O_TRUNC else None) if writable else self.names[name]
+        return self.remember(fd, inode, writable)
+
+    @rule(target=opens, name=names)
+    def create_for_reading(self, name: str) -> Open | None:
+        if name in self.names:
             return None
-        if flags & os.O_TRUNC:
-            inode.truncate(0)
-        return self.remember(os.open(self.root / name, flags), inode, writable)
+        self.names[name] = Inode()
+        fd = os.open(self.root / name, os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        return self.remember(fd, self.names[name], False)
+
+    def written(self, name: str, size: int | None = None) -> Inode:
+        """The name's file was opened for writing or (`size`) truncated: what it is from here on."""
+        inode = self.names[name]
+        reader = next((file for file in self.open_files if file.inode is inode), None)
+        if inode.held_by_readers_only and reader is not None and self.is_kept(reader, size):
+            inode = self.names[name] = Inode(bytearray(inode.data))
+        if size is not None:
+            inode.truncate(size)
+        return inode
+
+    @staticmethod
+    def is_kept(reader: Open, size: int | None) -> bool:
+        """Whether a reader has a finished file that another has taken the place of."""
+        if ON_DIRECTORY or os.getxattr(reader.fd, "user.kvfs.state") == b"draft":
+            return False
+        found = os.fstat(reader.fd).st_size
+        assert found in (len(reader.inode.data), size)
+        return found == len(reader.inode.data)
 
     @rule(name=names, size=lengths)
     def put(self, name: str, size: int) -> None:
@@ -140,9 +194,36 @@ class Files(RuleBasedStateMachine):
 
     @rule(name=names, size=offsets)
     def truncate_path(self, name: str, size: int) -> None:
-        if name in self.names and not self.names[name].held_by_readers_only:
+        if name in self.names:
             os.truncate(self.root / name, size)
-            self.names[name].truncate(size)
+            self.written(name, size)
+
+    @rule(
+        name=names,
+        offset=offsets,
+        length=lengths,
+        truncate=st.booleans(),
+        sync=st.booleans(),
+        pause_s=pauses_s,
+    )
+    def rewrite(
+        self, name: str, offset: int, length: int, truncate: bool, sync: bool, pause_s: float
+    ) -> None:
+        """As programs do that open, change and close a file again and again."""
+        if name not in self.names:
+            return
+        time.sleep(pause_s)
+        with opened(self.root / name, os.O_RDWR | (os.O_TRUNC if truncate else 0)) as fd:
+            inode = self.written(name, 0 if truncate else None)
+            data = self.fresh(length)
+            assert os.pwrite(fd, data, offset) == length
+            inode.write(offset, data)
+            if sync:
+                os.fsync(fd)
+
+    @rule(pause_s=pauses_s)
+    def pause(self, pause_s: float) -> None:
+        time.sleep(pause_s)
 
     # --- descriptors --------------------------------------------------------------------------------------
     def usable(self, file: Open | None, writable: bool = False) -> bool:
@@ -171,6 +252,14 @@ class Files(RuleBasedStateMachine):
         if self.usable(file):
             assert file is not None
             assert os.pread(file.fd, length, offset) == file.inode.data[offset : offset + length]
+
+    @rule(file=opens)
+    def map(self, file: Open | None) -> None:
+        if self.usable(file):
+            assert file is not None
+            if file.inode.data:
+                with mmap.mmap(file.fd, len(file.inode.data), prot=mmap.PROT_READ) as mapping:
+                    assert mapping[:] == file.inode.data
 
     @rule(file=opens, size=offsets)
     def truncate(self, file: Open | None, size: int) -> None:
@@ -231,11 +320,13 @@ class Files(RuleBasedStateMachine):
             shutil.rmtree(self.root)
 
 
-def test_files_follow_the_model(door: Door) -> None:
+@pytest.mark.parametrize("kind", ["cache"] if ON_DIRECTORY else KINDS)
+def test_files_follow_the_model(door: Door, kind: str) -> None:
+    parent = door.path if door.service is None else door.service.mount / kind
     run_state_machine_as_test(
-        lambda: Files(door.path),  # type: ignore[arg-type]
+        lambda: Files(parent),  # type: ignore[arg-type]
         settings=settings(
-            max_examples=40,
+            max_examples=EXAMPLES,
             stateful_step_count=40,
             deadline=None,
             print_blob=True,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 
 from kvfs import linux
 from tests.support.door import ON_DIRECTORY, TEST_MODES, eventually
+from tests.support.posix import pattern
 from tests.support.service import Service
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
@@ -199,3 +202,67 @@ def test_fsync_of_a_sealed_file_and_of_a_directory(service: Service) -> None:
     lose_index(service)
     service.restart()
     assert path.read_bytes() == b"sealed"
+
+
+def durable_bucket(service: Service, *options: str) -> Path:
+    made = service.cli("bucket", "create", "--at", str(service.mount), "--class", "durable", *options, "full")
+    assert made.returncode == 0, made.stderr
+    return service.mount / "full"
+
+
+def put_or_refuse(path: Path, data: bytes) -> tuple[bytes, int] | None:
+    """Write and close a file: what it is to hold, and how much of that at least; None where close was refused. Both
+    may be refused with ENOSPC, and a file whose write was refused has what was written before."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    written = 0
+    try:
+        while written < len(data):
+            written += os.pwrite(descriptor, data[written : written + MIB], written)
+    except OSError as error:
+        assert error.errno == errno.ENOSPC  # noqa: PT017
+    try:
+        os.close(descriptor)
+    except OSError as error:
+        assert error.errno == errno.ENOSPC  # noqa: PT017
+        return None
+    return data, written
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_full_tier_says_so_at_the_close(service: Service, large: bool) -> None:
+    """Several writers at once, files of one extent and of many: what was answered is there, what was refused is not."""
+    bucket = durable_bucket(service, *(["--large"] if large else []))
+    sizes = [70_000, MIB, 5 * MIB + 3]
+
+    def write(writer: int) -> dict[Path, tuple[bytes, int] | None]:
+        found: dict[Path, tuple[bytes, int] | None] = {}
+        refused = 0
+        for number in range(200):
+            path = bucket / f"{writer}-{number}"
+            data = pattern(1000 * writer + number, sizes[number % len(sizes)])
+            found[path] = put_or_refuse(path, data)
+            refused += found[path] != (data, len(data))
+            if refused == 4:
+                break
+        return found
+
+    with ThreadPoolExecutor(4) as writers:
+        expected = {path: each for found in writers.map(write, range(4)) for path, each in found.items()}
+    assert any(each != (each[0], len(each[0])) if each else True for each in expected.values())
+    for number, path in enumerate([path for path, each in expected.items() if each is not None][:10]):
+        expected[path] = put_or_refuse(path, pattern(number, sizes[2])) or expected[path]
+
+    def check() -> None:
+        for path, each in expected.items():
+            assert path.exists() == (each is not None), path
+            if each is not None:
+                found = path.read_bytes()
+                assert len(found) >= each[1]
+                assert found == each[0][: len(found)], path
+
+    check()
+    service.signal(signal.SIGKILL)
+    lose_dram(service)
+    lose_index(service)
+    service.restart()
+    check()

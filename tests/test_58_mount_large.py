@@ -11,12 +11,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.door import ON_DIRECTORY, TEST_MODES, eventually, need_mount
+from tests.support.posix import opened, pattern, write_all
 from tests.support.service import Service
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
@@ -250,6 +252,85 @@ def test_mappings(service: Service, tmp_path: Path) -> None:
     with path.open("rb") as file:
         file.seek(DRAM)
         assert file.read(6) == b"mapped"
+
+
+# --- opened again while it is published --------------------------------------------------------------------
+
+PAUSES_S = (0, 0.0005, 0.001, 0.002, 0.003)
+"""After a close: the file is published a millisecond later, when its extents are written."""
+
+
+def created_for_reading(bucket: Path) -> dict[Path, bytes]:
+    expected = {bucket / f"created{number}": pattern(number, 100 + number) for number in range(30)}
+    for number, (path, data) in enumerate(expected.items()):
+        os.close(os.open(path, os.O_CREAT | os.O_RDONLY))
+        time.sleep(PAUSES_S[number % len(PAUSES_S)])
+        with opened(path, os.O_RDWR) as fd:
+            os.pwrite(fd, data, 0)
+            os.fsync(fd)
+        assert path.stat().st_size == len(data)
+    return expected
+
+
+def truncated_and_written(bucket: Path) -> dict[Path, bytes]:
+    expected = {}
+    for number in range(30):
+        path, data = bucket / f"written{number}", pattern(number, 9056)
+        path.write_bytes(data)
+        if number % 2:
+            sealed(path)
+        os.truncate(path, 100)
+        time.sleep(PAUSES_S[number % len(PAUSES_S)])
+        with opened(path, os.O_RDWR) as fd:
+            os.pwrite(fd, b"another", 50)
+        expected[path] = data[:50] + b"another" + data[57:100]
+        assert path.read_bytes() == expected[path]
+    return expected
+
+
+def truncated_after_the_close(bucket: Path) -> dict[Path, bytes]:
+    expected = {}
+    for number in range(60):
+        path, data = bucket / f"cut{number}", pattern(number, 3000)
+        path.write_bytes(data)
+        time.sleep(PAUSES_S[number % len(PAUSES_S)])
+        os.truncate(path, 100)
+        assert path.stat().st_size == 100
+        with opened(path, os.O_RDONLY) as fd, mmap.mmap(fd, 100, prot=mmap.PROT_READ) as mapping:
+            assert mapping[:] == data[:100]
+        expected[path] = data[:100]
+    return expected
+
+
+def truncated_while_somebody_writes_it(bucket: Path) -> dict[Path, bytes]:
+    path = bucket / "truncated"
+    with opened(path, os.O_RDWR | os.O_CREAT) as fd:
+        write_all(fd, pattern(1, 3000))
+        os.close(os.open(path, os.O_WRONLY | os.O_TRUNC))
+        assert os.fstat(fd).st_size == path.stat().st_size == 0
+        assert os.pread(fd, 10, 0) == b""
+        os.pwrite(fd, b"x", 4)
+        assert os.pread(fd, 10, 0) == b"\0\0\0\0x"
+    return {path: b"\0\0\0\0x"}
+
+
+def test_what_is_opened_again_within_milliseconds_keeps_every_write(service: Service) -> None:
+    expected: dict[Path, bytes] = {}
+    for work in (
+        truncated_and_written,
+        truncated_after_the_close,
+        truncated_while_somebody_writes_it,
+        created_for_reading,
+    ):
+        expected |= work(service.mount / "big")
+    assert {path: path.read_bytes() for path in expected} == expected
+    for path in expected:
+        sealed(path)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    service.signal(signal.SIGKILL)
+    service.restart()
+    assert {path: path.read_bytes() for path in expected} == expected
 
 
 # --- names and leases -------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def run_of(keys: bytes, block_ids: list[int], name: str = "request") -> Any:
     return BlockRun(name, block_ids, {RANK: keys}, {RANK: None})
 
 
-def plan(**runs: list[Any]) -> Any:
+def plan(**runs: Any) -> Any:
     from kvfs.connectors.vllm_scheduler import Plan
 
     return Plan(**runs)
@@ -54,18 +54,25 @@ def plan(**runs: list[Any]) -> Any:
 
 class Worker:
     def __init__(
-        self, service: Service, layers: dict[str, Any], namespace: Namespace, *, is_async: bool
+        self,
+        service: Service,
+        layers: dict[str, Any],
+        namespace: Namespace,
+        *,
+        is_async: bool,
+        watch: Any = None,
     ) -> None:
         from kvfs.connectors.vllm_layout import KVLayout
         from kvfs.connectors.vllm_worker import Transfers
 
         layout = KVLayout(layers, BLOCKS)
         self.transfers = Transfers(
-            Link(str(service.mount), name="test"), namespace, RANK, layout, is_async=is_async
+            Link(str(service.mount), name="test"), namespace, RANK, layout, is_async=is_async, watch=watch
         )
 
-    def store(self, *runs: Any, by_layer: bool = True) -> None:
-        step = plan(stores=list(runs))
+    def store(self, *runs: Any, by_layer: bool = True, epoch: int = 0) -> None:
+        step = plan(stores=list(runs), epoch=epoch)
+        self.transfers.enter(step)
         for name in NAMES if by_layer else ():
             self.transfers.save_layer(step, name)
         self.transfers.finish(step)
@@ -77,9 +84,11 @@ class Worker:
             lambda: counts["stored_blocks"] + counts["dropped_blocks"] >= count, "stores have ended", 20
         )
 
-    def load(self, *runs: Any) -> tuple[set[str], set[int]]:
+    def load(self, *runs: Any, epoch: int = 0) -> tuple[set[str], set[int]]:
         """A step with these loads: requests that finished, blocks that failed."""
-        self.transfers.begin(plan(loads=list(runs)))
+        step = plan(loads=list(runs), epoch=epoch)
+        self.transfers.enter(step)
+        self.transfers.begin(step)
         for name in NAMES:
             self.transfers.wait_layer(name)
         finished: set[str] = set()
@@ -177,3 +186,114 @@ def test_a_service_that_is_gone_costs_stores_and_nothing_else(service: Service, 
     worker.transfers.close()
     with service.client() as client:
         eventually(lambda: client.status()["open_drafts"] == 0, "no draft stays behind", 20)
+
+
+@pytest.mark.parametrize("by_layer", [True, False])
+def test_a_step_of_many_blocks_goes_out_part_by_part(
+    service: Service, device: str, by_layer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvfs.connectors import vllm_worker
+
+    monkeypatch.setattr(vllm_worker, "CONNECTOR_STORE_BLOCKS", 3)
+    namespace = namespace_of(f"many {device} {by_layer}")
+    source, target, keys = cache(7), cache(None), keys_of(namespace, 10)
+    writer, reader = (Worker(service, c, namespace, is_async=True) for c in (source, target))
+    writer.store(run_of(keys, list(range(10))), by_layer=by_layer)
+    writer.settle(10)
+    assert writer.transfers.counts["stored_blocks"] == 10
+    assert reader.load(run_of(keys, list(range(10)))) == ({"request"}, set())
+    for name in NAMES:
+        assert torch.equal(target[name][:10], source[name][:10])
+    for each in (writer, reader):
+        each.transfers.close()
+
+
+# --- weights -------------------------------------------------------------------------------------------------
+def weights() -> Any:
+    torch.manual_seed(8)
+    return torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.LayerNorm(30))
+
+
+class Told:
+    """The other ranks: one of them may have said that its weights are others."""
+
+    def __init__(self) -> None:
+        self.epochs: set[int] = set()
+
+    def tell(self, epoch: int) -> None:
+        self.epochs.add(epoch)
+
+    def were_told(self, epoch: int) -> bool:
+        return epoch in self.epochs
+
+
+def watch_of(model: Any, peers: Any = None) -> Any:
+    from kvfs.connectors.vllm_weights import Watch
+
+    told: Any = peers or Told()
+    return Watch(lambda: [model], told)
+
+
+def test_other_weights_end_loads_and_stores_until_the_next_epoch(
+    service: Service, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    namespace, model = namespace_of(f"weights {device}"), weights()
+    first, second, third = (keys_of(namespace, 2, seed) for seed in (1, 2, 3))
+    worker = Worker(service, cache(8), namespace, is_async=True, watch=watch_of(model))
+    worker.store(run_of(first, [1, 2]))
+    worker.settle(2)
+    with torch.no_grad():
+        model[1].bias[7] += 1
+    worker.store(run_of(second, [3, 4]))
+    assert worker.transfers.ended_epoch == 0
+    assert worker.load(run_of(first, [8, 9])) == ({"request"}, {8, 9})
+    with torch.no_grad():
+        model[1].bias[7] -= 1
+    worker.store(run_of(second, [3, 4]))
+    assert worker.load(run_of(first, [8, 9])) == ({"request"}, {8, 9}), "what came in between is not known"
+    worker.settle(6)
+    counts = worker.transfers.counts
+    assert (counts["stored_blocks"], counts["dropped_blocks"], counts["weights_changed"]) == (2, 4, 1)
+    assert len([record for record in caplog.records if "weights in memory" in record.message]) == 1
+    worker.store(run_of(third, [5, 6]), epoch=1)
+    worker.settle(8)
+    assert worker.load(run_of(third, [10, 11]), epoch=1) == ({"request"}, set())
+    assert worker.transfers.ended_epoch is None
+    with service.client() as client, client.blocks(namespace) as blocks:
+        assert [blocks.match(keys) for keys in (first, second, third)] == [2, 0, 2]
+    worker.transfers.close()
+
+
+def test_a_load_that_ends_in_another_epoch_has_failed(service: Service, device: str) -> None:
+    namespace = namespace_of(f"epochs {device}")
+    keys = keys_of(namespace, 2)
+    worker = Worker(service, cache(9), namespace, is_async=True, watch=watch_of(weights()))
+    worker.store(run_of(keys, [1, 2]))
+    worker.settle(2)
+    worker.transfers.begin(plan(loads=[run_of(keys, [8, 9])]))
+    assert worker.load(epoch=1) == ({"request"}, {8, 9})
+    worker.transfers.close()
+
+
+@pytest.mark.parametrize("by_layer", [True, False])
+def test_what_another_ranks_weights_made_wrong_is_not_stored(
+    service: Service, device: str, by_layer: bool
+) -> None:
+    """The other rank finds its weights changed while this one computes: told before this one's step ends."""
+    namespace, peers = namespace_of(f"ranks {device} {by_layer}"), Told()
+    keys = keys_of(namespace, 3)
+    worker = Worker(service, cache(10), namespace, is_async=True, watch=watch_of(weights(), peers))
+    step = plan(stores=[run_of(keys, [1, 2, 3])])
+    worker.transfers.enter(step)
+    for name in NAMES if by_layer else ():
+        worker.transfers.save_layer(step, name)
+    peers.tell(0)
+    worker.transfers.finish(step)
+    worker.settle(3)
+    assert worker.transfers.counts["dropped_blocks"] == 3
+    assert worker.transfers.ended_epoch == 0
+    worker.transfers.close()
+    with service.client() as client:
+        eventually(lambda: client.status()["open_drafts"] == 0, "no draft stays behind", 20)
+        with client.blocks(namespace) as blocks:
+            assert blocks.match(keys) == 0

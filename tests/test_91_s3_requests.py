@@ -186,6 +186,9 @@ ROUTES = [
     ("DELETE", "/b/k?uploadId=u", Operation.ABORT_MULTIPART_UPLOAD),
     ("GET", "/b/k?uploadId=u&max-parts=3", Operation.LIST_PARTS),
     ("GET", "/b?acl", Operation.GET_BUCKET_ACL),
+    ("GET", "/b?tagging", Operation.GET_BUCKET_TAGGING),
+    ("PUT", "/b?tagging", Operation.PUT_BUCKET_TAGGING),
+    ("DELETE", "/b?tagging", Operation.DELETE_BUCKET_TAGGING),
     ("GET", "/b/k?acl&versionId=null", Operation.GET_OBJECT_ACL),
     *[("GET", f"/b?{name}", Operation.GET_BUCKET_CONFIGURATION) for name in unset.NAMES],
 ]
@@ -258,11 +261,11 @@ def test_copy_sources_that_are_none(source: str, code: str) -> None:
         ("POST", "/b", "NotImplemented"),
         ("DELETE", "/b?location", "MethodNotAllowed"),
         ("PUT", "/b/k?uploads", "MethodNotAllowed"),
-        ("GET", "/b?notification", "NotImplemented"),
+        ("PUT", "/b?notification", "NotImplemented"),
         ("GET", "/b/k?policy", "NotImplemented"),
         ("GET", "/b/k?retention", "NotImplemented"),
-        ("PUT", "/b?acl", "NotImplemented"),
-        ("PUT", "/b/k?acl", "NotImplemented"),
+        ("PUT", "/b?acl", "AccessControlListNotSupported"),
+        ("PUT", "/b/k?acl", "AccessControlListNotSupported"),
         *[(method, f"/b?{name}", "NotImplemented") for name in unset.NAMES for method in ("PUT", "DELETE")],
         ("GET", "/b/k?torrent", "NotImplemented"),
         ("PUT", "/b/k?retention", "NotImplemented"),
@@ -299,14 +302,17 @@ def test_allowed_methods_are_named() -> None:
     [
         ("x-amz-server-side-encryption", "AES256", "NotImplemented"),
         ("x-amz-server-side-encryption-customer-algorithm", "AES256", "NotImplemented"),
-        ("x-amz-acl", "public-read", "NotImplemented"),
-        ("x-amz-acl", "public-read-write", "NotImplemented"),
+        ("x-amz-acl", "public-read", "AccessControlListNotSupported"),
+        ("x-amz-acl", "public-read-write", "AccessControlListNotSupported"),
+        ("x-amz-acl", "bucket-owner-read", "AccessControlListNotSupported"),
+        ("x-amz-acl", "bucket-owner-full-control", None),
         ("x-amz-acl", "public-ready", "InvalidArgument"),
         ("x-amz-acl", "private", None),
-        ("x-amz-object-ownership", "BucketOwnerEnforced", "NotImplemented"),
+        ("x-amz-object-ownership", "BucketOwnerEnforced", None),
+        ("x-amz-object-ownership", "BucketOwnerPreferred", "NotImplemented"),
         ("x-amz-object-ownership", "Everybody", "InvalidArgument"),
         ("x-amz-object-ownership", "ObjectWriter", None),
-        ("x-amz-grant-read", "id=1", "NotImplemented"),
+        ("x-amz-grant-read", "id=1", "AccessControlListNotSupported"),
         ("x-amz-storage-class", "GLACIER", "InvalidStorageClass"),
         ("x-amz-storage-class", "STANDARD", None),
         ("x-amz-object-lock-mode", "GOVERNANCE", "NotImplemented"),
@@ -322,6 +328,17 @@ def test_headers_that_promise_what_is_not_done(name: str, value: str, code: str 
         assert action("/b/k", "PUT", headers).operation is Operation.PUT_OBJECT
     else:
         assert refusal("/b/k", "PUT", headers).code == code
+
+
+@pytest.mark.parametrize("headers", [{"x-amz-acl": "public-read"}, {"x-amz-grant-write": "id=1"}])
+def test_a_new_bucket_has_no_acl(headers: dict[str, str | bytes]) -> None:
+    assert refusal("/b", "PUT", headers).code == "InvalidBucketAclWithObjectOwnership"
+    assert action("/b", "PUT", {"x-amz-acl": "private"}).operation is Operation.CREATE_BUCKET
+
+
+@pytest.mark.parametrize("target", ["/b/%zz", "/b/%", "/b/a%2", "/b%/k", "/b?prefix=%g0", "/b?%=1"])
+def test_escapes_that_are_none(target: str) -> None:
+    assert refusal(target).code == "InvalidURI"
 
 
 @settings(max_examples=300, deadline=None)
@@ -457,9 +474,9 @@ def test_conditions_of_deletions(headers: dict[str, str], present: int, absent: 
 )
 def test_preflight_requests(headers: dict[str, str], code: str) -> None:
     with pytest.raises(S3Error) as caught:
-        routing.refuse_preflight(request("/b/k", "OPTIONS", headers=headers))
+        routing.refuse_unsigned(request("/b/k", "OPTIONS", headers=headers))
     assert caught.value.code == code
-    routing.refuse_preflight(request("/b/k", "GET"))
+    routing.refuse_unsigned(request("/b/k", "GET"))
 
 
 def test_too_many_etags() -> None:

@@ -81,7 +81,7 @@ async def read_all(exchange: Exchange, read: Read = read_in_pieces) -> None:
 
 @pytest.mark.parametrize(
     ("sent", "at_least_s"),
-    [(b"", limits.KEEP_ALIVE_S), (b"GET / HT", limits.HEAD_TIMEOUT_S), (b"\r\n\r\n", limits.KEEP_ALIVE_S)],
+    [(b"", limits.FIRST_BYTE_S), (b"GET / HT", limits.HEAD_TIMEOUT_S), (b"\r\n\r\n", limits.FIRST_BYTE_S)],
 )
 async def test_a_silent_client_is_cut_off(sent: bytes, at_least_s: float, autojump_clock: MockClock) -> None:
     async with served(read_all) as (client, ended):
@@ -90,6 +90,15 @@ async def test_a_silent_client_is_cut_off(sent: bytes, at_least_s: float, autoju
         began = trio.current_time()
         await ended.wait()
         assert at_least_s <= trio.current_time() - began <= at_least_s + 4
+
+
+async def test_a_connection_is_kept_after_its_first_request(autojump_clock: MockClock) -> None:
+    async with served(read_all) as (client, ended):
+        await client.send_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await client.receive_some()).startswith(b"HTTP/1.1 200")
+        began = trio.current_time()
+        await ended.wait()
+        assert limits.KEEP_ALIVE_S <= trio.current_time() - began <= limits.KEEP_ALIVE_S + 4
 
 
 async def test_a_head_a_byte_at_a_time_has_one_deadline(autojump_clock: MockClock) -> None:

@@ -465,9 +465,13 @@ def test_presigned_urls(door: Gateway, bucket: str) -> None:
 
 
 def test_what_is_not_served_is_not_implemented(s3: Any, bucket: str) -> None:
-    fails(lambda: s3.put_bucket_acl(Bucket=bucket, ACL="public-read"), "NotImplemented", 501)
+    fails(lambda: s3.put_bucket_acl(Bucket=bucket, ACL="public-read"), "AccessControlListNotSupported", 400)
     fails(lambda: s3.put_bucket_policy(Bucket=bucket, Policy="{}"), "NotImplemented", 501)
-    fails(lambda: s3.get_bucket_notification_configuration(Bucket=bucket), "NotImplemented", 501)
+    fails(
+        lambda: s3.put_bucket_notification_configuration(Bucket=bucket, NotificationConfiguration={}),
+        "NotImplemented",
+        501,
+    )
     fails(
         lambda: s3.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"}),
         "NotImplemented",

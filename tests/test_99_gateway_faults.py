@@ -199,7 +199,7 @@ def test_several_workers_share_a_port_and_admin_ports_tell(tmp_path: Path) -> No
         for n in range(20):
             door.client().put_object(Bucket=BUCKET, Key=f"k{n}", Body=b"x")
         assert s3.list_objects_v2(Bucket=BUCKET)["KeyCount"] == 20
-        ports = _listening_ports(door) - {door.port}
+        ports = listening_ports(door) - {door.port}
         assert len(ports) == 2
         for port in ports:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz") as answer:
@@ -210,7 +210,7 @@ def test_several_workers_share_a_port_and_admin_ports_tell(tmp_path: Path) -> No
             assert "kvfs_s3_connected_bool 1" in text
 
 
-def _listening_ports(door: Gateway) -> set[int]:
+def listening_ports(door: Gateway) -> set[int]:
     """TCP ports that the workers listen on."""
     inodes = set()
     for pid in door.worker_pids():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from gateway.worker import WorkerSettings
 from tests.support.gateway import Gateway, gateway, until
 from tests.support.raw_s3 import UNSIGNED, RawClient, raw_client, signed_head
+from tests.support.service import ROOT
 
 MIB = 1 << 20
 BUCKET = "workers"
@@ -115,3 +119,25 @@ def test_a_killed_worker_leaves_nothing_and_the_other_goes_on(door: Gateway, siz
         assert hashlib.sha256(found).digest() == hashlib.sha256(part).digest()
         s3.delete_object(Bucket=BUCKET, Key=key)
     until(lambda: status(door)["objects"] == 0, door)
+
+
+def test_a_worker_whose_service_is_gone_ends_without_a_traceback(tmp_path: Path) -> None:
+    """Neither its sessions nor who listens to it is there any more: it was started a moment before a kill."""
+    settings = WorkerSettings(
+        socket=tmp_path / "nobody.sock", host="127.0.0.1", port=0, upload_expiry_s=3600, connections=16
+    )
+    nobody_reads, output = os.pipe()
+    os.close(nobody_reads)
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "gateway"],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(output)
+    _, said = worker.communicate(settings.model_dump_json() + "\n", timeout=30)
+    assert worker.returncode == 1
+    assert "Traceback" not in said, said
+    assert "BrokenPipe" not in said, said

@@ -68,18 +68,18 @@ class Copies(Residence):
             location = 0 if tier == TIER_NVME else entry.location
             self._amend(key.digest, entry, tiers=left, location=location)
             return []
-        return self._leave(key)
+        return self.cascade_evict(key)
 
     def lose_damaged(self, key: StoreKey) -> list[int]:
         """As `lose_copy` of the NVMe tier, of which the log deletes what DRAM does not have: its id cannot be written
         there again, so that a copy in the cold tier goes, too."""
         entry = self.table.get(key.digest)
         if entry is not None and not entry.tiers & TIER_DRAM:
-            return self._leave(key)
+            return self.cascade_evict(key)
         return self.lose_copy(key, TIER_NVME)
 
-    def _leave(self, key: StoreKey) -> list[int]:
-        """An object leaves the store, with what is of no use without it; the ids of all of them."""
+    def cascade_evict(self, key: StoreKey) -> list[int]:
+        """Take an object out of all tiers, with what is of no use without it; the ids of all of them."""
         digests = [key.digest, *self._dependents(key.digest)]
         leaving = [object_id for digest in digests if (object_id := self.object_id_of(digest)) is not None]
         for digest in digests:
@@ -98,7 +98,7 @@ class Copies(Residence):
             entry = self.table.get(key.digest)
             if entry is None or entry.tiers & TIER_DRAM:
                 continue
-            for object_id in self._leave(key):
+            for object_id in self.cascade_evict(key):
                 self.journal.removed(object_id)
                 left -= 1
             if left <= 0:

@@ -33,7 +33,7 @@ from kvfs import limits
 from kvfs._native import slots as native
 from kvfs._native.checksummer import Checksummer
 from kvfs._native.sealer import Sealer
-from kvfs.errors import DeadlinePassed, NoSpace, ObjectTooLarge, Superseded, Unsupported
+from kvfs.errors import DeadlinePassed, NoSpace, ObjectTooLarge, Superseded, Unsupported, WrongChecksum
 from tiers import dram_layout
 from tiers.adoption import Choose
 from tiers.base import Extent, Kind, Sealed, SealHeader, StoreKey, Usage
@@ -233,10 +233,7 @@ class DramTier:
 
     def reserve(self, size_bytes: int = 0) -> Extent:
         """An empty draft, `size_bytes` promised to it until it is sealed. Raises NoSpace, ObjectTooLarge."""
-        if size_bytes > self.largest_object_bytes:
-            raise ObjectTooLarge(
-                f"{size_bytes} bytes; the DRAM tier takes objects up to {self.largest_object_bytes}"
-            )
+        self._check_size(size_bytes)
         promised = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
         self._check_space(promised)
         slot = self._take_slot()
@@ -247,6 +244,22 @@ class DramTier:
             raise
         self._books.open_draft(slot, promised)
         return draft
+
+    def promise(self, draft: Extent, size_bytes: int) -> None:
+        """Promise so many bytes in all to a draft. Raises NoSpace, ObjectTooLarge, Superseded."""
+        self._check_draft(draft)
+        self._check_size(size_bytes)
+        promised = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+        had = self._books.drafts[draft.slot] or self._physical(draft.slot)
+        if promised > had:
+            self._check_space(promised - had)
+            self._books.promise(draft.slot, promised)
+
+    def _check_size(self, size_bytes: int) -> None:
+        if size_bytes > self.largest_object_bytes:
+            raise ObjectTooLarge(
+                f"{size_bytes} bytes; the DRAM tier takes objects up to {self.largest_object_bytes}"
+            )
 
     def _take_slot(self) -> int:
         books = self._books
@@ -282,24 +295,25 @@ class DramTier:
     def _check_sealable(self, draft: Extent) -> tuple[int, int]:
         """(size, physical bytes) of a draft that may be sealed now."""
         size_bytes, physical_bytes = native.check_no_writer(self._slotfd, draft.slot)
-        if size_bytes > self.largest_object_bytes:
-            raise ObjectTooLarge(
-                f"{size_bytes} bytes; the DRAM tier takes objects up to {self.largest_object_bytes}"
-            )
+        self._check_size(size_bytes)
         books = self._books
         over = books.sealed_total + books.held_total + physical_bytes - self._capacity
         if self.backing == "directory" and over > 0:
             raise NoSpace(f"DRAM tier {self.root}: the draft goes {over} bytes over its {self._capacity}")
         return size_bytes, physical_bytes
 
-    def seal(self, draft: Extent, header: SealHeader, checksum: int | None = None) -> Sealed:
+    def seal(
+        self, draft: Extent, header: SealHeader, checksum: int | None = None, *, verify: bool = False
+    ) -> Sealed:
         """Make the draft immutable; `checksum` is the payload's XXH3-64 if the writer knows it.
 
-        Raises WriterActive while anyone can still write it, Superseded, ObjectTooLarge, NoSpace; the draft
-        then stays as it is.
+        Raises WriterActive while anyone can still write it, Superseded, ObjectTooLarge, NoSpace, and with `verify`
+        WrongChecksum where the payload has another one; the draft then stays as it is.
         """
         self._check_draft(draft)
         size_bytes, physical_bytes = self._check_sealable(draft)
+        if verify and checksum is not None:
+            self._check_payload(draft, checksum)
         sealed_at_ns = time.time_ns()
         generation = self.table.publish(
             draft.slot,
@@ -321,6 +335,15 @@ class DramTier:
         if checksum is None:
             self._queue_checksum(draft.slot, generation)
         return Sealed(Extent(draft.slot, generation), header, size_bytes, checksum, sealed_at_ns)
+
+    def _check_payload(self, draft: Extent, checksum: int) -> None:
+        descriptor = native.open_slot(self._slotfd, draft.slot, os.O_RDONLY)
+        try:
+            found = native.fd_xxh3_64(descriptor)
+        finally:
+            os.close(descriptor)
+        if found != checksum:
+            raise WrongChecksum(f"the draft has XXH3-64 {found:016x}, its writer gave {checksum:016x}")
 
     def make_sealer(self) -> Sealer:
         """A thread that seals drafts of blocks in this tier; `note_sealed` is told of each. Raises OSError."""

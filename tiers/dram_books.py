@@ -58,6 +58,11 @@ class Books:
     def close_draft(self, slot: int) -> None:
         self.promised_bytes -= self.drafts.pop(slot)
 
+    def promise(self, slot: int, promised_bytes: int) -> None:
+        """The draft is promised so much in all."""
+        self.promised_bytes += promised_bytes - self.drafts[slot]
+        self.drafts[slot] = promised_bytes
+
     def fulfil(self, slot: int) -> None:
         """The draft has written all that was promised to it: from now on its physical bytes speak."""
         self.promised_bytes -= self.drafts[slot]

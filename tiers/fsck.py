@@ -29,10 +29,12 @@ import trio
 from kvfs import limits
 from kvfs.errors import Corrupt, NotFound
 from kvfs.formats import RecordType, SegmentState
+from kvfs.keys import block_name
 from kvfs.name_rows import DIRECTORY, BucketRow, NameRow
 from kvfs.records import MetaBody
 from tiers.base import Kind
 from tiers.device import Device
+from tiers.endings import Ended
 from tiers.home import Home
 from tiers.index_check import IndexCheck, check_index
 from tiers.nvme import NvmeTier, Stored
@@ -80,6 +82,8 @@ class Log:
     tier: NvmeTier
     replay: Replay
     has_holes: bool
+    is_short: bool = False
+    """It was durable to a later record than its last one."""
     lost: dict[int, Stored] = field(default_factory=dict)
     """Objects whose bytes on NVMe are damaged and which are nowhere else: to be deleted."""
     weak: set[int] = field(default_factory=set)
@@ -94,6 +98,16 @@ class Log:
         """Those that can be read."""
         gone = self.lost.keys() | self.weak | self.unnamed
         return (stored for stored in self.tier.objects.values() if stored.object_id not in gone)
+
+    def names(self) -> Iterator[tuple[int, tuple[bytes, bytes]]]:
+        """(object id, (encoded row, `bucket NUL key`)) of each name whose object has its bytes here or in DRAM."""
+        found = self.replay.found
+        for object_id, named in found.names.items():
+            if self.holds(object_id) or object_id in self.weak:
+                yield object_id, named
+        for object_id in self.weak:
+            if object_id in found.torn and object_id not in found.names:
+                yield object_id, found.torn[object_id][:2]
 
     def holds(self, object_id: int) -> bool:
         stored = self.tier.objects.get(object_id)
@@ -117,6 +131,10 @@ class Findings:
     """Rows that are to go."""
     restored_ids: set[int] = field(default_factory=set)
     """Objects of the log that get their rows back."""
+    lost: set[bytes] = field(default_factory=set)
+    """`bucket/key` of each name and block that a start will miss because of the damage."""
+    lost_unknown: bool = False
+    """Whether damage may have cost others, which nothing that is left names."""
 
     @property
     def cost(self) -> Cost:
@@ -137,12 +155,23 @@ class Findings:
         return {
             "segments": len(checks),
             "records": sum(len(check.records) for check in checks),
-            "objects": 0 if self.log is None else len(self.log.tier.objects),
+            "objects": 0 if self.log is None else sum(1 for each in self.log.objects() if each.pieces),
             "slots": len(self.slots.whole) + len(self.slots.bad),
-            "names": self.index.names,
-            "buckets": len(self.index.buckets),
+            "names": self._count_names(),
+            "buckets": self._count_buckets(),
             "bytes_verified": self.bytes_verified,
         }
+
+    def _count_names(self) -> int:
+        """Those that count: of an index that does not, the log's."""
+        if self.index.rows_count or self.log is None:
+            return self.index.names
+        return sum(1 for _ in self.log.names())
+
+    def _count_buckets(self) -> int:
+        if self.index.rows_count or self.log is None:
+            return len(self.index.buckets)
+        return len(self.log.replay.found.buckets)
 
 
 async def examine(home: Home, device: Device, segments: Path, progress: Progress) -> Findings:
@@ -168,7 +197,7 @@ async def examine(home: Home, device: Device, segments: Path, progress: Progress
     if pool is not None:
         progress.begin("NVMe", pool.bytes_to_verify)
         await _check_segments(pool, tick)
-        findings.log = _replay(findings, pool)
+        findings.log = _replay(findings, pool, await pool.pool.endings.load())
     findings.bytes_verified = verified
     _judge_index(findings)
     _judge_slots(findings)
@@ -190,17 +219,19 @@ async def _check_segments(pool: PoolCheck, tick: Tick) -> None:
                 nursery.start_soon(one, check)
 
 
-def _replay(findings: Findings, pool: PoolCheck) -> Log:
+def _replay(findings: Findings, pool: PoolCheck, ended: Ended) -> Log:
     """What the records say; the names of those whose own are damaged come from the index."""
     tier = NvmeTier(pool.pool, 1)
-    replay = Replay(tier)
+    replay = Replay(tier, ended)
     used = [check for check in pool.checks if check.segment.state is SegmentState.IN_USE]
     for check in sorted(used, key=lambda check: check.segment.sequence):
         try:
             replay.take(check.segment, list_records(check.records))
         except Corrupt as error:
             check.faults.append(str(error))
-    log = Log(pool, tier, replay, any(check.has_holes for check in pool.checks))
+    is_short = ended.durable_sequence > pool.pool.last_sequence
+    has_holes = is_short or any(check.has_holes for check in pool.checks)
+    log = Log(pool, tier, replay, has_holes, is_short)
     _name_again(findings, log, _nameless(log))
     if log.has_holes and findings.index.rows_count:
         for row in findings.index.buckets.values():
@@ -311,15 +342,31 @@ class _Judge:
         self.index = findings.index
         self.complete = findings.home.clean and not log.has_holes
         """Whether the log must know all that the index does."""
+        self.listed: dict[int, bytes] | None = None
+        """Object id -> `bucket/key` of the index's rows; None where they do not count."""
+        if self.index.rows_count:
+            rows = self.index.rows()
+            self.listed = {row.object_id: bucket + b"/" + key for bucket, key, row in rows if row is not None}
 
     def run(self) -> None:
         if self.log.pool.geometry_fault:
             where = f"{self.log.pool.pool.directory}/pool.json"
             self.findings.add(where, self.log.pool.geometry_fault, "written again as the segments say")
+        endings = self.log.pool.pool.endings.faults
+        for file, faults in endings.items():
+            for fault in faults:
+                self.findings.add(
+                    f"{self.log.pool.pool.directory}/{file}", fault, "written again from the log"
+                )
+        if self.log.is_short:
+            where, what = f"{self.log.pool.pool.directory}", "the newest records are gone"
+            self.findings.add(where, what, "what they held is lost", Cost.CACHED)
         for check in self.log.pool.checks:
             self._segment(check)
         self._sizes()
+        self._torn_in_dram()
         self._torn_durables()
+        self.findings.lost_unknown = self.listed is None and (self.log.has_holes or self._has_unnamed_slots())
         if self.index.rows_count:
             self._names()
             self._buckets()
@@ -332,6 +379,9 @@ class _Judge:
                 self.findings.add(where, fault, consequence, Cost.CACHED)
             elif check.segment.state is SegmentState.FREE:
                 self.findings.add(where, fault, "holds nothing")
+            elif check.is_cut:
+                consequence = "what is left of it is moved to another segment, the rest is lost"
+                self.findings.add(where, fault, consequence, Cost.CACHED)
             else:
                 self.findings.add(where, fault, "what it holds is moved to another segment")
         for bad in check.bad:
@@ -349,6 +399,8 @@ class _Judge:
             return self._lost_name(bad.header["object_id"])
         if self.index.rows_count:
             return "the name index knows what it said", Cost.NOTHING
+        if bad.type is RecordType.TOMBSTONE and not self.log.pool.pool.endings.faults:
+            return "what it removed is written a second time", Cost.NOTHING
         if bad.type is RecordType.TOMBSTONE:
             return "names that it removed may come back", Cost.NOTHING
         return "the bucket may have older attributes, or be lost with all in it", Cost.CACHED
@@ -369,22 +421,56 @@ class _Judge:
         ):
             return "nothing refers to it any more", Cost.NOTHING
         what = f"extent {number} of object {object_id}{self._called(object_id)}"
-        if object_id in self.findings.slots.whole:
+        if self._in_dram(object_id, stored.size_bytes):
             self.log.weak.add(object_id)
-            return f"{what} is in DRAM, and written again", Cost.NOTHING
+            return f"{what} is in DRAM, and written again at the next start", Cost.NOTHING
         self.log.lost[object_id] = stored
+        if not self._is_served(stored):
+            return "nothing names it any more", Cost.NOTHING
+        self._lose(stored)
         if self.log.tier.is_durable(stored.bucket_id):
             return f"{what}: the durable object is lost", Cost.DURABLE
         return f"{what}: the object of the cache is a miss", Cost.CACHED
 
-    def _called(self, object_id: int) -> str:
+    def _has_unnamed_slots(self) -> bool:
+        """Whether DRAM has objects that the log does not name."""
+        slots = (slot.object_id for slot in self.findings.slots.whole.values() if not slot.is_block)
+        return not {object_id for object_id, _ in self.log.names()}.issuperset(slots)
+
+    def _in_dram(self, object_id: int, size_bytes: int) -> bool:
+        slot = self.findings.slots.whole.get(object_id)
+        return slot is not None and slot.size_bytes == size_bytes
+
+    def _is_served(self, stored: Stored) -> bool:
+        """Whether a start would show the object: it does not, where the index counts and does not name it."""
+        snapshots = self.log.replay.found.snapshots
+        named = self.listed is None or stored.object_id in self.listed or stored.object_id in snapshots
+        return stored.key.kind is Kind.BLOCK or named
+
+    def _lose(self, stored: Stored) -> None:
+        """A start will miss the object, by its name."""
+        name = self._name_of(stored.object_id)
+        bucket = self.log.replay.found.buckets.get(stored.bucket_id)
+        if stored.key.kind is Kind.BLOCK and bucket is not None:
+            name = bucket.name + b"/" + block_name(stored.key.digest)
+        if name is not None:
+            self.findings.lost.add(name)
+
+    def _name_of(self, object_id: int) -> bytes | None:
+        """`bucket/key`."""
+        if self.listed is not None:
+            return self.listed.get(object_id)
         known = self.log.replay.found.names.get(object_id)
-        return "" if known is None else f" ({_text(known[1].replace(bytes(1), b'/'))})"
+        return None if known is None else known[1].replace(b"\0", b"/", 1)
+
+    def _called(self, object_id: int) -> str:
+        name = self._name_of(object_id)
+        return "" if name is None else f" ({_text(name)})"
 
     def _lost_name(self, object_id: int) -> tuple[str, Cost]:
         if object_id in self.log.renamed:
             return f"object {object_id} has its name from the name index", Cost.NOTHING
-        if object_id not in self.log.unnamed:
+        if object_id not in self.log.unnamed or self.listed is not None:
             return "nothing refers to it any more", Cost.NOTHING
         if self.log.tier.is_durable(self.log.replay.objects[object_id].bucket_id):
             return f"the durable object {object_id} has lost its name, and is lost", Cost.DURABLE
@@ -405,12 +491,20 @@ class _Judge:
     def _drop(self, stored: Stored, what: str) -> None:
         durable = self.log.tier.is_durable(stored.bucket_id)
         self.log.lost[stored.object_id] = stored
+        self._lose(stored)
         self.findings.add(
             f"object {stored.object_id}{self._called(stored.object_id)}",
             what,
             "the durable object is lost" if durable else "the object of the cache is a miss",
             Cost.DURABLE if durable else Cost.CACHED,
         )
+
+    def _torn_in_dram(self) -> None:
+        """What the log has only in part and DRAM whole keeps its name, and is written again."""
+        found = self.log.replay.found
+        for object_id, (row, _, _) in found.torn.items():
+            if self._in_dram(object_id, NameRow.decode(row).size_bytes):
+                self.log.weak.add(object_id)
 
     def _torn_durables(self) -> None:
         """Durable objects with a name and without all of their bytes, where records are missing."""
@@ -465,13 +559,17 @@ class _Judge:
     def _without_bytes(
         self, where: str, name: tuple[bytes, bytes], row: NameRow, bucket: BucketRow | None
     ) -> None:
-        if bucket is None or bucket.class_ != "durable" or row.object_id in self.findings.slots.whole:
+        if bucket is None or self._in_dram(row.object_id, row.size_bytes):
             return
+        durable = bucket.class_ == "durable"
         reported = row.object_id in self.log.lost or row.object_id in self.log.unnamed
-        if reported or self.complete or self.log.has_holes:
+        by_damage = self.log.has_holes or (durable and self.complete)
+        if reported or by_damage:
             self.findings.dropped_names.add(name)
-        if not reported and (self.complete or self.log.has_holes):
-            self.findings.add(where, "has no bytes", "the durable object is lost", Cost.DURABLE)
+            self.findings.lost.add(b"/".join(name))
+        if by_damage and not reported:
+            what = "the durable object is lost" if durable else "the object of the cache is a miss"
+            self.findings.add(where, "has no bytes", what, Cost.DURABLE if durable else Cost.CACHED)
 
     def _unlisted(self, stored: Stored) -> None:
         """An object of the log without a row: a start deletes it, unless it is of a file still being written."""

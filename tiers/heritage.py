@@ -40,7 +40,17 @@ from tiers.home import Home
 from tiers.index_check import COPY, MARK, IndexWalk
 from tiers.model import Name
 from tiers.nvme import NvmeTier
-from tiers.rebuild import adopt_orphans, rebuild_index, restore_copies, restore_replaced, skip_ids
+from tiers.rebuild import (
+    Replaced,
+    adopt_nameless,
+    adopt_orphans,
+    agree,
+    name_survivors,
+    rebuild_index,
+    restore_copies,
+    settle_snapshots,
+    skip_ids,
+)
 from tiers.replay import Replayed
 
 if TYPE_CHECKING:
@@ -105,7 +115,10 @@ class Heritage:
         if lower is not None:
             if not believed:
                 self._rebuilt = rebuild_index(self.names, lower.found)
+            else:
+                settle_snapshots(self.names, lower.found)
             adopt_orphans(self.names, lower.nvme, lower.found)
+            adopt_nameless(self.names, lower.nvme, lower.found)
             skip_ids(self.names, lower.found)
         self._cold = None if cold is None else ColdHeritage(self.names, cold)
         self._cold_names: dict[int, Name] = {}
@@ -133,13 +146,15 @@ class Heritage:
             for each in survivors
             if each.sealed.header.key.kind is Kind.OBJECT
         }
+        if self._lower is not None and self._rebuilt is not None:
+            name_survivors(self.names, self._lower.found, objects)
         known = {row.name for row in self._buckets.values()}
         for bucket, key, data in self.names.encoded_rows() if objects else ():
             survivor = None if data is None else objects.get(peek_row(data)[0])
             if data is None or survivor is None or bucket not in known:
                 continue
             row = NameRow.decode(data)
-            if not row.flags & DIRECTORY and _agree(row, survivor):
+            if not row.flags & DIRECTORY and agree(row, survivor):
                 self._named.setdefault(row.object_id, (Name(bucket, key), row))
         wanted = [found for each in survivors if (found := self._wanted(each)) is not None]
         return dearest_first(wanted, self._unit)
@@ -167,6 +182,9 @@ class Heritage:
         }
         below = {} if self._lower is None else self._lower.nvme.objects
         lost: list[Name] = []
+        replaced = None
+        if self._lower is not None:
+            replaced = Replaced(self.names, self._lower.nvme, self._lower.found)
 
         def durable(bucket: bytes) -> bool:  # a name on its way there, whose bytes never arrived
             row = self.names.get_bucket(bucket)
@@ -184,6 +202,8 @@ class Heritage:
                     return True
                 if object_id in there and self._named[object_id][0] == Name(bucket, key):
                     return True
+                if replaced is not None and replaced.has_other(Name(bucket, key), object_id):
+                    return True
             elif self._lower is not None:  # the log knows what it said
                 raise Corrupt(f"name index: the row of {Name(bucket, key)} is damaged")
             lost.append(Name(bucket, key))
@@ -196,7 +216,8 @@ class Heritage:
             self.names.skip_ids(highest_id(each.sealed.header.sequence for each in adopted))
         if self._lower is not None:
             nvme, found = self._lower.nvme, self._lower.found
-            lost = restore_replaced(self.names, nvme, found, lost)
+            assert replaced is not None
+            replaced.put()
             store.journal = restore_copies(store, nvme, found, compare=self._killed)
         if self._cold is not None:
             store.cold = self._cold.restore(store, self._cold_names)
@@ -283,11 +304,6 @@ def unit_of(name: Name) -> bytes | None:
     """The eviction group of a name: the directory whose files are useful only together."""
     unit = paths.unit_prefix(name.key)
     return name.bucket + b"\0" + unit if unit else None
-
-
-def _agree(row: NameRow, survivor: Survivor) -> bool:
-    header = survivor.sealed.header
-    return row.sequence == header.sequence and row.size_bytes == survivor.sealed.size_bytes
 
 
 def _drop_unit(store: TieredStore, unit: Name) -> None:

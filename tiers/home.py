@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from kvfs import linux
-from kvfs.errors import FormatMismatch, StoreLocked
+from kvfs.errors import FormatMismatch, NotFound, StoreLocked
 
 FORMAT_VERSION = 1
 """Of the data directory as a whole; the formats inside have versions of their own."""
@@ -123,6 +123,23 @@ class Home:
         _write_format(self.path, _Format(self.store_id, clean, linux.boot_id(), start, previous_start))
 
 
+def look_home(path: Path, *, leave_mark: bool = False) -> Home:
+    """Lock and read a data directory that is there, and write nothing; but who holds the lock, with `leave_mark`.
+
+    Raises NotFound where there is none, StoreLocked, FormatMismatch.
+    """
+    for file in ("lock", "format.json"):
+        if not (path / file).exists():
+            raise NotFound(f"{path}: not a data directory of kvfs, it has no {file}")
+    path = path.resolve()
+    lock_fd = _lock(path, leave_mark=leave_mark)
+    try:
+        return Home(path, _read_format(path), lock_fd)
+    except BaseException:
+        os.close(lock_fd)
+        raise
+
+
 def open_home(path: Path) -> Home:
     """Lock and read `path`, making it where it does not exist.
 
@@ -157,8 +174,10 @@ def lock_holder(path: Path) -> int | None:
     return None
 
 
-def _lock(path: Path) -> int:
-    lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+def _lock(path: Path, *, leave_mark: bool = True) -> int:
+    """The locked file, with our process id in it unless nothing may be written."""
+    flags = os.O_RDWR | os.O_CREAT if leave_mark else os.O_RDONLY
+    lock_fd = os.open(path / "lock", flags | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -168,8 +187,9 @@ def _lock(path: Path) -> int:
             f"data directory {path} is in use by another kvfs service (process {holder}); "
             "stop it, or give this one a directory of its own"
         ) from None
-    os.ftruncate(lock_fd, 0)
-    os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
+    if leave_mark:
+        os.ftruncate(lock_fd, 0)
+        os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
     return lock_fd
 
 

@@ -30,7 +30,7 @@ from kvfs.errors import Corrupt, FormatMismatch, KvfsError, OutOfResources, is_s
 from kvfs.name_env import FORMAT_VERSION, MAX_DATABASES, is_damage
 from kvfs.name_rows import BucketRow, NameRow, load_row
 from kvfs.name_tree import NameScan, NameTree
-from tiers.cold_index import DATABASE
+from tiers import cold_index, snapshots
 from tiers.home import Home
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ MARK = b"start"
 COPY = "data.new"
 """The file beside an index that a walk leaves when it is asked for a copy."""
 _DATABASES = (b"names", b"tails", b"buckets", b"meta")
-_OPTIONAL = (DATABASE,)
-"""Only where a tier of that name was configured."""
+_OPTIONAL = (cold_index.DATABASE, snapshots.DATABASE)
+"""Only where there is a tier that keeps them."""
 
 
 class IndexWalk:

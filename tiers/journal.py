@@ -40,7 +40,8 @@ from tiers.device import Device
 from tiers.large import LargeDraft, LargeObjects
 from tiers.log import Barrier, Payload
 from tiers.model import Bucket, Name
-from tiers.nvme import NvmeTier, Stored
+from tiers.nvme import Fault, NvmeTier, Stored
+from tiers.snapshots import OPEN, SnapshotIndex
 
 if TYPE_CHECKING:
     from tiers.store import TieredStore
@@ -97,9 +98,15 @@ class Journal:
     async def finish(self) -> None:
         """Write what is queued. Raises NoSpace, DeviceFailed."""
 
+    def check_queue(self) -> None:
+        """Raise NoSpace or DeviceFailed while too much waits to be written for more to be queued."""
+
     def check_durable(self, size_bytes: int) -> None:
         """Raises DeviceMissing: there is nothing durable here."""
         raise DeviceMissing("a durable bucket needs the NVMe tier, and this store has none")
+
+    def check_keepable(self, rows: Iterable[NameRow]) -> None:
+        """Raises NoSpace where these objects cannot all become durable."""
 
     def holds(self, object_id: int) -> bool:
         """Whether a copy outside of DRAM can be read."""
@@ -152,6 +159,11 @@ class Journal:
     def is_settled(self) -> bool:
         return True
 
+    @property
+    def durable_losses(self) -> int:
+        """How many durable objects were sealed, and could not be written since their bytes had changed in DRAM."""
+        return 0
+
     async def settle(self) -> None:
         """Wait until what was promised so far is durable. Raises NoSpace, DeviceFailed for durable objects."""
 
@@ -168,17 +180,19 @@ class Journal:
     async def persist(self, object_id: int) -> None:
         """Wait until a sealed object is durable, whatever its bucket. Raises NoSpace, DeviceFailed."""
 
-    async def persist_draft(
-        self, extent: Extent, name: Name, row: NameRow, previous: int | None
-    ) -> int | None:
-        """See `TieredStore.persist_draft`."""
+    def put_snapshot(self, extent: Extent, name: Name, row: NameRow) -> int | None:
+        """See `TieredStore.put_snapshot`."""
         return None
+
+    async def settle_snapshot(self, snapshot: int, previous: int | None) -> None:
+        """Wait until what `put_snapshot` has queued is durable; then `previous`, an earlier one, is no more. Raises
+        NoSpace, DeviceFailed, and then it is dropped."""
 
     def rename_snapshot(self, name: Name, row: NameRow, size_bytes: int | None = None) -> None:
         """See `TieredStore.rename_snapshot`; `size_bytes`: of what is durable, where the draft may have grown since."""
 
-    def is_snapshot(self, object_id: int, size_bytes: int, checksum: int) -> bool:
-        """Whether a draft's durable copy has exactly these bytes."""
+    def is_snapshot(self, object_id: int, descriptor: int) -> bool:
+        """Whether a draft's durable copy has exactly the bytes of this file."""
         return False
 
 
@@ -210,6 +224,7 @@ class NvmeJournal(Journal):
         self.nvme = nvme
         self._large = LargeObjects(nvme)
         self._store = store
+        self._snapshots = SnapshotIndex(store.names.environment)
         self._ghosts = GhostQueue()
         self._behind: OrderedDict[bytes, None] = OrderedDict()
         """Keys of objects that are to be written when their turn comes."""
@@ -222,6 +237,7 @@ class NvmeJournal(Journal):
         """...and of the newest rename, bucket, or deletion of what was replaced. They are waited for too, as is
         `NvmeTier.deletion_ticket`, but only the first may fail a request."""
         self._skipped = 0
+        self._durable_losses = 0
         self.is_finished = False
         nvme.evicted = self._let_go
         nvme.hits_of = self._hits_of
@@ -246,6 +262,7 @@ class NvmeJournal(Journal):
         self, draft: LargeDraft, bucket: Bucket, name: Name, row: NameRow, replaced: int | None
     ) -> None:
         stored = draft.stored
+        self._snapshots.forget(stored.object_id)
         stored.bucket_id, stored.sealed_at_ns = bucket.bucket_id, row.mtime_ns
         self.nvme.keep(stored, bucket.durable or bool(row.flags & PINNED))
         stored.ticket = self.nvme.put_name(stored, MetaBody(name.bucket, name.key, row))
@@ -256,12 +273,26 @@ class NvmeJournal(Journal):
         self._drop(replaced, behind=True, awaited=not bucket.durable)
 
     async def persist_large(self, draft: LargeDraft, name: Name, row: NameRow) -> None:
+        self._note_snapshot(row.object_id, OPEN)
         draft.stored.bucket_id = self._store.bucket(name.bucket).bucket_id
         await self.nvme.log.settle(self.nvme.put_name(draft.stored, MetaBody(name.bucket, name.key, row)))
         draft.check()
 
+    def check_queue(self) -> None:
+        self.nvme.log.check_queue()
+
     def check_durable(self, size_bytes: int) -> None:
-        self.nvme.check_durable_room(size_bytes)
+        self.check_queue()
+        self.nvme.check_durable_room((size_bytes,))
+
+    def check_keepable(self, rows: Iterable[NameRow]) -> None:
+        sizes_bytes = [row.size_bytes for row in rows if not self._is_kept(row.object_id)]
+        if sizes_bytes:
+            self.nvme.check_durable_room(sizes_bytes)
+
+    def _is_kept(self, object_id: int) -> bool:
+        stored = self.nvme.objects.get(object_id)
+        return stored is not None and stored.kept
 
     def holds(self, object_id: int) -> bool:
         return self.nvme.holds(object_id)
@@ -278,7 +309,10 @@ class NvmeJournal(Journal):
 
     def sealed(self, found: Resident, *, replaced: int | None = None, snapshot: int | None = None) -> None:
         bucket = found.bucket
+        if snapshot is not None and snapshot != found.object_id:
+            self._note_snapshot(snapshot, found.object_id)
         if found.named is not None and snapshot == found.object_id:
+            self._snapshots.forget(snapshot)
             self._keep_snapshot(found.object_id, bucket, *found.named)
             self._drop(replaced, behind=True, awaited=False)
             return
@@ -308,24 +342,39 @@ class NvmeJournal(Journal):
             meta = MetaBody(name.bucket, name.key, replace(row, size_bytes=size_bytes))
             stored.ticket = self._must = self.nvme.put_name(stored, meta)
 
-    def is_snapshot(self, object_id: int, size_bytes: int, checksum: int) -> bool:
-        stored = self.nvme.objects.get(object_id)
-        if stored is None or len(stored.pieces) != 1 or stored.pieces[0] is None:
+    def is_snapshot(self, object_id: int, descriptor: int) -> bool:
+        stored, size_bytes = self.nvme.objects.get(object_id), os.fstat(descriptor).st_size
+        if stored is None or not stored.readable or stored.size_bytes != size_bytes:
             return False
-        return (stored.size_bytes, stored.pieces[0].checksum) == (size_bytes, checksum)
+        step = self.nvme.pool.extent_bytes
+        return all(
+            piece is not None and native.xxh3_64(os.pread(descriptor, step, number * step)) == piece.checksum
+            for number, piece in enumerate(stored.pieces if size_bytes else ())
+        )
 
-    async def persist_draft(
-        self, extent: Extent, name: Name, row: NameRow, previous: int | None
-    ) -> int | None:
+    def put_snapshot(self, extent: Extent, name: Name, row: NameRow) -> int | None:
         bucket = self._store.bucket(name.bucket)
         self.check_durable(row.size_bytes)
         key = object_key(row.object_id)
+        self._note_snapshot(row.object_id, OPEN)
         stored = Stored(key, row.object_id, row.size_bytes, bucket.bucket_id, uid=row.uid, kept=True)
         payloads = self._payloads(partial(self._store.dram.open_draft, extent), row.size_bytes, None)
         stored.ticket = self.nvme.put(stored, payloads, MetaBody(name.bucket, name.key, row))
-        self._drop(previous, behind=True, awaited=False)
-        await self._settle_object(row.object_id, stored.ticket, str(name))
         return row.object_id
+
+    async def settle_snapshot(self, snapshot: int, previous: int | None) -> None:
+        stored = self.nvme.objects.get(snapshot)
+        if stored is None:
+            return
+        try:
+            await self._settle_object(snapshot, stored.ticket, f"object {snapshot}")
+        except KvfsError:
+            if (
+                self.nvme.objects.get(snapshot) is stored
+            ):  # what the caller is told is not there must not come later
+                self._drop(snapshot)
+            raise
+        self._drop(previous, behind=True, awaited=False)
 
     async def read_into(self, object_id: int, into: memoryview) -> None:
         stored = self.nvme.objects.get(object_id)
@@ -418,7 +467,12 @@ class NvmeJournal(Journal):
             self._must = ticket
 
     def removed(self, object_id: int, *, behind: bool = False) -> None:
+        if not behind:
+            self._snapshots.forget(object_id)
         self._drop(object_id, behind=behind)
+
+    def _note_snapshot(self, object_id: int, sealed_as: int) -> None:
+        self._snapshots.note(object_id, sealed_as, lambda each: self.nvme.known(each) is None)
 
     def _drop(self, object_id: int | None, *, behind: bool = False, awaited: bool = True) -> None:
         """`behind`: only once what was queued before is durable, which replaces it; not `awaited` where that stays."""
@@ -485,6 +539,10 @@ class NvmeJournal(Journal):
     def _promised(self) -> int:
         return max(self._must, self._should, self.nvme.deletion_ticket)
 
+    @property
+    def durable_losses(self) -> int:
+        return self._durable_losses
+
     async def settle(self) -> None:
         must = self._must
         log = self.nvme.log
@@ -501,6 +559,7 @@ class NvmeJournal(Journal):
             found = self._store.in_dram(object_id)
             if found is None:
                 raise Superseded(f"object {object_id} is no more")
+            self.check_queue()
             self._behind.pop(found.key.digest, None)
             ticket = self._put(found)
         else:
@@ -536,6 +595,8 @@ class NvmeJournal(Journal):
                 pass
             except KvfsError as error:
                 _log.log(type(error).log_level, "write behind: %s", error)
+                if isinstance(error, Corrupt):
+                    self._evict_misread(self._store.key_of(digest))
 
     async def _write_one(self, digest: bytes) -> None:
         """Queue one object's records, once its checksum is known. Raises Superseded, Corrupt."""
@@ -565,6 +626,10 @@ class NvmeJournal(Journal):
             os.close(descriptor)
         if found != checksum:
             raise Corrupt(f"slot {extent.slot} does not match its checksum")
+
+    def forget_snapshots(self) -> None:
+        """Once a start has decided what becomes of the files that were being written."""
+        self._snapshots.clear()
 
     def queue_unwritten(self) -> None:
         """Have written what a start took over and only DRAM has; durable objects before the first settle."""
@@ -600,17 +665,26 @@ class NvmeJournal(Journal):
         """Reclaim lets an object go: it stays in DRAM if it is there, else it leaves the store, with its unit."""
         return self._store.lose_copy(stored.key, TIER_NVME)
 
-    def _damaged(self, stored: Stored, had_it: bool) -> bool:
+    def _damaged(self, stored: Stored, fault: Fault) -> bool:
+        if fault is Fault.MISREAD:
+            self._durable_losses += stored.kept
+            self._evict_misread(stored.key)
+            return False
         for object_id in self._store.lose_damaged(stored.key):
             self.nvme.drop(object_id)
         found = self._store.in_dram(stored.object_id)
         if found is None:
             return False
-        if had_it and found.bucket.durable:  # at once: until then nothing keeps it in DRAM
+        if fault is Fault.DAMAGED and found.bucket.durable:  # at once: until then nothing keeps it in DRAM
             self._must = self._put(found)
         else:
             self._queue(stored.key)
         return True
+
+    def _evict_misread(self, key: StoreKey) -> None:
+        """What is in DRAM is not what was sealed, and nothing else has it: the object leaves the store."""
+        for object_id in self._store.cascade_evict(key):
+            self.nvme.drop(object_id)
 
     def _refused(self, stored: Stored) -> None:
         """Nothing is tried again at once: it would find the tier as full."""

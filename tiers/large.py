@@ -14,8 +14,9 @@ Invariants:
 - Nothing of a draft counts after a restart without a META, and that is queued only once every extent is written.
 - A reader, a draft and a draft's base are held in the tier (`NvmeTier.hold`) until they are closed.
 
-Concurrency: the service's trio thread. A draft's operations follow one another (its lock). `write`, `truncate` and
-`flush` wait for the device; what the log tells comes in between.
+Concurrency: the service's trio thread. A draft's operations follow one another (its lock), and no draft is sealed
+while one of them runs or waits for its turn. `write`, `truncate` and `flush` wait for the device; what the log tells
+comes in between.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import trio
 from kvfs import limits
 from kvfs._native.slots import xxh3_64
 from kvfs.errors import KvfsError, NotFound, ObjectTooLarge, Superseded
-from kvfs.formats import RecordType
+from kvfs.formats import EndingKind, RecordType
 from tiers.base import object_key
 from tiers.extents import ExtentCache, extent_memory
 from tiers.log import Location, Record
@@ -177,6 +178,8 @@ class LargeDraft:
         self._waiting = 0
         """Records of all versions that wait."""
         self._versions: dict[int, _Queued] = {}
+        self._submitted: set[int] = set()
+        """Extents that the log was given before: what is submitted now takes the place of that."""
         self._closed = False
         self.sealed = False
         """Set by the store: from then on the object is its own."""
@@ -199,14 +202,16 @@ class LargeDraft:
 
     @property
     def is_written(self) -> bool:
-        """Whether all of it is in the log, so that it can be sealed."""
-        return not (self._dirty or self._waiting or self.error) and self.stored.readable
+        """Whether all of it is in the log, and nobody is changing it, so that it can be sealed."""
+        if self._lock.locked() or self.error:
+            return False
+        return not (self._dirty or self._waiting) and self.stored.readable
 
     def check(self) -> None:
-        """Raises what made the draft fail; Superseded after `close`."""
+        """Raises what made the draft fail; Superseded once it is sealed or closed."""
         if self.error is not None:
             raise type(self.error)(str(self.error))
-        if self._closed or self.stored.dropped:
+        if self._closed or self.sealed or self.stored.dropped:
             raise Superseded(f"draft {self.object_id} is no more")
 
     # --- bytes --------------------------------------------------------------------------------------------
@@ -370,8 +375,11 @@ class LargeDraft:
                 written=written,
                 lost=lost,
                 essential=self._nvme.is_durable(self.stored.bucket_id),
+                ends=EndingKind.EXTENT if number in self._submitted else None,
+                first_sequence=self.stored.first_sequence,
             )
         )
+        self._submitted.add(number)
 
     def _end(self, number: int, queued: _Queued) -> None:
         """This version waits no longer; told a second time, after a failed sync, there is nothing left to do."""

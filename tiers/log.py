@@ -10,6 +10,7 @@ Invariants:
 - A batch ends before a barrier until what came before it is durable: so a deletion that makes room for a newer
   object under the same name never becomes durable before that object. Deletions are durable before what
   follows them.
+- What has ended is written beside the segments (`tiers.endings`) before anybody is told that its end is durable.
 - After an error of the device nothing is taken for written: the batch is written again, elsewhere when the
   device failed this segment; a sync that failed puts back everything since the last good one.
 
@@ -31,8 +32,9 @@ import trio
 from kvfs import crashpoints, limits
 from kvfs._native.slots import xxh3_64
 from kvfs.errors import Corrupt, DeviceFailed, KvfsError, NoSpace, Superseded
-from kvfs.formats import RECORD_HEADER, RecordHeader, RecordType, record_extent
+from kvfs.formats import RECORD_HEADER, EndingKind, RecordHeader, RecordType, record_extent
 from kvfs.records import TombstoneBody
+from tiers.endings import Ending
 from tiers.segments import Segment, SegmentPool, page_up
 
 _log = logging.getLogger("kvfs.nvme")
@@ -71,6 +73,10 @@ class Record:
     """Told that it will not be written, or that what was written may not count."""
     essential: bool = True
     """Never given up for want of room: only a cache's payload may be."""
+    ends: EndingKind | None = None
+    """What it takes the place of: the object's earlier names, or an extent's earlier bytes."""
+    first_sequence: int = 0
+    """No record of its object is older, where it ends any."""
 
 
 @dataclass(slots=True)
@@ -85,6 +91,10 @@ class Deletion:
     object_id: int
     written: Callable[[], None] | None = None
     """Told once its record is; not yet durable."""
+    first_sequence: int = 0
+    """No record of the object is older."""
+    is_repeated: bool = False
+    """Its ending is written already."""
 
 
 Entry = Record | Barrier | Deletion
@@ -144,6 +154,10 @@ class Log:
         """The device failed to sync it, and has not synced since."""
         self._has_deleted = False
         """Whether a TOMBSTONE was written since."""
+        self._is_due = False
+        """Whether SYNC_INTERVAL_S is over."""
+        self._replaced: list[Ending] = []
+        """What records written since have taken the place of: it has ended once they are durable."""
         self._closed = False
 
     # --- what the store calls -----------------------------------------------------------------------------
@@ -162,8 +176,19 @@ class Log:
         """Entries that wait to be written."""
         return len(self._queue)
 
+    def check_queue(self) -> None:
+        """Raise DeviceFailed, or NoSpace, while limits.MAX_LOG_QUEUE entries wait to be written."""
+        if len(self._queue) >= limits.MAX_LOG_QUEUE:
+            kind = DeviceFailed if self.trouble is None else type(self.trouble)
+            why = "" if self.trouble is None else f": {self.trouble}"
+            raise kind(
+                f"{len(self._queue)} records wait for the NVMe tier, limit {limits.MAX_LOG_QUEUE}{why}"
+            )
+
     def append(self, entry: Entry) -> int:
         """Queue an entry; its ticket."""
+        if isinstance(entry, Barrier) and self._queue and isinstance(self._queue[-1], Barrier):
+            return self._ticket
         self._queue.append(entry)
         self._ticket += 1
         if isinstance(entry, Deletion):
@@ -203,21 +228,25 @@ class Log:
                 await self._give_way(error)
 
     async def _wait_for_work(self) -> None:
-        if self._queue or self._must_sync():
+        if self._queue or self._is_due or self._must_sync():
             await trio.lowlevel.checkpoint()
             return
         self._work = trio.Event()
-        deadline = limits.SYNC_INTERVAL_S if self._unsynced else math.inf
-        with trio.move_on_after(deadline):
+        is_late = bool(self._unsynced) or self.pool.endings.is_dirty
+        with trio.move_on_after(limits.SYNC_INTERVAL_S if is_late else math.inf):
             await self._work.wait()
             return
         self._wanted = max(self._wanted, self._queued_before)
+        self._is_due = True
 
     def _must_sync(self) -> bool:
-        return bool(self._unsynced) and (
-            self._wanted > self._durable
-            or self._has_deleted
-            or len(self._unsynced) >= limits.UNSYNCED_RECORDS
+        return self.pool.endings.has_pending or (
+            bool(self._unsynced)
+            and (
+                self._wanted > self._durable
+                or self._has_deleted
+                or len(self._unsynced) >= limits.UNSYNCED_RECORDS
+            )
         )
 
     async def _advance(self) -> None:
@@ -233,7 +262,7 @@ class Log:
                 raise
             self._refuse(entry, error)
             return
-        if step is _Step.BARRIER or self._must_sync():
+        if step is _Step.BARRIER or self._is_due or self._must_sync():
             await self._sync()
         elif step is _Step.NOTHING and self._wanted > self._durable:
             self._note_durable()
@@ -276,6 +305,7 @@ class Log:
             try:
                 if self._segment is not None and self._segment.headers:
                     await self.pool.close(self._segment)
+                await self.pool.endings.finish()
             finally:
                 self._wake_settled()
 
@@ -344,6 +374,12 @@ class Log:
             self.counts.rewritten_bytes += length
         self._next_sequence = batch.commit(length)
 
+    def note_replaced(self, record: Record, header: RecordHeader) -> None:
+        """A record was written that takes the place of another; not yet durable."""
+        assert record.ends is not None
+        first, number = record.first_sequence, header.extent_number
+        self._replaced.append(Ending(record.object_id, first, header.sequence, record.ends, number))
+
     def _abandon(self, segment: Segment) -> None:
         """The device failed a write: what the file holds already still counts, nothing more is added."""
         segment.closed = True
@@ -401,21 +437,66 @@ class Log:
         self._dirty.pop(segment.number, None)
 
     async def _sync(self) -> None:
-        """Make everything written durable. After an error it counts as not written."""
-        if self._unsynced:
+        """Make everything written durable, and say beside the segments what has ended by that. After an error of a
+        segment it counts as not written."""
+        endings = self.pool.endings
+        await endings.write()
+        if self._unsynced or endings.is_dirty:
             crashpoints.reach("log.before_sync")
+            await self._sync_files()
+            crashpoints.reach("log.after_sync")
+            self.counts.syncs += 1
+            if self._unsynced:
+                endings.durable_sequence = self._next_sequence - 1
+            self._unsynced.clear()
+        self._has_deleted = self._is_due = False
+        self._note_replaced()
+        await endings.write()  # before anybody is told: synced with what comes next
+        crashpoints.reach("log.after_endings")
+        self._note_durable()
+
+    async def _sync_files(self) -> None:
+        failures: list[Exception] = []
+
+        async def of_endings() -> None:
+            try:
+                await self.pool.endings.sync()
+            except Exception as error:
+                failures.append(error)
+
+        async def of_segments() -> None:
             try:
                 for number, segment in list(self._dirty.items()):
                     await self.device.sync(segment.fd)
                     self._dirty.pop(number, None)
             except (NoSpace, DeviceFailed) as error:
                 self._write_again(error)
-                raise
-            crashpoints.reach("log.after_sync")
-            self.counts.syncs += 1
-            self._unsynced.clear()
-        self._has_deleted = False
-        self._note_durable()
+                failures.append(error)
+            except Exception as error:
+                failures.append(error)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(of_endings)
+            nursery.start_soon(of_segments)
+        if failures:
+            raise failures[0]
+
+    def _note_replaced(self) -> None:
+        """What is durable now has taken the place of something, and so have the objects whose deletions wait for it."""
+        for ending in self._replaced:
+            self.pool.endings.note(ending)
+        self._replaced.clear()
+        for entry in self._queue:
+            if isinstance(entry, Deletion):
+                self.repeat(entry, self._next_sequence)
+            elif not isinstance(entry, Barrier):
+                return
+
+    def repeat(self, deletion: Deletion, sequence: int) -> None:
+        """Have a deletion written beside the segments, too, once."""
+        if not deletion.is_repeated:
+            deletion.is_repeated = True
+            self.pool.endings.note(Ending(deletion.object_id, deletion.first_sequence, sequence))
 
     async def sync_now(self) -> None:
         """As part of reclaim: all that was written becomes durable."""
@@ -427,6 +508,7 @@ class Log:
             self._abandon(segment)
             self._failed_sync = segment
         self._dirty.clear()
+        self._replaced.clear()
         for ticket, entry in reversed(self._unsynced):
             if ticket:
                 self._queue.appendleft(entry)
@@ -438,7 +520,7 @@ class Log:
         self._unsynced.clear()
 
     def _note_durable(self) -> None:
-        if not self._unsynced and self._durable < self._queued_before:
+        if not (self._unsynced or self.pool.endings.has_pending) and self._durable < self._queued_before:
             self._durable = self._queued_before
             self._wake_settled()
 
@@ -492,14 +574,14 @@ class _Batch:
                 break
             count = 1
             if isinstance(entry, Deletion):
-                if self.deletes:  # of two in one write the second alone could arrive
-                    break
                 count, entry = self._merge(entries, taken)
                 self.deletes = True
             if not self._fits(entry, len(view)):
                 break
             await self._place(entry, view)
             taken += count
+            if self.deletes:  # durable before what follows, which may give its name to something
+                break
         return taken
 
     def _merge(self, entries: deque[Entry], start: int) -> tuple[int, Record]:
@@ -512,8 +594,11 @@ class _Batch:
             merged.append(entry)
         body = TombstoneBody(self._sequence, tuple(each.object_id for each in merged)).encode()
 
+        sequence = self._sequence
+
         def written(location: Location, record_bytes: int, checksum: int) -> None:
             for each in merged:
+                self._log.repeat(each, sequence)
                 if each.written is not None:
                     each.written()
 
@@ -586,6 +671,8 @@ class _Batch:
         for placed in self._placed:
             record, header = placed.record, placed.header
             segment.note(placed.encoded, record.body, header.sequence)
+            if record.ends is not None:
+                self._log.note_replaced(record, header)
             if record.written is not None:
                 location = (segment.number, base + placed.offset)
                 record.written(location, header.record_bytes, header.payload_checksum)

@@ -10,6 +10,7 @@ Concurrency: the service's trio thread; nothing here awaits.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from kvfs import crashpoints, limits
@@ -54,6 +55,7 @@ class Naming(Copies):
     ) -> Bucket:
         """Raises Exists, InvalidRequest, LimitExceeded; DeviceMissing for a durable or large one without the NVMe
         tier."""
+        self.journal.check_queue()
         if durable:
             self.journal.check_durable(0)
         if large:
@@ -99,6 +101,7 @@ class Naming(Copies):
     ) -> Bucket:
         """Change what is given. Raises BucketNotFound; Exists, NotEmpty for a namespace that cannot be bound;
         DeviceMissing for `large` without the NVMe tier."""
+        self.journal.check_queue()
         if large:
             self._need_large()
         changed = buckets.change(
@@ -158,6 +161,7 @@ class Naming(Copies):
 
     def mark_directory(self, name: Name, attributes: Attributes) -> Directory:
         """Give a directory that is only a common prefix a marker, which can hold attributes."""
+        self.journal.check_queue()
         identity = self.names.next_ids(1)
         row = new_row(identity, attributes, DIRECTORY)
         self.names.put(name.bucket, name.key, row)
@@ -239,6 +243,7 @@ class Naming(Copies):
                 raise NotPermitted(f"{src} -> {dst}: blocks have the names that their prefix hashes give")
         if src.key.endswith(b"/") != dst.key.endswith(b"/"):
             raise InvalidRequest(f"{src} -> {dst}: both keys end in '/' or none does")
+        self.journal.check_queue()
         if src.key.endswith(b"/"):
             self._rename_directory(src, dst, replace)
         else:
@@ -256,17 +261,22 @@ class Naming(Copies):
         if src == dst:
             return
         if self.bucket(dst.bucket).durable:
-            self._check_near(src, row)
+            self._check_movable([(src, row)])
         old = self.names.rename(src.bucket, src.key, dst.bucket, dst.key)
         crashpoints.reach("store.after_rename")
         self._renamed(row, src, dst, replaced=None if old is None else old.object_id)
         if old is not None:
             self._discard(object_key(old.object_id), old.uid)
 
-    def _check_near(self, name: Name, row: NameRow) -> None:
-        """Raises CrossDevice for an object that only the cold tier has: nothing there is durable, so it is copied."""
-        if self._is_far(object_key(row.object_id).digest):
-            raise CrossDevice(f"{name} is only in the cold tier, and cannot be moved into a durable bucket")
+    def _check_movable(self, named: Sequence[tuple[Name, NameRow]]) -> None:
+        """Into a durable bucket. Raises NoSpace; CrossDevice for an object that only the cold tier has: nothing there
+        is durable, so it is copied."""
+        for name, row in named:
+            if self._is_far(object_key(row.object_id).digest):
+                raise CrossDevice(
+                    f"{name} is only in the cold tier, and cannot be moved into a durable bucket"
+                )
+        self.journal.check_keepable(row for _, row in named if not row.flags & DIRECTORY)
 
     def _rename_directory(self, src: Name, dst: Name, replace: bool) -> None:
         if not self.names.has_prefix(src.bucket, src.key):
@@ -280,7 +290,7 @@ class Naming(Copies):
                 raise Exists(f"{dst} exists")
             self._check_empty(dst)
         if self.bucket(dst.bucket).durable:
-            self._check_all_near(src)
+            self._check_movable(list(self._named_below(src)))
         marker = self.names.get(dst.bucket, dst.key) if src != dst else None
         moved = self.names.rename_prefix(
             src.bucket, src.key, dst.bucket, dst.key, limit=limits.MAX_RENAME_KEYS
@@ -291,14 +301,14 @@ class Naming(Copies):
                 replaced = marker.object_id if marker is not None and key == dst.key else None
                 self._renamed(row, Name(src.bucket, old_key), Name(dst.bucket, key), replaced=replaced)
 
-    def _check_all_near(self, directory: Name) -> None:
-        """As `_check_near`, of all that is in a directory."""
+    def _named_below(self, directory: Name) -> Iterator[tuple[Name, NameRow]]:
+        """What is in a directory, as much of it as can be renamed at once."""
         after, left = b"", limits.MAX_RENAME_KEYS
         while left > 0:
             page = self.names.list(directory.bucket, prefix=directory.key, after=after)
             for entry in page.entries:
                 if entry.row is not None:
-                    self._check_near(Name(directory.bucket, entry.name), entry.row)
+                    yield Name(directory.bucket, entry.name), entry.row
             if not page.truncated:
                 return
             after = page.entries[-1].name
@@ -328,6 +338,7 @@ class Naming(Copies):
         object than `expected_id` has the name."""
         if expected_id is not None:
             self._check_expected(name, expected_id)
+        self.journal.check_queue()
         info = self.lookup(name)
         if isinstance(info, ObjectInfo) and info.name is None:
             return self._set_block(info, name, pinned, (mode, uid, gid, mtime_ns, user_metadata))

@@ -29,8 +29,9 @@ checksum and looks the extent up again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ import trio
 
 from kvfs import limits
 from kvfs.errors import Corrupt, KvfsError, NoSpace, QuotaExceeded, Superseded
-from kvfs.formats import RECORD_ALIGNMENT, RECORD_HEADER, RecordType, record_extent
+from kvfs.formats import RECORD_ALIGNMENT, RECORD_HEADER, EndingKind, RecordType, record_extent
 from kvfs.name_rows import BucketRow
 from kvfs.records import BucketBody, MetaBody
 from tiers.base import Kind, StoreKey
@@ -47,6 +48,17 @@ from tiers.log import Barrier, Deletion, Location, Log, Payload, Record
 from tiers.segments import Found, SegmentPool
 
 _log = logging.getLogger("kvfs.nvme")
+
+
+class Fault(Enum):
+    """Why the tier lacks an extent of an object."""
+
+    DAMAGED = auto()
+    """The tier had it."""
+    UNWRITTEN = auto()
+    """It was to be written, and DRAM had the object no more."""
+    MISREAD = auto()
+    """It was to be written, and what DRAM has is not what was sealed: it would be found wrong however often."""
 
 
 class Piece(NamedTuple):
@@ -93,6 +105,10 @@ class Stored:
     """It makes room for a newer object: until its Deletion is written it stays whole."""
     ticket: int = 0
     """Of the log entry after which all of it is durable."""
+    first_sequence: int = 0
+    """No record of it is older."""
+    is_named: bool = False
+    """The log has a name of it, which the next one takes the place of."""
 
     @property
     def place(self) -> int:
@@ -161,15 +177,14 @@ class NvmeTier:
         """Told that reclaim lets an object go; the ids of others that have to leave with it."""
         self.hits_of: Callable[[Stored], int] = lambda stored: 0
         """How often the object was read so far."""
-        self.damaged: Callable[[Stored, bool], bool] = lambda stored, had_it: False
-        """Told that an object lost an extent and left the tier, and whether the tier had all of it before; whether
-        it will be written again."""
+        self.damaged: Callable[[Stored, Fault], bool] = lambda stored, fault: False
+        """Told that an object lacks an extent and left the tier; whether it will be written again."""
         self.refused: Callable[[Stored], None] = lambda stored: None
         """Told that an object found no room in the tier."""
         self.written: Callable[[Stored], None] = lambda stored: None
         """Told that an object can be read from here; again when it moved."""
         self.promised_bytes = 0
-        """What open drafts are going to write."""
+        """What open drafts are going to write, and what is queued of durable objects."""
         self._buckets: dict[int, _BucketPlace] = {}
         self._leaving: dict[int, Stored] = {}
         """Dropped objects whose Deletion is not written yet."""
@@ -202,12 +217,12 @@ class NvmeTier:
     @property
     def live_bytes(self) -> int:
         """Of records that still count."""
-        return sum(segment.live_bytes for segment in self.pool.segments)
+        return self.pool.live_bytes
 
     @property
     def kept_bytes(self) -> int:
         """Of objects that reclaim moves: durable, pinned, held."""
-        return sum(segment.kept_bytes for segment in self.pool.segments)
+        return self.pool.kept_bytes
 
     @property
     def durable_capacity_bytes(self) -> int:
@@ -265,9 +280,9 @@ class NvmeTier:
     def has_durable_room(self, size_bytes: int) -> bool:
         return self._wanted(self.record_bytes(size_bytes)) <= self.durable_capacity_bytes
 
-    def check_durable_room(self, size_bytes: int) -> None:
-        """Raises NoSpace when another durable object of this size would not fit."""
-        self._check_room(self.record_bytes(size_bytes))
+    def check_durable_room(self, sizes_bytes: Iterable[int]) -> None:
+        """Raises NoSpace when other durable objects of these sizes would not fit."""
+        self._check_room(sum(map(self.record_bytes, sizes_bytes)))
 
     def _wanted(self, more_bytes: int) -> int:
         return self.kept_bytes + self.promised_bytes + more_bytes
@@ -310,7 +325,8 @@ class NvmeTier:
         """Make an object known whose extents follow with `put_extent`."""
         if stored.object_id in self.objects:
             raise Superseded(f"object {stored.object_id} is in the NVMe tier already")
-        stored.writing = self._writings = max(self._writings + 1, self.log.next_sequence)
+        stored.first_sequence = self.log.next_sequence
+        stored.writing = self._writings = max(self._writings + 1, stored.first_sequence)
         self.objects[stored.object_id] = stored
 
     def put(self, stored: Stored, payloads: Sequence[Payload], meta: MetaBody | None) -> int:
@@ -326,14 +342,24 @@ class NvmeTier:
         return self.log.ticket
 
     def put_extent(self, stored: Stored, number: int, payload: Payload) -> int:
-        """Queue one extent; over an earlier one of the same number once it is written."""
+        """Queue one extent; over an earlier one of the same number once it is written. A durable object's room is
+        promised from here on, so that nobody else is told that it is free."""
+        promised_bytes = self.record_bytes(payload.size_bytes) if stored.kept else 0
+        self.promised_bytes += promised_bytes
+
+        def end_promise() -> None:
+            nonlocal promised_bytes
+            self.promised_bytes -= promised_bytes
+            promised_bytes = 0
 
         def written(location: Location, record_bytes: int, checksum: int) -> None:
+            end_promise()
             if stored.dropped:
                 return
             self.place(stored, number, Piece(*location, record_bytes, payload.size_bytes, checksum))
 
         def lost(error: KvfsError) -> None:
+            end_promise()
             if stored.dropped or stored.pieces[number] is not None:
                 return
             if not isinstance(error, Superseded):
@@ -342,7 +368,7 @@ class NvmeTier:
                 self._forget(stored)
                 self.refused(stored)
             else:
-                self._lose(stored, had_it=False)
+                self._lose(stored, Fault.MISREAD if isinstance(error, Corrupt) else Fault.UNWRITTEN)
 
         return self.log.append(
             Record(
@@ -358,14 +384,18 @@ class NvmeTier:
 
     def put_name(self, stored: Stored, meta: MetaBody) -> int:
         """Queue what the object is called from here on; the ticket."""
-        return self.log.append(self.meta_record(stored, meta.encode(), meta.row.size_bytes))
+        record = self.meta_record(stored, meta.encode(), meta.row.size_bytes)
+        record.first_sequence = stored.first_sequence
+        record.ends = EndingKind.NAME if stored.is_named else None
+        stored.is_named = True
+        return self.log.append(record)
 
     def put_marker(self, object_id: int, bucket_id: int, meta: MetaBody, *, kept: bool) -> int:
         """Queue the name of a directory; the ticket."""
         stored = self.objects.get(object_id)
         if stored is None:
             key = StoreKey(Kind.OBJECT, object_id.to_bytes(16, "big"))
-            stored = Stored(key, object_id, 0, bucket_id, kept=kept)
+            stored = Stored(key, object_id, 0, bucket_id, kept=kept, first_sequence=self.log.next_sequence)
             self.objects[object_id] = stored
         return self.put_name(stored, meta)
 
@@ -410,7 +440,7 @@ class NvmeTier:
             self.log.append(Barrier())
         elif not stored.holders:
             self._forget_bytes(stored)
-        ticket = self.log.append(Deletion(object_id, partial(self._deleted, stored)))
+        ticket = self.log.append(Deletion(object_id, partial(self._deleted, stored), stored.first_sequence))
         if not behind:
             self.deletion_ticket = ticket
         return ticket
@@ -567,11 +597,8 @@ class NvmeTier:
             self._count_piece(piece, stored.stays, 1)
 
     def _count_piece(self, piece: Piece, kept: bool, sign: int) -> None:
-        segment = self._by_number[piece.segment]
-        counted = counted_bytes(piece.record_bytes, 0)
-        segment.live_bytes += sign * counted
-        if kept:
-            segment.kept_bytes += sign * counted
+        counted = sign * counted_bytes(piece.record_bytes, 0)
+        self.pool.count(self._by_number[piece.segment], counted, counted if kept else 0)
 
     def _set_meta(self, stored: Stored, place: tuple[Location, int] | None) -> None:
         self._account(stored.meta, -1)
@@ -582,9 +609,7 @@ class NvmeTier:
         """Names and buckets always move, so they count as kept."""
         if place is not None:
             (number, _), counted = place
-            segment = self._by_number[number]
-            segment.live_bytes += sign * counted
-            segment.kept_bytes += sign * counted
+            self.pool.count(self._by_number[number], sign * counted, sign * counted)
 
     # --- reading ------------------------------------------------------------------------------------------
 
@@ -627,15 +652,16 @@ class NvmeTier:
         """An extent is not what was written: the object leaves the tier, and is a miss unless DRAM has it."""
         self.counts.corrupt += 1
         _log.error("object %d, extent %d on NVMe: %s", stored.object_id, number, error)
-        self._lose(stored, had_it=True)
+        self._lose(stored, Fault.DAMAGED)
 
-    def _lose(self, stored: Stored, *, had_it: bool) -> None:
+    def _lose(self, stored: Stored, fault: Fault) -> None:
         """An object leaves the tier with an extent that it lacks. Its deletion is logged only if it is not written
         again: a TOMBSTONE ends the later records of an id, too."""
         was_here = self.objects.get(stored.object_id) is stored
         self._forget(stored)
-        if was_here and not self.damaged(stored, had_it):
-            self.deletion_ticket = self.log.append(Deletion(stored.object_id))
+        if was_here and not self.damaged(stored, fault):
+            gone = Deletion(stored.object_id, first_sequence=stored.first_sequence)
+            self.deletion_ticket = self.log.append(gone)
 
     async def load(self, stored: Stored, into: memoryview) -> None:
         """Read a whole object, verified extent by extent. `into` is page-aligned and has whole RECORD_ALIGNMENT units.
@@ -730,6 +756,13 @@ class Guarded:
 def counted_bytes(record_bytes: int, body_bytes: int) -> int:
     """What a record takes of its segment: itself, and its share of the footer."""
     return record_bytes + RECORD_HEADER.size + body_bytes
+
+
+def has_all(stored: Stored, count: int) -> bool:
+    """Whether so many extents are there, of an object that is not counted yet and has any; those behind them go."""
+    if stored.pieces and len(stored.pieces) != count:
+        stored.pieces = (stored.pieces + [None] * count)[:count]
+    return stored.readable
 
 
 def data_header(stored: Stored, number: int) -> dict[str, int | bytes]:

@@ -21,6 +21,7 @@ from kvfs.errors import Corrupt, NotFound, Superseded
 from kvfs.formats import RECORD_ALIGNMENT
 from tiers.journal import NvmeJournal
 from tiers.model import ObjectInfo
+from tiers.read_around import ReadAround
 
 if TYPE_CHECKING:
     from tiers.nvme import Stored
@@ -34,6 +35,7 @@ class Promoter:
         self._store = store
         self._under_way: dict[bytes, trio.Event] = {}
         self._turns = trio.CapacityLimiter(limits.MAX_PROMOTIONS)
+        self.around = ReadAround()
 
     async def load(self, info: ObjectInfo, *, uid: int) -> ObjectInfo:
         """See `TieredStore.load`."""
@@ -43,8 +45,7 @@ class Promoter:
             if current is None or current.object_id != info.object_id:
                 raise NotFound(f"object {info.object_id} is gone")
             if current.extent is not None:
-                await trio.lowlevel.checkpoint()
-                return current
+                return current  # without a checkpoint, after which it might be evicted again
             running = self._under_way.get(digest)
             if running is None:
                 break
@@ -55,6 +56,24 @@ class Promoter:
         finally:
             del self._under_way[digest]
             done.set()
+
+    async def read_around(self, info: ObjectInfo, *, uid: int) -> int:
+        """Return a read-only descriptor of a verified copy beside DRAM.
+
+        Raises NotFound, Busy, NoSpace, DeviceFailed.
+        """
+
+        async def fill(descriptor: int) -> None:
+            current = self._store.lookup_object(info.key)
+            if current is None or current.object_id != info.object_id:
+                raise NotFound(f"object {info.object_id} is gone")
+            if current.tier == "cold":
+                await self._store.cold.fetch(current, descriptor)
+            else:
+                async with self._turns:
+                    await self._from_nvme(current, descriptor)
+
+        return await self.around.read(info.size_bytes, fill, uid=uid)
 
     async def _read_back(self, info: ObjectInfo, uid: int) -> ObjectInfo:
         if info.tier == "nvme":

@@ -19,13 +19,15 @@ from typing import TYPE_CHECKING
 from kvfs._native.table import TIER_NVME
 from kvfs.name_rows import DIRECTORY, SNAPSHOT, NameRow, clear_flags, peek_row
 from kvfs.names import NameIndex, is_name
+from tiers.adoption import Survivor
 from tiers.base import NO_SLOT, Kind
 from tiers.blocks import Block
 from tiers.journal import NvmeJournal
 from tiers.log import Deletion
 from tiers.model import Name
-from tiers.nvme import NvmeTier, Stored
+from tiers.nvme import NvmeTier, Stored, has_all
 from tiers.replay import Replayed
+from tiers.snapshots import OPEN, SnapshotIndex
 
 if TYPE_CHECKING:
     from tiers.store import TieredStore
@@ -44,6 +46,26 @@ def rebuild_index(names: NameIndex, found: Replayed) -> int:
     return names.put_many(rows)
 
 
+def agree(row: NameRow, survivor: Survivor) -> bool:
+    """Whether what survived in DRAM is what this name stands for."""
+    header = survivor.sealed.header
+    return row.sequence == header.sequence and row.size_bytes == survivor.sealed.size_bytes
+
+
+def name_survivors(names: NameIndex, found: Replayed, survivors: dict[int, Survivor]) -> None:
+    """Give objects that DRAM has, and the log only in part, the names that the log knows: damage on the device costs
+    nothing of what is in DRAM."""
+    for object_id in found.torn.keys() & survivors.keys():
+        data, name, sequence = found.torn[object_id]
+        row = NameRow.decode(data)
+        bucket, _, key = name.partition(b"\0")
+        if names.get_bucket(bucket) is None or not agree(row, survivors[object_id]):
+            continue
+        known = names.get(bucket, key)
+        if known is None or found.sequences.get(known.object_id, 0) < sequence:
+            names.put(bucket, key, clear_snapshot(row))
+
+
 def adopt_orphans(names: NameIndex, nvme: NvmeTier, found: Replayed) -> None:
     """Objects whose bucket only the index knows, since its record in the log is damaged, count as well. A bucket that
     neither knows was removed, which waits until it is empty: what is left of it is deleted again."""
@@ -57,6 +79,26 @@ def adopt_orphans(names: NameIndex, nvme: NvmeTier, found: Replayed) -> None:
             found.names.pop(stored.object_id, None)
 
 
+def adopt_nameless(names: NameIndex, nvme: NvmeTier, found: Replayed) -> None:
+    """Objects whose name in the log is lost have the one that a believed index knows. What no index names has none:
+    an earlier one is not theirs any more, so they are deleted."""
+    nameless, found.nameless = found.nameless, {}
+    for bucket, key, data in names.encoded_rows() if nameless else ():
+        stored = None if data is None else nameless.get(peek_row(data)[0])
+        where = names.get_bucket(bucket)
+        if data is None or stored is None or where is None:
+            continue
+        row = NameRow.decode(data)
+        stored.size_bytes = row.size_bytes
+        if has_all(stored, nvme.extent_count(row.size_bytes)):
+            del nameless[row.object_id]
+            stored.bucket_id, stored.kept = where.bucket_id, where.class_ == "durable"
+            nvme.adopt(stored)
+            found.names[row.object_id] = (data, bucket + b"\0" + key)
+            found.unlogged.add(row.object_id)
+    found.losers += nameless
+
+
 def skip_ids(names: NameIndex, found: Replayed) -> None:
     """No id that the log knows is given out again."""
     names.skip_ids(found.highest_id)
@@ -64,24 +106,53 @@ def skip_ids(names: NameIndex, found: Replayed) -> None:
         names.skip_bucket_ids(max(found.buckets))
 
 
-def restore_replaced(names: NameIndex, nvme: NvmeTier, found: Replayed, lost: list[Name]) -> list[Name]:
-    """Give names whose objects are lost back to the objects that the log has under them; the names that stay lost.
+def settle_snapshots(names: NameIndex, found: Replayed) -> None:
+    """A believed index knows which files were still being written, and what became of the others: their copies count
+    only where the object that they were sealed as is lost."""
+    rows = SnapshotIndex(names.environment).load()
+    if rows is not None:
+        found.sealed_as = {sealed_as: each for each, sealed_as in rows.items() if sealed_as != OPEN}
+        found.snapshots &= {each for each, sealed_as in rows.items() if sealed_as == OPEN}
+
+
+class Replaced:
+    """What may take back a name whose object is lost: the object that the log still has under it, or the copy of a
+    draft that was sealed as the lost one.
 
     An object that was sealed over a durable one is in the index at once, and until it is on the device only DRAM has
     it: a process that is killed meanwhile must not take the earlier object with it, which nobody was told is gone.
+    Once it is durable the earlier one has ended (`tiers.endings`), and is not in the tier.
     """
-    if not lost:
-        return []
-    named = {row.object_id for _, row in _rows(names)}
-    claims = {claim: object_id for object_id, (_, claim) in found.names.items() if object_id in nvme.objects}
-    left = []
-    for name in lost:
-        object_id = claims.get(name.bucket + b"\0" + name.key)
-        if object_id is None or object_id in named:
-            left.append(name)
-        else:
-            names.put(name.bucket, name.key, found.meta(object_id).row)
-    return left
+
+    def __init__(self, names: NameIndex, nvme: NvmeTier, found: Replayed) -> None:
+        self._names, self._nvme, self._found = names, nvme, found
+        self._claims: dict[bytes, int] | None = None
+        self._taken: set[int] = set()
+        self._rows: list[tuple[Name, NameRow]] = []
+
+    def has_other(self, name: Name, object_id: int) -> bool:
+        """Whether there is something to `put` under the name of this lost object."""
+        other = self._found.sealed_as.get(object_id)
+        if other is None or other not in self._nvme.objects or other not in self._found.names:
+            other = self._claim(name)
+        if other is None or other in self._taken:
+            return False
+        self._taken.add(other)
+        self._rows.append((name, clear_snapshot(self._found.meta(other).row)))
+        return True
+
+    def _claim(self, name: Name) -> int | None:
+        if self._claims is None:
+            self._taken |= {row.object_id for _, row in _rows(self._names)}
+            there = self._nvme.objects
+            self._claims = {claim: each for each, (_, claim) in self._found.names.items() if each in there}
+        return self._claims.get(name.bucket + b"\0" + name.key)
+
+    def put(self) -> None:
+        """Give the names back, each row in the place of the one that was there."""
+        for name, row in self._rows:
+            self._names.put(name.bucket, name.key, row)
+            self._found.unlogged.add(row.object_id)
 
 
 def restore_copies(store: TieredStore, nvme: NvmeTier, found: Replayed, *, compare: bool) -> NvmeJournal:
@@ -110,6 +181,7 @@ def restore_copies(store: TieredStore, nvme: NvmeTier, found: Replayed, *, compa
             unknown.append(object_id)
     for object_id in unknown:
         nvme.drop(object_id)
+    journal.forget_snapshots()
     journal.queue_unwritten()
     return journal
 
@@ -118,7 +190,9 @@ def _restore_snapshots(store: TieredStore, nvme: NvmeTier, found: Replayed) -> N
     """Files that were being written, as their writers last made them durable: under their names from here on,
     unless a later object has that name."""
     names = store.names
-    for object_id in found.snapshots & found.names.keys():
+    drafts = found.snapshots & found.names.keys()
+    sealed = {row.object_id for _, row in _rows(names)} if drafts else set()
+    for object_id in drafts - sealed:
         meta = found.meta(object_id)
         if object_id not in nvme.objects or names.get_bucket(meta.bucket) is None:
             continue
@@ -126,7 +200,11 @@ def _restore_snapshots(store: TieredStore, nvme: NvmeTier, found: Replayed) -> N
         if known is None or known.sequence < meta.row.sequence:
             if known is not None:
                 store.drop_replaced(known)
-            names.put(meta.bucket, meta.key, replace(meta.row, flags=meta.row.flags & ~SNAPSHOT))
+            names.put(meta.bucket, meta.key, clear_snapshot(meta.row))
+
+
+def clear_snapshot(row: NameRow) -> NameRow:
+    return replace(row, flags=row.flags & ~SNAPSHOT)
 
 
 def _rows(names: NameIndex) -> Iterator[tuple[Name, NameRow]]:
@@ -151,10 +229,9 @@ def _restore_named(
                 both.add(object_id)
             continue
         both.add(object_id)
-        if (compare or object_id in found.snapshots) and found.names[object_id] != (
-            data,
-            bucket + b"\0" + key,
-        ):
+        known = found.names[object_id]
+        differs = (compare or object_id in found.snapshots) and known != (data, bucket + b"\0" + key)
+        if differs or object_id in found.unlogged:
             journal.named(object_id, Name(bucket, key), NameRow.decode(data))
         if not flags & DIRECTORY:
             _enter(store, stored)

@@ -55,6 +55,10 @@ async def repair(findings: Findings) -> None:
 async def _repair_log(log: Log) -> None:
     tier = log.tier
     tier.log.start_at(log.replay.next_sequence)
+    endings = tier.pool.endings
+    endings.size_for(tier.pool.capacity_bytes)
+    endings.durable_sequence = tier.pool.last_sequence
+    await endings.begin(list(log.replay.unrepeated()))
     if log.pool.geometry_fault:
         _write_geometry(log)
     for check in log.pool.checks:
@@ -222,10 +226,9 @@ def _kept_rows(findings: Findings, names: NameIndex, ids: set[int]) -> Iterator[
 
 def _logged_rows(log: Log, names: NameIndex, ids: set[int]) -> Iterator[tuple[bytes, bytes]]:
     """(`bucket NUL key`, encoded row)."""
-    for object_id in log.replay.found.names:
-        if object_id in ids or not log.holds(object_id):
+    for object_id, (row, name) in log.names():
+        if object_id in ids:
             continue
-        row, name = log.replay.found.names[object_id]
         bucket, _, key = name.partition(b"\0")
         if names.get_bucket(bucket) and names.get(bucket, key) is None:
             yield name, clear_flags(row, SNAPSHOT)

@@ -21,21 +21,22 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from kvfs.errors import Corrupt, DeviceFailed, KvfsError, NoSpace
-from kvfs.formats import RECORD_HEADER, SEGMENT_DATA_START, RecordType
+from kvfs.formats import RECORD_HEADER, SEGMENT_DATA_START, EndingKind, RecordType
 from kvfs.name_env import highest_id
 from kvfs.name_rows import DIRECTORY, SNAPSHOT, BucketRow, NameRow, is_name_row, peek_row
 from kvfs.records import BucketBody, MetaBody, TombstoneBody, peek_meta
 from tiers.base import Kind, StoreKey, object_key
 from tiers.device import Device
+from tiers.endings import Ended, Ending
 from tiers.log import Location
-from tiers.nvme import NvmeTier, Piece, Stored, counted_bytes
+from tiers.nvme import NvmeTier, Piece, Stored, counted_bytes, has_all
 from tiers.reclaiming import Reclaimer
 from tiers.segments import Listing, Segment, SegmentPool, open_pool
 
@@ -51,8 +52,18 @@ class Replayed:
     """Object id -> encoded row and `bucket NUL key`; named objects and directories."""
     snapshots: set[int] = field(default_factory=set)
     """Ids of files that were still being written."""
+    sealed_as: dict[int, int] = field(default_factory=dict)
+    """Id of an object -> id of what was durable of it while it was written."""
     orphans: list[Stored] = field(default_factory=list)
     """Objects whose bucket the log does not have: it was removed, or its record is damaged."""
+    torn: dict[int, tuple[bytes, bytes, int]] = field(default_factory=dict)
+    """Id of an object that is not all there -> its row and name, as in `names`, and the sequence of the newest name."""
+    sequences: dict[int, int] = field(default_factory=dict)
+    """Id -> sequence of the newest name, or a block's newest extent."""
+    nameless: dict[int, Stored] = field(default_factory=dict)
+    """Objects with extents and without a name that counts: it is lost, or was never written."""
+    unlogged: set[int] = field(default_factory=set)
+    """Those of them that the name index has, so that their names are to be logged again."""
     losers: list[int] = field(default_factory=list)
     """Ids whose records must be deleted (again)."""
     highest_id: int = 0
@@ -80,8 +91,10 @@ _NO_PARENT = bytes(16)
 class Replay:
     """Takes the records of segments, oldest life first; `finish` then says what counts."""
 
-    def __init__(self, tier: NvmeTier) -> None:
+    def __init__(self, tier: NvmeTier, ended: Ended) -> None:
+        """`ended`: what is known of ends besides the records."""
         self.tier = tier
+        self.ended = ended
         self.found = Replayed()
         self.objects: dict[int, Stored] = {}
         self.bodies: dict[int, bytes] = {}
@@ -89,9 +102,14 @@ class Replay:
         self.newest: dict[int, int] = {}
         """Object id -> sequence of its newest name, or a block's newest extent: of two objects with one name or
         hash the higher wins."""
-        self.dead: set[int] = set()
+        self.found.sequences = self.newest
+        self.dead: set[int] = set(ended.objects)
         self.bucket_places: dict[int, tuple[BucketRow, tuple[Location, int]]] = {}
-        self.next_sequence = 1
+        self.next_sequence = 1 + max(ended.highest_sequence, ended.durable_sequence)
+        self.renamed: set[int] = set()
+        """Objects of which the log had a name before the one that counts."""
+        self._deleted: dict[int, int] = {}
+        """Id -> `deleted_sequence` of its TOMBSTONE."""
         self._tombstones: dict[int, list[bytes]] = {}
         """Segment number -> bodies of its TOMBSTONE records."""
 
@@ -126,6 +144,9 @@ class Replay:
             _, kind, _, record_bytes, payload_bytes, sequence, key, parent, object_id,
             number, size_bytes, sealed_at_ns, uid, bucket_id, writing, checksum,
         ) = fields  # fmt: skip
+        floors = self.ended.extents.get(object_id)
+        if floors is not None and sequence < floors.get(number, 0):
+            return
         if parent == _NO_PARENT:
             parent = _NO_PARENT  # one for all
         count = self.tier.extent_count(min(size_bytes, self.tier.capacity_bytes))
@@ -136,6 +157,7 @@ class Replay:
             stored = Stored(
                 _key(kind, key, object_id), object_id, size_bytes, bucket_id, parent, uid, sealed_at_ns
             )
+            stored.first_sequence = sequence
             self.objects[object_id] = stored
         else:
             stored.parent, stored.uid, stored.sealed_at_ns = parent, uid, sealed_at_ns
@@ -158,7 +180,9 @@ class Replay:
         if type_ == RecordType.META:
             self._take_meta(place, fields, body)
         elif type_ == RecordType.TOMBSTONE:
-            self.dead.update(TombstoneBody.decode(body).object_ids)
+            tombstone = TombstoneBody.decode(body)
+            self.dead.update(tombstone.object_ids)
+            self._deleted.update(dict.fromkeys(tombstone.object_ids, tombstone.deleted_sequence))
             self._tombstones.setdefault(place[0][0], []).append(body)
         elif type_ == RecordType.BUCKET:
             row = BucketBody.decode(body).row
@@ -170,9 +194,15 @@ class Replay:
         stored = self.objects.get(object_id)
         if stored is None:
             stored = Stored(_key(kind, key, object_id), object_id, size_bytes, bucket_id)
+            stored.first_sequence = fields[5]
             self.objects[object_id] = stored
+        stored.is_named = True
         if sequence < self.newest.get(object_id, 0):
             return
+        if sequence < self.ended.names.get(object_id, 0):
+            return
+        if object_id in self.bodies:
+            self.renamed.add(object_id)
         stored.meta = place
         stored.bucket_id, stored.size_bytes = bucket_id, size_bytes
         self.newest[object_id] = sequence
@@ -181,7 +211,8 @@ class Replay:
     def finish(self) -> None:
         """Decide what counts, and have the tier adopt it."""
         found = self.found
-        found.highest_id = highest_id(chain(self.bucket_places, self.dead, self.objects))
+        known = chain(self.bucket_places, self.dead, self.objects, self.ended.names, self.ended.extents)
+        found.highest_id = highest_id(known)
         for bucket_id, (row, place) in self.bucket_places.items():
             if bucket_id not in self.dead:
                 found.buckets[bucket_id] = row
@@ -193,12 +224,27 @@ class Replay:
                 continue
             stored.kept = kept[stored.bucket_id]
             self.tier.adopt(stored)
+        found.losers += [
+            each for each in self.ended.objects if each in self.objects and each not in self._deleted
+        ]
+
+    def unrepeated(self) -> Iterator[Ending]:
+        """What the records say has ended, and nothing besides them."""
+        for object_id, sequence in self._deleted.items():
+            if object_id not in self.ended.objects:
+                stored = self.objects.get(object_id)
+                yield Ending(object_id, stored.first_sequence if stored is not None else 0, sequence)
+        for object_id in self.renamed:
+            if object_id not in self.dead and object_id not in self.ended.names:
+                first, sequence = self.objects[object_id].first_sequence, self.newest[object_id]
+                yield Ending(object_id, first, sequence, EndingKind.NAME)
 
     def spent(self) -> list[Segment]:
         """Segments that may be freed as they are, after `finish`: nothing in them counts, and what they say of
         deletions others say too. A kill between reclaim's copy and its end leaves one, and takes the room that
         reclaiming it again would need."""
-        others = [*(self.objects[object_id] for object_id in self.found.losers), *self.found.orphans]
+        losers = (self.objects[object_id] for object_id in self.found.losers)
+        others = [*losers, *self.found.orphans, *self.found.nameless.values()]
         needed = {piece.segment for stored in others for piece in stored.pieces if piece is not None}
         needed |= {stored.meta[0][0] for stored in others if stored.meta is not None}
         readable = [segment for segment in self.tier.pool.used() if not segment.bad]
@@ -218,10 +264,14 @@ class Replay:
         blocks: dict[bytes, Stored] = {}
         named: dict[bytes, Stored] = {}
         for object_id, stored in self.objects.items():
-            if object_id in self.dead or not self._is_whole(stored):
+            if object_id in self.dead:
                 continue
+            if stored.pieces and stored.key.kind is Kind.OBJECT and object_id not in self.bodies:
+                self.found.nameless[object_id] = stored
+                continue
+            whole = has_all(stored, self.tier.extent_count(stored.size_bytes))
             if stored.key.kind is Kind.BLOCK:
-                if stored.pieces:
+                if stored.pieces and whole:
                     self._contend(blocks, stored.key.digest, stored)
                 continue
             body = self.bodies.get(object_id)
@@ -234,20 +284,14 @@ class Replay:
                 continue
             if not is_name_row(row):
                 continue
-            if not stored.pieces and not flags & DIRECTORY:
+            if not (whole and stored.pieces) and not flags & DIRECTORY:
+                self.found.torn[object_id] = (row, name, self.newest[object_id])
                 continue
             if flags & SNAPSHOT:
                 self.found.snapshots.add(object_id)
             self.found.names[object_id] = (row, name)
             self._contend(named, name, stored)
         return chain(blocks.values(), named.values())
-
-    def _is_whole(self, stored: Stored) -> bool:
-        """Whether every extent is there, for what has any; those past the end go."""
-        count = self.tier.extent_count(stored.size_bytes)
-        if stored.pieces and len(stored.pieces) != count:
-            stored.pieces = (stored.pieces + [None] * count)[:count]
-        return stored.readable
 
     def _is_newer(self, stored: Stored, rival: Stored) -> bool:
         """Of two with one name or hash. What a file being written replaces may have been written behind only after
@@ -290,6 +334,16 @@ async def _release_spent(pool: SegmentPool, replay: Replay) -> None:
         _log.error("segments of which nothing counts are not freed: %s", error)
 
 
+async def _repeat_endings(pool: SegmentPool, replay: Replay) -> None:
+    for name, faults in pool.endings.faults.items():
+        _log.error("%s: %s; written again from the log", pool.directory / name, "; ".join(faults[:3]))
+    pool.endings.durable_sequence = pool.last_sequence
+    try:
+        await pool.endings.begin(list(replay.unrepeated()))
+    except (NoSpace, DeviceFailed) as error:  # the log's next write tries again
+        _log.error("what has ended is not repeated beside the segments: %s", error)
+
+
 async def open_nvme(
     device: Device,
     directory: Path,
@@ -311,7 +365,7 @@ async def open_nvme(
     try:
         tier = NvmeTier(pool, 1)
         tier.log.reclaim = Reclaimer(tier).reclaim
-        replay = Replay(tier)
+        replay = Replay(tier, await pool.endings.load())
         for segment in pool.used():
             try:
                 replay.take(segment, await pool.listing(segment))
@@ -321,6 +375,7 @@ async def open_nvme(
             segment.closed = True
         replay.finish()
         await _release_spent(pool, replay)
+        await _repeat_endings(pool, replay)
     except BaseException:
         pool.close_files()
         raise

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import trio
 
@@ -44,6 +44,7 @@ from tiers.space import SpaceBook
 
 log = logging.getLogger("kvfs.store")
 
+T = TypeVar("T")
 SLOTS_AT_ONCE = 64
 """Objects evicted when no slot is free: their bytes may be none."""
 
@@ -146,7 +147,7 @@ class Residence(Catalog):
         try:
             extent = self.dram.reserve(size_bytes)
         except NoSpace:
-            extent = self._reserve_evicting(size_bytes)
+            extent = self._evicting(size_bytes, lambda: self.dram.reserve(size_bytes))
         self.space.opened(uid, size_bytes)
         return Draft(extent, uid, size_bytes)
 
@@ -159,10 +160,27 @@ class Residence(Catalog):
         self.space.opened(uid, 0)
         return Draft(extent, uid, 0)
 
-    def _reserve_evicting(self, size_bytes: int) -> Extent:
+    def promise(self, draft: Draft, size_bytes: int) -> None:
+        """Promise a draft so many bytes in all, evicting for those that it has not yet; fewer than it has change
+        nothing. Raises NoSpace, ObjectTooLarge, QuotaExceeded, Superseded."""
+        more_bytes = size_bytes - draft.size_hint_bytes
+        if more_bytes <= 0:
+            return
+        if size_bytes <= self._largest_bytes:
+            held_bytes = self.dram.charged_bytes(draft.uid)
+            self.space.check_quota(draft.uid, held_bytes=held_bytes, more_bytes=more_bytes)
+        try:
+            self.dram.promise(draft.extent, size_bytes)
+        except NoSpace:
+            self._evicting(more_bytes, lambda: self.dram.promise(draft.extent, size_bytes))
+        self.space.promised(draft.uid, more_bytes)
+        draft.size_hint_bytes = size_bytes
+
+    def _evicting(self, size_bytes: int, ask: Callable[[], T]) -> T:
+        """What `ask` gives once there is room for so many bytes. Raises NoSpace."""
         self.make_room(size_bytes)
         try:
-            return self.dram.reserve(size_bytes)
+            return ask()
         except NoSpace:  # what is free was promised to open drafts, or it is slots that are short
             usage = self.dram.usage()
             short_of_slots = usage.slots >= usage.max_slots
@@ -171,7 +189,7 @@ class Residence(Catalog):
                 self._evictor.run(size_bytes, objects_wanted=SLOTS_AT_ONCE if short_of_slots else 0)
             finally:
                 self._spares_halfway = True
-            return self.dram.reserve(size_bytes)
+            return ask()
 
     def open_draft(self, draft: Draft) -> int:
         return self.dram.open_draft(draft.extent)

@@ -40,10 +40,12 @@ from kvfs.formats import (
 )
 from kvfs.records import decode_records, encode_footer, split_footer
 from tiers.device import Device
+from tiers.endings import Endings, Span
 
 _log = logging.getLogger("kvfs.nvme")
 
 PAGE_BYTES = 4096
+_ANY_SEQUENCE = 1 << 64
 GEOMETRY = "pool.json"
 """The file that says whose the segments are, and how large."""
 
@@ -72,7 +74,7 @@ class Segment:
     first_sequence: int = 0
     last_sequence: int = 0
     live_bytes: int = 0
-    """Of records that still count."""
+    """Of records that still count; changed by `SegmentPool.count`, as `kept_bytes`."""
     kept_bytes: int = 0
     """Part of live_bytes: of durable objects, which reclaim must move."""
     headers: list[bytes] = field(default_factory=list)
@@ -137,7 +139,12 @@ class SegmentPool:
         self.extent_bytes = min(limits.MAX_EXTENT_BYTES, segment_bytes // limits.EXTENT_SHARE_OF_SEGMENT)
         self.segments: list[Segment] = []
         self.free: deque[Segment] = deque()
+        self.endings = Endings(device, directory, store_id)
+        self.endings.spans = self._spans
         self.next_sequence = 1
+        self.live_bytes = 0
+        self.kept_bytes = 0
+        """Both of all segments together: each durable seal asks, and there may be 65,536 of them."""
         self.trims = False
         """Whether the device is told what a freed segment no longer holds."""
 
@@ -150,6 +157,28 @@ class SegmentPool:
         return sorted(
             (s for s in self.segments if s.state is SegmentState.IN_USE), key=lambda segment: segment.sequence
         )
+
+    def _spans(self) -> list[Span]:
+        """Of the records that a later start may find. Nobody knows those of a segment that was set aside."""
+        if any(segment.bad for segment in self.segments):
+            return [(0, _ANY_SEQUENCE)]
+        return [
+            (each.first_sequence, each.last_sequence if each.closed else _ANY_SEQUENCE)
+            for each in self.used()
+            if each.first_sequence
+        ]
+
+    def count(self, segment: Segment, live_bytes: int, kept_bytes: int) -> None:
+        """Records of a segment begin to count, or (negative) count no more."""
+        segment.live_bytes += live_bytes
+        segment.kept_bytes += kept_bytes
+        self.live_bytes += live_bytes
+        self.kept_bytes += kept_bytes
+
+    @property
+    def last_sequence(self) -> int:
+        """Of all records that are there."""
+        return max((segment.last_sequence for segment in self.used()), default=0)
 
     def room(self, segment: Segment, more_records: int, more_body_bytes: int) -> int:
         """Bytes that so many further records may take, so that the footer still fits behind them."""
@@ -181,7 +210,8 @@ class SegmentPool:
         segment.state = SegmentState.IN_USE
         segment.end = SEGMENT_DATA_START
         segment.closed = False
-        segment.first_sequence = segment.last_sequence = segment.live_bytes = segment.kept_bytes = 0
+        segment.first_sequence = segment.last_sequence = 0
+        self.count(segment, -segment.live_bytes, -segment.kept_bytes)
         segment.forget_records()
         return segment
 
@@ -390,6 +420,7 @@ class SegmentPool:
         return header if younger or header["type"] == RecordType.FOOTER else None
 
     def close_files(self) -> None:
+        self.endings.close_files()
         for segment in self.segments:
             self.device.close_file(segment.fd)
 
@@ -420,6 +451,7 @@ async def open_pool(
         raise
     pool.next_sequence = 1 + max((s.sequence for s in pool.segments), default=0)
     pool.free = deque(s for s in pool.segments if s.state is SegmentState.FREE and not s.bad)
+    pool.endings.size_for(pool.capacity_bytes)
     return pool
 
 
@@ -488,6 +520,12 @@ async def _open_segment(pool: SegmentPool, number: int, *, wanted: bool) -> None
     if not exists:
         return
     try:
+        _lengthen(pool, path)
+    except OSError as error:
+        _log.error("segment file %s is set aside: %s", path, error)
+        segment.bad = True
+        return
+    try:
         raw = await _read_header(pool, segment)
     except KvfsError as error:
         _log.error("segment file %s is set aside: %s", path, error)
@@ -500,6 +538,15 @@ async def _open_segment(pool: SegmentPool, number: int, *, wanted: bool) -> None
         pool.segments.pop()
         pool.device.close_file(fd)
         path.unlink()
+
+
+def _lengthen(pool: SegmentPool, path: Path) -> None:
+    """Give a file that was cut its length back, so that what is left of it can be read: zeros are no records."""
+    missing = pool.segment_bytes - path.stat().st_size
+    if missing > 0:
+        _log.error("segment file %s is %d bytes short: what they held is lost", path, missing)
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, pool.segment_bytes)
 
 
 async def _read_header(pool: SegmentPool, segment: Segment) -> dict[str, Any] | None:

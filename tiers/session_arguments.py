@@ -57,6 +57,18 @@ class Arguments:
     def optional_integer(self, key: str, *, most: int = MAX_INTEGER) -> int | None:
         return self._integer(key, most) if self.has(key) else self._default(key, None)
 
+    def optional_integers(self, key: str, count: int) -> list[int | None]:
+        """A list of so many, each an integer or null."""
+        values: list[Any] = self._take(key, list)
+        whole = all(
+            value is None
+            or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_INTEGER)
+            for value in values
+        )
+        if len(values) != count or not whole:
+            raise InvalidRequest(f"{self._what}: {key} are to be {count} integers from 0 on, or null")
+        return values
+
     def optional_time_ns(self, key: str) -> int | None:
         """Nanoseconds since 1970; utimensat(2) takes a time before it, too."""
         return (

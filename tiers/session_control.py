@@ -22,6 +22,7 @@ from kvfs.errors import (
     BucketNotFound,
     InvalidNamespace,
     InvalidRequest,
+    KvfsError,
     LimitExceeded,
     NotPermitted,
 )
@@ -58,6 +59,9 @@ async def serve_control(service: Service, session: Session, request: Control) ->
     for key in ("name", "source"):
         if isinstance(request.arguments.get(key), list):
             await session.store.wait_published(Arguments("", request.arguments).name(key))
+    if request.op is Op.REMOVE_NAMES:
+        for name in Arguments(request.op.name, request.arguments).names("names")[: limits.MAX_REMOVED_NAMES]:
+            await session.store.wait_published(name)
     if request.op in LARGE_OPERATIONS:
         result = await LARGE_OPERATIONS[request.op](session, arguments)
     else:
@@ -109,6 +113,35 @@ def _remove(service: Service, session: Session, arguments: Arguments) -> JsonObj
         session.store.remove_directory(name)
     else:
         session.store.remove(name, expected_id=expected_id)
+    return {}
+
+
+def _remove_names(service: Service, session: Session, arguments: Arguments) -> JsonObject:
+    names = arguments.names("names")
+    expected_ids = arguments.optional_integers("expected_ids", len(names))
+    arguments.done()
+    if len(names) > limits.MAX_REMOVED_NAMES:
+        raise InvalidRequest(f"REMOVE_NAMES: {len(names)} names, over {limits.MAX_REMOVED_NAMES}")
+    statuses = []
+    for name, expected_id in zip(names, expected_ids, strict=True):
+        try:
+            session.access.need_write_in(name)
+            if name.key.endswith(b"/"):
+                session.store.remove_marker(name)
+            else:
+                session.store.remove(name, expected_id=expected_id)
+        except KvfsError as error:
+            statuses.append(error.errno)
+        else:
+            statuses.append(0)
+    return {"statuses": statuses}
+
+
+def _promise(service: Service, session: Session, arguments: Arguments) -> JsonObject:
+    slot, generation = arguments.integer("slot", 0), arguments.integer("generation", 0)
+    size_bytes = arguments.integer("size_bytes", 0)
+    arguments.done()
+    session.store.promise(session.draft(slot, generation), size_bytes)
     return {}
 
 
@@ -169,9 +202,11 @@ def _need_new_owner(session: Session, uid: int | None, gid: int | None) -> None:
 
 def _pin(service: Service, session: Session, arguments: Arguments) -> JsonObject:
     name, pinned = arguments.name(), arguments.flag("pinned", True)
+    expected_id = arguments.optional_integer("expected_id")
     arguments.done()
     session.access.need_control(name, session.store.lookup(name))
-    return entry_object(name.key, session.store.set_attributes(name, pinned=pinned))
+    changed = session.store.set_attributes(name, pinned=pinned, expected_id=expected_id)
+    return entry_object(name.key, changed)
 
 
 def _evict(service: Service, session: Session, arguments: Arguments) -> JsonObject:
@@ -330,7 +365,17 @@ def _need_root(service: Service, session: Session) -> None:
 
 
 _READ_ONLY = frozenset(
-    (Op.STAT, Op.LIST, Op.BUCKET_LIST, Op.STATUS, Op.SHUTDOWN, Op.LARGE_OPEN, Op.LARGE_READ, Op.LARGE_CLOSE)
+    (
+        Op.STAT,
+        Op.LIST,
+        Op.BUCKET_LIST,
+        Op.STATUS,
+        Op.SHUTDOWN,
+        Op.PROMISE,
+        Op.LARGE_OPEN,
+        Op.LARGE_READ,
+        Op.LARGE_CLOSE,
+    )
 )
 """What changes nothing waits for nothing; all else is answered once what it promises is durable."""
 
@@ -345,6 +390,8 @@ _OPERATIONS: dict[Op, Callable[[Service, Session, Arguments], JsonObject]] = {
     Op.BUCKET_REMOVE: _bucket_remove,
     Op.OPEN_NAMESPACE: _open_namespace,
     Op.PIN: _pin,
+    Op.PROMISE: _promise,
+    Op.REMOVE_NAMES: _remove_names,
     Op.EVICT: _evict,
     Op.SET_ATTRIBUTES: _set_attributes,
     Op.STATUS: _status,

@@ -56,11 +56,14 @@ async def _append(session: Session, arguments: Arguments) -> dict[str, Any]:
 async def _seal(session: Session, arguments: Arguments) -> dict[str, Any]:
     name, mode = arguments.name(), arguments.mode(0o644)
     replace, expected_id = arguments.flag("replace", True), arguments.optional_integer("expected_id")
+    mtime_ns = arguments.optional_integer("mtime_ns")
     user_metadata = arguments.optional_bytes("user_metadata", limits.MAX_USER_METADATA_BYTES)
     arguments.done()
     draft, caller = _draft(session), session.caller
     session.access.need_write_in(name)
-    attributes = Attributes(mode=mode, uid=caller.uid, gid=caller.gid, user_metadata=user_metadata or b"")
+    attributes = Attributes(
+        mode=mode, uid=caller.uid, gid=caller.gid, mtime_ns=mtime_ns, user_metadata=user_metadata or b""
+    )
     await draft.flush()
     info = session.store.seal_large(draft, name, attributes, replace=replace, expected_id=expected_id)
     session.release_large()

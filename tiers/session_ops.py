@@ -26,7 +26,7 @@ import trio
 
 from kvfs import limits
 from kvfs._native.sealer import SEALS_AT_ONCE
-from kvfs.errors import InvalidRequest, IsDirectory, KvfsError, NotFound, NotPermitted
+from kvfs.errors import Corrupt, InvalidRequest, IsDirectory, KvfsError, NotFound, NotPermitted
 from kvfs.messages import (
     DIGEST_BYTES,
     NO_PARENT,
@@ -59,6 +59,10 @@ _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 Opened = tuple[ExtentResult, int | None]
 """An entry's answer and, where its status is 0, the descriptor that goes with it."""
+
+
+_Leases = dict[bytes, tuple[ObjectInfo, int] | KvfsError | OSError]
+"""Digest -> the object and a descriptor of its bytes, or why there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +193,7 @@ def _seal_block(session: Session, bucket: bytes, seal: BlockSeal) -> Result:
     finally:
         session.settle(draft)
     first = info.extent is not None and info.extent.slot == draft.extent.slot
-    return Result(0 if first else errno.EEXIST, info.size_bytes)
+    return Result(0 if first else errno.EEXIST, info.object_id)
 
 
 def _seal_named(session: Session, seal: NameSeal) -> Result:
@@ -218,7 +222,7 @@ def _seal_named(session: Session, seal: NameSeal) -> Result:
         )
     finally:
         session.settle(draft)
-    return Result(0, info.size_bytes)
+    return Result(0, info.object_id)
 
 
 def _abort(session: Session, slot: int, generation: int) -> Result:
@@ -333,9 +337,13 @@ async def _send_results(
     session: Session, op: Op, items: Sequence[T], do: Callable[[T], Result], reply: Reply
 ) -> None:
     """Answer once what was done is as durable as promised; where it is not, what was done has failed."""
+    journal = session.store.journal
+    lost_before = journal.durable_losses
     results = await _each(items, do, Result)
     try:
-        await session.store.journal.settle()
+        await journal.settle()
+        if journal.durable_losses != lost_before:
+            raise Corrupt(f"{op.name}: bytes of a durable object changed in DRAM before they were written")
     except KvfsError as error:
         log_refusal(error)
         results = [Result(type(error).errno) if result.status == 0 else result for result in results]
@@ -353,32 +361,37 @@ async def _send_opened(op: Op, items: Sequence[T], do: Callable[[T], Opened], re
 async def _send_found(
     session: Session, op: Op, items: Sequence[T], find: Callable[[T], ObjectInfo], reply: Reply
 ) -> None:
-    """The same for objects, each brought up into DRAM first, and held there until its answer is sent."""
-
-    def open_item(item: T) -> Opened:
-        info = find(item)
-        return _extent(info), session.store.open_read(info, uid=session.caller.uid)
-
+    """The same for objects, each leased first, from whatever tier, and held until its answer is sent."""
     first, more = 0, True
     while more:
-        held = await _bring_up(session, items[first : first + limits.MAX_FDS_PER_MESSAGE], find)
+        leases = await _lease(session, items[first : first + limits.MAX_FDS_PER_MESSAGE], find)
+
+        def open_item(item: T, leases: _Leases = leases) -> Opened:
+            info = find(item)
+            leased = leases.get(info.key.digest)
+            if isinstance(leased, Exception):
+                raise leased
+            if leased is not None and leased[0].object_id == info.object_id:
+                return _extent(leased[0]), os.dup(leased[1])
+            return _extent(info), session.store.open_read(info, uid=session.caller.uid)
+
         try:
             frame = await reply.send_opened(partial(_open_some, op, items, first, open_item))
         finally:
-            close_all(held)
+            _end_leases(leases)
         first, more = first + len(frame.answer.entries), frame.more
 
 
-async def _bring_up(session: Session, items: Sequence[T], find: Callable[[T], ObjectInfo]) -> list[int]:
-    """Load what is not in DRAM; descriptors that keep it there. What fails is reported when it is opened."""
-    held: list[int] = []
+async def _lease(session: Session, items: Sequence[T], find: Callable[[T], ObjectInfo]) -> _Leases:
+    """Lease what is not in DRAM now, by its digest."""
+    leases: _Leases = {}
 
-    async def load(info: ObjectInfo) -> None:
+    async def lease(info: ObjectInfo) -> None:
         try:
-            info = await session.store.load(info, uid=session.caller.uid)
-            held.append(session.store.open_read(info, uid=session.caller.uid))
+            leases[info.key.digest] = await session.store.lease(info, uid=session.caller.uid)
         except (KvfsError, OSError) as error:
             log.debug("%s", error)
+            leases[info.key.digest] = error
 
     try:
         async with trio.open_nursery() as nursery:
@@ -387,12 +400,17 @@ async def _bring_up(session: Session, items: Sequence[T], find: Callable[[T], Ob
                     info = find(item)
                 except KvfsError:
                     continue
-                if info.extent is None:
-                    nursery.start_soon(load, info)
+                if info.extent is None and info.key.digest not in leases:
+                    leases[info.key.digest] = NotFound(f"object {info.object_id} is gone")
+                    nursery.start_soon(lease, info)
     except BaseException:
-        close_all(held)
+        _end_leases(leases)
         raise
-    return held
+    return leases
+
+
+def _end_leases(leases: _Leases) -> None:
+    close_all([leased[1] for leased in leases.values() if isinstance(leased, tuple)])
 
 
 def _open_some(op: Op, items: Sequence[T], first: int, do: Callable[[T], Opened]) -> OpenedFrame:

@@ -53,6 +53,10 @@ class SpaceBook:
         self.open_drafts += 1
         self._reserved[uid] = self._reserved.get(uid, 0) + size_bytes
 
+    def promised(self, uid: int, more_bytes: int) -> None:
+        """An open draft was promised more."""
+        self._reserved[uid] = self._reserved.get(uid, 0) + more_bytes
+
     def closed(self, uid: int, size_hint_bytes: int, sealed_bytes: int | None) -> None:
         """A draft ended; `sealed_bytes` is its size, None when it was aborted."""
         self.open_drafts -= 1

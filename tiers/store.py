@@ -32,7 +32,6 @@ import trio
 
 from kvfs import crashpoints, limits
 from kvfs._native.sealer import Sealed
-from kvfs._native.slots import fd_xxh3_64
 from kvfs._native.table import TIER_DRAM, TIER_NVME
 from kvfs.errors import (
     ConfigError,
@@ -50,6 +49,7 @@ from kvfs.keys import block_name
 from kvfs.name_rows import SNAPSHOT
 from kvfs.names import NameIndex, NameRow
 from tiers.base import NO_SLOT, Extent, Kind, SealHeader, StoreKey, object_key
+from tiers.base import Sealed as SealedExtent
 from tiers.blocks import Block
 from tiers.catalog import block_digest
 from tiers.cold_bucket import ColdOptions
@@ -213,12 +213,17 @@ class TieredStore(Naming):
             nursery.start_soon(self.journal.run)
             nursery.start_soon(self.cold.run)
 
+    def maintain(self) -> None:
+        super().maintain()
+        self._promoter.around.sweep()
+
     async def finish(self) -> None:
         """Before `close`: write what is queued, with its footer. Raises NoSpace, DeviceFailed."""
         await self.journal.finish()
 
     def close(self, *, keep: bool = False) -> None:
         """With `keep`, what is sealed stays in DRAM for the next `open`."""
+        self._promoter.around.close()
         self.dram.close(keep=keep)
         whole = self.names.close()
         self.home.close(clean=whole and self.journal.is_finished)
@@ -250,26 +255,30 @@ class TieredStore(Naming):
         checksum: int | None = None,
         snapshot: int | None = None,
     ) -> ObjectInfo:
-        """Publish a draft under a name: the last seal wins. `snapshot` is what `persist_draft` made of it.
+        """Publish a draft under a name: the last seal wins. `snapshot` is what `put_snapshot` made of it.
 
         Raises WriterActive while it can still be written, Exists when not `replace` and the name is taken, and
         where another object than `expected_id` has it, NotFound where none has (the draft then stays open),
-        NotPermitted for the names of blocks, NoSpace of a full index.
+        NotPermitted for the names of blocks, NoSpace of a full index, WrongChecksum in a durable bucket where
+        the bytes do not have `checksum`.
         """
         self.make_entry_room()
         bucket, old = self._check_sealable(name, replace=replace, expected_id=expected_id)
-        if bucket.durable:
+        same = snapshot is not None and self._is_snapshot(snapshot, draft)
+        if bucket.durable and not same:
             self.journal.check_durable(self.dram.draft_bytes(draft.extent))
-        same = snapshot is not None and self.journal.is_snapshot(snapshot, *self._look_at(draft))
         sequence = snapshot if snapshot is not None and same else self.names.next_ids(1)
         key = object_key(sequence)
         row = new_row(sequence, attributes, 0)
         sealed = self.dram.seal(
-            draft.extent, SealHeader(key, sequence, sequence, uid=attributes.uid), checksum=checksum
+            draft.extent,
+            SealHeader(key, sequence, sequence, uid=attributes.uid),
+            checksum=checksum,
+            verify=bucket.durable,  # what is wrong may not replace what is right and durable
         )
         crashpoints.reach("store.after_dram_seal")
         row = _with_size(row, sealed.size_bytes)
-        self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
+        self._index(draft, sealed)
         try:
             self.names.put(name.bucket, name.key, row)
         except BaseException:  # a full index, for one: without a name nothing would ever evict these bytes
@@ -322,12 +331,13 @@ class TieredStore(Naming):
         Raises BucketNotFound, NotFound (`base` is not in that tier), QuotaExceeded, DeviceMissing.
         """
         where = self.bucket(bucket)
+        self.journal.check_queue()
         return self.journal.large.begin(
             self.names.next_ids(1), where.bucket_id, uid=uid, base=None if base is None else base.object_id
         )
 
     async def persist_large(self, draft: LargeDraft, name: Name, attributes: Attributes) -> None:
-        """As `persist_draft`: what was written so far is durable, and there under its name after a crash.
+        """What was written so far is durable when this returns, and there under its name after a crash.
 
         Raises NoSpace, DeviceFailed.
         """
@@ -360,8 +370,8 @@ class TieredStore(Naming):
         self.make_entry_room()
         bucket, old = self._check_sealable(name, replace=replace, expected_id=expected_id)
         draft.check()
-        if not draft.is_written or draft.sealed:
-            raise WriterActive(f"{name} is not written yet, or sealed already")
+        if not draft.is_written:
+            raise WriterActive(f"{name} is not written yet, or is being written")
         stored, digest = draft.stored, draft.stored.key.digest
         row = self._large_row(draft, attributes, 0)
         self._report_hits()
@@ -388,29 +398,25 @@ class TieredStore(Naming):
             self.journal.removed(draft.object_id)
         draft.close()
 
-    def _look_at(self, draft: Draft) -> tuple[int, int]:
-        """(bytes, XXH3-64) of a draft as it is now."""
+    def _is_snapshot(self, snapshot: int, draft: Draft) -> bool:
+        """Whether what `put_snapshot` made of a draft is the draft as it is now."""
         descriptor = self.dram.open_draft(draft.extent)
         try:
-            return os.fstat(descriptor).st_size, fd_xxh3_64(descriptor)
+            return self.journal.is_snapshot(snapshot, descriptor)
         finally:
             os.close(descriptor)
 
-    async def persist_draft(
-        self, draft: Draft, name: Name, attributes: Attributes, *, previous: int | None = None
-    ) -> int | None:
-        """Make what a draft holds now durable under its name, though no door but its own sees it; the id of that.
-
-        `previous` is the id of an earlier such copy, which it replaces. None without the NVMe tier. Raises NoSpace,
-        DeviceFailed.
-        """
+    def put_snapshot(self, draft: Draft, name: Name, attributes: Attributes) -> int | None:
+        """Queue what a draft holds now under its name, though no door but its own sees it; the id of that, for
+        `journal.settle_snapshot`. None without the NVMe tier. Raises NoSpace."""
         identity = self.names.next_ids(1)
         row = _with_size(new_row(identity, attributes, SNAPSHOT), self.dram.draft_bytes(draft.extent))
-        return await self.journal.persist_draft(draft.extent, name, row, previous)
+        return self.journal.put_snapshot(draft.extent, name, row)
 
     def rename_snapshot(self, snapshot: int, name: Name, attributes: Attributes) -> None:
-        """What `persist_draft` made has this name from here on."""
-        self.journal.rename_snapshot(name, new_row(snapshot, attributes, SNAPSHOT))
+        """What `put_snapshot` made has this name from here on, whatever got the name after it was made."""
+        row = replace(new_row(snapshot, attributes, SNAPSHOT), sequence=self.names.next_ids(1))
+        self.journal.rename_snapshot(name, row)
 
     def seal_block(
         self,
@@ -424,7 +430,8 @@ class TieredStore(Naming):
     ) -> ObjectInfo:
         """Publish a draft as a block: the first seal wins, and a later one is given the earlier object.
 
-        `digest` and `parent` are prefix hashes of 16 bytes. Raises WriterActive (the draft stays open).
+        `digest` and `parent` are prefix hashes of 16 bytes. Raises WriterActive (the draft stays open), and
+        WrongChecksum as `seal` does.
         """
         if len(digest) != 16 or (parent is not None and len(parent) != 16):
             raise InvalidRequest("a prefix hash has 16 bytes")
@@ -449,8 +456,8 @@ class TieredStore(Naming):
             header = SealHeader(
                 key, sequence, sequence, parent=parent or bytes(16), uid=uid, bucket_id=where.bucket_id
             )
-            sealed = self.dram.seal(draft.extent, header, checksum=checksum)
-            self._index(draft, key, sealed.extent.slot, sealed.extent.generation, sealed.size_bytes)
+            sealed = self.dram.seal(draft.extent, header, checksum=checksum, verify=where.durable)
+            self._index(draft, sealed)
         block = Block(bucket, uid, sealed.size_bytes, sequence, sealed.sealed_at_ns, parent=parent)
         self._enter_sealed(key, block, where, sealed.extent)
         return self.lookup_block(digest)
@@ -496,11 +503,25 @@ class TieredStore(Naming):
         self.cold.sealed(key, bucket)
         self._tell(Change(ChangeKind.SEALED, Name(block.bucket, block_name(key.digest)), key))
 
-    def _index(self, draft: Draft, key: StoreKey, slot: int, generation: int, size_bytes: int) -> None:
+    def _index(self, draft: Draft, sealed: SealedExtent) -> None:
+        """Enter what was sealed in the table. Raises NoSpace; the slot is then free again, and the draft gone."""
         self._report_hits()
-        self._close_draft(draft, size_bytes)
-        self.table.put(key.digest, int(key.kind), slot, generation, size_bytes)
+        self._close_draft(draft, sealed.size_bytes)
+        try:
+            self._enter_in_table(sealed)
+        except BaseException:  # or nothing would ever free it
+            self.dram.free(sealed.extent, charge_uid=draft.uid)
+            self._watch_quota()
+            raise
         self._counts["seals"] += 1
+
+    def _enter_in_table(self, sealed: SealedExtent) -> None:
+        key, extent = sealed.header.key, sealed.extent
+        try:
+            self.table.put(key.digest, int(key.kind), extent.slot, extent.generation, sealed.size_bytes)
+        except NoSpace:  # a sealing thread took the room that `make_entry_room` had made
+            self.make_entry_room()
+            self.table.put(key.digest, int(key.kind), extent.slot, extent.generation, sealed.size_bytes)
 
     # --- reading ------------------------------------------------------------------------------------------
 
@@ -540,6 +561,20 @@ class TieredStore(Naming):
         Raises NotFound when it turns out to be gone or damaged, NoSpace, ObjectTooLarge, QuotaExceeded, DeviceFailed.
         """
         return info if info.extent is not None else await self._promoter.load(info, uid=uid)
+
+    async def lease(self, info: ObjectInfo, *, uid: int) -> tuple[ObjectInfo, int]:
+        """Open an object for reading in whatever tier it is: the object, and a descriptor as `open_read` gives it.
+
+        Where DRAM has no slot for it, the descriptor is of a copy beside the tier, and the object without an extent.
+        Raises as `load` does, and Busy.
+        """
+        try:
+            info = await self.load(info, uid=uid)
+        except NoSpace:
+            descriptor = await self._promoter.read_around(info, uid=uid)
+            self.touch(info.key)
+            return info, descriptor
+        return info, self.open_read(info, uid=uid)
 
     def note_misses(self, count: int) -> None:
         """Lookups of what does not exist that a door has answered without asking."""
@@ -582,6 +617,8 @@ class TieredStore(Naming):
             "open_drafts": self.space.open_drafts,
             "quota_bytes": self.space.quota_bytes,
             "headroom_bytes": self.space.headroom_bytes(),
+            "read_around": self._promoter.around.reads,
+            "read_around_bytes": self._promoter.around.held_bytes,
             **self._counts,
             "recovery": self.recovery,
             "tiers": [

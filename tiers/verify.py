@@ -76,6 +76,8 @@ class SegmentCheck:
     """The file is short, or the device fails to read it: it is not to be used again."""
     hopeless: bool = False
     """No header: nothing in the file can be trusted to be of its present life."""
+    is_cut: bool = False
+    """The end of the file is gone, and no footer says what was there."""
 
     @property
     def is_clean(self) -> bool:
@@ -84,7 +86,11 @@ class SegmentCheck:
     @property
     def has_holes(self) -> bool:
         """Whether a record was lost of which nobody knows what it said."""
-        return self.hopeless or any(bad.lost and bad.type is not RecordType.DATA for bad in self.bad)
+        return (
+            self.hopeless
+            or self.is_cut
+            or any(bad.lost and bad.type is not RecordType.DATA for bad in self.bad)
+        )
 
 
 @dataclass(slots=True)
@@ -229,7 +235,8 @@ class _Reader:
         self.pool = pool
         self.check = check
         self.segment = check.segment
-        self.limit = min(pool.segment_bytes, check.path.stat().st_size) - SEGMENT_TRAILER_BYTES
+        whole_pages = check.path.stat().st_size // PAGE_BYTES * PAGE_BYTES
+        self.limit = min(pool.segment_bytes - SEGMENT_TRAILER_BYTES, whole_pages)
         self._view = view
         self._tick = tick
         self._base = 0
@@ -269,6 +276,7 @@ class _Reader:
                 await self._compare(found, head)
         else:
             await self._scan()
+            self.check.is_cut = self.check.path.stat().st_size < self.pool.segment_bytes
         if self.check.records:
             self.segment.first_sequence = self.check.records[0].header["sequence"]
             self.segment.last_sequence = self.check.records[-1].header["sequence"]

@@ -9,6 +9,8 @@ from libc.string cimport memset
 
 from kvfs._native.table cimport Table, kvfs_slot_header, kvfs_table
 
+import os
+
 from kvfs.errors import from_errno
 
 cdef extern from "fuse_loop_core.h" nogil:
@@ -63,6 +65,7 @@ cdef extern from "fuse_loop_core.h" nogil:
         uint64_t native_renames
         uint64_t invalidations
         uint64_t dropped_records
+        uint64_t most_names_moved
     struct fw_attr:
         uint64_t ino
         uint64_t size
@@ -85,7 +88,9 @@ cdef extern from "fuse_loop_core.h" nogil:
     int fl_start(fuse_loop *loop)
     void fl_stop(fuse_loop *loop)
     int fl_library_fd(fuse_loop *loop)
+    int fl_up_fd(fuse_loop *loop)
     int fl_ended_fd(fuse_loop *loop)
+    int fl_failure(fuse_loop *loop, const char **where)
     int fl_passthrough(fuse_loop *loop)
     void fl_get_stats(fuse_loop *loop, fl_stats *out)
     int fl_node_set(fuse_loop *loop, uint64_t nodeid, fl_state state, uint32_t slot, uint32_t generation,
@@ -250,8 +255,21 @@ cdef class FuseLoop:
         return fl_library_fd(self._loop)
 
     @property
+    def up_fd(self):
+        return fl_up_fd(self._loop)
+
+    @property
     def ended_fd(self):
         return fl_ended_fd(self._loop)
+
+    @property
+    def failure(self):
+        """Why the loop cannot serve any more; None while it can, and when the kernel has ended the mount."""
+        cdef const char *where = NULL
+        cdef int error = fl_failure(self._loop, &where)
+        if error == 0:
+            return None
+        return OSError(error, os.strerror(error), where.decode())
 
     @property
     def passthrough(self):
@@ -272,6 +290,7 @@ cdef class FuseLoop:
             "native_renames": stats.native_renames,
             "invalidations": stats.invalidations,
             "dropped_records": stats.dropped_records,
+            "most_names_moved": stats.most_names_moved,
         }
 
     def node_directory(

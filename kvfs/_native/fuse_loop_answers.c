@@ -196,8 +196,9 @@ static int handle_batch_forget(struct fuse_loop *loop, const struct fw_in_header
     return handled;
 }
 
-/* A descriptor of the node's bytes that stays valid after the lock is gone, or -EAGAIN. The caller closes it. */
-static int node_descriptor(struct fuse_loop *loop, uint64_t nodeid) {
+/* A descriptor of the node's bytes that stays valid after the lock is gone, or -EAGAIN. The caller closes it, and ends
+ * the `turn`, if it wants one: it has one then, unless this failed. */
+static int node_descriptor(struct fuse_loop *loop, uint64_t nodeid, struct fl_turn *turn) {
     pthread_mutex_lock(&loop->nodes_lock);
     struct fl_node *node = fl_find(loop, nodeid);
     int fd = -EAGAIN;
@@ -205,28 +206,34 @@ static int node_descriptor(struct fuse_loop *loop, uint64_t nodeid) {
         fd = fcntl(node->fd, F_DUPFD_CLOEXEC, 0);
         if (fd < 0) fd = -errno;
     }
+    if (fd >= 0 && turn != NULL) *turn = fl_turn_take(node);
     pthread_mutex_unlock(&loop->nodes_lock);
     return fd;
 }
 
-static int handle_read(struct fuse_loop *loop, struct fl_buffers *buffers, const struct fw_in_header *in,
+static int handle_read(struct fuse_loop *loop, struct fl_server *server, const struct fw_in_header *in,
                        const struct fw_read_in *body) {
-    int fd = node_descriptor(loop, in->nodeid);
+    int fd = node_descriptor(loop, in->nodeid, NULL);
     if (fd == -EAGAIN) return 0;
+    fl_step_aside(server);
     uint32_t size = body->size < loop->config.buffer_size ? body->size : loop->config.buffer_size;
-    ssize_t got = fd < 0 ? -1 : pread(fd, buffers->reply, size, (off_t)body->offset);
+    ssize_t got = fd < 0 ? -1 : pread(fd, server->reply, size, (off_t)body->offset);
     if (got < 0)
         fl_answer(loop, in->unique, fd < 0 ? fd : -errno, NULL, 0);
     else
-        fl_answer(loop, in->unique, 0, buffers->reply, (uint32_t)got);
+        fl_answer(loop, in->unique, 0, server->reply, (uint32_t)got);
     if (fd >= 0) close(fd);
     fl_count(&loop->stats.native_reads);
     return 1;
 }
 
-static int handle_write(struct fuse_loop *loop, const struct fw_in_header *in, const struct fw_write_in *body) {
-    int fd = node_descriptor(loop, in->nodeid);
+static int handle_write(struct fuse_loop *loop, struct fl_server *server, const struct fw_in_header *in,
+                        const struct fw_write_in *body) {
+    struct fl_turn turn = {0};
+    int fd = node_descriptor(loop, in->nodeid, &turn);
     if (fd == -EAGAIN) return 0;
+    fl_step_aside(server);
+    fl_turn_wait(loop, turn);
     size_t room = in->len - sizeof *in - sizeof *body;
     size_t size = body->size < room ? body->size : room;
     if (fd >= 0 && body->offset + size > loop->largest_object) {
@@ -234,9 +241,11 @@ static int handle_write(struct fuse_loop *loop, const struct fw_in_header *in, c
         fd = -EFBIG;
     }
     ssize_t written = fd < 0 ? -1 : pwrite(fd, body + 1, size, (off_t)body->offset);
+    int status = written >= 0 ? 0 : fd < 0 ? fd : -errno;
     struct fw_write_out out = {.size = written < 0 ? 0 : (uint32_t)written};
-    if (written < 0)
-        fl_answer(loop, in->unique, fd < 0 ? fd : -errno, NULL, 0);
+    fl_turn_end(loop, turn);
+    if (status < 0)
+        fl_answer(loop, in->unique, status, NULL, 0);
     else
         fl_answer(loop, in->unique, 0, &out, sizeof out);
     if (fd >= 0) close(fd);
@@ -252,7 +261,7 @@ static int handle_getxattr(struct fuse_loop *loop, const struct fw_in_header *in
 }
 
 /* Opens the slot behind a node, checking that it still is that slot. -EAGAIN: the node has none. */
-static int open_node_slot(struct fuse_loop *loop, uint64_t nodeid, int writable) {
+static int open_node_slot(struct fuse_loop *loop, uint64_t nodeid, int writable, struct fl_turn *turn) {
     pthread_mutex_lock(&loop->nodes_lock);
     struct fl_node *node = fl_find(loop, nodeid);
     int fd = -EAGAIN;
@@ -265,24 +274,35 @@ static int open_node_slot(struct fuse_loop *loop, uint64_t nodeid, int writable)
             close(fd);
             fd = -ESTALE;
         }
+        if (fd >= 0 && turn != NULL) *turn = fl_turn_take(node);
     }
     pthread_mutex_unlock(&loop->nodes_lock);
     return fd;
 }
 
-int fl_allocate(struct fuse_loop *loop, uint64_t nodeid, uint32_t mode, uint64_t offset, uint64_t length) {
+/* `server`: who asks, and steps aside meanwhile; NULL for the library's thread. */
+static int allocate(struct fuse_loop *loop, struct fl_server *server, uint64_t nodeid, uint32_t mode, uint64_t offset,
+                    uint64_t length) {
+    struct fl_turn turn = {0};
     if (length > loop->largest_object || offset > loop->largest_object - length) return -EFBIG;
-    int fd = open_node_slot(loop, nodeid, 1);
+    int fd = open_node_slot(loop, nodeid, 1, &turn);
     if (fd < 0) return fd == -EAGAIN ? -EOPNOTSUPP : fd;
+    if (server != NULL) fl_step_aside(server);
+    fl_turn_wait(loop, turn);
     int status = fallocate(fd, (int)mode, (off_t)offset, (off_t)length) < 0 ? -errno : 0;
     close(fd);
+    fl_turn_end(loop, turn);
     return status;
 }
 
+int fl_allocate(struct fuse_loop *loop, uint64_t nodeid, uint32_t mode, uint64_t offset, uint64_t length) {
+    return allocate(loop, NULL, nodeid, mode, offset, length);
+}
+
 /* A full tier: the store makes room first. Never relayed: the library's ENOSYS would end FALLOCATE for good. */
-static int handle_fallocate(struct fuse_loop *loop, const struct fw_in_header *in,
+static int handle_fallocate(struct fuse_loop *loop, struct fl_server *server, const struct fw_in_header *in,
                             const struct fw_fallocate_in *body) {
-    int status = fl_allocate(loop, in->nodeid, body->mode, body->offset, body->length);
+    int status = allocate(loop, server, in->nodeid, body->mode, body->offset, body->length);
     if (status == -ENOSPC && fl_queue_call(loop, in)) return 1;
     fl_answer(loop, in->unique, status, NULL, 0);
     return 1;
@@ -301,7 +321,7 @@ static int seek_in_size(struct fuse_loop *loop, uint64_t nodeid, const struct fw
 }
 
 static int handle_lseek(struct fuse_loop *loop, const struct fw_in_header *in, const struct fw_lseek_in *body) {
-    int fd = open_node_slot(loop, in->nodeid, 0);
+    int fd = open_node_slot(loop, in->nodeid, 0, NULL);
     struct fw_lseek_out out = {0};
     int status = fd == -EAGAIN ? seek_in_size(loop, in->nodeid, body, &out.offset) : fd;
     if (fd >= 0) {
@@ -367,7 +387,7 @@ static int handle_flush(struct fuse_loop *loop, const struct fw_in_header *in, c
 }
 
 /* Whether a request is one that this loop answers by itself; then it has been answered. */
-int fl_handle_natively(struct fuse_loop *loop, struct fl_buffers *buffers, struct fw_in_header *in) {
+int fl_handle_natively(struct fuse_loop *loop, struct fl_server *server, struct fw_in_header *in) {
     void *body = in + 1;
     switch (in->opcode) {
     case FW_LOOKUP:
@@ -383,13 +403,13 @@ int fl_handle_natively(struct fuse_loop *loop, struct fl_buffers *buffers, struc
     case FW_RELEASE:
         return handle_release(loop, in, body);
     case FW_READ:
-        return handle_read(loop, buffers, in, body);
+        return handle_read(loop, server, in, body);
     case FW_WRITE:
-        return handle_write(loop, in, body);
+        return handle_write(loop, server, in, body);
     case FW_GETXATTR:
         return handle_getxattr(loop, in, (const char *)body + sizeof(struct fw_getxattr_in));
     case FW_FALLOCATE:
-        return handle_fallocate(loop, in, body);
+        return handle_fallocate(loop, server, in, body);
     case FW_LSEEK:
         return handle_lseek(loop, in, body);
     case FW_FLUSH:
@@ -399,10 +419,10 @@ int fl_handle_natively(struct fuse_loop *loop, struct fl_buffers *buffers, struc
     case FW_CREATE:
         return fl_handle_create(loop, in, body);
     case FW_RENAME:
-        return fl_handle_rename(loop, in, ((const struct fw_rename_in *)body)->newdir, 0,
+        return fl_handle_rename(server, in, ((const struct fw_rename_in *)body)->newdir, 0,
                                 (const char *)body + sizeof(struct fw_rename_in));
     case FW_RENAME2:
-        return fl_handle_rename(loop, in, ((const struct fw_rename2_in *)body)->newdir,
+        return fl_handle_rename(server, in, ((const struct fw_rename2_in *)body)->newdir,
                                 ((const struct fw_rename2_in *)body)->flags,
                                 (const char *)body + sizeof(struct fw_rename2_in));
     default:

@@ -145,16 +145,18 @@ static int move(struct fuse_loop *loop, const struct fw_in_header *in, uint64_t 
     return 1;
 }
 
-int fl_handle_rename(struct fuse_loop *loop, const struct fw_in_header *in, uint64_t new_parent, uint32_t flags,
-                     const char *names) {
+int fl_handle_rename(const struct fl_server *server, const struct fw_in_header *in, uint64_t new_parent,
+                     uint32_t flags, const char *names) {
+    struct fuse_loop *loop = server->loop;
     if (flags & ~RENAME_NOREPLACE) return 0;
     pthread_mutex_lock(&loop->nodes_lock);
     int done = move(loop, in, new_parent, names, names + strlen(names) + 1);
     pthread_mutex_unlock(&loop->nodes_lock);
     if (!done) return 0;
     fl_answer(loop, in->unique, 0, NULL, 0);
-    /* A draft that is closed is looked at again soon, and one that is not waits for its RELEASE: nobody is woken yet. */
-    fl_calls_tell(loop, FL_CALLS / 2);
+    /* A draft that is closed is looked at again soon, and one that is not waits for its RELEASE: nobody is woken yet. The
+     * reader does it before it sleeps for long; who is not must not leave it to one that sleeps already. */
+    fl_calls_tell(loop, server->reads ? FL_CALLS / 2 : 1);
     fl_count(&loop->stats.native_renames);
     return 1;
 }

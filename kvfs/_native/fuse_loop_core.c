@@ -17,16 +17,29 @@
 
 /* --- the device ------------------------------------------------------------------------------------- */
 
-void fl_write_device(struct fuse_loop *loop, const struct iovec *parts, int count) {
-    /* ENOENT: the request was interrupted and the kernel no longer waits; ENODEV: the mount is gone. */
-    ssize_t written = writev(loop->config.dev_fd, parts, count);
-    (void)written;
+static int write_device(struct fuse_loop *loop, const struct iovec *parts, int count) {
+    return writev(loop->config.dev_fd, parts, count) < 0 ? -errno : 0;
+}
+
+/* The first part begins with the header. What the kernel refuses becomes an error, so that nobody waits for ever. */
+int fl_write_reply(struct fuse_loop *loop, const struct iovec *parts, int count) {
+    int status = write_device(loop, parts, count);
+    /* ENOENT: the request was interrupted and the kernel no longer waits, or the mount is gone. */
+    if (status == 0 || status == -ENOENT || status == -ENODEV) return 0;
+    struct fw_out_header header = *(const struct fw_out_header *)parts->iov_base;
+    if (header.unique == 0) return status; /* a notification of the library's: nobody waits */
+    header.len = sizeof header;
+    header.error = -EIO;
+    struct iovec refusal = {&header, sizeof header};
+    int refused = write_device(loop, &refusal, 1);
+    if (refused != 0 && refused != -ENOENT && refused != -ENODEV) fl_end(loop, "answering the kernel", -refused);
+    return status;
 }
 
 void fl_answer(struct fuse_loop *loop, uint64_t unique, int error, const void *body, uint32_t size) {
     struct fw_out_header header = {.len = sizeof header + size, .error = error, .unique = unique};
     struct iovec parts[2] = {{&header, sizeof header}, {(void *)body, size}};
-    fl_write_device(loop, parts, size ? 2 : 1);
+    fl_write_reply(loop, parts, size ? 2 : 1);
 }
 
 #define QUIET_MS 1
@@ -96,11 +109,12 @@ static void relay(struct fuse_loop *loop, struct fw_in_header *in, size_t size) 
     fl_answer(loop, in->unique, -EIO, NULL, 0);
 }
 
-/* One request into the buffer: its size, 0 to stop, -EAGAIN to try again. `read_lock` is held. */
-static ssize_t read_request(struct fuse_loop *loop, struct fl_buffers *buffers) {
-    ssize_t size = read(loop->config.dev_fd, buffers->request, loop->request_size);
+/* One request into the buffer: its size, 0 to stop, -EAGAIN to try again. */
+static ssize_t read_request(struct fuse_loop *loop, struct fl_server *server) {
+    if (__atomic_load_n(&loop->stopping, __ATOMIC_ACQUIRE)) return 0;
+    ssize_t size = read(loop->config.dev_fd, server->request, loop->request_size);
     if (size >= 0) {
-        memset(buffers->request + size, 0, FL_REQUEST_END);
+        memset(server->request + size, 0, FL_REQUEST_END);
         return size;
     }
     switch (errno) {
@@ -109,7 +123,11 @@ static ssize_t read_request(struct fuse_loop *loop, struct fl_buffers *buffers) 
     case EINTR:
     case ENOENT: /* the caller gave up before the request was read */
         return -EAGAIN;
-    default: /* ENODEV: unmounted */
+    case ENODEV:       /* unmounted */
+    case ECONNABORTED: /* aborted, by whoever may */
+        return 0;
+    default:
+        fl_end(loop, "reading /dev/fuse", errno);
         return 0;
     }
 }
@@ -154,56 +172,74 @@ static int is_whole(const struct fw_in_header *in, size_t size) {
     return in->len == size && size - sizeof *in >= least_body(in->opcode);
 }
 
-static void pass_on(struct fuse_loop *loop, struct fl_buffers *buffers, struct fw_in_header *in, size_t size) {
+static void pass_on(struct fl_server *server, struct fw_in_header *in, size_t size) {
+    struct fuse_loop *loop = server->loop;
     if (!is_whole(in, size)) {
         int answered = in->opcode != FW_FORGET && in->opcode != FW_BATCH_FORGET && in->opcode != FW_INTERRUPT;
         if (answered) fl_answer(loop, in->unique, -EIO, NULL, 0);
         return;
     }
-    if (fl_answers(in->opcode) && fl_handle_natively(loop, buffers, in)) return;
-    if (fl_queue_call(loop, in)) return;
-    relay(loop, in, size);
+    struct fl_turn turn = fl_keep_order(server, in);
+    if (!(fl_answers(in->opcode) && fl_handle_natively(loop, server, in)) && !fl_queue_call(loop, in)) relay(loop, in, size);
+    fl_turn_end(loop, turn);
 }
 
-static void *read_requests(void *argument) {
-    struct fuse_loop *loop = argument;
-    struct fl_buffers buffers;
-    if (fl_buffers_make(loop, &buffers) < 0) return NULL;
-    for (;;) {
-        pthread_mutex_lock(&loop->read_lock);
-        ssize_t size = __atomic_load_n(&loop->stopping, __ATOMIC_ACQUIRE) ? 0 : read_request(loop, &buffers);
-        struct fw_in_header *in = (struct fw_in_header *)buffers.request;
-        int whole = size >= (ssize_t)sizeof *in;
-        int later = whole && !loop->single && in->opcode == FW_READ; /* copies run side by side */
-        if (whole && !later) pass_on(loop, &buffers, in, (size_t)size);
-        pthread_mutex_unlock(&loop->read_lock);
+static void stop_servers(struct fuse_loop *loop) {
+    pthread_mutex_lock(&loop->reader_lock);
+    __atomic_store_n(&loop->stopping, 1, __ATOMIC_RELEASE);
+    pthread_cond_broadcast(&loop->reader_free);
+    pthread_mutex_unlock(&loop->reader_lock);
+}
+
+void *fl_serve(void *argument) {
+    struct fl_server *server = argument;
+    struct fuse_loop *loop = server->loop;
+    while (server->reads || fl_become_reader(server)) {
+        ssize_t size = read_request(loop, server);
         if (size == 0) break;
-        if (later) pass_on(loop, &buffers, in, (size_t)size);
+        if (size >= (ssize_t)sizeof(struct fw_in_header))
+            pass_on(server, (struct fw_in_header *)server->request, (size_t)size);
     }
-    fl_buffers_free(&buffers);
-    uint64_t one = 1;
-    ssize_t written = write(loop->ended_fd, &one, sizeof one);
-    (void)written;
+    if (server->reads) { /* no more requests, for anybody */
+        stop_servers(loop);
+        fl_end(loop, "", 0);
+    }
+    fl_server_free(server);
     return NULL;
+}
+
+/* INIT apart, whose end says whether the kernel and this service understand each other. */
+static void write_reply(struct fuse_loop *loop, char *reply, size_t size) {
+    struct fw_out_header *header = (struct fw_out_header *)reply;
+    struct fl_pending request = {0};
+    pthread_mutex_lock(&loop->nodes_lock);
+    if (fl_pending_take(loop, header->unique, &request) && header->error == 0)
+        fl_patch_reply(loop, &request, reply + sizeof *header, (uint32_t)(size - sizeof *header));
+    pthread_mutex_unlock(&loop->nodes_lock);
+    int error = -header->error;
+    struct iovec part = {reply, size};
+    int status = fl_write_reply(loop, &part, 1);
+    if (request.opcode != FW_INIT) return;
+    if (error != 0 || status != 0) {
+        fl_end(loop, "the answer to INIT", error != 0 ? error : -status);
+        return;
+    }
+    uint64_t one = 1;
+    ssize_t written = write(loop->up_fd, &one, sizeof one);
+    (void)written;
 }
 
 static void *write_replies(void *argument) {
     struct fuse_loop *loop = argument;
-    char *buffer = malloc(loop->request_size);
-    while (buffer != NULL && wait_for(loop, loop->sockets[0], POLLIN)) {
-        ssize_t size = recv(loop->sockets[0], buffer, loop->request_size, 0);
-        if (size < 0 && errno == EINTR) continue;
-        if (size < (ssize_t)sizeof(struct fw_out_header)) break;
-        struct fw_out_header *header = (struct fw_out_header *)buffer;
-        struct fl_pending request;
-        pthread_mutex_lock(&loop->nodes_lock);
-        if (fl_pending_take(loop, header->unique, &request) && header->error == 0)
-            fl_patch_reply(loop, &request, buffer + sizeof *header, (uint32_t)(size - sizeof *header));
-        pthread_mutex_unlock(&loop->nodes_lock);
-        struct iovec part = {buffer, (size_t)size};
-        fl_write_device(loop, &part, 1);
+    while (wait_for(loop, loop->sockets[0], POLLIN)) {
+        ssize_t size = recv(loop->sockets[0], loop->replies, loop->request_size, 0);
+        if (size >= (ssize_t)sizeof(struct fw_out_header)) {
+            write_reply(loop, loop->replies, (size_t)size);
+        } else if (size >= 0 || errno != EINTR) {
+            fl_end(loop, "replies of the FUSE library", size < 0 ? errno : EPIPE);
+            return NULL;
+        }
     }
-    free(buffer);
     return NULL;
 }
 
@@ -230,7 +266,7 @@ static void *write_invalidations(void *argument) {
         }
         message.header.len = size;
         struct iovec part = {&message, size};
-        fl_write_device(loop, &part, 1);
+        (void)write_device(loop, &part, 1); /* the kernel may not know the node or the name */
         fl_count(&loop->stats.invalidations);
     }
     return NULL;
@@ -238,24 +274,25 @@ static void *write_invalidations(void *argument) {
 
 /* --- life ------------------------------------------------------------------------------------------- */
 
+static int add_thread(struct fuse_loop *loop, void *(*run)(void *loop)) {
+    int status = pthread_create(&loop->threads[loop->running], NULL, run, loop);
+    if (status == 0) loop->running++;
+    return -status;
+}
+
 int fl_start(struct fuse_loop *loop) {
-    for (int i = 0; i < loop->config.threads; i++) {
-        int status = pthread_create(&loop->threads[loop->running], NULL, read_requests, loop);
-        if (status != 0) return -status;
-        loop->running++;
-    }
-    int status = pthread_create(&loop->threads[loop->running], NULL, write_replies, loop);
-    if (status != 0) return -status;
-    loop->running++;
-    status = pthread_create(&loop->threads[loop->running], NULL, write_invalidations, loop);
-    if (status != 0) return -status;
-    loop->running++;
-    return 0;
+    loop->replies = malloc(loop->request_size);
+    pthread_mutex_lock(&loop->reader_lock);
+    int status = loop->replies == NULL ? -ENOMEM : fl_server_add(loop);
+    if (status == 0) status = add_thread(loop, write_replies);
+    if (status == 0) status = add_thread(loop, write_invalidations);
+    pthread_mutex_unlock(&loop->reader_lock);
+    return status;
 }
 
 void fl_stop(struct fuse_loop *loop) {
-    __atomic_store_n(&loop->stopping, 1, __ATOMIC_RELEASE);
     uint64_t one = 1;
+    stop_servers(loop); /* from here on no thread is added */
     ssize_t written = write(loop->stop_fd, &one, sizeof one);
     (void)written;
     fl_notice_stop(loop);
@@ -318,8 +355,12 @@ uint64_t fl_node_drop(struct fuse_loop *loop, uint64_t nodeid) {
     pthread_mutex_lock(&loop->nodes_lock);
     struct fl_node *node = fl_find(loop, nodeid);
     uint64_t lookups = node == NULL ? 0 : node->lookups;
+    if (node != NULL && lookups == 0) { /* looked at again: the lock was free meanwhile */
+        fl_names_unknown(loop, nodeid);
+        node = fl_find(loop, nodeid);
+        lookups = node == NULL ? 0 : node->lookups;
+    }
     if (node != NULL && lookups == 0) {
-        fl_names_unknown(loop, node);
         fl_detach_backing(loop, node);
         memset(node, 0, sizeof *node);
         node->fd = -1;

@@ -6,8 +6,10 @@
  * passthrough). A call costs about a third of a relayed request: no library, no second thread on its way back.
  *
  * Invariants:
- * - Calls are queued, and requests relayed, in the order in which the kernel gave them (`read_lock` spans read
- *   and relay). Who handles a relayed request takes the queued calls first.
+ * - Calls are queued, and requests relayed, in the order in which the kernel gave them: one thread at a time is the
+ *   reader. One that is going to wait for a file's bytes makes another the reader first; what follows on the same
+ *   file then waits for it (fuse_loop_turns.c). Who handles a relayed request takes the queued calls first.
+ * - No thread ends without a word while requests may come: whatever cannot go on is reported (fl_failure).
  * - INTERRUPT is dropped: nothing behind this loop waits for long.
  * - A nodeid is never used again with other bytes; nodes hold slot and generation, and OPEN checks both
  *   against the shared table after it has the slot open.
@@ -18,8 +20,9 @@
  * - Invalidations are written by a thread of their own: the kernel may make that write wait for a lock
  *   whose holder waits for an answer from here.
  *
- * Concurrency: `nodes_lock` guards nodes, pending and the ring of opens; it is held over openat and the
- * backing ioctls (a few us) and never over a read or a relay. No Python anywhere.
+ * Concurrency: `nodes_lock` guards nodes, names, pending and the ring of opens; it is held over openat and the
+ * backing ioctls (a few us) and over a bounded number of names, and never over a read, a write or a relay. No Python
+ * anywhere.
  */
 #ifndef KVFS_FUSE_LOOP_CORE_H
 #define KVFS_FUSE_LOOP_CORE_H
@@ -39,7 +42,7 @@ struct fl_config {
     uint64_t generation_stride;
     uint32_t slot_count;
     int passthrough;     /* wanted; fl_passthrough says what came of it */
-    int threads;
+    int threads; /* at most: another one is made when all others are busy */
     uint32_t buffer_size; /* largest payload of a READ or WRITE */
     uint64_t largest_object;
     uint64_t attr_valid_s;
@@ -69,7 +72,7 @@ struct fl_call {
 
 struct fl_stats {
     uint64_t relayed, calls, native_opens, native_reads, native_writes, native_getattrs, native_lookups, native_creates,
-        native_renames, invalidations, dropped_records;
+        native_renames, invalidations, dropped_records, most_names_moved;
 };
 
 int fl_create(const struct fl_config *config, struct fuse_loop **out);
@@ -77,7 +80,10 @@ void fl_destroy(struct fuse_loop *loop);
 int fl_start(struct fuse_loop *loop);
 void fl_stop(struct fuse_loop *loop);      /* asks the threads to end and waits for them */
 int fl_library_fd(struct fuse_loop *loop);  /* the end of the socket for the FUSE library */
-int fl_ended_fd(struct fuse_loop *loop);    /* eventfd: readable once the kernel has ended the mount */
+int fl_up_fd(struct fuse_loop *loop);       /* eventfd: readable once the kernel has taken the answer to INIT */
+int fl_ended_fd(struct fuse_loop *loop);    /* eventfd: readable once the mount is of no use any more */
+/* Why it is of no use: an errno, and where it came up; 0: the kernel ended the mount. */
+int fl_failure(struct fuse_loop *loop, const char **where);
 int fl_passthrough(struct fuse_loop *loop);
 void fl_get_stats(struct fuse_loop *loop, struct fl_stats *out);
 

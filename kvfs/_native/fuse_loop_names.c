@@ -13,6 +13,9 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
+
+#define NAMES_AT_ONCE 256 /* made or dropped without letting go of the lock: some 50 us */
 
 static uint64_t edge_hash(uint64_t parent, const char *name, uint32_t length) {
     uint64_t hash = 0xCBF29CE484222325ull ^ parent; /* FNV-1a, then mixed: names are short */
@@ -20,29 +23,50 @@ static uint64_t edge_hash(uint64_t parent, const char *name, uint32_t length) {
     return hash ^ hash >> 29;
 }
 
+/* The first edge of a bucket. Linear hashing: of the buckets of the next round, those before `edge_buckets` are
+ * there, and the names of the others are still with the bucket that they are going to be split off from. */
+static struct fl_edge **bucket(struct fuse_loop *loop, uint64_t hash) {
+    uint64_t at = hash & (2 * loop->edge_round - 1);
+    if (at >= loop->edge_buckets) at -= loop->edge_round;
+    return &loop->edges[at >> FL_EDGE_CHUNK_BITS][at & ((1u << FL_EDGE_CHUNK_BITS) - 1)];
+}
+
 static struct fl_edge **edge_place(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length,
                                    uint64_t hash) {
-    struct fl_edge **at = &loop->edges[hash & (loop->edge_buckets - 1)];
+    struct fl_edge **at = bucket(loop, hash);
     while (*at != NULL && ((*at)->hash != hash || (*at)->parent != parent || (*at)->length != length ||
                            memcmp((*at)->name, name, length) != 0))
         at = &(*at)->next;
     return at;
 }
 
+int fl_edges_make(struct fuse_loop *loop) {
+    loop->edges[0] = calloc(1u << FL_EDGE_CHUNK_BITS, sizeof **loop->edges);
+    loop->edge_round = loop->edge_buckets = 1u << FL_EDGE_CHUNK_BITS;
+    return loop->edges[0] == NULL ? -ENOMEM : 0;
+}
+
+/* One more bucket, which takes its names from one other: all names at once would be seconds under the lock. */
 static void edges_grow(struct fuse_loop *loop) {
-    struct fl_edge **wider = calloc(loop->edge_buckets * 2, sizeof *wider);
-    if (wider == NULL) return; /* longer chains, nothing else */
-    uint64_t mask = loop->edge_buckets * 2 - 1;
-    for (uint64_t i = 0; i < loop->edge_buckets; i++) {
-        for (struct fl_edge *edge = loop->edges[i], *next; edge != NULL; edge = next) {
-            next = edge->next;
-            edge->next = wider[edge->hash & mask];
-            wider[edge->hash & mask] = edge;
+    uint64_t added = loop->edge_buckets, moved = 0;
+    struct fl_edge ***chunk = &loop->edges[added >> FL_EDGE_CHUNK_BITS];
+    if (added >> FL_EDGE_CHUNK_BITS == FL_EDGE_CHUNKS) return; /* longer chains, nothing else */
+    if (*chunk == NULL) *chunk = calloc(1u << FL_EDGE_CHUNK_BITS, sizeof **chunk);
+    if (*chunk == NULL) return;
+    struct fl_edge **from = bucket(loop, added), **to = &(*chunk)[added & ((1u << FL_EDGE_CHUNK_BITS) - 1)];
+    while (*from != NULL) {
+        struct fl_edge *edge = *from;
+        moved++;
+        if ((edge->hash & (2 * loop->edge_round - 1)) != added) {
+            from = &edge->next;
+            continue;
         }
+        *from = edge->next;
+        edge->next = *to;
+        *to = edge;
     }
-    free(loop->edges);
-    loop->edges = wider;
-    loop->edge_buckets *= 2;
+    if (++loop->edge_buckets == 2 * loop->edge_round) loop->edge_round *= 2;
+    if (moved > loop->stats.most_names_moved) loop->stats.most_names_moved = moved;
 }
 
 static void doubt_begin(struct fuse_loop *loop, struct fl_node *directory, struct fl_edge *edge) {
@@ -105,32 +129,42 @@ int fl_names_known(const struct fl_node *directory, uint32_t length) {
     return directory != NULL && directory->state == FL_OTHER && length <= directory->room;
 }
 
-void fl_names_unknown(struct fuse_loop *loop, struct fl_node *directory) {
-    directory->room = 0;
-    while (directory->doubts != NULL) {
+/* Lets others have `nodes_lock`, after NAMES_AT_ONCE steps: asleep, since who waits for it is slower to take it. */
+static void pause_often(struct fuse_loop *loop, uint64_t step) {
+    if (step % NAMES_AT_ONCE != 0) return;
+    pthread_mutex_unlock(&loop->nodes_lock);
+    usleep(1);
+    pthread_mutex_lock(&loop->nodes_lock);
+}
+
+void fl_names_unknown(struct fuse_loop *loop, uint64_t nodeid) {
+    struct fl_node *directory = fl_find(loop, nodeid);
+    if (directory != NULL) directory->room = 0; /* from here on its doubts say nothing */
+    for (uint64_t step = 1; directory != NULL && directory->doubts != NULL; step++) {
         const struct fl_edge *edge = directory->doubts;
         edge_remove(loop, edge_place(loop, edge->parent, edge->name, edge->length, edge->hash));
+        pause_often(loop, step);
+        directory = fl_find(loop, nodeid);
     }
 }
 
-/* Makes a name that has no edge doubtful; where that cannot be, no name of the directory is known any more. */
-static void doubt(struct fuse_loop *loop, struct fl_node *directory, const char *name, uint32_t length) {
+/* Makes a name that has no edge doubtful; 0 where that cannot be, and its directory has to be unknown. */
+static int doubt(struct fuse_loop *loop, struct fl_node *directory, const char *name, uint32_t length) {
     struct fl_edge *edge = NULL;
     if (loop->doubt_count < loop->config.doubts) edge = edge_make(loop, directory->nodeid, name, length);
-    if (edge != NULL)
-        doubt_begin(loop, directory, edge);
-    else
-        fl_names_unknown(loop, directory);
+    if (edge != NULL) doubt_begin(loop, directory, edge);
+    return edge != NULL;
 }
 
 void fl_edges_free(struct fuse_loop *loop) {
-    for (uint64_t i = 0; loop->edges != NULL && i < loop->edge_buckets; i++) {
-        for (struct fl_edge *edge = loop->edges[i], *next; edge != NULL; edge = next) {
+    for (uint64_t i = 0; i < loop->edge_buckets; i++) {
+        struct fl_edge *const *first = &loop->edges[i >> FL_EDGE_CHUNK_BITS][i & ((1u << FL_EDGE_CHUNK_BITS) - 1)];
+        for (struct fl_edge *edge = *first, *next; edge != NULL; edge = next) {
             next = edge->next;
             free(edge);
         }
     }
-    free(loop->edges);
+    for (uint32_t i = 0; i < FL_EDGE_CHUNKS; i++) free(loop->edges[i]);
 }
 
 /* --- for the seam ----------------------------------------------------------------------------------- */
@@ -158,7 +192,8 @@ void fl_doubt(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_
         fl_edge_drop(loop, parent, name, length);
         edge = NULL;
     }
-    if (edge == NULL && directory != NULL && directory->room != 0) doubt(loop, directory, name, length);
+    int wanted = edge == NULL && directory != NULL && directory->room != 0;
+    if (wanted && !doubt(loop, directory, name, length)) fl_names_unknown(loop, parent);
     pthread_mutex_unlock(&loop->nodes_lock);
 }
 
@@ -168,17 +203,21 @@ void fl_undoubt(struct fuse_loop *loop, uint64_t parent, const char *name, uint3
 
 int fl_know_names(struct fuse_loop *loop, uint64_t nodeid, uint32_t room, const char *names) {
     pthread_mutex_lock(&loop->nodes_lock);
+    fl_names_unknown(loop, nodeid);
     struct fl_node *directory = fl_find(loop, nodeid);
-    int status = directory != NULL && directory->state == FL_OTHER ? 0 : -ESTALE;
-    if (status == 0) {
-        fl_names_unknown(loop, directory);
-        directory->room = (uint16_t)(room < FL_NAME_MAX ? room : FL_NAME_MAX);
-    }
-    while (status == 0 && directory->room != 0 && *names != 0) {
+    int usable = directory != NULL && directory->state == FL_OTHER, status = usable ? 0 : -ESTALE;
+    for (uint64_t step = 1; usable && room != 0 && *names != 0; step++) {
         uint32_t length = (uint32_t)(strchrnul(names, '/') - names);
-        if (fl_edge_find(loop, nodeid, names, length) == NULL) doubt(loop, directory, names, length);
+        if (fl_edge_find(loop, nodeid, names, length) == NULL && !doubt(loop, directory, names, length)) room = 0;
         names += length + (names[length] != 0);
+        pause_often(loop, step);
+        directory = fl_find(loop, nodeid);
+        usable = directory != NULL && directory->state == FL_OTHER;
     }
+    if (usable && room != 0)
+        directory->room = (uint16_t)(room < FL_NAME_MAX ? room : FL_NAME_MAX); /* every name has its edge now */
+    else
+        fl_names_unknown(loop, nodeid);
     pthread_mutex_unlock(&loop->nodes_lock);
     return status;
 }

@@ -42,7 +42,7 @@ int fl_node_set(struct fuse_loop *loop, uint64_t nodeid, enum fl_state state, ui
         node->slot = slot;
         node->generation = generation;
         if (attr != NULL) node->attr = *attr;
-        if (state == FL_DEAD) fl_names_unknown(loop, node);
+        if (state == FL_DEAD) fl_names_unknown(loop, nodeid);
     }
     pthread_mutex_unlock(&loop->nodes_lock);
     return status;
@@ -214,21 +214,6 @@ void fl_notice_stop(struct fuse_loop *loop) {
 
 /* --- life ------------------------------------------------------------------------------------------- */
 
-int fl_buffers_make(struct fuse_loop *loop, struct fl_buffers *out) {
-    out->request = out->reply = NULL;
-    if (posix_memalign((void **)&out->request, 4096, loop->request_size + FL_REQUEST_END) != 0) return -ENOMEM;
-    if (posix_memalign((void **)&out->reply, 4096, loop->config.buffer_size) != 0) {
-        free(out->request);
-        return -ENOMEM;
-    }
-    return 0;
-}
-
-void fl_buffers_free(struct fl_buffers *buffers) {
-    free(buffers->request);
-    free(buffers->reply);
-}
-
 static int make_sockets(struct fuse_loop *loop) {
     if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, loop->sockets) < 0) return -errno;
     for (int i = 0; i < 2; i++) {
@@ -246,17 +231,16 @@ int fl_create(const struct fl_config *config, struct fuse_loop **out) {
     if (loop == NULL) return -ENOMEM;
     loop->config = *config;
     loop->passthrough = config->passthrough;
-    loop->single = config->threads == 1;
     loop->request_size = config->buffer_size + REQUEST_OVERHEAD;
     loop->largest_object = config->largest_object;
     loop->sockets[0] = loop->sockets[1] = -1;
-    pthread_mutex_init(&loop->read_lock, NULL);
+    pthread_mutex_init(&loop->reader_lock, NULL);
     pthread_mutex_init(&loop->nodes_lock, NULL);
     pthread_mutex_init(&loop->notice_lock, NULL);
     pthread_mutex_init(&loop->calls_lock, NULL);
     pthread_cond_init(&loop->notice_ready, NULL);
-    loop->edge_buckets = 1024;
-    loop->edges = calloc(loop->edge_buckets, sizeof *loop->edges);
+    pthread_cond_init(&loop->reader_free, NULL);
+    pthread_cond_init(&loop->turn_done, NULL);
     loop->pending = calloc(1u << FL_PENDING_BITS, sizeof *loop->pending);
     loop->records = calloc(FL_OPEN_RECORDS, sizeof *loop->records);
     loop->notices = calloc(FL_NOTICES, sizeof *loop->notices);
@@ -264,8 +248,9 @@ int fl_create(const struct fl_config *config, struct fuse_loop **out) {
     loop->calls_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     loop->stop_fd = eventfd(0, EFD_CLOEXEC);
     loop->ended_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    int status = loop->edges && loop->pending && loop->records && loop->notices && loop->calls ? make_sockets(loop) : -ENOMEM;
-    if (status == 0 && (loop->stop_fd < 0 || loop->ended_fd < 0 || loop->calls_fd < 0)) status = -EMFILE;
+    loop->up_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    int status = fl_edges_make(loop) == 0 && loop->pending && loop->records && loop->notices && loop->calls ? make_sockets(loop) : -ENOMEM;
+    if (status == 0 && (loop->stop_fd < 0 || loop->ended_fd < 0 || loop->up_fd < 0 || loop->calls_fd < 0)) status = -EMFILE;
     if (status < 0) {
         fl_destroy(loop);
         return status;
@@ -282,13 +267,14 @@ void fl_destroy(struct fuse_loop *loop) {
         free(loop->chunks[i]);
     }
     fl_edges_free(loop);
-    int descriptors[] = {loop->sockets[0], loop->sockets[1], loop->stop_fd, loop->ended_fd, loop->calls_fd};
-    for (unsigned i = 0; i < 5; i++)
+    int descriptors[] = {loop->sockets[0], loop->sockets[1], loop->stop_fd, loop->ended_fd, loop->up_fd, loop->calls_fd};
+    for (unsigned i = 0; i < sizeof descriptors / sizeof *descriptors; i++)
         if (descriptors[i] >= 0) close(descriptors[i]);
     free(loop->pending);
     free(loop->records);
     free(loop->notices);
     free(loop->calls);
+    free(loop->replies);
     free(loop);
 }
 
@@ -325,6 +311,7 @@ int fl_await_calls(struct fuse_loop *loop, uint64_t timeout_ns) {
 int fl_calls_waiting(struct fuse_loop *loop) { return __atomic_load_n(&loop->call_count, __ATOMIC_ACQUIRE) != 0; }
 int fl_calls_fd(struct fuse_loop *loop) { return loop->calls_fd; }
 int fl_ended_fd(struct fuse_loop *loop) { return loop->ended_fd; }
+int fl_up_fd(struct fuse_loop *loop) { return loop->up_fd; }
 int fl_passthrough(struct fuse_loop *loop) { return loop->passthrough; }
 void fl_get_stats(struct fuse_loop *loop, struct fl_stats *out) { *out = loop->stats; }
 void fl_relay_opens(struct fuse_loop *loop, int relay) { __atomic_store_n(&loop->relay_opens, relay, __ATOMIC_RELAXED); }

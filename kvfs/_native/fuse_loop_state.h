@@ -21,7 +21,9 @@
 #define FL_SPARES 64u
 #define FL_NAME_MAX 255
 #define FL_REQUEST_END 2u /* zeros behind a request: names in it end, two of RENAME at the most */
-#define FL_MAX_THREADS 16
+#define FL_MAX_THREADS 64
+#define FL_EDGE_CHUNK_BITS 12
+#define FL_EDGE_CHUNKS (1u << 13) /* of buckets: two for each node that there can be */
 
 struct fl_node {
     uint64_t nodeid; /* 0: free */
@@ -30,6 +32,7 @@ struct fl_node {
     uint32_t slot, generation, opens;
     int32_t backing_id; /* 0: none */
     int fd;             /* -1: none; only without passthrough */
+    uint32_t turns_given, turns_done; /* of requests that wait for the ones before them (fuse_loop_turns.c) */
     uint8_t state, killed, flushed;
     uint8_t settles;         /* a writer's FLUSH goes to the library, which answers when the bytes are durable */
     uint16_t room;           /* a directory whose names are all here: the longest name that fits in it. Else 0 */
@@ -63,23 +66,26 @@ struct fl_spare {
     uint64_t nodeid, fh;
 };
 
-struct fl_buffers {
-    char *request, *reply;
+/* A thread that serves requests. */
+struct fl_server {
+    struct fuse_loop *loop;
+    char *request, *reply; /* buffers */
+    int reads;             /* it is the one that takes requests from the device */
 };
 
 struct fuse_loop {
     struct fl_config config;
     int sockets[2]; /* ours, the library's */
-    int stop_fd, ended_fd, calls_fd;
-    int stopping, passthrough, passthrough_used, relay_opens, single;
+    int stop_fd, ended_fd, up_fd, calls_fd;
+    int passthrough, passthrough_used, relay_opens;
     uint32_t offered_flags, offered_flags2;
     uint32_t request_size;
     uint64_t largest_object;
-    pthread_mutex_t read_lock, nodes_lock, notice_lock, calls_lock;
-    pthread_cond_t notice_ready;
+    pthread_mutex_t reader_lock, nodes_lock, notice_lock, calls_lock;
+    pthread_cond_t notice_ready, reader_free, turn_done;
     struct fl_node *chunks[FL_CHUNKS];
-    struct fl_edge **edges;
-    uint64_t edge_count, edge_buckets; /* a power of two */
+    struct fl_edge **edges[FL_EDGE_CHUNKS];
+    uint64_t edge_count, edge_buckets, edge_round; /* the round: a power of two, up to `edge_buckets` */
     uint64_t doubt_count;
     struct fl_spare spares[FL_SPARES];
     uint32_t spare_count;
@@ -96,6 +102,9 @@ struct fuse_loop {
     uint32_t notice_first, notice_count;
     int notice_overflow, notice_stop;
     struct fl_stats stats;
+    char *replies; /* the buffer of the thread that writes them */
+    int has_reader, idle, servers, stopping, failure; /* failure: an errno */
+    const char *failed_at;
     pthread_t threads[FL_MAX_THREADS + 2];
     int running;
 };
@@ -144,24 +153,26 @@ struct fl_edge *fl_edge_find(struct fuse_loop *loop, uint64_t parent, const char
 int fl_edge_set(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length, uint64_t nodeid);
 void fl_edge_drop(struct fuse_loop *loop, uint64_t parent, const char *name, uint32_t length);
 int fl_names_known(const struct fl_node *directory, uint32_t length);
-void fl_names_unknown(struct fuse_loop *loop, struct fl_node *directory);
+void fl_names_unknown(struct fuse_loop *loop, uint64_t nodeid); /* lets go of nodes_lock now and then */
+int fl_edges_make(struct fuse_loop *loop);
 void fl_edges_free(struct fuse_loop *loop);
 
 /* fuse_loop_core.c */
 struct iovec;
-void fl_write_device(struct fuse_loop *loop, const struct iovec *parts, int count);
+void *fl_serve(void *server);
+int fl_write_reply(struct fuse_loop *loop, const struct iovec *parts, int count); /* 0, or -errno */
 void fl_answer(struct fuse_loop *loop, uint64_t unique, int error, const void *body, uint32_t size);
 
 /* fuse_loop_answers.c */
-int fl_handle_natively(struct fuse_loop *loop, struct fl_buffers *buffers, struct fw_in_header *in);
+int fl_handle_natively(struct fuse_loop *loop, struct fl_server *server, struct fw_in_header *in);
 int fl_current_attr(struct fuse_loop *loop, const struct fl_node *node, struct fw_attr *attr, uint64_t *valid_s);
 int fl_attach_backing(struct fuse_loop *loop, struct fl_node *node, int fd);
 void fl_detach_backing(struct fuse_loop *loop, struct fl_node *node);
 
 /* fuse_loop_changes.c */
 int fl_handle_create(struct fuse_loop *loop, const struct fw_in_header *in, const struct fw_create_in *body);
-int fl_handle_rename(struct fuse_loop *loop, const struct fw_in_header *in, uint64_t new_parent, uint32_t flags,
-                     const char *names);
+int fl_handle_rename(const struct fl_server *server, const struct fw_in_header *in, uint64_t new_parent,
+                     uint32_t flags, const char *names);
 
 /* fuse_loop_calls.c */
 int fl_queue_call(struct fuse_loop *loop, const struct fw_in_header *in);
@@ -170,8 +181,21 @@ int fl_queue_call(struct fuse_loop *loop, const struct fw_in_header *in);
 void fl_patch_open(struct fuse_loop *loop, uint64_t nodeid, struct fw_open_out *out);
 void fl_patch_reply(struct fuse_loop *loop, const struct fl_pending *request, char *body, uint32_t size);
 
-/* fuse_loop_state.c */
-int fl_buffers_make(struct fuse_loop *loop, struct fl_buffers *out);
-void fl_buffers_free(struct fl_buffers *buffers);
+/* fuse_loop_turns.c */
+int fl_server_add(struct fuse_loop *loop); /* REQUIRES reader_lock */
+void fl_server_free(struct fl_server *server);
+int fl_become_reader(struct fl_server *server); /* waits; 0 when the loop ends */
+void fl_step_aside(struct fl_server *server);
+void fl_end(struct fuse_loop *loop, const char *where, int error); /* error 0: as it should be */
+/* A place in the order of those who mean one file's bytes. */
+struct fl_turn {
+    uint64_t nodeid; /* 0: none */
+    uint32_t number;
+};
+struct fl_turn fl_turn_take(struct fl_node *node); /* REQUIRES nodes_lock */
+void fl_turn_wait(struct fuse_loop *loop, struct fl_turn turn);
+void fl_turn_end(struct fuse_loop *loop, struct fl_turn turn);
+/* Waits until what came before the request and changes the same file is done: its turn, which the caller ends. */
+struct fl_turn fl_keep_order(struct fl_server *server, const struct fw_in_header *in);
 
 #endif

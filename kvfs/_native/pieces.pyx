@@ -4,7 +4,7 @@ Responsibility: turn what callers have (buffers, torch tensors, lists of them, o
 lengths, checked once, so that a whole batch is then copied without the interpreter.
 
 Invariants: every piece lies inside a buffer that is held (exported) until the `Pieces` is gone; what cannot be
-written is refused where it would be written to.
+written is refused where it would be written to. No piece is empty: whoever takes some of them at once moves something.
 Concurrency: made and released with the GIL; read without it.
 """
 
@@ -158,14 +158,17 @@ cdef class Pieces:
         self._view_count += 1
         return 0
 
-    cdef int _append(self, Py_ssize_t at, object buffer, bint writable) except -1:
+    cdef Py_ssize_t _append(self, Py_ssize_t at, object buffer, bint writable) except -1:
+        """Where the next piece goes."""
         cdef char *base
         cdef size_t size
         self._hold(buffer, writable, &base, &size)
+        if size == 0:
+            return at
         self._room(at + 1)
         self.vectors[at].iov_base = base
         self.vectors[at].iov_len = size
-        return 0
+        return at + 1
 
     cdef int _fill_list(self, object buffers, bint writable) except -1:
         cdef Py_ssize_t block = 0, at = 0
@@ -174,11 +177,9 @@ cdef class Pieces:
         for buffer in buffers:
             if isinstance(buffer, (list, tuple)):
                 for piece in buffer:
-                    self._append(at, piece, writable)
-                    at += 1
+                    at = self._append(at, piece, writable)
             else:
-                self._append(at, buffer, writable)
-                at += 1
+                at = self._append(at, buffer, writable)
             block += 1
             self.starts[block] = at
         return 0

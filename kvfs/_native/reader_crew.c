@@ -29,8 +29,9 @@ static struct {
     struct kvfs_read_job *job;
     uint64_t number; /* of the job, from 1 */
     int helping; /* helpers in `job` */
-    int helpers; /* threads; -1 before the first call */
-} crew = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER, NULL, 0, 0, -1};
+    int helpers; /* threads; -1 before this process's first call */
+    int registered; /* the handlers of a fork, which children inherit: a second set would lock twice */
+} crew = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER, NULL, 0, 0, -1, 0};
 
 static void *help(void *unused)
 {
@@ -60,7 +61,7 @@ static void after_fork_there(void)
 {
     crew.job = NULL;
     crew.helping = 0;
-    crew.helpers = crew.helpers < 0 ? -1 : -2; /* to be made again; the handlers are registered */
+    crew.helpers = -1; /* to be made again */
     pthread_cond_init(&crew.work, NULL);
     pthread_cond_init(&crew.done, NULL);
     pthread_mutex_unlock(&crew.lock);
@@ -72,8 +73,12 @@ static void hire(void)
     cpu_set_t usable;
     sigset_t all, before;
     int wanted = sched_getaffinity(0, sizeof usable, &usable) == 0 ? CPU_COUNT(&usable) - 1 : 0;
-    if (crew.helpers == -1)
-        pthread_atfork(before_fork, after_fork_here, after_fork_there);
+    if (!crew.registered)
+        crew.registered = pthread_atfork(before_fork, after_fork_here, after_fork_there) == 0;
+    if (!crew.registered) { /* a child could not tell its crew from ours: do without */
+        crew.helpers = 0;
+        return;
+    }
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, &before);
     for (crew.helpers = 0; crew.helpers < wanted && crew.helpers < MOST_HELPERS; crew.helpers++) {

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import json
 import logging
 import os
+import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +34,7 @@ log = logging.getLogger("kvfs.connectors")
 ADDRESS_VARIABLE: Final = "KVFS_ADDRESS"
 DEFAULT_ADDRESS: Final = "/mnt/kvfs"
 _OUTAGES: Final = (SessionClosed, DeadlinePassed, ProtocolError, OSError)
+_PLACES: Final = frozenset(("_name_or_path", "name_or_path"))
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
@@ -192,9 +195,16 @@ def string_namespace(kind: str, extra: Mapping[str, str] | None = None) -> Names
     )
 
 
-def digest_keys(namespace: Namespace, keys: Sequence[bytes]) -> list[bytes]:
-    """The first 16 bytes of SHA-256 over the namespace's digest and each of an engine's own keys."""
+def new_epoch() -> str:
+    """A name for the weights that an engine has from now on, which no other engine has."""
+    return f"epoch {secrets.token_hex(16)}"
+
+
+def digest_keys(namespace: Namespace, keys: Sequence[bytes], epoch: str = "") -> list[bytes]:
+    """The first 16 bytes of SHA-256 over the namespace's digest, the epoch, and each of an engine's own keys."""
     start = hashlib.sha256(namespace.digest)
+    if epoch:
+        start.update(hashlib.sha256(epoch.encode()).digest())
     digests = []
     for key in keys:
         digest = start.copy()
@@ -203,9 +213,9 @@ def digest_keys(namespace: Namespace, keys: Sequence[bytes]) -> list[bytes]:
     return digests
 
 
-def string_keys(namespace: Namespace, strings: Sequence[str]) -> list[bytes]:
+def string_keys(namespace: Namespace, strings: Sequence[str], epoch: str = "") -> list[bytes]:
     """The same of strings, in UTF-8."""
-    return digest_keys(namespace, [string.encode("utf-8", "surrogateescape") for string in strings])
+    return digest_keys(namespace, [string.encode("utf-8", "surrogateescape") for string in strings], epoch)
 
 
 def chain_parents(keys: Sequence[bytes], before: bytes | None = None) -> list[bytes | None]:
@@ -214,14 +224,15 @@ def chain_parents(keys: Sequence[bytes], before: bytes | None = None) -> list[by
 
 
 # --- weights -------------------------------------------------------------------------------------------------
-def weights_revision(directory: Path) -> str:
+def weights_revision(directory: Path, further: Sequence[str] = ()) -> str:
     """A name for the weights in a directory that another copy of them shares and other weights do not.
 
     A digest of each file's name and size and of samples of its bytes: reading 100 GB would take minutes, and training
-    changes nearly all of them. Raises InvalidRequest where there are no weights.
+    changes nearly all of them. Files with `further` endings count, too. Raises InvalidRequest without weights.
     """
-    files = sorted(path for path in directory.iterdir() if path.suffix in _WEIGHTS and path.is_file())
-    if not files:
+    wanted = (*_WEIGHTS, *further)
+    files = sorted(path for path in directory.iterdir() if path.suffix in wanted and path.is_file())
+    if not any(path.suffix in _WEIGHTS for path in files):
         raise InvalidRequest(f"{directory}: no weights ({', '.join(_WEIGHTS)}); say which revision they are")
     digest = hashlib.sha256()
     for path in files:
@@ -235,20 +246,40 @@ def weights_revision(directory: Path) -> str:
     return f"weights-{digest.hexdigest()[:32]}"
 
 
+def config_digest(config: Any) -> str:
+    """A digest of a model's configuration (transformers' PretrainedConfig) that does not say where it lies."""
+    found = json.loads(config.to_json_string())
+    return hashlib.sha256(json.dumps(_without_names(found), sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _without_names(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_names(each) for name, each in value.items() if name not in _PLACES}
+    return [_without_names(each) for each in value] if isinstance(value, list) else value
+
+
+def architecture_of(config: Any) -> str:
+    """What kind of model a configuration is of: its name is where somebody put it, and says nothing of its bytes."""
+    return str((getattr(config, "architectures", None) or [None])[0] or config.model_type)
+
+
+def model_directory(model: str, hub_revision: str | None = None) -> Path:
+    """Where a model's files are: it is a directory, or a name in the hub's cache. Raises InvalidRequest."""
+    if model and Path(model).is_dir():
+        return Path(model)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model, revision=hub_revision, local_files_only=True))
+    except (ImportError, OSError, ValueError) as error:
+        raise InvalidRequest(
+            f"which weights of {model!r} these are is unknown ({error}): set revision in the connector's configuration"
+        ) from None
+
+
 def model_revision(model: str, given: object = None, hub_revision: str | None = None) -> str:
     """Which weights: what the configuration says, else what the files of a directory or of the hub's cache are.
 
     Raises InvalidRequest where neither says.
     """
-    if given:
-        return str(given)
-    if model and Path(model).is_dir():
-        return weights_revision(Path(model))
-    try:
-        from huggingface_hub import snapshot_download
-
-        return weights_revision(Path(snapshot_download(model, revision=hub_revision, local_files_only=True)))
-    except (ImportError, OSError, ValueError) as error:
-        raise InvalidRequest(
-            f"which weights of {model!r} these are is unknown ({error}): set revision in the connector's configuration"
-        ) from None
+    return str(given) if given else weights_revision(model_directory(model, hub_revision))

@@ -10,17 +10,23 @@ of its own. Page keys are SGLang's (a hash over the prefix); what they leave out
 pool's layout and element type, page size, and the rank where ranks differ. A page's parent is the page before it, so
 that no page is evicted before those that follow it.
 
+Weights: named by their files, and by what SGLang calls them (`weight_version`). Where an update gives them another
+name, everything misses until `clear`, since pages of the old ones may be on their way; from then on keys are of an
+epoch that no other engine has. An update that gives no name is not seen.
+
 Invariants: nothing raises for what the store does: a page is there, whole, or it is a miss. Until the host pool is
 registered nothing is there. Concurrency: SGLang's prefetch, backup and scheduler threads.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
+from sglang.srt.runtime_context import get_serving
 
 from kvfs.blocks import Blocks
 from kvfs.connectors.common import (
@@ -29,6 +35,7 @@ from kvfs.connectors.common import (
     chain_parents,
     memory_at,
     model_revision,
+    new_epoch,
     string_keys,
     string_namespace,
 )
@@ -37,6 +44,7 @@ from kvfs.limits import CONNECTOR_MATCH_S
 from kvfs.namespaces import Namespace
 
 T = TypeVar("T")
+log = logging.getLogger("kvfs.connectors")
 
 PIECES, FLAT = "pieces", "flat"
 """The order of a page's bytes: as the pool lists its pieces of memory (the v1 forms), or as a tensor of the page
@@ -54,6 +62,8 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
         self._namespaces: dict[str, Namespace] = {}
         self._used = PIECES if self._extra.get("interface_v1") else FLAT
         self._page_bytes = 0
+        self._weights, self._epoch = _weight_version(), ""
+        self._is_right = True
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Raises InvalidRequest, InvalidNamespace for what cannot be described."""
@@ -220,7 +230,11 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
         )
 
     def clear(self) -> None:
-        """Remove every page of these weights, this pool and this rank."""
+        """Remove every page of these weights, this pool and this rank. After an update of the weights: begin anew, and
+        leave what others have."""
+        if not self._has_right_weights():
+            self._weights, self._epoch, self._is_right = _weight_version(), new_epoch(), True
+            return
         for namespace in self._namespaces.values():
             self._link.clear(namespace)
 
@@ -233,7 +247,9 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
         before = (getattr(extra_info, "prefix_keys", None) or [None])[-1]
 
         def put(blocks: Blocks, digests: list[bytes]) -> list[bool]:
-            parent = string_keys(self._namespaces[form], [before])[0] if before is not None else None
+            parent = (
+                string_keys(self._namespaces[form], [before], self._epoch)[0] if before is not None else None
+            )
             blocks.put(digests, places, chain_parents(digests, parent))
             return [True] * len(digests)
 
@@ -244,9 +260,28 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
     ) -> T:
         namespace = self._namespaces.get(form)
         blocks = None if namespace is None else self._link.open(namespace)
-        if namespace is None or blocks is None or not keys:
+        if namespace is None or blocks is None or not keys or not self._has_right_weights():
             return otherwise
-        return self._link.attempt(lambda: call(blocks, string_keys(namespace, keys)), otherwise)
+        digests = string_keys(namespace, keys, self._epoch)
+        return self._link.attempt(lambda: call(blocks, digests), otherwise)
+
+    def _has_right_weights(self) -> bool:
+        """Whether the weights have the name that they had at the start, or at the last `clear` after another one."""
+        if self._is_right and _weight_version() != self._weights:
+            self._is_right = False
+            log.error(
+                "the weights were updated to %r: nothing is loaded or stored until the storage backend is cleared",
+                _weight_version(),
+            )
+        return self._is_right
+
+
+def _weight_version() -> str:
+    """What SGLang calls its weights now; empty in a process that knows no name."""
+    try:
+        return str(get_serving().weight_version)
+    except (AttributeError, ValueError):
+        return ""
 
 
 def _side(name: Any) -> str:

@@ -7,21 +7,36 @@
 
 Responsibility: cut keys and values of all layers into blocks of tokens, and put them together again. Invariants: only
 whole blocks are kept; a block is [layer, key or value, token, head, element] ("LKTHD") in the model's element type;
-weights and configuration are in the namespace. Concurrency: none.
+configuration and files are in the namespace, and what the model is in memory at each call in the first block's hash:
+its tensors, sampled, and how adapters are set. A cache is saved only while the model is what it was when it was loaded.
+Concurrency: none.
 """
 
 from __future__ import annotations
 
 import hashlib
+import weakref
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
-from kvfs.connectors.common import Link, address_of, chain_parents, model_revision
+from kvfs.connectors.common import (
+    Link,
+    address_of,
+    architecture_of,
+    chain_parents,
+    config_digest,
+    model_revision,
+)
+from kvfs.connectors.memory import sample, tensors_of
 from kvfs.errors import InvalidRequest
 from kvfs.keys import HASH_BYTES, prefix_hashes
 from kvfs.namespaces import Namespace
+
+_OWN = frozenset(("torch", "transformers"))
+"""Whose modules are what their configuration says; others (adapters) are what their attributes say."""
+_PLAIN = (bool, int, float, str, type(None))
 
 
 class PromptCache:
@@ -30,14 +45,17 @@ class PromptCache:
     def __init__(
         self, model: Any, address: str | None = None, *, block_tokens: int = 64, revision: str | None = None
     ) -> None:
-        """`revision`: which weights, where they are not files of a directory or the hub's. Raises InvalidRequest."""
+        """`revision`: what else sets the model apart, if anything. Raises InvalidRequest."""
         config = model.config
+        self._model = model
         self._heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self._elements = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._layers, self._dtype, self._device = config.num_hidden_layers, model.dtype, model.device
+        self._loaded: weakref.WeakKeyDictionary[DynamicCache, bytes] = weakref.WeakKeyDictionary()
+        """Caches that were handed out, and what the model was then."""
         self.namespace = Namespace(
-            model=str(config.name_or_path or config.model_type),
-            revision=model_revision(str(config.name_or_path), revision),
+            model=architecture_of(config),
+            revision=_revision(str(config.name_or_path or ""), revision),
             dtype=str(self._dtype).removeprefix("torch."),
             layout="LKTHD",
             block_tokens=block_tokens,
@@ -48,18 +66,17 @@ class PromptCache:
             lora="",
             salt="",
             hash="sha256",
-            extra={
-                "engine": "transformers",
-                "config": hashlib.sha256(config.to_json_string().encode()).hexdigest(),
-            },
+            extra={"engine": "transformers", "config": config_digest(config)},
         )
         self._link = Link(address_of({"address": address}), name="transformers")
         self._link.open(self.namespace)
 
     def load(self, input_ids: torch.Tensor) -> tuple[DynamicCache, int]:
         """A cache of the longest stored prefix, and how many tokens that is. `input_ids`: int64, [1, tokens]."""
-        keys = self._keys(input_ids[:, :-1])
+        weights = what_is(self._model)
+        keys = self._keys(input_ids[:, :-1], weights)
         cache, blocks = DynamicCache(), self._link.blocks(self.namespace)
+        self._loaded[cache] = weights
         hits = 0 if blocks is None else self._link.attempt(lambda: blocks.match(keys), 0)
         if blocks is None or not hits:
             return cache, 0
@@ -84,8 +101,16 @@ class PromptCache:
         return cache, hits * tokens
 
     def save(self, input_ids: torch.Tensor, cache: DynamicCache) -> int:
-        """Store the whole blocks of a prompt that `cache` has; how many were new."""
-        keys, blocks = self._keys(input_ids[:, : cache.get_seq_length()]), self._link.blocks(self.namespace)
+        """Store the whole blocks of a prompt that `cache` has; how many were new.
+
+        None of a cache that `load` gave when the model was another; one that is not from `load` is taken for the
+        model's as it is now.
+        """
+        weights = what_is(self._model)
+        if self._loaded.get(cache, weights) != weights:
+            return 0
+        keys = self._keys(input_ids[:, : cache.get_seq_length()], weights)
+        blocks = self._link.blocks(self.namespace)
         if blocks is None or not keys or not self._link.is_up:
             return 0
         count, tokens = len(keys) // HASH_BYTES, self.namespace.block_tokens
@@ -103,7 +128,39 @@ class PromptCache:
     def close(self) -> None:
         self._link.close()
 
-    def _keys(self, input_ids: torch.Tensor) -> bytes:
+    def _keys(self, input_ids: torch.Tensor, weights: bytes) -> bytes:
         if input_ids.dim() != 2 or input_ids.shape[0] != 1:
             raise InvalidRequest(f"input_ids of shape {tuple(input_ids.shape)}, not one sequence [1, tokens]")
-        return prefix_hashes(self.namespace, input_ids[0].cpu().numpy())
+        count = input_ids.shape[1] // self.namespace.block_tokens
+        extra = [weights, *[None] * (count - 1)] if count else None
+        return prefix_hashes(self.namespace, input_ids[0].cpu().numpy(), extra=extra)
+
+
+def what_is(model: torch.nn.Module) -> bytes:
+    """A digest of what a model computes with now: tensors (samples), and the settings of modules that are not its own.
+
+    Hooks and replaced functions are not seen.
+    """
+    digest = hashlib.sha256(sample(tensors_of(model, all_buffers=True)))
+    for name, module in model.named_modules():
+        kind = type(module)
+        if module.training or kind.__module__.partition(".")[0] not in _OWN:
+            settings = {key: each for key, each in vars(module).items() if _is_plain(each)}
+            digest.update(f"{name}\0{kind.__module__}.{kind.__qualname__}\0{settings}\0".encode())
+    return digest.digest()
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(each) for pair in value.items() for each in pair)
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(_is_plain(each) for each in value)
+    return isinstance(value, _PLAIN)
+
+
+def _revision(name: str, given: str | None) -> str:
+    """Files are not needed: the tensors in memory say what the weights are."""
+    try:
+        return model_revision(name, given)
+    except InvalidRequest:
+        return "memory"

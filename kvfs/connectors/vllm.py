@@ -8,12 +8,17 @@ Responsibility: vLLM's interface (KVConnectorBase_V1); the work is done by `Plan
 `Transfers` in each worker's. Further keys of kv_connector_extra_config: `revision` (which weights; else what the files
 are), `load` (`async`, between steps, or `layers`, within the step), `store` (`all` or `prompt`).
 
+Weights: keys have what the workers' weights are in memory, the same for all ranks. `reset_cache` begins an epoch, whose
+number goes to the workers with each step's plan: a worker holds its weights of one epoch against what they are in each
+step, before anything of it is matched, loaded or stored.
+
 Invariants: without kv_load_failure_policy `recompute`, vLLM fails requests whose blocks were evicted on the way, so it
 is asked for at the start. Concurrency: as vLLM calls it, one thread on each side.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,11 +29,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
 )
 
 from kvfs.connectors.common import Link, address_of
 from kvfs.connectors.vllm_layout import KVLayout, group_layers, namespace_of
 from kvfs.connectors.vllm_scheduler import Plan, Planner, Rank, Step
+from kvfs.connectors.vllm_weights import Peers, Watch, models_of_caller
 from kvfs.connectors.vllm_worker import Transfers
 from kvfs.errors import InvalidRequest
 from kvfs.namespaces import Namespace
@@ -50,9 +57,21 @@ class KVFSMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class KVFSHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """From each worker to the scheduler, once: its namespace, as JSON."""
+    """From each worker to the scheduler, once: its namespace, as JSON, and what its weights are in memory."""
 
     namespace: str
+    weights: bytes
+
+
+@dataclass
+class KVFSReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """From the workers to the scheduler: in this epoch some worker's weights are others."""
+
+    epoch: int
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVFSReport:
+        assert isinstance(other, KVFSReport)
+        return KVFSReport(max(self.epoch, other.epoch))
 
 
 def check_config(extra: dict[str, Any]) -> dict[str, str]:
@@ -88,6 +107,7 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._planner: Planner | None = None
         self._transfers: Transfers | None = None
         self._namespace: Namespace | None = None
+        self._watch: Watch | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._planner = Planner(
                 self._link,
@@ -113,12 +133,31 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
         dtype = next(iter(named.values())).dtype
         self._namespace = namespace_of(self._vllm_config, self._kv_cache_config, layout, dtype)
         rank = (self._namespace.pipeline_rank, self._namespace.tensor_rank)
+        ranks = self._vllm_config.parallel_config.world_size
+        peers = Peers(str(self._vllm_config.kv_transfer_config.engine_id), ranks)
+        self._watch = Watch(models_of_caller(), peers)
         self._transfers = Transfers(
-            self._link, self._namespace, rank, layout, is_async=self._chosen["load"] == "async"
+            self._link,
+            self._namespace,
+            rank,
+            layout,
+            is_async=self._chosen["load"] == "async",
+            watch=self._watch,
         )
 
     def get_handshake_metadata(self) -> KVFSHandshake | None:
-        return None if self._namespace is None else KVFSHandshake(self._namespace.canonical.decode())
+        if self._namespace is None or self._watch is None:
+            return None
+        return KVFSHandshake(self._namespace.canonical.decode(), self._watch.sample)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._transfers is not None:
+            self._transfers.enter(self._plan())
+
+    def build_connector_worker_meta(self) -> KVFSReport | None:
+        ended = None if self._transfers is None else self._transfers.ended_epoch
+        return None if ended is None else KVFSReport(ended)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._transfers is not None:
@@ -160,9 +199,30 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._planner
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Rank, Any]) -> None:
+        ranks = sorted(metadata.items())
+        weights = hashlib.sha256(b"".join(each.weights for _, each in ranks)).hexdigest()[:32]
         self.planner.set_namespaces(
-            {rank: Namespace.from_json(each.namespace) for rank, each in sorted(metadata.items())}
+            {rank: Namespace.from_json(each.namespace) for rank, each in ranks}, f"memory {weights}"
         )
+
+    def reset_cache(self) -> bool | None:
+        """The engine's weights are others: what was stored stays for those who have the old ones."""
+        if self._planner is None:
+            return None
+        self._planner.reset(has_old_blocks=self._has_blocks())
+        return True
+
+    def _has_blocks(self) -> bool:
+        """Whether requests kept the engine from emptying its own cache, which it does before it calls `reset_cache`."""
+        if self._kv_cache_manager is None:
+            return False
+        pool = self._kv_cache_manager.block_pool
+        return bool(pool.get_num_free_blocks() != pool.num_gpu_blocks - 1)  # one block stands for none
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, KVFSReport):
+            self.planner.end_epoch(report.epoch)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self.planner.match(request, num_computed_tokens)

@@ -13,17 +13,15 @@ Invariants: a group of layers that is not plain full attention, and tensors that
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvfs._native.pieces import Scatter
-from kvfs.connectors.common import model_revision
+from kvfs.connectors.common import architecture_of, config_digest, model_revision
 from kvfs.errors import InvalidRequest
 from kvfs.namespaces import Namespace
 
@@ -190,10 +188,10 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, layout: KVLayout, dtype
         "backend": _backend_of(vllm_config, layout.names[0]),
         "quantization": str(model.quantization),
         "model_dtype": str(model.dtype),
-        "config": hashlib.sha256(model.hf_config.to_json_string().encode()).hexdigest()[:32],
+        "config": config_digest(model.hf_config),
     }
     return Namespace(
-        model=Path(model.model).name if Path(model.model).is_dir() else model.model,
+        model=architecture_of(model.hf_config),
         revision=model_revision(
             model.model,
             vllm_config.kv_transfer_config.kv_connector_extra_config.get("revision"),

@@ -6,6 +6,9 @@ step into its metadata. It copies no byte.
 Invariants:
 - Nothing here waits: matching reads shared memory, and where the store is not there nothing matches. (A user outside
   of the service's group asks it, for CONNECTOR_MATCH_S at most, and then has a miss.)
+- Every key says which weights it is of: the first block's hash has what all ranks found in memory at the start, or,
+  after a reset, a name that no other engine has. A request that was begun before a reset is not stored after it, since
+  its first blocks are of the weights before.
 - A hit is a hit on every rank: each has its shard under its own namespace, so the shortest match counts.
 - Only whole blocks are loaded and stored, never the one that holds the prompt's last token: the engine has to compute
   at least that. A block is stored once all its tokens are known and computed, so what speculation guessed is not.
@@ -22,9 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from kvfs.connectors.common import Link
+from kvfs.connectors.adapters import Adapters
+from kvfs.connectors.common import Link, new_epoch
 from kvfs.keys import HASH_BYTES, prefix_hashes
-from kvfs.limits import CONNECTOR_MATCH_S, CONNECTOR_STEP_BLOCKS, MAX_EXTRA_BYTES
+from kvfs.limits import CONNECTOR_MATCH_S, MAX_EXTRA_BYTES
 from kvfs.namespaces import Namespace
 
 
@@ -59,6 +63,8 @@ class Plan:
 
     loads: list[BlockRun] = field(default_factory=list)
     stores: list[BlockRun] = field(default_factory=list)
+    epoch: int = 0
+    """How often the engine's weights have been declared others; what a worker loads or stores is of this epoch."""
 
 
 @dataclass(slots=True)
@@ -87,20 +93,46 @@ class Planner:
         self._store_generated = store_generated
         self._is_async = is_async
         self._namespaces: dict[Rank, Namespace] = {}
+        self._adapters = Adapters()
+        self._weights = ""
+        """What the weights are, for the first block of every request."""
+        self._epoch = 0
+        self._is_right = True
+        """Whether the workers' weights are those of the epoch."""
+        self._has_old_blocks = False
+        """Whether the engine's own cache may hold blocks of weights before the epoch's."""
         self._requests: dict[str, _Tracked] = {}
         self._loads: list[BlockRun] = []
-        self.counts = {"queries": 0, "hit_blocks": 0, "stored_blocks": 0}
+        self.counts = {"queries": 0, "hit_blocks": 0, "stored_blocks": 0, "epochs": 0}
 
-    def set_namespaces(self, namespaces: dict[Rank, Namespace]) -> None:
-        """Those of all workers, as each derived it from its own cache."""
-        self._namespaces = namespaces
+    def set_namespaces(self, namespaces: dict[Rank, Namespace], weights: str = "") -> None:
+        """Those of all workers, as each derived it from its own cache, and what their weights are in memory."""
+        self._namespaces, self._weights = namespaces, weights
         if namespaces:
             self._link.open(next(iter(namespaces.values())))
+
+    # --- weights ------------------------------------------------------------------------------------------
+    def reset(self, *, has_old_blocks: bool = False) -> None:
+        """The weights are others from now on: begin an epoch that nobody else has. Called between two steps.
+
+        `has_old_blocks`: the engine could not empty its own cache.
+        """
+        assert not self._loads, "in the middle of a step"
+        self._epoch += 1
+        self._weights, self._is_right, self._has_old_blocks = new_epoch(), True, has_old_blocks
+        self._requests.clear()
+        self.counts["epochs"] += 1
+
+    def end_epoch(self, epoch: int) -> None:
+        """A worker's weights are not those of the epoch: match and store nothing until the next."""
+        if epoch == self._epoch:
+            self._is_right = False
 
     # --- loads --------------------------------------------------------------------------------------------
     def match(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens that can be loaded behind those computed, and whether between steps."""
-        if not self._namespaces:
+        if not self._namespaces or not self._is_right or (self._has_old_blocks and num_computed_tokens):
+            self._requests.pop(request.request_id, None)
             return 0, False
         tracked = self._track(request)
         first = tracked.matched_from = num_computed_tokens // self._block_tokens
@@ -131,9 +163,9 @@ class Planner:
 
     # --- stores -------------------------------------------------------------------------------------------
     def plan(self, steps: Iterable[Step]) -> Plan:
-        plan = Plan(loads=self._loads)
+        plan = Plan(loads=self._loads, epoch=self._epoch)
         self._loads = []
-        if self._link.is_up:
+        if self._link.is_up and self._is_right:
             for step in steps:
                 tracked = self._requests.get(step.request_id)
                 if tracked is not None:
@@ -143,11 +175,10 @@ class Planner:
     def _plan_stores(self, plan: Plan, tracked: _Tracked, step: Step) -> None:
         request = tracked.request
         known = request.num_tokens if self._store_generated else request.num_prompt_tokens
-        room = CONNECTOR_STEP_BLOCKS - sum(len(run.block_ids) for run in plan.stores)
         # What is computed a second time (after a preemption, or a load that failed) may be in the store no more.
         first = min(tracked.stored, step.tokens_before // self._block_tokens)
         whole = min(step.tokens_after, known) // self._block_tokens
-        last = min(whole, len(step.block_ids), first + room)
+        last = min(whole, len(step.block_ids))
         tracked.stored = max(last, first)
         if last <= first:
             return
@@ -187,6 +218,10 @@ class Planner:
         if blocks <= first:
             return
         extra = self._extra(tracked, first, blocks)
+        if extra is None:
+            return
+        if first == 0 and self._weights:
+            extra[0] = self._weights.encode() + b"\0" + (extra[0] or b"")
         tokens = np.array(
             tracked.request.all_token_ids[first * self._block_tokens : blocks * self._block_tokens],
             dtype=np.int64,
@@ -197,13 +232,16 @@ class Planner:
             parent = bytes(keys[-HASH_BYTES:]) if keys else None
             keys += prefix_hashes(self._namespaces[rank], tokens, parent=parent, extra=extra)
 
-    def _extra(self, tracked: _Tracked, first: int, last: int) -> list[bytes | None]:
-        """What decides each block besides its tokens: adapter, images, salt, embeddings, as vLLM's own hashes say."""
+    def _extra(self, tracked: _Tracked, first: int, last: int) -> list[bytes | None] | None:
+        """What decides each block besides tokens and weights: adapter, images, salt, embeddings, as vLLM's own hashes
+        say; None for an adapter that may be any."""
         from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
         request = tracked.request
         lora = getattr(request, "lora_request", None)
-        adapter = () if lora is None else (lora.lora_name, lora.lora_path)
+        adapter = () if lora is None else (self._adapters.name(lora),)
+        if adapter == (None,):
+            return None
         found: list[bytes | None] = []
         for block in range(first, last):
             keys, tracked.mm_index = generate_block_hash_extra_keys(

@@ -6,6 +6,9 @@ Responsibility: SecondaryTierManager over blocks: look-ups in the shared table, 
 and the store as futures. Keys are vLLM's own (block hash and group), so engines share blocks only where they share
 vLLM's hash settings: a non-cryptographic hash has a random seed in every process unless PYTHONHASHSEED is set.
 
+Weights: the tier runs beside the scheduler, where no weights are: they are named by their files. vLLM drains a tier's
+jobs where it resets its caches, and only there; keys are of another epoch afterwards, which no other engine has.
+
 Invariants: no call waits, but `drain_jobs`; every submitted job is reported once, a load with the keys that came. The
 namespace has what vLLM says of the cache, its version among it, since it does not say how a backend packs blocks.
 Concurrency: the scheduler's thread; copies run on the client's threads.
@@ -28,7 +31,14 @@ from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvfs._native.pieces import Scatter
-from kvfs.connectors.common import Link, address_of, digest_keys, model_revision, string_namespace
+from kvfs.connectors.common import (
+    Link,
+    address_of,
+    digest_keys,
+    model_revision,
+    new_epoch,
+    string_namespace,
+)
 from kvfs.errors import InvalidRequest, KvfsError
 from kvfs.limits import CONNECTOR_COPY_S, CONNECTOR_MATCH_S, CONNECTOR_TIMEOUT_S
 from kvfs.namespaces import Namespace
@@ -65,6 +75,7 @@ class KVFSTier(SecondaryTierManager):  # type: ignore[misc]
         self._link = Link(address_of({"address": address}), name="vllm-tier")
         self._link.open(self._namespace)
         self._memory = np.frombuffer(primary_kv_view, dtype=np.uint8)
+        self._epoch = ""
         self._jobs: dict[int, _Job] = {}
         self._failed: list[JobResult] = []
 
@@ -76,7 +87,7 @@ class KVFSTier(SecondaryTierManager):  # type: ignore[misc]
         if blocks is None:
             return LookupResult.MISS
         there = self._link.attempt(
-            lambda: blocks.exists(digest_keys(self._namespace, [key]), timeout_s=CONNECTOR_MATCH_S), [False]
+            lambda: blocks.exists(self._digests([key]), timeout_s=CONNECTOR_MATCH_S), [False]
         )
         return LookupResult.HIT if there[0] else LookupResult.MISS
 
@@ -85,7 +96,7 @@ class KVFSTier(SecondaryTierManager):  # type: ignore[misc]
         blocks = self._link.blocks(self._namespace)
         job = None
         if blocks is not None and self._link.is_up:
-            digests = digest_keys(self._namespace, keys)
+            digests = self._digests(keys)
             stored = self._link.attempt(
                 lambda: blocks.put_async(digests, places, timeout_s=CONNECTOR_TIMEOUT_S), None
             )
@@ -98,7 +109,7 @@ class KVFSTier(SecondaryTierManager):  # type: ignore[misc]
         blocks = self._link.blocks(self._namespace)
         job = None
         if blocks is not None:
-            digests = digest_keys(self._namespace, keys)
+            digests = self._digests(keys)
             sizes = self._link.attempt(
                 lambda: blocks.get_into_async(digests, places, timeout_s=CONNECTOR_TIMEOUT_S), None
             )
@@ -124,11 +135,19 @@ class KVFSTier(SecondaryTierManager):  # type: ignore[misc]
         return bool(self._jobs or self._failed)
 
     def drain_jobs(self) -> None:
-        wait([_future(job) for job in self._jobs.values()], CONNECTOR_COPY_S)
+        """vLLM resets its caches: what is looked up and stored from now on is of other weights."""
+        self._wait()
+        self._epoch = new_epoch()
 
     def shutdown(self) -> None:
-        self.drain_jobs()
+        self._wait()
         self._link.close()
+
+    def _wait(self) -> None:
+        wait([_future(job) for job in self._jobs.values()], CONNECTOR_COPY_S)
+
+    def _digests(self, keys: list[bytes]) -> list[bytes]:
+        return digest_keys(self._namespace, keys, self._epoch)
 
     def _result(self, job: _Job) -> JobResult:
         taken_s = time.monotonic() - job.begun

@@ -7,6 +7,8 @@ Invariants:
 - A load that failed is reported, block by block, no later than its request is: the engine computes these blocks.
 - A step ends (`wait_for_save`) only when its blocks were copied out: the engine may free or reuse them then. Sealing
   them goes on behind.
+- Nothing is loaded or stored in a step in which the weights are not the epoch's, nor afterwards until the next epoch; a
+  load that ends in another epoch than it began in has failed.
 - A store that does not answer costs at most CONNECTOR_SAVE_S of one step per outage.
 
 Concurrency: called by the worker's thread; stores are copied on one thread and sealed on another, so that a seal that
@@ -29,11 +31,18 @@ from kvfs.connectors.common import Link, chain_parents
 from kvfs.connectors.vllm_layout import KVLayout
 from kvfs.connectors.vllm_scheduler import BlockRun, Plan, Rank, split_keys
 from kvfs.errors import DeadlinePassed, InvalidRequest, KvfsError
-from kvfs.limits import CONNECTOR_COPY_S, CONNECTOR_LOADS, CONNECTOR_SAVE_S, CONNECTOR_TIMEOUT_S
+from kvfs.limits import (
+    CONNECTOR_COPY_S,
+    CONNECTOR_LOADS,
+    CONNECTOR_SAVE_S,
+    CONNECTOR_STORE_BLOCKS,
+    CONNECTOR_TIMEOUT_S,
+)
 from kvfs.namespaces import Namespace
 
 if TYPE_CHECKING:
     from kvfs._native.writer import Draft
+    from kvfs.connectors.vllm_weights import Watch
     from kvfs.layers import Loading
 
 log = logging.getLogger("kvfs.connectors")
@@ -44,12 +53,13 @@ class _Load:
     run: BlockRun
     sizes: Future[list[int]]
     """Bytes of each block, -1 for one that was not there."""
+    epoch: int
     staging: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
 class _Store:
-    """The blocks of one step on their way out."""
+    """Blocks of one step on their way out."""
 
     keys: list[bytes]
     parents: list[bytes | None]
@@ -59,15 +69,33 @@ class _Store:
     jobs: list[Future[None]] = field(default_factory=list)
     given_up: bool = False
 
+    def parts(self) -> list[_Store]:
+        """The same blocks, as many at once as a session's drafts allow."""
+        count = CONNECTOR_STORE_BLOCKS
+        return [
+            _Store(self.keys[i : i + count], self.parents[i : i + count], self.block_ids[i : i + count])
+            for i in range(0, len(self.keys), count)
+        ]
+
 
 class Transfers:
     """See the module's header."""
 
     def __init__(
-        self, link: Link, namespace: Namespace, rank: Rank, layout: KVLayout, *, is_async: bool
+        self,
+        link: Link,
+        namespace: Namespace,
+        rank: Rank,
+        layout: KVLayout,
+        *,
+        is_async: bool,
+        watch: Watch | None = None,
     ) -> None:
+        """`watch` sees to it that the weights are those of the plans' epoch."""
         self._link, self._namespace, self._rank, self._layout = link, namespace, rank, layout
         self._is_async = is_async
+        self._watch = watch
+        self._epoch = 0
         self._layer_of = {name: layer for layer, name in enumerate(layout.names)}
         self._loads: dict[str, _Load] = {}
         self._layered: list[tuple[BlockRun, Loading | None]] = []
@@ -78,13 +106,45 @@ class Transfers:
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="kvfs-seals")
         self._sealing = threading.BoundedSemaphore(2)
         """Steps whose blocks wait to be sealed: each holds its drafts."""
-        self.counts = {"loaded_blocks": 0, "failed_blocks": 0, "stored_blocks": 0, "dropped_blocks": 0}
+        self.counts = {
+            "loaded_blocks": 0,
+            "failed_blocks": 0,
+            "stored_blocks": 0,
+            "dropped_blocks": 0,
+            "weights_changed": 0,
+        }
         link.open(namespace)
 
     def close(self) -> None:
         self._copier.shutdown(wait=True)
         self._sealer.shutdown(wait=True)
         self._link.close()
+
+    # --- weights ------------------------------------------------------------------------------------------
+    def enter(self, plan: Plan) -> None:
+        """A step begins: look at the weights that it computes with, if anything is loaded or stored."""
+        self._epoch = plan.epoch
+        if self._watch is not None:
+            self._watch.enter(plan.epoch)
+            if plan.loads or plan.stores or self._loads:
+                self._watch.look()
+                self.counts["weights_changed"] = self._watch.changes
+
+    @property
+    def _is_right(self) -> bool:
+        return self._watch is None or self._watch.is_right
+
+    @property
+    def ended_epoch(self) -> int | None:
+        """The epoch, where its weights are others now."""
+        return None if self._is_right else self._epoch
+
+    def _is_right_on_all_ranks(self) -> bool:
+        """Asked at the end of a step: those whose part came before this one's have looked."""
+        right = self._watch is None or self._watch.ask()
+        if self._watch is not None:
+            self.counts["weights_changed"] = self._watch.changes
+        return right
 
     # --- loads --------------------------------------------------------------------------------------------
     def begin(self, plan: Plan) -> None:
@@ -98,7 +158,7 @@ class Transfers:
 
     def _begin_load(self, run: BlockRun) -> None:
         blocks = self._link.blocks(self._namespace)
-        if blocks is None or len(self._loads) >= CONNECTOR_LOADS:
+        if blocks is None or not self._is_right or len(self._loads) >= CONNECTOR_LOADS:
             self._finish(run, [-1] * len(run.block_ids))
             return
         staging = None
@@ -113,11 +173,11 @@ class Transfers:
             log.warning("a load did not begin: %s", error)
             self._finish(run, [-1] * len(run.block_ids))
             return
-        self._loads[run.request_id] = _Load(run, sizes, staging)
+        self._loads[run.request_id] = _Load(run, sizes, self._epoch, staging)
 
     def _begin_layers(self, run: BlockRun) -> Loading | None:
         blocks = self._link.blocks(self._namespace)
-        if blocks is None:
+        if blocks is None or not self._is_right:
             return None
         layers = [self._layout.places(run.block_ids, layer) for layer in range(len(self._layout.layers))]
         return self._link.attempt(
@@ -170,6 +230,8 @@ class Transfers:
 
     def _sizes_of(self, load: _Load) -> list[int]:
         missed = [-1] * len(load.run.block_ids)
+        if load.epoch != self._epoch or not self._is_right:
+            return missed
         try:
             return load.sizes.result()
         except (KvfsError, OSError) as error:
@@ -187,38 +249,47 @@ class Transfers:
     # --- stores -------------------------------------------------------------------------------------------
     def save_layer(self, plan: Plan, name: str) -> None:
         """A layer's cache has this step's tokens: copy its blocks out behind the layers that follow."""
-        if self._layout.is_on_cpu and plan.stores and name in self._layer_of:
-            self._save_layers_to(plan, self._layer_of[name] + 1)
+        if self._layout.is_on_cpu and plan.stores and self._is_right and name in self._layer_of:
+            if self._store is None:
+                self._store = self._begin_store(_step_of(plan, self._rank).parts()[0])
+            self._save_layers_to(self._store, self._layer_of[name] + 1)
 
-    def _save_layers_to(self, plan: Plan, end: int) -> None:
-        if self._store is None:
-            self._store = self._begin_store(plan)
-        store = self._store
+    def _begin_store(self, store: _Store) -> _Store:
+        store.jobs.append(self._copier.submit(self._reserve, store))
+        return store
+
+    def _save_layers_to(self, store: _Store, end: int) -> None:
         for layer in range(store.layers_begun, end):
             store.jobs.append(self._copier.submit(self._save_one, store, layer))
         store.layers_begun = max(store.layers_begun, end)
 
     def finish(self, plan: Plan) -> None:
-        """The step is over: copy out what is left, and seal it behind."""
+        """The step is over: copy out what is left, part by part, and seal it behind."""
+        begun, self._store = self._store, None
         if not plan.stores:
             return
-        if self._layout.is_on_cpu:
-            self._save_layers_to(plan, len(self._layout.layers))
-            store = self._store
-            assert store is not None
-            self._store = None
-            for job in store.jobs:
-                job.result()
-            self._seal_behind(lambda blocks: self._seal(blocks, store), len(store.keys))
-        else:
-            step = _step_of(plan, self._rank)
-            copies = self._layout.gather(step.block_ids)
-            self._seal_behind(lambda blocks: self._put(blocks, step, copies), len(step.keys))
+        parts = _step_of(plan, self._rank).parts()
+        if begun is not None:
+            parts[0] = begun
+        if not self._is_right_on_all_ranks():
+            self.counts["dropped_blocks"] += sum(len(part.keys) for part in parts if part is not begun)
+            parts = [] if begun is None else [begun]
+            for part in parts:  # it gives its drafts back
+                part.given_up = True
+        for part in parts:
+            self._finish_part(part)
 
-    def _begin_store(self, plan: Plan) -> _Store:
-        store = _step_of(plan, self._rank)
-        store.jobs.append(self._copier.submit(self._reserve, store))
-        return store
+    def _finish_part(self, part: _Store) -> None:
+        if not self._layout.is_on_cpu:
+            copies = self._layout.gather(part.block_ids)
+            self._seal_behind(lambda blocks: self._put(blocks, part, copies), len(part.keys))
+            return
+        if not part.jobs:
+            self._begin_store(part)
+        self._save_layers_to(part, len(self._layout.layers))
+        for job in part.jobs:
+            job.result()
+        self._seal_behind(lambda blocks: self._seal(blocks, part), len(part.keys))
 
     def _reserve(self, store: _Store) -> None:
         blocks = self._link.blocks(self._namespace)

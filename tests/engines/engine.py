@@ -119,12 +119,25 @@ class Engine:
 
     def generate(self, prompts: Mapping[str, Sequence[int]]) -> Run:
         """The outputs of `prompts`. A process that dies or hangs (pytest's timeout) fails the test, with its log."""
-        self._send({"prompts": list(prompts.values()), "max_tokens": MAX_TOKENS})
-        reply = self._replies.readline()
-        assert reply, f"engine '{self._label}' failed\n{self._log.read_text()[-8000:]}"
-        answer = json.loads(reply)
+        answer = self._ask({"prompts": list(prompts.values()), "max_tokens": MAX_TOKENS})
         sys.stderr.write(f"\nengine '{self._label}': peak {answer.pop('peak_mib')} MiB\n")
         return Run(list(prompts), **answer)
+
+    def change_weights(self, factor: float, *, rank: int | None = None) -> None:
+        """Change the weights where they are: by the reciprocal of `factor` (a power of 2), they are what they were."""
+        assert any(self._ask({"change": factor, "rank": rank})["done"])
+
+    def reset(self) -> bool:
+        return bool(self._ask({"reset": True})["done"])
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        self._send(request)
+        reply = self._replies.readline()
+        assert reply, f"engine '{self._label}' failed\n{self.log()[-8000:]}"
+        return dict(json.loads(reply))
 
     def __enter__(self) -> Self:
         return self

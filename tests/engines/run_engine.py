@@ -8,6 +8,8 @@ is a request that gets one line in reply:
      "batched_tokens": int, "cache_blocks": int or null, "events": settings or null,
      "tensor_parallel": int}
     {"prompts": [[token id, ...], ...], "max_tokens": int}
+    {"change": float, "rank": int or null}    every layer's norms, in place, by this factor; null: on all ranks
+    {"reset": true}                           vLLM's reset_prefix_cache(reset_connector=True)
 
 `storage` is handed to vLLM's bundled ExampleConnector, unmodified, as its `shared_storage_path`. `connector` are
 arguments of KVTransferConfig for another one, `events` those of KVEventsConfig. `cache_blocks` makes the KV cache so
@@ -16,6 +18,8 @@ small that requests are preempted. A reply has lists with one entry per prompt:
     {"tokens": [[id, ...]], "logprobs": [[of each chosen token, ...]], "cached_tokens": [count],
      "loaded": [path of each tensor file that was loaded, in order], "counts": {...},
      "finish": [reason, ...], "peak_mib": int}
+
+A change and a reset are answered by {"done": what vLLM says}.
 
 `cached_tokens` is the engine's own count of prompt tokens that it did not compute; `counts` are those of
 `KVFSConnector` since the start, worker's and scheduler's.
@@ -126,13 +130,39 @@ def generate(engine: Any, loaded: list[str], request: dict[str, Any]) -> dict[st
     }
 
 
+class Change:
+    """Weights that are changed where they are, as a trainer does."""
+
+    def __init__(self, factor: float, rank: int | None) -> None:
+        self.factor, self.rank = factor, rank
+
+    def __call__(self, model: Any) -> bool:
+        import torch
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        if self.rank not in (None, get_tensor_model_parallel_rank()):
+            return False
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.input_layernorm.weight[::2].mul_(self.factor)
+        return True
+
+
+def answer(engine: Any, loaded: list[str], request: dict[str, Any]) -> dict[str, Any]:
+    if "change" in request:
+        return {"done": engine.apply_model(Change(request["change"], request["rank"]))}
+    if "reset" in request:
+        return {"done": engine.reset_prefix_cache(reset_connector=True)}
+    return generate(engine, loaded, request)
+
+
 def main() -> None:
     os.environ.update(ENVIRONMENT)
     loaded = watch_loads()
     engine = make_engine(json.loads(sys.stdin.readline()))
     with os.fdopen(int(sys.argv[1]), "w") as replies:
         for line in sys.stdin:
-            replies.write(json.dumps(generate(engine, loaded, json.loads(line))) + "\n")
+            replies.write(json.dumps(answer(engine, loaded, json.loads(line))) + "\n")
             replies.flush()
 
 

@@ -246,6 +246,34 @@ def check_namespaces(address: str) -> dict[str, Any]:
     return found
 
 
+def check_weights(address: str) -> dict[str, Any]:
+    """SGLang's own name for its weights changes with an update: nothing until the clear, then pages of its own."""
+    from sglang.srt import runtime_context
+
+    serving = runtime_context._ConfigBag("serving")
+    serving._set("weight_version", "default")
+    runtime_context._CONTEXT._config_bags = {"serving": serving}
+    try:
+        pool = host_pool("page_first", fill=9)
+        updated, other = (backend(config(address, revision="updates"), pool) for _ in range(2))
+        found: dict[str, Any] = {"set": updated.batch_set_v1(KEYS[:3], indices([0, 1, 2]))}
+        serving._set("weight_version", "step 1")
+        found["updated"] = [updated.batch_exists(KEYS), updated.batch_get_v1(KEYS[:1], indices([5]))]
+        found["set, updated"] = updated.batch_set_v1(KEYS[3:4], indices([3]))
+        serving._set("weight_version", "default")  # the other engine's, which has no part in it
+        found["another engine"] = other.batch_exists(KEYS)
+        serving._set("weight_version", "step 1")
+        updated.clear()
+        found["cleared"] = updated.batch_exists(KEYS)
+        found["set, cleared"] = updated.batch_set_v1(KEYS[:2], indices([4, 5]))
+        found["exists, cleared"] = updated.batch_exists(KEYS)
+        serving._set("weight_version", "default")
+        found["another engine, cleared"] = other.batch_exists(KEYS)
+    finally:
+        runtime_context._CONTEXT._config_bags = None
+    return found
+
+
 def check_outage(address: str) -> dict[str, Any]:
     """An address without a service: misses, no exception."""
     pool = host_pool("page_first", fill=5)
@@ -295,6 +323,7 @@ def main() -> None:
     reply |= {
         "namespaces": check_namespaces(address),
         "side pools": check_side_pools(address),
+        "weights": check_weights(address),
         "outage": check_outage(address),
         "mooncake": check_mooncake(address),
     }

@@ -136,6 +136,10 @@ def main() -> None:
     reader.submit_load(job(7, KEYS[:1], [0], load=True))
     reader.drain_jobs()
     found["drained"] = [result.job_id for result in reader.get_finished_jobs()]
+    found["reset"] = [hits(reader)[0], hits(writer)[0]]
+    reader.submit_store(job(8, KEYS[5:6], [5], load=False))
+    finished(reader)
+    found["stored after the reset"] = [hits(reader)[5], hits(writer)[5]]
     for each in (writer, reader, away):
         each.shutdown()
     with open(sys.argv[1], "w") as file:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import random
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -62,6 +63,10 @@ def shared_prefixes() -> dict[str, list[int]]:
 
 
 SHARED = shared_prefixes()
+LATER = {
+    f"later {tokens}": [_rng.randrange(2, VOCABULARY) for _ in range(tokens)] for tokens in (70, 131, 200)
+}
+"""Prompts that nobody stored before the weights of an engine change."""
 
 
 def connector(service: Service, *, watched: bool = False, **extra: str) -> dict[str, Any]:
@@ -118,10 +123,17 @@ def both(engines: Engines, service: Service, events: dict[str, Any]) -> Iterator
 
 
 @pytest.fixture(scope="module")
-def runs(engines: Engines, both: tuple[Engine, Engine]) -> dict[str, Run]:
+def plain(engines: Engines) -> Iterator[Engine]:
+    """An engine without any cache."""
+    with engines.start("no-cache-84", None) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def runs(both: tuple[Engine, Engine], plain: Engine) -> dict[str, Run]:
     filler, hitter = both
     with ThreadPoolExecutor() as pool:
-        no_cache = pool.submit(engines.run, "no-cache-84", {**SHARED, **PROMPTS, **VARIANTS}, None)
+        no_cache = pool.submit(plain.generate, {**SHARED, **PROMPTS, **VARIANTS, **LATER})
         filled = filler.generate(SHARED)
         hit = hitter.generate(SHARED)
         return {"reference": no_cache.result(), "filler": filled, "hitter": hit}
@@ -171,18 +183,66 @@ def all_hits(run: Run, prompts: dict[str, list[int]]) -> bool:
     return all(run.cached(name) == whole_blocks(prompt) for name, prompt in prompts.items())
 
 
+def differing(run: Run, reference: Run) -> list[str]:
+    return [name for name in run.names if not same_output(run.output(name), reference.output(name))]
+
+
 def wrong(run: Run, runs: dict[str, Run]) -> list[str]:
     """Prompts whose outputs are not those without a cache."""
-    return [name for name in run.names if not same_output(run.output(name), runs["reference"].output(name))]
+    return differing(run, runs["reference"])
 
 
-def test_layer_by_layer_loads_give_the_same(engines: Engines, service: Service, runs: dict[str, Run]) -> None:
+@pytest.fixture(scope="module")
+def layered(engines: Engines, service: Service, runs: dict[str, Run]) -> Iterator[Engine]:
+    """An engine that loads layer by layer within the step."""
     settings = connector(service, load="layers", store="prompt")
     with engines.start("layers", None, connector=settings, batched_tokens=128) as engine:
-        run = engine.generate(SHARED)
+        yield engine
+
+
+def test_layer_by_layer_loads_give_the_same(layered: Engine, runs: dict[str, Run]) -> None:
+    run = layered.generate(SHARED)
     assert all_hits(run, SHARED)
     assert wrong(run, runs) == []
     assert run.counts["failed_blocks"] == 0
+
+
+def test_weights_that_change_in_memory_end_sharing_until_the_reset(
+    layered: Engine, plain: Engine, both: tuple[Engine, Engine], runs: dict[str, Run]
+) -> None:
+    """An engine whose weights are changed where they are computes everything, and others never see what it makes."""
+    _, hitter = both
+    prompts = {**SHARED, **LATER}
+    before = layered.generate({"short": PROMPTS["under one block"]}).counts
+    for engine in (layered, plain):
+        engine.change_weights(2.0)
+    changed = plain.generate(prompts)
+    assert len(wrong(changed, runs)) == len(prompts), "the change changes every output"
+    run = layered.generate(prompts)
+    assert differing(run, changed) == []
+    assert run.counts["loaded_blocks"] == before["loaded_blocks"]
+    assert run.counts["stored_blocks"] == before["stored_blocks"]
+    assert run.counts["weights_changed"] == 1
+    assert len(re.findall("the weights in memory are not those", layered.log())) == 1
+    clean = hitter.generate(LATER)
+    assert wrong(clean, runs) == []
+    assert set(clean.cached_tokens) == {0}, "nothing of the changed engine's was stored"
+    # From the reset on it keeps what it makes, for itself.
+    assert layered.reset()
+    first, second = layered.generate(prompts), layered.generate(prompts)
+    assert differing(first, changed) + differing(second, changed) == []
+    assert set(first.cached_tokens) == {0}
+    assert all_hits(second, prompts)
+    assert second.counts["weights_changed"] == 1
+    clean = hitter.generate(prompts)
+    assert wrong(clean, runs) == []
+    assert all_hits(clean, prompts)
+    # And the same again, the other way round.
+    for engine in (layered, plain):
+        engine.change_weights(0.5)
+    assert wrong(layered.generate(prompts), runs) == []
+    assert layered.reset()
+    assert wrong(layered.generate(prompts), runs) + wrong(layered.generate(prompts), runs) == []
 
 
 def test_each_tensor_parallel_rank_has_its_own_shard(
@@ -194,9 +254,26 @@ def test_each_tensor_parallel_rank_has_its_own_shard(
         "tensor-parallel", None, connector=settings, tensor_parallel=2, environment=cores
     ) as engine:
         first, second = engine.generate(SHARED), engine.generate(SHARED)
+        # The weights of one rank change: what the other computes depends on them, too.
+        before = stored_blocks(service)
+        engine.change_weights(2.0, rank=0)
+        changed = engine.generate({**SHARED, **LATER})
+        assert stored_blocks(service) == before
+        assert engine.reset()
+        third, fourth = (engine.generate({**SHARED, **LATER}) for _ in range(2))
     assert set(first.cached_tokens) == {0}
     assert all_hits(second, SHARED)
     assert wrong(first, runs) + wrong(second, runs) == []
+    assert len(wrong(changed, runs)) == len(changed.names)
+    assert set(third.cached_tokens) == {0}
+    assert differing(third, changed) + differing(fourth, changed) == []
+    assert all_hits(fourth, {**SHARED, **LATER})
+
+
+def stored_blocks(service: Service) -> int:
+    with service.client() as client:
+        names = [each.name for each in client.buckets() if each.namespace]
+        return sum(entry.is_block for name in names for entry in client.list(f"{name}/kv/"))
 
 
 def test_a_cache_too_small_for_the_batch(engines: Engines, service: Service, runs: dict[str, Run]) -> None:

@@ -32,3 +32,5 @@ def test_chunks_go_round(engine_python: str, work: Path, service: Service) -> No
     assert found["others"] == {"weights": "MISS", "tensor parallel": "MISS", "chunk size": "MISS"}
     assert found["without a service"] == ["MISS", False, False]
     assert found["drained"] == [7]
+    assert found["reset"] == ["MISS", "HIT"], "others go on with what they have"
+    assert found["stored after the reset"] == ["HIT", "MISS"]

@@ -66,6 +66,15 @@ def test_pages_of_other_bytes_never_meet(answers: dict[str, Any]) -> None:
     }
 
 
+def test_updated_weights_have_pages_of_their_own(answers: dict[str, Any]) -> None:
+    found = answers["weights"]
+    assert found["set"] == [True] * 3
+    assert found["updated"] == [0, [False]]
+    assert found["set, updated"] == [False]
+    assert found["another engine"] == found["another engine, cleared"] == 3
+    assert (found["cleared"], found["set, cleared"], found["exists, cleared"]) == (0, [True] * 2, 2)
+
+
 def test_side_pools_of_hybrid_models(answers: dict[str, Any]) -> None:
     """KV has 5 pages, the indexer 4, the window the second and third: each policy asks for what it needs."""
     found = answers["side pools"]

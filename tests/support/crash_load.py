@@ -2,7 +2,8 @@
 
 Responsibility: the load of the crash tests, the same in a process that is killed and over a device that loses
 power. Each client has names of its own, so that one change at a time concerns a name; what clients share are
-the store, its tiers and its log. Content follows from a version (`posix.pattern`) or from a block's hash.
+the store, its tiers and its log. Content follows from a version (`posix.pattern`); a block's bytes begin with
+it, so that a block that was removed and stored again is told from the one before.
 
 Concurrency: trio tasks of one store's thread.
 """
@@ -34,6 +35,7 @@ from tiers.store import TieredStore
 CLIENTS: Final = 3
 LIVES_APART: Final = 14
 """Versions of one client in one life: 2 to the power of this."""
+VERSION_BYTES: Final = 8
 SIZES: Final = (0, 1, 511, 4096, 5_000, 20_000, 70_000, 150_000, 256 * 1024, 300_000, 700_000)
 
 Say = Callable[..., None]
@@ -55,10 +57,13 @@ def make_buckets(store: TieredStore) -> None:
             store.create_bucket(name, uid=0, gid=0, **options)
 
 
-def block_bytes(digest: bytes) -> bytes:
-    """What a block of this prefix hash holds, always."""
-    chance = random.Random(digest)
-    return pattern(chance.randrange(1 << 31), chance.choice(SIZES[2:]))
+def block_bytes(version: int) -> bytes:
+    """What a block of this version holds."""
+    return version.to_bytes(VERSION_BYTES, "little") + pattern(version, SIZES[version % len(SIZES)])
+
+
+def block_version(data: bytes) -> int:
+    return int.from_bytes(data[:VERSION_BYTES], "little")
 
 
 @dataclass
@@ -170,7 +175,8 @@ class Client:
         if self.store.block_bucket(digest) is not None:
             return
         parent = bytes([digest[0], digest[1] - 1]) * 8 if digest[1] % 4 > 1 else None
-        data = block_bytes(digest)
+        self.version += 1
+        version, data = self.version, block_bytes(self.version)
         try:
             draft = self.store.reserve(len(data), uid=0)
         except KvfsError:
@@ -184,7 +190,7 @@ class Client:
                 self.store.abort(draft)
 
         name = f"{bucket.decode()}:{digest.hex()}"
-        await self.change(seal, [(name, (0, len(data), 0, False))])
+        await self.change(seal, [(name, (version, len(data), 0, False))])
 
     async def remove_block(self) -> None:
         digest = self.chance.choice(self.digests)
@@ -269,12 +275,11 @@ class Client:
 
 
 def value_of(info: ObjectInfo) -> Value:
-    if info.name is None:
-        return (0, info.size_bytes, 0, False)
+    """Of a named object."""
     return (int(info.user_metadata), info.size_bytes, info.mode, info.pinned)
 
 
-async def read_whole(store: TieredStore, name: Name, say: Say) -> ObjectInfo:
+async def read_whole(store: TieredStore, name: Name, say: Say) -> Value:
     """Read an object and hold it against what it must be; `wrong` is said of other bytes. Raises what `load` does."""
     while True:
         info = store.lookup(name)
@@ -290,14 +295,15 @@ async def read_whole(store: TieredStore, name: Name, say: Say) -> ObjectInfo:
         data = os.pread(descriptor, info.size_bytes + 1, 0)
     finally:
         os.close(descriptor)
-    wanted = (
-        block_bytes(info.key.digest)
-        if info.name is None
-        else pattern(int(info.user_metadata), info.size_bytes)
-    )
+    if info.name is None:
+        value = (block_version(data), info.size_bytes, 0, False)
+        wanted = block_bytes(value[0])
+    else:
+        value = value_of(info)
+        wanted = pattern(value[0], info.size_bytes)
     if data != wanted:
         say(wrong=f"{info}: {len(data)} bytes, the first are {data[:16].hex()}")
-    return info
+    return value
 
 
 # --- a look at everything --------------------------------------------------------------------------------------
@@ -317,7 +323,7 @@ async def look(store: TieredStore, say: Say) -> dict[str, Value]:
                 if info.name is None:
                     name = f"{bucket.name.decode()}:{info.key.digest.hex()}"
                 try:
-                    found[name] = value_of(await read_whole(store, where, say))
+                    found[name] = await read_whole(store, where, say)
                 except NotFound as error:
                     say(vanished=f"{name}: {error}")
             if page.next_after is None:

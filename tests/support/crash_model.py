@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Value = tuple[int, int, int, bool]
-"""Version, size, mode, pinned. A directory and a block have version 0."""
+"""Version, size, mode, pinned. A directory has version 0."""
 Assignment = tuple[str, Value | None]
 
 DURABLE = ("dur/", "dkv:")

@@ -84,18 +84,19 @@ class Gateway:
 def gateway(
     *,
     settings: str = "",
+    sections: str = "",
     certificate: tuple[Path, Path] | None = None,
     dram: str = "256MiB",
     nvme: str = "0",
     arguments: Sequence[str] = (),
 ) -> Iterator[Gateway]:
-    """`settings`: more of the section [s3], in TOML."""
+    """`settings`: more of the section [s3], in TOML; `sections`: others."""
     service = Service(mode="native", dram=dram, nvme=nvme)
     file = service.base / "kvfs.toml"
     tls = ""
     if certificate is not None:
         tls = f'certificate = "{certificate[0]}"\nkey = "{certificate[1]}"\n'
-    file.write_text(f'[s3]\nlisten = "127.0.0.1:0"\n{tls}{settings}\n{_CREDENTIALS}')
+    file.write_text(f'{sections}\n[s3]\nlisten = "127.0.0.1:0"\n{tls}{settings}\n{_CREDENTIALS}')
     service.arguments = ["--config", str(file), *arguments]
     with service:
         found = _LISTENING.search(_wait_log(service))

@@ -1,0 +1,269 @@
+"""Waits of the sessions' clients: each ends by itself, and nobody is left waiting by another's failure."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from gateway.batches import Batches
+from gateway.session import Session
+from kvfs import limits
+from kvfs.errors import DeadlinePassed, KvfsError, NoSpace, ProtocolError, SessionClosed
+from kvfs.messages import Control, Hello, HelloAnswer, Op
+from kvfs.protocol import Connection, ReceivedRequest, Side
+from kvfs.transport import Transport
+
+WAIT_S = 10.0
+HELLO = HelloAnswer(bytes(16), False, {})
+
+
+class Mute:
+    """A service that greets, if it does, and answers nothing else."""
+
+    def __init__(self, path: Path, *, greets: bool = True) -> None:
+        self.path = path
+        self.asked = threading.Semaphore(0)
+        self._greets = greets
+        self._over = threading.Event()
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        accepted = []
+        with suppress(OSError):
+            while True:
+                connected, _ = self._listener.accept()
+                accepted.append(threading.Thread(target=self._mute, args=[connected]))
+                accepted[-1].start()
+        for each in accepted:
+            each.join()
+
+    def _mute(self, connected: socket.socket) -> None:
+        protocol = Connection(Side.SERVER)
+        with connected:
+            try:
+                while data := connected.recv(4096):
+                    protocol.receive_data(data)
+                    while isinstance(event := protocol.next_event(), ReceivedRequest):
+                        if isinstance(event.request, Hello) and self._greets:
+                            connected.sendall(protocol.send_answer(HELLO))
+                        else:
+                            self.asked.release()
+            except ProtocolError:  # from here on it reads nothing
+                assert self._over.wait(WAIT_S)
+
+    def close(self) -> None:
+        self._over.set()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+
+
+@pytest.fixture
+def mute(tmp_path: Path) -> Iterator[Mute]:
+    made = Mute(tmp_path / "socket")
+    yield made
+    made.close()
+
+
+# --- threads ------------------------------------------------------------------------------------------------
+
+
+def outcome(do: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
+    found: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            do()
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, found
+
+
+def test_a_session_that_is_closed_wakes_the_thread_that_waits_in_it(mute: Mute) -> None:
+    """And its descriptor is nobody else's before that thread has left it."""
+    transport = Transport(mute.path, timeout_s=60.0, client="test")
+    number = transport._socket.fileno()
+    threads = [outcome(lambda: transport.exchange(Control(Op.STATUS, {}))) for _ in range(3)]
+    assert mute.asked.acquire(timeout=WAIT_S)
+    transport.close()
+    for thread, found in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+        assert [type(error) for error in found] == [SessionClosed]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
+    with pytest.raises(SessionClosed):
+        transport.exchange(Control(Op.STATUS, {}))
+
+
+def test_closing_from_many_threads_closes_once(mute: Mute) -> None:
+    for _ in range(20):
+        transport = Transport(mute.path, timeout_s=60.0, client="test")
+        threads = [outcome(lambda transport=transport: transport.exchange(Control(Op.STATUS, {})))]
+        threads += [outcome(transport.close) for _ in range(4)]
+        for thread, _ in threads:
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+        assert transport._socket.fileno() == -1
+        assert [type(error) for _, found in threads for error in found] == [SessionClosed]
+
+
+# --- tasks --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "CLIENT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(limits, "GATEWAY_TOUCH_INTERVAL_S", 0.05)
+
+
+@pytest.mark.usefixtures("soon")
+async def test_every_session_of_the_gateway_has_a_deadline(mute: Mute) -> None:
+    """Whoever made it, and also where its own cancellation waits for the answer."""
+    async with trio.open_nursery() as nursery:
+        session = await Session.connect(mute.path, "test", nursery)
+        with trio.fail_after(WAIT_S):
+            with pytest.raises(SessionClosed, match="no answer within"):
+                await session.control(Op.STATUS)
+            assert not session.is_open
+            other = await Session.connect(mute.path, "test", nursery)
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                with pytest.raises(SessionClosed, match="no answer within"):
+                    await other.control(Op.STATUS)
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_greeting_that_does_not_come_has_a_deadline(tmp_path: Path) -> None:
+    mute = Mute(tmp_path / "other", greets=False)
+    try:
+        with trio.fail_after(WAIT_S):
+            async with trio.open_nursery() as nursery:
+                with pytest.raises(SessionClosed, match="no answer within"):
+                    await Session.connect(mute.path, "test", nursery)
+    finally:
+        mute.close()
+
+
+async def test_closing_a_session_wakes_whoever_sends(mute: Mute) -> None:
+    """Whose socket is full: the error is a KvfsError, which everybody above expects."""
+    async with trio.open_nursery() as nursery:
+        session = await Session.connect(mute.path, "test", nursery)
+        ended: list[type[BaseException]] = []
+
+        async def send() -> None:
+            try:
+                await session._send(bytes(64 << 20))
+                await session.control(Op.STATUS)
+            except KvfsError as error:
+                ended.append(type(error))
+
+        # What is sent is no frame, so that the service does not read on.
+        nursery.start_soon(send)
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        session.close()
+    assert ended == [SessionClosed]
+
+
+class Crash(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [Crash("bang"), OSError(5, "gone"), trio.ClosedResourceError()])
+async def test_whoever_asked_hears_of_a_batch_that_crashed(error: Exception) -> None:
+    """Their waits cannot be cancelled: without a word they would hold up the end of the process."""
+    heard: list[str] = []
+
+    async def send(items: Sequence[int]) -> Sequence[int]:
+        await trio.lowlevel.checkpoint()
+        raise error
+
+    batches: Batches[int, int] = Batches(send)
+
+    async def ask(item: int) -> None:
+        try:
+            await batches.ask(item)
+        except SessionClosed as closed:
+            heard.append(str(closed))
+
+    with trio.fail_after(WAIT_S):
+        with (
+            pytest.RaisesGroup(type(error))
+            if hasattr(pytest, "RaisesGroup")
+            else pytest.raises(ExceptionGroup)
+        ):
+            async with trio.open_nursery() as nursery:
+                for item in range(limits.GATEWAY_BATCH * 2):
+                    nursery.start_soon(ask, item)
+                await trio.testing.wait_all_tasks_blocked()
+                nursery.start_soon(batches.run)
+        with pytest.raises(SessionClosed):
+            await batches.ask(1)
+    assert len(heard) == limits.GATEWAY_BATCH * 2
+
+
+async def test_whoever_asked_hears_when_the_batches_are_cancelled() -> None:
+    heard: list[str] = []
+
+    async def send(items: Sequence[int]) -> Sequence[int]:
+        await trio.sleep_forever()
+        raise AssertionError
+
+    batches: Batches[int, int] = Batches(send)
+
+    async def ask(item: int) -> None:
+        try:
+            await batches.ask(item)
+        except SessionClosed as closed:
+            heard.append(str(closed))
+
+    with trio.fail_after(WAIT_S):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, 1)
+            nursery.start_soon(batches.run)
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(ask, 2)
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+    assert len(heard) == 2
+
+
+async def test_a_batch_that_the_service_refuses_fails_alone() -> None:
+    refused = True
+
+    async def send(items: Sequence[int]) -> Sequence[int]:
+        await trio.lowlevel.checkpoint()
+        if refused:
+            raise NoSpace("full")
+        return [item + 1 for item in items]
+
+    batches: Batches[int, int] = Batches(send)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(batches.run)
+        with pytest.raises(NoSpace, match="full"):
+            await batches.ask(1)
+        refused = False
+        assert await batches.ask(1) == 2
+        nursery.cancel_scope.cancel()
+
+
+def test_a_call_that_waits_too_long_says_so(mute: Mute) -> None:
+    transport = Transport(mute.path, timeout_s=0.1, client="test")
+    with pytest.raises(DeadlinePassed):
+        transport.exchange(Control(Op.STATUS, {}))
+    assert not transport.is_open

@@ -1,0 +1,70 @@
+"""What was replaced, renamed or removed stays so, whatever else is lost.
+
+A store lives, is stopped or killed, loses DRAM and index or keeps them, and one of its files is damaged in one place.
+Then a name shows its last value or nothing, never an older one.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+import trio
+
+from tests.support.crash_harness import fast_directory
+from tests.support.one_store import Life, damage_one_place, look
+
+SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
+STORES: Final = int(os.environ.get("KVFS_TEST_STORES", "3"))
+ROUNDS: Final = int(os.environ.get("KVFS_TEST_ROUNDS", "6"))
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="kvfs-damage-", dir=fast_directory()))
+    yield path
+    shutil.rmtree(path)
+
+
+def lived(path: Path, seed: int, *, killed: bool) -> Life:
+    """A store that lived once or twice; the last time it is killed or not."""
+    life = Life(path, seed)
+    if life.chance.random() < 0.5:
+        trio.run(lambda: life.run(25, killed=False, keep=life.chance.random() < 0.5))
+    trio.run(lambda: life.run(25, killed=killed))
+    return life
+
+
+@pytest.mark.parametrize("index", ["intact", "lost"])
+@pytest.mark.parametrize("killed", [False, True])
+def test_no_older_version_comes_back(base: Path, killed: bool, index: str) -> None:
+    print(f"KVFS_TEST_SEED={SEED}")
+    counts: Counter[str] = Counter()
+    for seed in range(SEED, SEED + STORES):
+        path, original = base / "data", base / "original"
+        life = lived(original, seed, killed=killed)
+        for number in range(ROUNDS):
+            chance = random.Random(f"{seed}/{number}/{killed}/{index}")
+            shutil.copytree(original, path)
+            if chance.random() < 0.7:
+                shutil.rmtree(path / "dram")
+            if index == "lost":
+                shutil.rmtree(path / "index")
+            what = damage_one_place([f for f in (path / "nvme").iterdir() if f.suffix != ".json"], chance)
+            found = trio.run(look, path)
+            wrong = [*life.expected.judge(found), *life.expected.judge(trio.run(look, path))]
+            where = f"KVFS_TEST_SEED={seed}, round {number}, killed {killed}, index {index}: {what}"
+            assert not wrong, f"{where}: {wrong}\n" + "\n".join(life.history)
+            counts["found"] += len(found)
+            counts["missing"] += len(life.expected.values) - len(found)
+            shutil.rmtree(path)
+        shutil.rmtree(original)
+    print(dict(counts))
+    assert counts["found"] > counts["missing"]

@@ -1,0 +1,135 @@
+"""Reads of what only NVMe has while DRAM is full of leases: at every door the bytes, and never a miss."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+import kvfs
+from kvfs import errors, limits
+from kvfs.keys import block_name
+from tests.support.door import eventually, need_mount
+from tests.support.gateway import Gateway, gateway
+from tests.support.stores import NAMESPACE
+
+MIB = 1 << 20
+BLOCK_BYTES, BLOCKS = 256 << 10, 24
+FILES = [f"files/f{number}" for number in range(8)]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+"""botocore leaves sockets to the garbage collector."""
+
+
+def data_of(what: object) -> bytes:
+    return random.Random(str(what)).randbytes(BLOCK_BYTES)
+
+
+KEYS = [bytes([number + 1]) * 16 for number in range(BLOCKS)]
+
+
+@pytest.fixture(scope="module")
+def door() -> Iterator[Gateway]:
+    """An endpoint whose DRAM is full of what somebody has open, with blocks and files on NVMe."""
+    need_mount()
+    sections = '[session]\nquota = "1GiB"'
+    with (
+        gateway(dram="32MiB", nvme="256MiB", sections=sections, arguments=("--slots", "4096")) as found,
+        ExitStack() as leases,
+    ):
+        client = leases.enter_context(found.service.client())
+        client.create_bucket("files")
+        client.create_bucket("held")
+        blocks = leases.enter_context(client.blocks(NAMESPACE))
+        blocks.put(KEYS, [data_of(key) for key in KEYS])
+        for name in FILES:
+            client.put(name, data_of(name))
+        names = [*FILES, *(f"{blocks.bucket}/{block_name(key).decode()}" for key in KEYS)]
+        eventually(lambda: sink(client, names), "everything is on NVMe only")
+        leases.enter_context(full(client, blocks))
+        yield found
+        assert not found.service.complaints()
+
+
+@contextmanager
+def full(client: kvfs.Client, blocks: kvfs.Blocks) -> Iterator[None]:
+    """Every byte of DRAM is of an object that somebody has open, or promised to a draft."""
+    with ExitStack() as leases:
+        with suppress(errors.NoSpace, errors.NotFound):  # evicted at once, for the headroom
+            for number in itertools.count():
+                client.put(f"held/{number}", bytes(MIB))
+                leases.callback(os.close, client.open(f"held/{number}"))
+        drafts: list[kvfs.Draft | None] = []
+        for size_bytes in (MIB, 64 << 10, 4 << 10):
+            with suppress(errors.NoSpace):
+                while True:
+                    drafts += blocks.reserve([os.urandom(16)], [size_bytes])
+        leases.callback(blocks.abort, drafts)
+        yield
+
+
+def sink(client: kvfs.Client, names: list[str]) -> bool:
+    nvme = client.status()["tiers"][1]
+    if nvme["write_behind"] + nvme["backlog"]:
+        return False
+    client.evict(*names)
+    return {client.stat(name).tier for name in names} == {"nvme"}
+
+
+def test_blocks_are_read_into_memory_and_as_views(door: Gateway) -> None:
+    with door.service.client() as client, client.blocks(NAMESPACE) as blocks:
+        assert blocks.match(KEYS) == BLOCKS
+        into = [bytearray(BLOCK_BYTES) for _ in KEYS]
+        assert blocks.get_into(KEYS, into) == [BLOCK_BYTES] * BLOCKS
+        assert [bytes(each) for each in into] == [data_of(key) for key in KEYS]
+        views = blocks.get(KEYS)
+        assert [bytes(view) if view is not None else None for view in views] == [data_of(key) for key in KEYS]
+
+
+def test_names_are_read_by_the_client(door: Gateway) -> None:
+    with door.service.client() as client:
+        for name in FILES:
+            assert client.get(name) == data_of(name)
+
+
+def test_names_are_read_on_the_mount(door: Gateway) -> None:
+    for name in FILES:
+        path = Path(door.service.mount) / name
+        assert path.read_bytes() == data_of(name)
+        with path.open("rb") as file:
+            assert os.pread(file.fileno(), 100, 1000) == data_of(name)[1000:1100]
+
+
+def test_names_are_read_by_s3(door: Gateway) -> None:
+    s3 = door.client(max_pool_connections=8)
+    with ThreadPoolExecutor(8) as pool:
+        bodies = pool.map(lambda name: s3.get_object(Bucket="files", Key=name[6:])["Body"].read(), FILES * 3)
+        assert list(bodies) == [data_of(name) for name in FILES * 3]
+
+
+def test_memory_beside_dram_is_limited_and_waited_for(door: Gateway) -> None:
+    """One uid may hold half of it: what is more waits until its time is over, and is read once others have ended."""
+    with door.service.client() as client, client.blocks(NAMESPACE) as blocks:
+        most = limits.READ_AROUND_BYTES // 2 // BLOCK_BYTES
+        with ExitStack() as held:
+            for number in range(most):
+                held.callback(os.close, client.open(FILES[number % len(FILES)]))
+            with pytest.raises(errors.Busy):
+                client.open(FILES[0])
+            assert blocks.get_into(KEYS[:1], [bytearray(BLOCK_BYTES)], timeout_s=0.5) == [-1]
+            status = client.status()
+            assert status["read_around_bytes"] == limits.READ_AROUND_BYTES // 2
+            with ThreadPoolExecutor(1) as pool:
+                waiting = pool.submit(blocks.get_into, KEYS[:1], [bytearray(BLOCK_BYTES)], timeout_s=20)
+                held.close()
+                assert waiting.result() == [BLOCK_BYTES]
+    with door.service.client() as client:
+        eventually(lambda: client.status()["read_around_bytes"] == 0, "its memory is given back")

@@ -1,0 +1,390 @@
+"""What has ended, a second time: away from the segments, so that no damage in one place brings anything back.
+
+Responsibility: two files beside the segments, `endings.0` and `endings.1`, that repeat which objects were removed or
+replaced, and from which sequence on an object's names and rewritten extents count. A TOMBSTONE and a newer META lie
+next to the newest data, and share its fate; a replay that has lost them learns here that what is older has ended.
+
+Invariants:
+- An ending is true for ever: ids are given out once, sequences rise. So any page that holds counts, of whichever epoch,
+  and one that is lost costs nothing as long as the log has its record.
+- One file is added to, page by page, and no page is written twice. When it is full, everything that still counts is
+  written to the other one and synced before anything is added there: one of the two is complete at any instant.
+- An ending counts no more once no segment holds a record between the object's first sequence and the ending's.
+- What makes room for something newer is written here only once that is durable.
+
+Concurrency: the log's writer task, of the service's trio thread; loading awaits the device before anything is written.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import trio
+
+from kvfs import limits
+from kvfs._native.slots import xxh3_64
+from kvfs.errors import Corrupt, FormatMismatch, KvfsError
+from kvfs.formats import (
+    ENDING,
+    ENDINGS_HEADER,
+    ENDINGS_MAGIC,
+    ENDINGS_PAGE_BYTES,
+    SEGMENT_VERSION,
+    EndingKind,
+)
+from tiers.device import Device
+
+_log = logging.getLogger("kvfs.nvme")
+
+FILES: Final = ("endings.0", "endings.1")
+PER_PAGE: Final = (ENDINGS_PAGE_BYTES - ENDINGS_HEADER.size) // ENDING.size
+_WORDS: Final = 4
+"""Of an ending in memory: object id, first sequence, sequence, extent number and kind."""
+_TURN: Final = 4_096
+"""Endings that are looked at before other tasks have a turn."""
+
+Span = tuple[int, int]
+"""(first, last) sequence of a segment's records."""
+
+
+class Ending(NamedTuple):
+    """Records of an object that count no more."""
+
+    object_id: int
+    first_sequence: int
+    """No record of the object is older; 0 where that is not known."""
+    sequence: int
+    """Every record that has ended is older."""
+    kind: EndingKind = EndingKind.OBJECT
+    extent_number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One page of a file, decoded."""
+
+    epoch: int
+    first_pages: int
+    durable_sequence: int
+    endings: list[Ending]
+
+
+@dataclass(slots=True)
+class Ended:
+    """What a replay needs to know of them."""
+
+    objects: dict[int, int] = field(default_factory=dict)
+    """Object id -> sequence that all of its records are older than."""
+    names: dict[int, int] = field(default_factory=dict)
+    """Object id -> sequence of the oldest META that may count."""
+    extents: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Object id -> extent number -> sequence of the oldest DATA that may count."""
+    highest_sequence: int = 0
+    newest: tuple[int, int] = (0, 0)
+    """(epoch, durable sequence) of the newest page."""
+
+    @property
+    def durable_sequence(self) -> int:
+        """Every record up to this one was durable when the newest page was written."""
+        return self.newest[1]
+
+    def mark(self, page: Page) -> None:
+        self.newest = max(self.newest, (page.epoch, page.durable_sequence))
+
+    def add(self, ending: Ending) -> bool:
+        """Whether that was not known."""
+        key = ending.object_id
+        known = self.objects if ending.kind is EndingKind.OBJECT else self.names
+        if ending.kind is EndingKind.EXTENT:
+            known, key = self.extents.setdefault(ending.object_id, {}), ending.extent_number
+        if known.get(key, -1) >= ending.sequence:
+            return False
+        known[key] = ending.sequence
+        self.highest_sequence = max(self.highest_sequence, ending.sequence)
+        return True
+
+
+def encode_page(
+    store_id: bytes, epoch: int, page: int, first_pages: int, durable_sequence: int, endings: Sequence[Ending]
+) -> bytes:
+    body = b"".join(
+        ENDING.struct.pack(each.object_id, each.first_sequence, each.sequence, each.kind, each.extent_number)
+        for each in endings
+    )
+    head = ENDINGS_HEADER.encode(
+        magic=ENDINGS_MAGIC,
+        version=SEGMENT_VERSION,
+        entries=len(endings),
+        store_id=store_id,
+        epoch=epoch,
+        page=page,
+        first_pages=first_pages,
+        durable_sequence=durable_sequence,
+    )[:-8]
+    return (head + xxh3_64(head + body).to_bytes(8, "little") + body).ljust(ENDINGS_PAGE_BYTES, b"\0")
+
+
+def decode_page(data: bytes | memoryview, store_id: bytes) -> Page | None:
+    """None for one that was never written. Raises Corrupt, FormatMismatch."""
+    data = bytes(data)
+    if not any(data):
+        return None
+    raw = ENDINGS_HEADER.decode(data)
+    if raw["magic"] != ENDINGS_MAGIC or raw["entries"] > PER_PAGE:
+        raise Corrupt("endings page: it is none")
+    end = ENDINGS_HEADER.size + raw["entries"] * ENDING.size
+    if raw["page_checksum"] != xxh3_64(data[: ENDINGS_HEADER.size - 8] + data[ENDINGS_HEADER.size : end]):
+        raise Corrupt("endings page: it does not match its checksum")
+    if raw["version"] != SEGMENT_VERSION:
+        raise FormatMismatch(f"endings page: version {raw['version']}, this code reads {SEGMENT_VERSION}")
+    if raw["store_id"] != store_id:
+        raise FormatMismatch(f"endings page: it belongs to store {raw['store_id'].hex()}")
+    try:
+        endings = [
+            Ending(object_id, first, sequence, EndingKind(kind), number)
+            for object_id, first, sequence, kind, number in ENDING.struct.iter_unpack(
+                data[ENDINGS_HEADER.size : end]
+            )
+        ]
+    except ValueError as error:
+        raise Corrupt(f"endings page: {error}") from None
+    return Page(raw["epoch"], raw["first_pages"], raw["durable_sequence"], endings)
+
+
+@dataclass(slots=True)
+class _File:
+    path: Path
+    fd: int = -1
+    pages: int = 0
+    """That it has room for."""
+    epoch: int = 0
+    first_pages: int = 0
+    """That its epoch began with."""
+    is_complete: bool = False
+    """It has all that its epoch began with."""
+
+
+class Endings:
+    """See the module's header. Of one directory of segments."""
+
+    def __init__(self, device: Device, directory: Path, store_id: bytes) -> None:
+        self._device = device
+        self._store_id = store_id
+        self._files = [_File(directory / name) for name in FILES]
+        self._active: _File | None = None
+        """What is added to; None until everything has been written once."""
+        self._next_page = 0
+        self._size_bytes = limits.MIN_ENDINGS_BYTES
+        self._kept = array("Q")
+        self._pending: list[Ending] = []
+        self._is_dirty = False
+        self.durable_sequence = 0
+        """Every record up to this one is durable; each page repeats it. Set by the log."""
+        self.faults: dict[str, list[str]] = {}
+        """File name -> what is wrong with it, after `load`."""
+        self.spans: Callable[[], list[Span]] = list
+        """Of the segments in use: what ended before all of them, or after, counts no more. Set by the owner."""
+
+    @property
+    def has_pending(self) -> bool:
+        return bool(self._pending)
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether anything was written that is not synced."""
+        return self._is_dirty
+
+    def size_for(self, capacity_bytes: int) -> None:
+        """Make files of the size that a tier of this capacity needs, from the next one on."""
+        wanted = capacity_bytes // limits.ENDINGS_SHARE_OF_NVME
+        size = min(max(wanted, limits.MIN_ENDINGS_BYTES), limits.MAX_ENDINGS_BYTES)
+        self._size_bytes = size // ENDINGS_PAGE_BYTES * ENDINGS_PAGE_BYTES
+
+    # --- reading ------------------------------------------------------------------------------------------
+
+    async def load(self) -> Ended:
+        """All that the files say, whichever is the newer. A page that does not hold is passed over."""
+        ended = Ended()
+        for file in self._files:
+            if file.path.exists():
+                try:
+                    await self._read(file, ended)
+                except KvfsError as error:
+                    self._fault(file, f"cannot be read ({error})")
+        return ended
+
+    def _fault(self, file: _File, what: str) -> None:
+        self.faults.setdefault(file.path.name, []).append(what)
+
+    async def _read(self, file: _File, ended: Ended) -> None:
+        size = file.path.stat().st_size
+        file.pages = size // ENDINGS_PAGE_BYTES
+        if size % ENDINGS_PAGE_BYTES or not size:
+            self._fault(file, f"has {size} bytes, which are no whole pages")
+        file.fd = self._device.open_file(file.path, size, create=False)
+        numbers: set[int] = set()
+        async with self._device.buffer() as view:
+            per_read = len(view) // ENDINGS_PAGE_BYTES
+            for first in range(0, file.pages, per_read):
+                part = view[: min(per_read, file.pages - first) * ENDINGS_PAGE_BYTES]
+                await self._device.read(file.fd, first * ENDINGS_PAGE_BYTES, part)
+                for number in range(first, first + len(part) // ENDINGS_PAGE_BYTES):
+                    at = (number - first) * ENDINGS_PAGE_BYTES
+                    page = self._page(file, number, part[at : at + ENDINGS_PAGE_BYTES])
+                    if page is None:
+                        continue
+                    ended.mark(page)
+                    for ending in page.endings:
+                        if ended.add(ending):
+                            self._keep(ending)
+                    if page.epoch > file.epoch:
+                        file.epoch, file.first_pages = page.epoch, page.first_pages
+                        numbers.clear()
+                    if page.epoch == file.epoch:
+                        numbers.add(number)
+        file.is_complete = file.epoch > 0 and numbers.issuperset(range(file.first_pages))
+
+    def _page(self, file: _File, number: int, data: memoryview) -> Page | None:
+        try:
+            return decode_page(data, self._store_id)
+        except (Corrupt, FormatMismatch) as error:
+            self._fault(file, f"page {number}: {error}")
+            return None
+
+    def close_files(self) -> None:
+        for file in self._files:
+            if file.fd >= 0:
+                self._device.close_file(file.fd)
+                file.fd = -1
+
+    # --- writing ------------------------------------------------------------------------------------------
+
+    def note(self, ending: Ending) -> None:
+        """Have `write` write it."""
+        self._pending.append(ending)
+
+    async def begin(self, more: Sequence[Ending] = ()) -> None:
+        """Write everything that counts, `more` besides, into one complete file, durably. Raises NoSpace, DeviceFailed:
+        then the next `write` tries again."""
+        self._active = None
+        self._pending.extend(more)
+        await self._change_file()
+
+    async def write(self) -> None:
+        """Write what was noted. Raises NoSpace, DeviceFailed: then it is still to be written."""
+        while self._pending:
+            if self._active is None or self._next_page >= self._active.pages:
+                await self._change_file()
+                return
+            page = self._pending[:PER_PAGE]
+            await self._put(self._active, self._next_page, page)
+            self._is_dirty = True
+            self._next_page += 1
+            for ending in page:
+                self._keep(ending)
+            del self._pending[: len(page)]
+
+    async def finish(self) -> None:
+        """At a clean stop: how far the log was durable. Raises NoSpace, DeviceFailed."""
+        if self._active is not None and self._next_page < self._active.pages:
+            await self._put(self._active, self._next_page, [])
+            self._next_page += 1
+            self._is_dirty = True
+        await self.sync()
+
+    async def sync(self) -> None:
+        """Make what was written durable. Raises NoSpace, DeviceFailed."""
+        if self._is_dirty and self._active is not None:
+            await self._device.sync(self._active.fd)
+            self._is_dirty = False
+
+    def _keep(self, ending: Ending) -> None:
+        id_, first, sequence, kind, number = ending
+        self._kept.extend((id_, first, sequence, number << 8 | kind))
+
+    async def _change_file(self) -> None:
+        """Write all that counts to the file that may be lost, and go on there."""
+        complete = [file for file in self._files if file.is_complete]
+        newest = max(complete, key=lambda file: file.epoch, default=None)
+        target = next(file for file in self._files if file is not newest)
+        for ending in self._pending:
+            self._keep(ending)
+        noted, self._pending = self._pending, []
+        try:
+            await self._forget()
+            await self._prepare(target)
+            endings = list(self._all())
+            pages = [endings[at : at + PER_PAGE] for at in range(0, len(endings), PER_PAGE)] or [[]]
+            target.is_complete = False
+            target.epoch, target.first_pages = 1 + max(file.epoch for file in self._files), len(pages)
+            for number, page in enumerate(pages):
+                await self._put(target, number, page)
+            await self._device.sync(target.fd)
+        except BaseException:
+            self._pending = noted + self._pending  # kept twice does no harm
+            raise
+        target.is_complete = True
+        self._drop_faulty(target)
+        self._active, self._next_page, self._is_dirty = target, len(pages), False
+
+    async def _prepare(self, file: _File) -> None:
+        """Have the file there, with its size."""
+        fits = file.fd >= 0 and file.pages * ENDINGS_PAGE_BYTES == self._size_bytes
+        if fits and file.path.name not in self.faults:
+            return
+        if file.fd >= 0:
+            self._device.close_file(file.fd)
+            file.fd = -1
+        file.path.unlink(missing_ok=True)
+        file.fd = self._device.open_file(file.path, self._size_bytes, create=True)
+        file.pages = self._size_bytes // ENDINGS_PAGE_BYTES
+
+    def _drop_faulty(self, written: _File) -> None:
+        """All that counts is in the file that was written just now: a damaged one goes."""
+        for file in self._files:
+            if file is not written and file.path.name in self.faults:
+                if file.fd >= 0:
+                    self._device.close_file(file.fd)
+                file.path.unlink(missing_ok=True)
+                file.fd, file.is_complete = -1, False
+        self.faults.clear()
+
+    async def _put(self, file: _File, number: int, endings: Sequence[Ending]) -> None:
+        data = encode_page(
+            self._store_id, file.epoch, number, file.first_pages, self.durable_sequence, endings
+        )
+        async with self._device.buffer() as view:
+            view[: len(data)] = data
+            await self._device.write(file.fd, number * ENDINGS_PAGE_BYTES, view[: len(data)])
+
+    def _all(self) -> Iterator[Ending]:
+        kept = self._kept
+        for at in range(0, len(kept), _WORDS):
+            id_, first, sequence, what = kept[at : at + _WORDS]
+            yield Ending(id_, first, sequence, EndingKind(what & 0xFF), what >> 8)
+
+    async def _forget(self) -> None:
+        """Keep what counts; and of that the newest, where it would fill more than half of a file."""
+        spans = sorted(self.spans())
+        firsts = [first for first, _ in spans]
+        lasts = list(accumulate((last for _, last in spans), max))
+        kept = array("Q")
+        for number, at in enumerate(range(0, len(self._kept), _WORDS)):
+            entry = self._kept[at : at + _WORDS]
+            older = bisect_left(firsts, entry[2])  # segments that begin before the ending
+            if older and lasts[older - 1] >= entry[1]:
+                kept.extend(entry)
+            if number % _TURN == _TURN - 1:
+                await trio.lowlevel.checkpoint()
+        most = self._size_bytes // ENDINGS_PAGE_BYTES // 2 * PER_PAGE
+        if len(kept) > most * _WORDS:
+            _log.warning("%d endings are repeated no more: %d fit", len(kept) // _WORDS - most, most)
+            kept = kept[len(kept) - most * _WORDS :]
+        self._kept = kept

@@ -1,0 +1,77 @@
+"""Which files were being written when a service ended: rows beside the names, in the same environment.
+
+Responsibility: a row for each draft of which the log has a copy (fsync): that it is still open, or which object it was
+sealed as. A believed index says by these rows whether a start may give such a copy a name; without them it would come
+back under the name that it once had, beside the object that was made of it and renamed or removed since.
+
+Invariants: a row is there before the copy is durable. A draft that is sealed under its copy's id has no row from then
+on, the name's own says all; one that was sealed as another object keeps its row until the copy is deleted in the log,
+since the copy is all there is while that object is in DRAM only.
+
+Concurrency: the service's trio thread; each call is one transaction.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from kvfs.errors import Corrupt
+from kvfs.name_env import NameEnvironment
+
+if TYPE_CHECKING:
+    import lmdb
+
+    Txn = lmdb.Transaction[bytes]
+
+DATABASE: Final = b"snapshots"
+_KNOWN: Final = b"snapshots"
+"""Key in `meta` that says that the rows are kept: an index of a service that did not has none."""
+_ROW = struct.Struct("<Q")
+_KEY = struct.Struct(">Q")
+OPEN: Final = 0
+
+
+class SnapshotIndex:
+    """Object id of a draft's copy in the log -> id of the object that it was sealed as, or OPEN."""
+
+    def __init__(self, environment: NameEnvironment) -> None:
+        self._env = environment
+        self._db = environment.open_db(DATABASE)
+        self._rows: dict[int, int] = {}
+
+    def load(self) -> dict[int, int] | None:
+        """What an earlier service left; None where it kept no rows. Raises Corrupt."""
+        if self._env.get_meta(_KNOWN) is None:
+            return None
+        pairs = self._env.read(lambda txn: list(txn.cursor(db=self._db)))
+        try:
+            return {_KEY.unpack(key)[0]: _ROW.unpack(value)[0] for key, value in pairs}
+        except struct.error:
+            raise Corrupt("name index: a row of a file being written is damaged") from None
+
+    def clear(self) -> None:
+        """Forget what an earlier service left: it is decided."""
+        self._rows.clear()
+        self._env.write(lambda txn: txn.drop(self._db, delete=False))
+        self._env.put_meta(_KNOWN, b"1")
+
+    def note(self, object_id: int, sealed_as: int, is_gone: Callable[[int], bool]) -> None:
+        """Set a row, and remove those whose copies are deleted in the log."""
+        gone = [each for each in self._rows if each != object_id and is_gone(each)]
+
+        def change(txn: Txn) -> None:
+            txn.put(_KEY.pack(object_id), _ROW.pack(sealed_as), db=self._db)
+            for each in gone:
+                txn.delete(_KEY.pack(each), db=self._db)
+
+        self._env.write(change)
+        self._rows[object_id] = sealed_as
+        for each in gone:
+            del self._rows[each]
+
+    def forget(self, object_id: int) -> None:
+        """Remove a row, if it is there."""
+        if self._rows.pop(object_id, None) is not None:
+            self._env.write(lambda txn: txn.delete(_KEY.pack(object_id), db=self._db))
