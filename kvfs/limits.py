@@ -65,6 +65,8 @@ DRAM_SHARE_OF_AVAILABLE: Final = 4
 """The default capacity is the available memory divided by this: engines need the rest."""
 OBJECT_SHARE_OF_DRAM: Final = 4
 """The largest object is the capacity divided by this, so that one object never empties the tier."""
+DRAFT_SHARE_OF_SLOTS: Final = 2
+"""One uid's drafts take no more than the slots divided by this, as its bytes do of the capacity: others can write."""
 MAX_HELD_SLOTS: Final = 4_096
 """Unlinked slots whose bytes somebody still holds; each keeps one descriptor of the service open."""
 CHECKSUM_QUEUE: Final = 8_192
