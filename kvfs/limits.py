@@ -297,8 +297,6 @@ MAX_ADAPTERS: Final = 4_096
 # --- waits -----------------------------------------------------------------------------------------------
 PUBLISH_WAIT_S: Final = 0.5
 """How long another door waits for a flushed draft whose RELEASE is still on its way (it follows close())."""
-SPACE_WAIT_S: Final = 2.0
-"""No reservation takes longer, the eviction that it runs included, before it answers or is refused."""
 STOP_WAIT_S: Final = 10.0
 """How long a clean stop waits for the requests in flight."""
 FINISH_WAIT_S: Final = 4.0
@@ -344,8 +342,6 @@ SLOTS_PER_SPARE_DRAFT: Final = 64
 """A tier with few slots keeps them for objects."""
 MAX_OPEN_LISTINGS: Final = 4_096
 """Directory handles, each with its place in a listing."""
-MAX_XATTR_VALUE_BYTES: Final = 64 * KIB
-"""XATTR_SIZE_MAX of Linux; also what a bucket's namespace xattr may hold."""
 
 # --- gateway: connections --------------------------------------------------------------------------------
 MAX_HEAD_BYTES: Final = 32 * KIB
