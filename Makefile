@@ -100,7 +100,7 @@ soak: export KVFS_TEST_CUTS := $(KVFS_TEST_CUTS)
 soak: export KVFS_TEST_FAULTS := $(KVFS_TEST_FAULTS)
 soak: $(STAMPS)/dev $(STAMPS)/native | $(STAMPS)/system-test
 	$(BIN)/pytest -s --timeout 14400 tests/test_43_store_power_cuts.py tests/test_44_store_faults.py \
-	    tests/test_76_crash_harness.py $(ARGS)
+	    tests/test_76_crash_harness.py tests/test_99_gateway_abuse.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

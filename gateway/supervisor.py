@@ -166,8 +166,8 @@ class Workers:
         try:
             assert process.stdin is not None
             told = settings.model_copy(update={"credentials": self._credentials})
-            await process.stdin.send_all(told.to_json().encode() + b"\n")
             with trio.fail_after(limits.WORKER_START_WAIT_S):
+                await process.stdin.send_all(told.to_json().encode() + b"\n")
                 line = await _line(process)
         except (trio.TooSlowError, trio.BrokenResourceError) as error:
             with trio.CancelScope(shield=True):

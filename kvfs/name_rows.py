@@ -33,6 +33,9 @@ DIRECTORY: Final = 2
 """`NameRow.flags`: the marker of an empty directory; it has no bytes in any tier."""
 SNAPSHOT: Final = 4
 """`NameRow.flags`, in the log only: a file still being written, as it was when its writer asked for durability."""
+RETIRED: Final = 8
+"""`NameRow.flags`: a file that takes the name in a moment was closed or renamed, and that was answered: no start gives
+the name back to the object that it had."""
 
 GHOST_ADMISSION: Final = 1
 """`BucketRow.flags`: only what was wanted before is written to NVMe."""

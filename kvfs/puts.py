@@ -10,7 +10,8 @@ Invariants:
 - A seal channel has one user at a time; when an answer on it is lost, the session is.
 - No writable descriptor outlives its use by a fork: a child that lives on would keep a draft from being sealed.
 
-Concurrency: whoever has `Grants.lock` uses the channel and the spares. It is held for a put's copy and round trip.
+Concurrency: whoever has `Grants.held` uses the channel and the spares. It is held for a put's copy and round trip, so
+who waits for it does so until his own deadline.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from kvfs import limits
@@ -53,12 +54,22 @@ class Grants:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()
         self.spares: deque[Spare] = deque()
         self.wanted = int(transport.hello.details["quota"]["spare_drafts"])
         """How many the service lets a client have."""
         self._channel: int | None = None
         self._refused = False
+
+    @contextmanager
+    def held(self, deadline: Deadline) -> Iterator[None]:
+        """Use the channel and the spares, alone. Raises DeadlinePassed."""
+        if not self._lock.acquire(timeout=max(deadline.left_s, 0.0)):
+            raise DeadlinePassed(f"other threads put blocks for {deadline.limit_s:g} s")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     @property
     def has_channel(self) -> bool:
@@ -67,7 +78,7 @@ class Grants:
     def channel(self, live: Live) -> int | None:
         """The seal channel, opened when it is first asked for; None where the service offers none."""
         if self._channel is None and not self._refused:
-            with self.lock:
+            with self.held(live.deadline):
                 if self._channel is None:
                     self._channel = self._open(live)
                     self._refused = self._channel is None
@@ -85,21 +96,21 @@ class Grants:
 
     def put(self, put: Put, table: Table | None, deadline: Deadline) -> bool | None:
         """Put all of it now, if that takes nothing but what is there: whether all is new. None: nothing was done."""
-        if self._channel is None or not self.lock.acquire(blocking=False):
+        if self._channel is None or not self._lock.acquire(blocking=False):
             return None
         try:
             if self._channel is None:
                 return None
             new = put.at_once(self._channel, self.spares, table, max(deadline.left_s, 0.0))
         finally:
-            self.lock.release()
+            self._lock.release()
         if new is False and put.statuses is None:
             self._transport.close()
         return new
 
     def close(self) -> None:
         """Close every descriptor, when nobody uses it. The service takes back what they were."""
-        with self.lock:
+        with self._lock:  # for as long as the put under way may take
             self.after_fork()
 
     def after_fork(self) -> None:
@@ -111,17 +122,21 @@ class Grants:
         while self.spares:
             os.close(self.spares.pop()[2])
 
-    def add(self, drafts: Sequence[Spare]) -> None:
-        """Have these ahead, unless the session has ended meanwhile."""
-        with self.lock:
-            if self._channel is None:
+    def add(self, drafts: Sequence[Spare], deadline: Deadline) -> None:
+        """Have these ahead, unless the session has ended meanwhile. Raises DeadlinePassed, and then closes them."""
+        kept = False
+        try:
+            with self.held(deadline):
+                kept = self._channel is not None
+                if kept:
+                    self.spares.extendleft(drafts)
+        finally:
+            if not kept:
                 close_all([descriptor for _, _, descriptor in drafts])
-            else:
-                self.spares.extendleft(drafts)
 
-    def take(self, count: int) -> list[Spare]:
-        """Spare drafts, as many as there are."""
-        with self.lock:
+    def take(self, count: int, deadline: Deadline) -> list[Spare]:
+        """Spare drafts, as many as there are. Raises DeadlinePassed."""
+        with self.held(deadline):
             return [self.spares.pop() for _ in range(min(count, len(self.spares)))]
 
 
@@ -131,14 +146,14 @@ def put_some(live: Live, put: Put, blocks: list[int], deadline: Deadline) -> lis
     if channel is None:
         return _put_slowly(live, put, blocks, deadline)
     drafts = _take_drafts(live, len(blocks))
-    if not live.grants.lock.acquire(timeout=max(deadline.left_s, 0.0)):
-        close_all([draft[2] for draft in drafts])
-        raise DeadlinePassed(f"other threads put blocks for {deadline.limit_s:g} s")
+    given = False
     try:
-        left_s = max(deadline.left_s, 0.0)
-        statuses = put_blocks(channel, drafts, blocks, put.keys, put.parents, put.pieces, left_s)
+        with live.grants.held(deadline):
+            left_s, given = max(deadline.left_s, 0.0), True
+            statuses = put_blocks(channel, drafts, blocks, put.keys, put.parents, put.pieces, left_s)
     finally:
-        live.grants.lock.release()
+        if not given:
+            close_all([draft[2] for draft in drafts])
     if statuses is None:
         live.transport.close()
         raise SessionClosed("the seal channel was closed, or its answer did not come in time")
@@ -203,7 +218,7 @@ def seal_patiently(live: Live, drafts: Sequence[Draft], deadline: Deadline) -> l
 
 def _take_drafts(live: Live, count: int) -> list[Spare]:
     """Spare drafts, and new ones where these do not suffice. Raises the error of one that is not granted."""
-    taken = live.grants.take(count)
+    taken = live.grants.take(count, live.deadline)
     if len(taken) == count:
         return taken
     try:
@@ -276,11 +291,11 @@ class Refiller:
 def _fill(live: Live) -> None:
     missing = live.grants.wanted - len(live.grants.spares)
     if missing > 0:
-        live.grants.add(reserve_spares(live, missing))
+        live.grants.add(reserve_spares(live, missing), live.deadline)
 
 
 def _empty(live: Live) -> None:
-    give_back(live, live.grants.take(live.grants.wanted))
+    give_back(live, live.grants.take(live.grants.wanted, live.deadline))
 
 
 def _at(joined: bytes, block: int) -> bytes:

@@ -26,6 +26,7 @@ from kvfs.errors import KvfsError, Superseded
 from mounts import names
 from mounts.answers import errno_of
 from mounts.files import OpenFiles
+from mounts.nodes import Node
 from mounts.spares import SpareDrafts
 from mounts.view import View
 
@@ -152,8 +153,26 @@ class CallServer:
 
     def _rename(self, call: Call) -> None:
         above, below = self._view.directory(call.nodeid), self._view.directory(call.other)
+        unsettled = names.draft_to_settle(self._view, above, call.name, below)
+        if unsettled is not None:
+            self._waiting.start_soon(self._rename_later, call, unsettled)
+            return
         names.rename(self._view, above, call.name, below, call.new_name, call.flags)
         self._answer_settled(call.unique)
+
+    async def _rename_later(self, call: Call, unsettled: Node) -> None:
+        """Rename a file once it is on the device."""
+        view, number = self._view, 0
+        try:
+            if unsettled.draft is not None:
+                await view.drafts.persist(unsettled, unsettled.draft)
+            view.catch_up()
+            above, below = view.directory(call.nodeid), view.directory(call.other)
+            names.rename(view, above, call.name, below, call.new_name, call.flags)
+            await view.store.journal.settle()
+        except (KvfsError, OSError) as error:
+            number = errno_of(error, "a rename")
+        self._loop.answer_status(call.unique, number)
 
     def _answer_settled(self, unique: int) -> None:
         """Answer once what was done is as durable as promised; mostly it is at once."""

@@ -7,6 +7,10 @@ nothing.
 Invariants:
 - A sealed object is never written: opening it for writing makes a draft under a new nodeid, and ESTALE
   makes the kernel look the name up again.
+- Once a close or rename of a draft was answered, or a truncation by path, what had its name before is never shown
+  again: its row is retired (`TieredStore.retire`) before the answer, and where the draft is dropped, it goes with it.
+- The order of two doors is that of their answers: a draft that was closed before another door sealed its name is
+  dropped, one that is closed later takes that object's place.
 - A draft is published only when the kernel says that nobody can write it any more (`WriterActive` else):
   a shared writable mapping outlives RELEASE, so such a draft lingers under its name until it is unmapped.
 
@@ -22,13 +26,14 @@ import os
 import stat
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import pyfuse3
 import trio
 
 from kvfs import limits
-from kvfs.errors import KvfsError, NoSpace, ObjectTooLarge, WriterActive
+from kvfs.errors import IsDirectory, KvfsError, NoSpace, NotFound, ObjectTooLarge, WriterActive
 from mounts.attributes import FileStatus
 from mounts.backing import Backings
 from mounts.large import begin_copy, large_of, status_of
@@ -66,6 +71,7 @@ class DraftKeeper:
         self._due: dict[int, tuple[Node, OpenDraft]] = {}
         self._ripe: dict[int, tuple[Node, OpenDraft]] = {}
         self._due_changed = trio.Event()
+        self.is_publishing = False
         self.writers_changed = trio.Event()
         self.writers = 0
 
@@ -227,7 +233,7 @@ class DraftKeeper:
 
     def settle(self, node: Node, opened: OpenDraft) -> None:
         """Nobody has the draft open for writing: publish it, drop it, or let it linger."""
-        dropped = opened.torn or opened.failed
+        dropped = opened.torn or opened.overtaken or (opened.failed and not opened.answered)
         if dropped or not node.linked:
             if dropped or opened.handles == 0:
                 self.discard(node)
@@ -323,15 +329,21 @@ class DraftKeeper:
 
     def _publish(self, node: Node, opened: OpenDraft) -> bool:
         """Seal the draft under its name; False while somebody can still write it."""
-        name = self._nodes.name(node)
+        self._backings.node_settles(node.nodeid, True)  # no rename is answered natively from here on
+        self.catch_up()
+        if node.draft is not opened or not (node.linked and opened.closed):
+            return node.draft is not opened
         if opened.persisting.locked():
             return False
+        name, self.is_publishing = self._nodes.name(node), True
         try:
             info = self._seal(node, opened, name)
         except WriterActive:
             return False
         except (OSError, KvfsError) as error:
             return self._publish_failed(node, opened, error)
+        finally:
+            self.is_publishing = False
         opened.ended.set()
         self._nodes.set_draft(node, None)
         self._nodes.set_object(node, info)
@@ -372,6 +384,46 @@ class DraftKeeper:
             self._backings.invalidate_entry(node.parent.nodeid, node.component)
             self._backings.node_dead(node.nodeid)
             self._nodes.unlink(node, doubt=True)
+
+    async def settle_change(self, node: Node, opened: OpenDraft) -> None:
+        """Before a close of the draft is answered, or a truncation by path: what had its name before does not come
+        back, and in a durable bucket it is on the device. One without a slot is in the log. Raises NoSpace,
+        DeviceFailed, and then the draft is dropped unless a later one succeeds."""
+        opened.failed = True
+        opened.overtaken = False
+        large = large_of(opened)
+        if self.is_durable(node):
+            await self.persist(node, opened)
+        elif large is not None and node.linked and node.draft is opened:
+            await large.flush()
+        opened.failed, opened.answered = False, True
+        if node.linked and node.draft is opened and self._store.retire(self._nodes.name(node)):
+            await self._store.journal.settle()
+
+    @staticmethod
+    def is_settled(opened: OpenDraft) -> bool:
+        """Whether anything of the draft is on the device."""
+        if isinstance(opened.draft, LargeDraft):
+            return opened.draft.persisted_bytes is not None
+        return opened.snapshot is not None
+
+    def renamed_over(self, node: Node) -> None:
+        """The draft has taken another's name: before that is answered, as `settle_change`."""
+        if node.draft is not None and node.linked:
+            node.draft.answered = True
+            self._store.retire(self._nodes.name(node))
+
+    def overtake(self, node: Node) -> None:
+        """Another door has sealed an object under the draft's name: it takes the place of a draft that was closed
+        before, and one that is closed later takes its."""
+        opened = node.draft
+        if opened is None:
+            return
+        opened.overtaken = opened.closed or self._backings.flushed(node.nodeid)
+        if opened.closed:
+            self.discard(node)
+        else:
+            self._backings.node_settles(node.nodeid, True)
 
     async def persist(self, node: Node, opened: OpenDraft) -> None:
         """What is written so far is durable under the draft's name when this returns (fsync, close in a durable
@@ -431,8 +483,10 @@ class DraftKeeper:
             uid=opened.uid,
             gid=opened.gid,
         )
-        if self.is_durable(node):
-            self._backings.node_settles(node.nodeid, True)
+        if node.linked:
+            name = self._nodes.name(node)
+            settles = self.is_durable(node) or self._store.names.get(name.bucket, name.key) is not None
+            self._backings.node_settles(node.nodeid, settles)
 
     def _show_large(self, node: Node, opened: OpenDraft, draft: LargeDraft) -> None:
         """Its attributes as they are; reads and writes come to Python."""
@@ -470,10 +524,12 @@ class DraftKeeper:
         )
 
     def discard(self, node: Node) -> None:
-        """Drop a draft and its name; readers who have it open keep their bytes."""
+        """Drop a draft and its name, and what had the name before, where that was answered to be gone; readers who
+        have it open keep their bytes."""
         opened = node.draft
         if opened is None:
             return
+        before = self._nodes.name(node) if opened.answered and node.linked and not opened.overtaken else None
         if node.linked and node.parent is not None:
             self._backings.invalidate_entry(node.parent.nodeid, node.component)
         opened.ended.set()
@@ -484,6 +540,9 @@ class DraftKeeper:
             self._abort(opened.draft)
         for snapshot in opened.snapshots:
             self._store.journal.removed(snapshot)
+        if before is not None:
+            with suppress(NotFound, IsDirectory):
+                self._store.remove(before)
         self._nodes.release(node)
 
     # --- looks --------------------------------------------------------------------------------------------

@@ -40,7 +40,8 @@ NATIVE_HANDLE = 1 << 63
 
 
 class OpenFiles:
-    """All handles that Python gave out. Their numbers are odd where they may write: the native loop looks."""
+    """All handles that Python gave out. Their numbers are odd where they write the file, or made it: the native loop
+    looks."""
 
     def __init__(self, view: View) -> None:
         self._view = view
@@ -66,7 +67,7 @@ class OpenFiles:
         """Open what `create` made: the handle's number. When that fails, nothing is left of it."""
         assert node.draft is not None
         try:
-            return self._open_draft(node, node.draft, flags, pid)
+            return self._open_draft(node, node.draft, flags, pid, made=True)
         except (KvfsError, OSError):
             self._view.drafts.discard(node)
             raise
@@ -120,19 +121,19 @@ class OpenFiles:
             raise NotPermitted("a block is immutable")
         await view.drafts.rewrite(current, current.info, uid=uid, keep_bytes=not flags & os.O_TRUNC)
 
-    def _open_draft(self, node: Node, opened: OpenDraft, flags: int, pid: int) -> int:
+    def _open_draft(self, node: Node, opened: OpenDraft, flags: int, pid: int, *, made: bool = False) -> int:
         self._view.drafts.open(node, opened, writable=_writes(flags))
-        return self._handle(Handle(node, opened, writable=_writes(flags), pid=pid))
+        return self._handle(Handle(node, opened, writable=_writes(flags), pid=pid), made=made)
 
-    def _handle(self, handle: Handle) -> int:
-        number = self.allot(writable=handle.writable)
+    def _handle(self, handle: Handle, *, made: bool = False) -> int:
+        number = self.allot(changes=handle.writable or made)
         self._handles[number] = handle
         return number
 
-    def allot(self, *, writable: bool) -> int:
-        """A number for a handle to come."""
+    def allot(self, *, changes: bool) -> int:
+        """A number for a handle to come; `changes`: it writes the file, or made it."""
         self._next_handle += 1
-        return self._next_handle << 1 | writable
+        return self._next_handle << 1 | changes
 
     def adopt(self, node: Node, number: int, *, pid: int) -> None:
         """A handle on a draft that the native loop gave out."""
@@ -187,21 +188,14 @@ class OpenFiles:
             await self._view.store.journal.persist(node.info.object_id)
 
     async def settle_close(self, number: int) -> None:
-        """close(2) of a writer: in a durable bucket the file is on the device when this returns; one without a slot is
-        in the log, so that it can be published, and the writer is told what stands against that."""
+        """close(2) of whoever wrote or made a file: see `DraftKeeper.settle_change`."""
         handle, drafts = self._handles[number], self._view.drafts
         opened = handle.opened
-        if not handle.writable or opened is None or opened.torn:
+        if not number & 1 or opened is None or opened.torn:
             return
-        large = large_of(opened)
-        if large is not None and self._view.backings.killed(handle.node.nodeid):
+        if self._view.backings.killed(handle.node.nodeid):
             return
-        opened.failed = True  # until this one has succeeded
-        if drafts.is_durable(handle.node):
-            await drafts.persist(handle.node, opened)
-        elif large is not None and handle.node.linked and handle.node.draft is opened:
-            await large.flush()
-        opened.failed = False
+        await drafts.settle_change(handle.node, opened)
 
     def release(self, number: int) -> None:
         handle = self._handles.pop(number)

@@ -86,6 +86,16 @@ def rename(view: View, above: Node, component: bytes, below: Node, new_component
     _show_renamed(view, node, target, known)
 
 
+def draft_to_settle(view: View, above: Node, component: bytes, below: Node) -> Node | None:
+    """The file that a rename moves, where its new bucket promises that a name's bytes are on the device and these are
+    not: `DraftKeeper.persist` comes first."""
+    node = view.nodes.child(above, component)
+    if node is None or node.draft is None or below.parent is None:
+        return None
+    durable = view.store.bucket(view.nodes.name(below).bucket).durable
+    return node if durable and not view.drafts.is_settled(node.draft) else None
+
+
 def renamed(view: View, node: Node, below: Node, new_component: bytes) -> None:
     """The native loop has moved a draft to a free name: the tree follows, and what other doors see.
 
@@ -112,6 +122,7 @@ def renamed(view: View, node: Node, below: Node, new_component: bytes) -> None:
 
 def _show_renamed(view: View, node: Node, target: Name, known: Node | None) -> None:
     view.drafts.rename_snapshot(node)
+    view.drafts.renamed_over(node)
     if known is not None and known.draft is not None:
         view.drafts.forget_snapshot(known.draft, behind=True)
     if node.directory:

@@ -50,6 +50,10 @@ class OpenDraft:
     """Its last writer has closed it, and it waits to be published."""
     lingering: bool = False
     """Closed, but somebody can still write it (a mapping), or reads it."""
+    answered: bool = False
+    """A close or rename of it, or a truncation by path, was answered: what had its name before does not come back."""
+    overtaken: bool = False
+    """Another door has sealed an object under its name since it was closed last: that one stays."""
     failed: bool = False
     """Its writer was told by close() that it could not be kept: it is dropped, unless a later close() can."""
     late: bool = False

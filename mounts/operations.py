@@ -109,8 +109,15 @@ class Operations(pyfuse3.Operations):
             opened.gid = opened.gid if gid is None else gid
             opened.ctime_ns = time.time_ns()
             self.view.drafts.show_draft(node, opened)
-            if opened.handles == 0:
-                self.view.drafts.settle(node, opened)
+            try:
+                if fields.update_size and fh is None:
+                    await self.view.drafts.settle_change(node, opened)
+                elif opened.writers == 0 and self.view.drafts.is_settled(opened):
+                    self.view.drafts.rename_snapshot(node)
+                    await self.view.store.journal.settle()
+            finally:
+                if node.draft is opened and opened.handles == 0:
+                    self.view.drafts.settle(node, opened)
             return self.view.attributes(node)
         if node.parent is None:
             raise NotPermitted("the mount's root has the attributes that its configuration gives it")
@@ -182,6 +189,9 @@ class Operations(pyfuse3.Operations):
         ctx: pyfuse3.RequestContext,
     ) -> None:
         above, below = self.view.directory(parent_inode_old), self.view.directory(parent_inode_new)
+        unsettled = names.draft_to_settle(self.view, above, name_old, below)
+        if unsettled is not None and unsettled.draft is not None:
+            await self.view.drafts.persist(unsettled, unsettled.draft)
         names.rename(self.view, above, name_old, below, name_new, flags)
         await self.view.store.journal.settle()
 
@@ -198,9 +208,10 @@ class Operations(pyfuse3.Operations):
             raise NotPermitted("only regular files and directories exist here")
         parent = self.view.directory(parent_inode)
         node = self.files.create(parent, name, os.O_EXCL, stat.S_IMODE(mode), uid=ctx.uid, gid=ctx.gid)
-        assert node.draft is not None
-        self.view.drafts.settle(node, node.draft)
         node.lookups += 1
+        assert node.draft is not None
+        await self.view.drafts.settle_change(node, opened := node.draft)
+        self.view.drafts.settle(node, opened)
         return self.view.attributes(node)
 
     @answers_errno
@@ -349,7 +360,8 @@ class Operations(pyfuse3.Operations):
         self.view.xattrs.set(node, name, value)
         if node.directory and name == LARGE_NAME:
             self.view.unknow_names(node)  # files are made there by Python, from here on
-            await self.view.store.journal.settle()
+        self.view.drafts.rename_snapshot(node)
+        await self.view.store.journal.settle()
         if node.info is not None and node.linked:
             found = self.view.store.lookup(self.view.nodes.name(node))
             if isinstance(found, ObjectInfo):

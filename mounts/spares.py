@@ -62,7 +62,7 @@ class SpareDrafts:
         descriptor = -1
         try:
             descriptor = store.dram.open_draft(extent)
-            self._loop.spare_add(nodeid, self._files.allot(writable=True), descriptor)
+            self._loop.spare_add(nodeid, self._files.allot(changes=True), descriptor)
         except (KvfsError, OSError):
             self._loop.node_drop(nodeid)
             self._drop(nodeid)

@@ -312,6 +312,9 @@ class View:
             return
         if self._own_changes and not change.evicted:
             return
+        others = change.kind is ChangeKind.SEALED and not self.drafts.is_publishing
+        if others:
+            self.catch_up()
         if change.key is not None and change.kind is ChangeKind.REMOVED:
             node = self.nodes.of_object(change.key.digest)
         elif change.name is not None:
@@ -328,6 +331,8 @@ class View:
         ):
             self.forget_name(node)
         if change.kind is ChangeKind.SEALED:
+            if others and node is not None and change.key is not None:
+                self.drafts.overtake(node)
             self._come(change.name, node)
         elif change.kind is ChangeKind.RENAMED:
             target = self.nodes.resolve(change.new_name) if change.new_name is not None else None

@@ -312,7 +312,7 @@ async def test_room_for_a_durable_object_is_known_without_a_look_at_each_segment
         segments = tier.pool.segments
         tier.pool.segments = Segments(segments)
         assert tier.has_durable_room(100_000)
-        tier.check_durable_room(100_000)
+        tier.check_durable_room([100_000])
         tier.promise(10)
         tier.promise(-10)
         tier.pool.segments = segments

@@ -502,6 +502,8 @@ async def test_what_waits_for_a_failing_device_has_a_limit(
         assert found.mode == accepted
         assert [key for key, _ in store.list(b"b").entries] == [written.key]
         assert await read(store, Name(b"durable", b"k")) == data_of(Name(b"durable", b"k"), 10)
+
+
 async def test_room_for_durable_objects_is_promised_when_they_are_queued(tmp_path: Path) -> None:
     """What one writer was told is his, the next is not told is free, though nothing is written yet."""
     size = 700_000

@@ -19,7 +19,7 @@ import trio
 
 from kvfs import crashpoints
 from tests.support.crash_harness import fast_directory
-from tests.support.one_store import CACHE, DURABLE, abandon, fill, look, start
+from tests.support.one_store import CACHE, DURABLE, abandon, fill, look, start, sync_draft
 from tiers.device import ThreadDevice
 from tiers.model import Attributes, Draft, Name
 from tiers.store import TieredStore
@@ -137,7 +137,7 @@ class SyncedFile:
     async def change(self, store: TieredStore) -> None:
         draft = store.reserve(SIZE, uid=0)
         fill(store, draft, SYNCED)
-        snapshot = await store.persist_draft(draft, self.source, Attributes())
+        snapshot = await sync_draft(store, draft, self.source)
         self.synced = True
         fill(store, draft, self.last)
         store.seal(draft, self.source, Attributes(), snapshot=snapshot)

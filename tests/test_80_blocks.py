@@ -13,6 +13,7 @@ import torch
 
 import kvfs
 from kvfs import errors
+from kvfs.transport import Deadline
 from tests.support.sessions import MIB, Server, fork, session_server
 from tests.support.stores import NAMESPACE
 
@@ -348,3 +349,14 @@ def test_closed_blocks_say_so(server: Server) -> None:
             blocks.put(keys_of(1), [b"x"])
         with pytest.raises(errors.InvalidRequest, match="closed"):
             blocks.put_async(keys_of(1), [b"x"])
+
+
+def test_a_put_waits_for_others_until_its_own_deadline_only(blocks: kvfs.Blocks) -> None:
+    """Theirs may be much later: a put in a service that hangs."""
+    first, second = keys_of(2)
+    blocks.put([first], [b"x" * 100])
+    grants = blocks._session.grants
+    assert grants is not None
+    with grants.held(Deadline.after(60.0)), pytest.raises(errors.DeadlinePassed):
+        blocks.put([second], [b"y" * 100], timeout_s=0.2)
+    assert blocks.put([second], [b"y" * 100]) == [True]

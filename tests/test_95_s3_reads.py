@@ -532,9 +532,11 @@ def parked(sweeper: Sweeper) -> Iterator[tuple[PlainTransport, socket.socket]]:
         yield PlainTransport(ours, "test", sweeper), client
 
 
-async def test_a_parked_connection_is_quiet_for_so_long_after_its_last_answer(
-    autojump_clock: MockClock,
+@pytest.mark.parametrize("quiet_s", [limits.FIRST_BYTE_S, limits.KEEP_ALIVE_S])
+async def test_a_parked_connection_is_quiet_for_so_long_as_it_may(
+    autojump_clock: MockClock, quiet_s: float
 ) -> None:
+    """A new one less than one that had a request."""
     reads, sweeper = Reads(1), Sweeper()
 
     async def serve() -> None:
@@ -545,6 +547,8 @@ async def test_a_parked_connection_is_quiet_for_so_long_after_its_last_answer(
                 trio.lowlevel.reschedule(task)
 
     with parked(sweeper) as (transport, _):
+        assert transport.quiet_s == limits.FIRST_BYTE_S
+        transport.quiet_s = quiet_s
         began = trio.current_time()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(sweeper.run)
@@ -553,7 +557,7 @@ async def test_a_parked_connection_is_quiet_for_so_long_after_its_last_answer(
             took_s = trio.current_time() - began
             nursery.cancel_scope.cancel()
     assert (idle.data, idle.rest, idle.file, idle.gone, idle.task) == (b"", b"", -1, False, None)
-    assert limits.KEEP_ALIVE_S <= took_s <= limits.KEEP_ALIVE_S + 4
+    assert quiet_s <= took_s <= quiet_s + 4
 
 
 async def test_a_cancelled_wait_is_not_watched_any_more() -> None:

@@ -6,8 +6,11 @@ KVFS_TEST_ABUSE_S: how long all kinds at once go on (default: 6 s).
 from __future__ import annotations
 
 import os
+import threading
 import time
+import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest

@@ -30,7 +30,7 @@ import trio
 
 from kvfs import limits
 from kvfs._native.slots import xxh3_64
-from kvfs.errors import Corrupt, FormatMismatch, KvfsError
+from kvfs.errors import Corrupt, FormatMismatch, KvfsError, NoSpace
 from kvfs.formats import (
     ENDING,
     ENDINGS_HEADER,
@@ -87,16 +87,16 @@ class Ended:
     extents: dict[int, dict[int, int]] = field(default_factory=dict)
     """Object id -> extent number -> sequence of the oldest DATA that may count."""
     highest_sequence: int = 0
-    newest: tuple[int, int] = (0, 0)
-    """(epoch, durable sequence) of the newest page."""
+    newest: tuple[int, int, int] = (0, 0, 0)
+    """(epoch, number, durable sequence) of the newest page."""
 
     @property
     def durable_sequence(self) -> int:
         """Every record up to this one was durable when the newest page was written."""
-        return self.newest[1]
+        return self.newest[2]
 
-    def mark(self, page: Page) -> None:
-        self.newest = max(self.newest, (page.epoch, page.durable_sequence))
+    def mark(self, page: Page, number: int) -> None:
+        self.newest = max(self.newest, (page.epoch, number, page.durable_sequence))
 
     def add(self, ending: Ending) -> bool:
         """Whether that was not known."""
@@ -185,6 +185,8 @@ class Endings:
         self._kept = array("Q")
         self._pending: list[Ending] = []
         self._is_dirty = False
+        self._is_refused = False
+        """No room for a file, and that was said."""
         self.durable_sequence = 0
         """Every record up to this one is durable; each page repeats it. Set by the log."""
         self.faults: dict[str, list[str]] = {}
@@ -240,7 +242,7 @@ class Endings:
                     page = self._page(file, number, part[at : at + ENDINGS_PAGE_BYTES])
                     if page is None:
                         continue
-                    ended.mark(page)
+                    ended.mark(page, number)
                     for ending in page.endings:
                         if ended.add(ending):
                             self._keep(ending)
@@ -276,6 +278,10 @@ class Endings:
         self._active = None
         self._pending.extend(more)
         await self._change_file()
+        for file in self._files:  # the room for what comes is taken now
+            if file is not self._active:
+                await self._prepare(file)
+        self.faults.clear()
 
     async def write(self) -> None:
         """Write what was noted. Raises NoSpace, DeviceFailed: then it is still to be written."""
@@ -319,7 +325,8 @@ class Endings:
         noted, self._pending = self._pending, []
         try:
             await self._forget()
-            await self._prepare(target)
+            if not await self._has_room(target):
+                return
             endings = list(self._all())
             pages = [endings[at : at + PER_PAGE] for at in range(0, len(endings), PER_PAGE)] or [[]]
             target.is_complete = False
@@ -331,13 +338,25 @@ class Endings:
             self._pending = noted + self._pending  # kept twice does no harm
             raise
         target.is_complete = True
-        self._drop_faulty(target)
         self._active, self._next_page, self._is_dirty = target, len(pages), False
+
+    async def _has_room(self, file: _File) -> bool:
+        """Whether the file is there now. Without room for it the log goes on: it has all that the file repeats."""
+        try:
+            await self._prepare(file)
+        except NoSpace as error:
+            if not self._is_refused:
+                _log.error("what has ended is not repeated beside the segments: %s", error)
+            self._is_refused = True
+            return False
+        self._is_refused = False
+        return True
 
     async def _prepare(self, file: _File) -> None:
         """Have the file there, with its size."""
-        fits = file.fd >= 0 and file.pages * ENDINGS_PAGE_BYTES == self._size_bytes
-        if fits and file.path.name not in self.faults:
+        if file.fd >= 0 and file.pages * ENDINGS_PAGE_BYTES == self._size_bytes:
+            if file.path.name in self.faults:
+                await self._clear(file)
             return
         if file.fd >= 0:
             self._device.close_file(file.fd)
@@ -346,15 +365,15 @@ class Endings:
         file.fd = self._device.open_file(file.path, self._size_bytes, create=True)
         file.pages = self._size_bytes // ENDINGS_PAGE_BYTES
 
-    def _drop_faulty(self, written: _File) -> None:
-        """All that counts is in the file that was written just now: a damaged one goes."""
-        for file in self._files:
-            if file is not written and file.path.name in self.faults:
-                if file.fd >= 0:
-                    self._device.close_file(file.fd)
-                file.path.unlink(missing_ok=True)
-                file.fd, file.is_complete = -1, False
-        self.faults.clear()
+    async def _clear(self, file: _File) -> None:
+        """Leave nothing in it, and its room reserved."""
+        file.is_complete = False
+        async with self._device.buffer() as view:
+            for first in range(0, file.pages, len(view) // ENDINGS_PAGE_BYTES):
+                part = view[: (file.pages - first) * ENDINGS_PAGE_BYTES]
+                part[:] = bytes(len(part))
+                await self._device.write(file.fd, first * ENDINGS_PAGE_BYTES, part)
+        await self._device.sync(file.fd)
 
     async def _put(self, file: _File, number: int, endings: Sequence[Ending]) -> None:
         data = encode_page(

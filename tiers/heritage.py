@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from kvfs import limits, paths
 from kvfs.errors import Corrupt
 from kvfs.name_env import highest_id
-from kvfs.name_rows import peek_row
+from kvfs.name_rows import RETIRED, peek_row
 from kvfs.names import DIRECTORY, PINNED, NameIndex, NameRow
 from kvfs.sizes import format_size
 from tiers.adoption import ENTRY_PINNED, Survivor
@@ -154,7 +154,7 @@ class Heritage:
             if data is None or survivor is None or bucket not in known:
                 continue
             row = NameRow.decode(data)
-            if not row.flags & DIRECTORY and agree(row, survivor):
+            if not row.flags & (DIRECTORY | RETIRED) and agree(row, survivor):
                 self._named.setdefault(row.object_id, (Name(bucket, key), row))
         wanted = [found for each in survivors if (found := self._wanted(each)) is not None]
         return dearest_first(wanted, self._unit)
@@ -195,6 +195,9 @@ class Heritage:
                 object_id, flags = peek_row(data)
                 if flags & DIRECTORY:
                     return self.names.get_bucket(bucket) is not None
+                if flags & RETIRED:
+                    lost.append(Name(bucket, key))
+                    return False
                 if self._cold is not None and self._cold.has(object_id) and not durable(bucket):
                     self._cold_names[object_id] = Name(bucket, key)
                     return True
@@ -210,6 +213,10 @@ class Heritage:
             return False
 
         dropped = self.names.prune(keep)
+        for name in lost:
+            if durable(name.bucket):
+                why = "it is damaged" if not self._killed else "it is damaged, or was never answered for"
+                log.error("%s of a durable bucket is lost: %s", name, why)
         for survivor in reversed(adopted):  # the order of the calls is what the policy goes by
             self._restore_one(store, survivor)
         if adopted:
@@ -376,7 +383,7 @@ def _chain(
 def walking(home: Home) -> Iterator[IndexWalk | None]:
     """Walk the index meanwhile, as a store with a log wants it; None where there is none to believe."""
     if (home.index / "data.mdb").exists() and home.index_is_durable:
-        with IndexWalk(home.index, counts=True, rows=True, copy=True) as walk:
+        with IndexWalk(home.index, counts=True, rows=True, copy=home.index / COPY) as walk:
             yield walk
     else:
         yield None
@@ -413,7 +420,7 @@ def _marked(home: Home, names: NameIndex) -> NameIndex:
 
 def _renewed(index: Path, walk: IndexWalk | None, strict: bool) -> bool:
     """Whether the index is whole; then its copy without free pages has taken its place."""
-    with walk or IndexWalk(index, counts=strict, rows=strict, copy=True) as found:
+    with walk or IndexWalk(index, counts=strict, rows=strict, copy=index / COPY) as found:
         if not found.is_whole():
             return False
     (index / COPY).replace(index / "data.mdb")

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 MARK = b"start"
 """Key of the mark that each start leaves in the index and in `format.json`."""
 COPY = "data.new"
-"""The file beside an index that a walk leaves when it is asked for a copy."""
+"""The file beside an index in which a start has its walk leave a copy."""
 _DATABASES = (b"names", b"tails", b"buckets", b"meta")
 _OPTIONAL = (cold_index.DATABASE, snapshots.DATABASE)
 """Only where there is a tier that keeps them."""
@@ -49,11 +49,11 @@ class IndexWalk:
     """A process that reads and finds every row of an index and changes one, beside the caller until it asks.
 
     `counts`: also whether there are as many rows as the index says. `rows`: whether each matches its name. `copy`:
-    leave what was read in COPY. It has no free pages: no walk comes by those, and damaged ones end the process that
-    one day writes.
+    the file that gets what was read. It has no free pages: no walk comes by those, and damaged ones end the process
+    that one day writes.
     """
 
-    def __init__(self, path: Path, *, counts: bool, rows: bool, copy: bool = False) -> None:
+    def __init__(self, path: Path, *, counts: bool, rows: bool, copy: Path) -> None:
         self._path = path
         self._code: int | None = None
         self._child = os.fork()
@@ -99,7 +99,7 @@ _INTERRUPTED = frozenset(
 )
 
 
-def _outcome(path: Path, counts: bool, rows: bool, copy: bool) -> int:
+def _outcome(path: Path, counts: bool, rows: bool, copy: Path) -> int:
     """The exit code of a walk."""
     try:
         _walk(path, counts, rows, copy)
@@ -132,11 +132,11 @@ def _map_bytes(path: Path) -> int:
 
 def can_be_walked(path: Path, *, counts: bool, rows: bool) -> bool:
     """As an IndexWalk finds. Raises OutOfResources."""
-    with IndexWalk(path, counts=counts, rows=rows) as walk:
+    with IndexWalk(path, counts=counts, rows=rows, copy=Path(os.devnull)) as walk:
         return walk.is_whole()
 
 
-def _walk(path: Path, counts: bool, rows: bool, copy: bool) -> None:
+def _walk(path: Path, counts: bool, rows: bool, copy: Path) -> None:
     # Without writemap, so that nothing of what is changed and not committed reaches the file.
     env = lmdb.open(
         str(path), map_size=_map_bytes(path), lock=False, create=False, max_dbs=MAX_DATABASES, writemap=False
@@ -163,10 +163,9 @@ def _walk(path: Path, counts: bool, rows: bool, copy: bool) -> None:
             _decode_rows(txn, dbs)
         txn.put(MARK, b"", db=dbs[b"meta"])
         txn.abort()
-    if copy:
-        descriptor = os.open(path / COPY, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        env.copyfd(descriptor, compact=True)
-        os.close(descriptor)
+    descriptor = os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    env.copyfd(descriptor, compact=True)
+    os.close(descriptor)
 
 
 def _decode_rows(txn: Txn, dbs: dict[bytes, lmdb._Database]) -> None:

@@ -133,6 +133,9 @@ class Journal:
     def renamed(self, object_id: int, name: Name, row: NameRow, replaced: int | None = None) -> None:
         """An object or directory has another name; `replaced` had it before."""
 
+    def retired(self, object_id: int, name: Name, row: NameRow) -> None:
+        """No start gives the name back to this object."""
+
     def directory(self, bucket: Bucket, name: Name, row: NameRow) -> None:
         """A directory was made."""
 
@@ -372,7 +375,7 @@ class NvmeJournal(Journal):
             if (
                 self.nvme.objects.get(snapshot) is stored
             ):  # what the caller is told is not there must not come later
-                self._drop(snapshot)
+                self.removed(snapshot)
             raise
         self._drop(previous, behind=True, awaited=False)
 
@@ -441,6 +444,13 @@ class NvmeJournal(Journal):
                 self._must = ticket
             self.nvme.log.append(Barrier())  # or another object under the old name could arrive without this
         self._drop(replaced, behind=ticket is not None, awaited=not self._store.bucket(name.bucket).durable)
+
+    def retired(self, object_id: int, name: Name, row: NameRow) -> None:
+        stored = self.nvme.objects.get(object_id)
+        if stored is None:
+            self._fence()
+        else:
+            self._should = self.nvme.put_name(stored, MetaBody(name.bucket, name.key, row))
 
     def _name(self, object_id: int, name: Name, row: NameRow) -> int | None:
         """Log what an object is called, if the log has it or must have it; the ticket."""

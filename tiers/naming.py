@@ -25,7 +25,7 @@ from kvfs.errors import (
     NotPermitted,
 )
 from kvfs.keys import Namespace, block_name
-from kvfs.name_rows import BucketRow
+from kvfs.name_rows import RETIRED, BucketRow
 from kvfs.names import NameRow
 from tiers import buckets
 from tiers.adoption import ENTRY_PINNED
@@ -264,7 +264,7 @@ class Naming(Copies):
             self._check_movable([(src, row)])
         old = self.names.rename(src.bucket, src.key, dst.bucket, dst.key)
         crashpoints.reach("store.after_rename")
-        self._renamed(row, src, dst, replaced=None if old is None else old.object_id)
+        self._renamed(self._unretired(dst, row), src, dst, replaced=None if old is None else old.object_id)
         if old is not None:
             self._discard(object_key(old.object_id), old.uid)
 
@@ -313,6 +313,26 @@ class Naming(Copies):
                 return
             after = page.entries[-1].name
             left -= len(page.entries)
+
+    def retire(self, name: Name) -> bool:
+        """What has this name, if anything, does not come back after a kill, as soon as the journal is settled: a file
+        was answered that takes the name in a moment. Until then the doors show what they did. False where nothing has
+        it, or in a durable bucket, where that file is on the device already."""
+        row = self._row(name)
+        if row is None or self.bucket(name.bucket).durable:
+            return False
+        if not row.flags & RETIRED:
+            retired = replace(row, flags=row.flags | RETIRED)
+            self.names.put(name.bucket, name.key, retired)
+            self.journal.retired(row.object_id, name, retired)
+        return True
+
+    def _unretired(self, name: Name, row: NameRow) -> NameRow:
+        """The row of an object that has a new name: what takes its old one does not take this."""
+        if row.flags & RETIRED:
+            row = replace(row, flags=row.flags & ~RETIRED)
+            self.names.put(name.bucket, name.key, row)
+        return row
 
     def _renamed(self, row: NameRow, src: Name, dst: Name, *, replaced: int | None = None) -> None:
         if not row.flags & DIRECTORY:

@@ -80,9 +80,9 @@ def adopt_orphans(names: NameIndex, nvme: NvmeTier, found: Replayed) -> None:
 
 
 def adopt_nameless(names: NameIndex, nvme: NvmeTier, found: Replayed) -> None:
-    """Objects whose name in the log is lost have the one that a believed index knows. What no index names has none:
-    an earlier one is not theirs any more, so they are deleted."""
-    nameless, found.nameless = found.nameless, {}
+    """Objects whose name in the log is lost have the one that a believed index knows. The others mean nothing; they are
+    not deleted, since DRAM may have one of them whole, to be written again under its id."""
+    nameless = found.nameless
     for bucket, key, data in names.encoded_rows() if nameless else ():
         stored = None if data is None else nameless.get(peek_row(data)[0])
         where = names.get_bucket(bucket)
@@ -96,7 +96,6 @@ def adopt_nameless(names: NameIndex, nvme: NvmeTier, found: Replayed) -> None:
             nvme.adopt(stored)
             found.names[row.object_id] = (data, bucket + b"\0" + key)
             found.unlogged.add(row.object_id)
-    found.losers += nameless
 
 
 def skip_ids(names: NameIndex, found: Replayed) -> None:

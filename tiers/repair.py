@@ -72,6 +72,7 @@ async def _repair_log(log: Log) -> None:
     for check in faulty:
         await _clear(log, check)
     await tier.log.drain()
+    endings.durable_sequence = tier.pool.last_sequence
     await tier.log.close()
 
 

@@ -30,7 +30,7 @@ from typing import Any
 from kvfs.errors import Corrupt, DeviceFailed, KvfsError, NoSpace
 from kvfs.formats import RECORD_HEADER, SEGMENT_DATA_START, EndingKind, RecordType
 from kvfs.name_env import highest_id
-from kvfs.name_rows import DIRECTORY, SNAPSHOT, BucketRow, NameRow, is_name_row, peek_row
+from kvfs.name_rows import DIRECTORY, RETIRED, SNAPSHOT, BucketRow, NameRow, is_name_row, peek_row
 from kvfs.records import BucketBody, MetaBody, TombstoneBody, peek_meta
 from tiers.base import Kind, StoreKey, object_key
 from tiers.device import Device
@@ -283,6 +283,9 @@ class Replay:
             except Corrupt:
                 continue
             if not is_name_row(row):
+                continue
+            if flags & RETIRED:
+                self.found.losers.append(object_id)
                 continue
             if not (whole and stored.pieces) and not flags & DIRECTORY:
                 self.found.torn[object_id] = (row, name, self.newest[object_id])

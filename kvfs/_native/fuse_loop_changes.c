@@ -130,7 +130,7 @@ static int move(struct fuse_loop *loop, const struct fw_in_header *in, uint64_t 
     if (length > FL_CALL_NAME_MAX || !is_free(loop, new_parent, new_name, new_length)) return 0;
     const struct fl_edge *edge = fl_edge_find(loop, in->nodeid, name, length);
     const struct fl_node *node = edge == NULL ? NULL : fl_find(loop, edge->nodeid);
-    if (node == NULL || node->state != FL_DRAFT) return 0;
+    if (node == NULL || node->state != FL_DRAFT || node->settles) return 0;
     struct fl_call call = {.opcode = FL_RENAMED, .nodeid = in->nodeid, .other = new_parent, .offset = node->nodeid};
     call.name_length = (uint16_t)length;
     call.new_length = (uint16_t)new_length;

@@ -34,7 +34,7 @@ struct fl_node {
     int fd;             /* -1: none; only without passthrough */
     uint32_t turns_given, turns_done; /* of requests that wait for the ones before them (fuse_loop_turns.c) */
     uint8_t state, killed, flushed;
-    uint8_t settles;         /* a writer's FLUSH goes to the library, which answers when the bytes are durable */
+    uint8_t settles;         /* a writer's FLUSH, and a RENAME, go to the library, which answers when they are final */
     uint16_t room;           /* a directory whose names are all here: the longest name that fits in it. Else 0 */
     struct fl_edge *doubts;  /* its edges without a node */
 };

@@ -198,7 +198,7 @@ class Life:
         for _ in range(self.chance.choice([1, 1, 2])):
             fill(store, draft, value)
             self._begin("sync", {name: value})
-            snapshot = await store.persist_draft(draft, name, Attributes(), previous=snapshot)
+            snapshot = await sync_draft(store, draft, name, snapshot)
             self.expected.settled()
             if self.chance.random() < 0.5:
                 value = self.value(len(value) - 16)
@@ -295,6 +295,14 @@ def fill(store: TieredStore, draft: Draft, data: bytes) -> None:
         os.pwrite(descriptor, data, 0)
     finally:
         os.close(descriptor)
+
+
+async def sync_draft(store: TieredStore, draft: Draft, name: Name, previous: int | None = None) -> int:
+    """As fsync(2) does; the id of the copy, which takes the place of the previous one."""
+    snapshot = store.put_snapshot(draft, name, Attributes())
+    assert snapshot is not None
+    await store.journal.settle_snapshot(snapshot, previous)
+    return snapshot
 
 
 async def look(path: Path) -> dict[Name, bytes]:
