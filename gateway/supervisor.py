@@ -152,13 +152,16 @@ class Workers:
 
     async def _start(self, index: int, settings: WorkerSettings) -> tuple[trio.Process, tuple[int, int]]:
         """A worker that answers, and its ports. Raises ConfigError."""
-        process = await trio.lowlevel.open_process(
-            [sys.executable, "-m", "gateway"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=_environment(),
-            start_new_session=True,
-        )
+        try:
+            process = await trio.lowlevel.open_process(
+                [sys.executable, "-m", "gateway"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=_environment(),
+                start_new_session=True,
+            )
+        except OSError as error:  # no descriptors, processes or memory now
+            raise ConfigError(f"a gateway worker cannot be started: {error.strerror}") from None
         self._processes[index] = process
         try:
             assert process.stdin is not None

@@ -262,12 +262,32 @@ class DeviceFailed(KvfsError):
     log_level = logging.ERROR
 
 
+class OutOfResources(KvfsError):
+    """The machine, or a limit of this process, has no memory or descriptor for it; nothing is wrong with data."""
+
+    errno = errno.ENOMEM
+    s3_code = "ServiceUnavailable"
+    log_level = logging.ERROR
+
+
 class TierUnreachable(KvfsError):
     """A tier on another machine does not answer, or does not let us in; what it holds is a miss meanwhile."""
 
     errno = errno.EHOSTUNREACH
     s3_code = "ServiceUnavailable"
     log_level = logging.WARNING
+
+
+SHORTAGES = frozenset(
+    (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EFBIG, errno.ENOSPC, errno.EDQUOT)
+)
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether it says what the machine, or a limit of this process, had too little of, and nothing of data."""
+    return isinstance(error, (MemoryError, NoSpace, OutOfResources)) or (
+        isinstance(error, OSError) and error.errno in SHORTAGES
+    )
 
 
 _FROM_ERRNO: dict[int, type[KvfsError]] = {

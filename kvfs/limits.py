@@ -39,8 +39,12 @@ MAX_LIST_ENTRIES: Final = 1_000
 """One page of a listing, as in S3's ListObjectsV2: bounds the time that one call holds the event loop."""
 MAX_USER_METADATA_BYTES: Final = 64 * KIB
 """User metadata in a name's row, as for one extended attribute (S3 itself ends at 2 KiB)."""
-DEFAULT_NAME_MAP_BYTES: Final = 256 * MIB
-"""First size of the name index's map (a sparse file): about a million names; it doubles when full."""
+DEFAULT_NAME_MAP_BYTES: Final = 4 * MIB
+"""First size of the name index's file, allocated whole: about 15,000 names; it doubles when full..."""
+MAX_NAME_MAP_STEP_BYTES: Final = 64 * MIB
+"""...by no more than this at a time, so that a large index is not half empty."""
+NAME_RESERVE_BYTES: Final = 1 * MIB
+"""Allocated behind the map for removals: on a full filesystem one has to write pages before it frees any."""
 MAX_NAME_MAP_BYTES: Final = 64 * GIB
 """The map of the name index never grows past this; a full index answers ENOSPC."""
 MAX_META_KEY_BYTES: Final = 64
@@ -61,6 +65,8 @@ DRAM_SHARE_OF_AVAILABLE: Final = 4
 """The default capacity is the available memory divided by this: engines need the rest."""
 OBJECT_SHARE_OF_DRAM: Final = 4
 """The largest object is the capacity divided by this, so that one object never empties the tier."""
+DRAFT_SHARE_OF_SLOTS: Final = 2
+"""One uid's drafts take no more than the slots divided by this, as its bytes do of the capacity: others can write."""
 MAX_HELD_SLOTS: Final = 4_096
 """Unlinked slots whose bytes somebody still holds; each keeps one descriptor of the service open."""
 CHECKSUM_QUEUE: Final = 8_192
@@ -291,8 +297,6 @@ MAX_ADAPTERS: Final = 4_096
 # --- waits -----------------------------------------------------------------------------------------------
 PUBLISH_WAIT_S: Final = 0.5
 """How long another door waits for a flushed draft whose RELEASE is still on its way (it follows close())."""
-SPACE_WAIT_S: Final = 2.0
-"""No reservation takes longer, the eviction that it runs included, before it answers or is refused."""
 STOP_WAIT_S: Final = 10.0
 """How long a clean stop waits for the requests in flight."""
 FINISH_WAIT_S: Final = 4.0
@@ -344,8 +348,6 @@ MAX_OPEN_PROMISES: Final = 256
 """Threads that were told to look a name up again and have not come back: each is in an open(2) that lost a race."""
 OPEN_PROMISE_S: Final = 5.0
 """How long what such a thread looked up is kept for it; it comes back at once, unless it is stopped or killed."""
-MAX_XATTR_VALUE_BYTES: Final = 64 * KIB
-"""XATTR_SIZE_MAX of Linux; also what a bucket's namespace xattr may hold."""
 
 # --- gateway: connections --------------------------------------------------------------------------------
 MAX_HEAD_BYTES: Final = 32 * KIB

@@ -9,26 +9,48 @@ Invariants:
   clock (seconds << 20), so also when the index was lost and built anew. Bucket ids, of 32 bits, start at the
   seconds themselves.
 
+- LMDB is never told of more room than the file has been allocated: it writes through a mapping, and a page of it
+  that the filesystem had no room for would be a SIGBUS. A full filesystem is NoSpace, for what adds first: removals
+  have a reserve.
+- Only what was read and found wrong is Corrupt. What the machine had no memory, descriptor or room for is not.
+
 Durability: soft state by default (`sync=False`): the file survives the process, `kill -9` included, since
-LMDB writes no live page in place; after a power failure it is doubtful, and the caller builds a new one. The
-file is sparse and mapped writable, so the disk under it must not fill up (a SIGBUS): the map has a limit.
+LMDB writes no live page in place; after a power failure it is doubtful, and the caller builds a new one.
 
 Concurrency: one process and one thread; no transaction outlives a call.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import struct
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import lmdb
 
-from kvfs.errors import Corrupt, FormatMismatch, InvalidRequest, KvfsError, LimitExceeded, NoSpace
-from kvfs.limits import MAX_META_KEY_BYTES, MAX_NAME_MAP_BYTES, OBJECT_ID_RANGE
+from kvfs.errors import (
+    SHORTAGES,
+    Corrupt,
+    FormatMismatch,
+    InvalidRequest,
+    KvfsError,
+    LimitExceeded,
+    NoSpace,
+    OutOfResources,
+)
+from kvfs.limits import (
+    MAX_META_KEY_BYTES,
+    MAX_NAME_MAP_BYTES,
+    MAX_NAME_MAP_STEP_BYTES,
+    NAME_RESERVE_BYTES,
+    OBJECT_ID_RANGE,
+)
 from kvfs.name_rows import MAX_BUCKET_ID
 
 if TYPE_CHECKING:
@@ -68,7 +90,13 @@ class NameEnvironment:
         self._next_id = 0
         self._id_end = 0
         self._closed = False
+        self._reserve_bytes = 0
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _allocate(path / "lock.mdb", _LOCK_BYTES)
+        self._data = path / "data.mdb"
+        if self._data.exists() and self._data.stat().st_size:
+            map_size_bytes = max(map_size_bytes, self._data.stat().st_size)
+            _allocate(self._data, map_size_bytes)
         try:
             self._env = lmdb.open(
                 str(path),
@@ -84,6 +112,8 @@ class NameEnvironment:
         except lmdb.Error as error:
             raise self._failure(error) from error
         try:
+            _allocate(self._data, map_size_bytes)  # a new one: LMDB wants to make it itself
+            self._keep_reserve()
             self._env.reader_check()  # a reader that was killed would keep old pages from being used again
             self._meta_db = self.open_db(b"meta")
             self._check_format()
@@ -126,27 +156,54 @@ class NameEnvironment:
         except lmdb.Error as error:
             raise self._failure(error) from error
 
-    def write(self, change: Callable[[Txn], T]) -> T:
-        """Run `change` in a write transaction; and again with a larger map when that is full."""
+    def write(self, change: Callable[[Txn], T], *, removes: bool = False) -> T:
+        """Run `change` in a write transaction; and again with a larger map when that is full.
+
+        `removes`: it gives more room back than it takes, and may use the reserve. Raises NoSpace.
+        """
         while True:
             try:
                 with self._env.begin(write=True) as txn:
                     return change(txn)
             except lmdb.MapFullError:
-                self._grow()
+                self._grow(removes)
             except lmdb.Error as error:
                 raise self._failure(error) from error
 
-    def _grow(self) -> None:
+    def _grow(self, removes: bool) -> None:
         size_bytes = self._env.info()["map_size"]
-        if size_bytes >= self._max_map_bytes:
-            raise NoSpace(f"the name index is full at its limit of {self._max_map_bytes} bytes")
-        self._env.set_mapsize(min(2 * size_bytes, self._max_map_bytes))
+        larger_bytes = min(size_bytes + min(size_bytes, MAX_NAME_MAP_STEP_BYTES), self._max_map_bytes)
+        try:
+            if size_bytes >= self._max_map_bytes:
+                raise NoSpace(f"the name index is full at its limit of {self._max_map_bytes} bytes")
+            try:
+                _allocate(self._data, larger_bytes)
+            except NoSpace:  # less may be had; and with the reserve, which is there, a removal finds its room
+                larger_bytes = min(size_bytes + NAME_RESERVE_BYTES, larger_bytes)
+                _allocate(self._data, larger_bytes + self._reserve_bytes)
+        except NoSpace:
+            if not removes or not self._reserve_bytes:
+                raise
+            larger_bytes = size_bytes + self._reserve_bytes
+        self._set_map(larger_bytes)
+
+    def _set_map(self, size_bytes: int) -> None:
+        try:
+            self._env.set_mapsize(size_bytes)
+        except lmdb.Error as error:
+            raise self._failure(error) from error
+        self._keep_reserve()
+
+    def _keep_reserve(self) -> None:
+        """Allocate the reserve behind the map, where there is room."""
+        self._reserve_bytes = 0
+        with suppress(NoSpace):
+            _allocate(self._data, self._env.info()["map_size"] + NAME_RESERVE_BYTES)
+            self._reserve_bytes = NAME_RESERVE_BYTES
 
     def _failure(self, error: lmdb.Error) -> KvfsError:
-        if isinstance(error, lmdb.DiskError):
-            return NoSpace(f"name index {self._path}: {error}")
-        return Corrupt(f"name index {self._path}: {error}")
+        kind: type[KvfsError] = Corrupt if is_damage(error) else OutOfResources
+        return (NoSpace if isinstance(error, lmdb.DiskError) else kind)(f"name index {self._path}: {error}")
 
     def _check_format(self) -> None:
         def change(txn: Txn) -> bytes:
@@ -250,6 +307,44 @@ class NameEnvironment:
             log.warning("name index %s: the row %s makes no sense: %s", self._path, key.decode(), data.hex())
             return default
         return found
+
+
+def is_damage(error: lmdb.Error) -> bool:
+    """Whether it says what was found in the file; else what the machine had too little of, or the device refused."""
+    if (
+        type(error) is lmdb.Error
+    ):  # an errno without a class of its own, as text, or what is wrong with the file
+        return not str(error).endswith(_SYSTEM_ERRORS)
+    return not isinstance(error, _NOT_THE_FILE)
+
+
+_NOT_THE_FILE: Final = (
+    lmdb.MemoryError,
+    lmdb.DiskError,
+    lmdb.LockError,
+    lmdb.ReadonlyError,
+    lmdb.ReadersFullError,
+    lmdb.TlsFullError,
+    lmdb.PanicError,
+)
+_SYSTEM_ERRORS: Final = tuple(os.strerror(number) for number in (*SHORTAGES, errno.EIO, errno.EINTR))
+_LOCK_BYTES: Final = 16 << 10
+"""More than LMDB's file of readers has: they are 126, of 64 bytes each."""
+
+
+def _allocate(file: Path, size_bytes: int) -> None:
+    """Back what LMDB maps writable with room on the device. Raises NoSpace."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    before_bytes = os.fstat(descriptor).st_size
+    try:
+        os.posix_fallocate(descriptor, 0, size_bytes)
+    except OSError as error:
+        os.ftruncate(descriptor, before_bytes)  # what was had of it is of no use
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise NoSpace(f"name index {file}: {error.strerror}: {size_bytes} bytes are wanted") from None
+    finally:
+        os.close(descriptor)
 
 
 def highest_id(ids: Iterable[int]) -> int:

@@ -245,7 +245,7 @@ class NameIndex:
     def remove_many(self, keys: _Keys) -> _Rows:
         """Remove (bucket, key) pairs in one transaction; the row of each, or None where there was none."""
         names = [_full_name(bucket, key) for bucket, key in keys]
-        removed = self._env.write(lambda txn: [self._tree.remove(txn, name) for name in names])
+        removed = self._env.write(lambda txn: [self._tree.remove(txn, name) for name in names], removes=True)
         for (bucket, _), data in zip(keys, removed, strict=True):
             if data is not None:
                 self._count(bucket, -1)
@@ -377,7 +377,9 @@ class NameIndex:
         doomed: list[bytes] = []
 
         def flush() -> None:
-            gone = self._env.write(lambda txn: [self._tree.remove(txn, name) for name in doomed])
+            gone = self._env.write(
+                lambda txn: [self._tree.remove(txn, name) for name in doomed], removes=True
+            )
             if None in gone:
                 raise Corrupt(f"name index: {doomed[gone.index(None)][:80]!r} is listed and not found")
             doomed.clear()
@@ -432,7 +434,7 @@ class NameIndex:
                 raise NotEmpty(f"bucket {name!r} still holds {scan.name[len(base) :]!r}")
             txn.delete(name, db=self._bucket_db)
 
-        self._env.write(change)
+        self._env.write(change, removes=True)
         self._counts.pop(name, None)
         return self._buckets.pop(name, None)
 

@@ -21,6 +21,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -155,13 +156,9 @@ class Mount:
 
     def _settle_mode(self, loop: FuseLoop) -> None:
         """Learn whether the kernel really passes through, before the first file needs to know."""
-        draft = self._store.reserve(0, uid=os.geteuid())
-        descriptor = self._store.open_draft(draft)
-        try:
-            works = loop.probe(descriptor)
-        finally:
-            os.close(descriptor)
-            self._store.abort(draft)
+        # Not a slot: none may be left, or the service's user be over its quota.
+        with tempfile.TemporaryFile(dir=self._store.dram.directory, buffering=0) as probe:
+            works = loop.probe(probe.fileno())
         self.mode = "passthrough" if works else "native"
         if not works and self._wanted in ("auto", "passthrough") and not self.limits:
             self.limits.append(

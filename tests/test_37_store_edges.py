@@ -253,7 +253,7 @@ def test_a_store_full_of_held_bytes_answers_promptly(store: TieredStore) -> None
         begin = time.perf_counter()
         with pytest.raises(NoSpace, match="no room for"):
             store.reserve(MIB, uid=0)
-        assert time.perf_counter() - begin < limits.SPACE_WAIT_S
+        assert time.perf_counter() - begin < 2.0
         assert len(keys(store)) == len(descriptors) == CAPACITY_BYTES // MIB
     finally:
         for descriptor in descriptors:

@@ -10,6 +10,7 @@ Invariants:
   through FUSE passthrough), the header has the payload's checksum, and the payload has it too.
 - The old table is only read: no writer of it is left that an odd sequence number could be waited for. Its
   slots' generations go on from where they were, so (slot, generation) never names two things.
+- A start that runs short of memory or descriptors fails, and takes nothing for lost that it could not look at.
 - What is taken over fits into the capacity, beside what holders keep of the rest.
 
 Concurrency: called while a tier opens; payloads are hashed by a thread per processor, without the GIL.
@@ -22,7 +23,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from typing import Any
 from kvfs import limits
 from kvfs._native import slots as native
 from kvfs._native.table import Table
-from kvfs.errors import KvfsError, NotFound
+from kvfs.errors import KvfsError, NotFound, is_shortage
 from kvfs.formats import (
     INDEX_ENTRY,
     SLOT_HEADER,
@@ -150,11 +150,15 @@ class _Adoption:
             self._uids[slot] = survivor.sealed.header.uid
             if slot >= self._slots or slot not in self._files:
                 continue
-            with suppress(KvfsError, OSError):  # a writer; a file that is none of ours
+            try:
                 size_bytes, physical_bytes = native.check_no_writer(self._slotfd, slot)
-                if size_bytes == survivor.sealed.size_bytes and survivor.sealed.checksum is not None:
-                    survivor.physical_bytes = physical_bytes
-                    found.setdefault(survivor.sealed.header.key.digest, survivor)
+            except (KvfsError, OSError) as error:  # a writer; a file that is none of ours
+                if is_shortage(error):
+                    raise
+                continue
+            if size_bytes == survivor.sealed.size_bytes and survivor.sealed.checksum is not None:
+                survivor.physical_bytes = physical_bytes
+                found.setdefault(survivor.sealed.header.key.digest, survivor)
         return list(found.values())
 
     def keep_only(self, survivors: list[Survivor]) -> None:
@@ -234,7 +238,9 @@ class _Adoption:
                 return native.fd_xxh3_64(fd) == sealed.checksum
             finally:
                 os.close(fd)
-        except (KvfsError, OSError):
+        except (KvfsError, OSError) as error:
+            if is_shortage(error):
+                raise
             return False
 
     def _report(self, bad: set[int]) -> None:
@@ -270,6 +276,8 @@ def _read_table(path: Path, store_id: bytes, estate: Estate) -> list[Survivor]:
     except NotFound:
         return []
     except (KvfsError, OSError) as error:
+        if is_shortage(error):
+            raise
         log.warning("nothing is taken over: %s", error)
         return []
 

@@ -34,7 +34,7 @@ from kvfs._native import slots as native
 from kvfs._native.checksummer import Checksummer
 from kvfs._native.sealer import Sealer
 from kvfs.errors import DeadlinePassed, NoSpace, ObjectTooLarge, Superseded, Unsupported, WrongChecksum
-from tiers import dram_layout
+from tiers import dram_layout, tmpfs
 from tiers.adoption import Choose
 from tiers.base import Extent, Kind, Sealed, SealHeader, StoreKey, Usage
 from tiers.dram_books import Books, Held
@@ -102,6 +102,8 @@ class DramTier:
         self._checksummer = Checksummer(self.table, self._slotfd)
         self._draft_bytes = 0
         self._recount_in = 0
+        self._is_wide = self.backing == "tmpfs" and tmpfs.size_bytes(root) > capacity_bytes
+        """Whether holders kept the start from giving the tmpfs its capacity."""
         self._closed = False
 
     @property
@@ -158,7 +160,10 @@ class DramTier:
     def _check_leases(self) -> None:
         if self.adopted:  # each was probed; and there may be no slot to spare
             return
-        draft = self.reserve()
+        try:
+            draft = self.reserve()
+        except NoSpace:  # somebody holds all of it; a seal would say so
+            return
         try:
             native.check_no_writer(self._slotfd, draft.slot)
         except Unsupported as error:
@@ -457,6 +462,8 @@ class DramTier:
                 books.charge(held.uid, -held.physical_bytes)
                 freed += held.physical_bytes
         books.held = still
+        if self._is_wide and self._used_bytes() <= self._capacity:
+            self._is_wide = not dram_layout.fit(self.root, self._capacity, books.max_slots)
         for slot, (_, physical_bytes) in list(books.zombies.items()):
             freed += physical_bytes - self._give_back(slot, books.drop_zombie(slot))
         self._retry_checksums()

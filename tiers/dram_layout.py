@@ -63,32 +63,49 @@ def prepare(
     was_mounted = _clear_other_backing(root, mode)
     mounted = was_mounted or (mode != "directory" and _try_mount(root, capacity_bytes, slots, gid, mode))
     lockfd, estate = -1, Estate()
+    before_bytes = 0
     try:
         lockfd = _lock(root)
         os.makedirs(root / "slots", mode=0o750, exist_ok=True)
-        growing = was_mounted and capacity_bytes >= tmpfs.size_bytes(root)
-        if growing:
-            tmpfs.resize(root, capacity_bytes, inodes=_inodes(slots))
+        before_bytes = tmpfs.size_bytes(root) if was_mounted else 0
+        table_bytes = _new_table_bytes(slots, entries)
+        if was_mounted:  # whoever holds all of it, the new table has room beside the old one
+            room_bytes = max(capacity_bytes, before_bytes) + table_bytes
+            tmpfs.resize(root, room_bytes, inodes=_inodes(slots))
         _drop(root, "table.new", "table.next", "table.next.new")
         estate = adoption.take_over(
             root,
             store_id,
             slots=slots,
             capacity_bytes=capacity_bytes,
-            table_bytes=_tables_bytes(root, slots, entries) if mounted else 0,
+            table_bytes=table_bytes if mounted else 0,
             choose=choose,
         )
         table = _new_table(root, store_id, slots, entries, gid, estate)
-        if was_mounted and not growing:
+        if capacity_bytes < before_bytes - table_bytes:  # it was asked for less than holders may have
             tmpfs.resize(root, capacity_bytes, inodes=_inodes(slots))
+        elif was_mounted:
+            fit(root, capacity_bytes, slots)
     except BaseException:
         estate.close()
         if lockfd >= 0:
             os.close(lockfd)
         if mounted and not was_mounted:
             tmpfs.unmount(root)
+        elif before_bytes:
+            fit(root, before_bytes, slots)
         raise
     return Layout("tmpfs" if mounted else "directory", lockfd, table, estate)
+
+
+def fit(root: Path, capacity_bytes: int, slots: int) -> bool:
+    """Give the tmpfs its capacity; False while holders keep more than that, and then it stays larger."""
+    try:
+        tmpfs.resize(root, capacity_bytes, inodes=_inodes(slots))
+    except ConfigError as error:
+        _log.warning("%s", error)
+        return False
+    return True
 
 
 def _clear_other_backing(root: Path, mode: str) -> bool:
@@ -194,14 +211,9 @@ def entry_count(slots: int, capacity_bytes: int, below: int, below_bytes: int) -
     return 1 << (wanted - 1).bit_length()
 
 
-def _tables_bytes(root: Path, slots: int, entries: int) -> int:
-    """What the new table may take at most, and the old one until it is gone."""
-    try:
-        old_bytes = os.stat(root / "table").st_blocks * 512
-    except FileNotFoundError:
-        old_bytes = 0
-    new_bytes = TABLE_HEADER_BYTES + entries * INDEX_ENTRY.size + slots * SLOT_HEADER.size
-    return old_bytes + new_bytes + 2 * PAGE_BYTES
+def _new_table_bytes(slots: int, entries: int) -> int:
+    """What a table may take at most."""
+    return TABLE_HEADER_BYTES + entries * INDEX_ENTRY.size + slots * SLOT_HEADER.size + 2 * PAGE_BYTES
 
 
 def _new_table(

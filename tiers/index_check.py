@@ -6,11 +6,14 @@ rows, with those that do not match their checksum.
 Invariants: nothing of it is changed, and no lock file made; a copy is another file. A child process walks every page
 that can be reached first: LMDB trusts its pages, and a damaged one ends the process that reads it.
 
+What the machine has no memory, descriptor or room for says nothing of the index: OutOfResources, not damage.
+
 Concurrency: while nobody else has the index open; a process may open it once.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 from collections.abc import Iterator
@@ -23,8 +26,8 @@ from typing import TYPE_CHECKING, Self
 import lmdb
 
 from kvfs import limits
-from kvfs.errors import Corrupt, FormatMismatch
-from kvfs.name_env import FORMAT_VERSION, MAX_DATABASES
+from kvfs.errors import Corrupt, FormatMismatch, KvfsError, OutOfResources, is_shortage
+from kvfs.name_env import FORMAT_VERSION, MAX_DATABASES, is_damage
 from kvfs.name_rows import BucketRow, NameRow, load_row
 from kvfs.name_tree import NameScan, NameTree
 from tiers import cold_index, snapshots
@@ -51,42 +54,92 @@ class IndexWalk:
     """
 
     def __init__(self, path: Path, *, counts: bool, rows: bool, copy: Path) -> None:
-        self._is_whole: bool | None = None
+        self._path = path
+        self._code: int | None = None
         self._child = os.fork()
         if self._child == 0:
-            status = 1
+            status = _DAMAGED
             try:
-                _walk(path, counts, rows, copy)
-                status = 0
+                status = _outcome(path, counts, rows, copy)
             finally:
                 os._exit(status)
 
     def is_whole(self) -> bool:
-        """Whether the process lived and found nothing wrong, waiting for its end."""
-        if self._is_whole is None:
-            self._is_whole = os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1]) == 0
-        return self._is_whole
+        """Whether the process lived and found nothing wrong, waiting for its end. Raises OutOfResources."""
+        code = self._wait()
+        if code in _INTERRUPTED:
+            raise OutOfResources(
+                f"name index {self._path}: the process that checks it was killed by {signal.Signals(-code).name}, "
+                "as by a kernel that is out of memory"
+            )
+        if code >= _SHORT:
+            why = os.strerror(code - _SHORT) if code > _SHORT else "no memory"
+            raise OutOfResources(f"name index {self._path} cannot be checked: {why}")
+        return code == 0
+
+    def _wait(self) -> int:
+        if self._code is None:
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1])
+        return self._code
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._is_whole is None:
+        if self._code is None:
             os.kill(self._child, signal.SIGKILL)
-            self.is_whole()
+            self._wait()
+
+
+_DAMAGED = 1
+_SHORT = 64
+"""Exit codes of the process that walks: from this one on it ran short of something; what is above it is the errno."""
+_INTERRUPTED = frozenset(
+    -number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU)
+)
+
+
+def _outcome(path: Path, counts: bool, rows: bool, copy: Path) -> int:
+    """The exit code of a walk."""
+    try:
+        _walk(path, counts, rows, copy)
+    except (MemoryError, lmdb.MemoryError):
+        return _DAMAGED if _has_memory(path) else _SHORT
+    except lmdb.Error as error:
+        return _DAMAGED if is_damage(error) else _SHORT
+    except Exception as error:
+        if not is_shortage(error):
+            return _DAMAGED
+        return _SHORT + (error.errno or 0 if isinstance(error, OSError) else 0)
+    return 0
+
+
+def _has_memory(path: Path) -> bool:
+    """Whether there is more than a walk ever needs: then it was a damaged page that wanted more."""
+    try:
+        mmap.mmap(
+            -1, _map_bytes(path) + 256 * limits.MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        ).close()
+    except (OSError, MemoryError):
+        return False
+    return True
+
+
+def _map_bytes(path: Path) -> int:
+    """What is changed and taken back needs room behind the last page."""
+    return (path / "data.mdb").stat().st_size + limits.MAX_NAME_MAP_STEP_BYTES
 
 
 def can_be_walked(path: Path, *, counts: bool, rows: bool) -> bool:
-    """As an IndexWalk finds."""
+    """As an IndexWalk finds. Raises OutOfResources."""
     with IndexWalk(path, counts=counts, rows=rows, copy=Path(os.devnull)) as walk:
         return walk.is_whole()
 
 
 def _walk(path: Path, counts: bool, rows: bool, copy: Path) -> None:
     # Without writemap, so that nothing of what is changed and not committed reaches the file.
-    size_bytes = max((path / "data.mdb").stat().st_size, limits.DEFAULT_NAME_MAP_BYTES)
     env = lmdb.open(
-        str(path), map_size=size_bytes, lock=False, create=False, max_dbs=MAX_DATABASES, writemap=False
+        str(path), map_size=_map_bytes(path), lock=False, create=False, max_dbs=MAX_DATABASES, writemap=False
     )
     with env.begin(write=True) as txn:
         pages = env.info()["last_pgno"] + 1
@@ -127,8 +180,12 @@ def _decode_rows(txn: Txn, dbs: dict[bytes, lmdb._Database]) -> None:
         start = page[-1][0] + b"\0"
 
 
+def _failure(path: Path, error: lmdb.Error) -> KvfsError:
+    return (Corrupt if is_damage(error) else OutOfResources)(f"name index {path}: {error}")
+
+
 class IndexReader:
-    """Read-only. Raises, when built: Corrupt for what LMDB refuses, FormatMismatch for a newer version."""
+    """Read-only. Raises, when built: Corrupt, OutOfResources, FormatMismatch for a newer version."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -137,7 +194,7 @@ class IndexReader:
                 str(path), readonly=True, lock=False, create=False, max_dbs=MAX_DATABASES, readahead=False
             )
         except lmdb.Error as error:
-            raise Corrupt(f"name index {path}: {error}") from error
+            raise _failure(path, error) from error
         try:
             self._txn = self._env.begin()
             names, tails, self._buckets, self._meta = (
@@ -147,7 +204,7 @@ class IndexReader:
             found = int.from_bytes(self.meta(b"format"), "little")
         except lmdb.Error as error:
             self._env.close()
-            raise Corrupt(f"name index {path}: {error}") from error
+            raise _failure(path, error) from error
         if found > FORMAT_VERSION:
             self._env.close()
             raise FormatMismatch(f"name index {path} has format {found}, this is format {FORMAT_VERSION}")

@@ -69,7 +69,7 @@ class Residence(Catalog):
         """Told when some uid comes to be charged for more than its quota, and when none is any more."""
         self.over_quota = False
         usage = dram.usage()
-        self.space = SpaceBook(usage.capacity_bytes, quota_bytes)
+        self.space = SpaceBook(usage.capacity_bytes, quota_bytes, usage.max_slots)
         self._largest_bytes = usage.largest_object_bytes
         self._policy = policy
         self._evictor = Evictor(self._policy, self._is_held, self._evict_group, self._report_hits)
@@ -144,6 +144,7 @@ class Residence(Catalog):
         """Grant an empty draft, evicting for its room. Raises NoSpace, ObjectTooLarge, QuotaExceeded."""
         if size_bytes <= self._largest_bytes:  # else the tier says that it is too large, whatever the quota
             self.space.check_quota(uid, held_bytes=self.dram.charged_bytes(uid), more_bytes=size_bytes)
+        self.space.check_drafts(uid)
         try:
             extent = self.dram.reserve(size_bytes)
         except NoSpace:

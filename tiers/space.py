@@ -8,8 +8,10 @@ Concurrency: the service's trio thread.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
+from kvfs import limits
 from kvfs.errors import QuotaExceeded
 
 HEADROOM_SHARE = 8
@@ -29,9 +31,12 @@ class SpaceBook:
 
     capacity_bytes: int
     quota_bytes: int
+    max_slots: int = limits.MAX_SLOTS
     open_drafts: int = 0
     recent_size_bytes: float = 0.0
     _reserved: dict[int, int] = field(default_factory=dict)
+    _drafts: Counter[int] = field(default_factory=Counter)
+    """uid -> its open drafts."""
 
     def headroom_bytes(self) -> int:
         """Room to keep free: two objects of the recent size for every open draft, within the shares above."""
@@ -49,8 +54,17 @@ class SpaceBook:
                 f"reserved; {more_bytes} more would pass its quota of {self.quota_bytes}"
             )
 
+    def check_drafts(self, uid: int) -> None:
+        """Raise QuotaExceeded when one more draft of `uid` would take more than its share of the slots."""
+        most = max(1, self.max_slots // limits.DRAFT_SHARE_OF_SLOTS)
+        if self._drafts[uid] >= most:
+            raise QuotaExceeded(
+                f"uid {uid} has {self._drafts[uid]} drafts open: {most} is its share of the slots"
+            )
+
     def opened(self, uid: int, size_bytes: int) -> None:
         self.open_drafts += 1
+        self._drafts[uid] += 1
         self._reserved[uid] = self._reserved.get(uid, 0) + size_bytes
 
     def promised(self, uid: int, more_bytes: int) -> None:
@@ -60,6 +74,9 @@ class SpaceBook:
     def closed(self, uid: int, size_hint_bytes: int, sealed_bytes: int | None) -> None:
         """A draft ended; `sealed_bytes` is its size, None when it was aborted."""
         self.open_drafts -= 1
+        self._drafts[uid] -= 1
+        if not self._drafts[uid]:
+            del self._drafts[uid]
         left = self._reserved.get(uid, 0) - size_hint_bytes
         if left > 0:
             self._reserved[uid] = left
