@@ -202,8 +202,11 @@ class Front:
 
 
 def _describe(name: bytes, data: bytes) -> tuple[bytes, int, bytes, bytes] | None:
-    """Read what an answer says of an object from its row; None for a marker, for what a file that was closed on the mount
-    replaces in a moment, and for what is too long to remember."""
+    """Read what an answer says of an object from its row.
+
+    None for a marker, for what a file that was closed on the mount replaces in a moment, and for what is too long to
+    remember.
+    """
     try:
         row = NameRow.decode(load_row(name, data))
     except Corrupt:  # the general path says so
