@@ -19,7 +19,7 @@ Concurrency: one task per segment, limits.FSCK_SEGMENTS at once.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Protocol
@@ -590,9 +590,11 @@ class _Judge:
             self.log.lost[stored.object_id] = stored
 
     def _buckets(self) -> None:
+        """Those of the index are in the log; but when names last came to one, the index alone knows."""
         logged = self.log.replay.found.buckets
         for row in self.index.buckets.values():
-            if self.complete and logged.get(row.bucket_id) != row:
+            found = logged.get(row.bucket_id)
+            if self.complete and (found is None or replace(found, mtime_ns=row.mtime_ns) != row):
                 self.log.rebucketed.append(row)
                 where = f"bucket {_text(row.name)}"
                 self.findings.add(where, "the log has it not, or otherwise", "logged again")
