@@ -160,7 +160,9 @@ def test_of_two_doors_the_one_that_was_answered_last_wins(service: Service) -> N
 
 def test_what_was_synced_before_the_last_close_does_not_come_back(service: Service) -> None:
     for number in range(4):
-        files = {service.mount / bucket / f"{number}": b"more" * (number + 1) for bucket in ("cache", "large")}
+        files = {
+            service.mount / bucket / f"{number}": b"more" * (number + 1) for bucket in ("cache", "large")
+        }
         descriptors = []
         for path, more in files.items():
             fd = os.open(path, os.O_WRONLY | os.O_CREAT)
