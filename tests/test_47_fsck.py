@@ -513,7 +513,9 @@ def test_what_a_stop_or_a_closed_file_writes_to_the_index_alone_is_no_problem(tm
                 put(store, Name(CACHE, b"a"), 5_000)
                 return
             put(store, Name(CACHE, b"b"), 5_000)
-            await store.journal.persist(store.lookup(Name(CACHE, b"a")).object_id)
+            info = store.lookup(Name(CACHE, b"a"))
+            assert isinstance(info, ObjectInfo)
+            await store.journal.persist(info.object_id)
             store.retire(Name(CACHE, b"a"))
 
     for ends in (False, True):
