@@ -1,6 +1,7 @@
-"""mount(2) and umount2(2), which Python's standard library lacks, what is mounted where, and which boot this is.
+"""mount(2), umount2(2) and renameat2(2), which Python's standard library lacks, what is mounted where, and which boot
+this is.
 
-Responsibility: the two system calls with errors as OSError, files of /proc as values, and this process's limit of
+Responsibility: these system calls with errors as OSError, files of /proc as values, and this process's limit of
 open files. No state.
 """
 
@@ -15,6 +16,7 @@ from pathlib import Path
 
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_NOATIME = 2, 4, 8, 32, 1024
 MNT_FORCE, MNT_DETACH = 1, 2
+_RENAME_EXCHANGE = 2
 
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
@@ -41,6 +43,14 @@ def mount(source: str, point: Path, kind: str, flags: int, options: str) -> None
 def unmount(point: Path, flags: int = 0) -> None:
     """umount2(2). Raises OSError."""
     _check(_libc.umount2(os.fsencode(point), flags), point)
+
+
+def replace_by(new: Path, path: Path) -> None:
+    """Rename `new` to `path`; where the filesystem can, what was there is `new` from then on, with its room."""
+    there = -100  # AT_FDCWD
+    exchanged = _libc.renameat2(there, os.fsencode(new), there, os.fsencode(path), _RENAME_EXCHANGE) == 0
+    if not exchanged:  # there was none, or neither kernel nor filesystem know how
+        new.rename(path)
 
 
 def _check(result: int, point: Path) -> None:

@@ -45,6 +45,7 @@ from kvfs.errors import (
     OutOfResources,
 )
 from kvfs.limits import (
+    DEFAULT_NAME_MAP_BYTES,
     MAX_META_KEY_BYTES,
     MAX_NAME_MAP_BYTES,
     MAX_NAME_MAP_STEP_BYTES,
@@ -95,7 +96,7 @@ class NameEnvironment:
         _allocate(path / "lock.mdb", _LOCK_BYTES)
         self._data = path / "data.mdb"
         if self._data.exists() and self._data.stat().st_size:
-            map_size_bytes = max(map_size_bytes, self._data.stat().st_size)
+            map_size_bytes = max(map_size_bytes, self._data.stat().st_size - NAME_RESERVE_BYTES)
             _allocate(self._data, map_size_bytes)
         try:
             self._env = lmdb.open(
@@ -159,7 +160,7 @@ class NameEnvironment:
     def write(self, change: Callable[[Txn], T], *, removes: bool = False) -> T:
         """Run `change` in a write transaction; and again with a larger map when that is full.
 
-        `removes`: it gives more room back than it takes, and may use the reserve. Raises NoSpace.
+        `removes`: it gives back what it takes, or more, and may use the reserve. Raises NoSpace.
         """
         while True:
             try:
@@ -224,7 +225,7 @@ class NameEnvironment:
         """Raises InvalidRequest for the keys that the index keeps for itself."""
         if key in _RESERVED_META or not 0 < len(key) <= MAX_META_KEY_BYTES:
             raise InvalidRequest(f"meta key {key!r} is reserved, empty or over {MAX_META_KEY_BYTES} bytes")
-        self.write(lambda txn: txn.put(key, value, db=self._meta_db))
+        self.write(lambda txn: txn.put(key, value, db=self._meta_db), removes=True)
 
     def next_ids(self, n: int) -> int:
         """Take `n` consecutive object ids; the first. They were never given out before."""
@@ -247,7 +248,7 @@ class NameEnvironment:
             txn.put(_IDS_KEY, _U64.pack(end), db=self._meta_db)
 
         if self._next_id <= past <= MAX_OBJECT_ID:
-            self.write(change)
+            self.write(change, removes=True)
             self._next_id = self._id_end = 0
 
     def next_bucket_id(self) -> int:
@@ -269,7 +270,7 @@ class NameEnvironment:
             end = max(self._stored_bucket_ids(txn), past + 1)
             txn.put(_BUCKET_IDS_KEY, _U64.pack(end), db=self._meta_db)
 
-        self.write(change)
+        self.write(change, removes=True)
 
     def _reserve_ids(self, n: int) -> int:
         def change(txn: Txn) -> int:
@@ -288,7 +289,7 @@ class NameEnvironment:
             if self._stored_ids(txn) == self._id_end:
                 txn.put(_IDS_KEY, _U64.pack(self._next_id), db=self._meta_db)
 
-        self.write(change)
+        self.write(change, removes=True)
         self._next_id = self._id_end = 0
 
     def _stored_bucket_ids(self, txn: Txn) -> int:
@@ -345,6 +346,11 @@ def _allocate(file: Path, size_bytes: int) -> None:
         raise NoSpace(f"name index {file}: {error.strerror}: {size_bytes} bytes are wanted") from None
     finally:
         os.close(descriptor)
+
+
+def allocated_bytes(used_bytes: int) -> int:
+    """The size of the file of an environment that is opened with so much in it."""
+    return max(used_bytes, DEFAULT_NAME_MAP_BYTES) + NAME_RESERVE_BYTES
 
 
 def highest_id(ids: Iterable[int]) -> int:

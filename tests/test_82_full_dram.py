@@ -5,19 +5,27 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import trio
 
 import kvfs
 from kvfs import errors, limits
 from kvfs.keys import block_name
+from kvfs.messages import Op
 from tests.support.door import eventually, need_mount
 from tests.support.gateway import Gateway, gateway
 from tests.support.stores import NAMESPACE
+from tests.test_42_store_nvme import data_of as bytes_of
+from tests.test_42_store_nvme import put, running, until_written
+from tiers.model import Name, ObjectInfo
+from tiers.session_ops import OpenedFrame, _send_found, close_all
 
 MIB = 1 << 20
 BLOCK_BYTES, BLOCKS = 256 << 10, 24
@@ -133,3 +141,37 @@ def test_memory_beside_dram_is_limited_and_waited_for(door: Gateway) -> None:
                 assert waiting.result() == [BLOCK_BYTES]
     with door.service.client() as client:
         eventually(lambda: client.status()["read_around_bytes"] == 0, "its memory is given back")
+
+
+def test_what_leaves_dram_before_its_turn_is_read_back(tmp_path: Path) -> None:
+    """Between the look at what has to be leased and the socket's turn anybody may evict it."""
+    name = Name(b"b", b"name")
+    read: list[bytes] = []
+
+    async def check() -> None:
+        async with running(tmp_path) as store:
+            store.create_bucket(b"b", uid=0, gid=0)
+            put(store, name, 1000)
+            await until_written(store, 1)
+            session: Any = SimpleNamespace(store=store, caller=SimpleNamespace(uid=0))
+
+            class Evicts:
+                """A door at which all leaves DRAM while it waits for the socket."""
+
+                async def send_opened(self, prepare: Callable[[], OpenedFrame]) -> OpenedFrame:
+                    store.evict(names=[name])
+                    frame = prepare()
+                    read.extend(os.pread(descriptor, 1001, 0) for descriptor in frame.descriptors)
+                    close_all(frame.descriptors)
+                    return frame
+
+            def find(name: Name) -> ObjectInfo:
+                found = store.lookup(name)
+                assert isinstance(found, ObjectInfo)
+                return found
+
+            reply: Any = Evicts()
+            await _send_found(session, Op.OPEN_NAMED, [name], find, reply)
+
+    trio.run(check)
+    assert read == [bytes_of(name, 1000)]

@@ -582,12 +582,11 @@ class _Judge:
             self.log.lost[stored.object_id] = stored
 
     def _buckets(self) -> None:
+        """Those of the index are in the log; but when names last came to one, the index alone knows."""
         logged = self.log.replay.found.buckets
         for row in self.index.buckets.values():
-            known = logged.get(row.bucket_id)
-            if known is not None:
-                known = replace(known, mtime_ns=row.mtime_ns)  # which a clean stop writes to the index alone
-            if self.complete and known != row:
+            found = logged.get(row.bucket_id)  # a change of its names moves its time in the index alone
+            if self.complete and (found is None or replace(found, mtime_ns=row.mtime_ns) != row):
                 self.log.rebucketed.append(row)
                 where = f"bucket {_text(row.name)}"
                 self.findings.add(where, "the log has it not, or otherwise", "logged again")

@@ -419,11 +419,14 @@ def _marked(home: Home, names: NameIndex) -> NameIndex:
 
 
 def _renewed(index: Path, walk: IndexWalk | None, strict: bool) -> bool:
-    """Whether the index is whole; then its copy without free pages has taken its place."""
+    """Whether the index is whole; then its copy without free pages has taken its place, where there was room."""
     with walk or IndexWalk(index, counts=strict, rows=strict, copy=index / COPY) as found:
         if not found.is_whole():
             return False
-    (index / COPY).replace(index / "data.mdb")
+        if found.has_copy:
+            (index / COPY).replace(index / "data.mdb")
+        else:
+            log.warning("name index %s: no room for a copy of it: it is used as it is", index)
     return True
 
 

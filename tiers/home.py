@@ -188,8 +188,8 @@ def _lock(path: Path, *, leave_mark: bool = True) -> int:
             "stop it, or give this one a directory of its own"
         ) from None
     if leave_mark:
-        os.ftruncate(lock_fd, 0)
-        os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
+        # Not truncated first: on a full filesystem somebody else might get its room.
+        os.ftruncate(lock_fd, os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0))
     return lock_fd
 
 
@@ -218,14 +218,20 @@ def _read_format(path: Path) -> _Format:
 
 
 def _write_format(path: Path, new: _Format) -> None:
-    """Onto the device: an index must not look clean after a power failure because this came too late."""
+    """Onto the device: an index must not look clean after a power failure because this came too late.
+
+    The one before stays as the file that the next is written to, so that a full filesystem refuses none.
+    """
     values = {"format": FORMAT_VERSION, **asdict(new), "store_id": new.store_id.hex()}
     temporary = path / "format.json.new"
-    with temporary.open("w") as file:
-        file.write(json.dumps(values, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path / "format.json")
+    text = json.dumps(values, indent=1) + "\n"
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.ftruncate(descriptor, os.pwrite(descriptor, text.encode(), 0))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    linux.replace_by(temporary, path / "format.json")
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(directory)

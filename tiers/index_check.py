@@ -13,9 +13,11 @@ Concurrency: while nobody else has the index open; a process may open it once.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import signal
+import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,7 +29,7 @@ import lmdb
 
 from kvfs import limits
 from kvfs.errors import Corrupt, FormatMismatch, KvfsError, OutOfResources, is_shortage
-from kvfs.name_env import FORMAT_VERSION, MAX_DATABASES, is_damage
+from kvfs.name_env import FORMAT_VERSION, MAX_DATABASES, allocated_bytes, is_damage
 from kvfs.name_rows import BucketRow, NameRow, load_row
 from kvfs.name_tree import NameScan, NameTree
 from tiers import cold_index, snapshots
@@ -50,7 +52,7 @@ class IndexWalk:
 
     `counts`: also whether there are as many rows as the index says. `rows`: whether each matches its name. `copy`:
     the file that gets what was read. It has no free pages: no walk comes by those, and damaged ones end the process
-    that one day writes.
+    that one day writes. A filesystem without room for all that the copy will grow to leaves none.
     """
 
     def __init__(self, path: Path, *, counts: bool, rows: bool, copy: Path) -> None:
@@ -75,7 +77,12 @@ class IndexWalk:
         if code >= _SHORT:
             why = os.strerror(code - _SHORT) if code > _SHORT else "no memory"
             raise OutOfResources(f"name index {self._path} cannot be checked: {why}")
-        return code == 0
+        return code in (0, _UNCOPIED)
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether there is a copy of what was found whole."""
+        return self._wait() == 0
 
     def _wait(self) -> int:
         if self._code is None:
@@ -91,7 +98,7 @@ class IndexWalk:
             self._wait()
 
 
-_DAMAGED = 1
+_DAMAGED, _UNCOPIED = 1, 2
 _SHORT = 64
 """Exit codes of the process that walks: from this one on it ran short of something; what is above it is the errno."""
 _INTERRUPTED = frozenset(
@@ -102,7 +109,7 @@ _INTERRUPTED = frozenset(
 def _outcome(path: Path, counts: bool, rows: bool, copy: Path) -> int:
     """The exit code of a walk."""
     try:
-        _walk(path, counts, rows, copy)
+        return 0 if _walk(path, counts, rows, copy) else _UNCOPIED
     except (MemoryError, lmdb.MemoryError):
         return _DAMAGED if _has_memory(path) else _SHORT
     except lmdb.Error as error:
@@ -111,7 +118,6 @@ def _outcome(path: Path, counts: bool, rows: bool, copy: Path) -> int:
         if not is_shortage(error):
             return _DAMAGED
         return _SHORT + (error.errno or 0 if isinstance(error, OSError) else 0)
-    return 0
 
 
 def _has_memory(path: Path) -> bool:
@@ -136,7 +142,8 @@ def can_be_walked(path: Path, *, counts: bool, rows: bool) -> bool:
         return walk.is_whole()
 
 
-def _walk(path: Path, counts: bool, rows: bool, copy: Path) -> None:
+def _walk(path: Path, counts: bool, rows: bool, copy: Path) -> bool:
+    """Read everything; whether there was room for the copy. Raises Corrupt."""
     # Without writemap, so that nothing of what is changed and not committed reaches the file.
     env = lmdb.open(
         str(path), map_size=_map_bytes(path), lock=False, create=False, max_dbs=MAX_DATABASES, writemap=False
@@ -163,9 +170,24 @@ def _walk(path: Path, counts: bool, rows: bool, copy: Path) -> None:
             _decode_rows(txn, dbs)
         txn.put(MARK, b"", db=dbs[b"meta"])
         txn.abort()
-    descriptor = os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    env.copyfd(descriptor, compact=True)
-    os.close(descriptor)
+    return _copy(env, copy)
+
+
+def _copy(env: lmdb.Environment, copy: Path) -> bool:
+    """Leave a copy with the room that it has in use; whether the filesystem had as much, else there is none."""
+    try:
+        descriptor = os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        env.copyfd(descriptor, compact=True)
+        found = os.fstat(descriptor)
+        if stat.S_ISREG(found.st_mode):
+            os.posix_fallocate(descriptor, 0, allocated_bytes(found.st_size))
+        os.close(descriptor)
+    except (OSError, lmdb.DiskError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        copy.unlink(missing_ok=True)
+        return False
+    return True
 
 
 def _decode_rows(txn: Txn, dbs: dict[bytes, lmdb._Database]) -> None:

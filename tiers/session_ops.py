@@ -361,37 +361,50 @@ async def _send_opened(op: Op, items: Sequence[T], do: Callable[[T], Opened], re
 async def _send_found(
     session: Session, op: Op, items: Sequence[T], find: Callable[[T], ObjectInfo], reply: Reply
 ) -> None:
-    """The same for objects, each leased first, from whatever tier, and held until its answer is sent."""
-    first, more = 0, True
+    """The same for objects, each that is not in DRAM leased first and held until its answer is sent; and all of them,
+    where one left DRAM before its turn came."""
+    first, more, lease_all = 0, True, False
     while more:
-        leases = await _lease(session, items[first : first + limits.MAX_FDS_PER_MESSAGE], find)
+        some = items[first : first + limits.MAX_FDS_PER_MESSAGE]
+        leases = await _lease(session, some, find, lease_all=lease_all)
 
-        def open_item(item: T, leases: _Leases = leases) -> Opened:
+        def open_item(item: T, leases: _Leases = leases, lease_all: bool = lease_all) -> Opened:
             info = find(item)
             leased = leases.get(info.key.digest)
             if isinstance(leased, Exception):
                 raise leased
             if leased is not None and leased[0].object_id == info.object_id:
                 return _extent(leased[0]), os.dup(leased[1])
+            if info.extent is None and not lease_all:
+                raise _LeftDramError
             return _extent(info), session.store.open_read(info, uid=session.caller.uid)
 
         try:
             frame = await reply.send_opened(partial(_open_some, op, items, first, open_item))
+        except _LeftDramError:
+            lease_all = True
+            continue
         finally:
             _end_leases(leases)
-        first, more = first + len(frame.answer.entries), frame.more
+        first, more, lease_all = first + len(frame.answer.entries), frame.more, False
 
 
-async def _lease(session: Session, items: Sequence[T], find: Callable[[T], ObjectInfo]) -> _Leases:
-    """Lease what is not in DRAM now, by its digest."""
+class _LeftDramError(Exception):
+    """An object that needed no lease needs one by now."""
+
+
+async def _lease(
+    session: Session, items: Sequence[T], find: Callable[[T], ObjectInfo], *, lease_all: bool
+) -> _Leases:
+    """Lease what is not in DRAM now, or all, by its digest."""
     leases: _Leases = {}
 
-    async def lease(info: ObjectInfo) -> None:
+    async def lease(item: T, digest: bytes) -> None:
         try:
-            leases[info.key.digest] = await session.store.lease(info, uid=session.caller.uid)
+            leases[digest] = await session.store.lease(find(item), uid=session.caller.uid)
         except (KvfsError, OSError) as error:
             log.debug("%s", error)
-            leases[info.key.digest] = error
+            leases[digest] = error
 
     try:
         async with trio.open_nursery() as nursery:
@@ -400,9 +413,9 @@ async def _lease(session: Session, items: Sequence[T], find: Callable[[T], Objec
                     info = find(item)
                 except KvfsError:
                     continue
-                if info.extent is None and info.key.digest not in leases:
+                if (lease_all or info.extent is None) and info.key.digest not in leases:
                     leases[info.key.digest] = NotFound(f"object {info.object_id} is gone")
-                    nursery.start_soon(lease, info)
+                    nursery.start_soon(lease, item, info.key.digest)
     except BaseException:
         _end_leases(leases)
         raise

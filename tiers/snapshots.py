@@ -54,7 +54,7 @@ class SnapshotIndex:
     def clear(self) -> None:
         """Forget what an earlier service left: it is decided."""
         self._rows.clear()
-        self._env.write(lambda txn: txn.drop(self._db, delete=False))
+        self._env.write(lambda txn: txn.drop(self._db, delete=False), removes=True)
         self._env.put_meta(_KNOWN, b"1")
 
     def note(self, object_id: int, sealed_as: int, is_gone: Callable[[int], bool]) -> None:
@@ -66,7 +66,7 @@ class SnapshotIndex:
             for each in gone:
                 txn.delete(_KEY.pack(each), db=self._db)
 
-        self._env.write(change)
+        self._env.write(change, removes=sealed_as != OPEN)  # else a row of that size is there
         self._rows[object_id] = sealed_as
         for each in gone:
             del self._rows[each]
@@ -74,4 +74,4 @@ class SnapshotIndex:
     def forget(self, object_id: int) -> None:
         """Remove a row, if it is there."""
         if self._rows.pop(object_id, None) is not None:
-            self._env.write(lambda txn: txn.delete(_KEY.pack(object_id), db=self._db))
+            self._env.write(lambda txn: txn.delete(_KEY.pack(object_id), db=self._db), removes=True)
