@@ -276,7 +276,9 @@ class DraftKeeper:
             return
         opened.closed = True
         waiting = self._due.get(node.nodeid) or self._ripe.get(node.nodeid)
-        if not opened.lingering and (waiting is None or waiting[1] is not opened):  # else an earlier draft's turn
+        if not opened.lingering and (
+            waiting is None or waiting[1] is not opened
+        ):  # else an earlier draft's turn
             self._ripe.pop(node.nodeid, None)
             self._due[node.nodeid] = (node, opened)
             self._due_changed.set()
@@ -319,6 +321,14 @@ class DraftKeeper:
             if node.draft is opened and opened.closed:
                 self._settle_now(node, opened)
         self._store.maintain()
+
+    def publish_closed(self) -> None:
+        """Publish at once whatever is closed: the mount is gone, and nobody comes to write it again."""
+        self.catch_up()
+        self.ripen()
+        for node, opened in list(self._ripe.values()):
+            if node.draft is opened:
+                self.publish_if_closed(node, opened)
 
     def _settle_now(self, node: Node, opened: OpenDraft) -> None:
         if not node.linked:
