@@ -466,6 +466,10 @@ class DraftKeeper:
         """What is written so far is durable under the draft's name when this returns (fsync, close in a durable
         bucket). Raises NoSpace, DeviceFailed; does nothing without the NVMe tier, or when the name is gone."""
         async with opened.persisting:
+            self._backings.node_settles(
+                node.nodeid, True
+            )  # a kill would undo a rename answered natively after this
+            self.catch_up()
             if not node.linked or node.draft is not opened:
                 return
             name, attributes = self._nodes.name(node), _attributes(node, opened, self.status(opened))
@@ -526,7 +530,8 @@ class DraftKeeper:
             self._backings.node_privileged(node.nodeid, opened.privileged_ns)
         if node.linked:
             name = self._nodes.name(node)
-            settles = self.is_durable(node) or self._store.names.get(name.bucket, name.key) is not None
+            is_there = self._store.names.get(name.bucket, name.key) is not None
+            settles = self.is_durable(node) or is_there or bool(opened.snapshots)
             self._backings.node_settles(node.nodeid, settles)
 
     def _show_large(self, node: Node, opened: OpenDraft, draft: LargeDraft) -> None:
