@@ -23,6 +23,7 @@ from kvfs.errors import NotFound, SessionClosed
 from kvfs.keys import parse_block_name
 from kvfs.messages import text, untext
 from kvfs.name_reader import NameReader
+from kvfs.name_rows import RETIRED
 
 _READ = os.O_RDONLY | os.O_NONBLOCK
 
@@ -64,7 +65,9 @@ class Direct:
             digest = parse_block_name(raw)
             if digest is not None:
                 return self._find_block(digest, where.bucket_id)
-        if row is None:
+        if (
+            row is None or row.flags & RETIRED
+        ):  # a file that was closed on the mount is about to take its place
             return None
         if is_marker(row):
             return found_of_row(row, None)

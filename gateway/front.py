@@ -43,7 +43,7 @@ from kvfs._native.s3_reads import Reads
 from kvfs.credentials import Credential
 from kvfs.errors import BucketNotFound, Corrupt
 from kvfs.messages import text
-from kvfs.name_rows import NameRow, load_row
+from kvfs.name_rows import RETIRED, NameRow, load_row
 
 
 class Front:
@@ -202,12 +202,16 @@ class Front:
 
 
 def _describe(name: bytes, data: bytes) -> tuple[bytes, int, bytes, bytes] | None:
-    """What an answer says of an object, from its row; None for a marker, and for what is too long to remember."""
+    """Read what an answer says of an object from its row.
+
+    None for a marker, for what a file that was closed on the mount replaces in a moment, and for what is too long to
+    remember.
+    """
     try:
         row = NameRow.decode(load_row(name, data))
     except Corrupt:  # the general path says so
         return None
-    if is_marker(row) or len(row.user_metadata) > limits.REMEMBERED_METADATA_BYTES:
+    if is_marker(row) or row.flags & RETIRED or len(row.user_metadata) > limits.REMEMBERED_METADATA_BYTES:
         return None
     key = row.object_id.to_bytes(16, "big")
     what = stored(Found(row.object_id, row.size_bytes, row.mtime_ns, row.user_metadata, key))

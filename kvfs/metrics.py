@@ -55,12 +55,18 @@ _PARTS: Final[dict[str, list[tuple[str, str, str]]]] = {
         ("open_drafts", "open_drafts", "Drafts that are neither sealed nor given up."),
         ("quota_bytes", "quota_bytes", "What one uid may hold of replaced objects."),
         ("headroom_bytes", "headroom_bytes", "DRAM that eviction keeps free."),
+        (
+            "read_around_bytes",
+            "read_around_bytes",
+            "Memory beside DRAM that readers hold for which it has no slot.",
+        ),
         ("hits", "hits_total", "Lookups that found their object."),
         ("misses", "misses_total", "Lookups that did not."),
         ("seals", "seals_total", "Objects sealed."),
         ("removals", "removals_total", "Objects removed by request."),
         ("evictions", "evictions_total", "Objects that left the store for room."),
         ("promotions", "promotions_total", "Objects read back into DRAM."),
+        ("read_around", "reads_around_total", "Objects read beside a DRAM that had no room for them."),
         ("demotions", "demotions_total", "Objects that left DRAM and stay on NVMe."),
     ],
     "session": [

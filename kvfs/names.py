@@ -38,6 +38,7 @@ from kvfs.name_rows import (
     PINNED,
     BucketRow,
     NameRow,
+    clear_flags,
     is_directory_row,
     is_name_row,
     load_row,
@@ -252,15 +253,18 @@ class NameIndex:
         pairs = zip(names, removed, strict=True)
         return [None if data is None else _row(name, data) for name, data in pairs]
 
-    def rename(self, src_bucket: bytes, src_key: bytes, dst_bucket: bytes, dst_key: bytes) -> NameRow | None:
-        """Move a row; the row that it replaced. Onto itself it does nothing. Raises NotFound."""
+    def rename(
+        self, src_bucket: bytes, src_key: bytes, dst_bucket: bytes, dst_key: bytes, *, without: int = 0
+    ) -> NameRow | None:
+        """Move a row, without these flags; the row that it replaced. Onto itself it does nothing. Raises NotFound."""
         source, target = _full_name(src_bucket, src_key), _full_name(dst_bucket, dst_key)
 
         def change(txn: Txn) -> bytes | None:
             data = self._tree.remove(txn, source)
             if data is None:
                 raise NotFound(f"no key {src_key!r} in bucket {src_bucket!r}")
-            replaced = self._tree.put(txn, target, store_row(target, load_row(source, data)))
+            row = clear_flags(load_row(source, data), without)
+            replaced = self._tree.put(txn, target, store_row(target, row))
             return None if source == target else replaced
 
         replaced = self._env.write(change)

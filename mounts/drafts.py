@@ -32,7 +32,7 @@ from functools import partial
 import trio
 
 from kvfs import limits
-from kvfs.errors import IsDirectory, KvfsError, NoSpace, NotFound, ObjectTooLarge, WriterActive
+from kvfs.errors import DeviceFailed, IsDirectory, KvfsError, NoSpace, NotFound, ObjectTooLarge, WriterActive
 from mounts.attributes import FileStatus, mode_now
 from mounts.backing import Backings
 from mounts.large import begin_copy, large_of, status_of
@@ -431,11 +431,22 @@ class DraftKeeper:
         large = large_of(opened)
         if self.is_durable(node):
             await self.persist(node, opened)
+        elif self.is_settled(opened):
+            await self._renew_durable(node, opened)
         elif large is not None and node.linked and node.draft is opened:
             await large.flush()
         opened.failed, opened.answered = False, True
         if node.linked and node.draft is opened and self._store.retire(self._nodes.name(node)):
             await self._store.journal.settle()
+
+    async def _renew_durable(self, node: Node, opened: OpenDraft) -> None:
+        """What was made durable of a cache's draft (fsync) is older than what is closed now: no start may show that."""
+        try:
+            await self.persist(node, opened)
+        except (NoSpace, DeviceFailed):
+            if large_of(opened) is not None:
+                raise
+            self.forget_snapshot(opened)
 
     @staticmethod
     def is_settled(opened: OpenDraft) -> bool:
@@ -475,6 +486,10 @@ class DraftKeeper:
             name, attributes = self._nodes.name(node), _attributes(node, opened, self.status(opened))
             if isinstance(opened.draft, LargeDraft):
                 await self._store.persist_large(opened.draft, name, attributes)
+                return
+            if opened.snapshot is not None and self._store.is_snapshot(opened.snapshot, opened.draft):
+                self._store.rename_snapshot(opened.snapshot, name, attributes)
+                await self._store.journal.settle()
                 return
             coming = opened.coming = self._store.put_snapshot(opened.draft, name, attributes)
             if coming is None:
@@ -530,8 +545,8 @@ class DraftKeeper:
             self._backings.node_privileged(node.nodeid, opened.privileged_ns)
         if node.linked:
             name = self._nodes.name(node)
-            is_there = self._store.names.get(name.bucket, name.key) is not None
-            settles = self.is_durable(node) or is_there or bool(opened.snapshots)
+            settles = self.is_durable(node) or self.is_settled(opened) or opened.coming is not None
+            settles = settles or self._store.names.get(name.bucket, name.key) is not None
             self._backings.node_settles(node.nodeid, settles)
 
     def _show_large(self, node: Node, opened: OpenDraft, draft: LargeDraft) -> None:

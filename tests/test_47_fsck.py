@@ -503,6 +503,25 @@ def test_a_damaged_name_deletion_or_bucket_brings_nothing_back(
         assert content == data_of(Name(DURABLE, b"a" if key == b"renamed" else key), 5_000)
 
 
+def test_what_a_stop_or_a_closed_file_writes_to_the_index_alone_is_no_problem(tmp_path: Path) -> None:
+    """The times of a bucket, and a row that is retired, which a start drops."""
+
+    async def work(*, ends: bool) -> None:
+        async with running(tmp_path, nvme_bytes=NVME) as store:
+            if not ends:
+                store.create_bucket(CACHE, uid=0, gid=0)
+                put(store, Name(CACHE, b"a"), 5_000)
+                return
+            put(store, Name(CACHE, b"b"), 5_000)
+            await store.journal.persist(store.lookup(Name(CACHE, b"a")).object_id)
+            store.retire(Name(CACHE, b"a"))
+
+    for ends in (False, True):
+        trio.run(lambda: work(ends=ends))  # noqa: B023 run at once
+        found = fsck(tmp_path, repair=False)
+        assert found["exit_code"] == Exit.CLEAN, found["problems"]
+
+
 # --- the command ---------------------------------------------------------------------------------------------
 def test_the_exit_codes_are_those_of_the_help(tmp_path: Path) -> None:
     data = tmp_path / "data"

@@ -159,6 +159,26 @@ def test_of_two_doors_the_one_that_was_answered_last_wins(service: Service) -> N
             assert path.read_bytes()[:7] == b"PATHnt " == client.get(service.name(path))[:7]
 
 
+def test_what_was_synced_before_the_last_close_does_not_come_back(service: Service) -> None:
+    for number in range(4):
+        files = {
+            service.mount / bucket / f"{number}": b"more" * (number + 1) for bucket in ("cache", "large")
+        }
+        descriptors = []
+        for path, more in files.items():
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT)
+            os.write(fd, b"synced")
+            os.fsync(fd)
+            os.write(fd, more)
+            descriptors.append(fd)
+        for fd in random.sample(descriptors, len(descriptors)):
+            os.close(fd)
+        service.kill()
+        service.restart()
+        for path, more in files.items():
+            assert path.read_bytes() == b"synced" + more, path
+
+
 def truncate(path: Path) -> None:
     os.truncate(path, 4)
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.door import need_mount
 from tests.support.gateway import Gateway, gateway
 
 WRITERS, ROUNDS = 8, 25
 BUCKET = "opaque-race"
 """Its ETags are made of the objects' ids: no two writes of a key have the same."""
+DURABLE = "durable"
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -23,7 +25,9 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def door() -> Iterator[Gateway]:
-    with gateway(settings='opaque_etags = ["opaque-*"]') as found:
+    with gateway(settings='opaque_etags = ["opaque-*"]', nvme="64MiB") as found:
+        with found.service.client() as client:
+            client.create_bucket(DURABLE, durable=True)
         yield found
         assert not found.service.complaints()
 
@@ -89,3 +93,20 @@ def test_a_pin_is_of_the_object_that_asked_for_it(door: Gateway, s3: Any) -> Non
             list(pool.map(put, range(WRITERS)))
             wants = "kvfs-pin" in s3.head_object(Bucket=BUCKET, Key="pinned")["Metadata"]
             assert client.stat(f"{BUCKET}/pinned").pinned is wants
+
+
+@pytest.mark.parametrize("bucket", [BUCKET, DURABLE])
+@pytest.mark.parametrize("replaces", ["written again", "renamed over"])
+def test_what_was_answered_on_the_mount_is_read_at_once(
+    door: Gateway, s3: Any, replaces: str, bucket: str
+) -> None:
+    need_mount()
+    path = door.service.mount / bucket / "file"
+    for number in range(60):
+        data = b"%d" % number
+        if replaces == "written again":
+            path.write_bytes(data)
+        else:
+            path.with_name("new").write_bytes(data)
+            path.with_name("new").rename(path)
+        assert s3.get_object(Bucket=bucket, Key="file")["Body"].read() == data

@@ -30,7 +30,7 @@ from kvfs import limits
 from kvfs.errors import Corrupt, NotFound
 from kvfs.formats import RecordType, SegmentState
 from kvfs.keys import block_name
-from kvfs.name_rows import DIRECTORY, BucketRow, NameRow
+from kvfs.name_rows import DIRECTORY, RETIRED, BucketRow, NameRow
 from kvfs.records import MetaBody
 from tiers.base import Kind
 from tiers.device import Device
@@ -346,7 +346,11 @@ class _Judge:
         """Object id -> `bucket/key` of the index's rows; None where they do not count."""
         if self.index.rows_count:
             rows = self.index.rows()
-            self.listed = {row.object_id: bucket + b"/" + key for bucket, key, row in rows if row is not None}
+            self.listed = {
+                row.object_id: bucket + b"/" + key
+                for bucket, key, row in rows
+                if row is not None and not row.flags & RETIRED  # which a start drops
+            }
 
     def run(self) -> None:
         if self.log.pool.geometry_fault:
@@ -363,7 +367,6 @@ class _Judge:
             self.findings.add(where, what, "what they held is lost", Cost.CACHED)
         for check in self.log.pool.checks:
             self._segment(check)
-        self._sizes()
         self._torn_in_dram()
         self._torn_durables()
         self.findings.lost_unknown = self.listed is None and (self.log.has_holes or self._has_unnamed_slots())
@@ -476,18 +479,6 @@ class _Judge:
             return f"the durable object {object_id} has lost its name, and is lost", Cost.DURABLE
         return f"object {object_id} of the cache has lost its name: a miss", Cost.CACHED
 
-    def _sizes(self) -> None:
-        """Every object has the bytes that it says."""
-        for stored in list(self.log.objects()):
-            extent = self.log.tier.pool.extent_bytes
-            for number, piece in enumerate(stored.pieces):  # one may be short: zeros follow
-                most = min(extent, stored.size_bytes - number * extent)
-                if piece is not None and piece.payload_bytes > most:
-                    self._drop(
-                        stored, f"has {piece.payload_bytes} bytes in extent {number} instead of {most}"
-                    )
-                    break
-
     def _drop(self, stored: Stored, what: str) -> None:
         durable = self.log.tier.is_durable(stored.bucket_id)
         self.log.lost[stored.object_id] = stored
@@ -525,7 +516,8 @@ class _Judge:
         for bucket, key, row in self.index.rows():
             if row is not None:
                 there.add(row.object_id)
-                self._name(bucket, key, row)
+                if not row.flags & RETIRED:
+                    self._name(bucket, key, row)
         for stored in list(self.log.objects()):
             if stored.key.kind is Kind.OBJECT and stored.object_id not in there:
                 self._unlisted(stored)
@@ -593,7 +585,7 @@ class _Judge:
         """Those of the index are in the log; but when names last came to one, the index alone knows."""
         logged = self.log.replay.found.buckets
         for row in self.index.buckets.values():
-            found = logged.get(row.bucket_id)
+            found = logged.get(row.bucket_id)  # a change of its names moves its time in the index alone
             if self.complete and (found is None or replace(found, mtime_ns=row.mtime_ns) != row):
                 self.log.rebucketed.append(row)
                 where = f"bucket {_text(row.name)}"

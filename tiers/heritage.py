@@ -213,10 +213,6 @@ class Heritage:
             return False
 
         dropped = self.names.prune(keep)
-        for name in lost:
-            if durable(name.bucket):
-                why = "it is damaged" if not self._killed else "it is damaged, or was never answered for"
-                log.error("%s of a durable bucket is lost: %s", name, why)
         for survivor in reversed(adopted):  # the order of the calls is what the policy goes by
             self._restore_one(store, survivor)
         if adopted:
@@ -226,6 +222,10 @@ class Heritage:
             assert replaced is not None
             replaced.put()
             store.journal = restore_copies(store, nvme, found, compare=self._killed)
+        for name in lost:
+            if durable(name.bucket) and self.names.get(name.bucket, name.key) is None:
+                why = "it is damaged" if not self._killed else "it is damaged, or was never answered for"
+                log.error("%s of a durable bucket is lost: %s", name, why)
         if self._cold is not None:
             store.cold = self._cold.restore(store, self._cold_names)
         units = {(name.bucket, unit) for name in lost if (unit := paths.unit_prefix(name.key)) is not None}

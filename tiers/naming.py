@@ -264,9 +264,9 @@ class Naming(Copies):
             return
         if self.bucket(dst.bucket).durable:
             self._check_movable([(src, row)])
-        old = self.names.rename(src.bucket, src.key, dst.bucket, dst.key)
+        old = self.names.rename(src.bucket, src.key, dst.bucket, dst.key, without=RETIRED)
         crashpoints.reach("store.after_rename")
-        self._renamed(self._unretired(dst, row), src, dst, replaced=None if old is None else old.object_id)
+        self._renamed(_unretired(row), src, dst, replaced=None if old is None else old.object_id)
         if old is not None:
             self._discard(object_key(old.object_id), old.uid)
 
@@ -318,23 +318,18 @@ class Naming(Copies):
 
     def retire(self, name: Name) -> bool:
         """What has this name, if anything, does not come back after a kill, as soon as the journal is settled: a file
-        was answered that takes the name in a moment. Until then the doors show what they did. False where nothing has
-        it, or in a durable bucket, where that file is on the device already."""
+        was answered that takes the name in a moment. Until then the doors show what they did, or wait for it. False
+        where nothing has it, or in a durable bucket: that file is on the device already, and counts before this."""
         row = self._row(name)
-        if row is None or self.bucket(name.bucket).durable:
+        if row is None:
             return False
+        is_durable = self.bucket(name.bucket).durable
         if not row.flags & RETIRED:
             retired = replace(row, flags=row.flags | RETIRED)
             self.names.put(name.bucket, name.key, retired)
-            self.journal.retired(row.object_id, name, retired)
-        return True
-
-    def _unretired(self, name: Name, row: NameRow) -> NameRow:
-        """The row of an object that has a new name: what takes its old one does not take this."""
-        if row.flags & RETIRED:
-            row = replace(row, flags=row.flags & ~RETIRED)
-            self.names.put(name.bucket, name.key, row)
-        return row
+            if not is_durable:
+                self.journal.retired(row.object_id, name, retired)
+        return not is_durable
 
     def _renamed(self, row: NameRow, src: Name, dst: Name, *, replaced: int | None = None) -> None:
         if not row.flags & DIRECTORY:
@@ -426,6 +421,11 @@ class Naming(Copies):
             self._policy.pin(digest)
         else:
             self._policy.unpin(digest)
+
+
+def _unretired(row: NameRow) -> NameRow:
+    """The row of an object that has a new name: what takes its old one does not take this."""
+    return replace(row, flags=row.flags & ~RETIRED)
 
 
 def new_row(identity: int, attributes: Attributes, flags: int) -> NameRow:

@@ -265,7 +265,7 @@ class TieredStore(Naming):
         """
         self.make_entry_room()
         bucket, old = self._check_sealable(name, replace=replace, expected_id=expected_id)
-        same = snapshot is not None and self._is_snapshot(snapshot, draft)
+        same = snapshot is not None and self.is_snapshot(snapshot, draft)
         if bucket.durable and not same:
             self.journal.check_durable(self.dram.draft_bytes(draft.extent))
         sequence = snapshot if snapshot is not None and same else self.names.next_ids(1)
@@ -399,7 +399,7 @@ class TieredStore(Naming):
             self.journal.removed(draft.object_id)
         draft.close()
 
-    def _is_snapshot(self, snapshot: int, draft: Draft) -> bool:
+    def is_snapshot(self, snapshot: int, draft: Draft) -> bool:
         """Whether what `put_snapshot` made of a draft is the draft as it is now."""
         descriptor = self.dram.open_draft(draft.extent)
         try:

@@ -150,8 +150,11 @@ class Worker:
         self.said[describe(error)] += 1
 
     # --- one change --------------------------------------------------------------------------------------------
-    def change(self, begun: Change, call: Callable[[], object], *, whole: bool = True) -> None:
-        """Make it and note how it ended. `whole`: a refusal has no effect. Raises Ended, Refused."""
+    def change(
+        self, begun: Change, call: Callable[[], object], *, whole: bool = True, promised: bool = True
+    ) -> None:
+        """Make it and note how it ended. `whole`: a refusal has no effect; `promised`: its answer says something
+        (fsync without an NVMe tier does nothing). Raises Ended, Refused."""
         try:
             call()
         except (OSError, KvfsError, ClientError, BotoCoreError) as error:
@@ -170,7 +173,10 @@ class Worker:
                 half = self.journal.begin("half-way", dict.fromkeys(begun.assignments, ANYTHING))
                 self.journal.unsure(half, "undefined")
             raise Refused from error
-        self.journal.done(begun)
+        if promised:
+            self.journal.done(begun)
+        else:
+            self.journal.unsure(begun, "nothing is promised")
         self.said[begun.what.partition(" (")[0]] += 1
         self.trigger.reach("answer")
         if not whole:
@@ -266,7 +272,7 @@ class Worker:
                     os.close(fd)
                 raise
 
-        self.change(begun, write_first, whole=False)
+        self.change(begun, write_first, whole=False, promised=DURABLE in self.buckets)
         begun = self.journal.begin("mount close after fsync", {name: self.contents.note(first + rest)})
 
         def write_rest() -> None:
