@@ -477,9 +477,8 @@ class DraftKeeper:
         """What is written so far is durable under the draft's name when this returns (fsync, close in a durable
         bucket). Raises NoSpace, DeviceFailed; does nothing without the NVMe tier, or when the name is gone."""
         async with opened.persisting:
-            self._backings.node_settles(
-                node.nodeid, True
-            )  # a kill would undo a rename answered natively after this
+            # From here on a close or a rename changes what is durable, too.
+            self._backings.node_settles(node.nodeid, True)
             self.catch_up()
             if not node.linked or node.draft is not opened:
                 return
