@@ -121,12 +121,14 @@ def test_a_failed_start_leaves_the_directory_as_clean_as_it_was(
 
     trio.run(start)
     before = state()
-    for failing in ("tiers.dram.DramTier.open", "tiers.heritage.Heritage.restore"):
+    early = ["tiers.store.open_nvme"] if with_nvme else []
+    for failing in (*early, "tiers.dram.DramTier.open", "tiers.heritage.Heritage.restore"):
         with monkeypatch.context() as short:
             short.setattr(failing, too_many_files)
             with pytest.raises(OSError, match="Too many open files"):
                 trio.run(start)
         assert state() == before
+        assert {file.name for file in (tmp_path / "index").iterdir()} == {"data.mdb", "lock.mdb"}
     trio.run(start)
 
 
