@@ -31,6 +31,17 @@ def sealed(door: Door, path: Path) -> None:
 
 
 # --- times -------------------------------------------------------------------------------------------------
+def test_what_is_written_again_at_once_is_sealed_each_time(door: Door) -> None:
+    """Each version is a draft of one node, and may come while the one before still waits for its publication."""
+    for number in range(40):
+        path = door.path / f"again-{number}"
+        path.write_bytes(b"first")
+        for _ in range(2):
+            with opened(path, os.O_RDWR):
+                pass
+        sealed(door, path)
+
+
 def test_opening_for_writing_without_a_write_changes_no_time(door: Door) -> None:
     path = door.path / "file"
     path.write_bytes(b"bytes")
