@@ -276,7 +276,9 @@ class DraftKeeper:
             return
         opened.closed = True
         waiting = self._due.get(node.nodeid) or self._ripe.get(node.nodeid)
-        if not opened.lingering and (waiting is None or waiting[1] is not opened):  # else an earlier draft's turn
+        if not opened.lingering and (
+            waiting is None or waiting[1] is not opened
+        ):  # else an earlier draft's turn
             self._ripe.pop(node.nodeid, None)
             self._due[node.nodeid] = (node, opened)
             self._due_changed.set()
