@@ -24,7 +24,15 @@ import typer
 from kvfs import addresses, cli_bucket, cli_credentials
 from kvfs.cli_fsck import fsck
 from kvfs.cli_options import At, Json, Paths, connected
-from kvfs.errors import ConfigError, InvalidRequest, KvfsError, NotFound, NotPermitted, SessionClosed
+from kvfs.errors import (
+    ConfigError,
+    InvalidRequest,
+    KvfsError,
+    NotFound,
+    NotPermitted,
+    SessionClosed,
+    find_shortage,
+)
 
 if TYPE_CHECKING:
     from kvfs.client import Client
@@ -67,6 +75,11 @@ def main() -> NoReturn:
         fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), FAILED)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    except BaseException as error:
+        shortage = find_shortage(error)
+        if shortage is None:
+            raise
+        fail(str(shortage) or "not enough memory", FAILED)
     sys.exit(0)
 
 

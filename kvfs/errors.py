@@ -14,7 +14,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from typing import ClassVar
+from typing import ClassVar, Final
 
 
 class KvfsError(Exception):
@@ -285,9 +285,20 @@ SHORTAGES = frozenset(
 
 def is_shortage(error: BaseException) -> bool:
     """Whether it says what the machine, or a limit of this process, had too little of, and nothing of data."""
-    return isinstance(error, (MemoryError, NoSpace, OutOfResources)) or (
-        isinstance(error, OSError) and error.errno in SHORTAGES
-    )
+    if isinstance(error, (MemoryError, NoSpace, OutOfResources)):
+        return True
+    return error.errno in SHORTAGES if isinstance(error, OSError) else str(error) == _NO_THREAD
+
+
+def find_shortage(error: BaseException) -> BaseException | None:
+    """The shortage that an error is, or that is among those of a group."""
+    if isinstance(error, BaseExceptionGroup):
+        return next(filter(None, map(find_shortage, error.exceptions)), None)
+    return error if is_shortage(error) else None
+
+
+_NO_THREAD: Final = "can't start new thread"
+"""Python's RuntimeError where the kernel refuses one."""
 
 
 _FROM_ERRNO: dict[int, type[KvfsError]] = {

@@ -489,9 +489,11 @@ class DraftKeeper:
         """What is written so far is durable under the draft's name when this returns (fsync, close in a durable
         bucket). Raises NoSpace, DeviceFailed; does nothing without the NVMe tier, or when the name is gone."""
         async with opened.persisting:
+            # From here on a close or a rename changes what is durable, too.
+            self._backings.node_settles(node.nodeid, True)
+            self.catch_up()
             if not node.linked or node.draft is not opened:
                 return
-            self._backings.node_settles(node.nodeid, True)  # a close or rename changes what is durable, too
             name, attributes = self._nodes.name(node), _attributes(node, opened, self.status(opened))
             if isinstance(opened.draft, LargeDraft):
                 await self._store.persist_large(opened.draft, name, attributes)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -258,3 +259,26 @@ def test_changes_by_path_are_on_the_device_of_a_durable_bucket_before_they_are_a
             assert path.read_bytes() == content, change
             assert os.getxattr(path, "user.kvfs.pin") == (b"1" if "pin" in change.__name__ else b"0")
             assert (path.stat().st_mode & 0o777 == 0o600) == (change is close_and_chmod), change
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_file_that_was_synced_has_one_name_when_a_kill_follows_its_rename(
+    service: Service, is_closed: bool
+) -> None:
+    """Its copy on the device has the name of its fsync until the service hears of the rename."""
+    old, new = service.mount / "cache/.tmp", service.mount / "cache/file"
+    fd = os.open(old, os.O_WRONLY | os.O_CREAT)
+    try:
+        os.write(fd, b"bytes")
+        os.fsync(fd)
+    finally:
+        if is_closed:
+            os.close(fd)
+    os.rename(old, new)
+    service.kill()
+    if not is_closed:
+        with suppress(OSError):  # its mount is gone
+            os.close(fd)
+    service.restart()
+    assert not old.exists()
+    assert new.read_bytes() == b"bytes"

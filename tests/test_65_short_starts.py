@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import resource
@@ -13,12 +14,16 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+import trio
 
+from kvfs import cli
 from kvfs.errors import OutOfResources
 from kvfs.names import NameIndex
 from tests.support.door import ON_DIRECTORY, need_mount
 from tests.support.service import Service, ServiceFailed
-from tiers.index_check import IndexWalk
+from tests.test_42_store_nvme import running
+from tiers.index_check import MARK, IndexReader, IndexWalk
+from tiers.store import TieredStore
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
 
@@ -92,3 +97,59 @@ def test_a_killed_check_says_nothing_of_the_index(tmp_path: Path, number: signal
         os.kill(walk._child, number)
         with pytest.raises(OutOfResources, match=rf"was killed by {number.name}"):
             walk.is_whole()
+
+
+@pytest.mark.parametrize("with_nvme", [False, True])
+def test_a_failed_start_leaves_the_directory_as_clean_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_nvme: bool
+) -> None:
+    """Or the next one would not believe the index, had the machine been booted since."""
+
+    async def start() -> None:
+        if not with_nvme:
+            TieredStore.open(tmp_path, dram_bytes=16 * MIB, backing="directory").close(keep=True)
+            return
+        async with running(tmp_path, keep=True):
+            pass
+
+    def too_many_files(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def state() -> list[bytes]:
+        with IndexReader(tmp_path / "index") as reader:
+            return [(tmp_path / "format.json").read_bytes(), reader.meta(MARK)]
+
+    trio.run(start)
+    before = state()
+    early = ["tiers.store.open_nvme"] if with_nvme else []
+    for failing in (*early, "tiers.dram.DramTier.open", "tiers.heritage.Heritage.restore"):
+        with monkeypatch.context() as short:
+            short.setattr(failing, too_many_files)
+            with pytest.raises(OSError, match="Too many open files"):
+                trio.run(start)
+        assert state() == before
+        assert {file.name for file in (tmp_path / "index").iterdir()} == {"data.mdb", "lock.mdb"}
+    trio.run(start)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (MemoryError(), "kvfs: not enough memory\n"),
+        (RuntimeError("can't start new thread"), "kvfs: can't start new thread\n"),
+        (
+            ExceptionGroup("", [ValueError(), ExceptionGroup("", [OSError(errno.EMFILE, "Too many files")])]),
+            "kvfs: [Errno 24] Too many files\n",
+        ),
+    ],
+)
+def test_a_shortage_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, line: str
+) -> None:
+    def serve() -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", serve)
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert capsys.readouterr().err == line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import BotoCoreError
 
 from gateway.worker import WorkerSettings
 from tests.support.gateway import Gateway, gateway, until
@@ -141,3 +143,28 @@ def test_a_worker_whose_service_is_gone_ends_without_a_traceback(tmp_path: Path)
     assert worker.returncode == 1
     assert "Traceback" not in said, said
     assert "BrokenPipe" not in said, said
+
+
+def test_a_worker_that_dies_at_the_descriptor_limit_is_back_once_there_are_some() -> None:
+    with gateway(dram="32MiB", settings="workers = 1", arguments=("--slots", "4096")) as door:
+        pid, log_path = door.service.pid, door.service.log_path
+        limits_before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        [worker] = door.worker_pids()
+        with door.service.client() as client:
+            client.create_bucket(BUCKET)
+            in_use = len(os.listdir(f"/proc/{pid}/fd"))
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (in_use, limits_before[1]))
+            os.kill(worker, signal.SIGKILL)
+            until(lambda: "cannot be started: Too many open files" in log_path.read_text(), door)
+            client.put(f"{BUCKET}/name", b"bytes")
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, limits_before)
+        until(lambda: len(door.worker_pids()) == 1, door)
+        until(lambda: can_read(door), door)
+        assert "Traceback" not in door.service.log(), door.service.log()
+
+
+def can_read(door: Gateway) -> bool:
+    try:
+        return bool(door.client().get_object(Bucket=BUCKET, Key="name")["Body"].read() == b"bytes")
+    except BotoCoreError:
+        return False

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvfs import limits, paths
-from kvfs.errors import Corrupt
+from kvfs.errors import Corrupt, KvfsError
 from kvfs.name_env import highest_id
 from kvfs.name_rows import RETIRED, peek_row
 from kvfs.names import DIRECTORY, PINNED, NameIndex, NameRow
@@ -107,11 +107,13 @@ class Heritage:
         version, Corrupt: then again, without `believe`. Any other method may raise Corrupt too: not all of a damaged
         index shows at once."""
         began = time.monotonic()
+        self._home = home
         self._lower = lower
         self._rebuilt: int | None = None
         self._killed = not home.clean
         self._is_first = not home.index.exists() and (lower is None or not lower.found.records)
         self.names, believed = _open_index(home, believe, walk, strict=lower is not None)
+        self._is_believed = believed
         if lower is not None:
             if not believed:
                 self._rebuilt = rebuild_index(self.names, lower.found)
@@ -138,6 +140,22 @@ class Heritage:
         if cold is not None:
             return objects + len(cold), capacity_bytes + cold.options.capacity_bytes
         return objects, capacity_bytes
+
+    def give_up(self) -> None:
+        """The start has failed: close the index, and leave the data directory as clean as it was found."""
+        mark = self._home.found_mark
+
+        def give_back() -> bool:
+            self.names.put_meta(MARK, mark.encode())
+            return self.names.close()
+
+        try:
+            if mark and self._is_believed:
+                self._home.undo_begin(mark, give_back)
+        except (KvfsError, OSError) as error:
+            log.warning("%s: not as clean as it was found: %s", self._home.path, error)
+        finally:
+            self.names.close()
 
     def choose(self, survivors: list[Survivor]) -> list[Survivor]:
         """Those that have a name or a bucket, the dearest first."""

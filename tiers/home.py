@@ -17,6 +17,7 @@ import fcntl
 import json
 import os
 import secrets
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -60,6 +61,11 @@ class Home:
     def clean(self) -> bool:
         """Whether the last service that used it stopped cleanly."""
         return self._found.clean
+
+    @property
+    def found_mark(self) -> str:
+        """The mark of the last service's index; empty where it is not known which of two it has."""
+        return "" if self._found.previous_start else self._found.start
 
     @property
     def dram(self) -> Path:
@@ -106,6 +112,13 @@ class Home:
     def begun(self) -> None:
         """Record that the index has taken `start`."""
         self._write(start=self.start)
+
+    def undo_begin(self, mark: str, give_back: Callable[[], bool]) -> None:
+        """A start has failed: the directory is as clean as it was found. `give_back` has the index take `mark`, which
+        it had before `begin`, and closes it; whether all of it is on the device."""
+        self.begin(mark)
+        if give_back():
+            _write_format(self.path, self._found)
 
     def close(self, *, clean: bool = True) -> None:
         """Release the directory; `clean` records that everything in it was left consistent and is on the device.

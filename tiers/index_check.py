@@ -50,13 +50,15 @@ _OPTIONAL = (cold_index.DATABASE, snapshots.DATABASE)
 class IndexWalk:
     """A process that reads and finds every row of an index and changes one, beside the caller until it asks.
 
-    `counts`: also whether there are as many rows as the index says. `rows`: whether each matches its name. `copy`:
-    the file that gets what was read. It has no free pages: no walk comes by those, and damaged ones end the process
-    that one day writes. A filesystem without room for all that the copy will grow to leaves none.
+    `counts`: also whether there are as many rows as the index says. `rows`: whether each matches its name. `copy`: the
+    file that gets what was read, and that is gone in the end unless it was taken. It has no free pages: no walk comes
+    by those, and damaged ones end the process that one day writes. A filesystem without room for all that the copy will
+    grow to leaves none.
     """
 
     def __init__(self, path: Path, *, counts: bool, rows: bool, copy: Path) -> None:
         self._path = path
+        self._copy = copy
         self._code: int | None = None
         self._child = os.fork()
         if self._child == 0:
@@ -96,6 +98,7 @@ class IndexWalk:
         if self._code is None:
             os.kill(self._child, signal.SIGKILL)
             self._wait()
+        _drop(self._copy)
 
 
 _DAMAGED, _UNCOPIED = 1, 2
@@ -185,9 +188,15 @@ def _copy(env: lmdb.Environment, copy: Path) -> bool:
     except (OSError, lmdb.DiskError) as error:
         if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        copy.unlink(missing_ok=True)
+        _drop(copy)
         return False
     return True
+
+
+def _drop(copy: Path) -> None:
+    """Remove a copy that nobody has taken."""
+    if copy.is_file():  # and no device
+        copy.unlink()
 
 
 def _decode_rows(txn: Txn, dbs: dict[bytes, lmdb._Database]) -> None:

@@ -199,7 +199,7 @@ class TieredStore(Naming):
     ) -> Self:
         crashpoints.reach("start.after_names")
         with ExitStack() as on_failure:
-            on_failure.callback(heritage.names.close)
+            on_failure.callback(heritage.give_up)
             dram = open_tier(choose=heritage.choose, below=heritage.below)
             on_failure.callback(dram.close, keep=True)
             store = cls(home, heritage.names, dram, quota_bytes, make_policy())

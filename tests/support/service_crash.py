@@ -207,7 +207,7 @@ class Harness:
             ) from error
         self.contents.keep({value for name in self.journal.names() for value in self.journal.possible(name)})
         wrong = shown.wrong + [fault for lease in self.leases if (fault := lease.wrong())]
-        assert not wrong, f"{self.where}: " + "\n".join(wrong)
+        assert not wrong, f"{self.where}: " + "\n".join(wrong) + self.service.log()[-3000:]
 
     def _look(self, client: Client) -> Look:
         there = {bucket.name for bucket in client.buckets()}
