@@ -491,10 +491,11 @@ class _Judge:
         )
 
     def _torn_in_dram(self) -> None:
-        """What the log has only in part and DRAM whole keeps its name, and is written again."""
-        found = self.log.replay.found
-        for object_id, (row, _, _) in found.torn.items():
-            if self._in_dram(object_id, NameRow.decode(row).size_bytes):
+        """What the log has only in part and DRAM whole keeps its name in a durable bucket, and is written again."""
+        replay = self.log.replay
+        for object_id, (row, _, _) in replay.found.torn.items():
+            durable = self.log.tier.is_durable(replay.objects[object_id].bucket_id)
+            if durable and self._in_dram(object_id, NameRow.decode(row).size_bytes):
                 self.log.weak.add(object_id)
 
     def _torn_durables(self) -> None:

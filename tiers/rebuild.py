@@ -53,13 +53,14 @@ def agree(row: NameRow, survivor: Survivor) -> bool:
 
 
 def name_survivors(names: NameIndex, found: Replayed, survivors: dict[int, Survivor]) -> None:
-    """Give objects that DRAM has, and the log only in part, the names that the log knows: damage on the device costs
-    nothing of what is in DRAM."""
+    """Give durable objects that DRAM has, and the log only in part, the names that the log knows: damage on the device
+    costs nothing of what is in DRAM. The log may be behind the names of a cache's objects whose bytes it let go."""
     for object_id in found.torn.keys() & survivors.keys():
         data, name, sequence = found.torn[object_id]
         row = NameRow.decode(data)
         bucket, _, key = name.partition(b"\0")
-        if names.get_bucket(bucket) is None or not agree(row, survivors[object_id]):
+        where = names.get_bucket(bucket)
+        if where is None or where.class_ != "durable" or not agree(row, survivors[object_id]):
             continue
         known = names.get(bucket, key)
         if known is None or found.sequences.get(known.object_id, 0) < sequence:
