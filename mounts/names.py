@@ -87,7 +87,7 @@ def rename(view: View, above: Node, component: bytes, below: Node, new_component
         _check_replaceable(view, node, known, replace=not flags & RENAME_NOREPLACE)
     _rename_sealed(view, node, target)
     if known is not None:
-        view.gone(known)
+        view.nodes.unlink(known, doubt=known.directory)
     view.nodes.move(node, below, new_component)
     view.touch(above)
     view.touch(below)
@@ -124,7 +124,7 @@ def renamed(view: View, node: Node, above: Node, below: Node, new_component: byt
         view.forget_name(node)
         return
     if known is not None:
-        view.gone(known)
+        view.nodes.unlink(known, doubt=known.directory)
     view.nodes.move(node, below, new_component, mirrored=True)
     view.touch(above, when_ns)
     view.touch(below, when_ns)
@@ -134,8 +134,10 @@ def renamed(view: View, node: Node, above: Node, below: Node, new_component: byt
 def _show_renamed(view: View, node: Node, target: Name, known: Node | None) -> None:
     view.drafts.rename_snapshot(node)
     view.drafts.renamed_over(node)
-    if known is not None and known.draft is not None:
-        view.drafts.forget_snapshot(known.draft, behind=True)
+    if known is not None:
+        if known.draft is not None:
+            view.drafts.forget_snapshot(known.draft, behind=True)
+        view.gone(known)  # now: in the log what has the name comes before the end of what had it
     if node.directory:
         view.unknow_names(node)
     elif node.info is not None:
