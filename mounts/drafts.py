@@ -322,6 +322,14 @@ class DraftKeeper:
                 self._settle_now(node, opened)
         self._store.maintain()
 
+    def publish_closed(self) -> None:
+        """Publish at once whatever is closed: the mount is gone, and nobody comes to write it again."""
+        self.catch_up()
+        self.ripen()
+        for node, opened in list(self._ripe.values()):
+            if node.draft is opened:
+                self.publish_if_closed(node, opened)
+
     def _settle_now(self, node: Node, opened: OpenDraft) -> None:
         if not node.linked:
             if opened.handles == 0 and not opened.awaited:

@@ -149,6 +149,7 @@ class Mount:
         finally:
             with trio.CancelScope(shield=True):
                 await self._unmount()
+            view.drafts.publish_closed()
             loop.stop()
             spares.close()
             pyfuse3.close(unmount=False)
@@ -202,6 +203,7 @@ class Mount:
         finally:
             with trio.CancelScope(shield=True):
                 await self._unmount()
+            view.drafts.publish_closed()
             pyfuse3.close(unmount=True)
             backings.close()
 

@@ -19,6 +19,7 @@ import os
 import stat
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import pyfuse3
 import trio
@@ -26,6 +27,7 @@ import trio
 from kvfs import limits
 from kvfs.errors import (
     LimitExceeded,
+    NotFound,
     NotPermitted,
     Superseded,
 )
@@ -406,9 +408,10 @@ class Operations(pyfuse3.Operations):
         self.view.drafts.rename_snapshot(node)
         await self.view.store.journal.settle()
         if node.info is not None and node.linked:
-            found = self.view.store.lookup(self.view.nodes.name(node))
-            if isinstance(found, ObjectInfo):
-                self.view.nodes.set_object(node, found)
+            with suppress(NotFound):  # it was removed meanwhile, at another door
+                found = self.view.store.lookup(self.view.nodes.name(node))
+                if isinstance(found, ObjectInfo):
+                    self.view.nodes.set_object(node, found)
 
     @answers_errno
     async def removexattr(

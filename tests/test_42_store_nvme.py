@@ -24,6 +24,7 @@ from tests.support.stores import NAMESPACE
 from tiers.cold_bucket import ColdOptions
 from tiers.device import Device, ThreadDevice
 from tiers.journal import NvmeJournal
+from tiers.log import TierFull
 from tiers.model import Attributes, Name, ObjectInfo
 from tiers.nvme import NvmeTier
 from tiers.store import TieredStore
@@ -540,3 +541,34 @@ def row_id(store: TieredStore, name: Name) -> int:
     found = store.lookup(name)
     assert isinstance(found, ObjectInfo)
     return found.object_id
+
+
+async def test_what_is_renamed_into_a_durable_bucket_while_it_is_queued_is_not_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path) as store:
+        store.create_bucket(b"cache", uid=0, gid=0)
+        store.create_bucket(b"durable", uid=0, gid=0, durable=True)
+        await store.journal.settle()
+        nvme, journal = nvme_of(store), store.journal
+        assert isinstance(journal, NvmeJournal)
+
+        async def full() -> None:
+            raise TierFull("full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(nvme.log, "_write_batch", full)
+            name = Name(b"durable", b"a")
+            info = put(store, Name(b"cache", b"a"), 5_000)
+            await journal._write_one(info.key.digest)
+            assert nvme.promised_bytes == 0
+            store.rename(Name(b"cache", b"a"), name)
+            assert nvme.promised_bytes == nvme.record_bytes(5_000)
+            with pytest.raises(NoSpace):
+                await journal.settle()
+            assert info.object_id in nvme.objects
+        with trio.fail_after(20):
+            while not journal.is_settled:
+                await nvme.log.wait_written()
+        assert nvme.holds(info.object_id)
+        assert nvme.promised_bytes == 0

@@ -503,12 +503,6 @@ def test_a_damaged_name_deletion_or_bucket_brings_nothing_back(
         assert content == data_of(Name(DURABLE, b"a" if key == b"renamed" else key), 5_000)
 
 
-def found_in(store: TieredStore, name: Name) -> ObjectInfo:
-    found = store.lookup(name)
-    assert isinstance(found, ObjectInfo)
-    return found
-
-
 def test_what_a_stop_or_a_closed_file_writes_to_the_index_alone_is_no_problem(tmp_path: Path) -> None:
     """The times of a bucket, and a row that is retired, which a start drops."""
 
@@ -519,7 +513,9 @@ def test_what_a_stop_or_a_closed_file_writes_to_the_index_alone_is_no_problem(tm
                 put(store, Name(CACHE, b"a"), 5_000)
                 return
             put(store, Name(CACHE, b"b"), 5_000)
-            await store.journal.persist(found_in(store, Name(CACHE, b"a")).object_id)
+            info = store.lookup(Name(CACHE, b"a"))
+            assert isinstance(info, ObjectInfo)
+            await store.journal.persist(info.object_id)
             store.retire(Name(CACHE, b"a"))
 
     for ends in (False, True):

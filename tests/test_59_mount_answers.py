@@ -179,6 +179,18 @@ def test_what_was_synced_before_the_last_close_does_not_come_back(service: Servi
             assert path.read_bytes() == b"synced" + more, path
 
 
+def test_a_clean_stop_keeps_what_was_closed_a_moment_before(service: Service) -> None:
+    for number in range(4):
+        files = [service.mount / bucket / f"{number}" for bucket in ("large", "cache")]
+        for path in files:
+            path.write_bytes(b"%d" % number)
+        service.stop()
+        service.restart()
+        for path in files:
+            assert path.exists(), f"{path}: {service.log()}"
+            assert path.read_bytes() == b"%d" % number
+
+
 def truncate(path: Path) -> None:
     os.truncate(path, 4)
 

@@ -127,10 +127,10 @@ def edge_requests(rng: random.Random, slot: int, generation: int) -> list[Reques
         return rng.choice(values)
 
     digest = rng.choice([bytes(16), b"\xff" * 16, bytes(15) + b"\1", b"\1" + bytes(15)])
-    bucket = rng.choice([*[b"cache", b"durable"] * 4, b"", b"\xff", b"a" * 63, b"cache\0", b"."])
+    bucket = rng.choice([*[b"cache", b"durable"] * 8, b"", b"\xff", b"a" * 63, b"cache\0", b"."])
     key = rng.choice(
         [
-            *[b"k%d" % rng.randrange(1000)] * 9,
+            *[b"k%d" % rng.randrange(1000)] * 20,
             b"",
             b"/",
             b"k/",
@@ -147,7 +147,7 @@ def edge_requests(rng: random.Random, slot: int, generation: int) -> list[Reques
         *where,
         bucket,
         key,
-        mode=rng.choice([some(U32), 0o644, 0, 0o777, 0o1777]),
+        mode=rng.choice([some(U32), 0o644, 0, 0o777, 0o600, 0o755, 0o1777]),
         replace=rng.random() < 0.5,
         mtime_ns=rng.choice([None, some(I64)]),
         checksum=rng.choice([None, None, some(U64)]),
@@ -223,7 +223,7 @@ def test_sessions_take_or_refuse_any_value(service: Service) -> None:
     assert service.running.poll() is None, service.log()
     with service.client() as client:
         known = {name: client.stat(name) for bucket in ("cache", "durable") for name in names(client, bucket)}
-    assert len(known) > 2
+    assert len(known) > 1, "nothing was stored"
     kill_and_start(service)
     with service.client() as client:
         for name, before in known.items():

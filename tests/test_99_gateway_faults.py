@@ -14,6 +14,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -215,9 +216,10 @@ def listening_ports(door: Gateway) -> set[int]:
     inodes = set()
     for pid in door.worker_pids():
         for link in Path(f"/proc/{pid}/fd").iterdir():
-            name = os.readlink(link)
-            if name.startswith("socket:["):
-                inodes.add(name[8:-1])
+            with suppress(FileNotFoundError):  # closed since
+                name = os.readlink(link)
+                if name.startswith("socket:["):
+                    inodes.add(name[8:-1])
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return {int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes}
 

@@ -374,7 +374,7 @@ class LargeDraft:
                 payload=Guarded(self.stored, payload) if payload.size_bytes else None,
                 written=written,
                 lost=lost,
-                essential=self._nvme.is_durable(self.stored.bucket_id),
+                is_essential=lambda: self._nvme.is_durable(self.stored.bucket_id),
                 ends=EndingKind.EXTENT if number in self._submitted else None,
                 first_sequence=self.stored.first_sequence,
             )

@@ -71,8 +71,8 @@ class Record:
     """Told where it is, its record_bytes and the payload's checksum; not yet durable. After an error, told again."""
     lost: Callable[[KvfsError], None] | None = None
     """Told that it will not be written, or that what was written may not count."""
-    essential: bool = True
-    """Never given up for want of room: only a cache's payload may be."""
+    is_essential: Callable[[], bool] = lambda: True
+    """Asked when there is no room for it: only a cache's payload may be given up."""
     ends: EndingKind | None = None
     """What it takes the place of: the object's earlier names, or an extent's earlier bytes."""
     first_sequence: int = 0
@@ -258,7 +258,7 @@ class Log:
             step = await self._write_batch()
         except TierFull as error:
             entry = self._queue[0]
-            if not isinstance(entry, Record) or entry.essential:
+            if not isinstance(entry, Record) or entry.is_essential():
                 raise
             self._refuse(entry, error)
             return

@@ -90,6 +90,8 @@ class Stored:
     sealed_at_ns: int = 0
     kept: bool = False
     """Durable: reclaim moves it."""
+    queued_bytes: int = 0
+    """Of its extents that wait to be written: promised while it is kept."""
     holders: int = 0
     """Leases on it: reclaim moves it, too."""
     hits: int = 0
@@ -343,14 +345,14 @@ class NvmeTier:
 
     def put_extent(self, stored: Stored, number: int, payload: Payload) -> int:
         """Queue one extent; over an earlier one of the same number once it is written. A durable object's room is
-        promised from here on, so that nobody else is told that it is free."""
-        promised_bytes = self.record_bytes(payload.size_bytes) if stored.kept else 0
-        self.promised_bytes += promised_bytes
+        promised meanwhile, so that nobody else is told that it is free."""
+        queued_bytes = self.record_bytes(payload.size_bytes)
+        self._note_queued(stored, queued_bytes)
 
         def end_promise() -> None:
-            nonlocal promised_bytes
-            self.promised_bytes -= promised_bytes
-            promised_bytes = 0
+            nonlocal queued_bytes
+            self._note_queued(stored, -queued_bytes)
+            queued_bytes = 0
 
         def written(location: Location, record_bytes: int, checksum: int) -> None:
             end_promise()
@@ -378,9 +380,14 @@ class NvmeTier:
                 payload=Guarded(stored, payload) if payload.size_bytes else None,
                 written=written,
                 lost=lost,
-                essential=stored.kept,
+                is_essential=lambda: stored.kept,
             )
         )
+
+    def _note_queued(self, stored: Stored, more_bytes: int) -> None:
+        stored.queued_bytes += more_bytes
+        if stored.kept:
+            self.promised_bytes += more_bytes
 
     def put_name(self, stored: Stored, meta: MetaBody) -> int:
         """Queue what the object is called from here on; the ticket."""
@@ -550,6 +557,7 @@ class NvmeTier:
 
     def _restay(self, stored: Stored, *, kept: bool, holders: int) -> None:
         stayed = stored.stays
+        self.promised_bytes += (kept - stored.kept) * stored.queued_bytes
         stored.kept, stored.holders = kept, holders
         if stored.stays != stayed:
             for piece in stored.pieces:
