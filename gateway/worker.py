@@ -188,7 +188,10 @@ _GC_THRESHOLD = 50_000
 
 def main() -> None:
     """The process's entry: settings as one line of JSON on standard input."""
-    settings = WorkerSettings.model_validate_json(sys.stdin.buffer.readline())
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):  # the supervisor died before it had said all; what it said has secrets
+        sys.exit(1)
+    settings = WorkerSettings.model_validate_json(line)
     set_up_logging(settings.log_level)
     raise_file_limit()
     try:

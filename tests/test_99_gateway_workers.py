@@ -145,6 +145,15 @@ def test_a_worker_whose_service_is_gone_ends_without_a_traceback(tmp_path: Path)
     assert "BrokenPipe" not in said, said
 
 
+@pytest.mark.parametrize("said", ["", '{"socket": "/run/kvfs.sock", "credentials": [{"secret_key": "abc'])
+def test_a_worker_that_is_told_only_half_ends_without_a_word(said: str) -> None:
+    """Its service was killed while it started. What it was told has secrets."""
+    done = subprocess.run(
+        [sys.executable, "-m", "gateway"], cwd=ROOT, input=said, capture_output=True, text=True, timeout=30
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+
+
 def test_a_worker_that_dies_at_the_descriptor_limit_is_back_once_there_are_some() -> None:
     with gateway(dram="32MiB", settings="workers = 1", arguments=("--slots", "4096")) as door:
         pid, log_path = door.service.pid, door.service.log_path
