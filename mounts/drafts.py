@@ -651,10 +651,12 @@ class DraftKeeper:
     async def truncate(self, node: Node, opened: OpenDraft, size_bytes: int) -> None:
         """Set the size. Growth of a slot is allocated at once: a hole mapped in a full tier is SIGBUS."""
         if isinstance(opened.draft, LargeDraft):
+            durable_bytes = opened.draft.persisted_bytes
+            if durable_bytes is not None and size_bytes < durable_bytes:
+                opened.draft.persisted_bytes = size_bytes
+                self.rename_snapshot(node)  # the log has the size before the cut extent, which ends in zeros
             await opened.draft.truncate(size_bytes)
-            if (
-                opened.draft.persisted_bytes is not None
-            ):  # what was cut off is not kept for what is durable of it
+            if durable_bytes is not None:  # what was cut off is not kept for what is durable of it
                 await self.persist(node, opened)
             self.show_draft(node, opened)
         else:
