@@ -39,8 +39,8 @@ from tiers.model import ObjectInfo
 class Elsewhere(Superseded):
     """The draft that takes a sealed object's place has another node."""
 
-    def __init__(self, node: Node, found: Node) -> None:
-        super().__init__(f"node {node.nodeid} was replaced by node {found.nodeid}")
+    def __init__(self, what: str, found: Node | None = None) -> None:
+        super().__init__(what)
         self.found = found
 
 
@@ -185,7 +185,7 @@ class OpenFiles:
         """As `begin_rewrite`. Raises Elsewhere where another node has the draft."""
         found = await self.begin_rewrite(node, uid=uid, pid=pid, keep_bytes=keep_bytes)
         if found is not node:
-            raise Elsewhere(node, found)
+            raise Elsewhere(f"node {node.nodeid} was replaced by node {found.nodeid}", found)
 
     async def begin_rewrite(self, node: Node, *, uid: int, pid: int, keep_bytes: bool) -> Node:
         """Have the name that led to this node lead to a draft, which awaits the thread: the node that has it.
@@ -221,7 +221,7 @@ class OpenFiles:
         """The thread is told to look again: what it finds then is kept until it opens it."""
         empties = bool(flags & os.O_TRUNC)
         promise = Promise(0 if node is None else node.nodeid, _writes(flags) or empties, empties, uid)
-        if isinstance(error, Elsewhere) and error.found.draft is not None:
+        if isinstance(error, Elsewhere) and error.found is not None and error.found.draft is not None:
             self._keep(promise, error.found, error.found.draft, pid)
         self._view.promises.make(pid, promise)
 
