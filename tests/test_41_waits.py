@@ -184,6 +184,14 @@ class Crash(Exception):
     pass
 
 
+async def ask(batches: Batches[int, int], heard: list[str], item: int) -> None:
+    """Ask, and note what is said where that ends without an outcome."""
+    try:
+        await batches.ask(item)
+    except SessionClosed as closed:
+        heard.append(str(closed))
+
+
 @pytest.mark.parametrize("error", [Crash("bang"), OSError(5, "gone"), trio.ClosedResourceError()])
 async def test_whoever_asked_hears_of_a_batch_that_crashed(error: Exception) -> None:
     """Their waits cannot be cancelled: without a word they would hold up the end of the process."""
@@ -195,12 +203,6 @@ async def test_whoever_asked_hears_of_a_batch_that_crashed(error: Exception) -> 
 
     batches: Batches[int, int] = Batches(send)
 
-    async def ask(item: int) -> None:
-        try:
-            await batches.ask(item)
-        except SessionClosed as closed:
-            heard.append(str(closed))
-
     with trio.fail_after(WAIT_S):
         with (
             pytest.RaisesGroup(type(error))
@@ -209,7 +211,7 @@ async def test_whoever_asked_hears_of_a_batch_that_crashed(error: Exception) -> 
         ):
             async with trio.open_nursery() as nursery:
                 for item in range(limits.GATEWAY_BATCH * 2):
-                    nursery.start_soon(ask, item)
+                    nursery.start_soon(ask, batches, heard, item)
                 await trio.testing.wait_all_tasks_blocked()
                 nursery.start_soon(batches.run)
         with pytest.raises(SessionClosed):
@@ -226,18 +228,12 @@ async def test_whoever_asked_hears_when_the_batches_are_cancelled() -> None:
 
     batches: Batches[int, int] = Batches(send)
 
-    async def ask(item: int) -> None:
-        try:
-            await batches.ask(item)
-        except SessionClosed as closed:
-            heard.append(str(closed))
-
     with trio.fail_after(WAIT_S):
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(ask, 1)
+            nursery.start_soon(ask, batches, heard, 1)
             nursery.start_soon(batches.run)
             await trio.testing.wait_all_tasks_blocked()
-            nursery.start_soon(ask, 2)
+            nursery.start_soon(ask, batches, heard, 2)
             await trio.testing.wait_all_tasks_blocked()
             nursery.cancel_scope.cancel()
     assert len(heard) == 2

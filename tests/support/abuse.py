@@ -10,7 +10,6 @@ import base64
 import contextlib
 import hashlib
 import socket
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -148,10 +147,6 @@ class Fared:
 
     times_s: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-
-    @property
-    def median_s(self) -> float:
-        return statistics.median(self.times_s)
 
     @property
     def worst_s(self) -> float:
