@@ -301,6 +301,8 @@ STOP_WAIT_S: Final = 10.0
 """How long a clean stop waits for the requests in flight."""
 FINISH_WAIT_S: Final = 4.0
 """Part of it in which the log is written and closed; what is then left stays in DRAM, or was a cache's."""
+LAST_CALLS_WAIT_S: Final = 2.0
+"""How long a stop, once the mount is gone, waits for the device where calls that had come want it."""
 DETACH_WAIT_S: Final = 1.0
 """How long a hard stop waits for the kernel to take the mount away before the process leaves without."""
 ANSWER_WAIT_S: Final = 2.0

@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 import trio
 
+from kvfs import limits
 from kvfs._native import fuse_loop
 from kvfs._native.fuse_loop import Call, FuseLoop
 from kvfs.errors import KvfsError, Superseded
@@ -69,6 +70,12 @@ class CallServer:
         """Until cancelled."""
         async with trio.open_nursery() as self._waiting:
             await self._take()
+
+    async def serve_last(self) -> None:
+        """Handle and answer what was queued when the mount went, for LAST_CALLS_WAIT_S at most."""
+        with trio.move_on_after(limits.LAST_CALLS_WAIT_S):
+            async with trio.open_nursery() as self._waiting:
+                self._view.drafts.publish_closed()
 
     async def _take(self) -> None:
         while True:

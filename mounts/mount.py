@@ -149,7 +149,7 @@ class Mount:
         finally:
             with trio.CancelScope(shield=True):
                 await self._unmount()
-            view.drafts.publish_closed()
+                await calls.serve_last()
             loop.stop()
             spares.close()
             pyfuse3.close(unmount=False)
@@ -225,6 +225,7 @@ class Mount:
                 await come_up()
                 self._is_up = True
                 task_status.started()
+            view.promises.run_in(None)
             nursery.cancel_scope.cancel()
 
     async def _answer(self) -> None:

@@ -73,8 +73,8 @@ class Promises:
         self._by_thread: dict[int, Promise] = {}
         self._nursery: trio.Nursery | None = None
 
-    def run_in(self, nursery: trio.Nursery) -> None:
-        """Where promises wait for their end."""
+    def run_in(self, nursery: trio.Nursery | None) -> None:
+        """Where promises wait for their end; None makes no more."""
         self._nursery = nursery
 
     def make(self, thread: int, promise: Promise) -> None:

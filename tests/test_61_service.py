@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from time import sleep
@@ -291,6 +292,46 @@ def test_a_kill_amid_notifications_holds_nobody_up(service: Service) -> None:
 def _write_with_parent(path: Path) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"1")
+
+
+GONE = (errno.ENOTCONN, errno.ECONNABORTED, errno.ENOENT)
+"""What a program is told whose mount ends: without a mount there is the empty directory, and no right name in it."""
+RENAMING = 6
+
+
+def test_a_stop_beside_renames_answers_them_or_ends_them(stopped: Service) -> None:
+    stopped.nvme, stopped.arguments = "64MiB", ["--config", str(stopped.base / "kvfs.toml")]
+    (stopped.base / "kvfs.toml").write_text('[nvme]\nsegment = "1MiB"\n')
+    for life in range(4):
+        stopped.start()
+        with connect(stopped.mount) as client:
+            client.create_bucket(f"kept{life}", durable=True)
+        directory, wrong = stopped.mount / f"kept{life}", list[OSError]()
+        made = threading.Barrier(RENAMING + 1)
+
+        def change(number: int, directory: Path = directory, made: threading.Barrier = made) -> None:
+            old, new = directory / f"{number}-old", directory / f"{number}-new"
+            try:
+                old.write_bytes(b"x" * 10_000)
+                for round_ in range(100_000):
+                    old.rename(new)
+                    old, new = new, old
+                    if round_ == 20:
+                        made.wait()
+            except OSError as error:
+                if error.errno not in GONE:
+                    wrong.append(error)
+
+        threads = [threading.Thread(target=change, args=(number,)) for number in range(RENAMING)]
+        for thread in threads:
+            thread.start()
+        made.wait()
+        stopped.stop()
+        for thread in threads:
+            thread.join(STOP_WAIT_S)
+        assert not any(thread.is_alive() for thread in threads), "callers wait for a mount that is gone"
+        assert not wrong
+        assert "Traceback" not in stopped.log()
 
 
 STUCK = """
