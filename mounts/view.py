@@ -346,7 +346,8 @@ class View:
             self._show_touched(change)
         if self._own_changes and not change.evicted:
             return
-        others = change.kind is ChangeKind.SEALED and not self.drafts.is_publishing
+        replaces = change.kind in (ChangeKind.SEALED, ChangeKind.RENAMED)
+        others = replaces and not self.drafts.is_publishing
         if others:
             self.catch_up()
         if change.key is not None and change.kind is ChangeKind.REMOVED:
@@ -372,6 +373,7 @@ class View:
             target = self.nodes.resolve(change.new_name) if change.new_name is not None else None
             if target is not None:
                 self.forget_name(target)
+                self.drafts.overtake(target)
             self._come(change.new_name, target)
         if change.kind is not ChangeKind.SEALED and change.name is not None:
             self._gone(change.name, node)

@@ -159,6 +159,27 @@ def test_of_two_doors_the_one_that_was_answered_last_wins(service: Service) -> N
             assert path.read_bytes()[:7] == b"PATHnt " == client.get(service.name(path))[:7]
 
 
+def test_what_another_door_renames_over_a_file_or_removes_stays_so(service: Service) -> None:
+    with service.client() as client:
+        for bucket in BUCKETS:
+            for number in range(24):
+                path, before = service.mount / bucket / f"file{number}", service.mount / bucket / "before"
+                path.write_bytes(b"path")
+                client.put(service.name(before), b"renamed %d" % number)
+                if number % 4 == 3:
+                    os.truncate(path, 2)
+                    client.remove(service.name(path))
+                    eventually(lambda path=path: not path.exists(), "the kernel has been told")
+                    client.rename(service.name(before), service.name(path), replace=False)
+                else:
+                    os.truncate(path, 2) if number % 2 else path.write_bytes(b"again")
+                    client.rename(service.name(before), service.name(path))
+                assert path.read_bytes() == b"renamed %d" % number == client.get(service.name(path))
+        for path in service.mount.glob("*/file*"):
+            eventually(lambda path=path: os.getxattr(path, "user.kvfs.state") == b"sealed", "sealed")
+            assert path.read_bytes() == b"renamed " + path.name[4:].encode(), path
+
+
 def test_what_was_synced_before_the_last_close_does_not_come_back(service: Service) -> None:
     for number in range(4):
         files = {

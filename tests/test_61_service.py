@@ -306,11 +306,12 @@ def test_a_stop_beside_renames_answers_them_or_ends_them(stopped: Service) -> No
         stopped.start()
         with connect(stopped.mount) as client:
             client.create_bucket(f"kept{life}", durable=True)
-        directory, wrong = stopped.mount / f"kept{life}", list[OSError]()
+        directory = stopped.mount / f"kept{life}"
+        wrong: list[OSError] = []
         made = threading.Barrier(RENAMING + 1)
 
-        def change(number: int, directory: Path = directory, made: threading.Barrier = made) -> None:
-            old, new = directory / f"{number}-old", directory / f"{number}-new"
+        def change(old: Path, wrong: list[OSError] = wrong, made: threading.Barrier = made) -> None:
+            new = old.with_suffix(".new")
             try:
                 old.write_bytes(b"x" * 10_000)
                 for round_ in range(100_000):
@@ -322,7 +323,7 @@ def test_a_stop_beside_renames_answers_them_or_ends_them(stopped: Service) -> No
                 if error.errno not in GONE:
                     wrong.append(error)
 
-        threads = [threading.Thread(target=change, args=(number,)) for number in range(RENAMING)]
+        threads = [threading.Thread(target=change, args=(directory / f"{n}",)) for n in range(RENAMING)]
         for thread in threads:
             thread.start()
         made.wait()

@@ -278,6 +278,7 @@ def _name_again(findings: Findings, log: Log, nameless: set[int]) -> None:
         if row is not None and row.object_id in wanted:
             meta = log.renamed[row.object_id] = MetaBody(bucket, key, row)
             log.replay.bodies[row.object_id] = meta.encode()
+            log.replay.newest.setdefault(row.object_id, 0)  # the log has nothing of its names
     for object_id in nameless - log.renamed.keys():
         log.unnamed.add(object_id)
         log.replay.bodies.pop(object_id, None)

@@ -197,7 +197,8 @@ class Service:
             raise ServiceFailed(f"still running {STOP_WAIT_S} s after SIGTERM\n{self.log()}") from None
         if code != 0:
             raise ServiceFailed(f"exited with {code} after SIGTERM\n{self.log()}")
-        if str(self.mount) in mounts_under(self.mount):
+        left = linux.top_mount(self.mount)
+        if left is not None and left.kind.startswith("fuse"):
             raise ServiceFailed(f"stopped but left its mount\n{self.log()}")
 
     def signal(self, number: signal.Signals) -> int:

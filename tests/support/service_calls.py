@@ -23,6 +23,7 @@ _GONE: Final = (
     errno.ECONNRESET,
     errno.ECONNREFUSED,
     errno.EPIPE,
+    errno.EROFS,  # what is under the mount (`Harness` makes it so)
 )
 
 

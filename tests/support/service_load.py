@@ -509,6 +509,8 @@ class Worker:
             return
         if found in allowed or ANYTHING in allowed:
             return
+        if found is None and door == "mount" and self.trigger.ending.is_set():
+            return  # the mount is gone, and with it all of its names
         if found is None and not name.startswith(PROMISED):
             self.said["read back: a miss"] += 1
             return
