@@ -295,3 +295,22 @@ def test_what_a_killed_writer_wrote_is_not_made_durable(service: Service, large:
         os.close(end)
     service.restart()
     assert path.read_bytes() == b"whole"
+
+
+def test_a_stop_in_the_middle_of_a_synced_rewrite_is_no_damage(service: Service) -> None:
+    made = service.cli("bucket", "create", "--at", str(service.mount), "--class", "durable", "kept")
+    assert made.returncode == 0, made.stderr
+    path = service.mount / "kept" / "file"
+    path.write_bytes(b"first ")
+    eventually(lambda: os.getxattr(path, "user.kvfs.state") == b"sealed", "it is published")
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND)
+    os.write(fd, b"second")
+    os.fsync(fd)
+    service.stop()
+    with suppress(OSError):
+        os.close(fd)
+    lose_dram(service)
+    checked = service.cli("fsck", "--data", str(service.data), "--check-only")
+    assert checked.returncode == 0, checked.stdout
+    service.restart()
+    assert path.read_bytes() == b"first second"

@@ -553,7 +553,7 @@ class _Judge:
     def _without_bytes(
         self, where: str, name: tuple[bytes, bytes], row: NameRow, bucket: BucketRow | None
     ) -> None:
-        if bucket is None or self._in_dram(row.object_id, row.size_bytes):
+        if bucket is None or self._in_dram(row.object_id, row.size_bytes) or self._is_copied(name, row):
             return
         durable = bucket.class_ == "durable"
         reported = row.object_id in self.log.lost or row.object_id in self.log.unnamed
@@ -564,6 +564,12 @@ class _Judge:
         if by_damage and not reported:
             what = "the durable object is lost" if durable else "the object of the cache is a miss"
             self.findings.add(where, "has no bytes", what, Cost.DURABLE if durable else Cost.CACHED)
+
+    def _is_copied(self, name: tuple[bytes, bytes], row: NameRow) -> bool:
+        """Whether a start gives the name to the copy of a file that was being written in this object's place."""
+        replay = self.log.replay
+        copies = replay.found.snapshots if row.object_id in replay.found.losers else ()
+        return any(replay.found.names[each][1] == b"\0".join(name) for each in copies if self.log.holds(each))
 
     def _unlisted(self, stored: Stored) -> None:
         """An object of the log without a row: a start deletes it, unless it is of a file still being written."""
