@@ -216,7 +216,8 @@ class Harness:
     def _look(self, client: Client) -> Look:
         there = {bucket.name for bucket in client.buckets()}
         made = [bucket for bucket in dict.fromkeys(self.buckets) if bucket in there]
-        shown = look(self.service.mount, made, client, self.s3, self.journal.names(), self.chance)
+        names, damaged = self.journal.names(), self.lost_by_damage
+        shown = look(self.service.mount, made, client, self.s3, names, damaged, self.chance)
         verdict = self.journal.judge(shown.found, PROMISED)
         for name in verdict.lost:
             if name in self.lost_by_damage:

@@ -32,6 +32,8 @@ S3_SHARE = 0.4
 class Look:
     """What is there: name -> digest or word."""
 
+    damaged: set[str]
+    """Names whose bytes are known to be damaged: the first that reads them may be who finds out."""
     found: dict[str, str] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     vanished: list[str] = field(default_factory=list)
@@ -42,7 +44,7 @@ class Look:
         self._listed.setdefault(door, set()).add(name)
         if data is None:
             self.vanished.append(f"{name} ({door})")
-            if name.startswith(PROMISED):
+            if name.startswith(PROMISED) and name not in self.damaged:
                 self.wrong.append(f"{name} is listed by {door} and cannot be read")
             return
         if size_bytes != len(data):
@@ -56,15 +58,21 @@ class Look:
         doors = list(self._listed.items())
         for (one, names), (other, others) in pairwise(doors):
             for name in sorted(names ^ others):
-                if name.startswith(PROMISED):
+                if name.startswith(PROMISED) and name not in self.damaged:
                     self.wrong.append(f"{name} is listed by {one if name in names else other} only")
 
 
 def look(
-    mount: Path, buckets: list[str], client: Client, s3: Any, names: list[str], chance: random.Random
+    mount: Path,
+    buckets: list[str],
+    client: Client,
+    s3: Any,
+    names: list[str],
+    damaged: set[str],
+    chance: random.Random,
 ) -> Look:
     """Everything, by path, session and S3 in any order; of directories, pins and blocks those in `names`."""
-    found = Look()
+    found = Look(damaged)
     files = [bucket for bucket in buckets if bucket not in BLOCK_SALTS]
     looks = [
         partial(_look_by_path, found, mount, files),
@@ -83,7 +91,10 @@ def look(
 
 def _look_by_path(found: Look, mount: Path, buckets: list[str]) -> None:
     def complain(error: OSError) -> None:
-        found.wrong.append(f"a directory on the mount: {error}")
+        name = str(Path(error.filename).relative_to(mount))
+        # A cache's directory ends with its last file.
+        if not isinstance(error, FileNotFoundError) or name.startswith(PROMISED):
+            found.wrong.append(f"a directory on the mount: {error}")
 
     for bucket in buckets:
         for directory, _, files in os.walk(mount / bucket, onerror=complain):
