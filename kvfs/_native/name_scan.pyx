@@ -89,6 +89,9 @@ def scan_level(cursor, bytes prefix not None, Py_ssize_t limit):
     cdef const char *row
     cdef uint64_t ino, object_id
     cdef bint found = True, shown, doubtful
+    if len(name) == width and _starts(name, head, width):  # the marker of the directory that is listed
+        found = cursor.next()
+        name = cursor.key()
     while found and _starts(name, head, width):
         if len(name) >= HEAD_BYTES:
             return entries, tail, LONG
