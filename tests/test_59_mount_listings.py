@@ -20,7 +20,7 @@ from mounts.listings import FIRST_BARE, MAX_MARKS, NAME_TURN, Listing, OpenListi
 from mounts.nodes import Node, NodeTable, OpenDraft
 from tests.support.door import Door
 from tests.support.posix import opened
-from tests.support.stores import BUCKET, open_store, put
+from tests.support.stores import BOUND, BUCKET, open_store, put, put_block
 from tiers.model import Attributes, Name, NamePage
 from tiers.store import TieredStore
 
@@ -167,6 +167,36 @@ def test_what_is_there_throughout_is_listed_once(bench: Bench, seed: int) -> Non
         first, found, ended = bench.loop.filled[-1]
         assert first == offset + len(listings.DOTS)
         assert found or ended
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_are_listed_among_names_page_by_page(bench: Bench, seed: int) -> None:
+    """`list_names` says of a bucket with blocks what `list` does."""
+    order, store = random.Random(seed), bench.store
+    digests = [bytes([order.choice((7, 8, 250))]) + order.randbytes(15) for _ in range(300)]
+    for digest in digests:
+        put_block(store, digest, b"x")
+    for key in (b"a", b"kt", b"kv-", b"z/1", b"z/2", b"zz"):
+        put(store, key, b"", bucket=BOUND)
+    for gone in digests[::10]:
+        store.remove_block(gone)
+    for prefix in (b"", b"kv/", b"kv/07/", b"kv/fa/", b"kv/00/", b"z/"):
+        expected = [
+            (key[len(prefix) :], info.ino)
+            for key, info in store.list(BOUND, prefix=prefix, delimiter=b"/").entries
+        ]
+        for limit in (1, 7, 32, 1000):
+            found: list[tuple[bytes, int]] = []
+            after: bytes | None = b""
+            while after is not None:
+                page = store.list_names(BOUND, prefix=prefix, after=after, limit=limit)
+                assert len(page.entries) <= limit
+                found += page.entries
+                after = page.next_after
+                if order.random() < 0.1:
+                    put_block(store, again := digests[0], b"x")
+                    store.remove_block(again)
+            assert found == expected, (seed, prefix, limit)
 
 
 def test_places_that_a_handle_remembers_are_bounded(bench: Bench) -> None:

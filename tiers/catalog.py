@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from heapq import merge
+from itertools import islice
 
 from kvfs import limits, paths
 from kvfs._native.table import TIER_DRAM, Entry, Table
@@ -204,8 +205,6 @@ class Catalog:
         """The paths directly below a directory, past the tail `after`: tails and inode numbers alone, of `limit` names
         looked at, in a twentieth of the time that `list` takes. A file with the name of a directory is left out."""
         where = self.bucket(bucket)
-        if where.namespace is not None:  # blocks have no rows
-            return self._listed_names(bucket, prefix, after, limit)
         page = self.names.level(bucket, prefix=prefix, after=after, limit=limit)
         known, has_prefix = self._name_of, self.names.has_prefix
         entries = [
@@ -217,20 +216,27 @@ class Catalog:
                 and not (doubtful and has_prefix(bucket, prefix + tail + b"/"))
             )
         ]
-        return NamePage(entries, page.last)
+        named = NamePage(entries, page.last)
+        return named if where.namespace is None else self._with_blocks(bucket, prefix, after, limit, named)
 
-    def _listed_names(self, bucket: bytes, prefix: bytes, after: bytes, limit: int) -> NamePage:
-        page = self.list(
-            bucket, prefix=prefix, after=prefix + after if after else b"", delimiter=b"/", limit=limit
-        )
-        entries = [
-            (key[len(prefix) :], found.ino)
-            for key, found in page.entries
-            if paths.is_path(key)
-            and key != prefix
-            and (key.endswith(b"/") or not self.names.has_prefix(bucket, key + b"/"))
-        ]
-        return NamePage(entries, None if page.next_after is None else page.next_after[len(prefix) :])
+    def _with_blocks(
+        self, bucket: bytes, prefix: bytes, after: bytes, limit: int, named: NamePage
+    ) -> NamePage:
+        """A page of names with the blocks, which have no rows, that come among them."""
+        blocks = self._block_names(bucket, prefix, prefix + after if after else b"", b"/")
+        keys = list(islice(blocks, limit + 1))
+        ends = [named.next_after, keys[limit - 1][len(prefix) :] if len(keys) > limit else None]
+        end = min((each for each in ends if each is not None), default=None)
+        found = dict(named.entries)
+        for key in keys[:limit]:
+            digest = parse_block_name(key)
+            block = None if digest is None else self._blocks.get(digest)
+            if digest is None:
+                found.setdefault(key[len(prefix) :], unmarked_ino(bucket, key))
+            elif block is not None and self.table.get(digest) is not None:
+                found[key[len(prefix) :]] = block.sequence
+        entries = sorted(item for item in found.items() if end is None or item[0] <= end)
+        return NamePage(entries[:limit], end if len(entries) <= limit else entries[limit - 1][0])
 
     def _common(self, bucket: Bucket, prefix: bytes) -> Directory:
         """A common prefix of a listing; one that ends in `/` may have a marker's attributes."""
