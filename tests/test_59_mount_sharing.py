@@ -258,7 +258,7 @@ def test_a_lock_outlives_versions_of_its_file(door: Door, lock: Callable[..., ob
 
 @both_locks
 def test_the_plain_mode_locks_each_version_of_a_file_apart(door: Door, lock: Callable[..., object]) -> None:
-    """The kernel keeps its locks, by node, and pyfuse3 has no request for them: docs/mount.md says what excludes what."""
+    """The kernel keeps its locks, by node, and pyfuse3 has no request for them (docs/mount.md)."""
     if door.mode != "plain":
         pytest.skip("the other modes lock the file: test_one_lock_for_readers_and_writers")
     path = door.path / "file"
