@@ -85,13 +85,13 @@ def _service(home: Path) -> Iterator[tuple[Path, str]]:
         [sys.executable, "-m", "kvfs", *arguments], stdout=subprocess.PIPE, text=True
     ) as process:
         try:
-            yield mount, _wait_ready(process)
+            yield mount, wait_ready(process)
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(2 * STOP_WAIT_S)
 
 
-def _wait_ready(process: subprocess.Popen[str]) -> str:
+def wait_ready(process: subprocess.Popen[str]) -> str:
     """The mode of the mount, from what the service prints. Its end without "ready" is an error."""
     assert process.stdout is not None
     mode = "unknown"

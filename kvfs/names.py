@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+from kvfs import name_levels
 from kvfs.errors import Corrupt, CrossDevice, InvalidRequest, LimitExceeded, NameTooLong, NotEmpty, NotFound
 from kvfs.limits import (
     DEFAULT_NAME_MAP_BYTES,
@@ -33,6 +34,7 @@ from kvfs.limits import (
     MAX_NAME_MAP_BYTES,
 )
 from kvfs.name_env import NameEnvironment
+from kvfs.name_levels import LevelPage
 from kvfs.name_rows import (
     DIRECTORY,
     PINNED,
@@ -413,6 +415,25 @@ class NameIndex:
         may be a common prefix: then nothing under it follows. Raises LimitExceeded for a page over the limit.
         """
         return self._env.read(lambda txn: list_page(self._tree, txn, bucket, prefix, after, delimiter, limit))
+
+    def level(self, bucket: bytes, *, prefix: bytes, after: bytes, limit: int) -> LevelPage:
+        """The paths directly below the directory `prefix` and greater than the tail `after`, `limit` names looked at.
+
+        Raises Corrupt.
+        """
+        full_prefix = _full_prefix(bucket, prefix)
+        start = _list_start(bucket + b"\0", prefix, prefix + after if after else b"", b"/")
+
+        def look(txn: Txn) -> LevelPage:
+            page = name_levels.scan_page(self._tree, txn, full_prefix, start, limit)
+            if page is not None:
+                return page
+            listed = list_page(self._tree, txn, bucket, prefix, prefix + after, b"/", limit)
+            return name_levels.page_of_list(
+                self._tree, txn, bucket, prefix, listed.entries, more=listed.truncated
+            )
+
+        return self._env.read(look)
 
     # --- buckets -----------------------------------------------------------------------------------------
 

@@ -23,8 +23,12 @@ class Backings(Protocol):
 
     @property
     def lists_names(self) -> bool:
-        """Whether entries of listings may come without attributes."""
+        """Whether listings may go on without attributes."""
         ...
+
+    def listing_open(self, fh: int, start: int) -> None: ...
+    def listing_close(self, fh: int) -> None: ...
+    def listing_fill(self, fh: int, first: int, names: list[tuple[bytes, int]], ended: bool) -> None: ...
 
     def node_directory(
         self, nodeid: int, ino: int, *, mode: int, uid: int, gid: int, mtime_ns: int, ctime_ns: int = 0
@@ -93,6 +97,15 @@ class PlainBackings:
     def __init__(self) -> None:
         self._open: dict[int, tuple[int, int]] = {}
         self._killed: dict[int, bool] = {}
+
+    def listing_open(self, fh: int, start: int) -> None:
+        pass
+
+    def listing_close(self, fh: int) -> None:
+        pass
+
+    def listing_fill(self, fh: int, first: int, names: list[tuple[bytes, int]], ended: bool) -> None:
+        pass
 
     def node_directory(self, nodeid: int, ino: int, **_: int) -> None:
         pass

@@ -1,9 +1,9 @@
 """Calls from the native loop: the frequent requests that need the store, without pyfuse3 on their way.
 
-Responsibility: LOOKUP of names that the loop does not know, CREATE, UNLINK and RENAME, answered through the
-loop; RELEASE and FORGET, which need no answer; what the loop has created and renamed by itself, which has its
-answer. What one of them cannot do as a call it does not do otherwise: the functions behind them are those of
-pyfuse3's handlers. Measured beside each other: 25 us a call, 70 us for the same request relayed to pyfuse3.
+Responsibility: LOOKUP of names that the loop does not know, CREATE, UNLINK, RENAME and the far part of listings,
+answered through the loop; RELEASE and FORGET, which need no answer; what the loop has created and renamed by itself,
+which has its answer. What one of them cannot do as a call it does not do otherwise: the functions behind them are those
+of pyfuse3's handlers. Measured beside each other: 25 us a call, 70 us for the same request relayed to pyfuse3.
 
 Invariants: every call that waits for an answer has exactly one. Calls are handled in the kernel's order, and
 before any relayed request that came after them (`View.catch_up`).
@@ -59,6 +59,7 @@ class CallServer:
             fuse_loop.RENAME: self._rename,
             fuse_loop.FALLOCATE: self._allocate,
             fuse_loop.RELEASE: self._release,
+            fuse_loop.READDIRPLUS: self._list,
             fuse_loop.CREATED: self._created,
             fuse_loop.RENAMED: self._renamed,
         }
@@ -234,6 +235,21 @@ class CallServer:
             self._loop.allocate, call.nodeid, call.mode, call.offset, call.other
         )
         self._loop.answer_status(call.unique, number)
+
+    def _list(self, call: Call) -> None:
+        """Names of a directory behind those that the loop was given."""
+        if self._view.listings.fill(call.other, call.offset):
+            self._loop.answer_listing(call.unique, call.other, call.offset, call.size)
+        else:
+            self._waiting.start_soon(self._list_in_turns, call)
+
+    async def _list_in_turns(self, call: Call) -> None:
+        try:
+            await self._view.listings.fill_in_turns(call.other, call.offset)
+        except Exception as error:
+            self._loop.answer_status(call.unique, errno_of(error, "a listing"))
+        else:
+            self._loop.answer_listing(call.unique, call.other, call.offset, call.size)
 
     def _release(self, call: Call) -> None:
         try:

@@ -15,8 +15,10 @@ Concurrency: the service's trio thread.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 import trio
@@ -123,6 +125,8 @@ class NodeTable:
     _edges: dict[tuple[int, bytes], Node] = field(default_factory=dict)
     _by_digest: dict[bytes, Node] = field(default_factory=dict)
     _drafts: dict[int, dict[bytes, Node]] = field(default_factory=dict)
+    _draft_order: dict[int, list[bytes]] = field(default_factory=dict)
+    """Their components in order, so that a listing finds its place among them."""
     _lock_keys: dict[int, int] = field(default_factory=dict)
     """By inode number, while a node of an earlier version is kept."""
     _later: dict[int, list[int]] = field(default_factory=dict)
@@ -156,6 +160,11 @@ class NodeTable:
     def drafts_in(self, directory: Node) -> dict[bytes, Node]:
         """Drafts linked directly in a directory, by component."""
         return self._drafts.get(directory.nodeid, {})
+
+    def drafts_after(self, directory: Node, after: bytes) -> Iterator[bytes]:
+        """The components greater than `after` of drafts in a directory, in order; not across a change of them."""
+        order = self._draft_order.get(directory.nodeid, [])
+        return islice(order, bisect_right(order, after), None)
 
     def has_drafts_below(self, directory: Node) -> bool:
         """Whether any draft is linked anywhere below. Looks at every directory that holds one."""
@@ -230,12 +239,16 @@ class NodeTable:
     def _note_draft(self, node: Node) -> None:
         assert node.parent is not None
         here = self._drafts.setdefault(node.parent.nodeid, {})
+        order = self._draft_order.setdefault(node.parent.nodeid, [])
         if node.draft is not None and node.linked:
+            if node.component not in here:
+                insort(order, node.component)
             here[node.component] = node
         elif here.get(node.component) is node:
             del here[node.component]
+            del order[bisect_left(order, node.component)]
         if not here:
-            del self._drafts[node.parent.nodeid]
+            del self._drafts[node.parent.nodeid], self._draft_order[node.parent.nodeid]
 
     def unlink(self, node: Node, *, doubt: bool = False) -> None:
         """Its name no longer leads to it; it lives on for those who have it open.

@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,7 +27,6 @@ import trio
 
 from kvfs import limits
 from kvfs.errors import (
-    LimitExceeded,
     NotFound,
     NotPermitted,
     Superseded,
@@ -35,7 +35,7 @@ from mounts import attributes as attrs
 from mounts import listings, names
 from mounts.answers import answers_errno
 from mounts.files import OpenFiles
-from mounts.listings import Listing
+from mounts.listings import FIRST_BARE, Listing
 from mounts.nodes import Node
 from mounts.view import View
 from mounts.xattrs import LARGE_NAME
@@ -55,8 +55,6 @@ class Operations(pyfuse3.Operations):
         self.files = files
         self.up = trio.Event()
         """The kernel's first request has come through."""
-        self._listings: dict[int, Listing] = {}
-        self._next_listing = 1
 
     def init(self) -> None:
         self.up.set()
@@ -314,26 +312,27 @@ class Operations(pyfuse3.Operations):
 
     @answers_errno
     async def opendir(self, inode: pyfuse3.InodeT, ctx: pyfuse3.RequestContext) -> pyfuse3.FileHandleT:
-        if len(self._listings) >= limits.MAX_OPEN_LISTINGS:
-            raise LimitExceeded(f"{limits.MAX_OPEN_LISTINGS} directories are open, which is the limit")
-        number = self._next_listing
-        self._next_listing += 1
-        self._listings[number] = Listing(self.view.directory(inode))
-        return pyfuse3.FileHandleT(number)
+        return pyfuse3.FileHandleT(self.view.listings.open(self.view.directory(inode)))
 
     @answers_errno
     async def readdir(self, fh: pyfuse3.FileHandleT, start_id: int, token: pyfuse3.ReaddirToken) -> None:
-        listing = self._listings[fh]
-        if not listing.begin_answer(start_id):
-            await self._skip(listing, start_id)
-        while listing.node.linked:
-            found = listings.turn(
-                self.view.store, self.view.nodes, listing, bare=self.view.backings.lists_names
-            )
-            if not found or not all(self._list(listing, token, tail, what) for tail, what in found):
-                return
-            await trio.lowlevel.checkpoint()
-            self.view.catch_up()
+        """What comes with attributes; the rest the loop calls for (mounts.calls), unless it has too many calls."""
+        listing, room = self.view.listings.get(fh), sys.maxsize
+        if self.view.backings.lists_names:
+            if start_id < FIRST_BARE:
+                room = FIRST_BARE - start_id
+            else:
+                self.view.backings.listing_fill(fh, start_id, [], False)
+        async with listing.walking:
+            if not listing.begin_answer(start_id):
+                await self.view.listings.skip(listing, start_id)
+            while listing.node.linked and room > 0:
+                found = listings.turn(self.view.store, self.view.nodes, listing, room)
+                if not found or not all(self._list(listing, token, tail, what) for tail, what in found):
+                    return
+                room -= len(found)
+                await trio.lowlevel.checkpoint()
+                self.view.catch_up()
 
     def _list(
         self, listing: Listing, token: pyfuse3.ReaddirToken, tail: bytes, found: listings.Found
@@ -363,19 +362,9 @@ class Operations(pyfuse3.Operations):
             attrs.of_object(node, found) if isinstance(found, ObjectInfo) else attrs.of_directory(node, found)
         )
 
-    async def _skip(self, listing: Listing, offset: int) -> None:
-        """seekdir: from the last place before it that is known."""
-        while listing.offset < offset:
-            found = listings.turn(self.view.store, self.view.nodes, listing, bare=True)
-            for tail, _ in found[: offset - listing.offset]:
-                listing.step(tail)
-            if not found:
-                return
-            await trio.lowlevel.checkpoint()
-
     @answers_errno
     async def releasedir(self, fh: pyfuse3.FileHandleT) -> None:
-        self._listings.pop(fh, None)
+        self.view.listings.close(fh)
 
     # --- extended attributes ------------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import islice
 from pathlib import Path
 
 import pyfuse3
@@ -53,6 +52,7 @@ class View:
         """Handles what the native loop has queued; nothing in the plain mode."""
         self.is_behind: Callable[[], bool] = lambda: False
         """Whether something is queued: then there may be files that are not in the tree yet."""
+        self.listings = listings.OpenListings(store, self.nodes, backings, lambda: self.catch_up())
         self._emptied: list[Name] = []
         self.drafts.catch_up = lambda: self.catch_up()
         self._own_changes = 0
@@ -200,12 +200,9 @@ class View:
         if directory.names_known or directory.parent is None or not directory.linked:
             return
         directory.names_known = True
-        found = listings.entries(
-            self.store, self.nodes, directory, b"", limit=limits.MAX_LEARNED_NAMES + 1, bare=True
-        )
-        tails = [tail.removesuffix(b"/") for tail, _ in islice(found, limits.MAX_LEARNED_NAMES + 1)]
-        if len(tails) <= limits.MAX_LEARNED_NAMES:
-            self.know_names(directory, tails)
+        found, end = listings.names(self.store, self.nodes, directory, b"", limits.MAX_LEARNED_NAMES)
+        if end is None:
+            self.know_names(directory, [tail.removesuffix(b"/") for tail, _ in found])
 
     def know_names(self, directory: Node, components: Iterable[bytes]) -> None:
         """Nothing is in this directory but `components` and what is linked."""

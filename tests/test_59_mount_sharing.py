@@ -210,7 +210,7 @@ both_locks = pytest.mark.parametrize("lock", [fcntl.flock, fcntl.lockf], ids=["f
 @both_locks
 def test_one_lock_for_readers_and_writers(door: Door, lock: Callable[..., object]) -> None:
     if door.mode == "plain":
-        pytest.skip("in the plain mode the kernel locks versions apart: docs/mount.md")
+        pytest.skip("see test_the_plain_mode_locks_each_version_of_a_file_apart")
     path = door.path / "file"
     path.write_bytes(b"x" * 100)
     sealed(door, path)
@@ -234,7 +234,7 @@ def test_one_lock_for_readers_and_writers(door: Door, lock: Callable[..., object
 @both_locks
 def test_a_lock_outlives_versions_of_its_file(door: Door, lock: Callable[..., object]) -> None:
     if door.mode == "plain":
-        pytest.skip("in the plain mode the kernel locks versions apart: docs/mount.md")
+        pytest.skip("see test_the_plain_mode_locks_each_version_of_a_file_apart")
     path = door.path / "file"
     path.write_bytes(b"x")
     sealed(door, path)
@@ -254,3 +254,29 @@ def test_a_lock_outlives_versions_of_its_file(door: Door, lock: Callable[..., ob
         path.write_bytes(b"another file")
         assert try_lock(path, lock, os.O_RDWR, fcntl.LOCK_EX) == 0
     assert try_lock(door.path / "moved", lock, os.O_RDWR, fcntl.LOCK_EX) == 0
+
+
+@both_locks
+def test_the_plain_mode_locks_each_version_of_a_file_apart(door: Door, lock: Callable[..., object]) -> None:
+    """The kernel keeps its locks, by node, and pyfuse3 has no request for them (docs/mount.md)."""
+    if door.mode != "plain":
+        pytest.skip("the other modes lock the file: test_one_lock_for_readers_and_writers")
+    path = door.path / "file"
+    path.write_bytes(b"x")
+    sealed(door, path)
+    with opened(path, os.O_RDONLY) as reader:
+        lock(reader, fcntl.LOCK_SH)
+        with opened(path, os.O_RDWR) as writer:
+            # Another version from here on: the reader's lock is not seen by it, nor by who opens the name now.
+            lock(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            assert try_lock(path, lock, os.O_RDWR, fcntl.LOCK_EX) == 1
+            assert try_lock(path, lock, os.O_RDONLY, fcntl.LOCK_SH) == 1
+            os.pwrite(writer, b"y", 0)
+        sealed(door, path)
+        assert try_lock(path, lock, os.O_RDWR, fcntl.LOCK_EX) == 0
+    # Nobody has it open: the writer's version is the file that others open, and one lock is for all of them.
+    with opened(path, os.O_RDWR) as writer:
+        lock(writer, fcntl.LOCK_EX)
+        assert try_lock(path, lock, os.O_RDONLY, fcntl.LOCK_SH) == 1
+        assert try_lock(path, lock, os.O_RDWR, fcntl.LOCK_EX) == 1
+    assert try_lock(path, lock, os.O_RDONLY, fcntl.LOCK_SH) == 0

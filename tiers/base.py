@@ -37,9 +37,14 @@ class StoreKey:
     digest: bytes
 
 
+def object_digest(object_id: int) -> bytes:
+    """The digest of a named object's store key."""
+    return object_id.to_bytes(16, "big")
+
+
 def object_key(object_id: int) -> StoreKey:
     """The store key of a named object: eight zero bytes, then the id, big-endian."""
-    return StoreKey(Kind.OBJECT, object_id.to_bytes(16, "big"))
+    return StoreKey(Kind.OBJECT, object_digest(object_id))
 
 
 @dataclass(frozen=True, slots=True)

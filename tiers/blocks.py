@@ -8,9 +8,10 @@ Invariant: a block is here exactly while it is in the index. Concurrency: the se
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvfs.keys import block_name, parse_block_name
 
@@ -40,6 +41,8 @@ class BlockCatalog:
     since one for each would take 216 bytes."""
 
     _by_sequence: dict[int, bytes] = field(default_factory=dict)
+    _ordered: tuple[set[bytes], list[bytes]] = field(default_factory=lambda: (set(), []))
+    """The hashes of one first byte that were listed last, and the same in order."""
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -65,6 +68,7 @@ class BlockCatalog:
             shelves[digest[0]] = set()
             insort(self._first_bytes.setdefault(block.bucket, []), digest[0])
         shelves[digest[0]].add(digest)
+        self._forget_order(shelves[digest[0]])
 
     def _add_child(self, parent: bytes, digest: bytes) -> None:
         known = self._children.setdefault(parent, digest)
@@ -95,6 +99,7 @@ class BlockCatalog:
             self._remove_child(block.parent, digest)
         shelf = self._by_bucket[block.bucket][digest[0]]
         shelf.discard(digest)
+        self._forget_order(shelf)
         if not shelf:
             del self._by_bucket[block.bucket][digest[0]]
             self._first_bytes[block.bucket].remove(digest[0])
@@ -126,20 +131,32 @@ class BlockCatalog:
                 continue
             if directory < after and not after.startswith(directory):
                 continue
-            for name in self._shelf_names(shelves[first], directory, prefix, delimiter):
+            for name in self._shelf_names(shelves[first], directory, prefix, delimiter, previous):
                 if name > previous:  # names in order: so a common prefix comes once
                     previous = name
                     yield name
 
-    @staticmethod
+    def _in_order(self, shelf: set[bytes]) -> list[bytes]:
+        """The hashes of a shelf, kept from one page of a listing to the next while the shelf does not change."""
+        if self._ordered[0] is not shelf:
+            self._ordered = shelf, sorted(shelf)
+        return self._ordered[1]
+
+    def _forget_order(self, shelf: set[bytes]) -> None:
+        if self._ordered[0] is shelf:
+            self._ordered = set(), []
+
     def _shelf_names(
-        shelf: set[bytes], directory: bytes, prefix: bytes, delimiter: bytes | None
+        self, shelf: set[bytes], directory: bytes, prefix: bytes, delimiter: bytes | None, after: bytes
     ) -> Iterator[bytes]:
-        """The names of one first byte, each cut behind the delimiter: a common prefix may come many times."""
+        """The names of one first byte, each cut behind the delimiter: a common prefix may come many times. Those up to
+        `after` may be left out."""
         if delimiter and (cut := directory.find(delimiter, len(prefix))) >= 0:
             yield directory[: cut + len(delimiter)]
             return
-        for digest in sorted(shelf):
+        passed = parse_block_name(after)
+        order = self._in_order(shelf)
+        for digest in order if passed is None else islice(order, bisect_right(order, passed), None):
             name = block_name(digest)
             if name.startswith(prefix):
                 cut = name.find(delimiter, len(prefix)) if delimiter else -1

@@ -14,17 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from heapq import merge
-
-import xxhash
+from itertools import islice
 
 from kvfs import limits, paths
 from kvfs._native.table import TIER_DRAM, Entry, Table
 from kvfs.errors import NotFound
 from kvfs.formats import tier_of
 from kvfs.keys import parse_block_name
+from kvfs.name_levels import unmarked_ino
 from kvfs.names import NameIndex, NameRow
 from tiers import buckets
-from tiers.base import Extent, Kind, StoreKey, object_key
+from tiers.base import Extent, Kind, StoreKey, object_digest, object_key
 from tiers.blocks import BlockCatalog
 from tiers.directory_times import DirectoryTimes
 from tiers.model import BlockPlaced, Bucket, Directory, Name, NamePage, ObjectInfo, Page
@@ -202,19 +202,41 @@ class Catalog:
         return Page(entries, last if page.truncated else None)
 
     def list_names(self, bucket: bytes, *, prefix: bytes, after: bytes, limit: int) -> NamePage:
-        """As `list` with `/` as delimiter: keys and file ids alone, in a third of the time."""
+        """The paths directly below a directory, past the tail `after`: tails and inode numbers alone, of `limit` names
+        looked at, in a twentieth of the time that `list` takes. A file with the name of a directory is left out."""
         where = self.bucket(bucket)
-        if where.namespace is not None:  # blocks have no rows
-            page = self.list(bucket, prefix=prefix, after=after, delimiter=b"/", limit=limit)
-            return NamePage([(key, found.ino) for key, found in page.entries], page.next_after)
-        found = self.names.list(bucket, prefix=prefix, after=after, delimiter=b"/", limit=limit)
-        entries: list[tuple[bytes, int]] = []
-        for key, row in found.entries:
-            if row is None or row.flags & DIRECTORY:
-                entries.append((key, self._common(where, key).ino))
-            elif object_key(row.object_id).digest in self._name_of:
-                entries.append((key, row.ino))
-        return NamePage(entries, found.entries[-1].name if found.truncated else None)
+        page = self.names.level(bucket, prefix=prefix, after=after, limit=limit)
+        known, has_prefix = self._name_of, self.names.has_prefix
+        entries = [
+            (tail, ino)
+            for tail, ino, object_id, doubtful in page.entries
+            if not object_id
+            or (
+                object_digest(object_id) in known
+                and not (doubtful and has_prefix(bucket, prefix + tail + b"/"))
+            )
+        ]
+        named = NamePage(entries, page.last)
+        return named if where.namespace is None else self._with_blocks(bucket, prefix, after, limit, named)
+
+    def _with_blocks(
+        self, bucket: bytes, prefix: bytes, after: bytes, limit: int, named: NamePage
+    ) -> NamePage:
+        """A page of names with the blocks, which have no rows, that come among them."""
+        blocks = self._block_names(bucket, prefix, prefix + after if after else b"", b"/")
+        keys = list(islice(blocks, limit + 1))
+        ends = [named.next_after, keys[limit - 1][len(prefix) :] if len(keys) > limit else None]
+        end = min((each for each in ends if each is not None), default=None)
+        found = dict(named.entries)
+        for key in keys[:limit]:
+            digest = parse_block_name(key)
+            block = None if digest is None else self._blocks.get(digest)
+            if digest is None:
+                found.setdefault(key[len(prefix) :], unmarked_ino(bucket, key))
+            elif block is not None and self.table.get(digest) is not None:
+                found[key[len(prefix) :]] = block.sequence
+        entries = sorted(item for item in found.items() if end is None or item[0] <= end)
+        return NamePage(entries[:limit], end if len(entries) <= limit else entries[limit - 1][0])
 
     def _common(self, bucket: Bucket, prefix: bytes) -> Directory:
         """A common prefix of a listing; one that ends in `/` may have a marker's attributes."""
@@ -301,8 +323,9 @@ def extent_of(entry: Entry) -> Extent | None:
 
 def _directory_of_bucket(bucket: Bucket, name: Name) -> Directory:
     """A directory without a marker."""
-    identity = xxhash.xxh3_64_intdigest(name.bucket + b"\0" + name.key) | 1 << 63
-    return Directory(name, identity, bucket.mode, bucket.uid, bucket.gid, bucket.mtime_ns)
+    return Directory(
+        name, unmarked_ino(name.bucket, name.key), bucket.mode, bucket.uid, bucket.gid, bucket.mtime_ns
+    )
 
 
 def directory_of_row(name: Name, row: NameRow) -> Directory:

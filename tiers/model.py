@@ -154,7 +154,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class NamePage:
-    """One page of names alone: keys or common prefixes, each with its file id."""
+    """One page of a directory's names alone: tails, which end in `/` where they are directories, with inode numbers."""
 
     entries: list[tuple[bytes, int]]
     next_after: bytes | None

@@ -4,8 +4,9 @@ Concurrency: every method may be called from any thread; the loop's own lock ord
 the loop's threads without the GIL.
 """
 
-from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t
-from libc.string cimport memset
+from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy, memset
 
 from kvfs._native.table cimport Table, kvfs_slot_header, kvfs_table
 
@@ -35,7 +36,7 @@ cdef extern from "fuse_loop_core.h" nogil:
         uint32_t uid
         uint32_t pid
     enum fw_opcode:
-        FW_LOOKUP, FW_FORGET, FW_FALLOCATE, FW_CREATE, FW_UNLINK, FW_RENAME2, FW_RELEASE
+        FW_LOOKUP, FW_FORGET, FW_FALLOCATE, FW_CREATE, FW_UNLINK, FW_RENAME2, FW_RELEASE, FW_READDIRPLUS
     enum fl_done:
         FL_CREATED, FL_RENAMED
     struct fl_call:
@@ -49,6 +50,7 @@ cdef extern from "fuse_loop_core.h" nogil:
         uint32_t pid
         uint32_t flags
         uint32_t mode
+        uint32_t size
         uint64_t when_ns
         uint16_t name_length
         uint16_t new_length
@@ -64,9 +66,14 @@ cdef extern from "fuse_loop_core.h" nogil:
         uint64_t native_lookups
         uint64_t native_creates
         uint64_t native_renames
+        uint64_t native_listings
         uint64_t invalidations
         uint64_t dropped_records
         uint64_t most_names_moved
+    struct fl_listed:
+        uint64_t ino
+        uint8_t type
+        uint8_t length
     struct fw_attr:
         uint64_t ino
         uint64_t size
@@ -106,6 +113,10 @@ cdef extern from "fuse_loop_core.h" nogil:
     uint32_t fl_spare_count(fuse_loop *loop)
     uint64_t fl_spare_take(fuse_loop *loop)
     uint64_t fl_drain_misses(fuse_loop *loop)
+    int fl_listing_open(fuse_loop *loop, uint64_t fh, uint64_t start)
+    void fl_listing_close(fuse_loop *loop, uint64_t fh)
+    int fl_listing_fill(fuse_loop *loop, uint64_t fh, uint64_t first, char *names, uint32_t count, int ended)
+    void fl_answer_listing(fuse_loop *loop, uint64_t unique, uint64_t fh, uint64_t offset, uint32_t size)
     int fl_calls_waiting(fuse_loop *loop)
     void fl_watch_calls(fuse_loop *loop, int watched)
     int fl_await_calls(fuse_loop *loop, uint64_t timeout_ns)
@@ -135,6 +146,9 @@ cdef extern from "fuse_loop_core.h" nogil:
 cdef enum:
     DRAIN_BATCH = 256
     CALL_BATCH = 16
+    DT_DIR = 4
+    DT_REG = 8
+    MAX_NAME = 255
 
 LOOKUP = FW_LOOKUP
 FORGET = FW_FORGET
@@ -143,6 +157,7 @@ CREATE = FW_CREATE
 UNLINK = FW_UNLINK
 RENAME = FW_RENAME2
 RELEASE = FW_RELEASE
+READDIRPLUS = FW_READDIRPLUS
 CREATED = FL_CREATED
 RENAMED = FL_RENAMED
 
@@ -171,6 +186,7 @@ cdef class Call:
     cdef readonly uint32_t pid
     cdef readonly uint32_t flags
     cdef readonly uint32_t mode
+    cdef readonly uint32_t size
     cdef readonly uint64_t when_ns
     cdef readonly bytes name
     cdef readonly bytes new_name
@@ -188,6 +204,7 @@ cdef Call _call(const fl_call *raw):
     call.pid = raw.pid
     call.flags = raw.flags
     call.mode = raw.mode
+    call.size = raw.size
     call.when_ns = raw.when_ns
     call.name = raw.name[:raw.name_length]
     call.new_name = raw.new_name[:raw.new_length]
@@ -284,7 +301,7 @@ cdef class FuseLoop:
 
     @property
     def lists_names(self):
-        """Entries of a listing with a generation have no node: the kernel gets their name, inode number and type."""
+        """Listings may go on without attributes: see `listing_open`."""
         return True
 
     def stats(self):
@@ -300,6 +317,7 @@ cdef class FuseLoop:
             "native_lookups": stats.native_lookups,
             "native_creates": stats.native_creates,
             "native_renames": stats.native_renames,
+            "native_listings": stats.native_listings,
             "invalidations": stats.invalidations,
             "dropped_records": stats.dropped_records,
             "most_names_moved": stats.most_names_moved,
@@ -418,6 +436,52 @@ cdef class FuseLoop:
     def spare_take(self):
         """Drop a spare draft that no CREATE was given; its nodeid, 0 when there is none."""
         return fl_spare_take(self._loop)
+
+    def listing_open(self, uint64_t fh, uint64_t start):
+        """READDIRPLUS of this handle from the offset `start` on is answered from `listing_fill`, or is a call."""
+        self._check(fl_listing_open(self._loop, fh, start), f"the listing {fh}")
+
+    def listing_close(self, uint64_t fh):
+        fl_listing_close(self._loop, fh)
+
+    def listing_fill(self, uint64_t fh, uint64_t first, list names not None, bint ended):
+        """The names behind the first `first`, in the place of those kept so far; a directory's ends in `/`, and with
+        each comes its inode number. `ended`: nothing follows. Raises KvfsError."""
+        cdef size_t room = 1
+        cdef char *packed
+        cdef char *at
+        cdef fl_listed head
+        cdef bytes tail
+        cdef Py_ssize_t length
+        cdef bint directory
+        for tail, ino in names:
+            room += sizeof(fl_listed) + <size_t> len(tail)
+        packed = at = <char *> malloc(room)
+        if packed == NULL:
+            raise MemoryError
+        try:
+            for tail, ino in names:
+                length = len(tail)
+                directory = length > 0 and (<const char *> tail)[length - 1] == c"/"
+                length -= directory
+                if length > MAX_NAME:
+                    raise ValueError(f"a name of {length} bytes")
+                head.ino = ino
+                head.type = DT_DIR if directory else DT_REG
+                head.length = <uint8_t> length
+                memcpy(at, &head, sizeof(head))
+                memcpy(at + sizeof(head), <const char *> tail, <size_t> length)
+                at += sizeof(head) + <size_t> length
+            self._check(
+                fl_listing_fill(self._loop, fh, first, packed, <uint32_t> len(names), ended), f"the listing {fh}"
+            )
+        except BaseException:
+            free(packed)
+            raise
+
+    def answer_listing(self, uint64_t unique, uint64_t fh, uint64_t offset, uint32_t size):
+        """Names behind the first `offset`, of those that `listing_fill` gave."""
+        fl_answer_listing(self._loop, unique, fh, offset, size)
 
     def acquire(self, uint64_t nodeid, int fd):
         """Count an open handle; the first one makes `fd` the backing. The count. Raises KvfsError, OSError."""

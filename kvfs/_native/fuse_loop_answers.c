@@ -432,6 +432,8 @@ int fl_handle_natively(struct fuse_loop *loop, struct fl_server *server, struct 
         return fl_handle_setlk(loop, in, body);
     case FW_CREATE:
         return fl_handle_create(loop, in, body);
+    case FW_READDIRPLUS:
+        return fl_handle_readdir(loop, server, in, body);
     case FW_RENAME:
         return fl_handle_rename(server, in, ((const struct fw_rename_in *)body)->newdir, 0,
                                 (const char *)body + sizeof(struct fw_rename_in));

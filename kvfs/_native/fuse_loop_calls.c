@@ -19,7 +19,7 @@ static int set_names(struct fl_call *call, uint64_t new_parent, const char *name
 }
 
 /* The request as a call; 0 where it is none. */
-static int as_call(const struct fw_in_header *in, struct fl_call *call) {
+static int as_call(struct fuse_loop *loop, const struct fw_in_header *in, struct fl_call *call) {
     const void *body = in + 1;
     *call = (struct fl_call){.unique = in->unique, .nodeid = in->nodeid, .opcode = in->opcode};
     call->uid = in->uid;
@@ -46,6 +46,11 @@ static int as_call(const struct fw_in_header *in, struct fl_call *call) {
         call->offset = ((const struct fw_fallocate_in *)body)->offset;
         call->other = ((const struct fw_fallocate_in *)body)->length;
         return 1;
+    case FW_READDIRPLUS:
+        call->offset = ((const struct fw_read_in *)body)->offset;
+        call->other = ((const struct fw_read_in *)body)->fh;
+        call->size = ((const struct fw_read_in *)body)->size;
+        return fl_listing_wanted(loop, body);
     case FW_RELEASE:
         call->other = ((const struct fw_release_in *)body)->fh;
         return 1;
@@ -57,7 +62,7 @@ static int as_call(const struct fw_in_header *in, struct fl_call *call) {
 /* Queues the request as a call where it is one. */
 int fl_queue_call(struct fuse_loop *loop, const struct fw_in_header *in) {
     struct fl_call call;
-    if (!as_call(in, &call) || fl_call_put(loop, &call) < 0) return 0;
+    if (!as_call(loop, in, &call) || fl_call_put(loop, &call) < 0) return 0;
     /* Nobody waits for RELEASE, and what it starts needs no answer. */
     if (in->opcode == FW_RELEASE) fl_answer(loop, in->unique, 0, NULL, 0);
     fl_calls_tell(loop, 1);

@@ -144,6 +144,7 @@ static size_t least_body(uint32_t opcode) {
     case FW_RELEASE:
         return sizeof(struct fw_release_in);
     case FW_READ:
+    case FW_READDIRPLUS:
         return sizeof(struct fw_read_in);
     case FW_WRITE:
         return sizeof(struct fw_write_in);

@@ -16,11 +16,13 @@
  * - What the loop creates or renames by itself is queued as a call in the same step, before anybody can ask about it.
  * - Lookups answered here are counted here, and FORGET takes from that count first; the library's own count
  *   and this one add up to the kernel's.
+ * - Of a listing's names only those with attributes, which the library answers, are lookups.
  * - One backing id per node while any handle is open; the second holder shares the first one's id.
  * - Invalidations are written by a thread of their own: the kernel may make that write wait for a lock
  *   whose holder waits for an answer from here.
  *
- * Concurrency: `nodes_lock` guards nodes, names, pending and the ring of opens; it is held over openat and the
+ * Concurrency: `listings_lock` guards the names that were read ahead for listings, and is held over one reply of them.
+ * `nodes_lock` guards nodes, names, pending and the ring of opens; it is held over openat and the
  * backing ioctls (a few us) and over a bounded number of names, and never over a read, a write or a relay. No Python
  * anywhere.
  */
@@ -59,13 +61,15 @@ struct fl_open_record {
 /* Calls that are no request: what the loop has done, and answered, by itself. */
 enum fl_done { FL_CREATED = 0x10000, FL_RENAMED };
 
-/* LOOKUP, CREATE, RENAME, UNLINK; FALLOCATE that found no room; RELEASE of a library handle, FORGET, FL_CREATED and
+/* LOOKUP, CREATE, RENAME, UNLINK; READDIRPLUS without attributes; FALLOCATE that found no room; RELEASE of a library handle, FORGET, FL_CREATED and
  * FL_RENAMED, which need no answer. */
 struct fl_call {
     uint64_t unique, nodeid;
-    uint64_t offset; /* FL_CREATED's handle */
-    uint64_t other; /* RENAME's new parent, RELEASE's handle, FORGET's lookups, FALLOCATE's length, FL_CREATED's node */
+    uint64_t offset; /* FL_CREATED's handle; READDIRPLUS's place */
+    /* RENAME's new parent, RELEASE's and READDIRPLUS's handle, FORGET's lookups, FALLOCATE's length, FL_CREATED's node */
+    uint64_t other;
     uint32_t opcode, uid, gid, pid, flags, mode;
+    uint32_t size; /* READDIRPLUS: of the answer, at most */
     uint64_t when_ns; /* FL_CREATED and FL_RENAMED: when names of the directories changed */
     uint16_t name_length, new_length;
     char name[FL_CALL_NAME_MAX + 1], new_name[FL_CALL_NAME_MAX + 1];
@@ -73,7 +77,7 @@ struct fl_call {
 
 struct fl_stats {
     uint64_t relayed, calls, native_opens, native_reads, native_writes, native_getattrs, native_lookups, native_creates,
-        native_renames, invalidations, dropped_records, most_names_moved;
+        native_renames, native_listings, invalidations, dropped_records, most_names_moved;
 };
 
 int fl_create(const struct fl_config *config, struct fuse_loop **out);
@@ -107,6 +111,19 @@ int fl_spare_add(struct fuse_loop *loop, uint64_t nodeid, uint64_t fh, int fd);
 uint32_t fl_spare_count(struct fuse_loop *loop);
 uint64_t fl_spare_take(struct fuse_loop *loop); /* one that is given to none, dropped: its nodeid, or 0 */
 uint64_t fl_drain_misses(struct fuse_loop *loop); /* LOOKUPs of nothing answered here since the last time */
+/* An open directory: what its READDIRPLUS asks for from the offset `from` on comes without attributes, from what the
+ * library has read ahead (fl_listing_fill), or is a call. */
+int fl_listing_open(struct fuse_loop *loop, uint64_t fh, uint64_t from);
+void fl_listing_close(struct fuse_loop *loop, uint64_t fh);
+/* A name in `names`, packed one behind the other. */
+struct __attribute__((packed)) fl_listed {
+    uint64_t ino;
+    uint8_t type, length; /* DT_*; of the name, which follows */
+};
+/* The `count` names behind the first `first`; `ended`: nothing follows. Takes over `names`, which is from malloc and not
+ * NULL, unless it fails. */
+int fl_listing_fill(struct fuse_loop *loop, uint64_t fh, uint64_t first, char *names, uint32_t count, int ended);
+void fl_answer_listing(struct fuse_loop *loop, uint64_t unique, uint64_t fh, uint64_t offset, uint32_t size);
 int fl_calls_waiting(struct fuse_loop *loop);
 void fl_watch_calls(struct fuse_loop *loop, int watched); /* while somebody watches, calls_fd stays as it is */
 int fl_await_calls(struct fuse_loop *loop, uint64_t timeout_ns); /* spins until calls are waiting: 1; 0 after the time */

@@ -264,6 +264,8 @@ int fl_create(const struct fl_config *config, struct fuse_loop **out) {
     pthread_mutex_init(&loop->notice_lock, NULL);
     pthread_mutex_init(&loop->calls_lock, NULL);
     pthread_mutex_init(&loop->locks_lock, NULL);
+    pthread_mutex_init(&loop->listings_lock, NULL);
+    loop->listings = calloc(1u << FL_LISTING_FILE_BITS, sizeof *loop->listings);
     loop->lock_files = calloc(1u << FL_LOCK_FILE_BITS, sizeof *loop->lock_files);
     loop->locked_keys = calloc(1u << FL_LOCKED_KEY_BITS, sizeof *loop->locked_keys);
     pthread_cond_init(&loop->notice_ready, NULL);
@@ -278,7 +280,7 @@ int fl_create(const struct fl_config *config, struct fuse_loop **out) {
     loop->ended_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     loop->up_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     int whole = fl_edges_make(loop) == 0 && loop->pending && loop->records && loop->notices && loop->calls &&
-                loop->lock_files && loop->locked_keys;
+                loop->lock_files && loop->locked_keys && loop->listings;
     int status = whole ? make_sockets(loop) : -ENOMEM;
     if (status == 0 && (loop->stop_fd < 0 || loop->ended_fd < 0 || loop->up_fd < 0 || loop->calls_fd < 0)) status = -EMFILE;
     if (status < 0) {
@@ -298,6 +300,7 @@ void fl_destroy(struct fuse_loop *loop) {
     }
     fl_edges_free(loop);
     fl_locks_free(loop);
+    fl_listings_free(loop);
     int descriptors[] = {loop->sockets[0], loop->sockets[1], loop->stop_fd, loop->ended_fd, loop->up_fd, loop->calls_fd};
     for (unsigned i = 0; i < sizeof descriptors / sizeof *descriptors; i++)
         if (descriptors[i] >= 0) close(descriptors[i]);

@@ -23,6 +23,7 @@
 #define FL_LOCKS 65536u /* held and waited for */
 #define FL_LOCK_FILE_BITS 10
 #define FL_LOCKED_KEY_BITS 12
+#define FL_LISTING_FILE_BITS 10
 #define FL_NAME_MAX 255
 #define FL_REQUEST_END 2u /* zeros behind a request: names in it end, two of RENAME at the most */
 #define FL_MAX_THREADS 64
@@ -58,6 +59,18 @@ struct fl_lock {
 /* Of all files with this hash. */
 struct fl_lock_file {
     struct fl_lock *held, *waiting;
+};
+
+/* An open directory, and the names that were read ahead of its reader. */
+struct fl_listing {
+    struct fl_listing *next;
+    uint64_t fh, from;
+    uint64_t first; /* offset of the first name kept */
+    char *names;
+    uint32_t count;
+    int ended;
+    const char *place; /* of the last answer: where the name at `place_offset` is */
+    uint64_t place_offset;
 };
 
 struct fl_pending {
@@ -105,7 +118,7 @@ struct fuse_loop {
     uint32_t offered_flags, offered_flags2;
     uint32_t request_size;
     uint64_t largest_object;
-    pthread_mutex_t reader_lock, nodes_lock, notice_lock, calls_lock, locks_lock;
+    pthread_mutex_t reader_lock, nodes_lock, notice_lock, calls_lock, locks_lock, listings_lock;
     pthread_cond_t notice_ready, reader_free, turn_done;
     struct fl_node *chunks[FL_CHUNKS];
     struct fl_edge **edges[FL_EDGE_CHUNKS];
@@ -119,6 +132,7 @@ struct fuse_loop {
     struct fl_lock_file *lock_files;
     uint64_t *locked_keys; /* of files that were locked without FLUSH, by hash; the newest stays */
     uint32_t lock_count, wait_count;
+    struct fl_listing **listings; /* by hash of the handle */
     struct fl_pending *pending;
     uint32_t pending_count;
     struct fl_open_record *records;
@@ -162,6 +176,7 @@ static inline int fl_answers(uint32_t opcode) {
     case FW_CREATE:
     case FW_RENAME:
     case FW_RENAME2:
+    case FW_READDIRPLUS:
         return 1;
     default:
         return 0;
@@ -216,6 +231,12 @@ void fl_locks_flush(struct fuse_loop *loop, uint64_t nodeid, uint64_t owner);
 /* `last`: the handle's number stands for no open file any more. */
 void fl_locks_release(struct fuse_loop *loop, uint64_t nodeid, const struct fw_release_in *body, int last);
 void fl_locks_free(struct fuse_loop *loop);
+
+/* fuse_loop_listings.c */
+int fl_handle_readdir(struct fuse_loop *loop, struct fl_server *server, const struct fw_in_header *in,
+                      const struct fw_read_in *body);
+int fl_listing_wanted(struct fuse_loop *loop, const struct fw_read_in *body); /* whether it is a call */
+void fl_listings_free(struct fuse_loop *loop);
 
 /* fuse_loop_calls.c */
 int fl_queue_call(struct fuse_loop *loop, const struct fw_in_header *in);
