@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,25 +13,13 @@ import pytest
 import trio
 
 from kvfs.cli_fsck import Exit, _check
-from kvfs.formats import RECORD_HEADER, SEGMENT_DATA_START, SLOT_HEADER, TABLE_HEADER, RecordType
 from kvfs.limits import MIB
-from kvfs.name_rows import store_row
-from tests.support.crash_harness import fast_directory
-from tests.support.one_store import Life, damage_one_place, look
+from tests.support.damage import SEED, STORES, damage_one_place, damage_payload, damage_rows, damage_slot
+from tests.support.one_store import Life, look
 from tests.support.service import run_kvfs
-from tiers.index_check import IndexReader
 from tiers.model import Name
 
-SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
-STORES: Final = int(os.environ.get("KVFS_TEST_STORES", "1"))
 ROUNDS: Final = int(os.environ.get("KVFS_TEST_ROUNDS", "3"))
-
-
-@pytest.fixture
-def base() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="kvfs-fsck-", dir=fast_directory()))
-    yield path
-    shutil.rmtree(path)
 
 
 def fsck(path: Path, *, repair: bool) -> dict[str, Any]:
@@ -86,76 +72,12 @@ def damage(path: Path, kinds: str, chance: random.Random) -> str:
     return ", ".join(done)
 
 
-def damage_rows(index: Path, chance: random.Random) -> str:
-    """Flip a bit in the values of some rows, wherever the file has them; LMDB does not notice."""
-    with IndexReader(index) as reader:
-        rows = [(bucket + b"\0" + key, row.encode()) for bucket, key, row in reader.rows() if row is not None]
-        rows += [
-            (name, row.encode())
-            for name, row in reader.buckets()
-            if row is not None and chance.random() < 0.3
-        ]
-    file = index / "data.mdb"
-    data, done = bytearray(file.read_bytes()), []
-    for name, row in chance.sample(rows, min(len(rows), chance.choice([1, 1, 3]))):
-        value, place = store_row(name, row), chance.randrange(len(row))
-        at, bit = data.find(value), 1 << chance.randrange(8)
-        while at >= 0:
-            data[at + place] ^= bit
-            at = data.find(value, at + 1)
-        done.append(name)
-    with file.open("r+b") as opened:
-        opened.write(data)
-    return f"rows {done}"
-
-
-def damage_slot(dram: Path, chance: random.Random) -> str:
-    """Flip a bit of a slot's payload, or of its header in the table."""
-    if not dram.exists():
-        return "no DRAM"
-    slots = [file for file in sorted((dram / "slots").iterdir()) if file.stat().st_size]
-    if not slots:
-        return "no slots"
-    file = chance.choice(slots)
-    at = chance.randrange(file.stat().st_size)
-    if chance.random() < 0.5:
-        with (dram / "table").open("rb") as table:
-            head = TABLE_HEADER.decode(table.read(TABLE_HEADER.size))
-        at = head["slots_offset"] + int(file.name, 16) * SLOT_HEADER.size + chance.randrange(SLOT_HEADER.size)
-        file = dram / "table"
-    flip(file, at, chance)
-    return f"{file.name} flipped at {at}"
-
-
-def damage_payload(files: list[Path], chance: random.Random) -> str:
-    """Flip a byte of a payload, whose record's header holds."""
-    places = []
-    for file in files:
-        data = file.read_bytes()
-        for at in range(SEGMENT_DATA_START, len(data) - RECORD_HEADER.size, 512):
-            if data[at : at + 4] == b"KVFR":
-                raw = RECORD_HEADER.decode(data[at : at + RECORD_HEADER.size])
-                if raw["type"] == RecordType.DATA and raw["payload_bytes"]:
-                    places.append((file, at + raw["payload_offset"] + chance.randrange(raw["payload_bytes"])))
-    file, at = chance.choice(places)
-    flip(file, at, chance)
-    return f"{file.name} payload at {at}"
-
-
-def flip(file: Path, at: int, chance: random.Random) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(at)
-        byte = opened.read(1)[0]
-        opened.seek(at)
-        opened.write(bytes([byte ^ 1 << chance.randrange(8)]))
-
-
 @pytest.mark.parametrize("killed", [False, True])
-def test_what_it_says_was_lost_is_what_a_start_misses(base: Path, killed: bool) -> None:
+def test_what_it_says_was_lost_is_what_a_start_misses(fast_path: Path, killed: bool) -> None:
     print(f"KVFS_TEST_SEED={SEED}")
     counts: Counter[str] = Counter()
     for seed in range(SEED, SEED + STORES):
-        original, path = base / "original", base / "data"
+        original, path = fast_path / "original", fast_path / "data"
         life = Life(original, seed)
         trio.run(lambda: life.run(20, killed=False))  # noqa: B023 run at once
         trio.run(lambda: life.run(20, killed=killed, settled=True))  # noqa: B023 run at once
@@ -164,26 +86,26 @@ def test_what_it_says_was_lost_is_what_a_start_misses(base: Path, killed: bool) 
             shutil.copytree(original, path)
             if chance.random() < 0.5:
                 shutil.rmtree(path / "dram")
-            shutil.copytree(path, base / "whole")
-            before = trio.run(look, base / "whole")
-            shutil.rmtree(base / "whole")
+            shutil.copytree(path, fast_path / "whole")
+            before = trio.run(look, fast_path / "whole")
+            shutil.rmtree(fast_path / "whole")
             [kinds] = chance.choices([*KINDS], [*KINDS.values()])
             where = f"KVFS_TEST_SEED={seed}, round {number}, killed {killed}: {damage(path, kinds, chance)}"
-            check_round(base, path, before, kinds, where, counts)
+            check_round(fast_path, path, before, kinds, where, counts)
             shutil.rmtree(path)
         shutil.rmtree(original)
     print(dict(counts))
 
 
 def check_round(
-    base: Path, path: Path, before: dict[Name, bytes], kinds: str, where: str, counts: Counter[str]
+    fast_path: Path, path: Path, before: dict[Name, bytes], kinds: str, where: str, counts: Counter[str]
 ) -> None:
     was = tree(path)
     found = fsck(path, repair=False)
     assert tree(path) == was, f"{where}: --check-only wrote"
-    shutil.copytree(path, base / "plain")
-    plain = trio.run(look, base / "plain")
-    shutil.rmtree(base / "plain")
+    shutil.copytree(path, fast_path / "plain")
+    plain = trio.run(look, fast_path / "plain")
+    shutil.rmtree(fast_path / "plain")
     compare(found, before, plain, f"{where}, not repaired")
     check_flag(found, before, plain, kinds, where)
     repaired = fsck(path, repair=True)
