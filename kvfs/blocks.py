@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, MutableSequence, Sequence
 from concurrent.futures import Future
@@ -182,7 +183,11 @@ class Blocks:
 
         The service leases each of them until its answer is sent: what is read here cannot be evicted in between.
         """
+        before: list[int] = []
         while (below := [i for i, result in enumerate(results) if result == BELOW]) and deadline.left_s > 0:
+            if below == before:  # there is no room for any of them
+                time.sleep(min(limits.READ_AGAIN_PAUSE_S, max(deadline.left_s, 0.0)))
+            before = below
             try:
                 for i, result in zip(below, read(below), strict=True):
                     results[i] = result

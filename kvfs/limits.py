@@ -145,6 +145,8 @@ READ_AROUND_BYTES: Final = 256 * MIB
 """Memory beside DRAM for reads of what finds no slot there; half of it for one uid."""
 READ_AROUND_WAIT_S: Final = 2.0
 """So long such a read waits for others to end; then it is Busy, and may be repeated."""
+READ_AGAIN_PAUSE_S: Final = 0.05
+"""Between two requests of a client for blocks of which the service answers at once that there is no room."""
 READ_AROUND_POLL_S: Final = 0.002
 """The kernel tells of a reader that lets go only when it is asked: 2.5 us a copy."""
 DEFAULT_SCRUB_BYTES_S: Final = 16 * MIB

@@ -155,18 +155,21 @@ class ServedReader:
 
     @contextmanager
     def _opened(self, keys: bytes, deadline: Deadline) -> Iterator[Opened]:
-        """Every block's answer and its descriptor, None for a miss and for what there is no room to read now.
+        """Every block's answer and its descriptor, None for a miss, for what there is no room to read now, and for what
+        failed while another was opened.
 
-        Raises what is neither (QuotaExceeded, ...).
+        Raises what all of them failed for (QuotaExceeded, ...), and LimitExceeded.
         """
         nothing: Opened = [(_MISSING, None)] * (len(keys) // DIGEST_BYTES)
         opened = self._ask(
             Op.OPEN_BLOCK, keys, deadline, lambda live, batch: live.exchange.open(batch), nothing
         )
         try:
-            for entry, _ in opened:
-                if entry.status not in (0, errno.ENOENT, errno.EAGAIN):
-                    raise status_error(entry.status, "opening a block")
+            statuses = {entry.status for entry, _ in opened} - {errno.ENOENT, errno.EAGAIN}
+            if errno.E2BIG in statuses:
+                raise status_error(errno.E2BIG, "opening a block")
+            if statuses and 0 not in statuses:
+                raise status_error(min(statuses), "opening a block")
             yield opened
         finally:
             close_all([descriptor for _, descriptor in opened if descriptor is not None])

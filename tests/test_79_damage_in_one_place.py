@@ -9,28 +9,17 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import pytest
 import trio
 
-from tests.support.crash_harness import fast_directory
-from tests.support.one_store import Life, damage_one_place, look
+from tests.support.damage import SEED, STORES, damage_one_place
+from tests.support.one_store import Life, look
 
-SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
-STORES: Final = int(os.environ.get("KVFS_TEST_STORES", "1"))
 ROUNDS: Final = int(os.environ.get("KVFS_TEST_ROUNDS", "4"))
-
-
-@pytest.fixture
-def base() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="kvfs-damage-", dir=fast_directory()))
-    yield path
-    shutil.rmtree(path)
 
 
 def lived(path: Path, seed: int, *, killed: bool) -> Life:
@@ -44,11 +33,11 @@ def lived(path: Path, seed: int, *, killed: bool) -> Life:
 
 @pytest.mark.parametrize("index", ["intact", "lost"])
 @pytest.mark.parametrize("killed", [False, True])
-def test_no_older_version_comes_back(base: Path, killed: bool, index: str) -> None:
+def test_no_older_version_comes_back(fast_path: Path, killed: bool, index: str) -> None:
     print(f"KVFS_TEST_SEED={SEED}")
     counts: Counter[str] = Counter()
     for seed in range(SEED, SEED + STORES):
-        path, original = base / "data", base / "original"
+        path, original = fast_path / "data", fast_path / "original"
         life = lived(original, seed, killed=killed)
         for number in range(ROUNDS):
             chance = random.Random(f"{seed}/{number}/{killed}/{index}")

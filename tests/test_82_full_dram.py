@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import random
@@ -17,8 +18,12 @@ import trio
 
 import kvfs
 from kvfs import errors, limits
+from kvfs._native.pieces import Pieces
+from kvfs._native.reader import BELOW, MISS
 from kvfs.keys import block_name
-from kvfs.messages import Op
+from kvfs.messages import ExtentResult, Op
+from kvfs.readers import ServedReader
+from kvfs.transport import Deadline
 from tests.support.door import eventually, need_mount
 from tests.support.gateway import Gateway, gateway
 from tests.support.stores import NAMESPACE
@@ -26,6 +31,7 @@ from tests.test_42_store_nvme import data_of as bytes_of
 from tests.test_42_store_nvme import put, running, until_written
 from tiers.model import Name, ObjectInfo
 from tiers.session_ops import OpenedFrame, _send_found, close_all
+from tiers.store import TieredStore
 
 MIB = 1 << 20
 BLOCK_BYTES, BLOCKS = 256 << 10, 24
@@ -175,3 +181,71 @@ def test_what_leaves_dram_before_its_turn_is_read_back(tmp_path: Path) -> None:
 
     trio.run(check)
     assert read == [bytes_of(name, 1000)]
+
+
+def test_one_object_too_large_to_be_read_now_costs_the_others_of_its_batch_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a full DRAM so many bytes are read at most: a larger object is Busy, its neighbours are read."""
+    names = [Name(b"b", b"%d" % number) for number in range(3)]
+    sizes = [MIB // 4, MIB, MIB // 4]
+    monkeypatch.setattr(limits, "READ_AROUND_BYTES", MIB)
+    statuses: list[int] = []
+    read: list[bytes] = []
+
+    async def check() -> None:
+        async with running(tmp_path) as store:
+            store.create_bucket(b"b", uid=0, gid=0)
+            for name, size in zip(names, sizes, strict=True):
+                put(store, name, size)
+            await until_written(store, 3)
+            store.evict(names=names)
+            held: list[int] = []
+            with suppress(errors.NoSpace):
+                for number in itertools.count():
+                    name = Name(b"b", b"held%d" % number)
+                    put(store, name, MIB)
+                    held.append(store.open_read(find(store, name), uid=0))
+            with pytest.raises(errors.Busy, match="DRAM has no room"):
+                await store.lease(find(store, names[1]), uid=0)
+            session: Any = SimpleNamespace(store=store, caller=SimpleNamespace(uid=0))
+
+            class Keeps:
+                async def send_opened(self, prepare: Callable[[], OpenedFrame]) -> OpenedFrame:
+                    frame = prepare()
+                    statuses.extend(entry.status for entry in frame.answer.entries)
+                    read.extend(os.pread(descriptor, MIB, 0) for descriptor in frame.descriptors)
+                    close_all(frame.descriptors)
+                    return frame
+
+            reply: Any = Keeps()
+            await _send_found(session, Op.OPEN_NAMED, names, lambda name: find(store, name), reply)
+            close_all(held)
+
+    def find(store: TieredStore, name: Name) -> ObjectInfo:
+        found = store.lookup(name)
+        assert isinstance(found, ObjectInfo)
+        return found
+
+    trio.run(check)
+    assert statuses == [0, errno.EAGAIN, 0]
+    assert read == [bytes_of(names[0], sizes[0]), bytes_of(names[2], sizes[2])]
+
+
+@pytest.mark.parametrize("status", [errno.EAGAIN, errno.EIO, errno.ENOSPC])
+def test_what_one_block_is_refused_for_is_no_miss_of_the_others(status: int) -> None:
+    """As a client sees it: the answer for one block says nothing of its neighbours."""
+    sealed = [os.memfd_create("block") for _ in range(2)]
+    for descriptor in sealed:
+        os.write(descriptor, b"bytes")
+    answers: list[tuple[ExtentResult, int | None]] = [
+        (ExtentResult(0, 1, size_bytes=5), sealed[0]),
+        (ExtentResult(status), None),
+        (ExtentResult(0, 2, size_bytes=5), sealed[1]),
+    ]
+    session: Any = SimpleNamespace(run=lambda do, deadline: answers)
+    into = [bytearray(5) for _ in answers]
+    found = ServedReader(session).read(b"".join(KEYS[:3]), Pieces(into, 3, True), Deadline.after(1.0))
+    assert (found[0], found[2]) == (5, 5)
+    assert found[1] == (BELOW if status == errno.EAGAIN else MISS)
+    assert [bytes(into[0]), bytes(into[2])] == [b"bytes", b"bytes"]

@@ -22,7 +22,7 @@ from kvfs.errors import Corrupt
 from kvfs.name_env import NameEnvironment
 from kvfs.name_rows import load_row, store_row
 from tiers.blocks import Block
-from tiers.cold_format import ColdName
+from tiers.cold_format import ColdName, parse_name
 
 if TYPE_CHECKING:
     import lmdb
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 DATABASE: Final = b"cold"
 _PLACE: Final = b"cold_place"
 _COMPLETE: Final = b"cold_complete"
+WORDS: Final = (_PLACE, _COMPLETE)
+"""Keys in `meta`."""
 _FORBIDDEN: Final = b"\xff"
 """Begins keys that are no names, behind all names."""
 _ROW = struct.Struct("<BxxxIQq")
@@ -139,6 +141,13 @@ class ColdIndex:
         while page := self.page(after, None, limits.MAX_LIST_ENTRIES):
             yield from page
             after = page[-1][0]
+
+
+def name_of(key: bytes, stored: bytes) -> ColdName | None:
+    """The object of a row as it is stored; None for what is none, or is damaged."""
+    if key.startswith(_FORBIDDEN) or _decoded(key, stored) is None:
+        return None
+    return parse_name(key.decode())
 
 
 def _decoded(key: bytes, stored: bytes) -> ColdRow | None:

@@ -35,9 +35,11 @@ from kvfs.records import MetaBody
 from tiers.base import Kind
 from tiers.device import Device
 from tiers.endings import Ended
+from tiers.fsck_losses import complete_losses, unnamed_rows
 from tiers.home import Home
 from tiers.index_check import IndexCheck, check_index
 from tiers.nvme import NvmeTier, Stored
+from tiers.rebuild import is_settled
 from tiers.replay import Replay
 from tiers.segments import list_records
 from tiers.slot_check import SlotsCheck, check_slots
@@ -131,6 +133,8 @@ class Findings:
     """Rows that are to go."""
     restored_ids: set[int] = field(default_factory=set)
     """Objects of the log that get their rows back."""
+    replaced: dict[tuple[bytes, bytes], int] = field(default_factory=dict)
+    """Name whose object is lost -> id of what a start has it stand for: what was durable before."""
     lost: set[bytes] = field(default_factory=set)
     """`bucket/key` of each name and block that a start will miss because of the damage."""
     lost_unknown: bool = False
@@ -203,6 +207,7 @@ async def examine(home: Home, device: Device, segments: Path, progress: Progress
     _judge_slots(findings)
     if findings.log is not None:
         _Judge(findings, findings.log).run()
+    complete_losses(findings)
     return findings
 
 
@@ -266,19 +271,23 @@ def _meta_sequence(log: Log, stored: Stored) -> int:
 
 def _name_again(findings: Findings, log: Log, nameless: set[int]) -> None:
     """Give objects whose names are missing in the log those of the index; what has none there is `unnamed`."""
-    wanted = set(nameless)
-    if log.has_holes:
-        named = log.replay.bodies.keys() | log.replay.dead
-        wanted |= {
-            object_id
-            for object_id, stored in log.replay.objects.items()
-            if stored.key.kind is Kind.OBJECT and object_id not in named
-        }
+    named = log.replay.bodies.keys() | log.replay.dead
+    wanted = nameless | {
+        object_id
+        for object_id, stored in log.replay.objects.items()
+        if stored.key.kind is Kind.OBJECT and object_id not in named
+    }
     for bucket, key, row in findings.index.rows() if wanted else ():
         if row is not None and row.object_id in wanted:
+            stored, of = log.replay.objects[row.object_id], findings.index.buckets.get(bucket)
+            kept = of is not None and of.class_ == "durable"
+            if not is_settled(stored, kept=kept, killed=not findings.home.clean):
+                continue
             meta = log.renamed[row.object_id] = MetaBody(bucket, key, row)
             log.replay.bodies[row.object_id] = meta.encode()
-            log.replay.newest.setdefault(row.object_id, 0)  # the log has nothing of its names
+            log.replay.newest[row.object_id] = log.replay.next_sequence  # no name of the log is newer
+            stored.size_bytes = row.size_bytes
+            stored.bucket_id = stored.bucket_id if of is None else of.bucket_id
     for object_id in nameless - log.renamed.keys():
         log.unnamed.add(object_id)
         log.replay.bodies.pop(object_id, None)
@@ -307,12 +316,13 @@ def _judge_index(findings: Findings) -> None:
         consequence = "written again from the log" if there else "the bucket and all in it are lost"
         cost = Cost.NOTHING if there else Cost.CACHED
         findings.add(f"bucket {_text(name)}", "its row does not match its checksum", consequence, cost)
+    unnamed = unnamed_rows(findings, log)
+    durable = {row.name for row in (*index.buckets.values(), *known.values()) if row.class_ == "durable"}
     for bucket, key in index.bad_names:
         what = "its row does not match its checksum, or cannot be found by its name"
-        consequence = (
-            "the object has the name that the log knows" if log is not None else "the object is lost"
-        )
-        cost = Cost.CACHED if log is None else Cost.NOTHING
+        consequence, cost = "the object has the name that the log knows", Cost.NOTHING
+        if (bucket, key) in unnamed:
+            consequence, cost = "the object is lost", Cost.DURABLE if bucket in durable else Cost.CACHED
         findings.add(f"name {_text(bucket)}/{_text(key)}", what, consequence, cost)
 
 
@@ -324,7 +334,7 @@ def _judge_slots(findings: Findings) -> None:
         what = f"its header hides {slots.hidden} slots that are in use"
         findings.add(f"table {slots.table}", what, "they are found again")
     for bad in slots.bad:
-        object_id, log = bad.object_id, findings.log
+        object_id, log = None if bad.whole is None else bad.whole.object_id, findings.log
         if object_id is not None and log is not None and log.tier.holds(object_id):
             consequence, cost = f"object {object_id} is on NVMe", Cost.NOTHING
         else:
@@ -343,15 +353,30 @@ class _Judge:
         self.index = findings.index
         self.complete = findings.home.clean and not log.has_holes
         """Whether the log must know all that the index does."""
-        self.listed: dict[int, bytes] | None = None
-        """Object id -> `bucket/key` of the index's rows; None where they do not count."""
-        if self.index.rows_count:
-            rows = self.index.rows()
-            self.listed = {
-                row.object_id: bucket + b"/" + key
-                for bucket, key, row in rows
-                if row is not None and not row.flags & RETIRED  # which a start drops
-            }
+        self._there: set[int] = set()
+        """Ids of the index's rows."""
+        self._claims: dict[bytes, int] | None = None
+        logged = {row.name: row for row in log.replay.found.buckets.values()}
+        bad = self.index.bad_buckets
+        self._buckets_of = self.index.buckets | {name: logged[name] for name in bad if name in logged}
+        self.listed = self._list() if self.index.rows_count else None
+        """Object id -> `bucket/key` of each name that a start has; None where the index's rows do not count."""
+
+    def _list(self) -> dict[int, bytes]:
+        found: dict[int, bytes] = {}
+        retired: set[int] = set()
+        for bucket, key, row in self.index.rows():
+            if row is not None and row.flags & RETIRED:  # which a start drops
+                retired.add(row.object_id)
+            elif row is not None:
+                found[row.object_id] = bucket + b"/" + key
+        if self.index.is_damaged:
+            taken = set(found.values())
+            for object_id, (_, name) in self.log.replay.found.names.items():
+                path = name.replace(b"\0", b"/", 1)
+                if path not in taken and object_id not in retired:
+                    found.setdefault(object_id, path)
+        return found
 
     def run(self) -> None:
         if self.log.pool.geometry_fault:
@@ -370,7 +395,6 @@ class _Judge:
             self._segment(check)
         self._torn_in_dram()
         self._torn_durables()
-        self.findings.lost_unknown = self.listed is None and (self.log.has_holes or self._has_unnamed_slots())
         if self.index.rows_count:
             self._names()
             self._buckets()
@@ -435,11 +459,6 @@ class _Judge:
         if self.log.tier.is_durable(stored.bucket_id):
             return f"{what}: the durable object is lost", Cost.DURABLE
         return f"{what}: the object of the cache is a miss", Cost.CACHED
-
-    def _has_unnamed_slots(self) -> bool:
-        """Whether DRAM has objects that the log does not name."""
-        slots = (slot.object_id for slot in self.findings.slots.whole.values() if not slot.is_block)
-        return not {object_id for object_id, _ in self.log.names()}.issuperset(slots)
 
     def _in_dram(self, object_id: int, size_bytes: int) -> bool:
         slot = self.findings.slots.whole.get(object_id)
@@ -514,21 +533,19 @@ class _Judge:
     # --- and the index ------------------------------------------------------------------------------------
 
     def _names(self) -> None:
-        there: set[int] = set()
+        self._there = {row.object_id for _, _, row in self.index.rows() if row is not None}
         for bucket, key, row in self.index.rows():
-            if row is not None:
-                there.add(row.object_id)
-                if not row.flags & RETIRED:
-                    self._name(bucket, key, row)
+            if row is not None and not row.flags & RETIRED:
+                self._name(bucket, key, row)
         for stored in list(self.log.objects()):
-            if stored.key.kind is Kind.OBJECT and stored.object_id not in there:
+            if stored.key.kind is Kind.OBJECT and stored.object_id not in self._there:
                 self._unlisted(stored)
 
     def _name(self, bucket: bytes, key: bytes, row: NameRow) -> None:
         where = f"name {_text(bucket)}/{_text(key)}"
         stored = self.log.tier.objects.get(row.object_id)
-        of = self.index.buckets.get(bucket)
-        if of is None and bucket not in self.index.bad_buckets:
+        of = self._buckets_of.get(bucket)
+        if of is None:
             self.findings.add(where, "its bucket is not there", "the name is dropped", Cost.CACHED)
             self.findings.dropped_names.add((bucket, key))
         elif row.flags & DIRECTORY:
@@ -538,7 +555,10 @@ class _Judge:
         elif stored is not None and stored.size_bytes != row.size_bytes:
             self._drop(stored, f"has {stored.size_bytes} bytes, its name says {row.size_bytes}")
             self.findings.dropped_names.add((bucket, key))
-        elif row.object_id not in self.log.renamed.keys() | self.log.replay.found.snapshots:
+        elif row.object_id in self.log.renamed:
+            if self.complete:
+                self.findings.add(where, "the log has lost it", "logged again")
+        elif row.object_id not in self.log.replay.found.snapshots:
             meta = MetaBody(bucket, key, row)
             if self.log.replay.found.names[row.object_id] != (row.encode(), bucket + b"\0" + key):
                 self._misnamed(where, row.object_id, meta)
@@ -550,14 +570,19 @@ class _Judge:
         if self.complete:
             self.findings.add(where, "the log has another name or other attributes", "logged again")
 
-    def _without_bytes(
-        self, where: str, name: tuple[bytes, bytes], row: NameRow, bucket: BucketRow | None
-    ) -> None:
-        if bucket is None or self._in_dram(row.object_id, row.size_bytes) or self._is_copied(name, row):
+    def _without_bytes(self, where: str, name: tuple[bytes, bytes], row: NameRow, bucket: BucketRow) -> None:
+        cold = row.object_id in self.index.cold and bucket.class_ != "durable"
+        if cold or self._in_dram(row.object_id, row.size_bytes):
             return
         durable = bucket.class_ == "durable"
         reported = row.object_id in self.log.lost or row.object_id in self.log.unnamed
         by_damage = self.log.has_holes or (durable and self.complete)
+        other = self._other(name, row.object_id)
+        if other is not None:
+            self.findings.replaced[name] = other
+            if by_damage and not reported:
+                self.findings.add(where, "has no bytes", "what was durable before takes its place")
+            return
         if reported or by_damage:
             self.findings.dropped_names.add(name)
             self.findings.lost.add(b"/".join(name))
@@ -565,15 +590,24 @@ class _Judge:
             what = "the durable object is lost" if durable else "the object of the cache is a miss"
             self.findings.add(where, "has no bytes", what, Cost.DURABLE if durable else Cost.CACHED)
 
-    def _is_copied(self, name: tuple[bytes, bytes], row: NameRow) -> bool:
-        """Whether a start gives the name to the copy of a file that was being written in this object's place."""
-        replay = self.log.replay
-        copies = replay.found.snapshots if row.object_id in replay.found.losers else ()
-        return any(replay.found.names[each][1] == b"\0".join(name) for each in copies if self.log.holds(each))
+    def _other(self, name: tuple[bytes, bytes], object_id: int) -> int | None:
+        """What takes the place of a lost object: see `tiers.rebuild.Replaced`."""
+        if self._claims is None:
+            assert self.listed is not None
+            found = self.log.replay.found
+            self._claims = {
+                claim: each
+                for each, (_, claim) in found.names.items()
+                if self.log.holds(each) and each not in self._there
+            }
+        other = self.index.sealed_as.get(object_id)
+        if other is None or not self.log.holds(other) or other not in self.log.replay.found.names:
+            other = self._claims.get(b"\0".join(name))
+        return None if other in self.findings.replaced.values() else other
 
     def _unlisted(self, stored: Stored) -> None:
         """An object of the log without a row: a start deletes it, unless it is of a file still being written."""
-        if stored.object_id in self.log.replay.found.snapshots:
+        if stored.object_id in self.log.replay.found.snapshots | set(self.findings.replaced.values()):
             return
         if self.index.is_damaged or not (self.complete or self.log.has_holes):
             return

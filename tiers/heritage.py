@@ -9,7 +9,8 @@ Invariants:
   removed or never sealed does not come back, since a removal takes the row (of a block: the slot's header)
   away first.
 - Afterwards no name row is without bytes, and no unit (`paths.unit_prefix`) without one of its files.
-- An index that is not believed is dropped whole; a newer version's is left alone, and the start refused.
+- Of an index with damaged rows the others are kept (`tiers.salvage`); one whose pages are damaged, or that is old, is
+  dropped whole; a newer version's is left alone, and the start refused.
 
 Concurrency: before the store serves anybody. A child process walks the index first: LMDB trusts its pages,
 and a damaged one ends the process that reads it.
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +54,7 @@ from tiers.rebuild import (
     skip_ids,
 )
 from tiers.replay import Replayed
+from tiers.salvage import add_logged, clear_index, salvage_index
 
 if TYPE_CHECKING:
     from tiers.store import TieredStore
@@ -91,7 +94,7 @@ class Recovery:
 class Heritage:
     """Opens the index of `home`; then `choose` is for `DramTier.open`, and `restore` for the store made of both.
 
-    With a lower tier, an index that is not believed is built anew from its log.
+    With a lower tier, what an index lacks that is not believed comes from its log.
     """
 
     def __init__(
@@ -112,15 +115,17 @@ class Heritage:
         self._rebuilt: int | None = None
         self._killed = not home.clean
         self._is_first = not home.index.exists() and (lower is None or not lower.found.records)
-        self.names, believed = _open_index(home, believe, walk, strict=lower is not None)
-        self._is_believed = believed
+        self.names, state = _open_index(home, believe, walk, lower)
+        self._is_believed, self._is_salvaged = state is _State.WHOLE, state is _State.SALVAGED
         if lower is not None:
-            if not believed:
+            if state is _State.EMPTY:
                 self._rebuilt = rebuild_index(self.names, lower.found)
+            elif state is _State.SALVAGED:
+                self._rebuilt = add_logged(self.names, lower.found.names.items())
             else:
                 settle_snapshots(self.names, lower.found)
             adopt_orphans(self.names, lower.nvme, lower.found)
-            adopt_nameless(self.names, lower.nvme, lower.found)
+            adopt_nameless(self.names, lower.nvme, lower.found, killed=self._killed)
             skip_ids(self.names, lower.found)
         self._cold = None if cold is None else ColdHeritage(self.names, cold)
         self._cold_names: dict[int, Name] = {}
@@ -165,7 +170,7 @@ class Heritage:
             if each.sealed.header.key.kind is Kind.OBJECT
         }
         if self._lower is not None and self._rebuilt is not None:
-            name_survivors(self.names, self._lower.found, objects)
+            name_survivors(self.names, self._lower.found, objects, replace=not self._is_salvaged)
         known = {row.name for row in self._buckets.values()}
         for bucket, key, data in self.names.encoded_rows() if objects else ():
             survivor = None if data is None else objects.get(peek_row(data)[0])
@@ -239,7 +244,7 @@ class Heritage:
             nvme, found = self._lower.nvme, self._lower.found
             assert replaced is not None
             replaced.put()
-            store.journal = restore_copies(store, nvme, found, compare=self._killed)
+            store.journal = restore_copies(store, nvme, found, compare=self._killed or not self._is_believed)
         for name in lost:
             if durable(name.bucket) and self.names.get(name.bucket, name.key) is None:
                 why = "it is damaged" if not self._killed else "it is damaged, or was never answered for"
@@ -407,21 +412,36 @@ def walking(home: Home) -> Iterator[IndexWalk | None]:
         yield None
 
 
-def _open_index(home: Home, believe: bool, walk: IndexWalk | None, *, strict: bool) -> tuple[NameIndex, bool]:
-    """The index of the last service if it may be believed, else an empty one; with the mark of this start.
+class _State(Enum):
+    """What an index was opened with."""
 
-    `strict`: one damaged row is enough to disbelieve it, since a log has the same names, and what the index does
-    not know is deleted there. Otherwise the damaged rows alone are lost.
+    WHOLE = "all that the last service left"
+    SALVAGED = "what holds of it, and with a log the log's buckets"
+    EMPTY = "nothing"
+
+
+def _open_index(
+    home: Home, believe: bool, walk: IndexWalk | None, lower: Lower | None
+) -> tuple[NameIndex, _State]:
+    """The index of the last service as far as it may be believed; with the mark of this start.
+
+    Without a log single damaged rows are found later, and they alone are lost.
     """
-    names = _believed_index(home, walk, strict) if believe else None
-    if names is not None:
+    if believe and (home.index / "data.mdb").exists():
+        names, state = _believed_index(home, walk, strict=lower is not None), _State.WHOLE
+        if names is None and home.index_is_durable:
+            buckets = () if lower is None else lower.found.buckets.values()
+            if salvage_index(home, buckets):
+                names, state = NameIndex.open(home.index), _State.SALVAGED
         try:
-            return _marked(home, names), True
+            if names is not None:
+                return _marked(home, names), state
         except Corrupt as error:  # its free pages, which nobody can walk through
-            log.warning("name index %s: %s: starting with an empty one", home.index, error)
-    _clear(home.index)
+            log.warning("name index %s: %s", home.index, error)
+        log.warning("name index %s: starting with an empty one", home.index)
+    clear_index(home.index)
     names = NameIndex.open(home.index, map_size_bytes=limits.DEFAULT_NAME_MAP_BYTES)
-    return _marked(home, names), False
+    return _marked(home, names), _State.EMPTY
 
 
 def _marked(home: Home, names: NameIndex) -> NameIndex:
@@ -448,9 +468,7 @@ def _renewed(index: Path, walk: IndexWalk | None, strict: bool) -> bool:
     return True
 
 
-def _believed_index(home: Home, walk: IndexWalk | None, strict: bool) -> NameIndex | None:
-    if not (home.index / "data.mdb").exists():
-        return None
+def _believed_index(home: Home, walk: IndexWalk | None, *, strict: bool) -> NameIndex | None:
     if not home.index_is_durable:
         why = "the machine went down while a service ran"
     elif not _renewed(home.index, walk, strict):
@@ -465,12 +483,5 @@ def _believed_index(home: Home, walk: IndexWalk | None, strict: bool) -> NameInd
                 return names
             names.close()
             why = "it is not the one that the last service used"
-    log.warning("name index %s: %s: starting with an empty one", home.index, why)
+    log.warning("name index %s: %s", home.index, why)
     return None
-
-
-def _clear(index: Path) -> None:
-    """Empty the directory, which may be a link to another device."""
-    if index.exists():
-        for file in index.iterdir():
-            file.unlink()

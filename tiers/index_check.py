@@ -33,6 +33,7 @@ from kvfs.name_env import FORMAT_VERSION, MAX_DATABASES, allocated_bytes, is_dam
 from kvfs.name_rows import BucketRow, NameRow, load_row
 from kvfs.name_tree import NameScan, NameTree
 from tiers import cold_index, snapshots
+from tiers.base import Kind
 from tiers.home import Home
 
 if TYPE_CHECKING:
@@ -269,6 +270,14 @@ class IndexReader:
             except Corrupt:
                 yield name, None
 
+    def pairs(self, database: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Every key of another database beside the names, with what is stored there; none where there is none."""
+        try:
+            db = self._env.open_db(database, txn=self._txn, create=False)
+        except lmdb.NotFoundError:
+            return
+        yield from self._txn.cursor(db=db)
+
     def close(self) -> None:
         self._txn.abort()
         self._env.close()
@@ -298,6 +307,10 @@ class IndexCheck:
     bad_buckets: list[bytes] = field(default_factory=list)
     bad_names: list[tuple[bytes, bytes]] = field(default_factory=list)
     names: int = 0
+    sealed_as: dict[int, int] = field(default_factory=dict)
+    """Object id -> id of the copy in the log that was durable before the object was sealed."""
+    cold: set[int] = field(default_factory=set)
+    """Ids of named objects that the cold tier has."""
 
     @property
     def is_damaged(self) -> bool:
@@ -346,3 +359,14 @@ def _read(check: IndexCheck, reader: IndexReader, home: Home) -> None:
         check.names += 1
         if row is None or not key:
             check.bad_names.append((bucket, key))
+    if check.rows_count:
+        check.cold = set(_cold_ids(reader))
+    if check.rows_count and not check.is_damaged:  # with damage it is built anew, without these
+        check.sealed_as = snapshots.sealed_as(reader.pairs(snapshots.DATABASE))
+
+
+def _cold_ids(reader: IndexReader) -> Iterator[int]:
+    for text, stored in reader.pairs(cold_index.DATABASE):
+        name = cold_index.name_of(text, stored)
+        if name is not None and name.key.kind is Kind.OBJECT:
+            yield name.object_id

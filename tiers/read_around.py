@@ -6,7 +6,8 @@ read, instead of being reported as missing.
 Invariants:
 - At most limits.READ_AROUND_BYTES are held, and of one uid half of it: the kernel says when a reader has let go.
 - A copy is sealed against writing before anybody else sees it, and holds verified bytes only.
-- A read that finds no room waits limits.READ_AROUND_WAIT_S for it, and is then Busy: never a miss.
+- A read that finds no room waits limits.READ_AROUND_WAIT_S for it, and is then Busy: never a miss. One for which there
+  never is any is Busy until DRAM has room.
 
 Concurrency: the service's trio thread; `read` awaits.
 """
@@ -22,7 +23,7 @@ import trio
 
 from kvfs import limits
 from kvfs._native.slots import fd_is_held
-from kvfs.errors import Busy, NoSpace
+from kvfs.errors import Busy
 
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 
@@ -54,10 +55,10 @@ class ReadAround:
     async def read(self, size_bytes: int, fill: Callable[[int], Awaitable[object]], *, uid: int) -> int:
         """Return a read-only descriptor of `size_bytes` that `fill` has written; the caller closes it.
 
-        Raises Busy, NoSpace of what is larger than may ever be held, and what `fill` raises.
+        Raises Busy, at once of what is larger than may ever be held, and what `fill` raises.
         """
         if size_bytes > limits.READ_AROUND_BYTES // 2:
-            raise NoSpace(
+            raise Busy(
                 f"DRAM has no room for {size_bytes} bytes; beside it {limits.READ_AROUND_BYTES // 2} are read at most"
             )
         copy = await self._reserve(size_bytes, uid)

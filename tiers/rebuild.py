@@ -1,8 +1,9 @@
 """A start's names and copies from the log: the index built anew, or held against what the records say.
 
 Responsibility: after a replay (`tiers.replay`) and with the name index open, make index, table, catalogue and log
-agree. Three cases: an index that was lost gets its buckets and names from the log; one that is believed decides
-which names exist, since the log is never ahead of it; what only one of the two knows is dropped or logged.
+agree. Three cases: an index that was lost, or part of it (`tiers.salvage`), gets buckets and names from the log; one
+that is believed decides which names exist, since the log is never ahead of it; what only one of the two knows is
+dropped or logged.
 
 Invariants: nothing that the believed index has removed comes back: its records are deleted in the log, so that
 a later start without the index does not see them either. What it has replaced comes back only where the
@@ -52,9 +53,14 @@ def agree(row: NameRow, survivor: Survivor) -> bool:
     return row.sequence == header.sequence and row.size_bytes == survivor.sealed.size_bytes
 
 
-def name_survivors(names: NameIndex, found: Replayed, survivors: dict[int, Survivor]) -> None:
+def name_survivors(
+    names: NameIndex, found: Replayed, survivors: dict[int, Survivor], *, replace: bool
+) -> None:
     """Give durable objects that DRAM has, and the log only in part, the names that the log knows: damage on the device
-    costs nothing of what is in DRAM. The log may be behind the names of a cache's objects whose bytes it let go."""
+    costs nothing of what is in DRAM. The log may be behind the names of a cache's objects whose bytes it let go.
+
+    `replace`: whether the names that are there are the log's as well, so that the newer one counts.
+    """
     for object_id in found.torn.keys() & survivors.keys():
         data, name, sequence = found.torn[object_id]
         row = NameRow.decode(data)
@@ -63,7 +69,7 @@ def name_survivors(names: NameIndex, found: Replayed, survivors: dict[int, Survi
         if where is None or where.class_ != "durable" or not agree(row, survivors[object_id]):
             continue
         known = names.get(bucket, key)
-        if known is None or found.sequences.get(known.object_id, 0) < sequence:
+        if known is None or (replace and found.sequences.get(known.object_id, 0) < sequence):
             names.put(bucket, key, clear_snapshot(row))
 
 
@@ -80,7 +86,14 @@ def adopt_orphans(names: NameIndex, nvme: NvmeTier, found: Replayed) -> None:
             found.names.pop(stored.object_id, None)
 
 
-def adopt_nameless(names: NameIndex, nvme: NvmeTier, found: Replayed) -> None:
+def is_settled(stored: Stored, *, kept: bool, killed: bool) -> bool:
+    """Whether the extents of an object without a name in the log are the last ones: of a file that was written extent
+    by extent a killed service may have left only earlier ones, and without its META nothing says so. In a durable
+    bucket the endings do, before its close is answered."""
+    return kept or not killed or stored.sealed_at_ns != 0
+
+
+def adopt_nameless(names: NameIndex, nvme: NvmeTier, found: Replayed, *, killed: bool) -> None:
     """Objects whose name in the log is lost have the one that a believed index knows. The others mean nothing; they are
     not deleted, since DRAM may have one of them whole, to be written again under its id."""
     nameless = found.nameless
@@ -89,11 +102,13 @@ def adopt_nameless(names: NameIndex, nvme: NvmeTier, found: Replayed) -> None:
         where = names.get_bucket(bucket)
         if data is None or stored is None or where is None:
             continue
-        row = NameRow.decode(data)
+        row, kept = NameRow.decode(data), where.class_ == "durable"
+        if not is_settled(stored, kept=kept, killed=killed):
+            continue
         stored.size_bytes = row.size_bytes
         if has_all(stored, nvme.extent_count(row.size_bytes)):
             del nameless[row.object_id]
-            stored.bucket_id, stored.kept = where.bucket_id, where.class_ == "durable"
+            stored.bucket_id, stored.kept = where.bucket_id, kept
             nvme.adopt(stored)
             found.names[row.object_id] = (data, bucket + b"\0" + key)
             found.unlogged.add(row.object_id)

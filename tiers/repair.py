@@ -18,21 +18,20 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 from kvfs import formats, limits
 from kvfs.formats import SegmentState
 from kvfs.name_env import highest_id
-from kvfs.name_rows import SNAPSHOT, BucketRow, clear_flags
+from kvfs.name_rows import BucketRow, NameRow
 from kvfs.names import NameIndex
 from tiers.fsck import Findings, Log
-from tiers.index_check import MARK
+from tiers.index_check import MARK, IndexReader
 from tiers.log import Deletion
-from tiers.rebuild import skip_ids
+from tiers.rebuild import clear_snapshot, skip_ids
 from tiers.reclaiming import Reclaimer
+from tiers.salvage import add_logged, clear_index, keep_cold, keep_rows, replace_index
 from tiers.segments import GEOMETRY
 from tiers.slot_check import free_slots
 from tiers.verify import SegmentCheck
@@ -146,12 +145,13 @@ def _repair_index(findings: Findings) -> None:
     index, home = findings.index, findings.home
     if index.is_damaged or not index.exists:
         _replace_index(findings)
-    elif findings.dropped_names or findings.restored_ids:
+    elif findings.dropped_names or findings.restored_ids or findings.replaced:
         names = NameIndex.open(home.index, map_size_bytes=limits.DEFAULT_NAME_MAP_BYTES)
         try:
             _mark(findings, names)
             names.remove_many(sorted(findings.dropped_names))
             _restore(findings, names)
+            _replace(findings, names)
         finally:
             names.close()
 
@@ -175,68 +175,42 @@ def _restore(findings: Findings, names: NameIndex) -> None:
             names.put(meta.bucket, meta.key, meta.row)
 
 
+def _replace(findings: Findings, names: NameIndex) -> None:
+    """Rows whose objects are lost stand for what was durable of them before, as a start has it."""
+    if findings.log is not None:
+        for (bucket, key), object_id in findings.replaced.items():
+            names.put(bucket, key, clear_snapshot(findings.log.replay.found.meta(object_id).row))
+
+
 def _replace_index(findings: Findings) -> None:
-    """Build another index beside the old one, then have it take its place."""
+    """Have another index take the place of the old one."""
     home, log = findings.home, findings.log
     if log is None and not findings.index.rows_count:
-        _clear_directory(home.index)
+        clear_index(home.index)
         return
-    beside = home.path / "index.new"
-    shutil.rmtree(beside, ignore_errors=True)
-    names = NameIndex.open(beside, map_size_bytes=limits.DEFAULT_NAME_MAP_BYTES)
-    try:
-        for row in _bucket_rows(findings):
-            names.put_bucket(row)
-        ids: set[int] = set()
-        names.put_many(_kept_rows(findings, names, ids))
+
+    def fill(names: NameIndex) -> None:
+        keep_rows(names, _bucket_rows(findings), _kept_rows(findings))
         if log is not None:
-            logged = _logged_rows(log, names, ids)
-            names.put_many(logged)
+            add_logged(names, log.names())
             skip_ids(names, log.replay.found)
+        if findings.index.rows_count:
+            with IndexReader(findings.index.path) as old:
+                keep_cold(names, old)
         if findings.slots.whole:
             names.skip_ids(highest_id(findings.slots.whole))
         _mark(findings, names)
-    finally:
-        names.close()
-    _clear_directory(home.index)
-    home.index.mkdir(mode=0o700, exist_ok=True)
-    for file in beside.iterdir():
-        shutil.move(file, home.index / file.name)
-    beside.rmdir()
+
+    replace_index(home, fill)
 
 
 def _bucket_rows(findings: Findings) -> Iterator[BucketRow]:
     """Those of the old index first, where they count."""
-    kept = findings.index.buckets if findings.index.rows_count else {}
-    yield from kept.values()
+    if findings.index.rows_count:
+        yield from findings.index.buckets.values()
     if findings.log is not None:
-        ids = {row.bucket_id for row in kept.values()}
-        for row in findings.log.replay.found.buckets.values():
-            if row.bucket_id not in ids and row.name not in kept:
-                yield row
+        yield from findings.log.replay.found.buckets.values()
 
 
-def _kept_rows(findings: Findings, names: NameIndex, ids: set[int]) -> Iterator[tuple[bytes, bytes]]:
-    """(`bucket NUL key`, encoded row)."""
-    for bucket, key, row in findings.index.rows():
-        gone = (bucket, key) in findings.dropped_names or not names.get_bucket(bucket)
-        if row is not None and key and not gone:
-            ids.add(row.object_id)
-            yield bucket + b"\0" + key, row.encode()
-
-
-def _logged_rows(log: Log, names: NameIndex, ids: set[int]) -> Iterator[tuple[bytes, bytes]]:
-    """(`bucket NUL key`, encoded row)."""
-    for object_id, (row, name) in log.names():
-        if object_id in ids:
-            continue
-        bucket, _, key = name.partition(b"\0")
-        if names.get_bucket(bucket) and names.get(bucket, key) is None:
-            yield name, clear_flags(row, SNAPSHOT)
-
-
-def _clear_directory(index: Path) -> None:
-    """Empty it; it may be a link to another device."""
-    if index.exists():
-        for file in index.iterdir():
-            file.unlink()
+def _kept_rows(findings: Findings) -> Iterator[tuple[bytes, bytes, NameRow | None]]:
+    return (each for each in findings.index.rows() if each[:2] not in findings.dropped_names)

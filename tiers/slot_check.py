@@ -40,6 +40,7 @@ class WholeSlot:
     object_id: int
     key: bytes
     is_block: bool
+    bucket_id: int
     size_bytes: int
 
 
@@ -47,8 +48,8 @@ class WholeSlot:
 class BadSlot:
     slot: int
     what: str
-    object_id: int | None
-    """None where the header is damaged."""
+    whole: WholeSlot | None = None
+    """What it would be; None where the header is damaged."""
 
 
 @dataclass(slots=True)
@@ -108,16 +109,16 @@ def _check_header(
 ) -> None:
     raw = SLOT_HEADER.decode(data)
     if raw["seq"] & 1:
-        check.bad.append(BadSlot(slot, "its header was being written when the service ended", None))
+        check.bad.append(BadSlot(slot, "its header was being written when the service ended"))
         return
     if raw["version"] != SLOT_VERSION or raw["header_checksum"] != slot_header_checksum(data):
-        check.bad.append(BadSlot(slot, "its header does not match its checksum", None))
+        check.bad.append(BadSlot(slot, "its header does not match its checksum"))
         return
     check.highest_generation = max(check.highest_generation, raw["generation"])
     if raw["state"] != SlotState.SEALED:
         return
     check.hidden += slot >= used
-    problem = _contradiction(raw)
+    problem, of = _contradiction(raw), None
     if not problem and raw["marks"] & SlotMark.HAS_CHECKSUM:
         try:
             problem = _payload_problem(slotfd, slot, raw)
@@ -125,12 +126,12 @@ def _check_header(
             return  # a start leaves it alone, too
         tick(raw["size_bytes"])
         check.bytes_verified += raw["size_bytes"]
+        is_block = raw["kind"] == Kind.BLOCK
+        of = WholeSlot(slot, raw["object_id"], raw["key"], is_block, raw["bucket_id"], raw["size_bytes"])
         if not problem:
-            is_block = raw["kind"] == Kind.BLOCK
-            whole = WholeSlot(slot, raw["object_id"], raw["key"], is_block, raw["size_bytes"])
-            check.whole[whole.object_id] = whole
+            check.whole[of.object_id] = of
     if problem:
-        check.bad.append(BadSlot(slot, problem, raw["object_id"]))
+        check.bad.append(BadSlot(slot, problem, of))
 
 
 def _contradiction(raw: dict[str, Any]) -> str:

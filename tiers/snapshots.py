@@ -14,7 +14,7 @@ Concurrency: the service's trio thread; each call is one transaction.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
 from kvfs.errors import Corrupt
@@ -31,6 +31,14 @@ _KNOWN: Final = b"snapshots"
 _ROW = struct.Struct("<Q")
 _KEY = struct.Struct(">Q")
 OPEN: Final = 0
+
+
+def sealed_as(pairs: Iterable[tuple[bytes, bytes]]) -> dict[int, int]:
+    """Object id -> id of the copy that it had in the log before it was sealed, of the rows as they are stored."""
+    sound = ((key, value) for key, value in pairs if len(key) == _KEY.size and len(value) == _ROW.size)
+    found = {_ROW.unpack(value)[0]: _KEY.unpack(key)[0] for key, value in sound}
+    found.pop(OPEN, None)
+    return found
 
 
 class SnapshotIndex:

@@ -518,11 +518,14 @@ class TieredStore(Naming):
 
     def _enter_in_table(self, sealed: SealedExtent) -> None:
         key, extent = sealed.header.key, sealed.extent
+        enter = partial(
+            self.table.put, key.digest, int(key.kind), extent.slot, extent.generation, sealed.size_bytes
+        )
         try:
-            self.table.put(key.digest, int(key.kind), extent.slot, extent.generation, sealed.size_bytes)
+            enter()
         except NoSpace:  # a sealing thread took the room that `make_entry_room` had made
             self.make_entry_room()
-            self.table.put(key.digest, int(key.kind), extent.slot, extent.generation, sealed.size_bytes)
+            enter()
 
     # --- reading ------------------------------------------------------------------------------------------
 

@@ -76,6 +76,7 @@ class SegmentCheck:
     """The file is short, or the device fails to read it: it is not to be used again."""
     hopeless: bool = False
     """No header: nothing in the file can be trusted to be of its present life."""
+    has_footer: bool = False
     is_cut: bool = False
     """The end of the file is gone, and no footer says what was there."""
 
@@ -271,6 +272,7 @@ class _Reader:
 
     async def run(self) -> None:
         footer = await self._footer()
+        self.check.has_footer = footer is not None
         if footer is not None:
             for found, head in footer:
                 await self._compare(found, head)

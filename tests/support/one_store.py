@@ -344,33 +344,3 @@ async def _read(store: TieredStore, info: ObjectInfo) -> bytes | None:
         return os.pread(descriptor, info.size_bytes + 1, 0)
     finally:
         os.close(descriptor)
-
-
-def damage_one_place(files: list[Path], chance: random.Random) -> str:
-    """Cut, zero or flip part of one file that was written; what was done. The newest are as likely as all others."""
-    written = sorted(
-        (file for file in files if any(file.read_bytes())), key=lambda file: file.stat().st_mtime_ns
-    )
-    file = written[-1] if chance.random() < 0.5 else chance.choice(written)
-    data = file.read_bytes()
-    end = len(data.rstrip(b"\0"))
-    used = len(data[:-4096].rstrip(b"\0")) if chance.random() < 0.8 else end
-    how = chance.choice(["cut", "zero", "flip"])
-    at = chance.randrange(max(used, 1))
-    if how == "cut":
-        os.truncate(file, at)
-        return f"{file.name} cut at {at} of {used}"
-    if how == "flip":
-        with file.open("r+b") as opened:
-            for place in [
-                at,
-                *(min(at + chance.randrange(2000), end - 1) for _ in range(chance.choice([0, 3]))),
-            ]:
-                opened.seek(place)
-                opened.write(bytes([data[place] ^ 1 << chance.randrange(8)]))
-        return f"{file.name} flipped at {at} of {used}"
-    length = chance.choice([512, 4096, 65_536, len(data)])
-    with file.open("r+b") as opened:
-        opened.seek(at)
-        opened.write(bytes(min(length, len(data) - at)))
-    return f"{file.name} zeroed at {at} for {length} of {used}"

@@ -30,14 +30,17 @@ from kvfs import crashpoints, linux
 from kvfs.cli_fsck import _check
 from kvfs.client import Client, connect
 from kvfs.errors import KvfsError, NoSpace, NotFound, QuotaExceeded
+from kvfs.keys import block_name
 from kvfs.limits import MIB
 from tests.support.crash_harness import fast_directory
+from tests.support.damage import damage_rows
 from tests.support.gateway import ACCESS, REGION, SECRET
 from tests.support.processes import Helper
 from tests.support.service import Service, ServiceFailed
 from tests.support.service_calls import Trigger
 from tests.support.service_journal import EMPTY, Contents, Journal, digest_of
 from tests.support.service_load import (
+    BLOCK_SALTS,
     BLOCKS,
     CACHE,
     DURABLE,
@@ -83,7 +86,9 @@ class Harness:
         self.base = Path(tempfile.mkdtemp(prefix="kvfs-lives-", dir=fast_directory()))
         self.leases: list[Lease] = []
         self.fate = "new"
-        self.lost_by_damage: set[str] = set()
+        self.said_lost: set[str] = set()
+        """What fsck said that the next start misses, as it says it."""
+        self.may_have_lost_more = False
         self.service = Service(mode=place.mode, dram=place.dram, nvme=place.nvme, base=self.base)
         file = self.base / "kvfs.toml"
         file.write_text(self._configuration())
@@ -220,11 +225,18 @@ class Harness:
         shown = look(self.service.mount, made, client, self.s3, names, damaged, self.chance)
         verdict = self.journal.judge(shown.found, PROMISED)
         for name in verdict.lost:
-            if name in self.lost_by_damage:
+            if _as_fsck_says(name) in self.said_lost or self.may_have_lost_more:
                 self.journal.give_up(name)
             else:
-                shown.wrong.append(f"{name} is lost\n    {self.journal.explain(name)}")
-        self.lost_by_damage = set()
+                shown.wrong.append(
+                    f"{name} is lost, and was not said to be\n    {self.journal.explain(name)}"
+                )
+        for name in shown.found:
+            if _as_fsck_says(name) in self.said_lost:
+                shown.wrong.append(
+                    f"{name} is there, and was said to be lost\n    {self.journal.explain(name)}"
+                )
+        self.said_lost, self.may_have_lost_more = set(), False
         shown.wrong += verdict.wrong
         self.journal.observed(shown.found)
         self.tally.right += verdict.right
@@ -442,7 +454,7 @@ class Harness:
         )
 
     def _damage(self, end: str) -> None:
-        """DRAM or index lost, one place of a segment damaged; what fsck says of it is what a start may miss."""
+        """DRAM or index lost, a segment or rows of the index damaged; what fsck says is what a start misses."""
         if self.place.nvme != "0" and self.chance.random() < 0.4:
             self._check_clean()
         if self.chance.random() < 0.2 and not self.place.held:
@@ -451,11 +463,14 @@ class Harness:
         if self.chance.random() < 0.15 and self.place.nvme != "0":
             shutil.rmtree(self.service.data / "index", ignore_errors=True)
             self.fate += ", index lost"
-        if self.place.damage and self.chance.random() < 0.7:
-            self.fate += f", {self._damage_segment()}"
+        if self.place.damage:
+            if self.chance.random() < 0.7:
+                self.fate += f", {self._damage_segment()}"
+            if self.chance.random() < 0.3 and (self.service.data / "index/data.mdb").exists():
+                self.fate += f", {damage_rows(self.service.data / 'index', self.chance)}"
             found = self._fsck()
-            text = "\n".join(f"{each['where']} {each['consequence']}" for each in found["problems"])
-            self.lost_by_damage = {name for name in self.journal.names() if _is_named(name, text)}
+            self.said_lost |= set(found["lost"])
+            self.may_have_lost_more |= found["may_have_lost_more"]
 
     def _lose_dram(self) -> None:
         while tmpfs.is_mounted(self.service.data / "dram"):
@@ -499,8 +514,12 @@ def _is_torn(problem: dict[str, Any]) -> bool:
     return " at " in problem["where"] or "was being written" in problem["what"]
 
 
-def _is_named(name: str, text: str) -> bool:
-    return name in text or (":" in name and name.partition(":")[2] in text)
+def _as_fsck_says(name: str) -> str:
+    """A name of the journal as `kvfs fsck` has it."""
+    bucket, colon, digest = name.partition(":")
+    if colon and bucket in BLOCK_SALTS:
+        return f"{bucket}/{block_name(bytes.fromhex(digest)).decode()}"
+    return name.removesuffix("#pin")
 
 
 def _is_running(pid: int) -> bool:
