@@ -30,7 +30,7 @@ from kvfs.name_rows import SNAPSHOT, BucketRow, clear_flags
 from kvfs.names import NameIndex
 from tiers.fsck import Findings, Log
 from tiers.index_check import MARK
-from tiers.log import Deletion
+from tiers.log_entries import Deletion
 from tiers.rebuild import skip_ids
 from tiers.reclaiming import Reclaimer
 from tiers.segments import GEOMETRY
