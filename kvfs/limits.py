@@ -298,7 +298,8 @@ MAX_ADAPTERS: Final = 4_096
 
 # --- waits -----------------------------------------------------------------------------------------------
 PUBLISH_WAIT_S: Final = 0.5
-"""How long another door waits for a flushed draft whose RELEASE is still on its way (it follows close())."""
+"""How long another door waits for a flushed draft whose RELEASE is still on its way (it follows close()). Then it is
+Busy."""
 STOP_WAIT_S: Final = 10.0
 """How long a clean stop waits for the requests in flight."""
 FINISH_WAIT_S: Final = 4.0

@@ -39,7 +39,7 @@ from mounts.large import begin_copy, large_of, status_of
 from mounts.nodes import Node, NodeTable, OpenDraft
 from tiers.base import Extent
 from tiers.large import LargeDraft
-from tiers.model import Attributes, Draft, Name, ObjectInfo
+from tiers.model import Attributes, Draft, Name, ObjectInfo, Unpublished
 from tiers.store import TieredStore
 
 log = logging.getLogger("kvfs.mount")
@@ -287,16 +287,16 @@ class DraftKeeper:
         """Publish now what was closed a moment ago, so that whoever comes finds it sealed; whether it is."""
         return opened.closed and node.linked and self._publish(node, opened)
 
-    def publish_now(self, name: Name) -> trio.Event | None:
-        """For another door: publish what is closed under `name`. An event where that is still to come."""
+    def publish_now(self, name: Name) -> Unpublished | None:
+        """For another door: publish what is closed under `name`; it is returned where that is still to come."""
         self.catch_up()
         node = self._nodes.resolve(name)
         opened = node.draft if node is not None else None
         if node is None or opened is None or self.publish_if_closed(node, opened):
             return None
-        if opened.writers > 0 and not self._backings.flushed(node.nodeid):
+        if opened.writers > 0 and not (opened.answered or self._backings.flushed(node.nodeid)):
             return None
-        return opened.ended
+        return Unpublished(opened.ended, was_answered=opened.closed or opened.answered)
 
     async def _publish_later(self) -> None:
         while True:

@@ -19,7 +19,7 @@ from kvfs.name_rows import BucketRow, NameRow
 from kvfs.records import MetaBody
 from tiers.base import Kind, StoreKey, object_key
 from tiers.device import ThreadDevice
-from tiers.log import Barrier
+from tiers.log_entries import Barrier
 from tiers.nvme import NvmeTier, Stored
 from tiers.replay import Replayed, open_nvme
 from tiers.segments import Segment

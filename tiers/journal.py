@@ -38,7 +38,7 @@ from tiers.admission import GhostQueue
 from tiers.base import Extent, StoreKey, object_key
 from tiers.device import Device
 from tiers.large import LargeDraft, LargeObjects
-from tiers.log import Barrier, Payload
+from tiers.log_entries import Barrier, Payload
 from tiers.model import Bucket, Name
 from tiers.nvme import Fault, NvmeTier, Stored
 from tiers.snapshots import OPEN, SnapshotIndex
@@ -437,7 +437,7 @@ class NvmeJournal(Journal):
     def renamed(self, object_id: int, name: Name, row: NameRow, replaced: int | None = None) -> None:
         stored = self.nvme.objects.get(object_id)
         was_kept = stored is not None and stored.kept
-        ticket = self._name(object_id, name, row)
+        ticket = self._name(object_id, name, row, moved=True)
         if ticket is not None:  # the old name must not come back, as after a removal
             self._should = ticket
             if was_kept:
@@ -450,10 +450,10 @@ class NvmeJournal(Journal):
         if stored is None:
             self._fence()
         else:
-            self._should = self.nvme.put_name(stored, MetaBody(name.bucket, name.key, row))
+            self._should = self.nvme.put_name(stored, MetaBody(name.bucket, name.key, row), is_final=True)
 
-    def _name(self, object_id: int, name: Name, row: NameRow) -> int | None:
-        """Log what an object is called, if the log has it or must have it; the ticket."""
+    def _name(self, object_id: int, name: Name, row: NameRow, *, moved: bool = False) -> int | None:
+        """Log what an object is called, if the log has it or must have it; the ticket. `moved`: not what it was."""
         bucket = self._store.bucket(name.bucket)
         stored = self.nvme.objects.get(object_id)
         if stored is None:
@@ -463,8 +463,10 @@ class NvmeJournal(Journal):
             self._must = self._put(found)
             return self._must
         stored.bucket_id = bucket.bucket_id
-        self.nvme.keep(stored, bucket.durable or self._pins(row, kept=stored.kept))
-        ticket = self.nvme.put_name(stored, MetaBody(name.bucket, name.key, row))
+        was_kept = stored.kept
+        self.nvme.keep(stored, bucket.durable or self._pins(row, kept=was_kept))
+        is_final = moved and not (was_kept or stored.kept)  # what is kept fails instead
+        ticket = self.nvme.put_name(stored, MetaBody(name.bucket, name.key, row), is_final=is_final)
         if stored.kept:
             stored.ticket = max(stored.ticket, ticket)
             self._must = ticket
@@ -490,7 +492,7 @@ class NvmeJournal(Journal):
             self._fence()
             return
         kept = self.nvme.objects[object_id].kept
-        ticket = self.nvme.drop(object_id, behind=behind)
+        ticket = self.nvme.drop(object_id, behind=behind, is_final=awaited and (behind or not kept))
         if ticket is not None and awaited:
             self._should = ticket
         if ticket is not None and kept and not behind:
@@ -561,7 +563,8 @@ class NvmeJournal(Journal):
         except (NoSpace, DeviceFailed):
             if log.durable_ticket < must:
                 raise
-            # A cache's deletion that the device does not take is done in memory, stays queued, and status says so.
+            # A cache's change that the device does not take is done in memory, stays queued, and status says so; what
+            # it has ended is said beside the segments.
 
     async def persist(self, object_id: int) -> None:
         stored = self.nvme.objects.get(object_id)

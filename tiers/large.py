@@ -35,7 +35,7 @@ from kvfs.errors import KvfsError, NotFound, ObjectTooLarge, Superseded
 from kvfs.formats import EndingKind, RecordType
 from tiers.base import object_key
 from tiers.extents import ExtentCache, extent_memory
-from tiers.log import Location, Record
+from tiers.log_entries import Location, Record
 from tiers.nvme import Guarded, NvmeTier, Piece, Stored, data_header
 
 

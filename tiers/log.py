@@ -10,7 +10,8 @@ Invariants:
 - A batch ends before a barrier until what came before it is durable: so a deletion that makes room for a newer
   object under the same name never becomes durable before that object. Deletions are durable before what
   follows them.
-- What has ended is written beside the segments (`tiers.endings`) before anybody is told that its end is durable.
+- What has ended is written beside the segments (`tiers.endings`) before anybody is told that its end is durable; and
+  that of a cache also while no record can be written, before whoever waits is told of that.
 - After an error of the device nothing is taken for written: the batch is written again, elsewhere when the
   device failed this segment; a sync that failed puts back everything since the last good one.
 
@@ -22,82 +23,22 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Protocol
 
 import trio
 
 from kvfs import crashpoints, limits
 from kvfs._native.slots import xxh3_64
 from kvfs.errors import Corrupt, DeviceFailed, KvfsError, NoSpace, Superseded
-from kvfs.formats import RECORD_HEADER, EndingKind, RecordHeader, RecordType, record_extent
+from kvfs.formats import RECORD_HEADER, RecordHeader, RecordType, record_extent
 from kvfs.records import TombstoneBody
 from tiers.endings import Ending
+from tiers.log_entries import Barrier, Deletion, Entry, Location, Record, final_endings
 from tiers.segments import Segment, SegmentPool, page_up
 
 _log = logging.getLogger("kvfs.nvme")
-
-Location = tuple[int, int]
-"""(segment number, offset in the segment) of a record."""
-
-
-class Payload(Protocol):
-    """Where a DATA record's bytes come from."""
-
-    size_bytes: int
-    checksum: int | None
-    """XXH3-64 if it is known: then other bytes are refused."""
-
-    async def read_into(self, view: memoryview) -> int:
-        """Put the bytes at the start of `view`, which has whole RECORD_ALIGNMENT units; their XXH3-64.
-
-        Raises Superseded when there is nothing to write any more, Corrupt.
-        """
-        ...
-
-
-@dataclass(slots=True)
-class Record:
-    """Something to be written. `header` gets its sequences, sizes and checksums when it is."""
-
-    type: RecordType
-    object_id: int
-    header: dict[str, int | bytes] = field(default_factory=dict)
-    body: bytes = b""
-    payload: Payload | None = None
-    written: Callable[[Location, int, int], None] | None = None
-    """Told where it is, its record_bytes and the payload's checksum; not yet durable. After an error, told again."""
-    lost: Callable[[KvfsError], None] | None = None
-    """Told that it will not be written, or that what was written may not count."""
-    is_essential: Callable[[], bool] = lambda: True
-    """Asked when there is no room for it: only a cache's payload may be given up."""
-    ends: EndingKind | None = None
-    """What it takes the place of: the object's earlier names, or an extent's earlier bytes."""
-    first_sequence: int = 0
-    """No record of its object is older, where it ends any."""
-
-
-@dataclass(slots=True)
-class Barrier:
-    """What follows is written only once everything before is durable."""
-
-
-@dataclass(slots=True)
-class Deletion:
-    """An object or bucket of which no record counts any more; neighbours become one record."""
-
-    object_id: int
-    written: Callable[[], None] | None = None
-    """Told once its record is; not yet durable."""
-    first_sequence: int = 0
-    """No record of the object is older."""
-    is_repeated: bool = False
-    """Its ending is written already."""
-
-
-Entry = Record | Barrier | Deletion
 
 
 class TierFull(NoSpace):
@@ -135,6 +76,8 @@ class Log:
         """Why the device takes no writes now; None while it does."""
         self.reclaim: Callable[[], Awaitable[bool]] | None = None
         """Frees a segment, through `write_now`; False when there is none to gain from. Set by the owner."""
+        self.evicted: dict[int, list[Ending]] = {}
+        """Number of a segment that is not freed yet -> of what reclaim has let go there. Kept by the owner."""
         self._next_sequence = next_sequence
         self._queue: deque[Entry] = deque()
         self._ticket = 0
@@ -287,10 +230,32 @@ class Log:
         if self.trouble is None or type(self.trouble) is not type(error):
             _log.error("the NVMe tier takes no writes: %s", error)
         self.trouble = error
+        await self._end_unwritten()
         self._wanted = self._durable
         self._wake_settled()
         self._wake_popped()
         await trio.sleep(limits.DEVICE_RETRY_S)
+
+    async def _end_unwritten(self) -> None:
+        """Say beside the segments, where there is room for it, what has ended by records that cannot be written: a
+        cache's change is answered all the same."""
+        endings = self.pool.endings
+        try:
+            while found := [*final_endings(self._queue, self._next_sequence), *self._evicted_endings()]:
+                for ending in found:
+                    endings.note(ending)
+                await endings.write()
+                await endings.sync()
+                for evicted in self.evicted.values():
+                    evicted.clear()
+        except (NoSpace, DeviceFailed) as error:
+            _log.error("what has ended cannot be said beside the segments either: %s", error)
+
+    def _evicted_endings(self) -> Iterator[Ending]:
+        """What reclaim has let go may be written again: what it was called, or a block's bytes, up to here."""
+        for evicted in self.evicted.values():
+            for each in evicted:
+                yield each._replace(sequence=self._next_sequence)
 
     async def drain(self) -> None:
         """Write and sync everything, without `run`. Raises NoSpace, DeviceFailed."""

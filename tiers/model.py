@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+import trio
+
 from tiers.base import Extent, StoreKey
 
 
@@ -130,6 +132,16 @@ class Change:
     key: StoreKey | None
     new_name: Name | None = None
     evicted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Unpublished:
+    """A file of the mount that other doors do not see under its name yet, though a descriptor of it was closed."""
+
+    ended: trio.Event
+    """Set once it is published, or dropped."""
+    was_answered: bool
+    """A close of its writer was, or its rename: what had the name before must not be shown any more."""
 
 
 @dataclass(frozen=True, slots=True)

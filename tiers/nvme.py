@@ -29,7 +29,7 @@ checksum and looks the extent up again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -44,7 +44,9 @@ from kvfs.name_rows import BucketRow
 from kvfs.records import BucketBody, MetaBody
 from tiers.base import Kind, StoreKey
 from tiers.device import Device
-from tiers.log import Barrier, Deletion, Location, Log, Payload, Record
+from tiers.endings import Ending
+from tiers.log import Log
+from tiers.log_entries import Barrier, Deletion, Location, Payload, Record
 from tiers.segments import Found, SegmentPool
 
 _log = logging.getLogger("kvfs.nvme")
@@ -192,8 +194,6 @@ class NvmeTier:
         """Dropped objects whose Deletion is not written yet."""
         self._gone: dict[int, Stored] = {}
         """Dropped objects whose Deletion is written, and which somebody still holds."""
-        self._evicted_from: set[int] = set()
-        """Segments that still hold objects that reclaim has let go."""
         self._writings = 0
         self.deletion_ticket = 0
         """Of the newest deletion that waits for nothing: names that became free are settled once it is durable."""
@@ -321,7 +321,7 @@ class NvmeTier:
     @property
     def is_evicting(self) -> bool:
         """Whether a crash could bring back, without any index, what reclaim is about to let go."""
-        return bool(self._evicted_from)
+        return any(self.log.evicted.values())
 
     def begin(self, stored: Stored) -> None:
         """Make an object known whose extents follow with `put_extent`."""
@@ -389,10 +389,10 @@ class NvmeTier:
         if stored.kept:
             self.promised_bytes += more_bytes
 
-    def put_name(self, stored: Stored, meta: MetaBody) -> int:
-        """Queue what the object is called from here on; the ticket."""
+    def put_name(self, stored: Stored, meta: MetaBody, *, is_final: bool = False) -> int:
+        """Queue what the object is called from here on; the ticket. `is_final`: no more as before, in any case."""
         record = self.meta_record(stored, meta.encode(), meta.row.size_bytes)
-        record.first_sequence = stored.first_sequence
+        record.first_sequence, record.is_final = stored.first_sequence, is_final
         record.ends = EndingKind.NAME if stored.is_named else None
         stored.is_named = True
         return self.log.append(record)
@@ -433,10 +433,11 @@ class NvmeTier:
             RecordType.META, stored.object_id, header, body, written=written, lost=lost if moved else None
         )
 
-    def drop(self, object_id: int, *, behind: bool = False) -> int | None:
+    def drop(self, object_id: int, *, behind: bool = False, is_final: bool = False) -> int | None:
         """The object or directory is no more; the ticket of its deletion, None when the log never heard of it.
 
-        `behind`: only once what was queued before is durable, which replaces it.
+        `behind`: only once what was queued before is durable, which replaces it. `is_final`: also where no record can
+        be written.
         """
         stored = self.objects.get(object_id)
         if stored is None:
@@ -447,7 +448,8 @@ class NvmeTier:
             self.log.append(Barrier())
         elif not stored.holders:
             self._forget_bytes(stored)
-        ticket = self.log.append(Deletion(object_id, partial(self._deleted, stored), stored.first_sequence))
+        written = partial(self._deleted, stored)
+        ticket = self.log.append(Deletion(object_id, written, stored.first_sequence, is_final=is_final))
         if not behind:
             self.deletion_ticket = ticket
         return ticket
@@ -535,7 +537,7 @@ class NvmeTier:
         place = self._buckets.pop(bucket_id, None)
         if place is not None:
             self._account(place.place, -1)
-            self.deletion_ticket = self.log.append(Deletion(bucket_id))
+            self.deletion_ticket = self.log.append(Deletion(bucket_id, is_final=True))
 
     # --- books --------------------------------------------------------------------------------------------
 
@@ -743,7 +745,7 @@ class NvmeTier:
 
     def evict(self, stored: Stored, segment: int) -> None:
         """Let an object go that has an extent in this segment, and what has to leave with it."""
-        self._evicted_from.add(segment)
+        self.log.evicted.setdefault(segment, []).extend(_endings_of(stored))
         leaving = self.evicted(stored)
         self._forget(stored)
         self.counts.objects_evicted += 1
@@ -752,7 +754,16 @@ class NvmeTier:
 
     def released(self, segment: int) -> None:
         """The segment has no records any more."""
-        self._evicted_from.discard(segment)
+        self.log.evicted.pop(segment, None)
+
+
+def _endings_of(stored: Stored) -> Iterator[Ending]:
+    """What of an object that left without a Deletion must not come back; the sequence is still to be set."""
+    if stored.key.kind is Kind.OBJECT:
+        yield Ending(stored.object_id, stored.first_sequence, 0, EndingKind.NAME)
+        return
+    for number in range(len(stored.pieces)):
+        yield Ending(stored.object_id, stored.first_sequence, 0, EndingKind.EXTENT, number)
 
 
 class Guarded:

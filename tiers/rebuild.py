@@ -24,7 +24,7 @@ from tiers.adoption import Survivor
 from tiers.base import NO_SLOT, Kind
 from tiers.blocks import Block
 from tiers.journal import NvmeJournal
-from tiers.log import Deletion
+from tiers.log_entries import Deletion
 from tiers.model import Name
 from tiers.nvme import NvmeTier, Stored, has_all
 from tiers.replay import Replayed

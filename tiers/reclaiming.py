@@ -22,7 +22,7 @@ from kvfs import crashpoints, limits
 from kvfs.errors import Corrupt, DeviceFailed, KvfsError
 from kvfs.formats import RecordType
 from kvfs.records import TombstoneBody
-from tiers.log import Deletion, Entry, Location, Record
+from tiers.log_entries import Deletion, Entry, Location, Record
 from tiers.nvme import Guarded, NvmeTier, Piece, Stored, data_header
 from tiers.reclaim import Fate, MoveBudget, SegmentView, choose_segment, tombstone_counts
 from tiers.segments import Found, Segment

@@ -28,7 +28,7 @@ from kvfs.name_rows import BucketRow, NameRow
 from kvfs.names import NameIndex
 from tiers.fsck import Findings, Log
 from tiers.index_check import MARK, IndexReader
-from tiers.log import Deletion
+from tiers.log_entries import Deletion
 from tiers.rebuild import clear_snapshot, skip_ids
 from tiers.reclaiming import Reclaimer
 from tiers.salvage import add_logged, clear_index, keep_cold, keep_rows, replace_index

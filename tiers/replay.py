@@ -35,7 +35,7 @@ from kvfs.records import BucketBody, MetaBody, TombstoneBody, peek_meta
 from tiers.base import Kind, StoreKey, object_key
 from tiers.device import Device
 from tiers.endings import Ended, Ending
-from tiers.log import Location
+from tiers.log_entries import Location
 from tiers.nvme import NvmeTier, Piece, Stored, counted_bytes, has_all
 from tiers.reclaiming import Reclaimer
 from tiers.segments import Listing, Segment, SegmentPool, open_pool

@@ -18,8 +18,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-import trio
-
 from kvfs import limits, paths
 from kvfs._native.table import TIER_COLD, TIER_DRAM, Entry
 from kvfs.errors import (
@@ -39,7 +37,7 @@ from tiers.evictor import Evictor
 from tiers.heritage import unit_of
 from tiers.home import Home
 from tiers.journal import Journal
-from tiers.model import BlockPlaced, Change, ChangeKind, Directory, Draft, Name
+from tiers.model import BlockPlaced, Change, ChangeKind, Directory, Draft, Name, Unpublished
 from tiers.space import SpaceBook
 
 log = logging.getLogger("kvfs.store")
@@ -61,8 +59,8 @@ class Residence(Catalog):
         self.listeners: list[Callable[[Change], None]] = []
         self.before_eviction: list[Callable[[], None]] = []
         """Called before victims are chosen and objects added: doors that answer hits natively report them here."""
-        self.publishers: list[Callable[[Name], trio.Event | None]] = []
-        """Asked to publish a closed draft of this name now; what they return ends when a pending one does."""
+        self.publishers: list[Callable[[Name], Unpublished | None]] = []
+        """Asked to publish a closed draft of this name now; they return one for which that is still to come."""
         self.block_listeners: list[Callable[[BlockPlaced], None]] = []
         """Told when a block comes to a tier or leaves one, and nothing of named objects."""
         self.quota_listeners: list[Callable[[bool], None]] = []

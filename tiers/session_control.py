@@ -11,7 +11,7 @@ anything is checked, and for the log, when everything is done.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from kvfs.codec import encode_object
 from kvfs.errors import (
     AccessDenied,
     BucketNotFound,
+    Busy,
     InvalidNamespace,
     InvalidRequest,
     KvfsError,
@@ -29,7 +30,7 @@ from kvfs.errors import (
 from kvfs.keys import Namespace
 from kvfs.messages import Control, Op, text
 from kvfs.rights import READ, SEARCH, WRITE, allows
-from tiers.model import Attributes, Bucket
+from tiers.model import Attributes, Bucket, Name
 from tiers.session_arguments import Arguments, bucket_object, entry_object
 from tiers.session_large import LARGE_OPERATIONS
 from tiers.session_state import Session
@@ -60,9 +61,9 @@ async def serve_control(service: Service, session: Session, request: Control) ->
         if isinstance(request.arguments.get(key), list):
             await session.store.wait_published(Arguments("", request.arguments).name(key))
     if request.op is Op.REMOVE_NAMES:
-        for name in Arguments(request.op.name, request.arguments).names("names")[: limits.MAX_REMOVED_NAMES]:
-            await session.store.wait_published(name)
-    if request.op in LARGE_OPERATIONS:
+        names = Arguments(request.op.name, request.arguments).names("names")[: limits.MAX_REMOVED_NAMES]
+        result = _remove_names(session, arguments, await session.store.wait_all_published(names))
+    elif request.op in LARGE_OPERATIONS:
         result = await LARGE_OPERATIONS[request.op](session, arguments)
     else:
         result = _OPERATIONS[request.op](service, session, arguments)
@@ -117,7 +118,7 @@ def _remove(service: Service, session: Session, arguments: Arguments) -> JsonObj
     return {}
 
 
-def _remove_names(service: Service, session: Session, arguments: Arguments) -> JsonObject:
+def _remove_names(session: Session, arguments: Arguments, busy: Mapping[Name, Busy]) -> JsonObject:
     names = arguments.names("names")
     expected_ids = arguments.optional_integers("expected_ids", len(names))
     arguments.done()
@@ -127,6 +128,8 @@ def _remove_names(service: Service, session: Session, arguments: Arguments) -> J
     for name, expected_id in zip(names, expected_ids, strict=True):
         try:
             session.access.need_write_in(name)
+            if name in busy:
+                raise busy[name]
             if name.key.endswith(b"/"):
                 session.store.remove_marker(name)
             else:
@@ -392,7 +395,6 @@ _OPERATIONS: dict[Op, Callable[[Service, Session, Arguments], JsonObject]] = {
     Op.OPEN_NAMESPACE: _open_namespace,
     Op.PIN: _pin,
     Op.PROMISE: _promise,
-    Op.REMOVE_NAMES: _remove_names,
     Op.EVICT: _evict,
     Op.SET_ATTRIBUTES: _set_attributes,
     Op.STATUS: _status,

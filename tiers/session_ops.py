@@ -17,7 +17,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -26,7 +26,7 @@ import trio
 
 from kvfs import limits
 from kvfs._native.sealer import SEALS_AT_ONCE
-from kvfs.errors import Corrupt, InvalidRequest, IsDirectory, KvfsError, NotFound, NotPermitted
+from kvfs.errors import Busy, Corrupt, InvalidRequest, IsDirectory, KvfsError, NotFound, NotPermitted
 from kvfs.messages import (
     DIGEST_BYTES,
     NO_PARENT,
@@ -104,8 +104,10 @@ async def serve_batch(session: Session, request: Batch, reply: Reply) -> None:
             await _send_results(session, Op.ABORT, drafts, lambda draft: _abort(session, *draft), reply)
         case OpenNames(names=found):
             wanted = [Name(bucket, key) for bucket, key in found]
-            await _wait_published(session, wanted)
-            await _send_found(session, Op.OPEN_NAMED, wanted, lambda name: _find_name(session, name), reply)
+            busy = await session.store.wait_all_published(wanted)
+            await _send_found(
+                session, Op.OPEN_NAMED, wanted, lambda name: _find_name(session, name, busy), reply
+            )
         case DigestBatch():
             await _serve_digests(session, request, reply)
 
@@ -242,8 +244,10 @@ def _lookup(session: Session, bucket: bytes, digest: bytes) -> ExtentResult:
     return _extent(_block(session, bucket, digest))
 
 
-def _find_name(session: Session, name: Name) -> ObjectInfo:
+def _find_name(session: Session, name: Name, busy: Mapping[Name, Busy]) -> ObjectInfo:
     session.access.need_path(name)
+    if name in busy:
+        raise Busy(str(busy[name]))
     info = session.store.lookup(name)
     if isinstance(info, Directory):
         raise IsDirectory(f"{name} is a directory")
@@ -290,12 +294,6 @@ def _readable(session: Session, handle: int) -> bytes:
 
 def _writable(session: Session, handle: int) -> bytes:
     return session.access.need_bucket(session.namespace_bucket(handle), WRITE | SEARCH).name
-
-
-async def _wait_published(session: Session, names: Sequence[Name]) -> None:
-    with trio.move_on_after(limits.PUBLISH_WAIT_S):
-        for name in names:
-            await session.store.wait_published(name)
 
 
 def _no_extent(status: int) -> Opened:

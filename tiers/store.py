@@ -21,7 +21,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -34,6 +34,7 @@ from kvfs import crashpoints, limits
 from kvfs._native.sealer import Sealed
 from kvfs._native.table import TIER_DRAM, TIER_NVME
 from kvfs.errors import (
+    Busy,
     ConfigError,
     Corrupt,
     Exists,
@@ -46,7 +47,7 @@ from kvfs.errors import (
     WriterActive,
 )
 from kvfs.keys import block_name
-from kvfs.name_rows import SNAPSHOT
+from kvfs.name_rows import RETIRED, SNAPSHOT
 from kvfs.names import NameIndex, NameRow
 from tiers.base import NO_SLOT, Extent, Kind, SealHeader, StoreKey, object_key
 from tiers.base import Sealed as SealedExtent
@@ -596,13 +597,36 @@ class TieredStore(Naming):
         with self.dram.lease(info.extent) as lease:
             return await lease.read_into(0, into)
 
-    async def wait_published(self, name: Name) -> None:
-        """Wait, PUBLISH_WAIT_S at most, while `name` is a draft that is closed but not yet published."""
-        with trio.move_on_after(limits.PUBLISH_WAIT_S):
-            for publish in self.publishers:
-                pending = publish(name)
-                if pending is not None:
-                    await pending.wait()
+    async def wait_published(self, name: Name, deadline: float | None = None) -> None:
+        """Wait, PUBLISH_WAIT_S at most, while `name` is a draft that is closed but not yet published.
+
+        Raises Busy where it still is: what had the name before must not be shown.
+        """
+        deadline = trio.current_time() + limits.PUBLISH_WAIT_S if deadline is None else deadline
+        for publish in self.publishers:
+            is_late = False
+            while (pending := publish(name)) is not None and not is_late:
+                with trio.move_on_at(deadline):
+                    await pending.ended.wait()
+                is_late = trio.current_time() >= deadline
+            if pending is not None and pending.was_answered:
+                raise Busy(f"{name} was closed, and is not published yet")
+        if not self.publishers and self._is_retired(name):
+            raise Busy(f"{name} was closed, and its mount is gone")
+
+    async def wait_all_published(self, names: Sequence[Name]) -> dict[Name, Busy]:
+        """As `wait_published`, as long for all as for one; those that still are not."""
+        deadline, busy = trio.current_time() + limits.PUBLISH_WAIT_S, {}
+        for name in names:
+            try:
+                await self.wait_published(name, deadline)
+            except Busy as error:
+                busy[name] = error
+        return busy
+
+    def _is_retired(self, name: Name) -> bool:
+        row = self._row(name) if name.key else None
+        return row is not None and bool(row.flags & RETIRED)
 
     def capacity(self) -> tuple[int, int]:
         """(capacity, used) in bytes of the largest tier: what a smaller one has, it has too, or will have."""
