@@ -580,8 +580,9 @@ class _Judge:
         other = self._other(name, row.object_id)
         if other is not None:
             self.findings.replaced[name] = other
-            is_copy = other in self.log.replay.found.snapshots  # of a rewrite, which was under way when all ended
-            if by_damage and not reported and not is_copy:
+            # A file that was being rewritten when all ended has nothing damaged.
+            is_rewritten = other in self.log.replay.found.snapshots
+            if by_damage and not reported and not is_rewritten:
                 self.findings.add(where, "has no bytes", "what was durable before takes its place")
             return
         if reported or by_damage:

@@ -222,7 +222,8 @@ class Harness:
     def _look(self, client: Client) -> Look:
         there = {bucket.name for bucket in client.buckets()}
         made = [bucket for bucket in dict.fromkeys(self.buckets) if bucket in there]
-        names, damaged = self.journal.names(), self.lost_by_damage
+        names = self.journal.names()
+        damaged = {n for n in names if self.may_have_lost_more or _as_fsck_says(n) in self.said_lost}
         shown = look(self.service.mount, made, client, self.s3, names, damaged, self.chance)
         verdict = self.journal.judge(shown.found, PROMISED)
         for name in verdict.lost:
