@@ -480,6 +480,8 @@ class DraftKeeper:
         if opened is None:
             return
         opened.overtaken = opened.closed or self._backings.flushed(node.nodeid)
+        if opened.overtaken and node.linked:  # it may have come to the name while the other door changed it
+            self._store.reinstate(self._nodes.name(node))
         if opened.closed:
             self.discard(node)
         else:

@@ -4,17 +4,62 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import trio
 from trio.testing import MockClock
 
 from kvfs.limits import OPEN_PROMISE_S
+from kvfs.name_rows import RETIRED
+from mounts import names
 from mounts.backing import PlainBackings
 from mounts.drafts import DraftKeeper
-from mounts.nodes import NodeTable
+from mounts.nodes import Node, NodeTable, OpenDraft
+from mounts.view import View
 from tiers.model import Attributes, Name, ObjectInfo
 from tiers.store import TieredStore
 
 MIB = 1 << 20
+
+
+@pytest.mark.parametrize("how", ["rename", "seal"])
+def test_a_file_renamed_to_a_name_that_another_door_takes_meanwhile_leaves_it_whole(
+    tmp_path: Path, how: str
+) -> None:
+    """The rename is queued while the other door changes the name, and handled when that tells of it."""
+    with TieredStore.open(tmp_path / "data", dram_bytes=16 * MIB, max_slots=64, backing="directory") as store:
+        store.create_bucket(b"bucket", uid=0, gid=0)
+        backings = PlainBackings()
+        backings.invalidate_entry = lambda parent, name: None  # type: ignore[method-assign]
+        backings.invalidate_attr = lambda nodeid: None  # type: ignore[method-assign]
+        view = View(store, backings, None)
+        parent = view.nodes.add(view.nodes.root, b"bucket", directory=True, ino=2)
+        node = view.drafts.create(parent, b"temporary", mode=0o644, uid=0, gid=0)
+        node.lookups = 1
+        view.drafts.open(node, opened := draft_of(node), writable=True)
+        view.drafts.close(node, opened, writable=True)
+        opened.answered = True
+        queued = [lambda: names.renamed(view, node, parent, parent, b"file", 1)]
+        source, target = Name(b"bucket", b"other"), Name(b"bucket", b"file")
+        info = store.seal(store.reserve(uid=0), source, Attributes())
+        view.catch_up = lambda: queued.pop()() if queued else None
+        store.listeners.append(view.on_change)
+        if how == "rename":
+            store.rename(source, target)
+        else:
+            info = store.seal(store.reserve(uid=0), target, Attributes())
+        assert not queued
+        assert node.draft is None
+        row = store.names.get(b"bucket", b"file")
+        assert row is not None
+        assert not row.flags & RETIRED, "a start would drop what was answered"
+        found = store.lookup(target)
+        assert isinstance(found, ObjectInfo)
+        assert found.key == info.key
+
+
+def draft_of(node: Node) -> OpenDraft:
+    assert node.draft is not None
+    return node.draft
 
 
 async def test_a_reader_publishes_no_draft_that_its_writer_has_not_opened(

@@ -331,6 +331,15 @@ class Naming(Copies):
                 self.journal.retired(row.object_id, name, retired)
         return not is_durable
 
+    def reinstate(self, name: Name) -> None:
+        """What has this name counts again: the file that was to take it has given way."""
+        row = self._row(name)
+        if row is not None and row.flags & RETIRED:
+            row = _unretired(row)
+            self.names.put(name.bucket, name.key, row)
+            if not self.bucket(name.bucket).durable:
+                self.journal.renamed(row.object_id, name, row)
+
     def _renamed(self, row: NameRow, src: Name, dst: Name, *, replaced: int | None = None) -> None:
         if not row.flags & DIRECTORY:
             digest = object_key(row.object_id).digest
