@@ -335,13 +335,14 @@ class Harness:
         if not trigger.ending.is_set():
             trigger.fire()
         stuck = [worker.number for worker, thread in zip(workers, threads, strict=True) if thread.is_alive()]
+        under_way = "\n".join(self.journal.under_way())
         if stuck:
             self.service.kill()
         wrong = [fault for worker in workers for fault in worker.wrong]
         for worker in workers:
             self.tally.said += worker.said
         self.tally.most_bytes = max(self.tally.most_bytes, most)
-        assert not stuck, f"{self.where}: workers {stuck} hang\n{self.service.log()[-3000:]}"
+        assert not stuck, f"{self.where}: workers {stuck} hang in\n{under_way}\n{self.service.log()[-3000:]}"
         assert not wrong, f"{self.where}: " + "\n".join(wrong) + self.service.log()[-2000:]
         assert most <= MAX_ANONYMOUS_BYTES, f"{self.where}: {most} bytes of memory"
 

@@ -170,6 +170,10 @@ class Journal:
                 values.add(None)  # nothing was ever answered: it is a name that may not be there yet
             return values
 
+    def under_way(self) -> list[str]:
+        with self._lock:
+            return [f"{change} of {sorted(change.assignments)}" for change in self._under_way]
+
     def names(self) -> list[str]:
         with self._lock:
             return list(self._names)
