@@ -270,7 +270,7 @@ class DraftKeeper:
         dropped = opened.torn or opened.overtaken or (opened.failed and not opened.answered)
         if opened.awaited and not dropped:
             return
-        if dropped or not node.linked:
+        if dropped or opened.untouched or not node.linked:
             if dropped or opened.handles == 0:
                 self.discard(node)
             return

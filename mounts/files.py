@@ -99,6 +99,8 @@ class OpenFiles:
         except (KvfsError, OSError):
             self._view.drafts.discard(node)
             raise
+        finally:
+            self._view.promises.end(pid)
 
     async def open(self, node: Node, flags: int, *, uid: int, pid: int) -> tuple[int, bool]:
         """Open a draft, or a sealed object for reading: the handle's number, and whether its bytes are sealed.
@@ -106,7 +108,7 @@ class OpenFiles:
         A sealed object is not opened for writing, but the draft that takes its place. Superseded where that, or what
         took the name, is another node: the kernel looks the name up again, and the thread has what it finds then.
         """
-        promise = self._view.promises.of(pid)
+        promise = self._promise_for(flags, pid)
         try:
             if promise is None:
                 opened = await self._open_current(node, flags, uid, pid)
@@ -215,6 +217,15 @@ class OpenFiles:
 
     # --- after a race that was lost -----------------------------------------------------------------------
 
+    def _promise_for(self, flags: int, pid: int) -> Promise | None:
+        """What the thread was promised for this open; what it was for another one ends."""
+        promise = self._view.promises.of(pid)
+        empties = bool(flags & os.O_TRUNC)
+        if promise is not None and (promise.writes, promise.empties) != (_writes(flags) or empties, empties):
+            self._view.promises.end(pid)
+            return None
+        return promise
+
     def promise(
         self, node: Node | None, flags: int, error: Superseded | None = None, *, uid: int, pid: int
     ) -> None:
@@ -238,7 +249,7 @@ class OpenFiles:
         finds a file that was not there when he looked has it where its mode says so.
         """
         view = self._view
-        promise = view.promises.of(pid)
+        promise = self._promise_for(flags, pid)
         node = view.find(parent, component)
         if promise is None or node is None or not _may_open(view.attributes(node), flags, uid, gid):
             self.promise(None, flags, uid=uid, pid=pid)
@@ -266,7 +277,7 @@ class OpenFiles:
         return node
 
     async def _keep_draft(self, node: Node, promise: Promise, pid: int) -> Node:
-        found = await self.begin_rewrite(node, uid=promise.uid, pid=pid, keep_bytes=not promise.empties)
+        found = await self.begin_rewrite(node, uid=promise.uid, pid=pid, keep_bytes=True)
         if found.draft is not None:
             self._keep(promise, found, found.draft, pid)
         return found

@@ -8,6 +8,8 @@ Responsibility: who has such a promise, what is kept for him, and for how long. 
 
 Invariants: one promise per thread, since a thread waits in its system call; at most limits.MAX_OPEN_PROMISES, past
 which the second ESTALE is possible again. What is kept is let go of exactly once: by the open or when the time is over.
+Nobody knows which system call a LOOKUP belongs to: what is made for it has the bytes that the name had, and a promise
+ends with an open of other flags, which is another call.
 
 Concurrency: the service's trio thread; a task of its own ends promises.
 """
