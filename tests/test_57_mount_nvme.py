@@ -315,7 +315,9 @@ def test_attributes_can_be_set_just_after_a_close(service: Service) -> None:
         assert os.getxattr(path, "user.kvfs.pin") == b"%d" % (number % 2)
 
 
-def test_a_pin_that_is_set_before_the_close_keeps_a_file_from_being_evicted_after_it(service: Service) -> None:
+def test_a_pin_that_is_set_before_the_close_keeps_a_file_from_being_evicted_after_it(
+    service: Service,
+) -> None:
     """A file of a cache bucket may be evicted before who closed it comes back to pin it."""
     directory = service.mount / "bucket/flood"
     directory.mkdir(parents=True)
