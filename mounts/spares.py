@@ -4,7 +4,9 @@ Responsibility: keep a few of them at the loop while files are being created, tu
 into open files, and give the rest back at the end.
 
 Invariants: a spare has a slot, a nodeid, a file id and a handle, and no bytes; it counts as a slot in use and as
-nobody's draft. They are at most SPARE_DRAFTS and one slot in SLOTS_PER_SPARE_DRAFT.
+nobody's draft; who is given it is charged for it as for any draft, once this thread hears of it. They are at most
+SPARE_DRAFTS and one slot in SLOTS_PER_SPARE_DRAFT, and there are none while they could lead a uid past its share of the
+slots: creations are calls then, and refused there.
 
 Concurrency: the service's trio thread; the loop's thread takes spares at any time.
 """
@@ -15,7 +17,6 @@ import logging
 import os
 import stat
 
-from kvfs import limits
 from kvfs._native.fuse_loop import Call, FuseLoop
 from kvfs.errors import KvfsError
 from mounts.files import OpenFiles
@@ -34,16 +35,16 @@ class SpareDrafts:
         self._files = files
         self._made: dict[int, tuple[Extent, int]] = {}
         self._wanted = 0
+        view.store.share_listeners.append(self._withhold)
 
     def wanted(self) -> None:
         """Files are being created: keep spares from now on."""
-        slots = self._view.store.dram.usage().max_slots
-        self._wanted = min(limits.SPARE_DRAFTS, slots // limits.SLOTS_PER_SPARE_DRAFT)
+        self._wanted = self._view.store.space.most_spares
 
     def refill(self) -> None:
         """Make the spares that are missing, as far as there is room without eviction."""
         try:
-            while self._loop.spares < self._wanted:
+            while self._loop.spares < self._wanted and not self._view.store.space.is_share_near:
                 self._add()
         except (KvfsError, OSError) as error:
             log.debug("no spare draft is made: %s", error)
@@ -88,8 +89,14 @@ class SpareDrafts:
         self._files.adopt(node, call.offset, pid=call.pid)
         view.touch(view.nodes.get(call.nodeid), call.when_ns)
 
+    def _withhold(self, near: bool) -> None:
+        """Take back what is at the loop while some uid is near to its share of the slots."""
+        while near and (nodeid := self._loop.spare_take()):
+            self._drop(nodeid)
+
     def close(self) -> None:
         """Give all spares back, when the loop has stopped."""
+        self._view.store.share_listeners.remove(self._withhold)
         while self._loop.spare_take():
             pass
         for nodeid in list(self._made):  # also what was given away and never heard of

@@ -314,3 +314,37 @@ def test_a_stop_in_the_middle_of_a_synced_rewrite_is_no_damage(service: Service)
     assert checked.returncode == 0, checked.stdout
     service.restart()
     assert path.read_bytes() == b"first second"
+
+
+def test_attributes_can_be_set_just_after_a_close(service: Service) -> None:
+    """Whatever is becoming of the file then: a draft, being published, on its way to NVMe, or replaced once more."""
+    directory = service.mount / "bucket/pinned"
+    directory.mkdir(parents=True)
+    order = random.Random(57)
+    for number in range(400):
+        path = directory / f"{order.randrange(8)}"
+        if order.random() < 0.3:
+            (directory / "aside").write_bytes(order.randbytes(order.randrange(20_000)))
+            os.rename(directory / "aside", path)
+        else:
+            path.write_bytes(order.randbytes(order.randrange(20_000)))
+        for _ in range(order.choice((0, 0, 1, 5, 20))):
+            os.stat(path)
+        os.setxattr(path, "user.kvfs.pin", b"%d" % (number % 2))
+        assert os.getxattr(path, "user.kvfs.pin") == b"%d" % (number % 2)
+
+
+def test_a_pin_that_is_set_before_the_close_keeps_a_file_from_being_evicted_after_it(
+    service: Service,
+) -> None:
+    """A file of a cache bucket may be evicted before who closed it comes back to pin it."""
+    directory = service.mount / "bucket/flood"
+    directory.mkdir(parents=True)
+    with (service.mount / "bucket/kept").open("wb") as file:
+        file.write(b"kept")
+        file.flush()
+        os.setxattr(file.fileno(), "user.kvfs.pin", b"1")
+    for number in range(40):
+        (directory / f"{number}").write_bytes(bytes(3 * MIB))
+    assert (service.mount / "bucket/kept").read_bytes() == b"kept"
+    assert os.getxattr(service.mount / "bucket/kept", "user.kvfs.pin") == b"1"

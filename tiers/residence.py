@@ -66,6 +66,9 @@ class Residence(Catalog):
         self.quota_listeners: list[Callable[[bool], None]] = []
         """Told when some uid comes to be charged for more than its quota, and when none is any more."""
         self.over_quota = False
+        self.share_listeners: list[Callable[[bool], None]] = []
+        """Told when some uid comes near to its share of the slots (`SpaceBook.is_share_near`), and when none is."""
+        self._is_share_near = False
         usage = dram.usage()
         self.space = SpaceBook(usage.capacity_bytes, quota_bytes, usage.max_slots)
         self._largest_bytes = usage.largest_object_bytes
@@ -148,6 +151,7 @@ class Residence(Catalog):
         except NoSpace:
             extent = self._evicting(size_bytes, lambda: self.dram.reserve(size_bytes))
         self.space.opened(uid, size_bytes)
+        self._watch_shares()
         return Draft(extent, uid, size_bytes)
 
     def prepare(self) -> Extent:
@@ -155,8 +159,9 @@ class Residence(Catalog):
         return self.dram.reserve(0)
 
     def grant(self, extent: Extent, *, uid: int) -> Draft:
-        """Make what was prepared a draft of `uid`, whose quota the caller has looked at."""
+        """Make what was prepared a draft of `uid`, whose quota and share of the slots the caller has looked at."""
         self.space.opened(uid, 0)
+        self._watch_shares()
         return Draft(extent, uid, 0)
 
     def promise(self, draft: Draft, size_bytes: int) -> None:
@@ -204,6 +209,7 @@ class Residence(Catalog):
         if draft.open:
             draft.open = False
             self.space.closed(draft.uid, draft.size_hint_bytes, sealed_bytes)
+            self._watch_shares()
 
     # --- space --------------------------------------------------------------------------------------------
 
@@ -250,6 +256,13 @@ class Residence(Catalog):
             self.over_quota = over
             for listener in self.quota_listeners:
                 listener(over)
+
+    def _watch_shares(self) -> None:
+        near = self.space.is_share_near
+        if near != self._is_share_near:
+            self._is_share_near = near
+            for listener in self.share_listeners:
+                listener(near)
 
     def _report_hits(self) -> None:
         """Reads that were answered natively count before what comes next, not when eviction happens to ask."""

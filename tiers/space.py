@@ -1,7 +1,7 @@
 """How much room to keep free, and what one uid may hold: pure arithmetic over explicit state.
 
 Responsibility: the headroom that background eviction keeps (writes through the mount do not ask the
-service first, so room must be there before they come) and the byte quota per uid.
+service first, so room must be there before they come), the byte quota per uid, and its share of the slots.
 
 Concurrency: the service's trio thread.
 """
@@ -37,6 +37,23 @@ class SpaceBook:
     _reserved: dict[int, int] = field(default_factory=dict)
     _drafts: Counter[int] = field(default_factory=Counter)
     """uid -> its open drafts."""
+    _near_share: set[int] = field(default_factory=set)
+    """Those who lack no more drafts to their share than there may be spares that nobody is charged for yet."""
+
+    @property
+    def is_share_near(self) -> bool:
+        """Whether some uid is so near to its share of the slots that spare drafts could lead it past that."""
+        return bool(self._near_share)
+
+    @property
+    def most_drafts(self) -> int:
+        """One uid's share of the slots."""
+        return max(1, self.max_slots // limits.DRAFT_SHARE_OF_SLOTS)
+
+    @property
+    def most_spares(self) -> int:
+        """Drafts that may be made before anybody is charged for them."""
+        return min(limits.SPARE_DRAFTS, self.max_slots // limits.SLOTS_PER_SPARE_DRAFT)
 
     def headroom_bytes(self) -> int:
         """Room to keep free: two objects of the recent size for every open draft, within the shares above."""
@@ -56,15 +73,16 @@ class SpaceBook:
 
     def check_drafts(self, uid: int) -> None:
         """Raise QuotaExceeded when one more draft of `uid` would take more than its share of the slots."""
-        most = max(1, self.max_slots // limits.DRAFT_SHARE_OF_SLOTS)
-        if self._drafts[uid] >= most:
+        if self._drafts[uid] >= self.most_drafts:
             raise QuotaExceeded(
-                f"uid {uid} has {self._drafts[uid]} drafts open: {most} is its share of the slots"
+                f"uid {uid} has {self._drafts[uid]} drafts open: {self.most_drafts} is its share of the slots"
             )
 
     def opened(self, uid: int, size_bytes: int) -> None:
         self.open_drafts += 1
         self._drafts[uid] += 1
+        if self._drafts[uid] >= self.most_drafts - self.most_spares:
+            self._near_share.add(uid)
         self._reserved[uid] = self._reserved.get(uid, 0) + size_bytes
 
     def promised(self, uid: int, more_bytes: int) -> None:
@@ -75,6 +93,8 @@ class SpaceBook:
         """A draft ended; `sealed_bytes` is its size, None when it was aborted."""
         self.open_drafts -= 1
         self._drafts[uid] -= 1
+        if self._drafts[uid] < self.most_drafts - self.most_spares:
+            self._near_share.discard(uid)
         if not self._drafts[uid]:
             del self._drafts[uid]
         left = self._reserved.get(uid, 0) - size_hint_bytes
