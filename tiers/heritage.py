@@ -109,26 +109,33 @@ class Heritage:
         began = time.monotonic()
         self._home = home
         self._lower = lower
-        self._rebuilt: int | None = None
         self._killed = not home.clean
         self._is_first = not home.index.exists() and (lower is None or not lower.found.records)
-        self.names, believed = _open_index(home, believe, walk, strict=lower is not None)
-        self._is_believed = believed
-        if lower is not None:
-            if not believed:
-                self._rebuilt = rebuild_index(self.names, lower.found)
-            else:
-                settle_snapshots(self.names, lower.found)
-            adopt_orphans(self.names, lower.nvme, lower.found)
-            adopt_nameless(self.names, lower.nvme, lower.found)
-            skip_ids(self.names, lower.found)
-        self._cold = None if cold is None else ColdHeritage(self.names, cold)
+        self.names, self._is_believed = _open_index(home, believe, walk, strict=lower is not None)
+        try:
+            self._rebuilt = None if lower is None else self._agree_with_log(lower)
+            self._cold = None if cold is None else ColdHeritage(self.names, cold)
+            self._buckets = {row.bucket_id: row for row in self.names.buckets()}
+        except BaseException:
+            self.give_up()
+            raise
         self._cold_names: dict[int, Name] = {}
-        self._buckets = {row.bucket_id: row for row in self.names.buckets()}
         self._named: dict[int, tuple[Name, NameRow]] = {}
         """Object id -> the name and row of a survivor."""
         self._index_s = time.monotonic() - began
         self._began = time.monotonic()
+
+    def _agree_with_log(self, lower: Lower) -> int | None:
+        """How many names were taken from the log; None where the index is believed."""
+        nvme, found, rebuilt = lower.nvme, lower.found, None
+        if self._is_believed:
+            settle_snapshots(self.names, found)
+        else:
+            rebuilt = rebuild_index(self.names, found)
+        adopt_orphans(self.names, nvme, found)
+        adopt_nameless(self.names, nvme, found)
+        skip_ids(self.names, found)
+        return rebuilt
 
     @property
     def below(self) -> tuple[int, int]:
@@ -143,19 +150,7 @@ class Heritage:
 
     def give_up(self) -> None:
         """The start has failed: close the index, and leave the data directory as clean as it was found."""
-        mark = self._home.found_mark
-
-        def give_back() -> bool:
-            self.names.put_meta(MARK, mark.encode())
-            return self.names.close()
-
-        try:
-            if mark and self._is_believed:
-                self._home.undo_begin(mark, give_back)
-        except (KvfsError, OSError) as error:
-            log.warning("%s: not as clean as it was found: %s", self._home.path, error)
-        finally:
-            self.names.close()
+        _give_up(self._home, self.names, is_believed=self._is_believed)
 
     def choose(self, survivors: list[Survivor]) -> list[Survivor]:
         """Those that have a name or a bucket, the dearest first."""
@@ -416,7 +411,7 @@ def _open_index(home: Home, believe: bool, walk: IndexWalk | None, *, strict: bo
     names = _believed_index(home, walk, strict) if believe else None
     if names is not None:
         try:
-            return _marked(home, names), True
+            return _marked(home, names, is_believed=True), True
         except Corrupt as error:  # its free pages, which nobody can walk through
             log.warning("name index %s: %s: starting with an empty one", home.index, error)
     _clear(home.index)
@@ -424,16 +419,33 @@ def _open_index(home: Home, believe: bool, walk: IndexWalk | None, *, strict: bo
     return _marked(home, names), False
 
 
-def _marked(home: Home, names: NameIndex) -> NameIndex:
+def _marked(home: Home, names: NameIndex, *, is_believed: bool = False) -> NameIndex:
     """The index, with the mark of this start. Raises Corrupt, and then it is closed."""
     try:
         home.begin((names.get_meta(MARK) or b"").decode(errors="replace"))
         names.put_meta(MARK, home.start.encode())
         home.begun()
     except BaseException:
-        names.close()
+        _give_up(home, names, is_believed=is_believed)
         raise
     return names
+
+
+def _give_up(home: Home, names: NameIndex, *, is_believed: bool) -> None:
+    """Close the index with the mark that it had, and have the directory say what it said."""
+    mark = home.found_mark
+
+    def give_back() -> bool:
+        names.put_meta(MARK, mark.encode())
+        return names.close()
+
+    try:
+        if mark and is_believed:
+            home.undo_begin(mark, give_back)
+    except (KvfsError, OSError) as error:
+        log.warning("%s: not as clean as it was found: %s", home.path, error)
+    finally:
+        names.close()
 
 
 def _renewed(index: Path, walk: IndexWalk | None, strict: bool) -> bool:
