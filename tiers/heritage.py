@@ -34,6 +34,7 @@ from kvfs.sizes import format_size
 from tiers.adoption import ENTRY_PINNED, Survivor
 from tiers.base import Kind
 from tiers.blocks import Block
+from tiers.bucket_files import BucketFiles
 from tiers.cold_bucket import ColdOptions
 from tiers.cold_restore import ColdHeritage
 from tiers.home import Home
@@ -131,7 +132,7 @@ class Heritage:
         if self._is_believed:
             settle_snapshots(self.names, found)
         else:
-            rebuilt = rebuild_index(self.names, found)
+            rebuilt = rebuild_index(self.names, found, BucketFiles(self._home.path).load())
         adopt_orphans(self.names, nvme, found)
         adopt_nameless(self.names, nvme, found)
         skip_ids(self.names, found)

@@ -148,7 +148,7 @@ class Home:
             _write_format(self.path, new)
         finally:
             with suppress(OSError):
-                self._spare_fd = os.dup(self._lock_fd)
+                self._spare_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def _give_spare(self) -> None:
         if self._spare_fd >= 0:

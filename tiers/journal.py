@@ -36,6 +36,7 @@ from kvfs.name_rows import PINNED, BucketRow, NameRow
 from kvfs.records import MetaBody
 from tiers.admission import GhostQueue
 from tiers.base import Extent, StoreKey, object_key
+from tiers.bucket_files import BucketFiles
 from tiers.device import Device
 from tiers.large import LargeDraft, LargeObjects
 from tiers.log_entries import Barrier, Payload
@@ -240,6 +241,7 @@ class NvmeJournal(Journal):
         self._large = LargeObjects(nvme)
         self._store = store
         self._snapshots = SnapshotIndex(store.names.environment)
+        self.buckets = BucketFiles(store.home.path)
         self._ghosts = GhostQueue()
         self._behind: OrderedDict[bytes, None] = OrderedDict()
         """Keys of objects that are to be written when their turn comes."""
@@ -549,11 +551,13 @@ class NvmeJournal(Journal):
             self.nvme.keep(stored, pinned and room)
 
     def bucket(self, row: BucketRow) -> None:
+        self.buckets.put(row)
         self._should = self.nvme.put_bucket(row)
         if row.class_ == "durable":
             self._must = self._should
 
     def bucket_removed(self, bucket_id: int) -> None:
+        self.buckets.remove(bucket_id)
         self.nvme.drop_bucket(bucket_id)
 
     # --- waiting ------------------------------------------------------------------------------------------

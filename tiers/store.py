@@ -179,7 +179,7 @@ class TieredStore(Naming):
         quota_bytes: int,
         make_policy: Callable[[], EvictionPolicy[bytes]],
     ) -> Self:
-        """A store over an open lower tier, once what it has decided is on the device; both are closed where that fails."""
+        """A store over an open lower tier, its decisions on the device; where that fails both are closed."""
         crashpoints.reach("start.after_log")
         try:
             store, on_failure = cls._open(home, make_heritage(), open_tier, quota_bytes, make_policy)
