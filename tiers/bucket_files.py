@@ -1,11 +1,11 @@
 """What buckets there are, a second time: a small file for each, away from segments and index.
 
-Responsibility: `buckets/<bucket id>` in the data directory repeats each bucket's row. A segment that is damaged takes the
-BUCKET records in it along; where the index is lost, too, every name of such a bucket would be lost with one record.
+Responsibility: `buckets/<bucket id>` in the data directory repeats each bucket's row. A segment that is damaged takes
+the BUCKET records in it along; where the index is lost, too, every name of such a bucket would be lost with one record.
 
-Invariants: a file is there, synced, before the bucket's record is queued, and gone before its deletion is. So it is never
-older than a record; where it cannot be written it is removed, and the log alone knows. What holds counts only for an index
-that is built anew, and never where the log says that the bucket has ended.
+Invariants: a file is there, synced, before the bucket's record is queued, and gone before its deletion is. So it is
+never older than a record; where it cannot be written it is removed, and the log alone knows. What holds counts only for
+an index that is built anew, and never where the log says that the bucket has ended.
 
 Concurrency: the service's trio thread. A change blocks it for two syncs, and buckets change seldom.
 """

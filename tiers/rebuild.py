@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 def rebuild_index(names: NameIndex, found: Replayed, repeated: Mapping[int, BucketRow]) -> int:
-    """Fill an empty index with the buckets and names of the log; how many names. `repeated`: buckets by id, as they were
-    written beside it, which are never older than the log's."""
+    """Fill an empty index with the buckets and names of the log; how many names. `repeated`: buckets by id, as they
+    were written beside it, which are never older than the log's."""
     buckets = found.buckets | {each: row for each, row in repeated.items() if each not in found.dead}
     by_name = {buckets[each].name: buckets[each] for each in sorted(buckets)}
     for row in by_name.values():
