@@ -291,7 +291,7 @@ class Replay:
                 self.found.losers.append(object_id)
                 continue
             if not (whole and stored.pieces) and not flags & DIRECTORY:
-                self.found.torn[object_id] = (row, name, self.newest[object_id])
+                self.found.torn[object_id] = (row, name, self.newest.get(object_id, 0))
                 continue
             if flags & SNAPSHOT:
                 self.found.snapshots.add(object_id)
