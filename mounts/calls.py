@@ -205,6 +205,7 @@ class CallServer:
             above, below = view.directory(call.nodeid), view.directory(call.other)
             names.rename(view, above, call.name, below, call.new_name, call.flags)
             await view.store.journal.settle()
+            view.drafts.retire_settled()
         except (KvfsError, OSError) as error:
             number = errno_of(error, "a rename")
         self._loop.answer_status(call.unique, number)
@@ -220,6 +221,7 @@ class CallServer:
         number = 0
         try:
             await self._view.store.journal.settle()
+            self._view.drafts.retire_settled()
         except KvfsError as error:
             number = errno_of(error, "a change of names")
         self._loop.answer_status(unique, number)

@@ -25,6 +25,7 @@ import logging
 import os
 import stat
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -68,6 +69,9 @@ class DraftKeeper:
         self._due: dict[int, tuple[Node, OpenDraft]] = {}
         self._ripe: dict[int, tuple[Node, OpenDraft]] = {}
         self._due_changed = trio.Event()
+        self._renamed: deque[tuple[int, Node, OpenDraft]] = deque()
+        """Drafts that took a name in a durable bucket, each with the ticket of its record; those of renames that are
+        not answered, which the log's queue bounds."""
         self.is_publishing = False
         self.writers_changed = trio.Event()
         self.writers = 0
@@ -468,10 +472,22 @@ class DraftKeeper:
         return opened.snapshot is not None
 
     def renamed_over(self, node: Node) -> None:
-        """The draft has taken another's name: before that is answered, as `settle_change`."""
-        if node.draft is not None and node.linked:
-            node.draft.answered = True
+        """The draft has taken another's name: before that is answered, as `settle_change`. What was durable stays until
+        its successor is, which `retire_settled` sees to."""
+        if node.draft is None or not node.linked:
+            return
+        node.draft.answered = True
+        if self.is_durable(node):
+            self._renamed.append((self._store.journal.promised, node, node.draft))
+        else:
             self._store.retire(self._nodes.name(node))
+
+    def retire_settled(self) -> None:
+        """Before a rename is answered that is durable: what lost its name by that does not come back."""
+        while self._renamed and self._store.journal.has_settled(self._renamed[0][0]):
+            _, node, opened = self._renamed.popleft()
+            if node.draft is opened and node.linked:
+                self._store.retire(self._nodes.name(node))
 
     def overtake(self, node: Node) -> None:
         """Another door has sealed an object under the draft's name: it takes the place of a draft that was closed
@@ -656,7 +672,8 @@ class DraftKeeper:
             durable_bytes = opened.draft.persisted_bytes
             if durable_bytes is not None and size_bytes < durable_bytes:
                 opened.draft.persisted_bytes = size_bytes
-                self.rename_snapshot(node)  # the log has the size before the cut extent, which ends in zeros
+                self.rename_snapshot(node)
+                self._store.journal.keep_order()  # the size before the cut extent, behind which are zeros
             await opened.draft.truncate(size_bytes)
             if durable_bytes is not None:  # what was cut off is not kept for what is durable of it
                 await self.persist(node, opened)

@@ -212,6 +212,7 @@ class Operations(pyfuse3.Operations):
             await self.view.drafts.persist(unsettled, unsettled.draft)
         names.rename(self.view, above, name_old, below, name_new, flags)
         await self.view.store.journal.settle()
+        self.view.drafts.retire_settled()
 
     @answers_errno
     async def mknod(

@@ -18,6 +18,10 @@ import pytest
 import trio
 
 from kvfs import crashpoints
+from kvfs.name_rows import RETIRED
+from mounts import names
+from mounts.backing import PlainBackings
+from mounts.view import View
 from tests.support.crash_harness import fast_directory
 from tests.support.one_store import CACHE, DURABLE, abandon, fill, look, start, sync_draft
 from tiers.device import ThreadDevice
@@ -155,3 +159,58 @@ class SyncedFile:
             store.rename(self.source, self.target)
         finally:
             draft.close()
+
+
+# --- a rename on the mount -----------------------------------------------------------------------------------
+async def _renamed_on_the_mount(path: Path, bucket: bytes, *, settled: bool) -> None:
+    """A life in which a file that was closed, and is not published yet, is renamed over another one."""
+    device = ThreadDevice()
+    store = await start(path, device)
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(store.run)
+            backings = PlainBackings()
+            backings.invalidate_entry = lambda parent, name: None  # type: ignore[method-assign]
+            backings.invalidate_attr = lambda nodeid: None  # type: ignore[method-assign]
+            view = View(store, backings, None)
+            parent = view.need(view.nodes.root, bucket)
+            node = view.drafts.create(parent, b"source", mode=0o644, uid=0, gid=0)
+            opened = node.draft
+            assert opened is not None
+            assert isinstance(opened.draft, Draft)
+            fill(store, opened.draft, SEALED)
+            await view.drafts.settle_change(node, opened)
+            names.rename(view, parent, b"source", parent, b"target", 0)
+            if settled:
+                await store.journal.settle()
+                view.drafts.retire_settled()
+                row = store.names.get(bucket, b"target")
+                assert row is not None
+                assert row.flags & RETIRED, (
+                    "what was replaced is still shown by those who look it up themselves"
+                )
+            nursery.cancel_scope.cancel()
+    finally:
+        abandon(store)
+        with trio.CancelScope(shield=True):
+            await device.aclose()
+
+
+@pytest.mark.parametrize("index", ["index", "no index"])
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("bucket", [CACHE, DURABLE])
+async def test_a_file_that_another_is_renamed_over_stays_until_that_is_durable(
+    base: Path, bucket: bytes, settled: bool, index: str
+) -> None:
+    path, source, target = base / "data", Name(bucket, b"source"), Name(bucket, b"target")
+    await prepare(path, bucket, target)
+    await _renamed_on_the_mount(path, bucket, settled=settled)
+    shutil.rmtree(path / "dram")
+    if index == "no index":
+        shutil.rmtree(path / "index")
+    found = await look(path)
+    if bucket == DURABLE:
+        outcomes = [{target: SEALED}] if settled else [{target: SEALED}, {source: SEALED, target: BEFORE}]
+        assert found in outcomes, {str(name): value[0] for name, value in found.items()}
+    else:
+        assert found in ([{}] if settled else [{}, {target: BEFORE}]), "something older came back"

@@ -33,6 +33,7 @@ from kvfs.keys import block_name
 from kvfs.name_rows import DIRECTORY, RETIRED, BucketRow, NameRow
 from kvfs.records import MetaBody
 from tiers.base import Kind
+from tiers.bucket_files import BucketFiles
 from tiers.device import Device
 from tiers.endings import Ended
 from tiers.fsck_losses import complete_losses, unnamed_rows
@@ -238,8 +239,11 @@ def _replay(findings: Findings, pool: PoolCheck, ended: Ended) -> Log:
     has_holes = is_short or any(check.has_holes for check in pool.checks)
     log = Log(pool, tier, replay, has_holes, is_short)
     _name_again(findings, log, _nameless(log))
-    if log.has_holes and findings.index.rows_count:
-        for row in findings.index.buckets.values():
+    if log.has_holes:
+        known = (
+            findings.index.buckets if findings.index.rows_count else BucketFiles(findings.home.path).load()
+        )
+        for row in known.values():
             if row.bucket_id not in replay.bucket_places.keys() | replay.dead:
                 replay.found.buckets[row.bucket_id] = row
                 tier.put_bucket(row)

@@ -36,6 +36,7 @@ from kvfs.sizes import format_size
 from tiers.adoption import ENTRY_PINNED, Survivor
 from tiers.base import Kind
 from tiers.blocks import Block
+from tiers.bucket_files import BucketFiles
 from tiers.cold_bucket import ColdOptions
 from tiers.cold_restore import ColdHeritage
 from tiers.home import Home
@@ -47,6 +48,7 @@ from tiers.rebuild import (
     adopt_nameless,
     adopt_orphans,
     agree,
+    known_buckets,
     name_survivors,
     rebuild_index,
     restore_copies,
@@ -112,28 +114,36 @@ class Heritage:
         began = time.monotonic()
         self._home = home
         self._lower = lower
-        self._rebuilt: int | None = None
         self._killed = not home.clean
         self._is_first = not home.index.exists() and (lower is None or not lower.found.records)
         self.names, state = _open_index(home, believe, walk, lower)
         self._is_believed, self._is_salvaged = state is _State.WHOLE, state is _State.SALVAGED
-        if lower is not None:
-            if state is _State.EMPTY:
-                self._rebuilt = rebuild_index(self.names, lower.found)
-            elif state is _State.SALVAGED:
-                self._rebuilt = add_logged(self.names, lower.found.names.items())
-            else:
-                settle_snapshots(self.names, lower.found)
-            adopt_orphans(self.names, lower.nvme, lower.found)
-            adopt_nameless(self.names, lower.nvme, lower.found, killed=self._killed)
-            skip_ids(self.names, lower.found)
-        self._cold = None if cold is None else ColdHeritage(self.names, cold)
+        try:
+            self._rebuilt = None if lower is None else self._agree_with_log(lower)
+            self._cold = None if cold is None else ColdHeritage(self.names, cold)
+            self._buckets = {row.bucket_id: row for row in self.names.buckets()}
+        except BaseException:
+            self.give_up()
+            raise
         self._cold_names: dict[int, Name] = {}
-        self._buckets = {row.bucket_id: row for row in self.names.buckets()}
         self._named: dict[int, tuple[Name, NameRow]] = {}
         """Object id -> the name and row of a survivor."""
         self._index_s = time.monotonic() - began
         self._began = time.monotonic()
+
+    def _agree_with_log(self, lower: Lower) -> int | None:
+        """How many names were taken from the log; None where the index is believed."""
+        nvme, found, rebuilt = lower.nvme, lower.found, None
+        if self._is_believed:
+            settle_snapshots(self.names, found)
+        elif self._is_salvaged:
+            rebuilt = add_logged(self.names, found.names.items())
+        else:
+            rebuilt = rebuild_index(self.names, found, BucketFiles(self._home.path).load())
+        adopt_orphans(self.names, nvme, found)
+        adopt_nameless(self.names, nvme, found, killed=self._killed)
+        skip_ids(self.names, found)
+        return rebuilt
 
     @property
     def below(self) -> tuple[int, int]:
@@ -148,19 +158,7 @@ class Heritage:
 
     def give_up(self) -> None:
         """The start has failed: close the index, and leave the data directory as clean as it was found."""
-        mark = self._home.found_mark
-
-        def give_back() -> bool:
-            self.names.put_meta(MARK, mark.encode())
-            return self.names.close()
-
-        try:
-            if mark and self._is_believed:
-                self._home.undo_begin(mark, give_back)
-        except (KvfsError, OSError) as error:
-            log.warning("%s: not as clean as it was found: %s", self._home.path, error)
-        finally:
-            self.names.close()
+        _give_up(self._home, self.names, is_believed=self._is_believed)
 
     def choose(self, survivors: list[Survivor]) -> list[Survivor]:
         """Those that have a name or a bucket, the dearest first."""
@@ -430,12 +428,12 @@ def _open_index(
     if believe and (home.index / "data.mdb").exists():
         names, state = _believed_index(home, walk, strict=lower is not None), _State.WHOLE
         if names is None and home.index_is_durable:
-            buckets = () if lower is None else lower.found.buckets.values()
+            buckets = [] if lower is None else known_buckets(lower.found, BucketFiles(home.path).load())
             if salvage_index(home, buckets):
                 names, state = NameIndex.open(home.index), _State.SALVAGED
         try:
             if names is not None:
-                return _marked(home, names), state
+                return _marked(home, names, is_believed=state is _State.WHOLE), state
         except Corrupt as error:  # its free pages, which nobody can walk through
             log.warning("name index %s: %s", home.index, error)
         log.warning("name index %s: starting with an empty one", home.index)
@@ -444,16 +442,33 @@ def _open_index(
     return _marked(home, names), _State.EMPTY
 
 
-def _marked(home: Home, names: NameIndex) -> NameIndex:
+def _marked(home: Home, names: NameIndex, *, is_believed: bool = False) -> NameIndex:
     """The index, with the mark of this start. Raises Corrupt, and then it is closed."""
     try:
         home.begin((names.get_meta(MARK) or b"").decode(errors="replace"))
         names.put_meta(MARK, home.start.encode())
         home.begun()
     except BaseException:
-        names.close()
+        _give_up(home, names, is_believed=is_believed)
         raise
     return names
+
+
+def _give_up(home: Home, names: NameIndex, *, is_believed: bool) -> None:
+    """Close the index with the mark that it had, and have the directory say what it said."""
+    mark = home.found_mark
+
+    def give_back() -> bool:
+        names.put_meta(MARK, mark.encode())
+        return names.close()
+
+    try:
+        if mark and is_believed:
+            home.undo_begin(mark, give_back)
+    except (KvfsError, OSError) as error:
+        log.warning("%s: not as clean as it was found: %s", home.path, error)
+    finally:
+        names.close()
 
 
 def _renewed(index: Path, walk: IndexWalk | None, strict: bool) -> bool:

@@ -18,6 +18,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -52,6 +53,8 @@ class Home:
     _lock_fd: int
     start: str = field(default_factory=lambda: secrets.token_hex(16))
     """The random mark of this start."""
+    _spare_fd: int = -1
+    """Given up for the moments in which `format.json` is written: how a service ends is said without any other."""
 
     @property
     def store_id(self) -> bytes:
@@ -118,7 +121,7 @@ class Home:
         it had before `begin`, and closes it; whether all of it is on the device."""
         self.begin(mark)
         if give_back():
-            _write_format(self.path, self._found)
+            self._write_format(self._found)
 
     def close(self, *, clean: bool = True) -> None:
         """Release the directory; `clean` records that everything in it was left consistent and is on the device.
@@ -127,13 +130,30 @@ class Home:
         """
         if self._lock_fd < 0:
             return
-        if clean:
-            self._write(start=self.start, clean=True)
-        os.close(self._lock_fd)
-        self._lock_fd = -1
+        try:
+            if clean:
+                self._write(start=self.start, clean=True)
+        finally:
+            self._give_spare()
+            os.close(self._lock_fd)
+            self._lock_fd = -1
 
     def _write(self, *, start: str, previous_start: str = "", clean: bool = False) -> None:
-        _write_format(self.path, _Format(self.store_id, clean, linux.boot_id(), start, previous_start))
+        self._give_spare()  # the boot's id is read from a file, too
+        self._write_format(_Format(self.store_id, clean, linux.boot_id(), start, previous_start))
+
+    def _write_format(self, new: _Format) -> None:
+        self._give_spare()
+        try:
+            _write_format(self.path, new)
+        finally:
+            with suppress(OSError):
+                self._spare_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def _give_spare(self) -> None:
+        if self._spare_fd >= 0:
+            os.close(self._spare_fd)
+            self._spare_fd = -1
 
 
 def look_home(path: Path, *, leave_mark: bool = False) -> Home:

@@ -36,6 +36,7 @@ from kvfs.name_rows import PINNED, BucketRow, NameRow
 from kvfs.records import MetaBody
 from tiers.admission import GhostQueue
 from tiers.base import Extent, StoreKey, object_key
+from tiers.bucket_files import BucketFiles
 from tiers.device import Device
 from tiers.large import LargeDraft, LargeObjects
 from tiers.log_entries import Barrier, Payload
@@ -163,6 +164,15 @@ class Journal:
         return True
 
     @property
+    def promised(self) -> int:
+        """Ticket of what `settle` waits for now."""
+        return 0
+
+    def has_settled(self, ticket: int) -> bool:
+        """Whether what was promised up to this ticket is durable."""
+        return True
+
+    @property
     def durable_losses(self) -> int:
         """How many durable objects were sealed, and could not be written since their bytes had changed in DRAM."""
         return 0
@@ -193,6 +203,9 @@ class Journal:
 
     def rename_snapshot(self, name: Name, row: NameRow, size_bytes: int | None = None) -> None:
         """See `TieredStore.rename_snapshot`; `size_bytes`: of what is durable, where the draft may have grown since."""
+
+    def keep_order(self) -> None:
+        """What is queued from here on is written once all before it is durable."""
 
     def is_snapshot(self, object_id: int, descriptor: int) -> bool:
         """Whether a draft's durable copy has exactly the bytes of this file."""
@@ -228,6 +241,7 @@ class NvmeJournal(Journal):
         self._large = LargeObjects(nvme)
         self._store = store
         self._snapshots = SnapshotIndex(store.names.environment)
+        self.buckets = BucketFiles(store.home.path)
         self._ghosts = GhostQueue()
         self._behind: OrderedDict[bytes, None] = OrderedDict()
         """Keys of objects that are to be written when their turn comes."""
@@ -344,6 +358,9 @@ class NvmeJournal(Journal):
             size_bytes = stored.size_bytes if size_bytes is None else size_bytes
             meta = MetaBody(name.bucket, name.key, replace(row, size_bytes=size_bytes))
             stored.ticket = self._must = self.nvme.put_name(stored, meta)
+
+    def keep_order(self) -> None:
+        self.nvme.log.append(Barrier())
 
     def is_snapshot(self, object_id: int, descriptor: int) -> bool:
         stored, size_bytes = self.nvme.objects.get(object_id), os.fstat(descriptor).st_size
@@ -534,21 +551,26 @@ class NvmeJournal(Journal):
             self.nvme.keep(stored, pinned and room)
 
     def bucket(self, row: BucketRow) -> None:
+        self.buckets.put(row)
         self._should = self.nvme.put_bucket(row)
         if row.class_ == "durable":
             self._must = self._should
 
     def bucket_removed(self, bucket_id: int) -> None:
+        self.buckets.remove(bucket_id)
         self.nvme.drop_bucket(bucket_id)
 
     # --- waiting ------------------------------------------------------------------------------------------
 
     @property
     def is_settled(self) -> bool:
-        return self.nvme.log.durable_ticket >= self._promised
+        return self.has_settled(self.promised)
+
+    def has_settled(self, ticket: int) -> bool:
+        return self.nvme.log.durable_ticket >= ticket
 
     @property
-    def _promised(self) -> int:
+    def promised(self) -> int:
         return max(self._must, self._should, self.nvme.deletion_ticket)
 
     @property
@@ -559,7 +581,7 @@ class NvmeJournal(Journal):
         must = self._must
         log = self.nvme.log
         try:
-            await log.settle(self._promised)
+            await log.settle(self.promised)
         except (NoSpace, DeviceFailed):
             if log.durable_ticket < must:
                 raise

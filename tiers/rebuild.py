@@ -13,12 +13,12 @@ Concurrency: before the store serves anybody.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvfs._native.table import TIER_NVME
-from kvfs.name_rows import DIRECTORY, SNAPSHOT, NameRow, clear_flags, peek_row
+from kvfs.name_rows import DIRECTORY, SNAPSHOT, BucketRow, NameRow, clear_flags, peek_row
 from kvfs.names import NameIndex, is_name
 from tiers.adoption import Survivor
 from tiers.base import NO_SLOT, Kind
@@ -34,11 +34,21 @@ if TYPE_CHECKING:
     from tiers.store import TieredStore
 
 
-def rebuild_index(names: NameIndex, found: Replayed) -> int:
+def known_buckets(found: Replayed, repeated: Mapping[int, BucketRow]) -> list[BucketRow]:
+    """List the buckets of the log, one of a name. `repeated`: rows by id, as they were written beside it, which are
+    never older than the log's."""
+    buckets = found.buckets | {each: row for each, row in repeated.items() if each not in found.dead}
+    return list({buckets[each].name: buckets[each] for each in sorted(buckets)}.values())
+
+
+def rebuild_index(names: NameIndex, found: Replayed, repeated: Mapping[int, BucketRow]) -> int:
     """Fill an empty index with the buckets and names of the log; how many names."""
-    for row in found.buckets.values():
+    buckets = known_buckets(found, repeated)
+    for row in buckets:
         names.put_bucket(row)
-    bases = tuple(row.name + b"\0" for row in found.buckets.values())
+    if buckets:
+        names.skip_bucket_ids(max(row.bucket_id for row in buckets))
+    bases = tuple(row.name + b"\0" for row in buckets)
     rows = (
         (name, clear_flags(row, SNAPSHOT))
         for row, name in found.names.values()
@@ -181,6 +191,7 @@ def restore_copies(store: TieredStore, nvme: NvmeTier, found: Replayed, *, compa
     for row in store.names.buckets():
         if found.buckets.get(row.bucket_id) != row:
             journal.bucket(row)
+    journal.buckets.complete(store.names.buckets())
     for row_id in found.buckets.keys() - {row.bucket_id for row in store.names.buckets()}:
         journal.bucket_removed(row_id)
     _restore_snapshots(store, nvme, found)

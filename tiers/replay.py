@@ -64,6 +64,8 @@ class Replayed:
     """Objects with extents and without a name that counts: it is lost, or was never written."""
     unlogged: set[int] = field(default_factory=set)
     """Those of them that the name index has, so that their names are to be logged again."""
+    dead: set[int] = field(default_factory=set)
+    """Ids of what has ended: objects and buckets."""
     losers: list[int] = field(default_factory=list)
     """Ids whose records must be deleted (again)."""
     highest_id: int = 0
@@ -103,7 +105,8 @@ class Replay:
         """Object id -> sequence of its newest name, or a block's newest extent: of two objects with one name or
         hash the higher wins."""
         self.found.sequences = self.newest
-        self.dead: set[int] = set(ended.objects)
+        self.dead = self.found.dead
+        self.dead.update(ended.objects)
         self.bucket_places: dict[int, tuple[BucketRow, tuple[Location, int]]] = {}
         self.next_sequence = 1 + max(ended.highest_sequence, ended.durable_sequence)
         self.renamed: set[int] = set()
@@ -288,7 +291,7 @@ class Replay:
                 self.found.losers.append(object_id)
                 continue
             if not (whole and stored.pieces) and not flags & DIRECTORY:
-                self.found.torn[object_id] = (row, name, self.newest[object_id])
+                self.found.torn[object_id] = (row, name, self.newest.get(object_id, 0))
                 continue
             if flags & SNAPSHOT:
                 self.found.snapshots.add(object_id)

@@ -108,11 +108,11 @@ class TieredStore(Naming):
             try:
                 _check_no_segments(home)
                 try:
-                    return cls._open(home, Heritage(home, cold=cold), open_tier, quota_bytes, make_policy)
+                    return cls._open(home, Heritage(home, cold=cold), open_tier, quota_bytes, make_policy)[0]
                 except Corrupt as error:
                     log.error("starting with an empty index: %s", error)
                     heritage = Heritage(home, cold=cold, believe=False)
-                    return cls._open(home, heritage, open_tier, quota_bytes, make_policy)
+                    return cls._open(home, heritage, open_tier, quota_bytes, make_policy)[0]
             except BaseException:
                 home.close(clean=False)
                 raise
@@ -159,20 +159,18 @@ class TieredStore(Naming):
                 try:
                     lower = Lower(*await open_lower())
                     heritage = partial(Heritage, home, lower, cold=cold, walk=walk)
-                    store = cls._open_over(home, heritage, lower, open_tier, quota_bytes, make_policy)
+                    return await cls._open_over(home, heritage, lower, open_tier, quota_bytes, make_policy)
                 except Corrupt as error:
                     log.error("the index is built anew: %s", error)
                     lower = Lower(*await open_lower())
                     heritage = partial(Heritage, home, lower, cold=cold, believe=False)
-                    store = cls._open_over(home, heritage, lower, open_tier, quota_bytes, make_policy)
-                await store.journal.settle_start()
-                return store
+                    return await cls._open_over(home, heritage, lower, open_tier, quota_bytes, make_policy)
             except BaseException:
                 home.close(clean=False)
                 raise
 
     @classmethod
-    def _open_over(
+    async def _open_over(
         cls,
         home: Home,
         make_heritage: Callable[[], Heritage],
@@ -181,13 +179,17 @@ class TieredStore(Naming):
         quota_bytes: int,
         make_policy: Callable[[], EvictionPolicy[bytes]],
     ) -> Self:
-        """A store over an open lower tier, which is closed where that fails."""
+        """A store over an open lower tier, its decisions on the device; where that fails both are closed."""
         crashpoints.reach("start.after_log")
         try:
-            return cls._open(home, make_heritage(), open_tier, quota_bytes, make_policy)
+            store, on_failure = cls._open(home, make_heritage(), open_tier, quota_bytes, make_policy)
+            with on_failure:
+                await store.journal.settle_start()
+                on_failure.pop_all()
         except BaseException:
             lower.nvme.pool.close_files()
             raise
+        return store
 
     @classmethod
     def _open(
@@ -197,7 +199,8 @@ class TieredStore(Naming):
         open_tier: Callable[..., DramTier],
         quota_bytes: int,
         make_policy: Callable[[], EvictionPolicy[bytes]],
-    ) -> Self:
+    ) -> tuple[Self, ExitStack]:
+        """The store, and what undoes that."""
         crashpoints.reach("start.after_names")
         with ExitStack() as on_failure:
             on_failure.callback(heritage.give_up)
@@ -205,8 +208,7 @@ class TieredStore(Naming):
             on_failure.callback(dram.close, keep=True)
             store = cls(home, heritage.names, dram, quota_bytes, make_policy())
             heritage.restore(store)
-            on_failure.pop_all()
-        return store
+            return store, on_failure.pop_all()
 
     async def run(self) -> None:
         """Write to the lower tiers, until cancelled."""

@@ -173,6 +173,8 @@ class Worker:
                 half = self.journal.begin("half-way", dict.fromkeys(begun.assignments, ANYTHING))
                 self.journal.unsure(half, "undefined")
             raise Refused from error
+        if self.trigger.ending.is_set() and not os.path.ismount(self.mount):
+            raise Ended  # it may have been done to the directory below, once the mount was taken down
         if promised:
             self.journal.done(begun)
         else:
