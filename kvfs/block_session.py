@@ -125,15 +125,18 @@ class BlockSession:
                 if not self._lock.acquire(timeout=max(deadline.left_s, 0.0)):
                     raise DeadlinePassed(f"no session within {deadline.limit_s:g} s")
                 try:
-                    if self._closed:
-                        raise InvalidRequest("these blocks are closed")
+                    self._check_open()
                     if self._live is None or not self._live.transport.is_open:
                         if self._live is not None:
                             self._live.grants.close()
                         self._live = self._open(deadline)
-                    return self._live
+                    live = self._live
                 finally:
                     self._lock.release()
+                if self._closed:  # meanwhile, by who could not wait for this
+                    self.close()
+                    self._check_open()
+                return live
             except SessionClosed:
                 if deadline.left_s <= _RETRY_PAUSE_S:
                     raise
@@ -158,13 +161,25 @@ class BlockSession:
         assert self._live is not None
         return self._live.transport.hello
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidRequest("these blocks are closed")
+
     def close(self) -> None:
-        """End the session; drafts that were not sealed go with it. Closing twice is harmless."""
-        with self._lock:
-            self._closed = True
+        """End the session; drafts that were not sealed go with it. Closing twice is harmless.
+
+        What is under way ends with SessionClosed. A thread that is connecting ends its session itself, where that takes
+        longer than limits.CLIENT_CLOSE_WAIT_S.
+        """
+        self._closed = True
+        if not self._lock.acquire(timeout=limits.CLIENT_CLOSE_WAIT_S):
+            return
+        try:
             if self._live is not None:
                 self._live.transport.close()
                 self._live.grants.close()
+        finally:
+            self._lock.release()
 
     def after_fork(self) -> None:
         """In a child: let go of what only the parent may use, whose threads' locks are nobody's here."""

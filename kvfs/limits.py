@@ -235,6 +235,8 @@ CLIENT_SPARE_DRAFTS: Final = 32
 """Drafts that a client which puts blocks is granted ahead: the service grants 16 in the time of some 30 puts."""
 CLIENT_SPARE_IDLE_S: Final = 5.0
 """A client that has put nothing for so long gives its spare drafts back."""
+CLIENT_CLOSE_WAIT_S: Final = 1.0
+"""So long a close waits for a thread that connects, which then closes what it gets at its own deadline."""
 CLIENT_REPORT_S: Final = 0.5
 """How often a client tells the service of its hits: soon enough for eviction, seldom enough to cost nothing."""
 CLIENT_THREADS: Final = 4

@@ -109,8 +109,12 @@ class Grants:
         return new
 
     def close(self) -> None:
-        """Close every descriptor, when nobody uses it. The service takes back what they were."""
-        with self._lock:  # for as long as the put under way may take
+        """Close every descriptor, when nobody uses it. The service takes back what they were. REQUIRES one caller at a
+        time: nobody else closes the channel."""
+        if self._channel is not None:  # a put under way ends at once, whatever its deadline
+            with socket.socket(fileno=os.dup(self._channel)) as end, suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        with self._lock:
             self.after_fork()
 
     def after_fork(self) -> None:

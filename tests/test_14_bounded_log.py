@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import re
+import socket
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvfs import limits
 from kvfs.bounded_log import BoundedLines
 from kvfs.notify import set_up_logging
+from tiers.session_state import SessionQuota
+from tiers.sessions import SessionServer
+from tiers.store import TieredStore
 
 log = logging.getLogger("kvfs.test")
 
@@ -120,3 +127,16 @@ def test_the_log_of_a_service_is_bounded(capsys: pytest.CaptureFixture[str]) -> 
     (bounds,) = handler.filters
     assert isinstance(bounds, BoundedLines)
     bounds.report(everything=True)
+
+
+def test_a_refused_session_is_its_uids_doing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """So that one uid's many refusals hide no other's."""
+    none: Any = None
+    with TieredStore.open(tmp_path / "data", dram_bytes=32 << 20, backing="directory") as store:
+        server = SessionServer(store, tmp_path / "socket", quota=SessionQuota(sessions=0))
+        ours, theirs = socket.socketpair()
+        with ours:
+            server._admit(theirs, none)
+    assert [
+        (record.message, vars(record)["cause"]) for record in caplog.records if "refused" in record.message
+    ] == [("refused a session: 0 sessions are open, which is the limit", os.getuid())]

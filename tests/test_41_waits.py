@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import trio
@@ -16,10 +18,12 @@ import trio.testing
 from gateway.batches import Batches
 from gateway.session import Session
 from kvfs import limits
+from kvfs.block_session import BlockSession
 from kvfs.errors import DeadlinePassed, KvfsError, NoSpace, ProtocolError, SessionClosed
 from kvfs.messages import Control, Hello, HelloAnswer, Op
 from kvfs.protocol import Connection, ReceivedRequest, Side
-from kvfs.transport import Transport
+from kvfs.puts import Grants
+from kvfs.transport import Deadline, Transport
 
 WAIT_S = 10.0
 HELLO = HelloAnswer(bytes(16), False, {})
@@ -121,6 +125,52 @@ def test_closing_from_many_threads_closes_once(mute: Mute) -> None:
             assert not thread.is_alive()
         assert transport._socket.fileno() == -1
         assert [type(error) for _, found in threads for error in found] == [SessionClosed]
+
+
+def test_a_close_does_not_wait_for_a_thread_that_connects(tmp_path: Path) -> None:
+    """To a service that never answers: the thread ends at its own deadline, and leaves nothing open."""
+    mute = Mute(tmp_path / "socket", greets=False)
+    connecting = threading.Event()
+
+    def begin(timeout_s: float) -> Transport:
+        connecting.set()
+        return Transport(mute.path, timeout_s=timeout_s, client="test")
+
+    session = BlockSession(begin, {})
+    thread, found = outcome(
+        lambda: session.run(lambda live: None, Deadline.after(3 * limits.CLIENT_CLOSE_WAIT_S))
+    )
+    assert connecting.wait(WAIT_S)
+    closing, _ = outcome(session.close)
+    closing.join(2 * limits.CLIENT_CLOSE_WAIT_S)
+    assert not closing.is_alive()
+    thread.join(WAIT_S)
+    assert [isinstance(error, KvfsError) for error in found] == [True]
+    mute.close()
+
+
+def test_a_close_ends_the_put_that_waits_for_a_seal() -> None:
+    """Whose service answers nothing: what waits in the channel is woken, and its deadline is not waited for."""
+    details = {"quota": {"spare_drafts": 1}}
+    transport: Any = SimpleNamespace(hello=SimpleNamespace(details=details), close=lambda: None)
+    grants, waits = Grants(transport), threading.Event()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    grants._channel = ours.detach()
+
+    def at_once(channel: int, *_: object) -> bool:
+        waits.set()
+        return bool(os.read(channel, 1))
+
+    put: Any = SimpleNamespace(at_once=at_once, statuses=None)
+    thread, found = outcome(lambda: grants.put(put, None, Deadline.after(60)))
+    assert waits.wait(WAIT_S)
+    closing, _ = outcome(grants.close)
+    with theirs:
+        closing.join(WAIT_S)
+        assert not closing.is_alive()
+    thread.join(WAIT_S)
+    assert not found
+    assert not grants.has_channel
 
 
 # --- tasks --------------------------------------------------------------------------------------------------

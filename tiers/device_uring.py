@@ -2,7 +2,10 @@
 
 Responsibility: the trio side of `kvfs._native.device`.
 
-Invariants: a caller is in `_waiting` from its submit until its result is reaped, and cannot be cancelled there.
+Invariants: a caller is in `_waiting` from its submit until its result is reaped, and cannot be cancelled there: the
+kernel writes to its memory until then. How long that takes is the device's to say: a request that a driver has taken is
+not given back (IORING_OP_ASYNC_CANCEL ends only what the kernel still queues), and ends with the driver's own timeout
+(`nvme_core.io_timeout`). A stop of the service that takes longer than limits.STOP_WAIT_S is ended by its watchdog.
 Concurrency: the trio thread. The reaper is a system task, started by the first operation; it waits for the
 ring's descriptor and ends in `aclose`.
 """

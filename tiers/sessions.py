@@ -148,17 +148,13 @@ class SessionServer:
 
     def _admit(self, connection: socket.socket, nursery: trio.Nursery) -> None:
         connection.setblocking(False)
-        channel = Channel(connection)
+        channel, caller = Channel(connection), None
         try:
             caller = peer(connection)
             self._check_room(caller)
-        except KvfsError as error:
-            log.warning("refused a session: %s", error)
-            channel.close(error)
-            return
-        except OSError as error:
-            log.warning("refused a session: %s", error)
-            channel.close()
+        except (KvfsError, OSError) as error:
+            log.warning("refused a session: %s", error, extra=_cause(caller))
+            channel.close(error if isinstance(error, KvfsError) else None)
             return
         self._accepted += 1
         access = Access(self.store, caller, self._service_uid)
@@ -198,7 +194,7 @@ class SessionServer:
         except KvfsError as error:
             reason = error
             self._cut_off += 1
-            log.warning("%s: cut off: %s", session, error)
+            log.warning("%s: cut off: %s", session, error, extra=_cause(session.caller))
         except OSError as error:
             log.info("%s: connection lost: %s", session, error)
         except Exception:
@@ -320,3 +316,8 @@ def _listen(path: Path) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def _cause(caller: Caller | None) -> dict[str, int | None]:
+    """For `kvfs.bounded_log`: one uid's many lines hide no other's."""
+    return {"cause": None if caller is None else caller.uid}
