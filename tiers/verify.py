@@ -236,8 +236,8 @@ class _Reader:
         self.pool = pool
         self.check = check
         self.segment = check.segment
-        whole_pages = check.path.stat().st_size // PAGE_BYTES * PAGE_BYTES
-        self.limit = min(pool.segment_bytes - SEGMENT_TRAILER_BYTES, whole_pages)
+        self._file_bytes = check.path.stat().st_size
+        self.limit = min(pool.segment_bytes - SEGMENT_TRAILER_BYTES, page_up(self._file_bytes))
         self._view = view
         self._tick = tick
         self._base = 0
@@ -257,6 +257,9 @@ class _Reader:
         need = page_up(offset - base + length)
         wanted = max(need, min(limits.SCAN_BYTES, self.limit - base))
         self._length = 0
+        if self._file_bytes < base + wanted <= page_up(self._file_bytes):
+            self._read_end(base, wanted)
+            return
         for size in dict.fromkeys((wanted, need)):  # after an error only what is needed: the rest may be well
             try:
                 await self.pool.device.read(self.segment.fd, base, self._view[:size])
@@ -267,6 +270,14 @@ class _Reader:
                 continue
             self._base, self._length = base, size
             return
+
+    def _read_end(self, base: int, size: int) -> None:
+        """The end of a file within a page, followed by zeros: a start extends the file, and reads that."""
+        with self.check.path.open("rb") as file:
+            file.seek(base)
+            data = file.read(size)
+        self._view[:size] = data + bytes(size - len(data))
+        self._base, self._length = base, size
 
     # --- a segment ----------------------------------------------------------------------------------------
 
