@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 from collections.abc import Iterator
@@ -63,6 +64,43 @@ def test_a_seal_that_the_index_refuses_leaves_nothing(
     assert store.dram.usage().slots == before
     assert store.space.open_drafts == 0
     put(store, b"name")
+
+
+@pytest.mark.parametrize("kind", ["object", "block"])
+def test_what_is_sealed_has_no_holes(tmp_path: Path, kind: str) -> None:
+    """Whoever maps a hole while the tier is full meets SIGBUS."""
+    with open_store(tmp_path / "data") as store:
+        store.create_bucket(BUCKET, uid=0, gid=0)
+        draft = store.reserve(0, uid=0)
+        descriptor = store.open_draft(draft)
+        os.pwrite(descriptor, b"end", 3 * MIB)
+        os.close(descriptor)
+        if kind == "object":
+            info = store.seal(draft, Name(BUCKET, b"sparse"), Attributes())
+        else:
+            info = store.seal_block(draft, BOUND, b"\1" * 16, parent=None, uid=0)
+        descriptor = store.open_read(info, uid=0)
+        assert os.fstat(descriptor).st_blocks * 512 >= info.size_bytes == 3 * MIB + 3
+        os.close(descriptor)
+
+
+def test_holes_that_find_no_room_leave_the_draft_as_it_is(
+    store: TieredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = store.reserve(0, uid=0)
+    descriptor = store.open_draft(draft)
+    os.ftruncate(descriptor, MIB)
+    os.close(descriptor)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", refuse)
+        with pytest.raises(NoSpace, match="holes"):
+            store.seal(draft, Name(BUCKET, b"sparse"), Attributes())
+    assert store.space.open_drafts == 1
+    assert store.seal(draft, Name(BUCKET, b"sparse"), Attributes()).size_bytes == MIB
 
 
 def test_without_descriptors_an_object_is_removed_and_its_slot_comes_back(store: TieredStore) -> None:

@@ -368,6 +368,15 @@ def test_a_block_past_the_largest_size_stays_a_draft(alone: Callable[..., Alone]
     assert here.table.get(key) is None
 
 
+def test_a_draft_with_holes_is_for_the_event_loop(alone: Callable[..., Alone]) -> None:
+    here, [key] = alone(), keys_of(1)
+    draft = here.draft(0, b"x")
+    with os.fdopen(slots.open_slot(here.folder, 0, os.O_RDWR), "wb") as file:
+        file.truncate(MIB)
+    assert here.seal(draft, key) == errno.EAGAIN
+    assert here.sealer.take() == []
+
+
 def test_a_full_table_gives_the_slot_back(alone: Callable[..., Alone]) -> None:
     here = alone(entries=4)
     keys = keys_of(4)

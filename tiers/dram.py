@@ -307,6 +307,23 @@ class DramTier:
             raise NoSpace(f"DRAM tier {self.root}: the draft goes {over} bytes over its {self._capacity}")
         return size_bytes, physical_bytes
 
+    def hole_bytes(self, draft: Extent) -> int:
+        """How much of a draft nobody has written, as far as that takes no memory yet."""
+        found = os.stat(native.slot_name(draft.slot), dir_fd=self._slotfd)
+        return max(0, found.st_size - found.st_blocks * 512)
+
+    def fill_holes(self, draft: Extent) -> None:
+        """Give holes their memory before the seal: whoever maps one while the tier is full meets SIGBUS. Raises
+        NoSpace."""
+        self._check_draft(draft)
+        descriptor = native.open_slot(self._slotfd, draft.slot, os.O_RDWR)
+        try:
+            os.posix_fallocate(descriptor, 0, os.fstat(descriptor).st_size)
+        except OSError as error:
+            raise NoSpace(f"DRAM tier {self.root}: {error.strerror}, the holes of a draft need room") from None
+        finally:
+            os.close(descriptor)
+
     def seal(
         self, draft: Extent, header: SealHeader, checksum: int | None = None, *, verify: bool = False
     ) -> Sealed:

@@ -274,6 +274,7 @@ class TieredStore(Naming):
         sequence = snapshot if snapshot is not None and same else self.names.next_ids(1)
         key = object_key(sequence)
         row = new_row(sequence, attributes, 0)
+        self._fill_holes(draft)
         sealed = self.dram.seal(
             draft.extent,
             SealHeader(key, sequence, sequence, uid=attributes.uid),
@@ -299,6 +300,13 @@ class TieredStore(Naming):
             self._discard(object_key(old.object_id), old.uid)
         self._tell(Change(ChangeKind.SEALED, name, key))
         return self._info(name, row, sealed.extent, "dram")
+
+    def _fill_holes(self, draft: Draft) -> None:
+        """Raises NoSpace."""
+        holes = self.dram.hole_bytes(draft.extent)
+        if holes:
+            self.make_room(holes)
+            self.dram.fill_holes(draft.extent)
 
     def _check_sealable(
         self, name: Name, *, replace: bool, expected_id: int | None = None
@@ -447,6 +455,7 @@ class TieredStore(Naming):
         if where.namespace is None:
             raise InvalidRequest(f"bucket {bucket.decode()} is bound to no namespace")
         self.make_entry_room()
+        self._fill_holes(draft)
         with self.native_seals.settled():
             if self._is_far(digest):  # this one is nearer, and there when the bucket elsewhere is not
                 self._discard(StoreKey(Kind.BLOCK, digest), uid)

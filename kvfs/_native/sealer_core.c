@@ -127,6 +127,8 @@ static int seal_one(struct kvfs_sealer *s, const struct kvfs_seal_channel *chann
         return rc;
     if ((uint64_t)found.st_size > s->largest_bytes)
         return -EFBIG;
+    if ((uint64_t)found.st_blocks * 512u < (uint64_t)found.st_size)
+        return -EAGAIN; /* it has holes, which the event loop fills first */
     done.object_id = s->next_id++;
     done.size_bytes = *size_bytes = (uint64_t)found.st_size;
     done.physical_bytes = (uint64_t)found.st_blocks * 512u;
