@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import errno
 import stat
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import trio
 
@@ -63,20 +64,30 @@ class CallServer:
             fuse_loop.CREATED: self._created,
             fuse_loop.RENAMED: self._renamed,
         }
-        self._handling = False
+        self._handling = self._is_open = False
         view.catch_up = self.catch_up
         view.is_behind = self.is_behind
 
     async def serve(self) -> None:
         """Until cancelled."""
-        async with trio.open_nursery() as self._waiting:
+        async with self._open():
             await self._take()
 
     async def serve_last(self) -> None:
         """Handle and answer what was queued when the mount went, for LAST_CALLS_WAIT_S at most."""
         with trio.move_on_after(limits.LAST_CALLS_WAIT_S):
-            async with trio.open_nursery() as self._waiting:
+            async with self._open():
                 self._view.drafts.publish_closed()
+
+    @asynccontextmanager
+    async def _open(self) -> AsyncIterator[None]:
+        """Meanwhile calls are handled, and what they begin is waited for; before and after, they stay queued."""
+        async with trio.open_nursery() as self._waiting:
+            self._is_open = True
+            try:
+                yield
+            finally:
+                self._is_open = False
 
     async def _take(self) -> None:
         while True:
@@ -101,7 +112,7 @@ class CallServer:
     def catch_up(self, limit: int = 1 << 20) -> None:
         """Handle what is queued, `limit` calls or a few more at most."""
         handled = 0
-        if self._handling or not self._loop.calls_waiting:
+        if self._handling or not self._is_open or not self._loop.calls_waiting:
             return
         self._handling = True
         while handled < limit and (calls := self._loop.take_calls()):

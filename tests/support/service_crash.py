@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -330,7 +331,7 @@ class Harness:
         while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
             most = max(most, self._anonymous_bytes())
             threads[0].join(0.05)
-            if self.service.running.poll() is not None:
+            if self._end_if_killed():
                 trigger.ending.set()
         if not trigger.ending.is_set():
             trigger.fire()
@@ -345,6 +346,13 @@ class Harness:
         assert not stuck, f"{self.where}: workers {stuck} hang in\n{under_way}\n{self.service.log()[-3000:]}"
         assert not wrong, f"{self.where}: " + "\n".join(wrong) + self.service.log()[-2000:]
         assert most <= MAX_ANONYMOUS_BYTES, f"{self.where}: {most} bytes of memory"
+
+    def _end_if_killed(self) -> bool:
+        """Whether it was. A thread of it may wait in the kernel for a caller of its own mount, until that is ended."""
+        if _is_running(self.service.pid):
+            return False
+        self.service.kill()
+        return True
 
     def _worker(self, number: int, trigger: Trigger) -> Worker:
         worker = Worker(
@@ -406,6 +414,8 @@ class Harness:
         begun = self.journal.begin("killed writer", {name: EMPTY})
         with Helper(_WRITER, self.service.mount / name) as helper:
             assert helper.process.stdout is not None
+            while not select.select([helper.process.stdout], [], [], 0.1)[0]:
+                self._end_if_killed()
             written = helper.process.stdout.readline()
         if written:
             self.journal.failed(begun, "it was killed")
