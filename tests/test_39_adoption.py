@@ -34,7 +34,7 @@ from tests.support.posix import pattern
 from tests.support.processes import Helper
 from tests.support.service import ROOT
 from tests.support.store_writer import DIGESTS, UNIT
-from tests.support.stores import BOUND, BUCKET, NAMESPACE, draft_of, keys, put, put_block, read
+from tests.support.stores import BOUND, BUCKET, NAMESPACE, abandon_home, draft_of, keys, put, put_block, read
 from tiers import tmpfs
 from tiers.adoption import Survivor
 from tiers.base import Extent, Kind, Sealed, SealHeader, StoreKey
@@ -80,7 +80,7 @@ def crash(store: TieredStore, *, wait: bool = True) -> None:
         store.dram.wait_checksums(30)
     abandon(store.dram)
     store.names._env._env.close()
-    os.close(store.home._lock_fd)
+    abandon_home(store.home)
     store.close = lambda **_: None  # type: ignore[method-assign]
 
 

@@ -25,6 +25,7 @@ from kvfs.formats import (
     RecordType,
 )
 from kvfs.limits import MIB
+from tests.support.one_store import abandon
 from tests.support.service import ROOT, run_kvfs
 from tests.support.stores import NAMESPACE
 from tests.test_42_store_nvme import data_of, fill, put, put_block, read, running, until_written
@@ -120,14 +121,6 @@ class Life:
     def _name(self) -> Name:
         bucket = DURABLE if self.random.random() < 0.4 else CACHE
         return Name(bucket, b"n%d" % self.random.randrange(25))
-
-
-def abandon(store: TieredStore) -> None:
-    """Let go of everything as a killed process does."""
-    store.dram._settle = lambda: None  # type: ignore[method-assign]
-    store.dram.close(keep=True)
-    store.names._env._env.close()
-    os.close(store.home._lock_fd)
 
 
 def live(path: Path, seed: int, *, lives: int = 3, killed: bool = False) -> Life:

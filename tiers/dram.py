@@ -320,7 +320,9 @@ class DramTier:
         try:
             os.posix_fallocate(descriptor, 0, os.fstat(descriptor).st_size)
         except OSError as error:
-            raise NoSpace(f"DRAM tier {self.root}: {error.strerror}, the holes of a draft need room") from None
+            raise NoSpace(
+                f"DRAM tier {self.root}: {error.strerror}, the holes of a draft need room"
+            ) from None
         finally:
             os.close(descriptor)
 

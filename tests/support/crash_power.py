@@ -28,6 +28,7 @@ from tests.support.crash_harness import fast_directory, flip_bits, used_bytes
 from tests.support.crash_load import CLIENTS, Client, audit, look, make_buckets
 from tests.support.crash_model import Model, Value
 from tests.support.faulty_device import LossyDevice, PowerLost
+from tests.support.stores import abandon_home
 from tiers.device import ThreadDevice
 from tiers.store import TieredStore
 
@@ -148,7 +149,7 @@ def forget(store: TieredStore) -> None:
     """Let go of a store as a process that is gone does: nothing is flushed or recorded."""
     store.dram.close()
     store.names._env._env.close()
-    os.close(store.home._lock_fd)
+    abandon_home(store.home)
 
 
 __all__ = ["Machine", "Value", "forget"]

@@ -21,7 +21,7 @@ import trio
 from kvfs.errors import KvfsError
 from kvfs.keys import block_name
 from kvfs.limits import MIB
-from tests.support.stores import NAMESPACE
+from tests.support.stores import NAMESPACE, abandon_home
 from tiers.device import ThreadDevice
 from tiers.journal import NvmeJournal
 from tiers.model import Attributes, Draft, Name, ObjectInfo
@@ -48,7 +48,7 @@ def abandon(store: TieredStore) -> None:
     store.dram._settle = lambda: None  # type: ignore[method-assign]
     store.dram.close(keep=True)
     store.names._env._env.close()
-    os.close(store.home._lock_fd)
+    abandon_home(store.home)
 
 
 @dataclass

@@ -87,7 +87,7 @@ class Harness:
         self.journal, self.contents = Journal(), Contents()
         self.base = Path(tempfile.mkdtemp(prefix="kvfs-lives-", dir=fast_directory()))
         self.leases: list[Lease] = []
-        self.fate = "new"
+        self.fate, self.is_damaged = "new", False
         self.said_lost: set[str] = set()
         """What fsck said that the next start misses, as it says it."""
         self.may_have_lost_more = False
@@ -470,8 +470,10 @@ class Harness:
 
     def _damage(self, end: str) -> None:
         """DRAM or index lost, a segment or rows of the index damaged; what fsck says is what a start misses."""
-        if self.place.nvme != "0" and self.chance.random() < 0.4 and (self.service.data / "index").exists():
-            self._check_clean()  # a start that was killed early has not made the index again that was lost before it
+        # A start that was killed early has not made the index again that was lost before it; and none looks for damage.
+        is_whole = (self.service.data / "index").exists() and not self.is_damaged
+        if self.place.nvme != "0" and self.chance.random() < 0.4 and is_whole:
+            self._check_clean()
         if self.chance.random() < 0.2 and not self.place.held:
             self._lose_dram()
             self.fate += ", DRAM lost"
@@ -481,6 +483,7 @@ class Harness:
         if self.place.damage:
             if self.chance.random() < 0.7:
                 self.fate += f", {self._damage_segment()}"
+                self.is_damaged = True
             if self.chance.random() < 0.3 and (self.service.data / "index/data.mdb").exists():
                 self.fate += f", {damage_rows(self.service.data / 'index', self.chance)}"
             found = self._fsck()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from kvfs import Namespace
+from tiers.home import Home
 from tiers.model import Attributes, Draft, Name, ObjectInfo
 from tiers.store import TieredStore
 
@@ -72,3 +73,9 @@ def read(store: TieredStore, info: ObjectInfo) -> bytes:
 
 def keys(store: TieredStore, bucket: bytes = BUCKET) -> list[bytes]:
     return [key for key, _ in store.list(bucket).entries]
+
+
+def abandon_home(home: Home) -> None:
+    """Let go of a data directory as a killed process does: nothing is recorded."""
+    home._give_spare()
+    os.close(home._lock_fd)
