@@ -58,6 +58,13 @@ class Expected:
     values: dict[Name, bytes] = field(default_factory=dict)
     before: dict[Name, bytes | None] = field(default_factory=dict)
     """Of a change that is not acknowledged yet: name -> what it had. The change takes effect for all or none."""
+    closed: dict[Name, bytes | None] = field(default_factory=dict)
+    """Of a name whose file was synced, and whose seal is not acknowledged yet: what was sealed there before. Damage to
+    the copy brings that back: nobody was told that it is replaced."""
+
+    def sync(self, name: Name, value: bytes) -> None:
+        self.closed.setdefault(name, self.values.get(name))
+        self.begin({name: value})
 
     def begin(self, changes: dict[Name, bytes | None]) -> None:
         self.before = {name: self.values.get(name) for name in changes}
@@ -67,20 +74,22 @@ class Expected:
             else:
                 self.values[name] = value
 
-    def settled(self) -> None:
+    def settled(self, *, sealed: bool = True) -> None:
         self.before = {}
+        if sealed:
+            self.closed = {}
 
-    def allowed(self, name: Name) -> set[bytes]:
+    def allowed(self, name: Name, *, damaged: bool = False) -> set[bytes]:
         """Without None: a miss, which the caller judges."""
-        found = {self.values.get(name), self.before.get(name)} - {None}
+        found = {self.values.get(name), self.before.get(name), self.closed.get(name) if damaged else None}
         return {value for value in found if value is not None}
 
-    def judge(self, found: dict[Name, bytes]) -> list[str]:
+    def judge(self, found: dict[Name, bytes], *, damaged: bool = False) -> list[str]:
         """Names that show what they may not, and values that show twice."""
         wrong = [
             f"{name} shows {_version(value)}"
             for name, value in found.items()
-            if value not in self.allowed(name)
+            if value not in self.allowed(name, damaged=damaged)
         ]
         owners: dict[bytes, Name] = {}
         for name, value in found.items():
@@ -167,6 +176,10 @@ class Life:
             await trio.sleep(0.001)
         await journal.nvme.log.settle()
 
+    def _sync(self, what: str, name: Name, value: bytes) -> None:
+        self.expected.sync(name, value)
+        self.history.append(f"{what} {name}: {_version(value)}")
+
     def _begin(self, what: str, changes: dict[Name, bytes | None]) -> None:
         self.expected.begin(changes)
         values = {str(name): None if value is None else _version(value) for name, value in changes.items()}
@@ -197,9 +210,9 @@ class Life:
         snapshot: int | None = None
         for _ in range(self.chance.choice([1, 1, 2])):
             fill(store, draft, value)
-            self._begin("sync", {name: value})
+            self._sync("sync", name, value)
             snapshot = await sync_draft(store, draft, name, snapshot)
-            self.expected.settled()
+            self.expected.settled(sealed=False)
             if self.chance.random() < 0.5:
                 value = self.value(len(value) - 16)
         fill(store, draft, value)
@@ -209,6 +222,7 @@ class Life:
             target = Name(name.bucket, self.chance.choice(KEYS))
             if target != name:
                 await store.journal.settle()
+                self.expected.settled()
                 self._begin("rename synced", {name: None, target: value})
                 store.rename(name, target)
 
@@ -221,9 +235,9 @@ class Life:
             if self.chance.random() < 0.5:
                 await draft.flush()
             if self.chance.random() < 0.5:
-                self._begin("sync large", {name: value})
+                self._sync("sync large", name, value)
                 await store.persist_large(draft, name, Attributes())
-                self.expected.settled()
+                self.expected.settled(sealed=False)
             for _ in range(self.chance.choice([0, 1, 3])):
                 at = self.chance.randrange(16, len(value) - 1000)
                 part = self.chance.randbytes(1000)
