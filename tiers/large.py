@@ -179,6 +179,7 @@ class LargeDraft:
         """Records of all versions that wait."""
         self._versions: dict[int, _Queued] = {}
         self._submitted: set[int] = set()
+        self._is_rewritten = False
         """Extents that the log was given before: what is submitted now takes the place of that."""
         self._closed = False
         self.sealed = False
@@ -379,7 +380,13 @@ class LargeDraft:
                 first_sequence=self.stored.first_sequence,
             )
         )
+        self._is_rewritten |= number in self._submitted
         self._submitted.add(number)
+
+    def take_rewritten(self) -> bool:
+        """Whether an extent was written again since this was asked last."""
+        is_rewritten, self._is_rewritten = self._is_rewritten, False
+        return is_rewritten
 
     def _end(self, number: int, queued: _Queued) -> None:
         """This version waits no longer; told a second time, after a failed sync, there is nothing left to do."""
