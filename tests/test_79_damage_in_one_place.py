@@ -57,4 +57,4 @@ def test_no_older_version_comes_back(fast_path: Path, killed: bool, index: str) 
             shutil.rmtree(path)
         shutil.rmtree(original)
     print(dict(counts))
-    assert counts["found"] > counts["missing"]
+    assert 2 * counts["found"] > counts["missing"], "too little is left for this to be a test"

@@ -282,24 +282,17 @@ class NvmeJournal(Journal):
         self._snapshots.forget(stored.object_id)
         stored.bucket_id, stored.sealed_at_ns = bucket.bucket_id, row.mtime_ns
         self.nvme.keep(stored, bucket.durable or bool(row.flags & PINNED))
-        stored.ticket = self._name_large(draft, name, row)
+        stored.ticket = self.nvme.put_name(stored, MetaBody(name.bucket, name.key, row))
         if bucket.durable:
             self._must = stored.ticket
         self.nvme.counts.objects_written += 1
         self.nvme.counts.bytes_written += stored.size_bytes
         self._drop(replaced, behind=True, awaited=not bucket.durable)
 
-    def _name_large(self, draft: LargeDraft, name: Name, row: NameRow) -> int:
-        """Log what it is called; the ticket. Extents that were written again have ended their earlier ones by then:
-        where damage takes the last version of one, a name must not stand for an earlier one."""
-        if draft.take_rewritten():
-            self.keep_order()
-        return self.nvme.put_name(draft.stored, MetaBody(name.bucket, name.key, row))
-
     async def persist_large(self, draft: LargeDraft, name: Name, row: NameRow) -> None:
         self._note_snapshot(row.object_id, OPEN)
         draft.stored.bucket_id = self._store.bucket(name.bucket).bucket_id
-        await self.nvme.log.settle(self._name_large(draft, name, row))
+        await self.nvme.log.settle(self.nvme.put_name(draft.stored, MetaBody(name.bucket, name.key, row)))
         draft.check()
 
     def check_queue(self) -> None:

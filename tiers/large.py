@@ -179,8 +179,9 @@ class LargeDraft:
         """Records of all versions that wait."""
         self._versions: dict[int, _Queued] = {}
         self._submitted: set[int] = set()
-        self._is_rewritten = False
         """Extents that the log was given before: what is submitted now takes the place of that."""
+        self._is_rewritten = False
+        """Whether that has happened, and the earlier version may not have ended yet."""
         self._closed = False
         self.sealed = False
         """Set by the store: from then on the object is its own."""
@@ -204,7 +205,7 @@ class LargeDraft:
     @property
     def is_written(self) -> bool:
         """Whether all of it is in the log, and nobody is changing it, so that it can be sealed."""
-        if self._lock.locked() or self.error:
+        if self._lock.locked() or self.error or self._is_rewritten:
             return False
         return not (self._dirty or self._waiting) and self.stored.readable
 
@@ -383,11 +384,6 @@ class LargeDraft:
         self._is_rewritten |= number in self._submitted
         self._submitted.add(number)
 
-    def take_rewritten(self) -> bool:
-        """Whether an extent was written again since this was asked last."""
-        is_rewritten, self._is_rewritten = self._is_rewritten, False
-        return is_rewritten
-
     def _end(self, number: int, queued: _Queued) -> None:
         """This version waits no longer; told a second time, after a failed sync, there is nothing left to do."""
         if not queued.pending:
@@ -414,6 +410,11 @@ class LargeDraft:
                     await self._wait(limits.LARGE_DIRTY_EXTENTS)
                     self._fill(number)
             await self._wait(0)
+            if (
+                self._is_rewritten
+            ):  # before a name stands for it: damage to the last version must not show an earlier one
+                await self._nvme.log.settle()
+                self._is_rewritten = False
             yield
 
     async def flush(self) -> None:

@@ -24,6 +24,7 @@ from kvfs.limits import MIB
 from tests.support.stores import NAMESPACE, abandon_home
 from tiers.device import ThreadDevice
 from tiers.journal import NvmeJournal
+from tiers.large import LargeDraft
 from tiers.model import Attributes, Draft, Name, ObjectInfo
 from tiers.store import TieredStore
 
@@ -234,10 +235,9 @@ class Life:
             await draft.write(0, value)
             if self.chance.random() < 0.5:
                 await draft.flush()
-            if self.chance.random() < 0.5:
-                self._sync("sync large", name, value)
-                await store.persist_large(draft, name, Attributes())
-                self.expected.settled(sealed=False)
+            is_synced = self.chance.random() < 0.5
+            if is_synced:
+                await self._sync_large(store, draft, name, value)
             for _ in range(self.chance.choice([0, 1, 3])):
                 at = self.chance.randrange(16, len(value) - 1000)
                 part = self.chance.randbytes(1000)
@@ -245,10 +245,17 @@ class Life:
                 value = value[:at] + part + value[at + 1000 :]
                 await draft.flush()
             await draft.flush()
+            if is_synced:  # as the mount does before it answers the close
+                await self._sync_large(store, draft, name, value)
             self._begin("seal large", {name: value})
             store.seal_large(draft, name, Attributes())
         finally:
             draft.close()
+
+    async def _sync_large(self, store: TieredStore, draft: LargeDraft, name: Name, value: bytes) -> None:
+        self._sync("sync large", name, value)
+        await store.persist_large(draft, name, Attributes())
+        self.expected.settled(sealed=False)
 
     def _rename(self, store: TieredStore) -> None:
         source = self._known()
