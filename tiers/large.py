@@ -410,9 +410,8 @@ class LargeDraft:
                     await self._wait(limits.LARGE_DIRTY_EXTENTS)
                     self._fill(number)
             await self._wait(0)
-            if (
-                self._is_rewritten
-            ):  # before a name stands for it: damage to the last version must not show an earlier one
+            if self._is_rewritten:
+                # A name must not stand for an earlier version where damage takes the last one.
                 await self._nvme.log.settle()
                 self._is_rewritten = False
             yield
