@@ -487,7 +487,8 @@ class _Judge:
         """`bucket/key`."""
         if self.listed is not None:
             return self.listed.get(object_id)
-        known = self.log.replay.found.names.get(object_id)
+        found = self.log.replay.found
+        known = found.names.get(object_id) or found.torn.get(object_id)
         return None if known is None else known[1].replace(b"\0", b"/", 1)
 
     def _called(self, object_id: int) -> str:
@@ -524,15 +525,27 @@ class _Judge:
 
     def _torn_durables(self) -> None:
         """Durable objects with a name and without all of their bytes, where records are missing."""
-        for stored in self.log.replay.objects.values() if self.log.has_holes else ():
+        if not self.log.has_holes:
+            return
+        gone = self._superseded() | set(self.log.replay.found.losers)
+        for stored in self.log.replay.objects.values():
             known = stored.object_id in self.log.tier.objects or stored.object_id in self.log.replay.dead
-            superseded = stored.object_id in self.log.replay.found.losers
-            if known or superseded or not self.log.tier.is_durable(stored.bucket_id):
+            if known or stored.object_id in gone or not self.log.tier.is_durable(stored.bucket_id):
                 continue
             torn = stored.size_bytes and not (stored.pieces and stored.readable)
             has_name = stored.object_id in self.log.replay.bodies
             if has_name and torn and stored.object_id not in self.findings.slots.whole:
                 self._drop(stored, "its bytes are not all there")
+
+    def _superseded(self) -> set[int]:
+        """Objects that are not all there, and whose names later ones have."""
+        found = self.log.replay.found
+        holders = {claim: each for each, (_, claim) in found.names.items()}
+        return {
+            object_id
+            for object_id, (_, name, sequence) in found.torn.items()
+            if found.sequences.get(holders.get(name, 0), 0) > sequence
+        }
 
     # --- and the index ------------------------------------------------------------------------------------
 
