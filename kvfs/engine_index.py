@@ -9,6 +9,8 @@ Invariants:
   each engine needs a topic of its own.
 - Batches of a stream apply in order, each once. What cannot be filled in clears the stream: a block that is
   not known to be there is a miss, one that is wrongly believed to be there costs a route.
+- A number below the expected one means that the engine started anew, unless a replay brought that very batch: replays
+  come over a connection of their own and may overtake the stream.
 - Nothing grows past its limit: streams, blocks of a stream, batches that wait for a replay.
 
 Concurrency: plain state for one thread, without a clock.
@@ -60,6 +62,8 @@ class _Stream:
     places: dict[Place, set[BlockHash]] = field(default_factory=dict)
     held: deque[tuple[int, Batch]] = field(default_factory=deque)
     """Batches that came while a replay was under way."""
+    ahead: dict[int, float] = field(default_factory=dict)
+    """Number and time of batches that a replay brought before the stream did."""
     is_replaying: bool = False
     clears: int = 0
 
@@ -109,13 +113,15 @@ class EngineIndex:
         except InvalidRequest:
             self.counts["malformed"] += 1
             return None
+        if stream.ahead.pop(sequence, None) == batch.ts:
+            return None
         if stream.is_replaying:
             _hold(stream, sequence, batch)
             return None
         if stream.next is None or sequence < stream.next:
             # The first that is heard of an engine, or of one that started anew: nothing before 0 can be missing.
-            self._clear(stream)
-            stream.next = 0
+            self._restart(stream)
+        assert stream.next is not None
         if sequence > stream.next:
             self.counts["gaps"] += 1
             stream.is_replaying = True
@@ -132,15 +138,22 @@ class EngineIndex:
         except InvalidRequest:
             self.counts["malformed"] += 1
             return
-        if stream.is_replaying and topic == engine.topic and (batch.data_parallel_rank or 0) == engine.rank:
-            self._fill(stream, sequence, batch)
+        if not stream.is_replaying or topic != engine.topic or (batch.data_parallel_rank or 0) != engine.rank:
+            return
+        if sequence > stream.held[-1][0] and len(stream.ahead) < MAX_HELD_BATCHES:
+            stream.ahead[sequence] = batch.ts
+        self._fill(stream, sequence, batch)
 
     def replay_ended(self, engine: Engine) -> None:
         """The replay is over, or there is none: go on with what came meanwhile."""
         stream = self._streams[engine]
         stream.is_replaying = False
         held, stream.held = stream.held, deque()
+        last = -1
         for sequence, batch in held:
+            if sequence <= last:
+                self._restart(stream)
+            last = sequence
             self._fill(stream, sequence, batch)
 
     def _fill(self, stream: _Stream, sequence: int, batch: Batch) -> None:
@@ -168,6 +181,11 @@ class EngineIndex:
         room = self._max_blocks - stream.block_count
         self.counts["over_limit"] += max(len(event.block_hashes) - room, 0)
         stream.places.setdefault(_place(event), set()).update(event.block_hashes[: max(room, 0)])
+
+    def _restart(self, stream: _Stream) -> None:
+        self._clear(stream)
+        stream.ahead.clear()
+        stream.next = 0
 
     def _clear(self, stream: _Stream) -> None:
         stream.clears += bool(stream.places)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -73,8 +74,10 @@ def store_event(
     return BlockStored(list(blocks), None, [], 16, None, medium, None, group_idx=group)
 
 
-def message(sequence: int, *events: KVEvent, topic: str = TOPIC, rank: int = 0) -> list[bytes]:
-    return [topic.encode(), sequence_frame(sequence), encode_batch(Batch(1.0, list(events), rank))]
+def message(
+    sequence: int, *events: KVEvent, topic: str = TOPIC, rank: int = 0, time_s: float = 1.0
+) -> list[bytes]:
+    return [topic.encode(), sequence_frame(sequence), encode_batch(Batch(time_s, list(events), rank))]
 
 
 # --- the form ----------------------------------------------------------------------------------------------
@@ -164,10 +167,12 @@ def test_a_replay_is_bounded_in_batches_and_in_bytes() -> None:
 
 # --- the index ---------------------------------------------------------------------------------------------
 class FakeEngine:
-    """An engine's cache, its stream, and what it remembers of it."""
+    """An engine's cache, its stream on the way to an index, and what it remembers of it."""
 
     def __init__(self, rng: random.Random, remembers: int) -> None:
         self.rng, self.remembers = rng, remembers
+        self.time_s = 0.0
+        self.wire: deque[list[bytes]] = deque()
         self.restart()
 
     def restart(self) -> None:
@@ -175,8 +180,9 @@ class FakeEngine:
         self.sequence = 0
         self.past = Replay(max_batches=self.remembers)
 
-    def step(self) -> list[bytes]:
-        """Change the cache; the message that says so."""
+    def step(self, loss: float) -> bool:
+        """Change the cache and send what says so; whether it was lost. An engine's first message is not: what had
+        the same numbers before it started anew is otherwise taken for what continues."""
         choice = self.rng.random()
         event: KVEvent
         if choice < 0.6:
@@ -190,10 +196,14 @@ class FakeEngine:
         else:
             self.held.clear()
             event = AllBlocksCleared()
-        frames = message(self.sequence, event)
+        self.time_s += 1
+        frames = message(self.sequence, event, time_s=self.time_s)
         self.past.add(self.sequence, frames[2])
+        is_lost = self.sequence > 0 and self.rng.random() < loss
         self.sequence += 1
-        return frames
+        if not is_lost:
+            self.wire.append(frames)
+        return is_lost
 
     def replay(self, index: EngineIndex, missing: Missing) -> None:
         for frames in self.past.since(missing.sequence):
@@ -205,30 +215,62 @@ def known(index: EngineIndex) -> set[BlockHash]:
     return {block for block in range(40) if index.holders(block) == [ENGINE]}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     seed=st.integers(0, 1 << 32),
     loss=st.sampled_from([0.0, 0.1, 0.5]),
     remembers=st.sampled_from([0, 3, 500]),
+    restarts=st.sampled_from([0.0, 0.05]),
 )
-def test_an_index_never_believes_in_a_block_that_is_gone(seed: int, loss: float, remembers: int) -> None:
-    """After every message that arrived and whose replay has ended: a subset of the truth, all of it if nothing can
-    be forgotten."""
+def test_an_index_never_believes_in_a_block_that_is_gone(
+    seed: int, loss: float, remembers: int, restarts: float
+) -> None:
+    """After everything that was sent has arrived and replays have ended: a subset of the truth, all of it if nothing
+    can be forgotten. Replays overtake the stream, and ask for nothing that was not lost."""
     rng = random.Random(seed)
     engine, index = FakeEngine(rng, remembers), EngineIndex()
     missing: Missing | None = None
+    losses = 0
+
+    def deliver(count: int) -> None:
+        nonlocal missing
+        for _ in range(min(count, len(engine.wire))):
+            missing = index.receive(engine.wire.popleft()) or missing
+
     for _ in range(60):
-        frames = engine.step()
-        if rng.random() < loss:
-            continue
-        missing = index.receive(frames) or missing
-        if missing is not None and rng.random() < 0.5:
+        if rng.random() < restarts:
+            engine.restart()
+            losses += 1  # a replay that is asked of the engine from before may answer what was not asked
+        losses += engine.step(loss)
+        deliver(rng.choice([0, 1, 2]))
+        if missing is not None and rng.random() < 0.3:
             engine.replay(index, missing)
             missing = None
-        if missing is None:
+        if rng.random() < 0.2:
+            losses += engine.step(0)
+            while engine.wire or missing is not None:
+                deliver(60)
+                if missing is not None:
+                    wanted, missing = missing, None
+                    engine.replay(index, wanted)
             assert known(index) <= engine.held
-            assert remembers < 500 or known(index) == engine.held
-    assert loss or index.counts["gaps"] == 0
+            assert remembers < 500 or restarts or known(index) == engine.held
+    assert index.counts["gaps"] <= losses
+
+
+def test_a_replay_that_overtakes_the_stream_is_no_new_start() -> None:
+    index = EngineIndex()
+    missing = index.receive(message(2, store_event([2]), time_s=2))
+    assert missing == Missing(ENGINE, 0)
+    for sequence in range(6):
+        index.replayed(ENGINE, [b"", *message(sequence, store_event([sequence]), time_s=sequence)][1:])
+    index.replay_ended(ENGINE)
+    for sequence in range(3, 5):
+        assert index.receive(message(sequence, store_event([sequence]), time_s=sequence)) is None
+    assert known(index) == set(range(6))
+    assert index.counts == {"batches": 6, "gaps": 1, "lost": 0, "malformed": 0, "over_limit": 0}
+    assert index.receive(message(0, store_event([30]), time_s=9)) is None
+    assert known(index) == {30}, "the engine started anew"
 
 
 def test_an_engine_that_starts_anew_is_followed_from_its_start() -> None:
