@@ -208,6 +208,8 @@ async def examine(home: Home, device: Device, segments: Path, progress: Progress
     _judge_slots(findings)
     if findings.log is not None:
         _Judge(findings, findings.log).run()
+    if not findings.index.doubt:
+        _judge_rows(findings)
     complete_losses(findings)
     return findings
 
@@ -307,9 +309,6 @@ def _judge_index(findings: Findings) -> None:
         if log is not None and log.tier.objects:
             findings.add(where, "is not there", f"{anew}; what only DRAM had is lost", Cost.CACHED)
         return
-    if index.is_old:
-        findings.add(where, index.doubt, f"{anew}; what only DRAM had is lost", Cost.CACHED)
-        return
     if index.doubt:
         findings.add(where, index.doubt, f"{anew}; what only DRAM had is lost", Cost.CACHED)
         return
@@ -320,6 +319,12 @@ def _judge_index(findings: Findings) -> None:
         consequence = "written again from the log" if there else "the bucket and all in it are lost"
         cost = Cost.NOTHING if there else Cost.CACHED
         findings.add(f"bucket {_text(name)}", "its row does not match its checksum", consequence, cost)
+
+
+def _judge_rows(findings: Findings) -> None:
+    """After the log's names are judged: it may have those of damaged rows."""
+    index, log = findings.index, findings.log
+    known = {} if log is None else log.replay.found.buckets
     unnamed = unnamed_rows(findings, log)
     durable = {row.name for row in (*index.buckets.values(), *known.values()) if row.class_ == "durable"}
     for bucket, key in index.bad_names:
