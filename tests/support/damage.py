@@ -98,11 +98,15 @@ def damage_payload(files: list[Path], chance: random.Random) -> str:
     places = []
     for file in files:
         data = file.read_bytes()
-        for at in range(SEGMENT_DATA_START, len(data) - RECORD_HEADER.size, 512):
+        at = SEGMENT_DATA_START
+        while at < len(data) - RECORD_HEADER.size:
+            step = 512
             if data[at : at + 4] == b"KVFR":
                 raw = RECORD_HEADER.decode(data[at : at + RECORD_HEADER.size])
                 if raw["type"] == RecordType.DATA and raw["payload_bytes"]:
                     places.append((file, at + raw["payload_offset"] + chance.randrange(raw["payload_bytes"])))
+                step = raw["record_bytes"]  # a footer has copies of headers in it
+            at += step
     file, at = chance.choice(places)
     flip(file, at, chance)
     return f"{file.name} payload at {at}"
