@@ -15,7 +15,7 @@ import trio.testing
 
 from kvfs import limits
 from kvfs.client import Client
-from kvfs.errors import Busy
+from kvfs.errors import Busy, Exists
 from tests.support.door import BUCKET, ON_DIRECTORY, TEST_MODES, eventually
 from tests.support.service import Service
 from tests.support.small_store import small_service, watched
@@ -48,6 +48,7 @@ CALLS: Final[dict[str, Callable[[Client], object]]] = {
     "stat": lambda client: client.stat(NAME),
     "rename": lambda client: client.rename(NAME, NAME + "-moved"),
     "remove": lambda client: client.remove(NAME),
+    "create": lambda client: client.put(NAME, b"another", replace=False),
 }
 
 
@@ -87,6 +88,25 @@ class TestOnTheMount:
         os.close(second)
         with service.client() as client:
             assert client.get(NAME) == AFTER
+
+    def test_a_new_file_that_is_closed_is_there_for_whoever_creates_what_is_not(
+        self, service: Service
+    ) -> None:
+        path = service.mount / f"{NAME}-new"
+        with path.open("x+b") as file:
+            file.truncate(len(AFTER))
+            mapping = mmap.mmap(file.fileno(), len(AFTER))
+        mapping[:] = AFTER
+        with service.client() as client:
+            with pytest.raises((Busy, Exists)):
+                client.put(f"{NAME}-new", BEFORE, replace=False)
+            with pytest.raises((Busy, Exists)):
+                client.rename(NAME, f"{NAME}-new", replace=False)
+            mapping.close()
+            with pytest.raises(Exists):
+                client.put(f"{NAME}-new", BEFORE, replace=False)
+            assert client.get(f"{NAME}-new") == AFTER
+            client.remove(f"{NAME}-new")
 
     def test_a_file_that_nobody_has_closed_is_shown_as_it_was(self, service: Service) -> None:
         with (service.mount / NAME).open("wb") as file, service.client() as client:

@@ -57,9 +57,11 @@ class Service:
 async def serve_control(service: Service, session: Session, request: Control) -> JsonObject:
     """The result of one control request. Raises KvfsError."""
     arguments = Arguments(request.op.name, request.arguments)
-    for key in ("name", "source"):
+    creates = request.arguments.get("replace") is False
+    for key in ("name", "source", "target") if creates else ("name", "source"):
         if isinstance(request.arguments.get(key), list):
-            await session.store.wait_published(Arguments("", request.arguments).name(key))
+            name = Arguments("", request.arguments).name(key)
+            await session.store.wait_published(name, creates=creates and key != "source")
     if request.op is Op.REMOVE_NAMES:
         names = Arguments(request.op.name, request.arguments).names("names")[: limits.MAX_REMOVED_NAMES]
         result = _remove_names(session, arguments, await session.store.wait_all_published(names))

@@ -99,7 +99,11 @@ async def serve_batch(session: Session, request: Batch, reply: Reply) -> None:
                 session, Op.SEAL_BLOCK, seals, lambda item: _seal_block(session, *item), reply
             )
         case SealNames(seals=names):
-            await _send_results(session, Op.SEAL_NAMED, names, lambda seal: _seal_named(session, seal), reply)
+            conditional = [Name(seal.bucket, seal.key) for seal in names if _is_conditional(seal)]
+            busy = await session.store.wait_all_published(conditional, creates=True)
+            await _send_results(
+                session, Op.SEAL_NAMED, names, lambda seal: _seal_named(session, seal, busy), reply
+            )
         case Abort(drafts=drafts):
             await _send_results(session, Op.ABORT, drafts, lambda draft: _abort(session, *draft), reply)
         case OpenNames(names=found):
@@ -198,7 +202,12 @@ def _seal_block(session: Session, bucket: bytes, seal: BlockSeal) -> Result:
     return Result(0 if first else errno.EEXIST, info.object_id)
 
 
-def _seal_named(session: Session, seal: NameSeal) -> Result:
+def _is_conditional(seal: NameSeal) -> bool:
+    """Whether the seal depends on what has the name now."""
+    return not seal.replace or seal.expected_id is not None
+
+
+def _seal_named(session: Session, seal: NameSeal, busy: Mapping[Name, Busy]) -> Result:
     draft = session.draft(seal.slot, seal.generation)
     name = Name(seal.bucket, seal.key)
     if seal.key.endswith(b"/") or seal.mode & ~0o777:
@@ -214,6 +223,8 @@ def _seal_named(session: Session, seal: NameSeal) -> Result:
         user_metadata=seal.user_metadata,
     )
     try:
+        if name in busy and _is_conditional(seal):
+            raise Busy(str(busy[name]))
         info = session.store.seal(
             draft,
             name,

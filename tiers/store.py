@@ -608,10 +608,13 @@ class TieredStore(Naming):
         with self.dram.lease(info.extent) as lease:
             return await lease.read_into(0, into)
 
-    async def wait_published(self, name: Name, deadline: float | None = None) -> None:
+    async def wait_published(
+        self, name: Name, deadline: float | None = None, *, creates: bool = False
+    ) -> None:
         """Wait, PUBLISH_WAIT_S at most, while `name` is a draft that is closed but not yet published.
 
-        Raises Busy where it still is: what had the name before must not be shown.
+        Raises Busy where it still is: what had the name before must not be shown; with `creates` also where nothing had
+        it, since the name is taken.
         """
         deadline = trio.current_time() + limits.PUBLISH_WAIT_S if deadline is None else deadline
         for publish in self.publishers:
@@ -620,17 +623,17 @@ class TieredStore(Naming):
                 with trio.move_on_at(deadline):
                     await pending.ended.wait()
                 is_late = trio.current_time() >= deadline
-            if pending is not None and pending.was_answered:
+            if pending is not None and (creates or pending.was_answered):
                 raise Busy(f"{name} was closed, and is not published yet")
         if not self.publishers and self._is_retired(name):
             raise Busy(f"{name} was closed, and its mount is gone")
 
-    async def wait_all_published(self, names: Sequence[Name]) -> dict[Name, Busy]:
+    async def wait_all_published(self, names: Sequence[Name], *, creates: bool = False) -> dict[Name, Busy]:
         """As `wait_published`, as long for all as for one; those that still are not."""
         deadline, busy = trio.current_time() + limits.PUBLISH_WAIT_S, {}
         for name in names:
             try:
-                await self.wait_published(name, deadline)
+                await self.wait_published(name, deadline, creates=creates)
             except Busy as error:
                 busy[name] = error
         return busy
