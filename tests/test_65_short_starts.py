@@ -93,7 +93,7 @@ def test_a_short_start_loses_nothing(service: Limited) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_check_says_nothing_of_the_index(tmp_path: Path, number: signal.Signals) -> None:
     NameIndex.open(tmp_path / "index").close()
-    with IndexWalk(tmp_path / "index", counts=True, rows=True, copy=tmp_path / "copy") as walk:
+    with IndexWalk(tmp_path / "index", rows=True, copy=tmp_path / "copy") as walk:
         os.kill(walk._child, number)
         with pytest.raises(OutOfResources, match=rf"was killed by {number.name}"):
             walk.is_whole()

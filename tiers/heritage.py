@@ -212,24 +212,23 @@ class Heritage:
             return row is not None and row.class_ == "durable"
 
         def keep(bucket: bytes, key: bytes, data: bytes | None) -> bool:
-            if data is not None:
-                object_id, flags = peek_row(data)
-                if flags & DIRECTORY:
-                    return self.names.get_bucket(bucket) is not None
-                if flags & RETIRED:
-                    lost.append(Name(bucket, key))
-                    return False
-                if self._cold is not None and self._cold.has(object_id) and not durable(bucket):
-                    self._cold_names[object_id] = Name(bucket, key)
-                    return True
-                if object_id in below:
-                    return True
-                if object_id in there and self._named[object_id][0] == Name(bucket, key):
-                    return True
-                if replaced is not None and replaced.has_other(Name(bucket, key), object_id):
-                    return True
-            elif self._lower is not None:  # the log knows what it said
+            if data is None:  # the walk found it whole
                 raise Corrupt(f"name index: the row of {Name(bucket, key)} is damaged")
+            object_id, flags = peek_row(data)
+            if flags & DIRECTORY:
+                return self.names.get_bucket(bucket) is not None
+            if flags & RETIRED:
+                lost.append(Name(bucket, key))
+                return False
+            if self._cold is not None and self._cold.has(object_id) and not durable(bucket):
+                self._cold_names[object_id] = Name(bucket, key)
+                return True
+            if object_id in below:
+                return True
+            if object_id in there and self._named[object_id][0] == Name(bucket, key):
+                return True
+            if replaced is not None and replaced.has_other(Name(bucket, key), object_id):
+                return True
             lost.append(Name(bucket, key))
             return False
 
@@ -402,9 +401,9 @@ def _chain(
 # --- the index ---------------------------------------------------------------------------------------------
 @contextmanager
 def walking(home: Home) -> Iterator[IndexWalk | None]:
-    """Walk the index meanwhile, as a store with a log wants it; None where there is none to believe."""
+    """Walk the index meanwhile; None where there is none to believe."""
     if (home.index / "data.mdb").exists() and home.index_is_durable:
-        with IndexWalk(home.index, counts=True, rows=True, copy=home.index / COPY) as walk:
+        with IndexWalk(home.index, rows=True, copy=home.index / COPY) as walk:
             yield walk
     else:
         yield None
@@ -421,12 +420,9 @@ class _State(Enum):
 def _open_index(
     home: Home, believe: bool, walk: IndexWalk | None, lower: Lower | None
 ) -> tuple[NameIndex, _State]:
-    """The index of the last service as far as it may be believed; with the mark of this start.
-
-    Without a log single damaged rows are found later, and they alone are lost.
-    """
+    """The index of the last service as far as it may be believed; with the mark of this start."""
     if believe and (home.index / "data.mdb").exists():
-        names, state = _believed_index(home, walk, strict=lower is not None), _State.WHOLE
+        names, state = _believed_index(home, walk), _State.WHOLE
         if names is None and home.index_is_durable:
             buckets = [] if lower is None else known_buckets(lower.found, BucketFiles(home.path).load())
             if salvage_index(home, buckets):
@@ -471,9 +467,9 @@ def _give_up(home: Home, names: NameIndex, *, is_believed: bool) -> None:
         names.close()
 
 
-def _renewed(index: Path, walk: IndexWalk | None, strict: bool) -> bool:
+def _renewed(index: Path, walk: IndexWalk | None) -> bool:
     """Whether the index is whole; then its copy without free pages has taken its place, where there was room."""
-    with walk or IndexWalk(index, counts=strict, rows=strict, copy=index / COPY) as found:
+    with walk or IndexWalk(index, rows=True, copy=index / COPY) as found:
         if not found.is_whole():
             return False
         if found.has_copy:
@@ -483,10 +479,10 @@ def _renewed(index: Path, walk: IndexWalk | None, strict: bool) -> bool:
     return True
 
 
-def _believed_index(home: Home, walk: IndexWalk | None, *, strict: bool) -> NameIndex | None:
+def _believed_index(home: Home, walk: IndexWalk | None) -> NameIndex | None:
     if not home.index_is_durable:
         why = "the machine went down while a service ran"
-    elif not _renewed(home.index, walk, strict):
+    elif not _renewed(home.index, walk):
         why = "it is damaged"
     else:
         try:

@@ -51,13 +51,12 @@ _OPTIONAL = (cold_index.DATABASE, snapshots.DATABASE)
 class IndexWalk:
     """A process that reads and finds every row of an index and changes one, beside the caller until it asks.
 
-    `counts`: also whether there are as many rows as the index says. `rows`: whether each matches its name. `copy`: the
-    file that gets what was read, and that is gone in the end unless it was taken. It has no free pages: no walk comes
-    by those, and damaged ones end the process that one day writes. A filesystem without room for all that the copy will
-    grow to leaves none.
+    `rows`: also whether each row matches its name. `copy`: the file that gets what was read, and that is gone in the
+    end unless it was taken. It has no free pages: no walk comes by those, and damaged ones end the process that one day
+    writes. A filesystem without room for all that the copy will grow to leaves none.
     """
 
-    def __init__(self, path: Path, *, counts: bool, rows: bool, copy: Path) -> None:
+    def __init__(self, path: Path, *, rows: bool, copy: Path) -> None:
         self._path = path
         self._copy = copy
         self._code: int | None = None
@@ -65,7 +64,7 @@ class IndexWalk:
         if self._child == 0:
             status = _DAMAGED
             try:
-                status = _outcome(path, counts, rows, copy)
+                status = _outcome(path, rows, copy)
             finally:
                 os._exit(status)
 
@@ -110,10 +109,10 @@ _INTERRUPTED = frozenset(
 )
 
 
-def _outcome(path: Path, counts: bool, rows: bool, copy: Path) -> int:
+def _outcome(path: Path, rows: bool, copy: Path) -> int:
     """The exit code of a walk."""
     try:
-        return 0 if _walk(path, counts, rows, copy) else _UNCOPIED
+        return 0 if _walk(path, rows, copy) else _UNCOPIED
     except (MemoryError, lmdb.MemoryError):
         return _DAMAGED if _has_memory(path) else _SHORT
     except lmdb.Error as error:
@@ -140,13 +139,13 @@ def _map_bytes(path: Path) -> int:
     return (path / "data.mdb").stat().st_size + limits.MAX_NAME_MAP_STEP_BYTES
 
 
-def can_be_walked(path: Path, *, counts: bool, rows: bool) -> bool:
-    """As an IndexWalk finds. Raises OutOfResources."""
-    with IndexWalk(path, counts=counts, rows=rows, copy=Path(os.devnull)) as walk:
+def can_be_walked(path: Path) -> bool:
+    """Whether an IndexWalk finds it whole but for single rows. Raises OutOfResources."""
+    with IndexWalk(path, rows=False, copy=Path(os.devnull)) as walk:
         return walk.is_whole()
 
 
-def _walk(path: Path, counts: bool, rows: bool, copy: Path) -> bool:
+def _walk(path: Path, rows: bool, copy: Path) -> bool:
     """Read everything; whether there was room for the copy. Raises Corrupt."""
     # Without writemap, so that nothing of what is changed and not committed reaches the file.
     env = lmdb.open(
@@ -168,7 +167,7 @@ def _walk(path: Path, counts: bool, rows: bool, copy: Path) -> bool:
                 if left < 0 or key <= last or txn.get(key, db=db) != value:
                     raise Corrupt(f"{path}: {name.decode()} is in disorder at {key[:80]!r}")
                 last = key
-            if counts and left:
+            if left:
                 raise Corrupt(f"{path}: {name.decode()} does not have as many rows as it says")
         if rows:
             _decode_rows(txn, dbs)
@@ -334,7 +333,7 @@ def check_index(home: Home) -> IndexCheck:
     if not (home.index / "data.mdb").exists():
         check.exists = check.readable = False
         return check
-    if not can_be_walked(home.index, counts=True, rows=False):
+    if not can_be_walked(home.index):
         check.doubt, check.readable = "its pages are damaged", False
         return check
     try:

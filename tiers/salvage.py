@@ -41,7 +41,7 @@ BESIDE = "index.new"
 def salvage_index(home: Home, logged: Iterable[BucketRow]) -> bool:
     """Have the index hold those of its rows that are not damaged, with its mark, and the buckets that only the log has;
     False where its pages are damaged, or it is not the one that the last service used."""
-    if not can_be_walked(home.index, counts=True, rows=False):
+    if not can_be_walked(home.index):
         return False
     try:
         with IndexReader(home.index) as old:
