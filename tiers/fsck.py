@@ -109,7 +109,9 @@ class Log:
             if self.holds(object_id) or object_id in self.weak:
                 yield object_id, named
         for object_id in self.weak:
-            if object_id in found.torn and object_id not in found.names:
+            # Of a cache's object that the log has in part a start believes the index alone (`name_survivors`).
+            kept = self.tier.is_durable(self.replay.objects[object_id].bucket_id)
+            if kept and object_id in found.torn and object_id not in found.names:
                 yield object_id, found.torn[object_id][:2]
 
     def holds(self, object_id: int) -> bool:
@@ -460,6 +462,8 @@ class _Judge:
         what = f"extent {number} of object {object_id}{self._called(object_id)}"
         if self._in_dram(object_id, stored.size_bytes):
             self.log.weak.add(object_id)
+            if not check.has_footer:
+                self._tear(object_id)
             return f"{what} is in DRAM, and written again at the next start", Cost.NOTHING
         self.log.lost[object_id] = stored
         if not self._is_served(stored):
@@ -519,6 +523,14 @@ class _Judge:
             "the durable object is lost" if durable else "the object of the cache is a miss",
             Cost.DURABLE if durable else Cost.CACHED,
         )
+
+    def _tear(self, object_id: int) -> None:
+        """Have the object's name be that of one that is not all there: a start that scans a segment for want of a footer
+        takes no record whose payload does not hold."""
+        found = self.log.replay.found
+        named = found.names.pop(object_id, None)
+        if named is not None:
+            found.torn[object_id] = (*named, self.log.replay.newest.get(object_id, 0))
 
     def _torn_in_dram(self) -> None:
         """What the log has only in part and DRAM whole keeps its name in a durable bucket, and is written again."""
