@@ -525,8 +525,8 @@ class _Judge:
         )
 
     def _tear(self, object_id: int) -> None:
-        """Have the object's name be that of one that is not all there: a start that scans a segment for want of a footer
-        takes no record whose payload does not hold."""
+        """Take the object for one that is not all there: a start that scans a segment, for want of a footer, takes no
+        record whose payload does not hold."""
         found = self.log.replay.found
         named = found.names.pop(object_id, None)
         if named is not None:
