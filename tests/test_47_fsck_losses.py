@@ -117,7 +117,9 @@ def check_round(
     compare(repaired, before, trio.run(look, path), f"{where}, repaired")
     if found["problems"]:
         durable = any(name.startswith("durable/") for name in found["lost"])
-        if "killed True" in where and "zeroed" in where:  # or it was never answered for: no record is left that tells
+        if (
+            "killed True" in where and "zeroed" in where
+        ):  # or it was never answered for: no record is left that tells
             durable = durable and any(problem["cost"] == "durable" for problem in found["problems"])
         assert found["exit_code"] == (Exit.DURABLE_LOST if durable else Exit.LEFT), (where, found)
         assert repaired["exit_code"] == (Exit.DURABLE_LOST if durable else Exit.REPAIRED), (where, found)
