@@ -23,6 +23,7 @@ from mounts import names
 from mounts.backing import PlainBackings
 from mounts.view import View
 from tests.support.crash_harness import fast_directory
+from tests.support.faulty_device import WrappedDevice
 from tests.support.one_store import CACHE, DURABLE, abandon, fill, look, start, sync_draft
 from tiers.device import ThreadDevice
 from tiers.model import Attributes, Draft, Name
@@ -159,6 +160,62 @@ class SyncedFile:
             store.rename(self.source, self.target)
         finally:
             draft.close()
+
+
+# --- a start that is killed -----------------------------------------------------------------------------------
+async def unwritten(path: Path, target: Name) -> None:
+    """A life in which a durable object is replaced, and nothing of that reaches the device."""
+    device = ThreadDevice()
+    store = await start(path, device)
+    store.seal(draft_with(store, SEALED), target, Attributes())
+    store.dram.wait_checksums(30)
+    abandon(store)
+    await device.aclose()
+
+
+class CopyingDevice(WrappedDevice):
+    """Keeps the data directory as it was before and after each of its writes: what a kill there would leave."""
+
+    def __init__(self, path: Path, copies: Path) -> None:
+        super().__init__(ThreadDevice())
+        self.path, self.copies = path, copies
+        self.count = 0
+
+    async def write(self, fd: int, offset: int, data: memoryview) -> None:
+        self._copy()
+        await super().write(fd, offset, data)
+        self._copy()
+
+    def _copy(self) -> None:
+        shutil.copytree(self.path, self.copies / str(self.count), ignore=shutil.ignore_patterns("dram"))
+        self.count += 1
+
+
+@pytest.mark.parametrize("index", ["index", "no index"])
+async def test_a_start_keeps_a_durable_object_until_its_successor_is_on_the_device(
+    base: Path, index: str
+) -> None:
+    """It took the successor over from DRAM, which is gone with the next failure."""
+    path, copies, target = base / "data", base / "copies", Name(DURABLE, b"target")
+    await prepare(path, DURABLE, target)
+    await unwritten(path, target)
+    device = CopyingDevice(path, copies)
+    store = await start(path, device)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(store.run)
+        await store.journal.settle()
+        nursery.cancel_scope.cancel()
+    await store.finish()
+    store.close(keep=False)
+    await device.aclose()
+    seen = set()
+    for number in range(device.count):
+        if index == "no index":
+            shutil.rmtree(copies / str(number) / "index")
+        found = await look(copies / str(number))
+        assert found in ({target: BEFORE}, {target: SEALED}), f"killed at {number} of {device.count}: {found}"
+        seen.add(found[target])
+    assert seen == {BEFORE, SEALED}
 
 
 # --- a rename on the mount -----------------------------------------------------------------------------------

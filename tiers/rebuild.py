@@ -205,10 +205,10 @@ def restore_copies(store: TieredStore, nvme: NvmeTier, found: Replayed, *, compa
             known = object_id in restored
         if not known:
             unknown.append(object_id)
-    for object_id in unknown:
-        nvme.drop(object_id)
-    journal.forget_snapshots()
     journal.queue_unwritten()
+    for object_id in unknown:  # a durable object stays until what took its name in DRAM is on the device
+        nvme.drop(object_id, behind=nvme.objects[object_id].kept)
+    journal.forget_snapshots()
     return journal
 
 

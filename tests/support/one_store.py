@@ -22,7 +22,7 @@ from kvfs.errors import KvfsError
 from kvfs.keys import block_name
 from kvfs.limits import MIB
 from tests.support.stores import NAMESPACE, abandon_home
-from tiers.device import ThreadDevice
+from tiers.device import Device, ThreadDevice
 from tiers.journal import NvmeJournal
 from tiers.large import LargeDraft
 from tiers.model import Attributes, Draft, Name, ObjectInfo
@@ -38,7 +38,7 @@ KEYS: Final = [
 DIGESTS: Final = [bytes([number + 1]) * 16 for number in range(4)]
 
 
-async def start(path: Path, device: ThreadDevice) -> TieredStore:
+async def start(path: Path, device: Device) -> TieredStore:
     return await TieredStore.start(
         path, device, nvme_bytes=NVME_BYTES, dram_bytes=16 * MIB, segment_bytes=MIB, backing="directory"
     )
