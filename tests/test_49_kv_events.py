@@ -226,7 +226,7 @@ def test_an_index_never_believes_in_a_block_that_is_gone(
     seed: int, loss: float, remembers: int, restarts: float
 ) -> None:
     """After everything that was sent has arrived and replays have ended: a subset of the truth, all of it if nothing
-    can be forgotten. Replays overtake the stream, and ask for nothing that was not lost."""
+    can be forgotten. Replays overtake the stream, and then ask for nothing that was not lost."""
     rng = random.Random(seed)
     engine, index = FakeEngine(rng, remembers), EngineIndex()
     missing: Missing | None = None
@@ -255,7 +255,7 @@ def test_an_index_never_believes_in_a_block_that_is_gone(
                     engine.replay(index, wanted)
             assert known(index) <= engine.held
             assert remembers < 500 or restarts or known(index) == engine.held
-    assert index.counts["gaps"] <= losses
+    assert remembers < 500 or index.counts["gaps"] <= losses
 
 
 def test_a_replay_that_overtakes_the_stream_is_no_new_start() -> None:
