@@ -117,14 +117,17 @@ def check_round(
     compare(repaired, before, trio.run(look, path), f"{where}, repaired")
     if found["problems"]:
         durable = any(name.startswith("durable/") for name in found["lost"])
-        if (
-            "killed True" in where and "zeroed" in where
-        ):  # or it was never answered for: no record is left that tells
+        if leaves_no_trace(where):  # or it was never answered for
             durable = durable and any(problem["cost"] == "durable" for problem in found["problems"])
         assert found["exit_code"] == (Exit.DURABLE_LOST if durable else Exit.LEFT), (where, found)
         assert repaired["exit_code"] == (Exit.DURABLE_LOST if durable else Exit.REPAIRED), (where, found)
     counts["clean" if not found["problems"] else "unknown" if found["may_have_lost_more"] else "known"] += 1
     counts["lost"] += len(found["lost"])
+
+
+def leaves_no_trace(where: str) -> bool:
+    """Whether the end of the log may be gone without a record that tells."""
+    return "killed True" in where and "zeroed" in where
 
 
 def missed_and_said(
@@ -140,7 +143,7 @@ def compare(found: dict[str, Any], before: dict[Name, bytes], after: dict[Name, 
     missed, said = missed_and_said(found, before, after)
     assert said <= missed, f"{where}: {said - missed} are there: {found['problems']}"
     unnamed = set() if found["may_have_lost_more"] else missed - said
-    if "killed True" in where and "zeroed" in where:  # the end of what a cache had not synced leaves no trace
+    if leaves_no_trace(where):  # of what a cache had not synced
         unnamed = {name for name in unnamed if name.startswith("durable/")}
     assert not unnamed, f"{where}: said {said}, missed {missed}: {found['problems']}"
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -22,9 +21,8 @@ from kvfs.name_rows import RETIRED
 from mounts import names
 from mounts.backing import PlainBackings
 from mounts.view import View
-from tests.support.crash_harness import fast_directory
-from tests.support.faulty_device import WrappedDevice
-from tests.support.one_store import CACHE, DURABLE, abandon, fill, look, start, sync_draft
+from tests.support.one_store import CACHE, DURABLE, abandon, fill, life, look, start, sync_draft
+from tests.support.stores import draft_of
 from tiers.device import ThreadDevice
 from tiers.model import Attributes, Draft, Name
 from tiers.store import TieredStore
@@ -37,13 +35,6 @@ BEFORE, SYNCED, SEALED = (bytes([number]) * SIZE for number in (1, 2, 3))
 
 class Killed(BaseException):
     """The process ends here."""
-
-
-@pytest.fixture
-def base() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="kvfs-rename-", dir=fast_directory()))
-    yield path
-    shutil.rmtree(path)
 
 
 async def killed_life(path: Path, change: Callable[[TieredStore], Awaitable[None]], instant: int) -> bool:
@@ -85,7 +76,7 @@ async def prepare(path: Path, bucket: bytes, target: Name) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(store.run)
         store.create_bucket(bucket, uid=0, gid=0, durable=bucket == DURABLE)
-        store.seal(draft_with(store, BEFORE), target, Attributes())
+        store.seal(draft_of(store, BEFORE), target, Attributes())
         store.dram.wait_checksums(30)
         nursery.cancel_scope.cancel()
     await store.finish()
@@ -93,19 +84,13 @@ async def prepare(path: Path, bucket: bytes, target: Name) -> None:
     await device.aclose()
 
 
-def draft_with(store: TieredStore, data: bytes) -> Draft:
-    draft = store.reserve(len(data), uid=0)
-    fill(store, draft, data)
-    return draft
-
-
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("bucket", [CACHE, DURABLE])
-async def test_a_synced_file_has_one_name(base: Path, bucket: bytes, large: bool) -> None:
+async def test_a_synced_file_has_one_name(fast_path: Path, bucket: bytes, large: bool) -> None:
     print(f"KVFS_TEST_SEED={SEED}")
     chance = random.Random(f"{SEED}/{bucket!r}/{large}")
     source, target = Name(bucket, b"source"), Name(bucket, b"target")
-    original, path = base / "original", base / "data"
+    original, path = fast_path / "original", fast_path / "data"
     await prepare(original, bucket, target)
     kills = 0
     for number in range(KILLS):
@@ -162,70 +147,12 @@ class SyncedFile:
             draft.close()
 
 
-# --- a start that is killed -----------------------------------------------------------------------------------
-async def unwritten(path: Path, target: Name) -> None:
-    """A life in which a durable object is replaced, and nothing of that reaches the device."""
-    device = ThreadDevice()
-    store = await start(path, device)
-    store.seal(draft_with(store, SEALED), target, Attributes())
-    store.dram.wait_checksums(30)
-    abandon(store)
-    await device.aclose()
-
-
-class CopyingDevice(WrappedDevice):
-    """Keeps the data directory as it was before and after each of its writes: what a kill there would leave."""
-
-    def __init__(self, path: Path, copies: Path) -> None:
-        super().__init__(ThreadDevice())
-        self.path, self.copies = path, copies
-        self.count = 0
-
-    async def write(self, fd: int, offset: int, data: memoryview) -> None:
-        self._copy()
-        await super().write(fd, offset, data)
-        self._copy()
-
-    def _copy(self) -> None:
-        shutil.copytree(self.path, self.copies / str(self.count), ignore=shutil.ignore_patterns("dram"))
-        self.count += 1
-
-
-@pytest.mark.parametrize("index", ["index", "no index"])
-async def test_a_start_keeps_a_durable_object_until_its_successor_is_on_the_device(
-    base: Path, index: str
-) -> None:
-    """It took the successor over from DRAM, which is gone with the next failure."""
-    path, copies, target = base / "data", base / "copies", Name(DURABLE, b"target")
-    await prepare(path, DURABLE, target)
-    await unwritten(path, target)
-    device = CopyingDevice(path, copies)
-    store = await start(path, device)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(store.run)
-        await store.journal.settle()
-        nursery.cancel_scope.cancel()
-    await store.finish()
-    store.close(keep=False)
-    await device.aclose()
-    seen = set()
-    for number in range(device.count):
-        if index == "no index":
-            shutil.rmtree(copies / str(number) / "index")
-        found = await look(copies / str(number))
-        assert found in ({target: BEFORE}, {target: SEALED}), f"killed at {number} of {device.count}: {found}"
-        seen.add(found[target])
-    assert seen == {BEFORE, SEALED}
-
-
 # --- a rename on the mount -----------------------------------------------------------------------------------
 async def _renamed_on_the_mount(path: Path, bucket: bytes, *, settled: bool) -> None:
     """A life in which a file that was closed, and is not published yet, is renamed over another one."""
     device = ThreadDevice()
-    store = await start(path, device)
     try:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(store.run)
+        async with life(path, device) as store:
             backings = PlainBackings()
             backings.invalidate_entry = lambda parent, name: None  # type: ignore[method-assign]
             backings.invalidate_attr = lambda nodeid: None  # type: ignore[method-assign]
@@ -246,9 +173,7 @@ async def _renamed_on_the_mount(path: Path, bucket: bytes, *, settled: bool) -> 
                 assert row.flags & RETIRED, (
                     "what was replaced is still shown by those who look it up themselves"
                 )
-            nursery.cancel_scope.cancel()
     finally:
-        abandon(store)
         with trio.CancelScope(shield=True):
             await device.aclose()
 
@@ -257,9 +182,9 @@ async def _renamed_on_the_mount(path: Path, bucket: bytes, *, settled: bool) -> 
 @pytest.mark.parametrize("settled", [False, True])
 @pytest.mark.parametrize("bucket", [CACHE, DURABLE])
 async def test_a_file_that_another_is_renamed_over_stays_until_that_is_durable(
-    base: Path, bucket: bytes, settled: bool, index: str
+    fast_path: Path, bucket: bytes, settled: bool, index: str
 ) -> None:
-    path, source, target = base / "data", Name(bucket, b"source"), Name(bucket, b"target")
+    path, source, target = fast_path / "data", Name(bucket, b"source"), Name(bucket, b"target")
     await prepare(path, bucket, target)
     await _renamed_on_the_mount(path, bucket, settled=settled)
     shutil.rmtree(path / "dram")

@@ -110,9 +110,12 @@ class Log:
                 yield object_id, named
         for object_id in self.weak:
             # Of a cache's object that the log has in part a start believes the index alone (`name_survivors`).
-            kept = self.tier.is_durable(self.replay.objects[object_id].bucket_id)
-            if kept and object_id in found.torn and object_id not in found.names:
+            if object_id in found.torn and object_id not in found.names and self.is_durable(object_id):
                 yield object_id, found.torn[object_id][:2]
+
+    def is_durable(self, object_id: int) -> bool:
+        """Whether a record that holds says that the object's bucket is."""
+        return self.tier.is_durable(self.replay.objects[object_id].bucket_id)
 
     def holds(self, object_id: int) -> bool:
         stored = self.tier.objects.get(object_id)
@@ -534,10 +537,8 @@ class _Judge:
 
     def _torn_in_dram(self) -> None:
         """What the log has only in part and DRAM whole keeps its name in a durable bucket, and is written again."""
-        replay = self.log.replay
-        for object_id, (row, _, _) in replay.found.torn.items():
-            durable = self.log.tier.is_durable(replay.objects[object_id].bucket_id)
-            if durable and self._in_dram(object_id, NameRow.decode(row).size_bytes):
+        for object_id, (row, _, _) in self.log.replay.found.torn.items():
+            if self.log.is_durable(object_id) and self._in_dram(object_id, NameRow.decode(row).size_bytes):
                 self.log.weak.add(object_id)
 
     def _torn_durables(self) -> None:

@@ -467,12 +467,12 @@ def _give_up(home: Home, names: NameIndex, *, is_believed: bool) -> None:
         names.close()
 
 
-def _renewed(index: Path, walk: IndexWalk | None) -> bool:
+def _renewed(index: Path, walk: IndexWalk) -> bool:
     """Whether the index is whole; then its copy without free pages has taken its place, where there was room."""
-    with walk or IndexWalk(index, rows=True, copy=index / COPY) as found:
-        if not found.is_whole():
+    with walk:
+        if not walk.is_whole():
             return False
-        if found.has_copy:
+        if walk.has_copy:
             (index / COPY).replace(index / "data.mdb")
         else:
             log.warning("name index %s: no room for a copy of it: it is used as it is", index)
@@ -480,7 +480,7 @@ def _renewed(index: Path, walk: IndexWalk | None) -> bool:
 
 
 def _believed_index(home: Home, walk: IndexWalk | None) -> NameIndex | None:
-    if not home.index_is_durable:
+    if walk is None:
         why = "the machine went down while a service ran"
     elif not _renewed(home.index, walk):
         why = "it is damaged"

@@ -509,6 +509,8 @@ class NvmeJournal(Journal):
             self._fence()
             return
         kept = self.nvme.objects[object_id].kept
+        if behind:
+            self.nvme.log.append(Barrier())
         ticket = self.nvme.drop(object_id, behind=behind, is_final=awaited and (behind or not kept))
         if ticket is not None and awaited:
             self._should = ticket

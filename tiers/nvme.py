@@ -46,7 +46,7 @@ from tiers.base import Kind, StoreKey
 from tiers.device import Device
 from tiers.endings import Ending
 from tiers.log import Log
-from tiers.log_entries import Barrier, Deletion, Location, Payload, Record
+from tiers.log_entries import Deletion, Location, Payload, Record
 from tiers.segments import Found, SegmentPool
 
 _log = logging.getLogger("kvfs.nvme")
@@ -436,17 +436,15 @@ class NvmeTier:
     def drop(self, object_id: int, *, behind: bool = False, is_final: bool = False) -> int | None:
         """The object or directory is no more; the ticket of its deletion, None when the log never heard of it.
 
-        `behind`: only once what was queued before is durable, which replaces it. `is_final`: also where no record can
-        be written.
+        `behind`: a Barrier was queued before, behind what replaces the object: its bytes stay until the deletion is
+        written. `is_final`: also where no record can be written.
         """
         stored = self.objects.get(object_id)
         if stored is None:
             return None
         self._leaving[object_id] = self.objects.pop(object_id)
         stored.is_replaced = behind
-        if behind:
-            self.log.append(Barrier())
-        elif not stored.holders:
+        if not behind and not stored.holders:
             self._forget_bytes(stored)
         written = partial(self._deleted, stored)
         ticket = self.log.append(Deletion(object_id, written, stored.first_sequence, is_final=is_final))

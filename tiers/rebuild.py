@@ -24,7 +24,7 @@ from tiers.adoption import Survivor
 from tiers.base import NO_SLOT, Kind
 from tiers.blocks import Block
 from tiers.journal import NvmeJournal
-from tiers.log_entries import Deletion
+from tiers.log_entries import Barrier, Deletion
 from tiers.model import Name
 from tiers.nvme import NvmeTier, Stored, has_all
 from tiers.replay import Replayed
@@ -206,7 +206,9 @@ def restore_copies(store: TieredStore, nvme: NvmeTier, found: Replayed, *, compa
         if not known:
             unknown.append(object_id)
     journal.queue_unwritten()
-    for object_id in unknown:  # a durable object stays until what took its name in DRAM is on the device
+    if unknown:  # durable objects stay until what took their names in DRAM is on the device
+        nvme.log.append(Barrier())
+    for object_id in unknown:
         nvme.drop(object_id, behind=nvme.objects[object_id].kept)
     journal.forget_snapshots()
     return journal

@@ -54,9 +54,7 @@ async def repair(findings: Findings) -> None:
 async def _repair_log(log: Log) -> None:
     tier = log.tier
     tier.log.start_at(log.replay.next_sequence)
-    for (
-        check
-    ) in log.pool.checks:  # as a start does (SegmentPool.listing): what is ended below is replaced durably
+    for check in log.pool.checks:  # as a start does: what is ended below is replaced durably
         if check.segment.state is SegmentState.IN_USE and not check.has_footer and not check.hopeless:
             await tier.pool.device.sync(check.segment.fd)
     endings = tier.pool.endings

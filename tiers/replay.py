@@ -332,6 +332,14 @@ def _key(kind: int, key: bytes, object_id: int) -> StoreKey:
     return StoreKey(known, key)
 
 
+async def _sync_scanned(pool: SegmentPool, segment: Segment) -> None:
+    """Make durable what a killed service may have written and not synced, before anything that it replaces is ended."""
+    try:
+        await pool.device.sync(segment.fd)
+    except (NoSpace, DeviceFailed) as error:
+        _log.error("segment %d: what was found in it may not be durable: %s", segment.number, error)
+
+
 async def _release_spent(pool: SegmentPool, replay: Replay) -> None:
     try:
         for segment in replay.spent():
@@ -374,7 +382,10 @@ async def open_nvme(
         replay = Replay(tier, await pool.endings.load())
         for segment in pool.used():
             try:
-                replay.take(segment, await pool.listing(segment))
+                listing = await pool.listing(segment)
+                if listing.offsets:
+                    await _sync_scanned(pool, segment)
+                replay.take(segment, listing)
             except KvfsError as error:
                 _log.error("segment %d is set aside: %s", segment.number, error)
                 segment.bad = True

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from kvfs import formats, limits
 from kvfs._native.slots import xxh3_64
-from kvfs.errors import ConfigError, Corrupt, DeviceFailed, FormatMismatch, KvfsError, NoSpace
+from kvfs.errors import ConfigError, Corrupt, DeviceFailed, FormatMismatch, KvfsError
 from kvfs.formats import (
     RECORD_HEADER,
     SEGMENT_DATA_START,
@@ -324,12 +324,7 @@ class SegmentPool:
         except Corrupt as error:
             if segment.closed:
                 _log.warning("segment %d: scanned, since its footer is not usable: %s", segment.number, error)
-        records = await self._from_scan(segment)
-        try:  # a killed service may not have synced what was found, and what it replaces is ended next
-            await self.device.sync(segment.fd)
-        except (NoSpace, DeviceFailed) as error:
-            _log.error("segment %d: what was found in it may not be durable: %s", segment.number, error)
-        return list_records(records)
+        return list_records(await self._from_scan(segment))
 
     async def _from_footer(self, segment: Segment) -> Listing:
         trailer = await self._trailer(segment)

@@ -108,7 +108,9 @@ class TieredStore(Naming):
             try:
                 _check_no_segments(home)
                 try:
-                    return cls._open(home, Heritage(home, cold=cold), open_tier, quota_bytes, make_policy)[0]
+                    with walking(home) as walk:
+                        heritage = Heritage(home, cold=cold, walk=walk)
+                        return cls._open(home, heritage, open_tier, quota_bytes, make_policy)[0]
                 except Corrupt as error:
                     log.error("starting with an empty index: %s", error)
                     heritage = Heritage(home, cold=cold, believe=False)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -50,6 +51,19 @@ def abandon(store: TieredStore) -> None:
     store.dram.close(keep=True)
     store.names._env._env.close()
     abandon_home(store.home)
+
+
+@asynccontextmanager
+async def life(path: Path, device: Device) -> AsyncIterator[TieredStore]:
+    """A store that runs, and is left as a kill leaves it. The device stays open."""
+    store = await start(path, device)
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(store.run)
+            yield store
+            nursery.cancel_scope.cancel()
+    finally:
+        abandon(store)
 
 
 @dataclass
@@ -329,11 +343,9 @@ async def sync_draft(store: TieredStore, draft: Draft, name: Name, previous: int
 async def look(path: Path) -> dict[Name, bytes]:
     """What a start shows, read whole; what cannot be read is not there."""
     device = ThreadDevice()
-    store = await start(path, device)
     found: dict[Name, bytes] = {}
     try:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(store.run)
+        async with life(path, device) as store:
             for bucket in store.buckets():
                 for key, info in store.list(bucket.name).entries:
                     if isinstance(info, ObjectInfo):
@@ -347,9 +359,7 @@ async def look(path: Path) -> dict[Name, bytes]:
                     continue
                 if value is not None:
                     found[Name(BLOCKS, block_name(digest))] = value
-            nursery.cancel_scope.cancel()
     finally:
-        abandon(store)
         with trio.CancelScope(shield=True):
             await device.aclose()
     return found
