@@ -4,10 +4,16 @@
 #   make build           .venv/bin/kvfs that works
 #   make serve           the service in the foreground: mount ./mnt, data ./data   (ARGS="--dram 4GiB" adds flags)
 #   make test            lint, types, import contracts, stubs, tests               (ARGS="-k names" for pytest)
+#   make wheel           dist/*.whl for each Python that is here, of 3.11 to 3.13    (WHEEL_PYTHONS="3.12 /path/to/python")
+#   make test-wheel      each wheel in a fresh environment, as a client of a service
+#   make test-asan       native tests with checks of memory and undefined behaviour; test-tsan: of data races
+#   make fuzz            the native parsers against changed bytes                  (FUZZ_S=20 SEED=n)
 #   make soak            thousands of kills, power cuts, faults (ARGS="-k kill" for pytest, KVFS_TEST_SEED=n again)
-#   make test-engines    the tests against real engines, in an environment of their own
+#   make routing-runs    the default routing against the others on 200 drawn runs  (ARGS="--seed n --runs 20 --jobs 2")
+#   make engines         the environment of the tests against real engines (.venv-engines)
+#   make test-engines    the tests against real engines                            (ARGS="-k vllm" for pytest)
 #   make bench           ratios against the physical limit                         (ARGS="--only mount.pread_1m")
-#   make clean           removes everything that was built, never ./data
+#   make clean           removes everything that was built, the engines' environment too; never ./data
 #
 # PYTHON=/path/to/python picks another Python (>= 3.11). TORCH= leaves PyTorch out; its tests then skip.
 
@@ -19,12 +25,22 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 TORCH ?= torch==2.13.0
+CLANG ?= $(shell command -v clang)
+CLANG_FORMAT ?= $(shell command -v clang-format)
 export PYTHON
 
-NATIVE := $(wildcard kvfs/_native/*.pyx kvfs/_native/*.pxd kvfs/_native/*_*.c kvfs/_native/*.h)
-NATIVE_MODULES := $(patsubst kvfs/_native/%.pyx,kvfs._native.%,$(wildcard kvfs/_native/*.pyx))
+# What takes long says how far it is, on a terminal.
+QUIET := $(shell test -t 2 || echo -qq)
+PIP := $(BIN)/python -m pip install $(QUIET)
+# What builds kvfs, and pyfuse3, which has no wheels and is version 0.0.0 without setuptools-scm.
+BUILT_WITH := 'setuptools>=77' 'setuptools-scm>=8' 'cython>=3.1,<4'
+EDITABLE := KVFS_NATIVE_APART=1 $(PIP) --no-build-isolation --editable
+NATIVE := $(wildcard kvfs/_native/*/*.pyx kvfs/_native/*/*.pxd kvfs/_native/*/*.c kvfs/_native/*/*.h)
+FORMATTED := $(wildcard kvfs/_native/*/*.[ch] kvfs/_native/*/*/*.[ch] tests/native/*.c tests/native/*/*.c tests/cuda/standin/*.[ch])
+GUARDED := $(shell grep -lwE 'kvfs_lock|REQUIRES' kvfs/_native/*/*.c)
+NATIVE_MODULES := $(subst /,.,$(basename $(wildcard kvfs/_native/*/*.pyx)))
 
-.PHONY: help build serve test soak lint types imports stubs pytest bench clean
+.PHONY: help build serve wheel test test-wheel test-asan test-tsan fuzz soak routing-runs lint annotations types imports stubs pytest bench clean
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -45,36 +61,57 @@ $(STAMPS)/system-test: packaging/system | $(STAMPS)/system
 
 $(STAMPS)/venv: | $(STAMPS)/system
 	python=$$(packaging/system python) && "$$python" -m venv --clear $(VENV)
-	$(BIN)/python -m pip install -qq --upgrade 'pip>=24' 'setuptools>=77' 'cython>=3.1,<4'
+	$(PIP) --upgrade 'pip>=24' $(BUILT_WITH)
 	@mkdir -p $(STAMPS) && touch $(STAMPS)/system $@
 
 $(STAMPS)/install: pyproject.toml setup.py setup.cfg | $(STAMPS)/venv
-	$(BIN)/python -m pip install -qq --editable .
+	$(EDITABLE) '.[server]'
 	@touch $@
 
 $(STAMPS)/native: $(NATIVE) setup.py $(STAMPS)/install
-	$(BIN)/python setup.py --quiet build_ext
+	$(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@
 
 $(STAMPS)/dev: $(STAMPS)/install
-	$(BIN)/python -m pip install -qq --editable '.[dev]' $(TORCH)
+	$(EDITABLE) '.[dev]' $(TORCH)
+	@touch $@
+
+# What figures are measured against, and what the cold tier's need.
+$(STAMPS)/bench: packaging/system pyproject.toml $(STAMPS)/install
+	@packaging/system packages bench
+	$(EDITABLE) '.[server,cold,cluster]'
 	@touch $@
 
 build: $(STAMPS)/native
+
+# For environments that are not the service's: engines, other clients (docs/install.md).
+WHEEL_PYTHONS ?= 3.11 3.12 3.13
+wheel: $(STAMPS)/system
+	packaging/wheel $(WHEEL_PYTHONS)
+
+test-wheel: wheel $(STAMPS)/dev $(STAMPS)/native
+	KVFS_TEST_WHEELS="$(WHEEL_PYTHONS)" $(BIN)/pytest tests/packaging $(ARGS)
 
 # --- run -----------------------------------------------------------------------------------------------------
 serve: build
 	@exec $(BIN)/kvfs serve --mount mnt --data data $(ARGS)
 
-bench: build
+bench: build $(STAMPS)/bench
 	@exec $(BIN)/kvfs bench $(ARGS)
 
 # --- check ---------------------------------------------------------------------------------------------------
 test: lint types imports stubs pytest
 
-lint: $(STAMPS)/dev
+lint: $(STAMPS)/dev annotations
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(if $(CLANG_FORMAT),$(CLANG_FORMAT) --dry-run -Werror $(FORMATTED),@echo 'lint: without clang-format C is not checked')
+
+# Locks against what they guard: kvfs/_native/shared/mutex.h says why as C++.
+annotations:
+	$(if $(CLANG),for file in $(GUARDED); do \
+	    $(CLANG) -x c++ -std=gnu++20 -D_GNU_SOURCE -DKVFS_HAVE_URING -Ikvfs/_native -Wno-everything -Wthread-safety -Werror \
+	        -fsyntax-only $$file || exit 1; done,@echo 'annotations: without clang the locks are not checked')
 
 types: $(STAMPS)/dev $(STAMPS)/native
 	$(BIN)/mypy
@@ -86,11 +123,25 @@ stubs: $(STAMPS)/dev $(STAMPS)/native
 	$(if $(NATIVE_MODULES),$(BIN)/stubtest --mypy-config-file pyproject.toml \
 	    --allowlist packaging/stubtest.allow --ignore-unused-allowlist $(NATIVE_MODULES))
 
+# A test takes one core and a little, most of it in processes of its own; -n 0 in ARGS for output as it comes.
+TEST_WORKERS ?= 2
+
 # The load test of the S3 endpoint takes a minute where nobody waits for it.
 KVFS_TEST_LOAD_S ?= $(if $(CI),60,8)
 pytest: export KVFS_TEST_LOAD_S := $(KVFS_TEST_LOAD_S)
 pytest: $(STAMPS)/dev $(STAMPS)/native | $(STAMPS)/system-test
-	$(BIN)/pytest -m "not engine" $(ARGS)
+	$(BIN)/pytest -m "not engine" -n $(TEST_WORKERS) --dist loadfile $(ARGS)
+
+# Native code under sanitizers, out of tree (packaging/sanitized); FUZZ_S seconds for each fuzz target.
+FUZZ_S ?= 20
+test-asan: $(STAMPS)/dev | $(STAMPS)/system-test
+	packaging/sanitized asan $(CURDIR)/$(BIN)/python -q -n $(TEST_WORKERS) tests/native $(ARGS)
+
+test-tsan: $(STAMPS)/dev | $(STAMPS)/system-test
+	packaging/sanitized tsan $(CURDIR)/$(BIN)/python -q -n $(TEST_WORKERS) $(wildcard tests/native/test_fuse_*.py) $(ARGS)
+
+fuzz: $(STAMPS)/dev | $(STAMPS)/system-test
+	packaging/fuzz $(BIN)/python $(FUZZ_S) $(SEED)
 
 KVFS_TEST_KILLS ?= 4000
 KVFS_TEST_CUTS ?= 2000
@@ -99,10 +150,14 @@ soak: export KVFS_TEST_KILLS := $(KVFS_TEST_KILLS)
 soak: export KVFS_TEST_CUTS := $(KVFS_TEST_CUTS)
 soak: export KVFS_TEST_FAULTS := $(KVFS_TEST_FAULTS)
 soak: $(STAMPS)/dev $(STAMPS)/native | $(STAMPS)/system-test
-	$(BIN)/pytest -s --timeout 14400 tests/test_43_store_power_cuts.py tests/test_44_store_faults.py \
-	    tests/test_76_crash_harness.py tests/test_76_service_crashes.py tests/test_99_gateway_abuse.py $(ARGS)
+	$(BIN)/pytest -s --timeout 14400 tests/faults/test_power_cuts.py tests/faults/test_store_faults.py \
+	    tests/faults/test_crash_harness.py tests/faults/test_service_crashes.py tests/gateway/app/test_abuse.py $(ARGS)
+	packaging/fuzz $(BIN)/python 1800
+
+routing-runs: $(STAMPS)/dev $(STAMPS)/native
+	nice -n 15 $(BIN)/python -m tests.support.routing_runs $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	rm -f kvfs/_native/*.so $(patsubst %.pyx,%.c,$(wildcard kvfs/_native/*.pyx))
+	rm -rf $(VENV) $(ENGINES_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -f kvfs/_native/*/*.so
 	find . -name __pycache__ -type d -not -path './mnt/*' -not -path './data/*' -prune -exec rm -rf {} +

@@ -1,5 +1,6 @@
-"""The native modules: one `.pyx` per C file, because their compiler flags do not fit in pyproject.toml."""
+"""The native modules: each a `.pyx` over C files, because their compiler flags do not fit in pyproject.toml."""
 
+import itertools
 import os
 import shlex
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 NATIVE = Path("kvfs/_native")
 FLAGS = [
@@ -18,6 +20,7 @@ FLAGS = [
     "-Wextra",
     "-Wno-unused-function",
     "-fvisibility=hidden",
+    "-ffp-contract=off",
     "-pthread",
 ]
 URING_PROGRAM = """
@@ -25,6 +28,10 @@ URING_PROGRAM = """
 int main(void) { return IORING_SETUP_DEFER_TASKRUN && io_uring_register_buffers_sparse(0, 0); }
 """
 """Compiles with liburing 2.3 or newer."""
+
+
+SANITIZE = shlex.split(os.environ.get("KVFS_SANITIZE", ""))
+"""Flags of packaging/sanitized, to compile and to link with."""
 
 
 def has_uring() -> bool:
@@ -40,23 +47,86 @@ def has_uring() -> bool:
 URING = {"define_macros": [("KVFS_HAVE_URING", "1")], "libraries": ["uring"]} if has_uring() else {}
 
 
-def native_module(pyx: Path) -> Extension:
-    """`name.pyx` is compiled together with its `name_*.c` (`name.c` is Cython's output)."""
-    sources = sorted(NATIVE.glob(f"{pyx.stem}_*.c"))
-    options = URING if pyx.stem == "device" else {}
+LIBRARIES = {
+    "device.uring": URING,
+    "cuda.driver": {"libraries": ["dl"]},
+    "s3.fast_path": {"libraries": ["crypto"]},
+}
+MODULES = {
+    "shared.table": ["table_core"],
+    "shared.slots": ["slots_core"],
+    "shared.name_scan": [],
+    "blocks.pieces": [],
+    "blocks.reader": ["reader_core", "reader_pool"],
+    "blocks.writer": ["writer_core", "writer_avx2"],
+    "seal.sealer": ["sealer_core"],
+    "seal.checksummer": ["checksummer_core"],
+    "hash.hashing": ["hashing_core", "sha256"],
+    "hash.sampler": ["sampler_core"],
+    "fuse.loop": [
+        *("threads", "state", "handlers", "mutations", "upcalls", "dentries", "readdir", "locks", "replies"),
+        *("write_order", "awake"),
+    ],
+    "s3.fast_path": ["answer", "head", "sigv4"],
+    "s3.receiver": ["receiver_core", "receiver_avx2", "crc64"],
+    "hbm.hazards": ["hazards_core"],
+    "remote.server": ["serve_core", "wire_core"],
+    "remote.stream": [
+        "stream_core",
+        "wire_core",
+        "../s3/receiver_core",
+        "../s3/receiver_avx2",
+        "../s3/crc64",
+    ],
+    "evict.policy": ["policy_core", "learner", "shadow", "memory", "order", "runs", "baselines", "replay"],
+    "catalog.block_index": ["catalog_core"],
+    "catalog.adoption": ["adoption_core"],
+    "cluster.index": ["index_core", "segments", "holder_sets"],
+    "cluster.route": ["route_core", "legs_core", "queues_core"],
+    "catalog.records": [],
+    "catalog.logged_names": [],
+    "catalog.object_names": [],
+    "catalog.restore": [],
+    "device.uring": ["uring_core"],
+    "cuda.driver": ["driver_core"],
+    "cuda.copies": ["copies_core"],
+}
+"""Module -> the C files beside its `.pyx`, or in another room, that it is made of."""
+
+
+def native_module(name: str, sources: list[str]) -> Extension:
+    room = NATIVE / name.split(".")[0]
     return Extension(
-        f"kvfs._native.{pyx.stem}",
-        [str(pyx), *map(str, sources)],
-        depends=[str(path) for path in NATIVE.glob("*.h")],
-        extra_compile_args=FLAGS,
-        extra_link_args=["-pthread"],
-        **options,
+        f"kvfs._native.{name}",
+        [str(NATIVE / f"{name.replace('.', '/')}.pyx"), *(str(room / f"{source}.c") for source in sources)],
+        depends=[str(path) for path in NATIVE.glob("*/*.h")],
+        include_dirs=[str(NATIVE)],
+        extra_compile_args=[*FLAGS, *SANITIZE],
+        extra_link_args=["-pthread", *SANITIZE],
+        **LIBRARIES.get(name, {}),
     )
 
 
-setup(
-    ext_modules=cythonize(
-        [native_module(pyx) for pyx in sorted(NATIVE.glob("*.pyx"))],
+def native_modules() -> list[Extension]:
+    return cythonize(
+        [native_module(name, sources) for name, sources in MODULES.items()],
+        build_dir=os.environ.get("KVFS_CYTHON_DIR", "build/cython"),
         compiler_directives={"language_level": "3str", "boundscheck": False, "wraparound": False},
     )
-)
+
+
+class BuildModules(build_ext):
+    """Build the modules, saying on a terminal which one begins."""
+
+    _begun = itertools.count(1)
+
+    def build_extension(self, ext):
+        if sys.stderr.isatty():
+            print(f"kvfs: {next(self._begun)} of {len(self.extensions)}: {ext.name}", file=sys.stderr)
+        super().build_extension(ext)
+
+
+APART = "KVFS_NATIVE_APART" in os.environ
+"""An editable install compiles everything anew, each time; the Makefile has it leave that to its own `build_ext`."""
+
+setup(ext_modules=[] if APART else native_modules(), cmdclass={"build_ext": BuildModules})

@@ -1,9 +1,9 @@
-"""What is measured at the engines' client: batches of blocks against copying memory, on a live service.
+"""Figures of the engines' client: batches of blocks against copying memory, on a live service.
 
-Responsibility: one function for each figure, from places to a Result. The baseline of a read or a write is a copy
-of as many bytes between memory of huge pages; both sides have the same destination (reads) or the same source
-(writes), and walk a working set of 128 MiB, four times a last-level cache of 32 MiB, so that bytes come from memory
-on both sides. That of a match is py-lmdb's getmulti of the same keys.
+Responsibility: one function for each figure, from places to a Result. The baseline of a read or a write is a copy of
+as many bytes between memory of huge pages; both sides have the same destination (reads) or the same source (writes),
+and walk a working set of 128 MiB, four times a last-level cache of 32 MiB, so that bytes come from memory on both
+sides. The baseline of a match is py-lmdb's getmulti of the same keys.
 
 Concurrency: one thread of one process beside the service.
 """
@@ -29,7 +29,9 @@ from kvfs.limits import KIB, MIB
 BATCH = 16
 MATCHED = 64
 KEPT_BLOCKS = 16
-"""Blocks that a batch of puts leaves before they are removed: what is granted ahead, so no put waits for more."""
+"""Blocks that are put before they are removed: half the drafts granted ahead, so that no put waits for more."""
+KEPT_BYTES = 64 * MIB
+"""Bytes that are put before they are removed."""
 
 
 def get_into_1m(places: Places, seconds: float) -> Result:
@@ -48,7 +50,7 @@ def get_into_1m(places: Places, seconds: float) -> Result:
 
 
 def get_into_4k(places: Places, seconds: float) -> Result:
-    """In a random order that is the same on both sides."""
+    """Read in a random order that is the same on both sides."""
     size, count = 4 * KIB, FILES * MIB // (4 * KIB)
     order = Random(4).sample(range(count), count)
     with open_blocks(places) as blocks, _memory(FILES * MIB) as source, _memory(size) as into:
@@ -66,7 +68,7 @@ def get_into_4k(places: Places, seconds: float) -> Result:
 
 
 def batch16_get_into_1m(places: Places, seconds: float) -> Result:
-    """16 blocks in one call, each into its own memory, which both sides fill in turn."""
+    """Read 16 blocks in one call, each into its own memory, which both sides fill in turn."""
     with open_blocks(places) as blocks, _memory(FILES * MIB) as source, _memory(BATCH * MIB) as into:
         keys = _fill(blocks, FILES, MIB)
         pieces = [into[i * MIB : (i + 1) * MIB] for i in range(BATCH)]
@@ -91,34 +93,77 @@ def batch16_get_into_1m(places: Places, seconds: float) -> Result:
 
 
 def put_1m(places: Places, seconds: float) -> Result:
+    return _put("client.put_1m", places, seconds, MIB)
+
+
+def put_4m(places: Places, seconds: float) -> Result:
+    return _put("client.put_4m", places, seconds, 4 * MIB)
+
+
+def batch16_put_64k(places: Places, seconds: float) -> Result:
+    return _put("client.batch16_put_64k", places, seconds, 64 * KIB, 16)
+
+
+def batch16_put_1m(places: Places, seconds: float) -> Result:
+    return _put("client.batch16_put_1m", places, seconds, MIB, 16)
+
+
+def batch8_put_4m(places: Places, seconds: float) -> Result:
+    return _put("client.batch8_put_4m", places, seconds, 4 * MIB, 8)
+
+
+def put_1m_full(places: Places, seconds: float) -> Result:
+    """Put into a store that is full, so that each block evicts an older one; nothing is removed."""
+    return _put("client.put_1m_full", places, seconds, MIB, fill=True)
+
+
+def _put(
+    name: str, places: Places, seconds: float, size: int, count: int = 1, *, fill: bool = False
+) -> Result:
+    """Put `count` new blocks in one call, from memory that is walked in order; remove them after each batch of calls,
+    unless the store is to be kept full."""
+    around = FILES * MIB // (size * count)
     with open_blocks(places) as blocks, _memory(FILES * MIB) as source, _memory(FILES * MIB) as into:
         made: list[bytes] = []
-        sources = [source[i * MIB : (i + 1) * MIB] for i in range(FILES)]
-        keys = [os.urandom(16) for _ in range(1021)]
+        pieces = [source[at : at + size] for at in range(0, FILES * MIB, size)]
+        groups = [pieces[at : at + count] for at in range(0, len(pieces), count)]
+        if fill:
+            _fill_up(blocks, places, pieces)
 
         def put(n: int) -> None:
-            made.append(keys[n % 1021])
-            if blocks.put([keys[n % 1021]], [sources[n % FILES]]) != [True]:
+            keys = [os.urandom(16) for _ in range(count)] if count > 1 else [os.urandom(16)]
+            made.extend(keys)
+            if blocks.put(keys, groups[n % around]) != [True] * count:
                 raise EOFError("not new")
 
         def trim() -> None:
-            blocks.remove(made)
+            if not fill:
+                blocks.remove(made)
             made.clear()
 
         def copy(n: int) -> None:
-            start = n * 37 % FILES * MIB
-            into[start : start + MIB] = sources[n % FILES]
+            start = n * 37 % around * size * count
+            for i, piece in enumerate(groups[n % around]):
+                into[start + i * size : start + (i + 1) * size] = piece
 
+        batch = max(1, min(KEPT_BYTES // (size * count), KEPT_BLOCKS // count))
         try:
-            return compare("client.put_1m", Side(put, trim), Side(copy), Plan(seconds, batch=KEPT_BLOCKS))
+            return compare(name, Side(put, trim), Side(copy), Plan(seconds, batch=batch))
         finally:
             trim()
-            for piece in sources:
+            for piece in pieces:
                 piece.release()
 
 
+def _fill_up(blocks: kvfs.Blocks, places: Places, pieces: list[memoryview]) -> None:
+    """Put blocks until the store evicts: as many bytes as it has, and a half."""
+    found = os.statvfs(places.mount)
+    for n in range(found.f_blocks * found.f_frsize * 3 // 2 // len(pieces[0])):
+        blocks.put([os.urandom(16)], [pieces[n % len(pieces)]])
+
+
 def match_64(places: Places, seconds: float) -> Result:
-    """64 keys that are all there, of 32,768, in a list as engines have them."""
+    """Match 64 keys that are all there, of 32,768, in a list as engines have them."""
     count = FILES * MIB // (4 * KIB)
     with open_blocks(places) as blocks, _lmdb() as environment:
         keys = _fill(blocks, count, 16)
@@ -143,7 +188,7 @@ def match_64(places: Places, seconds: float) -> Result:
 # --- what both sides work on -----------------------------------------------------------------------------
 @contextmanager
 def open_blocks(places: Places) -> Iterator[kvfs.Blocks]:
-    """Blocks of a bucket of its own, which is gone at the end."""
+    """Open blocks of a bucket of its own, which is removed at the end."""
     name = f"bench-blocks-{os.getpid()}"
     with kvfs.connect(places.mount.parent) as client:
         try:
@@ -157,7 +202,7 @@ def open_blocks(places: Places) -> Iterator[kvfs.Blocks]:
 
 
 def _fill(blocks: kvfs.Blocks, count: int, size: int) -> list[bytes]:
-    """Blocks of random bytes, read once."""
+    """Put blocks of random bytes and read each once; return their keys."""
     keys = [os.urandom(16) for _ in range(count)]
     data, into = os.urandom(size), bytearray(size)
     for at in range(0, count, 64):
@@ -170,7 +215,7 @@ def _fill(blocks: kvfs.Blocks, count: int, size: int) -> list[bytes]:
 
 @contextmanager
 def _memory(size: int) -> Iterator[memoryview]:
-    """Memory of huge pages, where the machine has them, written once."""
+    """Map memory of huge pages, where the machine has them, written once."""
     with mmap.mmap(-1, size) as mapping:
         mapping.madvise(mmap.MADV_HUGEPAGE)
         with memoryview(mapping) as view:

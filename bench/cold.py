@@ -1,4 +1,4 @@
-"""What is measured at the cold tier: objects read back into DRAM, against boto3's own GET of the same bytes.
+"""Figures of the cold tier: objects read back into DRAM, against boto3's own GET of the same bytes.
 
 Responsibility: one function for each size. A gateway on loopback is the bucket elsewhere; a store in this process
 has its objects there only. One side is the store's promotion, verified and sealed; the other is `get_object` and
@@ -18,23 +18,24 @@ import trio
 
 from bench import s3
 from bench.measure import Result
-from kvfs.config import ColdSettings
+from kvfs.config.settings import ColdSettings
 from kvfs.limits import MIB
-from tiers.cold_bucket import ColdOptions, S3Bucket
-from tiers.model import Attributes, Name, ObjectInfo
-from tiers.store import TieredStore
+from tiers.cold.bucket import ColdOptions, S3Bucket
+from tiers.model.objects import Attributes, Name, ObjectInfo
+from tiers.recovery.start import StoreOptions, open_store
+from tiers.store.store import Store
 
 OBJECTS = 8
 BUCKET = b"bench"
 
 
 def fetch_1m(seconds: float) -> Result:
-    """Microseconds of one promotion of 1 MiB."""
+    """Measure the microseconds of one promotion of 1 MiB."""
     return _measure("cold.fetch_1m", MIB, seconds)
 
 
 def fetch_16m(seconds: float) -> Result:
-    """Microseconds of one promotion of 16 MiB."""
+    """Measure the microseconds of one promotion of 16 MiB."""
     return _measure("cold.fetch_16m", 16 * MIB, seconds)
 
 
@@ -52,12 +53,12 @@ def _measure(name: str, size_bytes: int, seconds: float) -> Result:
 
 async def _in_turns(folder: Path, bucket: S3Bucket, size_bytes: int, seconds: float) -> tuple[float, float]:
     options = ColdOptions(bucket, capacity_bytes=1 << 40, admits_all=True)
-    store = TieredStore.open(folder / "store", dram_bytes=4 * OBJECTS * size_bytes, cold=options)
+    store = open_store(StoreOptions(folder / "store", dram_bytes=4 * OBJECTS * size_bytes, cold=options))
     store.create_bucket(BUCKET, uid=0, gid=0)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(store.run)
         names = [_put(store, number, size_bytes) for number in range(OBJECTS)]
-        while store.usage()["tiers"][-1]["uploads"] < OBJECTS:  # noqa: ASYNC110 its counters tell nobody
+        while store.usage()["tiers"][-1]["uploads"] < OBJECTS:  # noqa: ASYNC110 its counters notify nobody
             await trio.sleep(0.01)
         values: list[float] = []
         others: list[float] = []
@@ -73,7 +74,7 @@ async def _in_turns(folder: Path, bucket: S3Bucket, size_bytes: int, seconds: fl
     return median(values), median(others)
 
 
-def _put(store: TieredStore, number: int, size_bytes: int) -> Name:
+def _put(store: Store, number: int, size_bytes: int) -> Name:
     draft = store.reserve(size_bytes, uid=0)
     descriptor = store.open_draft(draft)
     try:
@@ -85,22 +86,22 @@ def _put(store: TieredStore, number: int, size_bytes: int) -> Name:
     return name
 
 
-async def _promote(store: TieredStore, bucket: S3Bucket, name: Name) -> float:
+async def _promote(store: Store, bucket: S3Bucket, name: Name) -> float:
     info = _evicted(store, name)
     began = perf_counter_ns()
     await store.load(info, uid=0)
     return (perf_counter_ns() - began) / 1000
 
 
-async def _get(store: TieredStore, bucket: S3Bucket, name: Name) -> float:
+async def _get(store: Store, bucket: S3Bucket, name: Name) -> float:
     remote = str(store.cold_name(_evicted(store, name).key.digest))
     began = perf_counter_ns()
     await trio.to_thread.run_sync(partial(bucket.read, remote, 1 << 40))
     return (perf_counter_ns() - began) / 1000
 
 
-def _evicted(store: TieredStore, name: Name) -> ObjectInfo:
-    """The object, in the bucket only."""
+def _evicted(store: Store, name: Name) -> ObjectInfo:
+    """Evict an object from all tiers but the bucket; return it."""
     store.evict(names=[name])
     info = store.lookup(name)
     assert isinstance(info, ObjectInfo)

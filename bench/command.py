@@ -1,6 +1,6 @@
 """`kvfs bench`: choose figures, measure, print a table or JSON.
 
-Responsibility: the arguments and the output. Exit codes are those of `kvfs.cli`.
+Responsibility: the arguments and the output. Exit codes are those of `kvfs.cli.main`.
 """
 
 from __future__ import annotations
@@ -8,18 +8,46 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from bench import client, cold, doors, keys, memory, nvme, s3
+from bench import (
+    adoption,
+    client,
+    cold,
+    conductor,
+    conductor_http,
+    doors,
+    keys,
+    large_table,
+    memory,
+    names,
+    nvme,
+    proxy,
+    remote,
+    s3,
+    start,
+)
 from bench.measure import Result
+from bench.names import NamePlaces, open_name_places
 from bench.places import Places, open_places
+from kvfs.errors import DeviceMissing
 
 SECONDS = 3.0
+
+
+def _lookup_64(seconds: float) -> Result:
+    if find_spec("coredis") is None:
+        raise DeviceMissing("directory.lookup_64 needs coredis: pip install 'kvfs[server,cluster]'")
+    result: Result = import_module("bench.directory").lookup_64(seconds)
+    return result
+
 
 IN_MEMORY: dict[str, Callable[[float], Result]] = {
     "memcpy.1m": memory.memcpy_1m,
@@ -28,6 +56,13 @@ IN_MEMORY: dict[str, Callable[[float], Result]] = {
     "keys.xxh3_512": keys.xxh3_512,
 }
 """Need no mount."""
+OF_A_CLUSTER: dict[str, Callable[[float], Result]] = {
+    "conductor.decisions": conductor.decisions,
+    "conductor.decision_p99": conductor.decision_p99,
+    "conductor.match_256": conductor.match_256,
+    "conductor.bytes_per_block": conductor.bytes_per_block,
+}
+"""Take a gigabyte of memory for a million blocks, twice."""
 AT_DOORS: dict[str, Callable[[Places, float], Result]] = {
     "tmpfs.pread_1m": doors.tmpfs_pread_1m,
     "mount.pread_1m": doors.mount_pread_1m,
@@ -38,19 +73,77 @@ AT_DOORS: dict[str, Callable[[Places, float], Result]] = {
     "client.get_into_4k": client.get_into_4k,
     "client.batch16_get_into_1m": client.batch16_get_into_1m,
     "client.put_1m": client.put_1m,
+    "client.put_4m": client.put_4m,
+    "client.batch16_put_64k": client.batch16_put_64k,
+    "client.batch16_put_1m": client.batch16_put_1m,
+    "client.batch8_put_4m": client.batch8_put_4m,
+    "client.put_1m_full": client.put_1m_full,
     "client.match_64": client.match_64,
 }
 ON_DEVICE: dict[str, Callable[[Path, float], Result]] = {"nvme.read_1m_qd8": nvme.read_1m_qd8}
 """Need a folder on the device."""
+OVER_NVME: dict[str, Callable[[NamePlaces, float], Result]] = {
+    "mount.rename": names.rename,
+    "mount.unlink": names.unlink,
+    "mount.create_close_4k": names.create_close_4k,
+    "mount.readdir_10k": names.readdir_10k,
+    "mount.stat": names.stat,
+    "mount.remove_10k": names.remove_10k,
+}
+"""Need a folder on the device, and start a service with a mount there."""
 AT_S3: dict[str, Callable[[float], Result]] = {
     "s3.get_1m": s3.get_1m,
     "s3.get_4k": s3.get_4k,
     "s3.put_1m_crc64": s3.put_1m_crc64,
     "cold.fetch_1m": cold.fetch_1m,
     "cold.fetch_16m": cold.fetch_16m,
+    "conductor.route_http": conductor_http.route_http,
 }
-"""Start a service and nginx of their own."""
-NAMES = [*IN_MEMORY, *AT_DOORS, *ON_DEVICE, *AT_S3]
+"""Start services of their own, and most of them nginx."""
+OF_MACHINES: dict[str, Callable[[float], Result]] = {
+    "remote.get_1m": remote.get_1m,
+    "remote.batch16_1m": remote.batch16_1m,
+    "remote.get_64k": remote.get_64k,
+}
+"""Start a process that stands for another machine."""
+OF_DIRECTORY: dict[str, Callable[[float], Result]] = {"directory.lookup_64": _lookup_64}
+"""Start a Redis or Valkey server."""
+OF_PROXY: dict[str, Callable[[float], Result]] = {
+    "proxy.cpu_per_request": proxy.cpu_per_request,
+    "proxy.cpu_per_token": proxy.cpu_per_token,
+    "proxy.ttft_1k": proxy.ttft_1k,
+}
+"""Start a proxy and engines that take next to nothing."""
+OF_A_MILLION: dict[str, Callable[[float], Result]] = {
+    "table.match_64_10m": large_table.match_64_10m,
+    "start.adopt_1m": adoption.start_adopt_1m,
+    "start.adopt_1m_cpu": adoption.start_adopt_1m_cpu,
+    "start.adopt_1m_nvme": start.start_adopt_1m_nvme,
+    "start.adopt_1m_named": start.start_adopt_1m_named,
+    "start.adopt_1m_files": adoption.start_adopt_1m_files,
+    "start.adopt_1m_files_cpu": adoption.start_adopt_1m_files_cpu,
+    "stop.keep_1m": adoption.stop_keep_1m,
+    "stop.keep_1m_files": adoption.stop_keep_1m_files,
+    "memory.block_filled": adoption.memory_block_filled,
+    "memory.block_adopted": adoption.memory_block_adopted,
+    "memory.object_filled": adoption.memory_object_filled,
+    "memory.object_adopted": adoption.memory_object_adopted,
+    "memory.block_nvme": start.memory_block_nvme,
+    "memory.object_nvme": start.memory_object_nvme,
+}
+"""Take gigabytes of memory; all but the first come from one run of a service with a million blocks."""
+NAMES = [
+    *IN_MEMORY,
+    *OF_A_CLUSTER,
+    *AT_DOORS,
+    *OVER_NVME,
+    *ON_DEVICE,
+    *AT_S3,
+    *OF_MACHINES,
+    *OF_DIRECTORY,
+    *OF_PROXY,
+    *OF_A_MILLION,
+]
 BASELINES = {
     "keys.sha256_512": "SHA-256 of the tokens",
     "keys.sha256_512_int64": "SHA-256 of the tokens",
@@ -60,15 +153,28 @@ BASELINES = {
     "mount.pread_4k": "backing tmpfs",
     "mount.open_read_close_1m": "backing tmpfs",
     "mount.create_write_rename_1m": "default tmpfs",
+    **dict.fromkeys(OVER_NVME, "the disk's filesystem"),
     "client.get_into_1m": "memcpy",
     "client.get_into_4k": "memcpy",
     "client.batch16_get_into_1m": "memcpy",
     "client.put_1m": "memcpy",
+    "client.put_4m": "memcpy",
+    "client.batch16_put_64k": "memcpy",
+    "client.batch16_put_1m": "memcpy",
+    "client.batch8_put_4m": "memcpy",
+    "client.put_1m_full": "memcpy",
     "client.match_64": "py-lmdb getmulti",
     "nvme.read_1m_qd8": "fio, io_uring",
+    "table.match_64_10m": "one million",
+    "conductor.decisions": "the Python policy",
+    "conductor.match_256": "the Python index",
     "s3.get_1m": "nginx, sendfile",
     "s3.get_4k": "nginx, sendfile",
     "s3.put_1m_crc64": "the GET",
+    **dict.fromkeys(OF_MACHINES, "sendfile to recv"),
+    **dict.fromkeys(OF_DIRECTORY, "MGET of 64 keys"),
+    "proxy.cpu_per_request": "both legs alone",
+    "proxy.ttft_1k": "both legs alone",
     "cold.fetch_1m": "boto3's GET",
     "cold.fetch_16m": "boto3's GET",
 }
@@ -77,24 +183,44 @@ BASELINES = {
 def run_command(arguments: list[str]) -> None:
     options = _parse(arguments)
     chosen = options.only or NAMES
-    needs_mount = any(name in AT_DOORS for name in chosen)
-    with open_places(options.at) if needs_mount else nullcontext() as places:
+    with ExitStack() as stack:
+        places = stack.enter_context(open_places(options.at)) if _any(chosen, AT_DOORS) else None
+        disk = stack.enter_context(open_name_places(options.folder)) if _any(chosen, OVER_NVME) else None
         if places is not None:
             print(f"bench: the mount runs in this mode: {places.mode}", file=sys.stderr)
         results = []
         for name in chosen:
-            if places is not None and name in AT_DOORS:
-                results.append(AT_DOORS[name](places, options.seconds))
-            elif name in ON_DEVICE:
-                results.append(ON_DEVICE[name](options.folder, options.seconds))
-            else:
-                results.append((IN_MEMORY | AT_S3)[name](options.seconds))
+            try:
+                results.append(_measure(name, places, disk, options))
+            except DeviceMissing as error:
+                if options.only:
+                    raise
+                print(f"bench: {name} left out: {error}", file=sys.stderr)
+                continue
             if not options.json:
                 print(f"bench: {name} done", file=sys.stderr)
     if options.json:
         print(json.dumps([result.as_json() for result in results], indent=2))
     else:
         _print_table(results)
+
+
+def _any(chosen: list[str], figures: Mapping[str, object]) -> bool:
+    return any(name in figures for name in chosen)
+
+
+def _measure(
+    name: str, places: Places | None, disk: NamePlaces | None, options: argparse.Namespace
+) -> Result:
+    if places is not None and name in AT_DOORS:
+        return AT_DOORS[name](places, options.seconds)
+    if disk is not None and name in OVER_NVME:
+        return OVER_NVME[name](disk, options.seconds)
+    if name in ON_DEVICE:
+        return ON_DEVICE[name](options.folder, options.seconds)
+    return (IN_MEMORY | OF_A_CLUSTER | AT_S3 | OF_MACHINES | OF_DIRECTORY | OF_PROXY | OF_A_MILLION)[name](
+        options.seconds
+    )
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -125,17 +251,20 @@ def _names(text: str) -> list[str]:
 
 def _print_table(results: list[Result]) -> None:
     table = Table(
-        "figure", "median", "baseline", "", "ratio", caption="ratio: how many times as fast as the baseline"
+        *("figure", "median", "p99", "baseline", "p99", "", "ratio"),
+        caption="ratio: how many times as fast as the baseline",
     )
     for column in table.columns:
         column.no_wrap = True
-    for index in (1, 2, 4):
+    for index in (1, 2, 3, 4, 6):
         table.columns[index].justify = "right"
     for result in results:
         table.add_row(
             result.name,
             f"{result.value:.2f} {result.unit}",
+            "" if result.p99 is None else f"{result.p99:.2f}",
             "" if result.baseline is None else f"{result.baseline:.2f} {result.unit}",
+            "" if result.baseline_p99 is None else f"{result.baseline_p99:.2f}",
             BASELINES.get(result.name, "information"),
             "" if result.ratio is None else f"{result.ratio:.2f}",
         )

@@ -1,4 +1,4 @@
-"""What is measured at doors: tmpfs and the mount.
+"""Figures of doors: tmpfs and the mount.
 
 Responsibility: one function for each figure, from places to a Result. Both sides of a comparison run the very
 same operation on another directory, with the same sizes, offsets and destination.
@@ -26,7 +26,7 @@ KEPT_FILES = 16
 
 
 def tmpfs_pread_1m(places: Places, seconds: float) -> Result:
-    """The backing tmpfs against one with default pages: what the page size alone is worth."""
+    """Compare the backing tmpfs with one of default pages: the effect of the page size alone."""
     with _read_side(places.backing, _pread_1m) as subject, _read_side(places.plain, _pread_1m) as baseline:
         return compare("tmpfs.pread_1m", subject, baseline, Plan(seconds, batch=FILES))
 
@@ -52,7 +52,7 @@ def mount_open_read_close_1m(places: Places, seconds: float) -> Result:
 
 
 def mount_create_write_rename_1m(places: Places, seconds: float) -> Result:
-    """Against a tmpfs with default pages, which is where a path connector would write otherwise."""
+    """Compare with a tmpfs of default pages, where a path connector would write otherwise."""
     with _write_side(places.mount) as subject, _write_side(places.plain) as baseline:
         return compare("mount.create_write_rename_1m", subject, baseline, Plan(seconds, batch=KEPT_FILES))
 
@@ -60,7 +60,7 @@ def mount_create_write_rename_1m(places: Places, seconds: float) -> Result:
 # --- sides -----------------------------------------------------------------------------------------------
 @contextmanager
 def _files(where: Path) -> Iterator[list[Path]]:
-    """The working set, written in one piece each and read once."""
+    """Make the working set, written in one piece each and read once."""
     payload = os.urandom(MIB)
     files = [where / f"read-{n:03}" for n in range(FILES)]
     for file in files:
@@ -95,7 +95,7 @@ def _pread_1m(descriptors: list[int]) -> Operation:
 
 
 def _pread_4k(descriptors: list[int]) -> Operation:
-    """4 KiB at places in a random order that is the same on both sides."""
+    """Read 4 KiB at places in a random order that is the same on both sides."""
     into, preadv, random = [bytearray(4 * KIB)], os.preadv, Random(4)
     offsets = [random.randrange(MIB // (4 * KIB)) * 4 * KIB for _ in range(1021)]
 

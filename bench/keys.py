@@ -1,4 +1,4 @@
-"""What is measured: prefix hashes, against plain SHA-256 of the same tokens.
+"""Figures of prefix hashes, against plain SHA-256 of the same tokens.
 
 Responsibility: one function for each figure. Both sides hash 1,000 blocks of 512 tokens, which is a prompt of
 512,000 tokens: the chain hashes 16 bytes more for each block and cannot run ahead of itself, so it can come near
@@ -19,19 +19,12 @@ from kvfs.keys import Namespace, prefix_hashes
 
 BLOCKS = 1000
 BLOCK_TOKENS = 512
-NAMESPACE = Namespace(
+NAMESPACE = Namespace.of_one_device(
     model="example/model",
     revision="0123456789abcdef",
     dtype="bfloat16",
     layout="LKTHD",
     block_tokens=BLOCK_TOKENS,
-    tensor_shards=1,
-    tensor_rank=0,
-    pipeline_shards=1,
-    pipeline_rank=0,
-    lora="",
-    salt="",
-    hash="sha256",
 )
 
 
@@ -53,22 +46,22 @@ def _against_sha256(name: str, tokens: array[int], namespace: Namespace, seconds
 
 
 def sha256_512(seconds: float) -> Result:
-    """Tokens that are 32-bit unsigned already, the canonical form."""
+    """Hash tokens that are 32-bit unsigned already, the canonical form."""
     return _against_sha256("keys.sha256_512", _tokens(), NAMESPACE, seconds)
 
 
 def sha256_512_int64(seconds: float) -> Result:
-    """Tokens as 64-bit integers, which are checked and narrowed on the way."""
+    """Hash tokens as 64-bit integers, which are checked and narrowed on the way."""
     return _against_sha256("keys.sha256_512_int64", array("q", _tokens()), NAMESPACE, seconds)
 
 
 def xxh3_512(seconds: float) -> Result:
-    """The hash for one trust domain, against the same SHA-256."""
+    """Compare the hash for one trust domain with the same SHA-256."""
     return _against_sha256("keys.xxh3_512", _tokens(), replace(NAMESPACE, hash="xxh3_128"), seconds)
 
 
 def measure(seconds: float = 1.0) -> list[dict[str, Any]]:
-    """Every figure as {name, value, unit, baseline, ratio}; ratio is how many times as fast as SHA-256."""
+    """Return every figure as {name, value, unit, baseline, ratio}; ratio is how many times as fast as SHA-256."""
     return [figure(seconds).as_json() for figure in (sha256_512, sha256_512_int64, xxh3_512)]
 
 

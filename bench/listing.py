@@ -1,8 +1,8 @@
-"""What one process that lists a large directory costs the others: `python -m bench.listing --names 100000`.
+"""The cost of listing a large directory for other processes: `python -m bench.listing --names 100000`.
 
 Responsibility: put many names into a directory of an empty store, serve it, list it again and again in one process
-while another creates files elsewhere, each right after the last, and say how long both take; in between the creates
-are timed alone. The listing reads names and types, as `find` and `os.listdir` do. The directory of the creates has
+while another creates files elsewhere, each right after the last, and time both; in between the creates are timed
+alone. The listing reads names and types, as `find` and `os.listdir` do. The directory of the creates has
 too many names for the native loop to know them, so that each create needs the thread that lists.
 
 The figures are milliseconds, with no baseline but the creates alone. Concurrency: two processes beside the service.
@@ -14,23 +14,19 @@ import argparse
 import json
 import multiprocessing
 import os
-import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, Final
 
-from bench.places import wait_ready
+from bench.places import serve
 from kvfs import limits
-from kvfs.limits import MIB, STOP_WAIT_S
-from tiers.model import Attributes, Name
-from tiers.store import TieredStore
+from kvfs.limits import MIB
+from tiers.model.objects import Attributes, Name
+from tiers.recovery.start import StoreOptions, open_store
 
 BUCKET: Final = b"b"
 DRAM_BYTES: Final = 512 * MIB
@@ -40,7 +36,7 @@ ALONE_S: Final = 1.0
 
 def seed(data: Path, count: int) -> None:
     """Make the directory `many/`, with so many empty directories, and `beside/`."""
-    with TieredStore.open(data, dram_bytes=DRAM_BYTES) as store:
+    with open_store(StoreOptions(data, dram_bytes=DRAM_BYTES)) as store:
         store.create_bucket(BUCKET, uid=0, gid=0)
         store.make_directory(Name(BUCKET, b"many/"), Attributes(mode=0o755))
         store.make_directory(Name(BUCKET, b"beside/"), Attributes(mode=0o755))
@@ -51,30 +47,13 @@ def seed(data: Path, count: int) -> None:
 
 
 def make_files(directory: Path, count: int) -> None:
-    """Empty ones, through the mount: what is in DRAM ends with the process that seeds."""
+    """Make empty files, through the mount: objects in DRAM end with the process that seeds."""
     for i in range(count):
         os.close(os.open(directory / f"block-{i:06x}", os.O_WRONLY | os.O_CREAT))
 
 
-@contextmanager
-def serve(home: Path, mode: str) -> Iterator[Path]:
-    """A service on the seeded store; its mount."""
-    mount = home / "mnt"
-    arguments = ["serve", "--mount", str(mount), "--data", str(home / "data"), "--dram", str(DRAM_BYTES)]
-    arguments += ["--no-keep", "--nvme", "0", "--log-level", "warning"]
-    arguments += ["--mode", mode]
-    command = [sys.executable, "-m", "kvfs", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            wait_ready(process)
-            yield mount
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(2 * STOP_WAIT_S)
-
-
 def create_until(directory: str, until: Event) -> list[float]:
-    """Create, and remove, one file after another; milliseconds of each creation."""
+    """Create and remove one file after another; return the milliseconds of each creation."""
     times, number = [], 0
     while not until.is_set():
         path = f"{directory}/{os.getpid()}-{number % 8}"
@@ -92,7 +71,7 @@ def creator(directory: str, until: Event, results: Any) -> None:
 
 
 class Creates:
-    """A process that creates files for as long as the `with` block; `times` are there after it."""
+    """Create files in another process during a `with` block; `times` are there after it."""
 
     def __init__(self, directory: Path) -> None:
         self._until = multiprocessing.Event()
@@ -113,7 +92,7 @@ class Creates:
 
 
 def list_names(directory: Path) -> float:
-    """Milliseconds."""
+    """List a directory; return the milliseconds."""
     start = time.perf_counter_ns()
     with os.scandir(directory) as entries:
         for _ in entries:
@@ -127,7 +106,7 @@ def summary(times: list[float]) -> dict[str, float]:
 
 
 def measure_round(mount: Path, listings: int) -> dict[str, Any]:
-    """The creates alone, then beside `listings` listings, and how long the median listing took."""
+    """Time the creates alone, then beside `listings` listings, and the median listing."""
     bucket = mount / BUCKET.decode()
     beside_where = bucket / "beside"
     with Creates(beside_where) as alone:
@@ -144,7 +123,7 @@ def measure_round(mount: Path, listings: int) -> dict[str, Any]:
 
 
 def median_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Field by field."""
+    """Return the median of each field."""
     merged: dict[str, Any] = {}
     for key, value in rounds[0].items():
         values = [each[key] for each in rounds]
@@ -163,7 +142,7 @@ def main() -> None:
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvfs-bench-")))
         seed(home / "data", options.names if options.kind == "directories" else 0)
-        mount = stack.enter_context(serve(home, options.mode))
+        mount, _ = stack.enter_context(serve(home, "--dram", str(DRAM_BYTES), "--mode", options.mode))
         if options.kind == "files":
             make_files(mount / BUCKET.decode() / "many", options.names)
         rounds = [measure_round(mount, options.listings) for _ in range(options.rounds)]

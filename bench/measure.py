@@ -1,4 +1,4 @@
-"""Two sides of a comparison, timed in turns, and what came out.
+"""Two sides of a comparison, timed in turns.
 
 Responsibility: the timing loop and the medians. The sides alternate in short batches, each going first in
 every other one, so that a neighbour's load, a clock that changes and a cache that fills hit both alike; the
@@ -21,7 +21,7 @@ Operation = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side: the timed operation, and what is undone after each batch, untimed."""
+    """One side: the timed operation, and an untimed step after each batch."""
 
     operation: Operation
     after_batch: Callable[[], None] | None = None
@@ -29,13 +29,16 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A median, and its baseline's in the same unit; `ratio` is how many times as fast as the baseline."""
+    """A median, and its baseline's in the same unit; `ratio` is how many times as fast as the baseline. `p99` and
+    `baseline_p99` are what one operation in a hundred took longer than."""
 
     name: str
     value: float
     unit: str
     baseline: float | None = None
     ratio: float | None = None
+    p99: float | None = None
+    baseline_p99: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -51,7 +54,7 @@ class Plan:
 
 
 def compare(name: str, subject: Side, baseline: Side | None, plan: Plan) -> Result:
-    """Time both sides in turns for about `plan.seconds`; microseconds per operation."""
+    """Time both sides alternately for about `plan.seconds`; return the medians in microseconds per operation."""
     sides = [subject] if baseline is None else [subject, baseline]
     samples: list[list[float]] = [[] for _ in sides]
     for warm_up in sides:
@@ -63,15 +66,19 @@ def compare(name: str, subject: Side, baseline: Side | None, plan: Plan) -> Resu
         for index in order:
             samples[index] += _batch(sides[index], turn * plan.batch * plan.inner, plan)
         turn += 1
-    value = median(samples[0])
+    value, p99 = median(samples[0]), _p99(samples[0])
     if baseline is None:
-        return Result(name, value, "us")
+        return Result(name, value, "us", p99=p99)
     other = median(samples[1])
-    return Result(name, value, "us", other, other / value)
+    return Result(name, value, "us", other, other / value, p99, _p99(samples[1]))
+
+
+def _p99(samples: list[float]) -> float:
+    return sorted(samples)[len(samples) * 99 // 100]
 
 
 def _batch(side: Side, first: int, plan: Plan) -> list[float]:
-    """Microseconds per operation, one figure for every `inner` operations."""
+    """Run a batch; return the microseconds per operation, one figure for every `inner` operations."""
     operation, clock, inner = side.operation, perf_counter_ns, plan.inner
     times = []
     for sample in range(plan.batch):

@@ -1,4 +1,4 @@
-"""What is measured without any door: copying.
+"""Figures of memory alone: copying.
 
 Responsibility: one function for each figure.
 """
@@ -14,7 +14,7 @@ from kvfs.limits import MIB
 
 
 def memcpy_1m(seconds: float) -> Result:
-    """Information only: 1 MiB from a mapping of the doors' working set's size, in huge pages, into one buffer."""
+    """Copy 1 MiB from huge pages of the doors' working set's size into one buffer; for information."""
     with mmap.mmap(-1, FILES * MIB) as source, mmap.mmap(-1, MIB) as target:
         source.madvise(mmap.MADV_HUGEPAGE)
         source.write(os.urandom(MIB) * FILES)

@@ -28,9 +28,10 @@ import trio
 from bench.measure import Result
 from kvfs.errors import DeviceMissing
 from kvfs.limits import GIB, MIB
-from tiers.device import Device, Kind, open_device
-from tiers.model import Attributes, Name, ObjectInfo
-from tiers.store import TieredStore
+from tiers.device.device import Device, Kind, open_device
+from tiers.model.objects import Attributes, Name, ObjectInfo
+from tiers.recovery.start import NvmeOptions, StoreOptions, start_store
+from tiers.store.store import Store
 
 FILE_BYTES = 1 * GIB
 READ_BYTES = MIB
@@ -44,13 +45,13 @@ LEAST_ROUNDS = 3
 class Objects:
     """A store whose objects are on the device only."""
 
-    store: TieredStore
+    store: Store
     device: Device
     infos: list[ObjectInfo]
 
 
 def read_1m_qd8(folder: Path, seconds: float, *, kind: Kind = "auto", size_bytes: int = FILE_BYTES) -> Result:
-    """MiB/s of objects read through the store, beside fio's io_uring. Needs 2.5 times `size_bytes` in `folder`.
+    """Return MiB/s of objects read through the store, beside fio's io_uring. Needs 2.5 times `size_bytes` in `folder`.
 
     Raises DeviceMissing without fio.
     """
@@ -60,7 +61,7 @@ def read_1m_qd8(folder: Path, seconds: float, *, kind: Kind = "auto", size_bytes
 async def _read_against_fio(folder: Path, seconds: float, kind: Kind, size_bytes: int) -> Result:
     fio = shutil.which("fio")
     if fio is None:
-        raise DeviceMissing("fio, which the device is measured against, is missing (package fio)")
+        raise DeviceMissing("fio, which the device is measured against, is missing: make bench installs it")
     with tempfile.TemporaryDirectory(prefix="kvfs-bench-", dir=folder) as name:
         await _write_file(Path(name) / "fio", kind, size_bytes)
         async with _stored(Path(name) / "store", kind, size_bytes) as subject:
@@ -90,7 +91,7 @@ async def _in_turns(
 
 
 async def _write_file(path: Path, kind: Kind, size_bytes: int) -> None:
-    """Written whole and synced: reads of preallocated but unwritten extents never reach the device."""
+    """Write the whole file and sync it: reads of preallocated but unwritten extents never reach the device."""
     device = open_device(kind, DEPTH)
     try:
         fd = device.open_file(path, size_bytes, create=True)
@@ -106,10 +107,12 @@ async def _write_file(path: Path, kind: Kind, size_bytes: int) -> None:
 
 @asynccontextmanager
 async def _stored(path: Path, kind: Kind, size_bytes: int) -> AsyncIterator[Objects]:
-    """A store with `size_bytes` of objects, durable on the device, none of them in DRAM."""
+    """Open a store with `size_bytes` of objects, durable on the device, none of them in DRAM."""
     device = open_device(kind, DEPTH)
     try:
-        store = await TieredStore.start(path, device, nvme_bytes=2 * size_bytes, dram_bytes=DRAM_BYTES)
+        store = await start_store(
+            StoreOptions(path, dram_bytes=DRAM_BYTES, nvme=NvmeOptions(device, 2 * size_bytes))
+        )
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(store.run)
@@ -123,8 +126,8 @@ async def _stored(path: Path, kind: Kind, size_bytes: int) -> AsyncIterator[Obje
             await device.aclose()
 
 
-async def _put(store: TieredStore, number: int) -> ObjectInfo:
-    """One object, written to the device and evicted from DRAM."""
+async def _put(store: Store, number: int) -> ObjectInfo:
+    """Return one object, written to the device and evicted from DRAM."""
     if number == 0:
         store.create_bucket(b"bench", uid=0, gid=0)
     name = Name(b"bench", b"%d" % number)
@@ -144,7 +147,7 @@ async def _put(store: TieredStore, number: int) -> ObjectInfo:
 
 
 async def _read_verified(objects: Objects) -> float:
-    """One round: MiB/s."""
+    """Return one round: MiB/s."""
     numbers, moved, started = count(), 0, trio.current_time()
     deadline = started + ROUND_S
 
@@ -163,7 +166,7 @@ async def _read_verified(objects: Objects) -> float:
 
 
 async def _run_fio(fio: str, path: Path, size_bytes: int) -> float:
-    """One round: MiB/s."""
+    """Return one round: MiB/s."""
     command = [
         *(fio, "--name=read", f"--filename={path}", f"--size={size_bytes}", "--allow_file_create=0"),
         *("--ioengine=io_uring", "--direct=1", "--rw=read", f"--bs={READ_BYTES}", f"--iodepth={DEPTH}"),

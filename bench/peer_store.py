@@ -4,7 +4,8 @@ Responsibility: the work that is compared (`works`, the same on every store), an
 by `bench.peers`, whose environment needs none of them; imports nothing of kvfs.
 
 Protocol, in lines: this process says "ready" or "missing: WHY"; then answers each "run FIGURE SECONDS" with the
-median of single operations in us. The end of its input ends it, and the servers that it started.
+median and the 99th percentile of single operations in us. The end of its input ends it, and the servers that it
+started.
 
 Where there is a choice, it is meant to favour the store: Redis a Unix socket and hiredis, LMCache's connector no
 header in its files and no hop to another thread's event loop.
@@ -34,9 +35,9 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 KIB, MIB = 1 << 10, 1 << 20
-FIGURES = ("get_1m", "get_4k", "put_1m", "batch16_get_1m", "match_64")
-LARGE, SMALL = 128, 8192
-"""Blocks of 1 MiB and of 4 KiB: 128 MiB, four times a last-level cache of 32 MiB, and 32 MiB."""
+FIGURES = ("get_1m", "get_4k", "put_1m", "put_4m", "batch16_put_1m", "batch16_get_1m", "match_64")
+LARGE, SMALL, LARGEST = 128, 8192, 32
+"""Blocks of 1 MiB, of 4 KiB and of 4 MiB: 128 MiB, four times a last-level cache of 32 MiB, 32 MiB, and 128 MiB."""
 BATCH, MATCHED, PUTS = 16, 64, 16
 CAPACITY_BYTES = 768 * MIB
 START_S = 30.0
@@ -44,21 +45,22 @@ SERVER = "server"
 
 
 class Store(Protocol):
-    """Blocks of 4 KiB or 1 MiB. A miss raises EOFError."""
+    """Blocks of 4 KiB, 1 MiB or 4 MiB. A miss raises EOFError."""
 
     def key(self, digest: bytes) -> Any:
-        """As the store's callers have it."""
+        """Return a key as the store's callers have it."""
 
     def piece(self, data: memoryview) -> Any:
-        """`data` in memory from which the store puts."""
+        """Return `data` in memory from which the store puts."""
 
     def put(self, key: Any, piece: Any) -> None: ...
+    def put_batch(self, keys: Sequence[Any], pieces: Sequence[Any]) -> None: ...
 
     def get(self, key: Any, size: int) -> Any:
-        """Its bytes, good until the next call."""
+        """Read a value; the bytes are good until the next call."""
 
     def get_batch(self, keys: Sequence[Any]) -> None:
-        """Of 1 MiB each."""
+        """Read values of 1 MiB each."""
 
     def match(self, keys: Sequence[Any]) -> None: ...
     def remove(self, keys: Sequence[Any]) -> None: ...
@@ -74,9 +76,10 @@ class Work:
 
 
 def works(store: Store, source: memoryview) -> dict[str, Work]:
-    """What is measured, by figure, on a store filled for it. `source` is `LARGE` MiB of the caller's."""
+    """Return what is measured, by figure, on a store filled for it. `source` is `LARGE` MiB of the caller's."""
     draw = random.Random(4)
     large, small, new = ([store.key(draw.randbytes(16)) for _ in range(n)] for n in (LARGE, SMALL, 64 * PUTS))
+    largest = [store.piece(source[i * 4 * MIB : (i + 1) * 4 * MIB]) for i in range(LARGEST)]
     pieces: list[Any] = []
     for size, keys in ((4 * KIB, small), (MIB, large)):
         parts = [source[i * MIB : i * MIB + size] for i in range(LARGE)]
@@ -90,10 +93,18 @@ def works(store: Store, source: memoryview) -> dict[str, Work]:
     batches = [large[i : i + BATCH] for i in range(0, LARGE, BATCH)]
     made: list[Any] = []
 
-    def put(n: int) -> None:
-        key = new[n % len(new)]
-        made.append(key)
-        store.put(key, pieces[n % LARGE])
+    def put_from(pieces: Sequence[Any]) -> Callable[[int], None]:
+        def put(n: int) -> None:
+            key = new[n % len(new)]
+            made.append(key)
+            store.put(key, pieces[n % len(pieces)])
+
+        return put
+
+    def put_batch(n: int) -> None:
+        keys = new[n * BATCH % len(new) :][:BATCH]
+        made.extend(keys)
+        store.put_batch(keys, pieces[n * BATCH % LARGE :][:BATCH])
 
     def trim() -> None:
         store.remove(made)
@@ -102,20 +113,23 @@ def works(store: Store, source: memoryview) -> dict[str, Work]:
     return {
         "get_1m": Work(lambda n: store.get(large[n % LARGE], MIB), 16),
         "get_4k": Work(lambda n: store.get(order[n % SMALL], 4 * KIB), 64),
-        "put_1m": Work(put, PUTS, trim),
+        "put_1m": Work(put_from(pieces), PUTS, trim),
+        "put_4m": Work(put_from(largest), PUTS, trim),
+        "batch16_put_1m": Work(put_batch, PUTS // BATCH, trim),
         "batch16_get_1m": Work(lambda n: store.get_batch(batches[n % len(batches)]), 4),
         "match_64": Work(lambda n: store.match(prompts[n % 256]), 32),
     }
 
 
-def p50_us(work: Work, seconds: float) -> float:
-    """The median of single operations of about so many seconds, after a batch that is not counted."""
+def timed_us(work: Work, seconds: float) -> tuple[float, float]:
+    """Return the median and the 99th percentile of single operations of about so many seconds, after a batch that is
+    not counted."""
     times: list[int] = []
     _batch(work)
     deadline = time.perf_counter() + seconds
     while not times or time.perf_counter() < deadline:
         times += _batch(work)
-    return median(times) / 1000
+    return median(times) / 1000, sorted(times)[len(times) * 99 // 100] / 1000
 
 
 def _batch(work: Work) -> list[int]:
@@ -131,7 +145,7 @@ def _batch(work: Work) -> list[int]:
 
 
 def memory(size: int) -> memoryview:
-    """Of huge pages, where the machine has them, with random bytes; it goes with its last user."""
+    """Return memory of huge pages, where the machine has them, with random bytes; it goes with its last user."""
     mapping = mmap.mmap(-1, size)
     mapping.madvise(mmap.MADV_HUGEPAGE)
     view, chunk = memoryview(mapping), os.urandom(MIB)
@@ -156,11 +170,14 @@ class RedisStore:
         return digest
 
     def piece(self, data: memoryview) -> bytes:
-        """The client sends bytes faster than a memoryview."""
+        """Return bytes: the client sends them faster than a memoryview."""
         return bytes(data)
 
     def put(self, key: bytes, piece: bytes) -> None:
         need(self._client.set(key, piece))
+
+    def put_batch(self, keys: Sequence[bytes], pieces: Sequence[bytes]) -> None:
+        need(self._client.mset(dict(zip(keys, pieces, strict=True))))
 
     def get(self, key: bytes, size: int) -> bytes:
         found: bytes | None = self._client.get(key)
@@ -169,7 +186,7 @@ class RedisStore:
         return found
 
     def get_batch(self, keys: Sequence[bytes]) -> None:
-        """One after the other: MGET of 16 MiB took about as long."""
+        """Read one after the other: MGET of 16 MiB took about as long."""
         need(None not in [self._client.get(key) for key in keys])
 
     def match(self, keys: Sequence[bytes]) -> None:
@@ -212,6 +229,10 @@ class MooncakeStore:
     def put(self, key: str, piece: tuple[int, int]) -> None:
         need(self._store.put_from(key, *piece) == 0)
 
+    def put_batch(self, keys: Sequence[str], pieces: Sequence[tuple[int, int]]) -> None:
+        addresses, sizes = zip(*pieces, strict=True)
+        need(self._store.batch_put_from(list(keys), list(addresses), list(sizes)) == [0] * len(keys))
+
     def get(self, key: str, size: int) -> memoryview:
         need(self._store.get_into(key, self._places[0], size) == size)
         return self._into[:size]
@@ -229,15 +250,20 @@ class MooncakeStore:
 
 
 @contextmanager
+def open_mooncake_local(folder: Path, source: memoryview) -> Iterator[Store]:
+    """Keep the blocks in the caller's process, with its copies by memcpy: as near to kvfs as Mooncake comes."""
+    os.environ["MC_STORE_MEMCPY"] = "1"
+    with mooncake_master() as master:
+        store = mooncake_client(master, CAPACITY_BYTES)
+        try:
+            yield MooncakeStore(store, source)
+        finally:
+            store.close()
+
+
+@contextmanager
 def open_mooncake(folder: Path, source: memoryview) -> Iterator[Store]:
-    package = Path(importlib.import_module("mooncake").__path__[0])
-    importlib.import_module("mooncake.store")
-    port, metrics_port = free_ports(2)
-    ports = [f"--rpc_port={port}", f"--metrics_port={metrics_port}", "--rpc_address=127.0.0.1"]
-    master = f"127.0.0.1:{port}"
-    with ExitStack() as stack:
-        stack.enter_context(server([str(package / "mooncake_master"), *ports, "--logtostderr"]))
-        wait_for(lambda: socket.create_connection(("127.0.0.1", port)).close(), OSError)
+    with mooncake_master() as master, ExitStack() as stack:
         data = stack.enter_context(
             server([sys.executable, "-P", __file__, SERVER, master], stdout=subprocess.PIPE)
         )
@@ -249,6 +275,18 @@ def open_mooncake(folder: Path, source: memoryview) -> Iterator[Store]:
         yield MooncakeStore(store, source)
 
 
+@contextmanager
+def mooncake_master() -> Iterator[str]:
+    """Run the process that knows where blocks are; yield its address. Raises ImportError."""
+    package = Path(importlib.import_module("mooncake").__path__[0])
+    importlib.import_module("mooncake.store")
+    port, metrics_port = free_ports(2)
+    ports = [f"--rpc_port={port}", f"--metrics_port={metrics_port}", "--rpc_address=127.0.0.1"]
+    with server([str(package / "mooncake_master"), *ports, "--logtostderr"]):
+        wait_for(lambda: socket.create_connection(("127.0.0.1", port)).close(), OSError)
+        yield f"127.0.0.1:{port}"
+
+
 def mooncake_client(master: str, segment_bytes: int) -> Any:
     store = importlib.import_module("mooncake.store").MooncakeDistributedStore()
     need(store.setup("127.0.0.1", "P2PHANDSHAKE", segment_bytes, 64 * MIB, "tcp", "", master) == 0)
@@ -256,7 +294,7 @@ def mooncake_client(master: str, segment_bytes: int) -> Any:
 
 
 def serve_mooncake(master: str) -> None:
-    """The process that holds the blocks, until it is ended."""
+    """Run the process that holds the blocks, until it is ended."""
     store = mooncake_client(master, CAPACITY_BYTES)
     os.write(1, b"ready\n")
     sys.stdin.read()
@@ -275,9 +313,9 @@ class LMCacheStore:
         pool = importlib.import_module("lmcache.v1.memory_allocators.tensor_memory_allocator")
         self._torch = importlib.import_module("torch")
         self._key = importlib.import_module("lmcache.utils").CacheEngineKey
-        self._memory = pool.TensorMemoryAllocator(self._torch.zeros(256 * MIB, dtype=self._torch.uint8))
+        self._memory = pool.TensorMemoryAllocator(self._torch.zeros(512 * MIB, dtype=self._torch.uint8))
         self._run = loop.run_until_complete
-        self._connectors = {size: self._connector(loop, folder, size) for size in (4 * KIB, MIB)}
+        self._connectors = {size: self._connector(loop, folder, size) for size in (4 * KIB, MIB, 4 * MIB)}
 
     def _connector(self, loop: Any, folder: Path, size: int) -> Any:
         config = importlib.import_module("lmcache.v1.config").LMCacheEngineConfig.from_defaults(chunk_size=16)
@@ -307,6 +345,10 @@ class LMCacheStore:
 
     def put(self, key: Any, piece: Any) -> None:
         self._run(self._connectors[piece.get_size()].put(key, piece))
+
+    def put_batch(self, keys: Sequence[Any], pieces: Sequence[Any]) -> None:
+        for key, piece in zip(keys, pieces, strict=True):
+            self.put(key, piece)
 
     def get(self, key: Any, size: int) -> Any:
         found = self._run(self._connectors[size].get(key))
@@ -350,7 +392,7 @@ def server(command: list[str], stdout: int | None = None) -> Iterator[subprocess
 
 
 def wait_for(reach: Callable[[], object], refused: type[Exception]) -> None:
-    """Until a server answers. Raises what it last raised."""
+    """Wait until a server answers. Raises what it last raised."""
     deadline = time.monotonic() + START_S
     while True:
         try:
@@ -368,7 +410,12 @@ def free_ports(number: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-STORES = {"mooncake": open_mooncake, "redis": open_redis, "lmcache_fs": open_lmcache}
+STORES = {
+    "mooncake": open_mooncake,
+    "mooncake_local": open_mooncake_local,
+    "redis": open_redis,
+    "lmcache_fs": open_lmcache,
+}
 
 
 def main() -> None:
@@ -389,7 +436,7 @@ def main() -> None:
         print("ready", file=replies)
         for line in sys.stdin:
             _, figure, seconds = line.split()
-            print(p50_us(measured[figure], float(seconds)), file=replies)
+            print(*timed_us(measured[figure], float(seconds)), file=replies)
 
 
 if __name__ == "__main__":

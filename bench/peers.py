@@ -26,7 +26,7 @@ from rich.table import Table
 import kvfs
 from bench import peer_store
 from bench.client import open_blocks
-from bench.peer_store import BATCH, FIGURES, LARGE, STORES, memory, need, p50_us, works
+from bench.peer_store import BATCH, FIGURES, LARGE, STORES, memory, need, timed_us, works
 from bench.places import open_places
 from kvfs.errors import KvfsError
 from kvfs.limits import MIB
@@ -34,17 +34,24 @@ from kvfs.limits import MIB
 TURNS = 5
 SECONDS = 5.0
 END_S = 20.0
-TITLES = {"mooncake": "Mooncake, TCP", "redis": "Redis, Unix socket", "lmcache_fs": "LMCache fs, tmpfs"}
+TITLES = {
+    "mooncake": "Mooncake, TCP",
+    "mooncake_local": "Mooncake, one process",
+    "redis": "Redis, Unix socket",
+    "lmcache_fs": "LMCache fs, tmpfs",
+}
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 * MIB), "MALLOC_TRIM_THRESHOLD_": str(512 * MIB)}
 """For peers' processes. By default glibc maps memory of a MiB anew for each use, and the page faults then cost Redis's
 client more than its work: a put took 1,920 us, with this 340, and 16 gets 18 ms, with this 4.5."""
 
-Run = Callable[[str, float], float]
-"""Figure and seconds to the median in us."""
+Times = tuple[float, float]
+"""Median and 99th percentile, in us."""
+Run = Callable[[str, float], Times]
+"""Figure and seconds to its times."""
 
 
 class KvfsStore:
-    """As the peers are called: a block or a batch for each call, into memory of the caller's."""
+    """Call as peers are called: a block or a batch for each call, into memory of the caller's."""
 
     def __init__(self, blocks: kvfs.Blocks, into: memoryview) -> None:
         self._blocks = blocks
@@ -59,6 +66,9 @@ class KvfsStore:
 
     def put(self, key: bytes, piece: memoryview) -> None:
         need(self._blocks.put([key], [piece]) == [True])
+
+    def put_batch(self, keys: Sequence[bytes], pieces: Sequence[memoryview]) -> None:
+        need(self._blocks.put(keys, pieces) == [True] * len(keys))
 
     def get(self, key: bytes, size: int) -> memoryview:
         need(self._blocks.get_into([key], self._first[size]) == [size])
@@ -76,7 +86,7 @@ class KvfsStore:
 
 @contextmanager
 def open_peer(python: str, name: str, folder: Path) -> Iterator[Run | str]:
-    """What runs its figures; or, where it is not installed, why."""
+    """Start what runs its figures; or, where it is not installed, why."""
     with (
         open(folder / f"{name}.log", "w+") as log,
         subprocess.Popen(
@@ -92,9 +102,10 @@ def open_peer(python: str, name: str, folder: Path) -> Iterator[Run | str]:
         assert process.stdout is not None
         to, replies = process.stdin, process.stdout
 
-        def run(figure: str, seconds: float) -> float:
+        def run(figure: str, seconds: float) -> Times:
             print("run", figure, seconds, file=to, flush=True)
-            return float(_reply(replies, name, log))
+            p50, p99 = _reply(replies, name, log).split()
+            return float(p50), float(p99)
 
         try:
             said = _reply(replies, name, log)
@@ -115,7 +126,7 @@ def _reply(replies: IO[str], name: str, log: IO[str]) -> str:
 
 
 def _environment(python: str) -> dict[str, str]:
-    """Mooncake's wheel needs CUDA's runtime, and LMCache's is unpacked beside what engines.mk installs."""
+    """Set paths: Mooncake's wheel needs CUDA's runtime, and LMCache's is unpacked beside what engines.mk installs."""
     home = Path(python).absolute().parent.parent
     libraries = [str(each) for each in home.glob("lib/python*/site-packages/nvidia/cuda_runtime/lib")]
     extra = {"LD_LIBRARY_PATH": libraries, "PYTHONPATH": [str(home / "wheels")]}
@@ -124,7 +135,7 @@ def _environment(python: str) -> dict[str, str]:
 
 
 def _enter_first(stack: ExitStack, pythons: list[str], name: str, folder: Path) -> Run | None:
-    """The peer in the first environment that has it."""
+    """Return the peer in the first environment that has it."""
     for python in pythons:
         found = stack.enter_context(open_peer(python, name, folder))
         if not isinstance(found, str):
@@ -133,38 +144,45 @@ def _enter_first(stack: ExitStack, pythons: list[str], name: str, folder: Path) 
     return None
 
 
-def measure(pythons: list[str], seconds: float) -> dict[str, dict[str, float]]:
-    """Medians in us by figure and store, kvfs first."""
+def measure(pythons: list[str], seconds: float) -> dict[str, dict[str, Times]]:
+    """Return times by figure and store, kvfs first: medians of turns."""
     with ExitStack() as stack:
         places = stack.enter_context(open_places(None))
         print(f"bench: the mount runs in this mode: {places.mode}", file=sys.stderr)
         blocks = stack.enter_context(open_blocks(places))
         ours = works(KvfsStore(blocks, memory(BATCH * MIB)), memory(LARGE * MIB))
-        stores: dict[str, Run] = {"kvfs": lambda figure, turn_s: p50_us(ours[figure], turn_s)}
+        stores: dict[str, Run] = {"kvfs": lambda figure, turn_s: timed_us(ours[figure], turn_s)}
         for name in STORES:
             if (run := _enter_first(stack, pythons, name, places.plain)) is not None:
                 stores[name] = run
-        found: dict[str, dict[str, float]] = {}
+        found: dict[str, dict[str, Times]] = {}
         for figure in FIGURES:
             turns = [
                 {name: run(figure, seconds / TURNS) for name, run in stores.items()} for _ in range(TURNS)
             ]
-            found[figure] = {name: median(turn[name] for turn in turns) for name in stores}
+            found[figure] = {
+                name: (median(turn[name][0] for turn in turns), median(turn[name][1] for turn in turns))
+                for name in stores
+            }
             print(f"bench: {figure} done", file=sys.stderr)
         return found
 
 
-def print_table(found: dict[str, dict[str, float]]) -> None:
+def print_table(found: dict[str, dict[str, Times]]) -> None:
     peers = [name for name in TITLES if name in found[FIGURES[0]]]
-    table = Table("figure", "kvfs, us", caption="in parentheses: a peer's time by that of kvfs")
+    table = Table(
+        "figure", "kvfs, us", caption="median / p99; in parentheses: a peer's median by that of kvfs"
+    )
     for name in peers:
         table.add_column(f"{TITLES[name]}, us", justify="right", no_wrap=True)
     table.add_column("ahead of kvfs")
     for figure, times in found.items():
-        ours = times["kvfs"]
-        cells = [f"{times[name]:.1f} ({times[name] / ours:.2f})" for name in peers]
-        ahead = ", ".join(name for name in peers if times[name] < ours) or "none"
-        table.add_row(figure, f"{ours:.1f}", *cells, ahead)
+        ours, p99 = times["kvfs"]
+        cells = [
+            f"{times[name][0]:.1f} / {times[name][1]:.0f} ({times[name][0] / ours:.2f})" for name in peers
+        ]
+        ahead = ", ".join(name for name in peers if times[name][0] < ours) or "none"
+        table.add_row(figure, f"{ours:.1f} / {p99:.0f}", *cells, ahead)
     Console(width=max(Console().width, 120)).print(table)
 
 

@@ -1,4 +1,4 @@
-"""Where measurements run: private tmpfs mounts, and a service of their own or one that already runs.
+"""The places of measurements: private tmpfs mounts, and a service of their own or one that runs.
 
 Responsibility: make these places and leave nothing behind, also after a failure. Concurrency: one thread.
 """
@@ -15,14 +15,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvfs.config.sizes import format_size
 from kvfs.errors import DeviceMissing, InvalidRequest, KvfsError
 from kvfs.limits import MIB, STOP_WAIT_S
-from kvfs.sizes import format_size
 
 SIZE_BYTES = 768 * MIB
-"""Of each tmpfs and of the service's DRAM tier."""
+"""The size of each tmpfs and of the service's DRAM tier."""
 LEAST_BYTES = 256 * MIB
-"""Of a service that is measured: twice the working set."""
+"""The least size of a measured service: twice the working set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Places:
     mount: Path
     """A bucket on the mount."""
     mode: str
-    """How that mount runs, for the reader of the figures."""
+    """The mode of that mount."""
     backing: Path
     """A tmpfs of the kind that lies under the mount (`huge=within_size`)."""
     plain: Path
@@ -41,22 +41,23 @@ class Places:
 
 @contextmanager
 def open_places(at: str | None) -> Iterator[Places]:
-    """`at` is the mount of a running service; None starts one, and stops it at the end."""
+    """Make the places on the mount `at` of a running service; None starts a service, and stops it at the end."""
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvfs-bench-")))
         backing = stack.enter_context(tmpfs(home / "backing", "within_size"))
         plain = stack.enter_context(tmpfs(home / "plain", "never"))
         if at is None:
-            mount, mode = stack.enter_context(_service(home))
+            # The measurements here are of memory; the device has its own.
+            mount, mode = stack.enter_context(serve(home, "--dram", str(SIZE_BYTES)))
         else:
             mount, mode = Path(at), "a running service"
         yield Places(stack.enter_context(_bucket(mount)), mode, backing, plain)
 
 
 @contextmanager
-def tmpfs(where: Path, huge: str) -> Iterator[Path]:
+def tmpfs(where: Path, huge: str, size_bytes: int = SIZE_BYTES) -> Iterator[Path]:
     where.mkdir()
-    options = f"size={SIZE_BYTES},huge={huge},mode=0700"
+    options = f"size={size_bytes},huge={huge},mode=0700"
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", options, "kvfs-bench", str(where)], capture_output=True, text=True
     )
@@ -71,19 +72,12 @@ def tmpfs(where: Path, huge: str) -> Iterator[Path]:
 
 
 @contextmanager
-def _service(home: Path) -> Iterator[tuple[Path, str]]:
+def serve(home: Path, *options: str) -> Iterator[tuple[Path, str]]:
+    """Run a service in `home`, without NVMe unless `options` say so; yield its mount and the mode of that."""
     mount = home / "mnt"
-    arguments = ["serve", "--mount", str(mount), "--data", str(home / "data"), "--dram", str(SIZE_BYTES)]
-    arguments += [
-        "--no-keep",
-        "--nvme",
-        "0",
-        "--log-level",
-        "warning",
-    ]  # memory here; the device has its own figure
-    with subprocess.Popen(
-        [sys.executable, "-m", "kvfs", *arguments], stdout=subprocess.PIPE, text=True
-    ) as process:
+    command = [sys.executable, "-m", "kvfs", "serve", "--mount", str(mount), "--data", str(home / "data")]
+    command += ["--no-keep", "--nvme", "0", "--log-level", "warning", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield mount, wait_ready(process)
         finally:
@@ -92,7 +86,7 @@ def _service(home: Path) -> Iterator[tuple[Path, str]]:
 
 
 def wait_ready(process: subprocess.Popen[str]) -> str:
-    """The mode of the mount, from what the service prints. Its end without "ready" is an error."""
+    """Wait until the service is ready; return the mode of its mount, which it prints. Raises KvfsError."""
     assert process.stdout is not None
     mode = "unknown"
     for line in process.stdout:

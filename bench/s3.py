@@ -36,9 +36,9 @@ from awscrt.checksums import crc64nvme
 
 from bench.measure import Result
 from bench.places import tmpfs
-from gateway.canonical import canonical_request, string_to_sign
-from gateway.request import Request
-from gateway.signing import signing_key
+from gateway.auth.canonical import canonical_request, string_to_sign
+from gateway.auth.sigv4 import signing_key
+from gateway.protocol.request import Request
 from kvfs.client import connect
 from kvfs.errors import DeviceMissing, KvfsError
 from kvfs.limits import KIB, MIB, STOP_WAIT_S
@@ -88,7 +88,7 @@ def get_4k(seconds: float) -> Result:
 
 
 def put_1m_crc64(seconds: float) -> Result:
-    """Against the GET of the same size."""
+    """Measure against the GET of the same size."""
     with _sides() as sides:
         body = (sides.home / "root" / "1m").read_bytes()
         checksum = base64.b64encode(crc64nvme(body).to_bytes(8, "big")).decode()
@@ -103,7 +103,7 @@ def _get(name: str, file: str, seconds: float) -> Result:
 
 
 def _compare(name: str, subject: list[str], baseline: list[str], seconds: float) -> Result:
-    """Requests a second of both sides; each turn is a part of `seconds`."""
+    """Return requests a second of both sides; each turn is a part of `seconds`."""
     turn_s = max(seconds / TURNS, 1.0)
     rates: tuple[list[float], list[float]] = ([], [])
     for side in (subject, baseline):
@@ -117,7 +117,7 @@ def _compare(name: str, subject: list[str], baseline: list[str], seconds: float)
 
 
 def _rate(arguments: list[str], seconds: float) -> float:
-    """Requests a second. Raises KvfsError where an answer was a failure."""
+    """Return requests a second. Raises KvfsError where an answer was a failure."""
     command = ["wrk", "-t1", f"-c{CONNECTIONS}", f"-d{max(1, round(seconds))}s", *arguments]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = _RATE.search(text)
@@ -127,7 +127,7 @@ def _rate(arguments: list[str], seconds: float) -> float:
 
 
 def _request(url: str, method: str, key: str, headers: dict[str, str] | None = None) -> list[str]:
-    """wrk's arguments for a signed request with an unsigned payload."""
+    """Return wrk's arguments for a signed request with an unsigned payload."""
     host, path = url.partition("://")[2], f"/{BUCKET}/{key}"
     now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     said = {
@@ -153,7 +153,7 @@ def _request(url: str, method: str, key: str, headers: dict[str, str] | None = N
 
 
 def _script(home: Path) -> Path:
-    """Has wrk send the file as a body."""
+    """Write a script that has wrk send the file as a body."""
     script = home / "put.lua"
     body = home / "root" / "1m"
     script.write_text(
@@ -167,7 +167,7 @@ def _script(home: Path) -> Path:
 def _sides() -> Iterator[Sides]:
     for program in ("nginx", "wrk"):
         if shutil.which(program) is None:
-            raise DeviceMissing(f"bench: {program} is missing: apt-get install {program}")
+            raise DeviceMissing(f"{program} is missing: make bench installs it")
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvfs-bench-s3-")))
         home.chmod(0o755)
@@ -192,7 +192,7 @@ def _nginx(home: Path, root: Path) -> Iterator[str]:
 
 @contextmanager
 def gateway(home: Path, files: Mapping[str, bytes]) -> Iterator[str]:
-    """The URL of a service of its own with these objects in BUCKET."""
+    """Run and give the URL of a service of its own with these objects in BUCKET."""
     config = home / "kvfs.toml"
     config.write_text(_CONFIG.format(bucket=BUCKET, access=ACCESS, secret=SECRET))
     (home / "mnt").mkdir()
@@ -214,7 +214,7 @@ def gateway(home: Path, files: Mapping[str, bytes]) -> Iterator[str]:
 
 @contextmanager
 def _process(command: list[str], files: dict[str, Path], ready: Callable[[str], str]) -> Iterator[str]:
-    """A server until the end of the block. Raises KvfsError where it does not come up."""
+    """Run a server until the end of the block. Raises KvfsError where it does not come up."""
     log = files.get("stdout", Path(os.devnull))
     with log.open("ab") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)

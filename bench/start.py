@@ -1,10 +1,11 @@
-"""How long a store with many objects takes to start: `python -m bench.start --records 1000000 --kind blocks`.
+"""The time that a store with many objects takes to start: `python -m bench.start --records 1000000 --kind blocks`.
 
 Responsibility: fill the log of an empty store, through the tier as the service does, stop it cleanly or as if
-killed, and start a store on it in a fresh process, whose own lines say what each phase took.
+killed, and start a store on it in a fresh process, which logs the time of each phase.
 
 Objects are small (PAYLOAD_BYTES), since a start reads no payload: a million of them take 4.5 GiB of segments.
-The figures are seconds, with no baseline beside them.
+The figures are seconds, and bytes of anonymous memory for each object: the table and the index are files.
+There is no baseline.
 """
 
 from __future__ import annotations
@@ -15,29 +16,33 @@ import json
 import logging
 import multiprocessing
 import os
-import resource
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Final
 
 import trio
 
-from kvfs import Namespace, limits
-from kvfs._native.slots import xxh3_64
-from kvfs.name_rows import NameRow
-from kvfs.records import MetaBody
-from tiers.base import Kind, StoreKey, object_key
-from tiers.device import open_device
-from tiers.journal import NvmeJournal
-from tiers.nvme import NvmeTier, Stored
-from tiers.store import TieredStore
+from bench import keys
+from bench.measure import Result
+from kvfs import limits
+from kvfs._native.shared.slots import xxh3_64
+from kvfs.index.rows import NameRow
+from tiers.device.device import open_device
+from tiers.log.records import MetaBody
+from tiers.model.tier import Kind, StoreKey, object_key
+from tiers.nvme.stored import Stored
+from tiers.nvme.tier import NvmeTier
+from tiers.nvme.write_behind import NvmeJournal
+from tiers.recovery.start import NvmeOptions, StoreOptions, start_store
+from tiers.store.store import Store
 
 PAYLOAD_BYTES: Final = 512
 CHAIN_BLOCKS: Final = 64
@@ -45,27 +50,14 @@ CHAIN_BLOCKS: Final = 64
 BATCH: Final = 50_000
 DRAM_BYTES: Final = 256 * limits.MIB
 BUCKET: Final = b"b"
-NAMESPACE: Final = Namespace(
-    model="bench",
-    revision="1",
-    dtype="bfloat16",
-    layout="LKTHD",
-    block_tokens=16,
-    tensor_shards=1,
-    tensor_rank=0,
-    pipeline_shards=1,
-    pipeline_rank=0,
-    lora="",
-    salt="",
-    hash="sha256",
-)
+NAMESPACE: Final = replace(keys.NAMESPACE, block_tokens=16)
 KINDS: Final = ("blocks", "names", "names-killed", "names-rebuilt")
-"""What is stored, and what became of the index: as a clean stop leaves it, as a kill does, or gone."""
+"""The objects, and the state of the index: after a clean stop, after a kill, or removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """One start. Seconds, and those of its processors; MiB of resident memory before and after; objects found."""
+    """One start. Seconds, and those of its processors; MiB of anonymous memory before and after; objects found."""
 
     kind: str
     records: int
@@ -75,9 +67,14 @@ class Started:
     after_mib: int
     objects: int
 
+    @property
+    def object_bytes(self) -> float:
+        """Return the anonymous memory of each object."""
+        return (self.after_mib - self.before_mib) * limits.MIB / max(self.objects, 1)
+
 
 class _Payload:
-    """The bytes of one object, which no other has."""
+    """The bytes of one object, unlike any other's."""
 
     size_bytes = PAYLOAD_BYTES
     checksum: int | None = None
@@ -92,20 +89,20 @@ class _Payload:
 
 
 @asynccontextmanager
-async def opened(data: Path, records: int) -> AsyncIterator[TieredStore]:
-    """A store on `data` with room for so many objects, which keeps nothing in DRAM when it is closed."""
+async def opened(data: Path, records: int) -> AsyncIterator[Store]:
+    """Open a store on `data` with room for so many objects, which keeps nothing in DRAM when it is closed."""
     segment_bytes = limits.MAX_SEGMENT_BYTES // 4 if records > 100_000 else 16 * limits.MIB
     need = records * 5 * limits.KIB + limits.MIN_SEGMENTS * segment_bytes
     device = open_device("auto")
     try:
-        store = await TieredStore.start(
-            data,
-            device,
-            nvme_bytes=need // segment_bytes * segment_bytes,
-            dram_bytes=DRAM_BYTES,
-            segment_bytes=segment_bytes,
-            max_slots=limits.MAX_SLOTS,
-            backing="directory",
+        store = await start_store(
+            StoreOptions(
+                data,
+                dram_bytes=DRAM_BYTES,
+                max_slots=limits.MAX_SLOTS,
+                backing="directory",
+                nvme=NvmeOptions(device, need // segment_bytes * segment_bytes, segment_bytes=segment_bytes),
+            )
         )
         try:
             yield store
@@ -127,7 +124,7 @@ async def fill(data: Path, kind: str, records: int) -> None:
         shutil.rmtree(data / "index")
 
 
-async def _fill_open(store: TieredStore, kind: str, records: int) -> None:
+async def _fill_open(store: Store, kind: str, records: int) -> None:
     assert isinstance(store.journal, NvmeJournal)
     bucket = store.create_bucket(BUCKET, uid=0, gid=0, namespace=NAMESPACE if kind == "blocks" else None)
     tier = store.journal.nvme
@@ -152,7 +149,7 @@ def payload_of(number: int) -> bytes:
 
 
 def key_of(number: int) -> bytes:
-    """As engines name their files: a directory for each object, by hash."""
+    """Return a key as engines name their files: a directory for each object, by hash."""
     return b"model/%s/layer.safetensors" % digest_of(number).hex().encode()
 
 
@@ -180,16 +177,18 @@ def _look_killed(data: Path) -> None:
 # --- starting ----------------------------------------------------------------------------------------------
 async def start(data: Path, kind: str, records: int) -> Started:
     """Start a store on what `fill` left, and close it."""
-    before_mib = _resident_mib()
+    before_mib = _anonymous_mib()
     began, began_cpu = time.monotonic(), sum(os.times()[:4])
     async with opened(data, records) as store:
         start_s, cpu_s = time.monotonic() - began, sum(os.times()[:4]) - began_cpu
-        return Started(kind, records, start_s, cpu_s, before_mib, _resident_mib(), store.object_count)
+        return Started(kind, records, start_s, cpu_s, before_mib, _anonymous_mib(), store.object_count)
 
 
-def _resident_mib() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() // limits.MIB
+def _anonymous_mib() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return (
+        int(next(each for each in lines if each.startswith("RssAnon:")).split()[1]) * limits.KIB // limits.MIB
+    )
 
 
 def _in_process(work: Callable[[], object]) -> None:
@@ -213,11 +212,35 @@ def _start_process(data: Path, kind: str, records: int, as_json: bool) -> None:
     if as_json:
         print(json.dumps(asdict(found)))
         return
-    grown = (found.after_mib - found.before_mib) * limits.MIB / max(found.objects, 1)
     print(
         f"{found.kind}: {found.objects} objects there after {found.start_s:.2f} s ({found.cpu_s:.2f} s of CPU); "
-        f"{found.after_mib} MiB resident, {grown:.0f} bytes an object"
+        f"{found.after_mib} MiB of its own, {found.object_bytes:.0f} bytes an object"
     )
+
+
+# --- figures of `kvfs bench` ----------------------------------------------------------------------------------
+def start_adopt_1m_nvme(_: float) -> Result:
+    return Result("start.adopt_1m_nvme", measured("blocks").start_s, "s")
+
+
+def start_adopt_1m_named(_: float) -> Result:
+    return Result("start.adopt_1m_named", measured("names").start_s, "s")
+
+
+def memory_block_nvme(_: float) -> Result:
+    return Result("memory.block_nvme", measured("blocks").object_bytes, "bytes")
+
+
+def memory_object_nvme(_: float) -> Result:
+    return Result("memory.object_nvme", measured("names").object_bytes, "bytes")
+
+
+@cache
+def measured(kind: str) -> Started:
+    """Fill and start a store of a million objects once, in processes of their own."""
+    command = [sys.executable, "-m", "bench.start", "--json", "--kind", kind]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+    return Started(**json.loads(done.stdout))
 
 
 def main() -> None:

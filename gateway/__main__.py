@@ -1,6 +1,6 @@
-"""`python -m gateway`: one worker; started by `gateway.supervisor`."""
+"""`python -m gateway`: one worker; started by `gateway.app.supervisor`."""
 
-from gateway.worker import main
+from gateway.app.worker import main
 
 if __name__ == "__main__":
     main()

@@ -1,15 +1,16 @@
 """kvfs: a tiered store for the KV cache of large language models.
 
-`connect` begins a session with a running service; everything that goes wrong is a `KvfsError`. These names
-are the public interface. The package imports neither the service's dependencies (FUSE, LMDB, trio) nor
-torch.
+`connect` begins a session with a running service; every failure is a `KvfsError`. These names are the public interface.
+The package imports neither the service's dependencies (FUSE, LMDB, trio) nor torch.
 """
 
-from kvfs._native.pieces import Scatter
-from kvfs._native.reader import View
-from kvfs._native.writer import Draft
-from kvfs.blocks import Blocks
-from kvfs.client import Block, Client, NamespaceHandle, connect
+from kvfs._native.blocks.pieces import Scatter
+from kvfs._native.blocks.reader import View
+from kvfs._native.blocks.writer import Draft
+from kvfs.client import Client, connect
+from kvfs.client.blocks import Blocks
+from kvfs.client.layers import Loading
+from kvfs.client.results import Bucket, Entry
 from kvfs.errors import (
     AccessDenied,
     BucketNotFound,
@@ -43,13 +44,10 @@ from kvfs.errors import (
     WriterActive,
 )
 from kvfs.keys import prefix_hashes, tail_hash
-from kvfs.layers import Loading
 from kvfs.namespaces import Namespace
-from kvfs.results import Bucket, Entry
 
 __all__ = [
     "AccessDenied",
-    "Block",
     "Blocks",
     "Bucket",
     "BucketNotFound",
@@ -72,7 +70,6 @@ __all__ = [
     "Loading",
     "NameTooLong",
     "Namespace",
-    "NamespaceHandle",
     "NoAttribute",
     "NoSpace",
     "NotDirectory",

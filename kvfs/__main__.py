@@ -1,5 +1,15 @@
-"""`python -m kvfs` is the same as `kvfs`."""
+"""Run `kvfs`, also as `python -m kvfs`.
 
-from kvfs.cli import main
+The package alone, without an extra, has the client and no command line.
+"""
 
-main()
+import sys
+from importlib.util import find_spec
+
+if missing := [name for name in ("rich", "typer") if find_spec(name) is None]:
+    sys.exit(f"kvfs: the command line needs {' and '.join(missing)}: pip install 'kvfs[cli]'")
+
+from kvfs.cli.main import main
+
+if __name__ == "__main__":
+    main()

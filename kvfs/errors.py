@@ -1,12 +1,11 @@
-"""The one exception tree, with what each error becomes at every door.
+"""The one exception tree, with the form of each error at every door.
 
-Responsibility: every failure that kvfs reports on purpose is a `KvfsError`, and carries beside each other
-the errno that the mount answers, the S3 error code that the gateway answers (`gateway.errors` has its status),
-and the level at which it is logged. Nothing else maps errors.
+Responsibility: every failure that kvfs reports on purpose is a `KvfsError`, and carries the errno for the mount, the S3
+error code for the gateway (`gateway.protocol.errors` has its status), and its log level. Nothing else maps errors.
 
 Invariants: a message names the offending thing and, where there is one, its limit. Native code reports
-`-errno`; `from_errno` is the only place that turns one into an exception, and `from_device_errno` for the
-files of a storage device.
+`-errno`; only `from_errno` turns one into an exception, and `from_device_errno` for the files of a storage device.
+`from_cuda` does it for results of the CUDA driver.
 """
 
 from __future__ import annotations
@@ -77,6 +76,14 @@ class NotDirectory(KvfsError):
     log_level = logging.DEBUG
 
 
+class IsLink(KvfsError):
+    """The name is a symbolic link, which the store never follows; the call is for the bytes of an object."""
+
+    errno = errno.ELOOP
+    s3_code = "InvalidRequest"
+    log_level = logging.DEBUG
+
+
 class InvalidRequest(KvfsError):
     """An argument is malformed; the message says which and why."""
 
@@ -126,7 +133,7 @@ class NoSpace(KvfsError):
 
 
 class Busy(KvfsError):
-    """What was asked for is there, and there is no room to serve it now: the same call succeeds later."""
+    """The object is there, and there is no room to serve it now: the same call succeeds later."""
 
     errno = errno.EAGAIN
     s3_code = "SlowDown"
@@ -150,7 +157,7 @@ class AccessDenied(KvfsError):
 
 
 class NotPermitted(KvfsError):
-    """The operation is one that a cache does not offer, or only to the service's own user."""
+    """A cache does not offer the operation, or only to the service's own user."""
 
     errno = errno.EPERM
     s3_code = "AccessDenied"
@@ -158,7 +165,7 @@ class NotPermitted(KvfsError):
 
 
 class Unsupported(KvfsError):
-    """The operation is not offered here; the message says what is."""
+    """The operation is not offered here; the message names what is."""
 
     errno = errno.EOPNOTSUPP
     s3_code = "NotImplemented"
@@ -166,7 +173,7 @@ class Unsupported(KvfsError):
 
 
 class WriterActive(KvfsError):
-    """A draft still has a writable descriptor or mapping somewhere, so it cannot be sealed yet."""
+    """A draft has a writable descriptor or mapping somewhere, so it cannot be sealed yet."""
 
     errno = errno.EBUSY
     s3_code = "OperationAborted"
@@ -182,7 +189,7 @@ class TextBusy(KvfsError):
 
 
 class Superseded(KvfsError):
-    """The slot, draft or node meant has been replaced since it was looked up: look it up again."""
+    """The slot, draft or node has been replaced since it was looked up: look it up again."""
 
     errno = errno.ESTALE
     s3_code = "OperationAborted"
@@ -199,10 +206,6 @@ class CrossDevice(KvfsError):
 
 class Corrupt(KvfsError):
     """Bytes do not match their checksum or format; they were not served."""
-
-    errno = errno.EIO
-    s3_code = "InternalError"
-    log_level = logging.ERROR
 
 
 class DeadlinePassed(KvfsError):
@@ -248,30 +251,29 @@ class FormatMismatch(KvfsError):
 
 
 class DeviceMissing(KvfsError):
-    """A device, driver or right that this tier or transport needs is not on this machine."""
+    """A device, driver or right that a tier or transport needs is not on this machine."""
 
     errno = errno.ENODEV
     s3_code = "ServiceUnavailable"
 
 
 class DeviceFailed(KvfsError):
-    """A storage device refused or lost an operation; what it held there is unknown."""
+    """A storage device or GPU refused or lost an operation; the bytes there are unknown."""
 
-    errno = errno.EIO
-    s3_code = "InternalError"
-    log_level = logging.ERROR
+
+class ContextLost(DeviceFailed):
+    """A GPU's context met an error that stays: no call of this process on the device succeeds any more."""
 
 
 class OutOfResources(KvfsError):
-    """The machine, or a limit of this process, has no memory or descriptor for it; nothing is wrong with data."""
+    """The machine, or a limit of this process, lacks memory or descriptors; nothing is wrong with data."""
 
     errno = errno.ENOMEM
     s3_code = "ServiceUnavailable"
-    log_level = logging.ERROR
 
 
 class TierUnreachable(KvfsError):
-    """A tier on another machine does not answer, or does not let us in; what it holds is a miss meanwhile."""
+    """A tier on another machine does not answer, or refuses access; its objects are misses meanwhile."""
 
     errno = errno.EHOSTUNREACH
     s3_code = "ServiceUnavailable"
@@ -284,14 +286,14 @@ SHORTAGES = frozenset(
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether it says what the machine, or a limit of this process, had too little of, and nothing of data."""
+    """Return whether an error says that the machine, or a limit of this process, had too little of something."""
     if isinstance(error, (MemoryError, NoSpace, OutOfResources)):
         return True
     return error.errno in SHORTAGES if isinstance(error, OSError) else str(error) == _NO_THREAD
 
 
 def find_shortage(error: BaseException) -> BaseException | None:
-    """The shortage that an error is, or that is among those of a group."""
+    """Return an error that is a shortage, or the first one in a group; None without one."""
     if isinstance(error, BaseExceptionGroup):
         return next(filter(None, map(find_shortage, error.exceptions)), None)
     return error if is_shortage(error) else None
@@ -308,6 +310,7 @@ _FROM_ERRNO: dict[int, type[KvfsError]] = {
     errno.ENOTEMPTY: NotEmpty,
     errno.EISDIR: IsDirectory,
     errno.ENOTDIR: NotDirectory,
+    errno.ELOOP: IsLink,
     errno.EXDEV: CrossDevice,
     errno.ENOSPC: NoSpace,
     errno.EDQUOT: QuotaExceeded,
@@ -336,14 +339,11 @@ _FROM_DEVICE_ERRNO: dict[int, type[KvfsError]] = {
     errno.EDQUOT: NoSpace,
     errno.EINVAL: InvalidRequest,
 }
-"""What a file of the service's own means by it: EDQUOT is no uid's quota, EIO no checksum that failed."""
+"""Errors of the service's own files: EDQUOT is no uid's quota, and EIO is no wrong checksum."""
 
 
 def from_errno(code: int, what: str) -> KvfsError | OSError:
-    """The exception for a native result: `code` is an errno (either sign), `what` names the thing it is about.
-
-    A code that stands for no kvfs error comes back as a plain `OSError`.
-    """
+    """Return the exception for an errno (either sign) of native code about `what`; an OSError where kvfs has none."""
     number = abs(code)
     kind = _FROM_ERRNO.get(number)
     if kind is None:
@@ -351,8 +351,43 @@ def from_errno(code: int, what: str) -> KvfsError | OSError:
     return kind(f"{what}: {os.strerror(number)}")
 
 
+def status_error(status: int, what: str) -> KvfsError:
+    """Return the kvfs error for a status of the session protocol about `what`."""
+    error = from_errno(status, what)
+    return error if isinstance(error, KvfsError) else KvfsError(f"{what}: {os.strerror(status)}")
+
+
+def block_error(status: int, digest: bytes) -> KvfsError:
+    """Return the kvfs error for a status of the block `digest`, which is EINVAL for a key that no block may have."""
+    if status == errno.EINVAL and not any(digest[:8]):
+        return InvalidRequest(f"prefix hash {digest.hex()}: eight zero bytes begin the keys of named objects")
+    return status_error(status, digest.hex())
+
+
 def from_device_errno(code: int, what: str) -> KvfsError:
-    """The exception for an operation on a device's file: `code` is an errno (either sign)."""
+    """Return the exception for an errno (either sign) of an operation on a device's file."""
     number = abs(code)
     kind = _FROM_DEVICE_ERRNO.get(number, DeviceFailed)
     return kind(f"{what}: {os.strerror(number)}")
+
+
+_FROM_CUDA: dict[int, type[KvfsError]] = {
+    1: InvalidRequest,  # CUDA_ERROR_INVALID_VALUE
+    2: OutOfResources,  # CUDA_ERROR_OUT_OF_MEMORY
+    3: DeviceMissing,  # CUDA_ERROR_NOT_INITIALIZED
+    100: DeviceMissing,  # CUDA_ERROR_NO_DEVICE
+    101: DeviceMissing,  # CUDA_ERROR_INVALID_DEVICE
+    400: InvalidRequest,  # CUDA_ERROR_INVALID_HANDLE
+    500: NotFound,  # CUDA_ERROR_NOT_FOUND
+    801: Unsupported,  # CUDA_ERROR_NOT_SUPPORTED
+    803: DeviceMissing,  # CUDA_ERROR_SYSTEM_DRIVER_MISMATCH
+}
+_CONTEXT_LOST: Final = frozenset((214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719))
+"""ECC and NVLink errors that cannot be corrected, a fault or timeout of a kernel or copy, a destroyed context: cuda.h
+says of each that the process must end to use the device again."""
+
+
+def from_cuda(result: int, name: str, what: str) -> KvfsError:
+    """Return the exception for a result of the CUDA driver, by the driver's own name for it, of the call `what`."""
+    kind = ContextLost if result in _CONTEXT_LOST else _FROM_CUDA.get(result, DeviceFailed)
+    return kind(f"{what}: {name}")

@@ -1,7 +1,7 @@
 """Every byte format that outlives a process, as field lists: the shared table, the records of NVMe segments.
 
 Responsibility: offsets, sizes, versions and checksums. `docs/formats.md` explains the fields; the C side of
-the table is `kvfs/_native/formats.h`, and a test compares the offsets of the two.
+the table is `kvfs/_native/shared/formats.h`, and a test compares the offsets of the two.
 
 Invariants: all integers are little endian and naturally aligned; reserved bytes are written as zeros and
 ignored when read; every header carries a version and an XXH3-64 of itself, and decoding raises before it
@@ -14,22 +14,24 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
+from operator import attrgetter
 from typing import Any, Final
 
-from kvfs._native.slots import xxh3_64
+from kvfs._native.shared.slots import xxh3_64
 from kvfs.errors import Corrupt, FormatMismatch, InvalidRequest
 
 KEY_BYTES: Final = 16
 
 
 class Layout:
-    """A fixed structure: (name, struct code) pairs, in order, without implicit padding."""
+    """Encode and decode a fixed structure of (name, struct code) pairs, in order, without implicit padding."""
 
     def __init__(self, name: str, fields: tuple[tuple[str, str], ...]) -> None:
         self.name = name
         self._fields = fields
         self.struct = struct.Struct("<" + "".join(code for _, code in fields))
         self.size: Final = self.struct.size
+        self._zeros = self.struct.unpack(bytes(self.size))
         self.names: Final = tuple(name for name, _ in fields)
         self.offsets: Final[dict[str, tuple[int, int]]] = {}
         """Field -> (offset, size), in bytes."""
@@ -40,7 +42,7 @@ class Layout:
             offset += size
 
     def only(self, *names: str) -> struct.Struct:
-        """The same structure, of which nothing but these fields is unpacked, in the order of the layout."""
+        """Return a structure that unpacks these fields alone, in the order of the layout."""
         return struct.Struct(
             "<"
             + "".join(
@@ -49,34 +51,30 @@ class Layout:
         )
 
     def decode(self, data: bytes | memoryview) -> dict[str, Any]:
-        """The fields of the first `size` bytes. Raises Corrupt when there are fewer."""
+        """Return the fields of the first `size` bytes. Raises Corrupt when there are fewer."""
         if len(data) < self.size:
             raise Corrupt(f"{self.name}: {len(data)} bytes where {self.size} are needed")
         return dict(zip(self.names, self.struct.unpack_from(data), strict=True))
 
     def encode(self, **values: Any) -> bytes:
-        """Fields that are not given are zero. Raises InvalidRequest for an unknown or unfitting one."""
-        unknown = values.keys() - set(self.names)
-        if unknown:
-            raise InvalidRequest(f"{self.name} has no field {sorted(unknown)[0]!r}")
-        zeros = self.struct.unpack(bytes(self.size))
-        try:
-            return self.struct.pack(
-                *(values.get(name, zero) for name, zero in zip(self.names, zeros, strict=True))
+        """Encode fields; those not given are zero. Raises InvalidRequest for one that is unknown or out of range."""
+        if not values.keys() <= self.offsets.keys():
+            raise InvalidRequest(
+                f"{self.name} has no field {sorted(values.keys() - self.offsets.keys())[0]!r}"
             )
+        try:
+            return self.struct.pack(*map(values.get, self.names, self._zeros))
         except struct.error as error:
             raise InvalidRequest(f"{self.name}: {error}") from error
 
 
 # --- the shared table ------------------------------------------------------------------------------------
-TABLE_MAGIC: Final = b"KVFSTABL"
-TABLE_VERSION: Final = 1
 SLOT_VERSION: Final = 1
 TABLE_HEADER_BYTES: Final = 4096
 
 
 class SlotState(IntEnum):
-    """A slot as its header says."""
+    """The state of a slot, in its header."""
 
     FREE = 0
     DRAFT = 1
@@ -84,7 +82,7 @@ class SlotState(IntEnum):
 
 
 class EntryState(IntEnum):
-    """A place of the index."""
+    """The state of an index entry."""
 
     EMPTY = 0
     LIVE = 1
@@ -98,13 +96,17 @@ class TierBit(IntFlag):
     NVME = 4
     REMOTE = 8
     COLD = 16
+    UNVERIFIED = 32
+    """In a slot of DRAM that a start took over; who wants it has it verified first."""
 
 
-_TIER_NAMES: Final = {int(bit): str(bit.name).lower() for bit in TierBit}
+_TIER_NAMES: Final = {int(TierBit.UNVERIFIED): "dram"} | {
+    int(bit): str(bit.name).lower() for bit in TierBit if bit is not TierBit.UNVERIFIED
+}
 
 
 def tier_of(tiers: int) -> str:
-    """The name of the highest tier among these bits of the table; empty for none."""
+    """Return the name of the highest tier of these bits; empty for none."""
     return next((name for bit, name in _TIER_NAMES.items() if tiers & bit), "")
 
 
@@ -189,13 +191,8 @@ INDEX_ENTRY: Final = Layout(
 )
 
 
-def table_header_checksum(header: bytes | memoryview) -> int:
-    """Over everything that never changes after creation: the bytes before the field itself."""
-    return xxh3_64(header[: TABLE_HEADER.offsets["header_checksum"][0]])
-
-
 def slot_header_checksum(header: bytes | memoryview) -> int:
-    """Over the bytes between `seq` and the field itself."""
+    """Hash the bytes between `seq` and the field itself."""
     return xxh3_64(header[4 : SLOT_HEADER.offsets["header_checksum"][0]])
 
 
@@ -209,7 +206,7 @@ PAYLOAD_ALIGNMENT: Final = 4096
 
 
 class RecordType(IntEnum):
-    """What a record says."""
+    """The type of a record."""
 
     DATA = 1
     META = 2
@@ -260,7 +257,7 @@ class RecordHeader:
     sequence: int
     """Store-wide, rises with every record: of two records about one key or name the higher wins."""
     segment_sequence: int
-    """Of the segment file's present life; a record of an earlier life is not part of the segment."""
+    """The number of this use of the segment file; a record of an earlier use is not part of the segment."""
     record_bytes: int
     """From the start of this record to the start of the next; a multiple of RECORD_ALIGNMENT."""
     kind: int = 0
@@ -269,14 +266,14 @@ class RecordHeader:
     object_id: int = 0
     extent_number: int = 0
     generation: int = 0
-    """Of the slot that the payload was read from; 0 when it came from elsewhere."""
+    """The generation of the slot from which the payload was read; 0 for another source."""
     object_bytes: int = 0
     """Size of the whole object, of which this record may hold one extent."""
     sealed_at_ns: int = 0
     uid: int = 0
     bucket_id: int = 0
     origin_sequence: int = 0
-    """Of a META that reclaim moved: the sequence that it was first written with; 0 for one that was not moved."""
+    """The sequence with which a META that reclaim rewrote was first written; 0 for others."""
     flags: int = 0
     body_bytes: int = 0
     body_checksum: int = 0
@@ -286,9 +283,9 @@ class RecordHeader:
     payload_checksum: int = 0
 
     def encode(self) -> bytes:
-        """RECORD_HEADER.size bytes. Raises InvalidRequest when a field does not fit."""
+        """Encode as RECORD_HEADER.size bytes. Raises InvalidRequest when a field does not fit."""
         self._check_shape()
-        values = {name: getattr(self, name) for name in self.__slots__}
+        values = dict(zip(RecordHeader.__slots__, _record_fields(self), strict=True))
         head = RECORD_HEADER.encode(
             magic=RECORD_MAGIC, version=RECORD_VERSION, header_bytes=RECORD_HEADER.size, **values
         )
@@ -296,7 +293,7 @@ class RecordHeader:
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> RecordHeader:
-        """Raises Corrupt for a torn or foreign header, FormatMismatch for another version."""
+        """Decode a header. Raises Corrupt for a torn or foreign header, FormatMismatch for another version."""
         raw = RECORD_HEADER.decode(data)
         if raw["magic"] != RECORD_MAGIC:
             raise Corrupt(f"record header: magic {raw['magic']!r} instead of {RECORD_MAGIC!r}")
@@ -325,18 +322,20 @@ class RecordHeader:
             raise InvalidRequest(f"record of {self.record_bytes} bytes: its parts are longer")
 
 
+_record_fields: Final = attrgetter(*RecordHeader.__slots__)
+
 SEGMENT_MAGIC: Final = b"KVFSEGMT"
 TRAILER_MAGIC: Final = b"KVFSTRLR"
 SEGMENT_VERSION: Final = 1
 SEGMENT_HEADER_COPIES: Final = (0, 4096)
-"""Where a segment's header stands: twice, so that no single damaged sector hides which life the file is in."""
+"""A segment's header stands twice, so that no single damaged sector hides which use of the file this is."""
 SEGMENT_DATA_START: Final = 8192
 SEGMENT_TRAILER_BYTES: Final = 4096
-"""The last page of a segment, written once its footer is."""
+"""The last page of a segment, written after its footer."""
 
 
 class SegmentState(IntEnum):
-    """Of a segment file, as its header says."""
+    """The state of a segment file, as its header says."""
 
     FREE = 1
     IN_USE = 2
@@ -374,7 +373,7 @@ SEGMENT_TRAILER: Final = Layout(
 )
 
 
-# --- what has ended, a second time -----------------------------------------------------------------------
+# --- endings beside the segments -------------------------------------------------------------------------
 ENDINGS_MAGIC: Final = b"KVFSENDS"
 ENDINGS_PAGE_BYTES: Final = 4096
 
@@ -442,13 +441,13 @@ COLD_HEADER: Final = Layout(
 
 
 def encode_page(layout: Layout, **values: Any) -> bytes:
-    """A segment's header or trailer with its checksum, in the last eight bytes of the layout, as a whole page."""
+    """Encode a segment's header or trailer as a whole page, its checksum in the last eight bytes of the layout."""
     head = layout.encode(**values)[:-8]
     return (head + xxh3_64(head).to_bytes(8, "little")).ljust(SEGMENT_TRAILER_BYTES, b"\0")
 
 
 def decode_page(layout: Layout, magic: bytes, data: bytes | memoryview) -> dict[str, Any]:
-    """The fields of what `encode_page` wrote. Raises Corrupt, FormatMismatch for another version."""
+    """Decode a page that `encode_page` wrote. Raises Corrupt, FormatMismatch for another version."""
     raw = layout.decode(data)
     if raw["magic"] != magic:
         raise Corrupt(f"{layout.name}: magic {raw['magic']!r} instead of {magic!r}")
@@ -460,7 +459,7 @@ def decode_page(layout: Layout, magic: bytes, data: bytes | memoryview) -> dict[
 
 
 def record_extent(start: int, body_bytes: int, payload_bytes: int) -> tuple[int, int]:
-    """(payload_offset, record_bytes) of a record that starts at byte `start` of its segment."""
+    """Return (payload_offset, record_bytes) for a record that starts at byte `start` of its segment."""
     end = start + RECORD_HEADER.size + body_bytes
     if not payload_bytes:
         return 0, _up(end, RECORD_ALIGNMENT) - start

@@ -1,12 +1,12 @@
 """Keys: prefix hashes of blocks, the names that they have on the mount, payload checksums.
 
-Responsibility: check arguments and call `kvfs._native.hashing`, once for any number of blocks and without the
+Responsibility: check arguments and call `kvfs._native.hash.hashing`, once for any number of blocks and without the
 GIL. docs/keys.md specifies every byte; `kvfs.namespaces` says what a namespace is.
 
     h[i] = first 16 bytes of H(h[i-1] || tokens of block i || extra of block i); h[-1] = namespace digest
 
-Invariants: a token is hashed as 32-bit unsigned little-endian, whatever integers it came as; a partial
-block's hash is of another form, so it equals no whole block's. Concurrency: pure functions.
+Invariants: a token is hashed as 32-bit unsigned little-endian, whatever integer type it has; a partial block's hash
+has another form, so it equals no whole block's. Concurrency: pure functions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from kvfs._native.hashing import SHA256, XXH3_128, hash_chain, xxh3_64
+from kvfs._native.hash.hashing import SHA256, XXH3_128, hash_chain, xxh3_64
 from kvfs.errors import InvalidRequest, LimitExceeded
 from kvfs.limits import MAX_EXTRA_BYTES
 from kvfs.namespaces import DIGEST_BYTES, Namespace
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     class _Array(Protocol):
-        """numpy's arrays are buffers, but say so to a type checker from Python 3.12 on only."""
+        """Type numpy's arrays, which a type checker takes for buffers from Python 3.12 on only."""
 
         @property
         def __array_interface__(self) -> dict[str, Any]: ...
@@ -46,10 +46,10 @@ def prefix_hashes(
     parent: bytes | None = None,
     extra: Sequence[bytes | None] | None = None,
 ) -> bytes:
-    """The prefix hashes of every whole block of `tokens`: n x 16 bytes. What is left over is not hashed.
+    """Return the prefix hash of every whole block of `tokens`, 16 bytes each; tokens left over are not hashed.
 
     `tokens` is a C-contiguous row of native integers of 2, 4 or 8 bytes (numpy, array, memoryview), or a
-    list, which costs several times the hash; bytes are refused, since they do not say how wide a token is.
+    list, which costs several times the hash; bytes are refused, since the width of a token is unknown.
     `parent` is the hash of the block before the first one; None at the start of a prompt. `extra` has one
     entry for each whole block: bytes that decide the block besides its tokens, or None.
     Raises InvalidRequest naming the argument (the first token that is negative or over 32 bits, with its
@@ -65,10 +65,7 @@ def tail_hash(
     parent: bytes | None = None,
     extra: bytes | None = None,
 ) -> bytes:
-    """The hash of a partial last block: 16 bytes over 1 to block_tokens - 1 tokens.
-
-    Raises as `prefix_hashes` does.
-    """
+    """Return the hash of a partial last block (1 to block_tokens - 1 tokens), 16 bytes. Raises as `prefix_hashes`."""
     view = _token_view(tokens)
     count = view.nbytes // view.itemsize
     if not 0 < count < namespace.block_tokens:
@@ -79,7 +76,7 @@ def tail_hash(
 
 
 def block_name(digest: bytes) -> bytes:
-    """The key that a block has in a bucket bound to its namespace: `kv/<2 hex>/<32 hex>`."""
+    """Return the key of a block in a bucket bound to its namespace: `kv/<2 hex>/<32 hex>`."""
     if len(digest) != HASH_BYTES:
         raise InvalidRequest(f"prefix hash has {len(digest)} bytes, not {HASH_BYTES}")
     text = digest.hex().encode()
@@ -87,7 +84,7 @@ def block_name(digest: bytes) -> bytes:
 
 
 def parse_block_name(key: bytes) -> bytes | None:
-    """The prefix hash that `key` names, or None where it is no block's name."""
+    """Return the prefix hash in a block's key; None for another key."""
     found = _BLOCK_NAME.fullmatch(key)
     return None if found is None else bytes.fromhex(found[2].decode())
 

@@ -1,10 +1,10 @@
 """Namespaces: the typed scope of prefix hashes, and its canonical bytes.
 
-Responsibility: say everything that decides the bytes of a block, refuse what is missing or unknown, and turn it
-into a 128-bit digest. docs/keys.md specifies the encoding to the byte.
+Responsibility: describe everything that decides the bytes of a block, refuse a missing or unknown field, and digest the
+description to 128 bits. docs/keys.md specifies the encoding to the byte.
 
 Invariants: two namespaces are equal exactly if their canonical bytes are; no field has a default that stands for
-"I do not know". Concurrency: immutable values.
+"unknown". Concurrency: immutable values.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DTYPES: Final = frozenset(
         "int8",
     )
 )
-"""Element types of a block. Scales of quantised types belong to the block; where they lie is an extra field."""
+"""Element types of a block. Scales of quantised types belong to the block; an extra field describes their place."""
 
 LAYOUT_AXES: Final = ("LKTHD", "LTC")
 """A layout is one of these sets of axes in the order of memory, outermost first: L layer, K key then value,
@@ -94,13 +94,13 @@ def _check_extra(extra: object) -> Mapping[str, str]:
 class Namespace:
     """Everything that decides a block's bytes besides its tokens and the tokens before it.
 
-    Raises InvalidNamespace naming the field, when made with a value that is unknown or malformed.
+    Raises InvalidNamespace naming a field whose value is unknown or malformed.
     """
 
     model: str
     """The model's name, as its engine knows it."""
     revision: str
-    """Which weights: a commit or a checksum, nothing that moves."""
+    """The weights: a commit or a checksum, not a name that may change its meaning."""
     dtype: str
     """One of DTYPES."""
     layout: str
@@ -113,9 +113,9 @@ class Namespace:
     lora: str
     """The adapter and its revision; empty for none."""
     salt: str
-    """Sets tenants or experiments apart; empty for none."""
+    """Separates tenants or experiments; empty for none."""
     hash: str
-    """How prefix hashes are made: `sha256`, or `xxh3_128` inside one trust domain."""
+    """The prefix hash: `sha256`, or `xxh3_128` inside one trust domain."""
     extra: Mapping[str, str] = field(default_factory=dict)
     """Whatever else decides the bytes, as strings."""
 
@@ -151,12 +151,20 @@ class Namespace:
         return hash(self.digest)
 
     def as_mapping(self) -> dict[str, Any]:
-        """The fields as plain values, for JSON; `from_mapping` takes them back."""
+        """Return the fields as plain values, for JSON; `from_mapping` takes them back."""
         return {name: getattr(self, name) for name in _REQUIRED} | {"extra": dict(self.extra)}
 
     @classmethod
+    def of_one_device(cls, **fields: Any) -> Namespace:
+        """Make a namespace of blocks that hold all of a model's heads and layers, without adapter or salt, named by
+        SHA-256; `fields` are the others. Raises InvalidNamespace naming the field."""
+        whole = {"tensor_shards": 1, "tensor_rank": 0, "pipeline_shards": 1, "pipeline_rank": 0}
+        return cls.from_mapping({**whole, "lora": "", "salt": "", "hash": "sha256", **fields})
+
+    @classmethod
     def from_mapping(cls, description: Mapping[str, Any]) -> Namespace:
-        """Every field but `extra` must be there and none besides. Raises InvalidNamespace naming the field."""
+        """Make a namespace of a mapping, which has every field (`extra` is optional) and no other. Raises
+        InvalidNamespace naming the field."""
         for name in _REQUIRED:
             if name not in description:
                 raise InvalidNamespace(f"namespace field {name} is missing")
@@ -169,7 +177,7 @@ class Namespace:
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Namespace:
-        """From a JSON object, canonical or not. Raises InvalidNamespace."""
+        """Make a namespace of a JSON object, canonical or not. Raises InvalidNamespace."""
         if len(text) > MAX_NAMESPACE_BYTES:
             raise InvalidNamespace(f"namespace of {len(text)} bytes, the limit is {MAX_NAMESPACE_BYTES}")
         try:
@@ -185,7 +193,7 @@ _REQUIRED: Final = tuple(each.name for each in fields(Namespace) if each.init an
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; a field that is given twice is refused, since readers differ in which one they take."""
+    """Make a mapping of a JSON object; refuse a repeated field, since parsers differ in which one they take."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

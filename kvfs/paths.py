@@ -1,7 +1,7 @@
-"""Names as people and kernels write them, and the rules that they keep.
+"""Names as text and paths, and their limits.
 
-Responsibility: turn `bucket/key` text into the two byte strings of a name and back, check every limit on
-names, and say which keys are paths. Pure functions; no state.
+Responsibility: split `bucket/key` text into the two byte strings of a name, check every limit on names, and tell keys
+that are paths from others. Pure functions; no state.
 
 Keys that are no path (an empty component, `.`, `..`, a component over 255 bytes) exist for S3 only.
 """
@@ -48,13 +48,13 @@ def check_component(component: bytes) -> None:
 
 
 def is_path(key: bytes) -> bool:
-    """Whether the mount can show this key; a directory marker's trailing `/` does not count."""
+    """Return whether the mount can show this key; a directory marker's trailing `/` does not count."""
     components = key.removesuffix(b"/").split(b"/")
     return all(part not in (b"", b".", b"..") and len(part) <= MAX_COMPONENT_BYTES for part in components)
 
 
 def parse(text: str) -> tuple[bytes, bytes]:
-    """`bucket/key` or `bucket` -> (bucket, key); the key is empty for a bucket alone."""
+    """Split `bucket/key` or `bucket` into (bucket, key); the key is empty for a bucket alone."""
     bucket, _, key = text.strip("/").partition("/") if not text.endswith("/") else text.partition("/")
     check_bucket(bucket.encode())
     if key:
@@ -63,17 +63,16 @@ def parse(text: str) -> tuple[bytes, bytes]:
 
 
 def parent_prefix(key: bytes) -> bytes:
-    """The directory that holds `key`, with its trailing `/`; empty for the bucket itself."""
+    """Return the directory that holds `key`, with its trailing `/`; empty for the bucket itself."""
     head, slash, _ = key.removesuffix(b"/").rpartition(b"/")
     return head + slash
 
 
 def unit_prefix(key: bytes) -> bytes | None:
-    """The directory whose files are useful only together, or None.
+    """Return the directory above `key` whose files are useful only together; None without one.
 
-    A directory named by a hash (32 to 128 hex digits) is such a unit: path connectors keep one file per
-    layer in it and take the directory's existence for a hit, so that evicting a part of it would be a
-    hit that cannot be loaded.
+    A directory named by a hash (32 to 128 hex digits) is such a unit: path connectors keep one file per layer in it
+    and take the directory's existence for a hit, so a part of it would be a hit that cannot be loaded.
     """
     parent = parent_prefix(key)
     if parent and _HASH_NAME.match(parent[:-1].rpartition(b"/")[2]):

@@ -1,4 +1,4 @@
-"""Who may do what: POSIX mode bits as a pure function.
+"""Access rights: POSIX mode bits as a pure function.
 
 Responsibility: the one check behind session and S3 requests; on the mount the kernel does the same
 (`default_permissions`).
@@ -15,7 +15,7 @@ SEARCH = 1
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """A process as the kernel vouches for it."""
+    """The credentials of a process, from the kernel."""
 
     uid: int
     gid: int
@@ -24,7 +24,7 @@ class Caller:
 
 
 def allows(caller: Caller, *, mode: int, uid: int, gid: int, want: int) -> bool:
-    """Whether `caller` has all of `want` (READ | WRITE | SEARCH) on something of this mode and owner."""
+    """Return whether `caller` has all of `want` (READ | WRITE | SEARCH) on something of this mode and owner."""
     if caller.uid == 0:
         return True
     if caller.uid == uid:

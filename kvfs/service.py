@@ -1,7 +1,7 @@
 """The service: the store, its doors and its upkeep under one nursery, from start to clean stop.
 
-Responsibility: assemble what settings ask for, tell the service manager, and stop in order: the mount first
-(no new writes), then the sessions, then the store. It owns no bytes and no names itself.
+Responsibility: assemble the configured parts, notify the service manager, and stop in order: the mount first (no new
+writes), then the sessions, then the store. It owns no bytes and no names itself.
 
 Invariants:
 - The data directory is locked before anything stale is cleared or mounted.
@@ -9,8 +9,7 @@ Invariants:
 - A stop ends within limits.STOP_WAIT_S; past that, or at a second signal, the mount is detached and the
   process exits as after a crash, which the next start recovers from.
 
-Concurrency: everything runs on one trio thread, the watchdog of a stop alone on a thread of its own, so that
-it works when the loop does not.
+Concurrency: one trio thread, but for the watchdog of a stop (`kvfs.service_stop`).
 """
 
 from __future__ import annotations
@@ -21,33 +20,39 @@ import logging
 import math
 import os
 import signal
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
 
 import trio
 
-from gateway.supervisor import Listening, Workers, worker_settings
-from gateway.worker import WorkerSettings
-from kvfs import addresses, limits
-from kvfs.config import ColdSettings, Settings
+from gateway.app.supervisor import Listening, Workers
+from gateway.app.worker_settings import worker_settings
+from kvfs import limits
+from kvfs.client import discovery
+from kvfs.config.capacities import check_dram_bytes, check_nvme_bytes
+from kvfs.config.settings import ColdSettings, Settings
+from kvfs.config.sizes import format_size
 from kvfs.errors import ConfigError, KvfsError, NotFound
-from kvfs.linux import raise_file_limit
-from kvfs.notify import notify, watchdog_wanted
-from kvfs.sizes import format_size
-from mounts.mount import Mount, abort, recover
-from tiers.cold_bucket import ColdOptions, open_bucket
-from tiers.device import Device, open_device
-from tiers.dram_layout import discard
-from tiers.event_door import EventDoor, open_events
-from tiers.home import lock_holder, open_home
-from tiers.scrub import Scrub
-from tiers.sessions import SessionServer
-from tiers.store import TieredStore
+from kvfs.service_stop import Watchdog, begin_stop, stop_on_signal, stop_when_asked
+from kvfs.system.latencies import Latencies
+from kvfs.system.linux import raise_file_limit
+from kvfs.system.notify import notify, watchdog_wanted
+from mounts.mount import Mount, NoMount
+from mounts.mount_point import abort, recover
+from tiers.cluster.door import RunningCluster, make_cluster
+from tiers.cold.bucket import ColdOptions, open_bucket
+from tiers.data_dir import lock_holder, open_home
+from tiers.device.device import Device, open_device
+from tiers.dram.layout import remove_kept
+from tiers.events.publisher import EventDoor, open_events
+from tiers.fsck.scrub import Scrub
+from tiers.recovery.start import NvmeOptions, StoreOptions, start_store
+from tiers.sessions.server import SessionServer
+from tiers.store.store import Store
 
 log = logging.getLogger("kvfs.service")
 
@@ -57,7 +62,7 @@ _KILLED_POLL_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What really runs, for whoever started it."""
+    """What runs, for the command that started it."""
 
     data: Path
     store_id: bytes
@@ -67,17 +72,19 @@ class Running:
     nvme_bytes: int
     """0 without an NVMe tier."""
     nvme_io: str
-    mountpoint: Path
+    mountpoint: Path | None
     mode: str
     socket: Path
     s3: str | None
-    """Where the S3 endpoint answers, for people."""
+    """Where the S3 endpoint answers; None without one."""
+    page: str | None
+    """Where the page of the store is; None without an admin port."""
     missing: tuple[str, ...]
-    """What this machine or user lacks, and what still works without it."""
+    """What this machine or user lacks, and what works without it."""
 
 
 def group_id(name: str | None) -> int:
-    """The group whose members read the tier directly. Raises ConfigError for a group that does not exist."""
+    """Return the id of the group whose members read the tier directly. Raises ConfigError for an unknown group."""
     try:
         return grp.getgrnam(name or DEFAULT_GROUP).gr_gid
     except KeyError:
@@ -87,23 +94,34 @@ def group_id(name: str | None) -> int:
 
 
 def check_places(settings: Settings) -> None:
-    """Raises ConfigError where the mount would hide what the service needs: it would wait for itself."""
-    path = settings.mount.path
+    """Check the configured paths. Raises ConfigError for one that the mount would hide: the service would wait for
+    itself there."""
+    path = settings.mountpoint
+    if path is None:
+        return
     places = {
         "[store] data": settings.store.data,
         "[nvme] path": settings.nvme_path,
         "[session] socket": settings.socket_path,
         "[s3] certificate": settings.s3.certificate,
         "[s3] key": settings.s3.key,
+        "[cluster] secret_file": settings.cluster.secret_file,
         "the configuration": settings.file,
     }
     for what, inside in places.items():
-        if inside is not None and addresses.leads_under(inside, path):
+        if inside is not None and discovery.leads_under(inside, path):
             raise ConfigError(f"{what} = '{inside}': lies under the mount point {path}, which would hide it")
 
 
+def check_room(settings: Settings) -> None:
+    """Check that the machine has what the tiers are to take. Raises ConfigError."""
+    if settings.dram.backing != "directory":
+        check_dram_bytes(settings.dram.capacity)
+    check_nvme_bytes(settings.nvme_bytes, settings.nvme_path)
+
+
 def prepare_mountpoint(path: Path) -> Path:
-    """Make the mount point, and clear what a killed service left on it. Raises ConfigError."""
+    """Make the mount point; clear a mount that a killed service left there. Raises ConfigError."""
     recover(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -113,19 +131,19 @@ def prepare_mountpoint(path: Path) -> Path:
 
 
 def release_killed(settings: Settings) -> None:
-    """Make a service that was killed, and that the kernel does not let go, give up the data directory.
+    """Free the data directory of a service that was killed but does not end.
 
-    Its main thread is a zombie then, while another one waits in the kernel for a caller of its own mount.
+    Its main thread is a zombie then, while another thread waits in the kernel for a caller of its own mount.
     """
     deadline = time.monotonic() + limits.KILLED_WAIT_S
     while (holder := lock_holder(settings.store.data)) is not None and _is_zombie(holder):
         if time.monotonic() > deadline:
             return
-        if settings.mount.path in addresses.mounts():
+        if settings.mountpoint in discovery.mounts():
             log.warning(
-                "process %d was killed and cannot end: aborting its mount %s", holder, settings.mount.path
+                "process %d was killed and cannot end: aborting its mount %s", holder, settings.mountpoint
             )
-            abort(settings.mount.path)
+            abort(settings.mountpoint)
         time.sleep(_KILLED_POLL_S)
 
 
@@ -138,8 +156,8 @@ def _is_zombie(pid: int) -> bool:
 
 
 @asynccontextmanager
-async def open_store(settings: Settings) -> AsyncIterator[TieredStore]:
-    """The store. When the service stops, its objects stay in DRAM for the next start if [dram] keep says so.
+async def open_store(settings: Settings) -> AsyncIterator[Store]:
+    """Open the store; close it at the end, where [dram] keep leaves its objects in DRAM for the next start.
 
     Raises StoreLocked, FormatMismatch, DeviceMissing, ConfigError, NoSpace.
     """
@@ -148,7 +166,7 @@ async def open_store(settings: Settings) -> AsyncIterator[TieredStore]:
     device = open_device(settings.nvme.io) if nvme_bytes else None
     try:
         store = await _start_store(settings, device, nvme_bytes)
-        gc.freeze()  # what was taken over is no garbage: a full collection over a million objects stops all doors
+        gc.freeze()  # a full collection over a million objects that were taken over would stop all doors
         try:
             yield store
         finally:
@@ -161,40 +179,36 @@ async def open_store(settings: Settings) -> AsyncIterator[TieredStore]:
                 await device.aclose()
 
 
-async def _start_store(settings: Settings, device: Device | None, nvme_bytes: int) -> TieredStore:
+async def _start_store(settings: Settings, device: Device | None, nvme_bytes: int) -> Store:
+    nvme = None
+    if device is not None:
+        nvme = NvmeOptions(
+            device,
+            nvme_bytes,
+            directory=settings.nvme_path,
+            segment_bytes=settings.nvme.segment,
+            trim=settings.nvme.trim,
+        )
     try:
-        if device is None:
-            return TieredStore.open(
+        return await start_store(
+            StoreOptions(
                 settings.store.data,
-                dram_bytes=settings.dram.capacity,
+                settings.dram.capacity,
                 max_slots=settings.dram.slots,
                 gid=group_id(settings.session.group),
                 backing=settings.dram.backing,
                 quota_bytes=settings.session.quota,
                 policy=settings.store.policy,
                 cold=cold_options(settings.cold),
+                nvme=nvme,
             )
-        return await TieredStore.start(
-            settings.store.data,
-            device,
-            nvme_bytes=nvme_bytes,
-            nvme_dir=settings.nvme_path,
-            segment_bytes=settings.nvme.segment,
-            trim=settings.nvme.trim,
-            dram_bytes=settings.dram.capacity,
-            max_slots=settings.dram.slots,
-            gid=group_id(settings.session.group),
-            backing=settings.dram.backing,
-            quota_bytes=settings.session.quota,
-            policy=settings.store.policy,
-            cold=cold_options(settings.cold),
         )
     except OSError as error:
         raise ConfigError(f"[store] data = '{settings.store.data}': {error.strerror or error}") from error
 
 
 def cold_options(settings: ColdSettings) -> ColdOptions | None:
-    """The cold tier that is configured, if one is. Raises ConfigError without boto3."""
+    """Return the options of the configured cold tier; None without one. Raises ConfigError without boto3."""
     if settings.bucket is None:
         return None
     return ColdOptions(
@@ -205,8 +219,8 @@ def cold_options(settings: ColdSettings) -> ColdOptions | None:
     )
 
 
-async def _finish(store: TieredStore) -> None:
-    """Write what is queued, as far as there is time: the rest is a cache's, and stays in DRAM."""
+async def _finish(store: Store) -> None:
+    """Write what is queued within limits.FINISH_WAIT_S; the rest is a cache's, and stays in DRAM."""
     with trio.move_on_after(limits.FINISH_WAIT_S) as scope:
         try:
             await store.finish()
@@ -216,24 +230,24 @@ async def _finish(store: TieredStore) -> None:
         log.warning("not everything was written before the service had to stop")
 
 
-def _close_store(store: TieredStore, settings: Settings) -> None:
+def _close_store(store: Store, settings: Settings) -> None:
     keep, usage = settings.dram.keep and store.object_count > 0, store.dram.usage()
     store.close(keep=keep)
     if keep:
         log.info(
-            "%s of DRAM stay in use for the next start; `kvfs drop %s` gives them back",
+            "%s of DRAM stay in use for the next start; `kvfs drop %s` frees them",
             format_size(usage.used_bytes),
             settings.store.data,
         )
 
 
 def drop_kept(data: Path) -> int:
-    """Give back the memory that a stopped service left to the next; the bytes. Raises StoreLocked, NotFound."""
+    """Free the memory that a stopped service keeps for the next; return its bytes. Raises StoreLocked, NotFound."""
     if not (data / "lock").exists():
         raise NotFound(f"{data}: not a data directory of kvfs")
     home = open_home(data)
     try:
-        return discard(home.dram)
+        return remove_kept(home.dram)
     finally:
         home.close(clean=False)
 
@@ -241,62 +255,52 @@ def drop_kept(data: Path) -> int:
 async def run(settings: Settings, started: Callable[[Running], None]) -> None:
     """Serve until SIGTERM, SIGINT, a session's SHUTDOWN, or until the mount is unmounted from outside.
 
-    `started` is called once, when every door answers. Raises ConfigError, StoreLocked, FormatMismatch,
-    DeviceMissing; and DeviceFailed, after a clean stop, where the mount could not go on.
+    Calls `started` once, when every door answers. Raises ConfigError, StoreLocked, FormatMismatch, DeviceMissing; and
+    DeviceFailed, after a clean stop, where the mount failed.
     """
     check_places(settings)
+    check_room(settings)
+    workers = _workers(settings)
     raise_file_limit()
     stop = trio.CancelScope()
-    with _Watchdog(settings.mount.path) as watchdog:
+    with Watchdog(settings.mountpoint) as watchdog:
         async with open_store(settings) as store:
             with open_events(settings.events, store) as events:
-                await _serve(settings, store, watchdog, events, stop, started)
+                await _serve(settings, store, workers, watchdog, events, stop, started)
 
 
 async def _serve(
     settings: Settings,
-    store: TieredStore,
-    watchdog: _Watchdog,
+    store: Store,
+    workers: Workers | None,
+    watchdog: Watchdog,
     events: EventDoor,
     stop: trio.CancelScope,
     started: Callable[[Running], None],
 ) -> None:
-    """All doors over the store, until the stop."""
-    mount = Mount(
-        store,
-        prepare_mountpoint(settings.mount.path),
-        mode=settings.mount.mode,
-        socket_path=settings.socket_path,
-        allow_other=settings.mount.allow_other,
-    )
+    """Serve all doors over the store, until the stop."""
+    mount = _make_mount(settings, store)
     scrub = Scrub(store, settings.nvme.scrub_rate)
-    sessions = SessionServer(
-        store,
-        settings.socket_path,
-        group_gid=group_id(settings.session.group),
-        describe=lambda: {
-            "mount": _describe_mount(store, mount),
-            "scrub": scrub.status(),
-            "events": events.status(),
-        },
-    )
+    cluster = make_cluster(settings.cluster, store)
+    sessions = _session_server(settings, store, mount, scrub, events, cluster)
     async with trio.open_nursery() as upkeep:
         upkeep.start_soon(_maintain, store)
         upkeep.start_soon(store.run)
         upkeep.start_soon(scrub.run)
         upkeep.start_soon(events.run)
-        await upkeep.start(_stop_on_signal, stop, watchdog)
+        await upkeep.start(stop_on_signal, stop, watchdog)
+        if cluster is not None:
+            await upkeep.start(cluster.run)
         async with trio.open_nursery() as doors:
             await doors.start(sessions.serve)
-            upkeep.start_soon(_stop_when_asked, sessions, stop, watchdog)
+            upkeep.start_soon(stop_when_asked, sessions.stop_asked, stop, watchdog)
             with stop:
                 async with trio.open_nursery() as network:
-                    listening = await _start_gateway(settings, network)
-                    running = _describe(settings, store, mount, listening)
-                    await _serve_mount(mount, lambda: _tell_started(running, started))
+                    listening = await _start_gateway(workers, network)
+                    await _serve_mount(mount, partial(_describe, settings, store, mount, listening), started)
                     network.cancel_scope.cancel()
             if not stop.cancel_called:
-                _begin_stop(stop, watchdog, str(mount.failure or f"{settings.mount.path} was unmounted"))
+                begin_stop(stop, watchdog, str(mount.failure or f"{settings.mount.path} was unmounted"))
             sessions.stop()
             doors.cancel_scope.deadline = trio.current_time() + limits.STOP_WAIT_S / 2
         upkeep.cancel_scope.cancel()
@@ -304,18 +308,62 @@ async def _serve(
         raise mount.failure
 
 
-async def _start_gateway(settings: Settings, nursery: trio.Nursery) -> Listening | None:
-    """The S3 endpoint's workers, where one is configured. Raises ConfigError."""
+def _make_mount(settings: Settings, store: Store) -> Mount | NoMount:
+    if settings.mountpoint is None:
+        return NoMount()
+    return Mount(
+        store,
+        prepare_mountpoint(settings.mountpoint),
+        mode=settings.mount.mode,
+        socket_path=settings.socket_path,
+        allow_other=settings.mount.allow_other,
+    )
+
+
+def _session_server(
+    settings: Settings,
+    store: Store,
+    mount: Mount | NoMount,
+    scrub: Scrub,
+    events: EventDoor,
+    cluster: RunningCluster | None,
+) -> SessionServer:
+    latencies = Latencies()
+    return SessionServer(
+        store,
+        settings.socket_path,
+        group_gid=group_id(settings.session.group),
+        describe=lambda: {
+            "mount": {
+                "path": settings.mountpoint and str(settings.mountpoint),
+                "mode": mount.mode,
+                "missing": _missing(store, mount),
+            },
+            "scrub": scrub.status(),
+            "events": events.status(),
+            **({} if cluster is None else {"cluster": cluster.status()}),
+            "latencies": {"session": latencies.status(), "mount": mount.latencies.status()},
+        },
+        latencies=latencies,
+        cluster=cluster,
+    )
+
+
+def _workers(settings: Settings) -> Workers | None:
+    """Return the S3 endpoint's workers, not yet started, where one is configured. Raises ConfigError."""
     if settings.s3.listen is None:
         return None
-    workers = Workers(_worker_settings(settings), settings.s3.workers)
+    shared = worker_settings(settings.s3, settings.socket_path, settings.log.level, settings.file)
+    return Workers(shared, settings.s3.workers)
+
+
+async def _start_gateway(workers: Workers | None, nursery: trio.Nursery) -> Listening | None:
+    """Start the S3 endpoint's workers, where there are any. Raises ConfigError."""
+    if workers is None:
+        return None
     nursery.start_soon(_reload_on_hangup, workers)
     found: Listening = await nursery.start(workers.supervise)
     return found
-
-
-def _worker_settings(settings: Settings) -> WorkerSettings:
-    return worker_settings(settings.s3, settings.socket_path, settings.log.level, settings.file)
 
 
 async def _reload_on_hangup(workers: Workers) -> None:
@@ -324,79 +372,21 @@ async def _reload_on_hangup(workers: Workers) -> None:
             workers.reload()
 
 
-async def _serve_mount(mount: Mount, mounted: Callable[[], None]) -> None:
+async def _serve_mount(
+    mount: Mount | NoMount, describe: Callable[[], Running], started: Callable[[Running], None]
+) -> None:
+    """Serve the mount to its end; report the start once it answers, in the mode that was got."""
     async with trio.open_nursery() as nursery:
         await nursery.start(mount.serve)
-        mounted()
+        running = describe()
+        started(running)
+        capacity = format_size(running.capacity_bytes)
+        where = f"{running.mode} mount on {running.mountpoint}" if running.mountpoint else "no mount"
+        notify("READY=1", f"STATUS={capacity} of DRAM, {where}")
 
 
-def _tell_started(running: Running, started: Callable[[Running], None]) -> None:
-    started(running)
-    capacity = format_size(running.capacity_bytes)
-    notify("READY=1", f"STATUS={capacity} of DRAM, {running.mode} mount on {running.mountpoint}")
-
-
-def _abort_mount(mountpoint: Path) -> None:
-    if mountpoint in addresses.mounts():
-        abort(mountpoint)
-
-
-class _Watchdog:
-    """Bounds a clean stop. Its timer has a thread of its own: it fires even when the event loop is stuck."""
-
-    def __init__(self, mountpoint: Path) -> None:
-        self._mountpoint = mountpoint
-        self._timer = threading.Timer(limits.STOP_WAIT_S, self.stop_hard, ["the clean stop took too long"])
-        self._timer.daemon = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-
-    def start(self) -> None:
-        self._timer.start()
-
-    def stop_hard(self, why: str) -> None:
-        """Leave as after a crash; the next start clears what is left."""
-        log.error("%s: leaving at once", why)
-        aborting = threading.Thread(target=_abort_mount, args=[self._mountpoint], daemon=True)
-        aborting.start()
-        aborting.join(limits.DETACH_WAIT_S)
-        os._exit(1)
-
-
-async def _stop_on_signal(
-    stop: trio.CancelScope,
-    watchdog: _Watchdog,
-    *,
-    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
-) -> None:
-    """The first signal stops cleanly, a second one hard."""
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        task_status.started()
-        async for number in signals:
-            if stop.cancel_called:
-                watchdog.stop_hard("second signal")
-            _begin_stop(stop, watchdog, signal.Signals(number).name)
-
-
-async def _stop_when_asked(sessions: SessionServer, stop: trio.CancelScope, watchdog: _Watchdog) -> None:
-    await sessions.stop_asked.wait()
-    if not stop.cancel_called:
-        _begin_stop(stop, watchdog, "a session asked for it")
-
-
-def _begin_stop(stop: trio.CancelScope, watchdog: _Watchdog, why: str) -> None:
-    log.info("stopping: %s", why)
-    notify("STOPPING=1")
-    watchdog.start()
-    stop.cancel()
-
-
-async def _maintain(store: TieredStore) -> None:
-    """Upkeep, MAINTAIN_INTERVAL_S apart, and soon after a change; shows the manager that the loop turns."""
+async def _maintain(store: Store) -> None:
+    """Do the upkeep every MAINTAIN_INTERVAL_S and soon after a change; notify the manager's watchdog."""
     changed = trio.Event()
 
     def wake(_: object) -> None:
@@ -418,12 +408,8 @@ async def _maintain(store: TieredStore) -> None:
         await trio.sleep(limits.MAINTAIN_PAUSE_S)
 
 
-def _describe_mount(store: TieredStore, mount: Mount) -> dict[str, Any]:
-    return {"path": str(mount.mountpoint), "mode": mount.mode, "missing": _missing(store, mount)}
-
-
-def _missing(store: TieredStore, mount: Mount) -> list[str]:
-    """What this machine or user lacks, and what still works."""
+def _missing(store: Store, mount: Mount | NoMount) -> list[str]:
+    """Return what this machine or user lacks, and what works without it."""
     if store.dram.backing == "tmpfs":
         return mount.limits
     return [
@@ -432,7 +418,9 @@ def _missing(store: TieredStore, mount: Mount) -> list[str]:
     ]
 
 
-def _describe(settings: Settings, store: TieredStore, mount: Mount, listening: Listening | None) -> Running:
+def _describe(
+    settings: Settings, store: Store, mount: Mount | NoMount, listening: Listening | None
+) -> Running:
     usage, lower = store.dram.usage(), store.journal.usage()
     return Running(
         data=store.data_dir,
@@ -442,9 +430,10 @@ def _describe(settings: Settings, store: TieredStore, mount: Mount, listening: L
         max_slots=usage.max_slots,
         nvme_bytes=sum(tier["capacity_bytes"] for tier in lower),
         nvme_io=", ".join(tier["backing"] for tier in lower),
-        mountpoint=settings.mount.path,
+        mountpoint=settings.mountpoint,
         mode=mount.mode,
         socket=settings.socket_path,
         s3=None if listening is None else str(listening),
+        page=None if listening is None else listening.page,
         missing=tuple(_missing(store, mount)),
     )

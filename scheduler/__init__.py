@@ -1,0 +1,1 @@
+"""Where requests run: policies, their simulator, and reports."""

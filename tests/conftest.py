@@ -6,11 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.support.crash_harness import fast_directory
 from tests.support.door import door, mode_service
 
 __all__ = ["door", "fast_path", "mode_service"]
+
+# An example of 0.2 s, Hypothesis's own deadline, says how busy the machine is.
+settings.register_profile("without deadlines", deadline=None)
+settings.load_profile("without deadlines")
 
 
 @pytest.fixture

@@ -1,16 +1,16 @@
-"""The surface of Mooncake's `MooncakeDistributedStore` that SGLang and LMCache call, on kvfs.
+"""Mooncake's `MooncakeDistributedStore` on kvfs, as SGLang and LMCache call it.
 
     from kvfs.compat.mooncake import MooncakeDistributedStore   # instead of mooncake.store
 
 Responsibility: the same calls, codes and answers for the same states; `tests/golden/mooncake.json` records those of the
-original. Keys are strings, kept as digests in a namespace of their own; `setup`'s master address is the service's where
-it is a path, else KVFS_ADDRESS counts.
+original. Keys are strings, kept as digests in a namespace of their own. `setup`'s master address is the service's
+address where it is a path; else KVFS_ADDRESS counts.
 
-Differs from the original: buffers need not be registered; nothing is leased by a clock, so `remove` never answers -706;
-`upsert` removes and stores, and a reader in between misses; a store that is not set up answers as one without keys,
-where the original ends the process. Replication is not kvfs's: a ReplicateConfig is taken and ignored.
+Differences: buffers need not be registered; leases have no clock, so `remove` never answers -706; `upsert` removes and
+stores, and a reader in between misses; a store that is not set up answers as one without keys, where the original ends
+the process. A ReplicateConfig is ignored.
 
-Invariants: no call raises for what the store does; a place that is too small gets nothing. Concurrency: any thread.
+Invariants: no failure of the store raises; a place that is too small gets nothing. Concurrency: any thread.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from kvfs._native.reader import View
-from kvfs.blocks import Blocks
+from kvfs._native.blocks.reader import View
 from kvfs.client import Client, connect
+from kvfs.client.blocks import Blocks
 from kvfs.connectors.common import address_of, clear, memory_at, string_keys, string_namespace
 from kvfs.errors import InvalidRequest, KvfsError, NoSpace, ObjectTooLarge, QuotaExceeded
 from kvfs.namespaces import Namespace
@@ -40,7 +40,7 @@ FAILED: Final = -900
 
 
 class ReplicateConfig:
-    """Taken where the original takes one; kvfs keeps one copy per tier."""
+    """Accept the original's settings, which are ignored: kvfs keeps one copy per tier."""
 
     def __init__(self) -> None:
         self.replica_num = 1
@@ -49,7 +49,7 @@ class ReplicateConfig:
 
 
 class BufferHandle(bytes):
-    """What `get_buffer` gives: a value's bytes."""
+    """A value's bytes, from `get_buffer`."""
 
     def size(self) -> int:
         return len(self)
@@ -59,7 +59,7 @@ class BufferHandle(bytes):
 
 
 class MooncakeHostMemAllocator:
-    """Page-aligned memory by address."""
+    """Allocate page-aligned memory by address."""
 
     def __init__(self) -> None:
         self._held: dict[int, mmap.mmap] = {}
@@ -75,7 +75,7 @@ class MooncakeHostMemAllocator:
 
 
 class MooncakeDistributedStore:
-    """See the module's header. Codes: 0 or a size, -200 no space, -600 wrong argument, -704 no key, -900 failed."""
+    """Store values by string keys. Codes: 0 or a size, -200 no space, -600 wrong argument, -704 no key, -900 failed."""
 
     def __init__(self) -> None:
         self._client: Client | None = None
@@ -99,10 +99,7 @@ class MooncakeDistributedStore:
         tenant_id: str = "default",
         **_: Any,
     ) -> int:
-        """Connect; segments, buffers and transports are the service's business. Code.
-
-        All arguments may also be one mapping.
-        """
+        """Connect; return a code. Segments, buffers and transports are ignored; all arguments may be one mapping."""
         if isinstance(local_hostname, Mapping):
             given = local_hostname
             master_server_addr = str(
@@ -200,7 +197,7 @@ class MooncakeDistributedStore:
         return self.put(key, value)
 
     def _put(self, keys: Sequence[str], parts: Sequence[list[Any]]) -> list[int]:
-        """Codes; one that is there already is left as it is."""
+        """Store values; return codes. A key that is there keeps its value."""
         if not keys:
             return []
         if not all(keys):
@@ -214,7 +211,7 @@ class MooncakeDistributedStore:
         except (KvfsError, OSError) as error:
             if len(keys) == 1:
                 return [_code(error)]
-            # Which ones fit is found out one by one: those that were stored answer at once.
+            # One by one, to find the keys that fit; those that were stored answer at once.
             return [self._put([key], [part])[0] for key, part in zip(keys, parts, strict=True)]
         return [OK] * len(keys)
 
@@ -248,7 +245,7 @@ class MooncakeDistributedStore:
     def batch_get_into(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
-        """The bytes of each, or a code."""
+        """Return the bytes of each, or a code."""
         return self.batch_get_into_multi_buffers(
             keys, [[at] for at in buffer_ptrs], [[size] for size in sizes]
         )
@@ -268,7 +265,7 @@ class MooncakeDistributedStore:
     def _get_into(self, digests: list[bytes], places: list[list[Any]]) -> list[int]:
         try:
             sizes = self._do(lambda blocks: blocks.get_into(digests, places), [-1] * len(digests))
-        except InvalidRequest:  # a value is longer than its place, and says so for that key alone
+        except InvalidRequest:  # a value is longer than its place: that key alone gets the code
             if len(digests) == 1:
                 return [INVALID]
             return [self._get_into([d], [place])[0] for d, place in zip(digests, places, strict=True)]
@@ -279,7 +276,7 @@ class MooncakeDistributedStore:
         return OK if self._do(lambda blocks: blocks.remove(self._digests([key])), 0) else NOT_FOUND
 
     def remove_all(self, force: bool = False) -> int:
-        """Remove every key of this tenant; how many there were, or a code."""
+        """Remove every key of this tenant; return how many, or a code."""
         client, blocks = self._client, self._blocks
         if client is None or blocks is None:
             return 0

@@ -1,6 +1,6 @@
 """Connectors: what engines load to keep their KV cache in kvfs. One module per engine (docs/engines.md).
 
-Responsibility: turn an engine's calls into batches of `kvfs.blocks`, and its keys into prefix hashes whose namespace
-says everything that decides the bytes. Nothing here is imported by `kvfs` itself; each module imports its engine, and
-no module another engine's.
+Responsibility: turn an engine's calls into batches of `kvfs.client.blocks`, and its keys into prefix hashes whose
+namespace describes everything that decides the bytes. `kvfs` itself imports none of these modules; each imports its own
+engine only.
 """

@@ -1,10 +1,10 @@
-"""What adapters are: their files' digest, for as long as these stay what an engine may have read.
+"""Names of adapters (LoRA): digests of their files.
 
-Responsibility: name each adapter of an engine (LoRA) by its weights and configuration. An engine reads an adapter's
-files when it likes, and keeps it by a number of its own.
+Responsibility: name each adapter of an engine by its weights and configuration. An engine reads an adapter's files at
+any time, and keeps it under a number of its own.
 
-Invariants: an adapter has one name for the engine's life. Where its files change meanwhile, nobody knows which ones
-were computed with: then it has none, and its requests are neither loaded nor stored. Concurrency: none.
+Invariants: an adapter has one name for the engine's life. After its files have changed nobody knows which of them the
+engine read: it loses its name, and its requests are neither loaded nor stored. Concurrency: none.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _State = tuple[tuple[str, int, int, int], ...]
 @dataclass(slots=True)
 class _Known:
     directory: Path | None = None
-    """None where its files are not here."""
+    """None while its files are not on this machine."""
     state: _State = ()
-    """Of the files, when they were first seen."""
+    """The state of the files when they were first seen."""
     name: str | None = None
 
 
 class Adapters:
-    """The adapters that an engine was asked for, by its number for each."""
+    """Name the adapters of an engine, by its numbers."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
 
     def name(self, request: Any) -> str | None:
-        """Of vLLM's LoRARequest: a name that equal adapters share, or None where what it is cannot be known."""
+        """Return a name for vLLM's LoRARequest that equal adapters share; None where its files are not known."""
         number = int(request.lora_int_id)
         known = self._known.get(number)
         if known is None:
@@ -54,7 +54,7 @@ class Adapters:
         return known.name
 
     def _find(self, number: int, known: _Known, path: str) -> None:
-        """An adapter of the hub may be on its way here: the next request looks again."""
+        """Find an adapter's files. A hub's adapter may still be downloading, so the next request looks again."""
         try:
             directory = model_directory(path)
         except InvalidRequest as error:
@@ -80,7 +80,7 @@ class Adapters:
 
 
 def _state_of(directory: Path) -> _State:
-    """Empty for a directory that is not there."""
+    """Return names, sizes and times of a directory's files; empty for a missing directory."""
     try:
         with os.scandir(directory) as entries:
             found = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]

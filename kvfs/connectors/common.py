@@ -1,12 +1,12 @@
-"""What all connectors share: a link to the store that outlives outages, digests of engines' keys, names of weights.
+"""The common part of all connectors: a link to the store that outlives outages, digests of keys, names of weights.
 
-Responsibility: `Link` opens blocks of namespaces and keeps an engine from waiting for a service that is not there:
-after a failure reads go on in place, writes are skipped, and a thread of the link's own tries until the service answers
-again. `digest_keys` are prefix hashes for engines with keys of their own. `weights_revision` names weights by what
-they are.
+Responsibility: `Link` opens blocks of namespaces and keeps an engine from waiting for a service that does not answer:
+after a failure reads go on in place, writes are skipped, and a thread of the link tries until the service answers
+again. The first namespace is tried with a block of the link's own, and one line of the log says what came of it.
+`digest_keys` makes prefix hashes for engines with keys of their own. `weights_revision` names weights by their files.
 
-Invariants: a failure of the store is a miss or a store that did not happen, said once per outage, never an exception in
-an engine's step. Concurrency: any thread; the prober is one daemon thread, alive during an outage only.
+Invariants: a failure of the store is a miss or a skipped write, logged once per outage, never an exception in an
+engine's step. Concurrency: any thread; the prober is one daemon thread, alive during an outage only.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import logging
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from kvfs.blocks import Blocks
 from kvfs.client import Client, connect
-from kvfs.errors import DeadlinePassed, InvalidRequest, KvfsError, ProtocolError, SessionClosed
+from kvfs.client.blocks import Blocks
+from kvfs.errors import DeadlinePassed, InvalidRequest, KvfsError, NotFound, ProtocolError, SessionClosed
 from kvfs.limits import CONNECTOR_RETRY_S, CONNECTOR_TIMEOUT_S, WEIGHTS_SAMPLE_BYTES, WEIGHTS_SAMPLES
 from kvfs.namespaces import DIGEST_BYTES, Namespace
 
@@ -33,13 +34,15 @@ log = logging.getLogger("kvfs.connectors")
 
 ADDRESS_VARIABLE: Final = "KVFS_ADDRESS"
 DEFAULT_ADDRESS: Final = "/mnt/kvfs"
+VLLM_LOG: Final = "vllm.kvfs"
+"""A logger below vLLM's own, which shows INFO; others' settings do not reach `kvfs.connectors`."""
 _OUTAGES: Final = (SessionClosed, DeadlinePassed, ProtocolError, OSError)
 _PLACES: Final = frozenset(("_name_or_path", "name_or_path"))
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 def address_of(config: Mapping[str, Any] | None, name: str = "address") -> str:
-    """Where the service is: what the engine's configuration says, else KVFS_ADDRESS, else /mnt/kvfs."""
+    """Return the service's address: from the engine's configuration, else KVFS_ADDRESS, else /mnt/kvfs."""
     given = (config or {}).get(name) or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS
     if not isinstance(given, str):
         raise InvalidRequest(f"{name} is {given!r}, not the path of a mount or a socket")
@@ -47,28 +50,39 @@ def address_of(config: Mapping[str, Any] | None, name: str = "address") -> str:
 
 
 class Link:
-    """Blocks of namespaces behind one address."""
+    """Open blocks of namespaces behind one address."""
 
-    def __init__(self, address: str, *, name: str, timeout_s: float = CONNECTOR_TIMEOUT_S) -> None:
-        """Never raises for a service that is not there: the first use finds that out again."""
-        self._address, self._name, self._timeout_s = address, name, timeout_s
+    def __init__(
+        self, address: str, *, name: str, log: logging.Logger = log, timeout_s: float = CONNECTOR_TIMEOUT_S
+    ) -> None:
+        """Note the address; `open` connects, and never raises for a service that does not answer. `log` is one that the
+        engine shows."""
+        self._address, self._name, self._log, self._timeout_s = address, name, log, timeout_s
         self._lock = threading.Lock()
         self._client: Client | None = None
         self._opened: dict[bytes, Blocks] = {}
-        """By the digest of their namespace; read without the lock, so that nobody waits for the prober."""
+        """By the digest of the namespace; read without the lock, so that nobody waits for the prober."""
         self._wanted: dict[bytes, Namespace] = {}
         self._down = threading.Event()
         self._closed = threading.Event()
+        self._tried = False
+        """Whether a block went to the store and back, or failed to while the service answered."""
 
     @property
     def is_up(self) -> bool:
-        """Whether the service answered when it was last asked: what needs it is not worth a try otherwise."""
+        """Return whether the service answered when it was last asked."""
         return not self._down.is_set()
 
-    def open(self, namespace: Namespace) -> Blocks | None:
-        """The blocks of a namespace; None while they cannot be had, which is tried again in the background.
+    @property
+    def quota_bytes(self) -> int:
+        """Return how many bytes the store lets one user write at once; 0 while it is not known."""
+        client = self._client
+        return 0 if client is None else int(client.details["quota"]["bytes"])
 
-        Raises InvalidNamespace, AccessDenied and other errors that waiting does not cure.
+    def open(self, namespace: Namespace) -> Blocks | None:
+        """Return the blocks of a namespace; None during an outage, while the background tries again.
+
+        Raises InvalidNamespace, AccessDenied and other errors that do not pass.
         """
         found = self._opened.get(namespace.digest)
         if found is not None:
@@ -77,17 +91,19 @@ class Link:
         if self._down.is_set():
             return None
         try:
-            return self._connect(namespace)
+            opened = self._connect(namespace)
         except _OUTAGES as error:
             self.failed(error)
             return None
+        self._try(namespace, opened)
+        return opened
 
     def blocks(self, namespace: Namespace) -> Blocks | None:
-        """What `open` gave or the background did since; never waits."""
+        """Return the blocks of a namespace, if they are open; never waits."""
         return self._opened.get(namespace.digest)
 
     def attempt(self, do: Callable[[], T], otherwise: T) -> T:
-        """The result of a call to the store, or `otherwise` where the store fails. A wrong argument still raises."""
+        """Call the store; return `otherwise` where it fails. Raises InvalidRequest for a wrong argument."""
         try:
             return do()
         except InvalidRequest:
@@ -97,20 +113,21 @@ class Link:
             return otherwise
 
     def failed(self, error: BaseException) -> None:
-        """Where the service does not answer, say so once and look for it in the background; else (no space, ...) say
-        what went wrong."""
+        """Log a failure; begin an outage, which is logged once, where the service does not answer."""
         if not isinstance(error, _OUTAGES):
-            log.warning("%s: %s", self._name, error)
+            self._log.warning("%s: %s", self._name, error)
             return
         with self._lock:
             if self._down.is_set() or self._closed.is_set():
                 return
             self._down.set()
-        log.warning("%s: the store at %s failed, going on without: %s", self._name, self._address, error)
+        self._log.warning(
+            "%s: the store at %s failed, going on without: %s", self._name, self._address, error
+        )
         threading.Thread(target=self._probe, daemon=True, name="kvfs-probe").start()
 
     def clear(self, namespace: Namespace) -> int:
-        """Remove all blocks of a namespace; how many there were. 0 while the service is not there."""
+        """Remove all blocks of a namespace; return how many, 0 during an outage."""
         client, blocks = self._client, self._opened.get(namespace.digest)
         if client is None or blocks is None:
             return 0
@@ -137,21 +154,55 @@ class Link:
             self._opened[namespace.digest] = opened
             return opened
 
+    def _try(self, namespace: Namespace, blocks: Blocks) -> None:
+        """Store, read and remove a block of the first namespace, and log where blocks are kept. Once a link."""
+        with self._lock:
+            client = self._client
+            if self._tried or client is None:
+                return
+            self._tried = True
+        began_s = time.monotonic()
+        if not self.attempt(lambda: _round_trip(blocks), False):
+            self._tried = self.is_up
+            return
+        self._log.info(
+            "%s: the store at %s (%s) works, a block went there and back in %.1f ms: namespace %s (%s), bucket %s",
+            self._name,
+            self._address,
+            client.store_id.hex()[:8],
+            1e3 * (time.monotonic() - began_s),
+            namespace.digest.hex(),
+            namespace.model,
+            blocks.bucket,
+        )
+
     def _probe(self) -> None:
         while not self._closed.wait(CONNECTOR_RETRY_S):
             try:
                 connect(self._address, timeout_s=self._timeout_s, client=self._name).close()
                 for namespace in list(self._wanted.values()):
-                    self._connect(namespace)
+                    self._try(namespace, self._connect(namespace))
             except (KvfsError, OSError):
                 continue
-            log.warning("%s: the store at %s answers again", self._name, self._address)
+            self._log.warning("%s: the store at %s answers again", self._name, self._address)
             self._down.clear()
             return
 
 
+def _round_trip(blocks: Blocks) -> bool:
+    """Store a block of random bytes, read and remove it; return True. Raises NotFound where other bytes come back,
+    KvfsError, OSError."""
+    key, data, place = secrets.token_bytes(DIGEST_BYTES), secrets.token_bytes(64), bytearray(64)
+    blocks.put([key], [data], [None])
+    sizes = blocks.get_into([key], [place])
+    blocks.remove([key])
+    if sizes != [len(data)] or place != data:
+        raise NotFound(f"a block that was stored in bucket {blocks.bucket} is not read back")
+    return True
+
+
 def clear(client: Client, blocks: Blocks) -> int:
-    """Remove all blocks of a bucket; how many there were. Raises what the store does."""
+    """Remove all blocks of a bucket; return how many. Raises KvfsError, OSError."""
 
     def digests() -> list[bytes]:
         names = client.list(f"{blocks.bucket}/kv/")
@@ -159,14 +210,14 @@ def clear(client: Client, blocks: Blocks) -> int:
 
     try:
         found = digests()
-    except SessionClosed:  # blocks begin lost sessions anew, the client's own is begun by whoever uses it
+    except SessionClosed:  # unlike blocks, a client begins no new session by itself
         client.reconnect()
         found = digests()
     return blocks.remove(found)
 
 
 def memory_at(pointers: Sequence[int], sizes: Sequence[int]) -> list[Any]:
-    """Memory that an engine names by address, as buffers; empty pieces are left out."""
+    """Return buffers for memory given by addresses and sizes, without empty pieces."""
     return [
         (ctypes.c_ubyte * size).from_address(at) for at, size in zip(pointers, sizes, strict=True) if size > 0
     ]
@@ -174,34 +225,24 @@ def memory_at(pointers: Sequence[int], sizes: Sequence[int]) -> list[Any]:
 
 # --- keys ----------------------------------------------------------------------------------------------------
 def string_namespace(kind: str, extra: Mapping[str, str] | None = None) -> Namespace:
-    """The namespace of an engine that has keys of its own, which say what decides the bytes besides `extra`.
-
-    `kind` names the form of those keys.
-    """
-    return Namespace(
+    """Return the namespace of an engine with its own keys, of the form `kind`; `extra` is what else decides bytes."""
+    return Namespace.of_one_device(
         model=kind,
         revision="1",
         dtype="int8",
         layout="LTC",
         block_tokens=1,
-        tensor_shards=1,
-        tensor_rank=0,
-        pipeline_shards=1,
-        pipeline_rank=0,
-        lora="",
-        salt="",
-        hash="sha256",
         extra={"keys": "sha256", **(extra or {})},
     )
 
 
 def new_epoch() -> str:
-    """A name for the weights that an engine has from now on, which no other engine has."""
+    """Return a new name for an engine's weights, which no other engine has."""
     return f"epoch {secrets.token_hex(16)}"
 
 
 def digest_keys(namespace: Namespace, keys: Sequence[bytes], epoch: str = "") -> list[bytes]:
-    """The first 16 bytes of SHA-256 over the namespace's digest, the epoch, and each of an engine's own keys."""
+    """Return, for each key, the first 16 bytes of SHA-256 over the namespace's digest, the epoch and the key."""
     start = hashlib.sha256(namespace.digest)
     if epoch:
         start.update(hashlib.sha256(epoch.encode()).digest())
@@ -214,21 +255,21 @@ def digest_keys(namespace: Namespace, keys: Sequence[bytes], epoch: str = "") ->
 
 
 def string_keys(namespace: Namespace, strings: Sequence[str], epoch: str = "") -> list[bytes]:
-    """The same of strings, in UTF-8."""
+    """Return `digest_keys` of strings, in UTF-8."""
     return digest_keys(namespace, [string.encode("utf-8", "surrogateescape") for string in strings], epoch)
 
 
 def chain_parents(keys: Sequence[bytes], before: bytes | None = None) -> list[bytes | None]:
-    """Each key's parent where every block follows the one before it."""
+    """Return the parents of consecutive blocks, the first of which follows `before`."""
     return [before, *keys[:-1]] if keys else []
 
 
 # --- weights -------------------------------------------------------------------------------------------------
 def weights_revision(directory: Path, further: Sequence[str] = ()) -> str:
-    """A name for the weights in a directory that another copy of them shares and other weights do not.
+    """Return a name for the weights in a directory, which copies of them share and other weights do not.
 
-    A digest of each file's name and size and of samples of its bytes: reading 100 GB would take minutes, and training
-    changes nearly all of them. Files with `further` endings count, too. Raises InvalidRequest without weights.
+    It digests each file's name and size and samples of its bytes: reading 100 GB would take minutes, and training
+    changes nearly all bytes. Files with `further` endings count, too. Raises InvalidRequest without weights.
     """
     wanted = (*_WEIGHTS, *further)
     files = sorted(path for path in directory.iterdir() if path.suffix in wanted and path.is_file())
@@ -247,7 +288,7 @@ def weights_revision(directory: Path, further: Sequence[str] = ()) -> str:
 
 
 def config_digest(config: Any) -> str:
-    """A digest of a model's configuration (transformers' PretrainedConfig) that does not say where it lies."""
+    """Return a digest of a model's configuration (transformers' PretrainedConfig) without its path."""
     found = json.loads(config.to_json_string())
     return hashlib.sha256(json.dumps(_without_names(found), sort_keys=True).encode()).hexdigest()[:32]
 
@@ -259,12 +300,12 @@ def _without_names(value: Any) -> Any:
 
 
 def architecture_of(config: Any) -> str:
-    """What kind of model a configuration is of: its name is where somebody put it, and says nothing of its bytes."""
+    """Return the kind of model of a configuration; its name is only a path."""
     return str((getattr(config, "architectures", None) or [None])[0] or config.model_type)
 
 
 def model_directory(model: str, hub_revision: str | None = None) -> Path:
-    """Where a model's files are: it is a directory, or a name in the hub's cache. Raises InvalidRequest."""
+    """Return the directory of a model, given by path or by its name in the hub's cache. Raises InvalidRequest."""
     if model and Path(model).is_dir():
         return Path(model)
     try:
@@ -273,13 +314,11 @@ def model_directory(model: str, hub_revision: str | None = None) -> Path:
         return Path(snapshot_download(model, revision=hub_revision, local_files_only=True))
     except (ImportError, OSError, ValueError) as error:
         raise InvalidRequest(
-            f"which weights of {model!r} these are is unknown ({error}): set revision in the connector's configuration"
+            f"the weights of {model!r} are unknown ({error}): set revision in the connector's configuration"
         ) from None
 
 
 def model_revision(model: str, given: object = None, hub_revision: str | None = None) -> str:
-    """Which weights: what the configuration says, else what the files of a directory or of the hub's cache are.
-
-    Raises InvalidRequest where neither says.
-    """
+    """Return the revision that is configured, else the name of the weights in the model's directory. Raises
+    InvalidRequest without either."""
     return str(given) if given else weights_revision(model_directory(model, hub_revision))

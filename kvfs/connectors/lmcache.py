@@ -6,13 +6,12 @@
     {"type": "plugin", "module_path": "kvfs.connectors.lmcache", "class_name": "KVFSL2Adapter",
      "adapter_params": {"address": "/mnt/kvfs"}}
 
-Responsibility: LMCache's two interfaces over blocks. Keys are LMCache's, which name model, rank, element type and a
-hash over the prefix; what they leave out is the namespace: weights, and the shapes and format of a chunk. A value is
-what LMCache's own connectors write: the chunk, behind its description where LMCache wants that stored
-(`save_chunk_meta`).
+Responsibility: LMCache's two interfaces over blocks. LMCache's keys name model, rank, element type and a hash over the
+prefix; the namespace adds the weights, and the shapes and format of a chunk. A value has the form of LMCache's own
+connectors: the chunk, after its description where `save_chunk_meta` is set.
 
-Invariants: nothing raises for what the store does: a chunk is there, whole, or it is a miss. A chunk that was looked up
-and locked stays readable until it is unlocked: a lease, which ends with this process. Concurrency: LMCache's event loop
+Invariants: no failure of the store raises: a chunk is there, whole, or it is a miss. A chunk that was looked up and
+locked stays readable until it is unlocked: a lease, which ends with this process. Concurrency: LMCache's event loop
 and controller threads; copies run on threads of their own and drop the GIL.
 """
 
@@ -27,14 +26,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 from lmcache.lmcache_native import Bitmap
+from lmcache.logging import init_logger
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform.event_notifier import create_event_notifier
 from lmcache.v1.protocol import RemoteMetadata
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
-from kvfs._native.reader import View
-from kvfs.blocks import Blocks
+from kvfs._native.blocks.reader import View
+from kvfs.client.blocks import Blocks
 from kvfs.connectors.common import (
     Link,
     address_of,
@@ -51,13 +51,13 @@ Chunks = list[Any]
 
 
 class KVFSConnector(RemoteConnector):  # type: ignore[misc]
-    """See the module's header. LMCache's `extra_config` may name `kvfs_address` and `kvfs_revision` (which weights)."""
+    """Keep LMCache's chunks remotely. `extra_config` may name `kvfs_address` and `kvfs_revision` (of the weights)."""
 
     def __init__(self, loop: Any, local_cpu_backend: Any, config: Any) -> None:
         super().__init__(local_cpu_backend.config, local_cpu_backend.metadata)
         metadata, extra = local_cpu_backend.metadata, dict(getattr(config, "extra_config", None) or {})
         self._cpu = local_cpu_backend
-        self._link = Link(address_of(extra, "kvfs_address"), name="lmcache")
+        self._link = Link(address_of(extra, "kvfs_address"), name="lmcache", log=init_logger("lmcache.kvfs"))
         self._namespace = string_namespace(
             "lmcache chunk key",
             {
@@ -81,7 +81,7 @@ class KVFSConnector(RemoteConnector):  # type: ignore[misc]
         return self._match(keys)
 
     def _match(self, keys: Sequence[Any]) -> int:
-        """From shared memory, in microseconds: the event loop does not wait for it."""
+        """Match in shared memory, in microseconds, so that the event loop may call it."""
         return self._do(lambda blocks, digests: blocks.match(digests, timeout_s=CONNECTOR_MATCH_S), keys, 0)
 
     # --- reading ------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class KVFSConnector(RemoteConnector):  # type: ignore[misc]
         return await asyncio.to_thread(self._get, keys)
 
     async def batched_get_non_blocking(self, lookup_id: str, keys: list[Any]) -> list[Any]:
-        """Chunks up to the first that is not there."""
+        """Return chunks up to the first miss."""
         found = await self.batched_get(keys)
         hits = next((i for i, chunk in enumerate(found) if chunk is None), len(found))
         for chunk in found[hits:]:
@@ -116,7 +116,7 @@ class KVFSConnector(RemoteConnector):  # type: ignore[misc]
         return chunks
 
     def _chunk_of(self, value: np.ndarray[Any, Any]) -> Any:
-        """A chunk of LMCache's memory with a value's bytes; None where it has no room."""
+        """Copy a value into a chunk of LMCache's memory; return None where that has no room."""
         if not self.save_chunk_meta:
             chunk = self._cpu.allocate(self.meta_shapes, self.meta_dtypes, self.meta_fmt)
             if chunk is None:
@@ -168,22 +168,20 @@ class KVFSConnector(RemoteConnector):  # type: ignore[misc]
         return self._link.attempt(lambda: call(blocks, digests), otherwise)
 
     async def list(self) -> Sequence[str]:
-        """Raises InvalidRequest: the store keeps digests of LMCache's keys, not the keys."""
+        """Refuse with InvalidRequest: the store keeps digests of LMCache's keys, not the keys."""
         raise InvalidRequest("kvfs keeps digests of LMCache's keys and cannot list these")
 
 
 class KVFSL2Adapter(L2AdapterInterface):  # type: ignore[misc]
-    """See the module's header. `adapter_params`: `address`, and `revision`, which names the weights and whatever else
-    of the engines must be the same: LMCache does not tell an adapter."""
+    """Keep LMCache's objects as a second level. `adapter_params`: `address`, and `revision`, a name for the weights and
+    for all else that the engines must share: LMCache's keys name no adapter."""
 
     def __init__(self, params: dict[str, Any], l1_memory_desc: Any = None) -> None:
         super().__init__()
         if not params.get("revision"):
-            raise InvalidRequest(
-                "adapter_params: revision is missing; it says which weights the chunks are of"
-            )
+            raise InvalidRequest("adapter_params: revision is missing; it names the weights of the chunks")
         self._namespace = string_namespace("lmcache object key", {"revision": str(params["revision"])})
-        self._link = Link(address_of(params), name="lmcache-l2")
+        self._link = Link(address_of(params), name="lmcache-l2", log=init_logger("lmcache.kvfs"))
         self._link.open(self._namespace)
         self._store_done, self._lookup_done, self._load_done = (create_event_notifier() for _ in range(3))
         self._workers = ThreadPoolExecutor(CONNECTOR_THREADS, thread_name_prefix="kvfs-l2")
@@ -235,7 +233,7 @@ class KVFSL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return self._take(self._found, task_id)
 
     def _look_up(self, keys: list[Any]) -> Any:
-        """Lock what there is room to lock: beyond, a chunk may go before it is loaded, which is a miss then."""
+        """Find chunks and lock CONNECTOR_LOCKS at most; others may be evicted before their load, which then misses."""
         bitmap = Bitmap(len(keys))
         blocks = self._link.blocks(self._namespace)
         if blocks is None:
@@ -265,7 +263,7 @@ class KVFSL2Adapter(L2AdapterInterface):  # type: ignore[misc]
                 if not views:
                     self._locked.pop(digest, None)
             if view is not None:
-                with suppress(BufferError):  # being copied: it goes when that ends
+                with suppress(BufferError):  # being copied: released when that ends
                     view.release()
 
     # --- load ---------------------------------------------------------------------------------------------
@@ -297,7 +295,7 @@ class KVFSL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return bitmap
 
     def _copy_locked(self, digest: bytes, place: Any) -> bool:
-        """Copy what is leased here, whether the store still has it or not."""
+        """Copy a locked chunk, whether the store still has it or not; return whether it is locked."""
         with self._lock:
             views = self._locked.get(digest)
             locked = memoryview(views[-1]) if views else None
@@ -348,6 +346,6 @@ class KVFSL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
 
 def _key_bytes(key: Any) -> bytes:
-    """All fields of an ObjectKey; the hash comes last, as the only one that may hold any byte."""
+    """Encode all fields of an ObjectKey; the hash, the only one that may hold any byte, comes last."""
     fields = f"{key.model_name}\0{key.kv_rank}\0{key.object_group_id}\0{key.cache_salt}\0"
     return fields.encode() + bytes(key.chunk_hash)

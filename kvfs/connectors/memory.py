@@ -1,37 +1,32 @@
-"""What weights are in memory: samples of a model's tensors, and whether they are still what they were.
+"""Samples of the weights of a model in memory.
 
-Responsibility: `sample` digests what a model has in memory (names, types, shapes, and samples of the values), so that
-weights are known by what is computed with, wherever they came from. `Guard` holds one sample as what the weights are,
-and says when they are others.
+Responsibility: `sample` digests a model's tensors in memory (names, types, shapes, and samples of the values), so that
+weights are identified by the values that are computed with, wherever they came from.
 
-The sample is compared with earlier samples, and never with files: types are cast, projections fused, shards cut and
-matrices repacked on the way. Engines that load equal files in the same way have equal samples.
+A sample is compared with earlier samples, never with files: loading casts types, fuses projections, cuts shards and
+repacks matrices. Engines that load equal files in the same way have equal samples.
 
-Invariants: every tensor is looked at, WEIGHTS_MEMORY_LINES places of 64 bytes in all, each at a place that is always
-the same; a model of at most as many bytes is read whole. What differs in a sample differs in truth; a change of a few
-values may be missed. Concurrency: none; called where nobody changes the weights meanwhile.
+Invariants: a sample reads from every tensor, WEIGHTS_MEMORY_LINES lines of 64 bytes in all, always at the same
+places; a model of at most as many bytes is read whole. Different samples mean different weights; a change of a few
+values may be missed. Concurrency: none; nobody may change the weights meanwhile.
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 
-from kvfs._native.sampler import LINE_BYTES, lines_read
-from kvfs._native.sampler import sample as sample_memory
+from kvfs._native.hash.sampler import LINE_BYTES, lines_read
+from kvfs._native.hash.sampler import sample as sample_memory
 from kvfs.limits import WEIGHTS_MEMORY_LINES
-
-log = logging.getLogger("kvfs.connectors")
 
 Named = tuple[str, torch.Tensor]
 
 
 def tensors_of(model: torch.nn.Module, *, all_buffers: bool) -> Iterator[Named]:
-    """Parameters and buffers of a model; only those buffers that are saved with it, unless `all_buffers`."""
+    """Yield parameters and buffers of a model; only those buffers that are saved with it, unless `all_buffers`."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         kept_out = () if all_buffers else module._non_persistent_buffers_set
@@ -42,7 +37,7 @@ def tensors_of(model: torch.nn.Module, *, all_buffers: bool) -> Iterator[Named]:
 
 
 def _plain(name: str, tensor: torch.Tensor) -> Iterator[Named]:
-    """A tensor that is made of others (quantised, sharded) as these."""
+    """Yield the parts of a tensor that is made of others (quantised, sharded), else the tensor."""
     if hasattr(tensor, "__tensor_flatten__"):
         for part in tensor.__tensor_flatten__()[0]:
             yield from _plain(f"{name}.{part}", getattr(tensor, part))
@@ -51,7 +46,7 @@ def _plain(name: str, tensor: torch.Tensor) -> Iterator[Named]:
 
 
 def sample(tensors: Iterable[Named], budget: int = WEIGHTS_MEMORY_LINES) -> bytes:
-    """32 bytes that say what these tensors are. Of those that are nowhere (`meta`) type and shape alone."""
+    """Return a digest of these tensors, 32 bytes; of tensors without memory (`meta`), of type and shape alone."""
     named = list(tensors)
     digest = hashlib.sha256()
     for name, tensor in named:
@@ -67,7 +62,7 @@ def sample(tensors: Iterable[Named], budget: int = WEIGHTS_MEMORY_LINES) -> byte
 
 
 def _area(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's values in the order of memory, as one row."""
+    """Return the tensor's values in the order of memory, as one row."""
     plain = tensor.detach()
     if plain.is_contiguous():
         return plain
@@ -76,7 +71,7 @@ def _area(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gathered(areas: Iterable[torch.Tensor], chosen: Iterable[list[int]]) -> Iterator[torch.Tensor]:
-    """Lines of memory that only its device reads, on the CPU: the bytes that the native sample would read."""
+    """Yield the lines that the native sample would read, copied to the CPU from memory that only a device reads."""
     for area, lines in zip(areas, chosen, strict=True):
         if not lines:
             continue
@@ -86,30 +81,3 @@ def _gathered(areas: Iterable[torch.Tensor], chosen: Iterable[list[int]]) -> Ite
         yield flat[: whole * LINE_BYTES].view(whole, LINE_BYTES)[index].flatten().cpu()
         if lines[-1] == whole:
             yield flat[whole * LINE_BYTES :].cpu()
-
-
-class Guard:
-    """One worker's word for what its weights are."""
-
-    def __init__(self, read: Callable[[], tuple[bytes, list[Any]]]) -> None:
-        """`read` gives a sample, and objects that stand for weights that nobody can read: the same or others."""
-        self._read = read
-        self._held = read()
-
-    @property
-    def sample(self) -> bytes:
-        return self._held[0]
-
-    def renew(self) -> None:
-        """From now on the weights are what they are now."""
-        self._held = self._read()
-
-    def holds(self) -> bool:
-        """Whether the weights are still what they were."""
-        digest, hidden = self._held
-        now, hidden_now = self._read()
-        return (
-            now == digest
-            and len(hidden) == len(hidden_now)
-            and all(one is two for one, two in zip(hidden, hidden_now, strict=True))
-        )

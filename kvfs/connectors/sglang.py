@@ -6,16 +6,16 @@
 
 Responsibility: HiCacheStorage over blocks, its v2 forms for the side pools of hybrid models included. With
 `interface_v1` pages are copied straight between SGLang's host pool and the store; without it each goes through a tensor
-of its own. Page keys are SGLang's (a hash over the prefix); what they leave out is the namespace: weights, the host
-pool's layout and element type, page size, and the rank where ranks differ. A page's parent is the page before it, so
-that no page is evicted before those that follow it.
+of its own. SGLang's page keys are hashes over the prefix; the namespace adds the weights, the host pool's layout and
+element type, page size, and the rank where ranks differ. A page's parent is the page before it, so that no page is
+evicted before those that follow it.
 
-Weights: named by their files, and by what SGLang calls them (`weight_version`). Where an update gives them another
-name, everything misses until `clear`, since pages of the old ones may be on their way; from then on keys are of an
-epoch that no other engine has. An update that gives no name is not seen.
+Weights: identified by their files, and by SGLang's name for them (`weight_version`). After an update to another name
+everything misses until `clear`, since pages of the old weights may be under way; then keys are of an epoch that no
+other engine has. An update without a new name is not detected.
 
-Invariants: nothing raises for what the store does: a page is there, whole, or it is a miss. Until the host pool is
-registered nothing is there. Concurrency: SGLang's prefetch, backup and scheduler threads.
+Invariants: no failure of the store raises: a page is there, whole, or it is a miss. Everything misses until the host
+pool is registered. Concurrency: SGLang's prefetch, backup and scheduler threads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 from sglang.srt.runtime_context import get_serving
 
-from kvfs.blocks import Blocks
+from kvfs.client.blocks import Blocks
 from kvfs.connectors.common import (
     Link,
     address_of,
@@ -52,7 +52,7 @@ PIECES, FLAT = "pieces", "flat"
 
 
 class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
-    """See the module's header. `extra_config` may name `address` and `revision` (which weights)."""
+    """Store HiCache's pages as blocks. `extra_config` may name `address` and `revision` (of the weights)."""
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         self._config = storage_config
@@ -66,7 +66,7 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
         self._is_right = True
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Raises InvalidRequest, InvalidNamespace for what cannot be described."""
+        """Begin with the engine's pool. Raises InvalidRequest, InvalidNamespace for what cannot be described."""
         super().register_mem_pool_host(mem_pool_host)
         self._page_bytes = mem_pool_host.page_size * mem_pool_host.get_size_per_token()
         self._namespaces = {form: self._describe(mem_pool_host, form) for form in (PIECES, FLAT)}
@@ -101,7 +101,7 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
         )
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """A pool beside the anchor, in a namespace of its own. Raises as `register_mem_pool_host`."""
+        """Register a pool beside the anchor, in a namespace of its own. Raises as `register_mem_pool_host`."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         page = host_pool.get_dummy_flat_data_page()
         self._namespaces[_side(host_pool_name)] = string_namespace(
@@ -113,7 +113,7 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
                 "layout": str(getattr(host_pool, "layout", "-")),
                 "page": f"{getattr(host_pool, 'page_size', 1)} tokens, {page.nbytes} bytes of {page.dtype}",
                 "tag": str(self._extra.get("extra_backend_tag", "")),
-                # Whether ranks hold the same is each pool's own business: they never share.
+                # Whether ranks hold the same bytes differs by pool: they never share.
                 "rank": f"{self._config.tp_rank}/{self._config.tp_size} {self._config.pp_rank}/{self._config.pp_size}",
             },
         )
@@ -129,7 +129,7 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
         return self._put(PIECES, keys, self._places(keys, host_indices), extra_info)
 
     def _places(self, keys: Sequence[str], host_indices: Any) -> list[list[Any]]:
-        """The pieces of host memory that each page is spread over."""
+        """Return the pieces of host memory that each page is spread over."""
         pointers, sizes = self.mem_pool_host.get_page_buffer_meta(host_indices)
         each = len(pointers) // max(len(keys), 1)
         return [
@@ -144,7 +144,7 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """Each page in its target, flat; None for a miss. Without targets, tensors of bytes."""
+        """Return each page in its target, flat; None for a miss. Without targets, tensors of bytes."""
         targets: list[torch.Tensor] = [
             target if target is not None else torch.empty(self._page_bytes, dtype=torch.uint8)
             for target in target_locations or [None] * len(keys)
@@ -164,7 +164,7 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
 
     # --- side pools ---------------------------------------------------------------------------------------
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        """Which pages of each pool came; by the pool's name."""
+        """Read pages of each pool; return which were hits, by the pool's name."""
         return {transfer.name: self._get_side(transfer) for transfer in transfers}
 
     def _get_side(self, transfer: Any) -> list[bool]:
@@ -182,7 +182,7 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
         return came
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        """Which pages of each pool were stored; by the pool's name."""
+        """Store pages of each pool; return which were stored, by the pool's name."""
         return {transfer.name: self._set_side(transfer) for transfer in transfers}
 
     def _set_side(self, transfer: Any) -> list[bool]:
@@ -191,7 +191,7 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
         return self._put(_side(transfer.name), keys, pages, None) if pages else [False] * len(keys)
 
     def _side_pages(self, transfer: Any) -> tuple[Any, list[str], list[int]]:
-        """The pool, keys, and where each page begins; no places where these and the keys do not agree."""
+        """Return the pool, keys, and the start of each page; no starts where their number does not fit the keys."""
         pool, keys = self.registered_pools[transfer.name], list(transfer.keys or [])
         page_size, indices = getattr(pool, "page_size", 1) or 1, transfer.host_indices
         if indices is None or indices.numel() != len(keys) * page_size:
@@ -201,8 +201,8 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: list[Any] | None = None, extra_info: Any = None
     ) -> Any:
-        """The longest prefix of which KV and every side pool have what its policy asks for. Raises InvalidRequest
-        for a policy that is unknown."""
+        """Return the longest prefix of which KV and every side pool have the pages that its policy wants. Raises
+        InvalidRequest for an unknown policy."""
         pages = self.batch_exists(keys, extra_info)
         hits, restorable = ({PoolName.KV: pages} if pages else {}), set(range(1, pages + 1))
         for transfer in pool_transfers or []:
@@ -224,14 +224,14 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """How many pages are there without a gap from the first on."""
+        """Return how many pages are there without a gap from the first on."""
         return self._do(
             self._used, lambda blocks, digests: blocks.match(digests, timeout_s=CONNECTOR_MATCH_S), keys, 0
         )
 
     def clear(self) -> None:
-        """Remove every page of these weights, this pool and this rank. After an update of the weights: begin anew, and
-        leave what others have."""
+        """Remove every page of these weights, this pool and this rank; after an update of the weights, begin an epoch
+        and remove nothing."""
         if not self._has_right_weights():
             self._weights, self._epoch, self._is_right = _weight_version(), new_epoch(), True
             return
@@ -266,7 +266,7 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
         return self._link.attempt(lambda: call(blocks, digests), otherwise)
 
     def _has_right_weights(self) -> bool:
-        """Whether the weights have the name that they had at the start, or at the last `clear` after another one."""
+        """Return whether the weights still have their name of the start, or of the last `clear` after an update."""
         if self._is_right and _weight_version() != self._weights:
             self._is_right = False
             log.error(
@@ -277,7 +277,7 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
 
 
 def _weight_version() -> str:
-    """What SGLang calls its weights now; empty in a process that knows no name."""
+    """Return SGLang's name for its weights; empty in a process without one."""
     try:
         return str(get_serving().weight_version)
     except (AttributeError, ValueError):
@@ -289,7 +289,7 @@ def _side(name: Any) -> str:
 
 
 def _wanted_from(transfer: Any, prefix: int) -> int:
-    """The first page that a pool has to have for a prefix of so many."""
+    """Return the first page that a pool must have for a prefix of this length. Raises InvalidRequest."""
     if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
         return 0
     if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:

@@ -5,10 +5,10 @@
     output = model.generate(input_ids, past_key_values=cache)
     prompts.save(input_ids, cache)
 
-Responsibility: cut keys and values of all layers into blocks of tokens, and put them together again. Invariants: only
-whole blocks are kept; a block is [layer, key or value, token, head, element] ("LKTHD") in the model's element type;
-configuration and files are in the namespace, and what the model is in memory at each call in the first block's hash:
-its tensors, sampled, and how adapters are set. A cache is saved only while the model is what it was when it was loaded.
+Responsibility: cut keys and values of all layers into blocks of tokens, and join them again. Invariants: only whole
+blocks are kept; a block is [layer, key or value, token, head, element] ("LKTHD") in the model's element type. The
+namespace has configuration and files; the first block's hash has the model in memory at each call: samples of its
+tensors, and the settings of adapters. A cache is saved only while the model is the same as at its load.
 Concurrency: none.
 """
 
@@ -35,44 +35,37 @@ from kvfs.keys import HASH_BYTES, prefix_hashes
 from kvfs.namespaces import Namespace
 
 _OWN = frozenset(("torch", "transformers"))
-"""Whose modules are what their configuration says; others (adapters) are what their attributes say."""
+"""Packages whose modules are described by their configuration; others (adapters) by their attributes."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
 class PromptCache:
-    """Prompts of one model, one sequence at a time."""
+    """Load and save caches of one model, one sequence at a time."""
 
     def __init__(
         self, model: Any, address: str | None = None, *, block_tokens: int = 64, revision: str | None = None
     ) -> None:
-        """`revision`: what else sets the model apart, if anything. Raises InvalidRequest."""
+        """Connect. `revision`: what else identifies the model, if anything. Raises InvalidRequest."""
         config = model.config
         self._model = model
         self._heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self._elements = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._layers, self._dtype, self._device = config.num_hidden_layers, model.dtype, model.device
         self._loaded: weakref.WeakKeyDictionary[DynamicCache, bytes] = weakref.WeakKeyDictionary()
-        """Caches that were handed out, and what the model was then."""
-        self.namespace = Namespace(
+        """Caches that `load` returned, and the digest of the model then."""
+        self.namespace = Namespace.of_one_device(
             model=architecture_of(config),
             revision=_revision(str(config.name_or_path or ""), revision),
             dtype=str(self._dtype).removeprefix("torch."),
             layout="LKTHD",
             block_tokens=block_tokens,
-            tensor_shards=1,
-            tensor_rank=0,
-            pipeline_shards=1,
-            pipeline_rank=0,
-            lora="",
-            salt="",
-            hash="sha256",
             extra={"engine": "transformers", "config": config_digest(config)},
         )
         self._link = Link(address_of({"address": address}), name="transformers")
         self._link.open(self.namespace)
 
     def load(self, input_ids: torch.Tensor) -> tuple[DynamicCache, int]:
-        """A cache of the longest stored prefix, and how many tokens that is. `input_ids`: int64, [1, tokens]."""
+        """Return a cache of the longest stored prefix, and its tokens. `input_ids`: int64, [1, tokens]."""
         weights = what_is(self._model)
         keys = self._keys(input_ids[:, :-1], weights)
         cache, blocks = DynamicCache(), self._link.blocks(self.namespace)
@@ -101,10 +94,10 @@ class PromptCache:
         return cache, hits * tokens
 
     def save(self, input_ids: torch.Tensor, cache: DynamicCache) -> int:
-        """Store the whole blocks of a prompt that `cache` has; how many were new.
+        """Store the whole blocks of a prompt in `cache`; return how many were new.
 
-        None of a cache that `load` gave when the model was another; one that is not from `load` is taken for the
-        model's as it is now.
+        A cache that `load` returned before the model changed is not stored; one that is not from `load` is taken as
+        computed by the present model.
         """
         weights = what_is(self._model)
         if self._loaded.get(cache, weights) != weights:
@@ -137,9 +130,9 @@ class PromptCache:
 
 
 def what_is(model: torch.nn.Module) -> bytes:
-    """A digest of what a model computes with now: tensors (samples), and the settings of modules that are not its own.
+    """Return a digest of a model in memory: samples of tensors, and the settings of foreign modules (adapters).
 
-    Hooks and replaced functions are not seen.
+    Hooks and replaced functions are not detected.
     """
     digest = hashlib.sha256(sample(tensors_of(model, all_buffers=True)))
     for name, module in model.named_modules():
@@ -159,7 +152,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _revision(name: str, given: str | None) -> str:
-    """Files are not needed: the tensors in memory say what the weights are."""
+    """Return the name of the weights' files; "memory" without files: the tensors in memory identify them."""
     try:
         return model_revision(name, given)
     except InvalidRequest:

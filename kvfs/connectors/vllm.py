@@ -4,16 +4,16 @@
                            "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
                            "kv_connector_extra_config": {"address": "/mnt/kvfs"}}'
 
-Responsibility: vLLM's interface (KVConnectorBase_V1); the work is done by `Planner` in the scheduler's process and by
-`Transfers` in each worker's. Further keys of kv_connector_extra_config: `revision` (which weights; else what the files
-are), `load` (`async`, between steps, or `layers`, within the step), `store` (`all` or `prompt`).
+Responsibility: vLLM's interface (KVConnectorBase_V1); `Planner` works in the scheduler's process, `Transfers` in each
+worker's. Further keys of kv_connector_extra_config: `revision` (of the weights; else their files identify them), `load`
+(`async`, between steps, or `layers`, within the step), `store` (`all` or `prompt`).
 
-Weights: keys have what the workers' weights are in memory, the same for all ranks. `reset_cache` begins an epoch, whose
-number goes to the workers with each step's plan: a worker holds its weights of one epoch against what they are in each
-step, before anything of it is matched, loaded or stored.
+Weights: keys have a digest of all ranks' weights in memory. `reset_cache` begins an epoch, whose number goes to the
+workers with each step's plan: in each step a worker compares its weights with those of the epoch before anything is
+loaded or stored.
 
-Invariants: without kv_load_failure_policy `recompute`, vLLM fails requests whose blocks were evicted on the way, so it
-is asked for at the start. Concurrency: as vLLM calls it, one thread on each side.
+Invariants: without kv_load_failure_policy `recompute`, vLLM fails requests whose blocks were evicted meanwhile, so the
+start requires it. Concurrency: as vLLM calls it, one thread on each side.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvfs.connectors.common import Link, address_of
+from kvfs.connectors.common import VLLM_LOG, Link, address_of
 from kvfs.connectors.vllm_layout import KVLayout, group_layers, namespace_of
 from kvfs.connectors.vllm_scheduler import Plan, Planner, Rank, Step
 from kvfs.connectors.vllm_weights import Peers, Watch, models_of_caller
@@ -57,7 +57,7 @@ class KVFSMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class KVFSHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """From each worker to the scheduler, once: its namespace, as JSON, and what its weights are in memory."""
+    """From each worker to the scheduler, once: its namespace, as JSON, and the sample of its weights in memory."""
 
     namespace: str
     weights: bytes
@@ -65,7 +65,7 @@ class KVFSHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class KVFSReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From the workers to the scheduler: in this epoch some worker's weights are others."""
+    """From the workers to the scheduler: the epoch in which some worker's weights have changed."""
 
     epoch: int
 
@@ -75,7 +75,7 @@ class KVFSReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 def check_config(extra: dict[str, Any]) -> dict[str, str]:
-    """The choices, with defaults. Raises InvalidRequest naming the key."""
+    """Return the configured choices, with defaults. Raises InvalidRequest naming the key."""
     unknown = sorted(set(extra) - _KEYS)
     if unknown:
         raise InvalidRequest(
@@ -91,7 +91,7 @@ def check_config(extra: dict[str, Any]) -> dict[str, str]:
 
 
 class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """See the module's header."""
+    """Connect vLLM's scheduler or one of its workers."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -103,7 +103,9 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 "evicted between its lookup and its load"
             )
         self._layer_names = group_layers(kv_cache_config)
-        self._link = Link(address_of(transfer.kv_connector_extra_config), name="vllm")
+        self._link = Link(
+            address_of(transfer.kv_connector_extra_config), name="vllm", log=logging.getLogger(VLLM_LOG)
+        )
         self._planner: Planner | None = None
         self._transfers: Transfers | None = None
         self._namespace: Namespace | None = None
@@ -118,7 +120,7 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a cache: what was not stored is computed again
+        return False  # a cache: a missing block is computed again
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -200,20 +202,26 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Rank, Any]) -> None:
         ranks = sorted(metadata.items())
-        weights = hashlib.sha256(b"".join(each.weights for _, each in ranks)).hexdigest()[:32]
+        weights = "memory " + hashlib.sha256(b"".join(each.weights for _, each in ranks)).hexdigest()[:32]
         self.planner.set_namespaces(
-            {rank: Namespace.from_json(each.namespace) for rank, each in ranks}, f"memory {weights}"
+            {rank: Namespace.from_json(each.namespace) for rank, each in ranks}, weights
         )
+        if ranks:  # docs/conductor.md
+            logging.getLogger(VLLM_LOG).info(
+                'kvfs: a Conductor knows these blocks by {"namespace": %s, "weights": "%s"}',
+                ranks[0][1].namespace,
+                weights,
+            )
 
     def reset_cache(self) -> bool | None:
-        """The engine's weights are others: what was stored stays for those who have the old ones."""
+        """Begin an epoch, since the weights change; stored blocks stay for engines with the old weights."""
         if self._planner is None:
             return None
         self._planner.reset(has_old_blocks=self._has_blocks())
         return True
 
     def _has_blocks(self) -> bool:
-        """Whether requests kept the engine from emptying its own cache, which it does before it calls `reset_cache`."""
+        """Return whether the engine's own cache, which it empties before `reset_cache`, still has requests' blocks."""
         if self._kv_cache_manager is None:
             return False
         pool = self._kv_cache_manager.block_pool
@@ -234,8 +242,7 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return KVFSMetadata(self.planner.plan(_steps_of(scheduler_output)))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self.planner.finished(request.request_id)
-        return False, None
+        return False, self.planner.finished(request)  # its blocks were copied out when its last step ended
 
 
 def _steps_of(output: Any) -> Iterator[Step]:

@@ -1,11 +1,11 @@
-"""Where the bytes of a block lie in vLLM's paged KV cache, and what namespace they belong to.
+"""The place of a block's bytes in vLLM's paged KV cache, and their namespace.
 
-Responsibility: turn the tensors that vLLM registers into flat memory with offsets, so that a block is copied between
-them and the store without a copy in between, and say everything about them that decides a block's bytes.
+Responsibility: describe the tensors that vLLM registers as flat memory with offsets, so that a block is copied straight
+between them and the store, and everything about them that decides a block's bytes.
 
-A stored block is its layers one after the other, in the order of the cache group; a layer is the bytes of that block in
-the layer's tensor, in the order of memory. vLLM shows each layer as [rows, heads, tokens, elements], with whatever
-strides the backend wants; a block has one row, or several where the backend's blocks are smaller.
+A stored block is its layers one after the other, in the order of the cache group; a layer is the bytes of that block
+in the layer's tensor, in the order of memory. vLLM gives each layer as [rows, heads, tokens, elements], with the
+strides of its backend; a block has one row, or several where the backend's blocks are smaller.
 
 Invariants: a group of layers that is not plain full attention, and tensors that cannot be described, are refused
 (InvalidRequest). Two engines have one namespace only if the same tokens give the same bytes. Concurrency: immutable.
@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-from kvfs._native.pieces import Scatter
+from kvfs._native.blocks.pieces import Scatter
 from kvfs.connectors.common import architecture_of, config_digest, model_revision
 from kvfs.errors import InvalidRequest
 from kvfs.namespaces import Namespace
 
 FORMAT = "1"
-"""Of a stored block; a change of the order of bytes changes it, and so the namespace."""
+"""The format of a stored block; another order of bytes gets another one, and so another namespace."""
 _DTYPES = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
@@ -62,7 +62,7 @@ class Paged:
 
 
 def paged(tensor: torch.Tensor, num_blocks: int) -> Paged:
-    """Raises InvalidRequest for a tensor that is no row of blocks."""
+    """View a tensor as rows of blocks. Raises InvalidRequest for a tensor that is no row of blocks."""
     if not num_blocks or tensor.dim() < 2 or tensor.shape[0] % num_blocks:
         raise InvalidRequest(f"KV cache of shape {tuple(tensor.shape)} is no row of {num_blocks} blocks")
     rows, item = tensor.shape[0] // num_blocks, tensor.element_size()
@@ -94,10 +94,10 @@ def paged(tensor: torch.Tensor, num_blocks: int) -> Paged:
 
 
 class KVLayout:
-    """All layers of an engine's cache."""
+    """Describe all layers of an engine's cache."""
 
     def __init__(self, layers: Mapping[str, torch.Tensor], num_blocks: int) -> None:
-        """`layers` in the order in which a block has them; those that share their memory count once."""
+        """Take `layers` in the order of a block; those that share their memory count once. Raises InvalidRequest."""
         self.names: list[str] = []
         self.layers: list[Paged] = []
         seen: set[int] = set()
@@ -122,7 +122,7 @@ class KVLayout:
         return self.device.type == "cpu"
 
     def places(self, block_ids: Sequence[int], layer: int | None = None) -> Scatter:
-        """Blocks, or one layer of them, in memory on the CPU."""
+        """Return the places of blocks, or of one layer of them, in memory on the CPU."""
         layers = self.layers if layer is None else [self.layers[layer]]
         first = layers[0]
         blocks = torch.tensor(block_ids, dtype=torch.int64) * first.block_stride_bytes
@@ -130,23 +130,20 @@ class KVLayout:
         return Scatter([place.memory for place in layers], offsets.numpy(), first.run_bytes)
 
     def gather(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """Blocks of a cache on a device, in memory on the CPU: uint8, [blocks, block_bytes]."""
+        """Copy blocks of a cache on a device to the CPU: uint8, [blocks, block_bytes]."""
         index = torch.tensor(block_ids, device=self.device)
-        parts = [self._rows(place)[index].flatten(1) for place in self.layers]
-        return torch.cat(parts, dim=1).cpu()
+        runs = [self._run(place, offset)[index] for place in self.layers for offset in place.run_offsets]
+        return torch.cat(runs, dim=1).cpu()
 
     def scatter(self, block_ids: Sequence[int], blocks: torch.Tensor) -> None:
-        """The reverse: write rows of `gather`'s form into a cache on a device."""
+        """Write rows of `gather`'s form into a cache on a device."""
         index = torch.tensor(block_ids, device=self.device)
         for layer, place in enumerate(self.layers):
             part = blocks[:, layer * self.layer_bytes : (layer + 1) * self.layer_bytes].to(self.device)
-            # Indexed by single bytes, since a view of bytes with several outer strides is no tensor of its own.
+            # Run by run, since bytes with several outer strides are no view of a tensor.
             for run, offset in enumerate(place.run_offsets):
                 rows = self._run(place, offset)
                 rows[index] = part[:, run * place.run_bytes : (run + 1) * place.run_bytes]
-
-    def _rows(self, place: Paged) -> torch.Tensor:
-        return torch.stack([self._run(place, offset) for offset in place.run_offsets], dim=1)
 
     @staticmethod
     def _run(place: Paged, offset: int) -> torch.Tensor:
@@ -158,7 +155,7 @@ class KVLayout:
 
 
 def group_layers(kv_cache_config: Any) -> list[str]:
-    """The layers of the only cache group. Raises InvalidRequest for caches that are not plain full attention."""
+    """Return the layers of the only cache group. Raises InvalidRequest for other than plain full attention."""
     groups = list(kv_cache_config.kv_cache_groups)
     if len(groups) != 1:
         raise InvalidRequest(
@@ -171,7 +168,7 @@ def group_layers(kv_cache_config: Any) -> list[str]:
 
 
 def namespace_of(vllm_config: Any, kv_cache_config: Any, layout: KVLayout, dtype: torch.dtype) -> Namespace:
-    """This worker's namespace. Raises InvalidRequest for what cannot be described."""
+    """Return this worker's namespace. Raises InvalidRequest for a cache that cannot be described."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
@@ -212,7 +209,7 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, layout: KVLayout, dtype
 
 
 def _backend_of(vllm_config: Any, layer_name: str) -> str:
-    """The attention backend, and what decides how it packs a block (CPU backends: the instruction set)."""
+    """Return the attention backend, and on CPUs the instruction set, which decides how it packs a block."""
     layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
     backend = getattr(layer, "attn_backend", None)
     name = backend.get_name() if backend is not None else type(layer).__name__

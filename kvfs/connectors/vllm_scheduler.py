@@ -1,24 +1,28 @@
-"""The scheduler's half of the vLLM connector: what each request can load, and which blocks a step is to store.
+"""The scheduler's half of the vLLM connector: plans the loads of each request and the stores of each step.
 
 Responsibility: keep every request's prefix hashes, match them against the shared table, and put loads and stores of a
-step into its metadata. It copies no byte.
+step into its metadata. It copies no bytes.
 
 Invariants:
-- Nothing here waits: matching reads shared memory, and where the store is not there nothing matches. (A user outside
-  of the service's group asks it, for CONNECTOR_MATCH_S at most, and then has a miss.)
-- Every key says which weights it is of: the first block's hash has what all ranks found in memory at the start, or,
-  after a reset, a name that no other engine has. A request that was begun before a reset is not stored after it, since
-  its first blocks are of the weights before.
+- Nothing here waits: matching reads shared memory, and during an outage nothing matches. (A user outside the service's
+  group asks the service, for CONNECTOR_MATCH_S at most; then it is a miss.) Where a prefill engine is still storing a
+  request's blocks, vLLM is told to ask again in its next step.
+- Every key depends on the weights: the first block's hash has the samples of all ranks at the start or, after a
+  reset, a name that no other engine has. A request that began before a reset is not stored after it: its first blocks
+  are of the old weights.
 - A hit is a hit on every rank: each has its shard under its own namespace, so the shortest match counts.
-- Only whole blocks are loaded and stored, never the one that holds the prompt's last token: the engine has to compute
-  at least that. A block is stored once all its tokens are known and computed, so what speculation guessed is not.
+- Only whole blocks are loaded and stored, never the one with the prompt's last token, which the engine has to
+  compute. A block is stored once all its tokens are known and computed, so speculated tokens are not.
 
 Concurrency: the engine's scheduler thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,10 +30,13 @@ from typing import Any
 import numpy as np
 
 from kvfs.connectors.adapters import Adapters
-from kvfs.connectors.common import Link, new_epoch
+from kvfs.connectors.common import VLLM_LOG, Link, new_epoch
+from kvfs.connectors.vllm_handover import Handover, Wait, answer, is_asked_for
 from kvfs.keys import HASH_BYTES, prefix_hashes
 from kvfs.limits import CONNECTOR_MATCH_S, MAX_EXTRA_BYTES
 from kvfs.namespaces import Namespace
+
+log = logging.getLogger(VLLM_LOG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +52,7 @@ class BlockRun:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step does for one request: tokens that are computed before and after it, and the request's blocks."""
+    """One request in a step: its tokens computed before and after the step, and its blocks."""
 
     request_id: str
     tokens_before: int
@@ -59,14 +66,14 @@ Rank = tuple[int, int]
 
 @dataclass(slots=True)
 class Plan:
-    """What the workers are to do around one step."""
+    """The workers' loads and stores of one step."""
 
     loads: list[BlockRun] = field(default_factory=list)
     stores: list[BlockRun] = field(default_factory=list)
     computes: bool = False
     """Whether the step computes tokens of blocks that this or a later one may store."""
     epoch: int = 0
-    """How often the engine's weights have been declared others; what a worker loads or stores is of this epoch."""
+    """How often the engine's weights have changed; loads and stores are of this epoch."""
 
 
 @dataclass(slots=True)
@@ -78,26 +85,37 @@ class _Tracked:
     mm_index: int = 0
     """Where the next block's search for multi-modal inputs begins."""
     matched_from: int = 0
-    """Blocks that the engine had computed itself when it asked."""
+    """Blocks that the engine itself had when it asked."""
     stored: int = 0
-    """Blocks that were looked at for storing."""
+    """Blocks that earlier steps have planned."""
+    wait: Wait | None = None
+    """For blocks that a prefill engine stores; None before the first match."""
 
     def count(self) -> int:
         return min(len(keys) for keys in self.keys.values()) // HASH_BYTES
 
 
 class Planner:
-    """See the module's header."""
+    """Plan loads and stores."""
 
-    def __init__(self, link: Link, block_tokens: int, *, store_generated: bool, is_async: bool) -> None:
+    def __init__(
+        self,
+        link: Link,
+        block_tokens: int,
+        *,
+        store_generated: bool,
+        is_async: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._link = link
+        self._clock = clock
         self._block_tokens = block_tokens
         self._store_generated = store_generated
         self._is_async = is_async
         self._namespaces: dict[Rank, Namespace] = {}
         self._adapters = Adapters()
         self._weights = ""
-        """What the weights are, for the first block of every request."""
+        """The identity of the weights, for the first block of every request."""
         self._epoch = 0
         self._is_right = True
         """Whether the workers' weights are those of the epoch."""
@@ -105,17 +123,26 @@ class Planner:
         """Whether the engine's own cache may hold blocks of weights before the epoch's."""
         self._requests: dict[str, _Tracked] = {}
         self._loads: list[BlockRun] = []
-        self.counts = {"queries": 0, "hit_blocks": 0, "stored_blocks": 0, "epochs": 0}
+        self._has_warned = False
+        """Whether a hand-over from an engine that shares nothing with this one was logged."""
+        self.counts = {
+            "queries": 0,
+            "hit_blocks": 0,
+            "stored_blocks": 0,
+            "epochs": 0,
+            "handovers": 0,
+            "late_handovers": 0,
+        }
 
     def set_namespaces(self, namespaces: dict[Rank, Namespace], weights: str = "") -> None:
-        """Those of all workers, as each derived it from its own cache, and what their weights are in memory."""
+        """Set the namespaces of all workers, each from its own cache, and the identity of their weights."""
         self._namespaces, self._weights = namespaces, weights
         if namespaces:
             self._link.open(next(iter(namespaces.values())))
 
     # --- weights ------------------------------------------------------------------------------------------
     def reset(self, *, has_old_blocks: bool = False) -> None:
-        """The weights are others from now on: begin an epoch that nobody else has. Called between two steps.
+        """Begin an epoch with new weights. REQUIRES a call between two steps.
 
         `has_old_blocks`: the engine could not empty its own cache.
         """
@@ -126,13 +153,16 @@ class Planner:
         self.counts["epochs"] += 1
 
     def end_epoch(self, epoch: int) -> None:
-        """A worker's weights are not those of the epoch: match and store nothing until the next."""
+        """Match and store nothing until the next epoch: a worker's weights have changed in this one."""
         if epoch == self._epoch:
             self._is_right = False
 
     # --- loads --------------------------------------------------------------------------------------------
-    def match(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Tokens that can be loaded behind those computed, and whether between steps."""
+    def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens can be loaded after those computed, and whether between steps.
+
+        None asks vLLM to call again: a prefill engine is still storing blocks of this request.
+        """
         if not self._namespaces or not self._is_right or (self._has_old_blocks and num_computed_tokens):
             self._requests.pop(request.request_id, None)
             return 0, False
@@ -140,8 +170,10 @@ class Planner:
         first = tracked.matched_from = num_computed_tokens // self._block_tokens
         last = (request.num_tokens - 1) // self._block_tokens
         self._extend(tracked, last)
-        self.counts["queries"] += 1
         hits = self._hits(tracked, first, min(last, tracked.count()))
+        if self._awaits(tracked, first + hits):
+            return None, False
+        self.counts["queries"] += 1
         return hits * self._block_tokens, self._is_async and hits > 0
 
     def _hits(self, tracked: _Tracked, first: int, last: int) -> int:
@@ -154,8 +186,38 @@ class Planner:
             hits = self._link.attempt(partial(blocks.match, some, timeout_s=CONNECTOR_MATCH_S), 0)
         return hits
 
+    def _awaits(self, tracked: _Tracked, there: int) -> bool:
+        """Return whether a prefill engine is still storing more than the first `there` blocks of a request."""
+        now_s = self._clock() if self._link.is_up else math.inf
+        if tracked.wait is None:
+            tracked.wait = Wait(self._handed_over(tracked), now_s)
+        named = tracked.wait.blocks
+        goes_on = tracked.wait.goes_on(there, now_s)
+        self.counts["late_handovers"] += not goes_on and there < named
+        return goes_on
+
+    def _handed_over(self, tracked: _Tracked) -> int:
+        """Return how many blocks the request says that a prefill engine has stored, or stores now."""
+        handover = Handover.read(tracked.request.kv_transfer_params)
+        if handover is None:
+            return 0
+        self.counts["handovers"] += 1
+        rank, namespace = next(iter(self._namespaces.items()))
+        at = tracked.keys[rank].rfind(handover.last_block)
+        if at >= 0 and at % HASH_BYTES == 0:
+            return at // HASH_BYTES + 1
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "a prefill engine hands over blocks that are not this engine's: its namespace is %r, this one's %s; "
+                "where they are equal, its tokens, adapter or weights in memory differ (logged once)",
+                handover.namespace,
+                namespace.digest.hex(),
+            )
+        return 0
+
     def allocated(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """The engine takes the offer: these blocks are to be filled."""
+        """Plan a load into the blocks that the engine has allocated for it."""
         if num_external_tokens <= 0:
             return
         tracked = self._requests[request.request_id]
@@ -165,6 +227,7 @@ class Planner:
 
     # --- stores -------------------------------------------------------------------------------------------
     def plan(self, steps: Iterable[Step]) -> Plan:
+        """Return the plan of a step, with the loads since the last one."""
         plan = Plan(loads=self._loads, epoch=self._epoch)
         self._loads = []
         if self._link.is_up and self._is_right:
@@ -178,7 +241,7 @@ class Planner:
     def _plan_stores(self, plan: Plan, tracked: _Tracked, step: Step) -> None:
         request = tracked.request
         known = request.num_tokens if self._store_generated else request.num_prompt_tokens
-        # What is computed a second time (after a preemption, or a load that failed) may be in the store no more.
+        # Blocks computed a second time (after a preemption, or a failed load) may have left the store.
         first = min(tracked.stored, step.tokens_before // self._block_tokens)
         whole = min(step.tokens_after, known) // self._block_tokens
         last = min(whole, len(step.block_ids))
@@ -192,7 +255,7 @@ class Planner:
             self.counts["stored_blocks"] += stop - start
 
     def _missing(self, tracked: _Tracked, first: int, last: int) -> list[int]:
-        """Blocks that some rank does not have in the store."""
+        """Return blocks that some rank does not have in the store."""
         blocks = self._link.blocks(next(iter(self._namespaces.values())))
         if blocks is None:
             return []
@@ -204,8 +267,17 @@ class Planner:
             missing.update(first + i for i, is_there in enumerate(there) if not is_there)
         return sorted(missing)
 
-    def finished(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        """Stop tracking a request; return what its answer says to a decode engine, if that was asked for."""
+        tracked = self._requests.pop(request.request_id, None)
+        if not is_asked_for(request.kv_transfer_params):
+            return None
+        last = (request.num_prompt_tokens - 1) // self._block_tokens
+        if tracked is None or not last or min(tracked.stored, tracked.count()) < last:
+            return answer(None)
+        rank, namespace = next(iter(self._namespaces.items()))
+        last_block = bytes(tracked.keys[rank][(last - 1) * HASH_BYTES : last * HASH_BYTES])
+        return answer(Handover(last_block, namespace.digest.hex()))
 
     # --- hashes -------------------------------------------------------------------------------------------
     def _track(self, request: Any) -> _Tracked:
@@ -216,7 +288,7 @@ class Planner:
         return tracked
 
     def _extend(self, tracked: _Tracked, blocks: int) -> None:
-        """Hash blocks up to this one. A request whose inputs cannot be put into a key has no more hashes."""
+        """Hash blocks up to this one; no further for a request whose inputs cannot be put into a key."""
         first = tracked.count()
         if blocks <= first:
             return
@@ -236,8 +308,10 @@ class Planner:
             keys += prefix_hashes(self._namespaces[rank], tokens, parent=parent, extra=extra)
 
     def _extra(self, tracked: _Tracked, first: int, last: int) -> list[bytes | None] | None:
-        """What decides each block besides tokens and weights: adapter, images, salt, embeddings, as vLLM's own hashes
-        say; None for an adapter that may be any."""
+        """Return what decides each block besides tokens and weights; None for an unknown adapter.
+
+        That is adapter, images, salt and embeddings, from vLLM's own hashes.
+        """
         from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
         request = tracked.request
@@ -264,7 +338,7 @@ class Planner:
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Consecutive numbers as (first, one past the last)."""
+    """Return runs of consecutive numbers as (first, one past the last)."""
     runs: list[tuple[int, int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number:

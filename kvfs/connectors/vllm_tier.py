@@ -6,20 +6,21 @@ Responsibility: SecondaryTierManager over blocks: look-ups in the shared table, 
 and the store as futures. Keys are vLLM's own (block hash and group), so engines share blocks only where they share
 vLLM's hash settings: a non-cryptographic hash has a random seed in every process unless PYTHONHASHSEED is set.
 
-Weights: the tier runs beside the scheduler, where no weights are: they are named by their files. vLLM drains a tier's
-jobs where it resets its caches, and only there; keys are of another epoch afterwards, which no other engine has.
+Weights: the tier runs beside the scheduler, where there are no weights: their files identify them. vLLM drains a tier's
+jobs only where it resets its caches; afterwards keys are of another epoch, which no other engine has.
 
-Invariants: no call waits, but `drain_jobs`; every submitted job is reported once, a load with the keys that came. The
-namespace has what vLLM says of the cache, its version among it, since it does not say how a backend packs blocks.
-Concurrency: the scheduler's thread; copies run on the client's threads.
+Invariants: no call but `drain_jobs` and `shutdown` waits; every submitted job is reported once, a load with the keys
+that came. The namespace has vLLM's description of the cache and its version, since it does not say how a backend
+packs blocks. Concurrency: the scheduler's thread; copies run on the client's threads.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -30,8 +31,10 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingConte
 from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from kvfs._native.pieces import Scatter
+from kvfs._native.blocks.pieces import Scatter
+from kvfs.client.blocks import Blocks
 from kvfs.connectors.common import (
+    VLLM_LOG,
     Link,
     address_of,
     digest_keys,
@@ -48,14 +51,14 @@ from kvfs.namespaces import Namespace
 class _Job:
     job_id: int
     keys: list[bytes]
-    begun: float
-    sizes: Future[list[int]] | None = None
-    """Of a load: bytes of each chunk, -1 for a miss."""
-    stored: Future[list[bool]] | None = None
+    begun_s: float
+    result: Future[Any]
+    """Of a load the bytes of each chunk, -1 for a miss."""
+    is_load: bool
 
 
 class KVFSTier(SecondaryTierManager):  # type: ignore[misc]
-    """See the module's header."""
+    """Store vLLM's offloaded chunks as blocks."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
 
@@ -69,10 +72,10 @@ class KVFSTier(SecondaryTierManager):  # type: ignore[misc]
         address: str | None = None,
         revision: str | None = None,
     ) -> None:
-        """`revision`: which weights, where the model is no directory. Raises InvalidRequest."""
+        """Connect. `revision` identifies the weights, where the model is no directory. Raises InvalidRequest."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._namespace = _namespace_of(offloading_spec, self.block_size_bytes, revision)
-        self._link = Link(address_of({"address": address}), name="vllm-tier")
+        self._link = Link(address_of({"address": address}), name="vllm-tier", log=logging.getLogger(VLLM_LOG))
         self._link.open(self._namespace)
         self._memory = np.frombuffer(primary_kv_view, dtype=np.uint8)
         self._epoch = ""
@@ -92,41 +95,29 @@ class KVFSTier(SecondaryTierManager):  # type: ignore[misc]
         return LookupResult.HIT if there[0] else LookupResult.MISS
 
     def submit_store(self, job_metadata: Any) -> None:
-        keys, places = list(job_metadata.keys), self._places(job_metadata.chunk_ids)
-        blocks = self._link.blocks(self._namespace)
-        job = None
-        if blocks is not None and self._link.is_up:
-            digests = self._digests(keys)
-            stored = self._link.attempt(
-                lambda: blocks.put_async(digests, places, timeout_s=CONNECTOR_TIMEOUT_S), None
-            )
-            if stored is not None:
-                job = _Job(job_metadata.job_id, keys, time.monotonic(), stored=stored)
-        self._begin(job_metadata.job_id, job)
+        self._submit(job_metadata, Blocks.put_async, is_load=False)
 
     def submit_load(self, job_metadata: Any) -> None:
-        keys, places = list(job_metadata.keys), self._places(job_metadata.chunk_ids)
-        blocks = self._link.blocks(self._namespace)
-        job = None
-        if blocks is not None:
-            digests = self._digests(keys)
-            sizes = self._link.attempt(
-                lambda: blocks.get_into_async(digests, places, timeout_s=CONNECTOR_TIMEOUT_S), None
-            )
-            if sizes is not None:
-                job = _Job(job_metadata.job_id, keys, time.monotonic(), sizes=sizes)
-        self._begin(job_metadata.job_id, job)
+        self._submit(job_metadata, Blocks.get_into_async, is_load=True)
 
-    def _begin(self, job_id: int, job: _Job | None) -> None:
-        if job is None:
-            self._failed.append(JobResult(job_id, success=False))
+    def _submit(self, job: Any, begin: Callable[..., Future[Any]], *, is_load: bool) -> None:
+        keys, places = list(job.keys), self._places(job.chunk_ids)
+        blocks = self._link.blocks(self._namespace)
+        result = None
+        if blocks is not None and (is_load or self._link.is_up):
+            digests = self._digests(keys)
+            result = self._link.attempt(
+                lambda: begin(blocks, digests, places, timeout_s=CONNECTOR_TIMEOUT_S), None
+            )
+        if result is None:
+            self._failed.append(JobResult(job.job_id, success=False))
         else:
-            self._jobs[job_id] = job
+            self._jobs[job.job_id] = _Job(job.job_id, keys, time.monotonic(), result, is_load)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         finished, self._failed = self._failed, []
         for job_id, job in list(self._jobs.items()):
-            if _future(job).done():
+            if job.result.done():
                 del self._jobs[job_id]
                 finished.append(self._result(job))
         return finished
@@ -135,7 +126,7 @@ class KVFSTier(SecondaryTierManager):  # type: ignore[misc]
         return bool(self._jobs or self._failed)
 
     def drain_jobs(self) -> None:
-        """vLLM resets its caches: what is looked up and stored from now on is of other weights."""
+        """Wait for the jobs and begin an epoch: vLLM resets its caches because the weights change."""
         self._wait()
         self._epoch = new_epoch()
 
@@ -144,28 +135,23 @@ class KVFSTier(SecondaryTierManager):  # type: ignore[misc]
         self._link.close()
 
     def _wait(self) -> None:
-        wait([_future(job) for job in self._jobs.values()], CONNECTOR_COPY_S)
+        wait([job.result for job in self._jobs.values()], CONNECTOR_COPY_S)
 
     def _digests(self, keys: list[bytes]) -> list[bytes]:
         return digest_keys(self._namespace, keys, self._epoch)
 
     def _result(self, job: _Job) -> JobResult:
-        taken_s = time.monotonic() - job.begun
-        size_bytes = len(job.keys) * self.block_size_bytes
+        taken_s = time.monotonic() - job.begun_s
         try:
-            if job.sizes is None:
-                _future(job).result()
-                return JobResult(job.job_id, success=True, transfer_time=taken_s, transfer_bytes=size_bytes)
-            came = [
-                key
-                for key, size in zip(job.keys, job.sizes.result(), strict=True)
-                if size == self.block_size_bytes
-            ]
+            found = job.result.result()
         except InvalidRequest:
             raise
         except (KvfsError, OSError) as error:
             self._link.failed(error)
             return JobResult(job.job_id, success=False, transfer_time=taken_s)
+        came = job.keys
+        if job.is_load:
+            came = [key for key, size in zip(job.keys, found, strict=True) if size == self.block_size_bytes]
         return JobResult(
             job.job_id,
             success=len(came) == len(job.keys),
@@ -177,12 +163,6 @@ class KVFSTier(SecondaryTierManager):  # type: ignore[misc]
     def _places(self, chunk_ids: Collection[int]) -> Scatter:
         offsets = np.fromiter(chunk_ids, dtype=np.int64, count=len(chunk_ids)) * self.block_size_bytes
         return Scatter(self._memory, offsets, self.block_size_bytes)
-
-
-def _future(job: _Job) -> Future[Any]:
-    future = job.sizes or job.stored
-    assert future is not None
-    return future
 
 
 def _namespace_of(spec: Any, chunk_bytes: int, revision: str | None) -> Namespace:

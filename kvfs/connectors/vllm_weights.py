@@ -1,19 +1,21 @@
-"""Whether a vLLM worker's weights are still those that its blocks are of.
+"""Detection of changed weights in a vLLM worker: its blocks are of the weights that computed them.
 
-Responsibility: `Watch` samples the worker's model (and draft model), holds the sample against later ones, and says to
-this engine's other ranks when the weights are others: what a rank computes depends on the weights of all.
+Responsibility: `Watch` samples the worker's model (and draft model), compares later samples with it, and notifies this
+engine's other ranks of a change: what a rank computes depends on the weights of all.
 
-vLLM hands a connector no model and no word of a change: the model is found in the worker that registers its KV cache.
+vLLM gives a connector neither the model nor a notification: the model is found in the worker that registers its KV
+cache.
 
-Invariants: once the weights were others, nothing is right until the epoch changes, though they may be changed back. A
-rank that finishes a step has heard of every rank that took part in it: each looks before its part, and says at once.
-What oneDNN has packed (vLLM on CPUs) nobody can read or change in place: whether it is packed anew is seen.
+Invariants: after a change nothing is loaded or stored until the epoch changes, even if the weights are changed back. At
+the end of a step a rank knows of a change in every rank that took part: each looks before its part, and notifies at
+once. Matrices that oneDNN has packed (vLLM on CPUs) cannot be read or changed in place; packing anew is detected.
 Concurrency: the worker's thread.
 """
 
 from __future__ import annotations
 
 import logging
+import operator
 import sys
 import time
 from collections.abc import Callable
@@ -24,7 +26,7 @@ from typing import Any
 
 import torch
 
-from kvfs.connectors.memory import Guard, sample, tensors_of
+from kvfs.connectors.memory import sample, tensors_of
 from kvfs.errors import InvalidRequest
 from kvfs.limits import WEIGHTS_DEVICE_CHECK_S
 
@@ -35,12 +37,12 @@ _PACKED = "cpu_linear"
 
 
 class Watch:
-    """See the module's header."""
+    """Watch the weights of one worker."""
 
     def __init__(self, models: Callable[[], list[torch.nn.Module]], peers: Peers) -> None:
         self._models = models
         self._peers = peers
-        self._guard = Guard(self._read)
+        self._held = self._read()
         self._epoch = 0
         self._on_cpu = all(
             tensor.is_cpu or tensor.is_meta
@@ -49,36 +51,36 @@ class Watch:
         )
         self._looked = time.monotonic()
         self.is_new = False
-        """Whether nothing was computed in this epoch yet."""
+        """Whether this epoch has computed nothing yet."""
         self.is_right = True
         self.changes = 0
-        """How often the weights were found to be others."""
+        """How often a change was found."""
 
     @property
     def sample(self) -> bytes:
-        return self._guard.sample
+        return self._held[0]
 
     def enter(self, epoch: int) -> None:
-        """The weights of a new epoch are what they are when it computes first: the engine resets, then changes them."""
+        """Begin an epoch, whose weights are sampled when it first computes: the engine resets, then changes them."""
         if epoch != self._epoch:
             self._epoch, self.is_new, self.is_right = epoch, True, True
 
     def look(self) -> bool:
-        """Whether the weights are still those of the epoch; on a device as of WEIGHTS_DEVICE_CHECK_S ago at most."""
+        """Return whether the weights are still the epoch's; those on a device are read every WEIGHTS_DEVICE_CHECK_S."""
         now = time.monotonic()
         if self.is_new:
-            self._guard.renew()
+            self._held = self._read()
             self._looked, self.is_new = now, False
         elif self.is_right and (self._on_cpu or now - self._looked >= WEIGHTS_DEVICE_CHECK_S):
             self._looked = now
-            if not self._guard.holds():
+            if not self._holds():
                 self._end("the weights in memory are not those that this engine's blocks are of")
-                self._peers.tell(self._epoch)
+                self._peers.notify(self._epoch)
         return self.is_right
 
     def ask(self) -> bool:
-        """The same of all ranks that took part in the step."""
-        if self.is_right and self._peers.were_told(self._epoch):
+        """Return whether the weights of all ranks that took part in the step are still the epoch's."""
+        if self.is_right and self._peers.was_notified(self._epoch):
             self._end("another rank's weights in memory are not those that this engine's blocks are of")
         return self.is_right
 
@@ -91,7 +93,13 @@ class Watch:
             why,
         )
 
+    def _holds(self) -> bool:
+        (digest, packed), (now, packed_now) = self._held, self._read()
+        same = len(packed) == len(packed_now)
+        return now == digest and same and all(map(operator.is_, packed, packed_now))
+
     def _read(self) -> tuple[bytes, list[Any]]:
+        """Return a sample, and the packed matrices, which nobody can read."""
         models = self._models()
         tensors = chain.from_iterable(tensors_of(model, all_buffers=False) for model in models)
         packed = [vars(module).get(_PACKED) for model in models for module in model.modules()]
@@ -99,7 +107,7 @@ class Watch:
 
 
 class Peers:
-    """This engine's ranks, by the store in which they met."""
+    """Notify this engine's other ranks, over torch's own store of the group."""
 
     def __init__(self, engine_id: str, ranks: int) -> None:
         self._engine_id = engine_id
@@ -107,11 +115,11 @@ class Peers:
         if ranks > 1:
             self._store = torch.distributed.distributed_c10d._get_default_store()
 
-    def tell(self, epoch: int) -> None:
+    def notify(self, epoch: int) -> None:
         if self._store is not None:
             self._store.set(self._key(epoch), b"1")
 
-    def were_told(self, epoch: int) -> bool:
+    def was_notified(self, epoch: int) -> bool:
         return self._store is not None and bool(self._store.check([self._key(epoch)]))
 
     def _key(self, epoch: int) -> str:
@@ -119,7 +127,7 @@ class Peers:
 
 
 def models_of_caller() -> Callable[[], list[torch.nn.Module]]:
-    """The models of the worker that is calling. Raises InvalidRequest where there is none."""
+    """Return a function for the models of the calling worker. Raises InvalidRequest without one."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         worker: Any = frame.f_locals.get("self")

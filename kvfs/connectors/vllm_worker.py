@@ -1,18 +1,17 @@
 """A worker's half of the vLLM connector: copies blocks between the paged KV cache and the store, around each step.
 
-Responsibility: loads, between steps (`is_async`) or layer by layer ahead of the layer that needs them; stores, layer
-by layer behind the layer that made them; and a true account of both.
+Responsibility: loads, between steps (`is_async`) or layer by layer ahead of the layer that needs them; stores, layer by
+layer behind the layer that computed them; and reports of both.
 
 Invariants:
-- A load that failed is reported, block by block, no later than its request is: the engine computes these blocks.
-- A step ends (`wait_for_save`) only when its blocks were copied out: the engine may free or reuse them then. Sealing
-  them goes on behind.
-- Nothing is loaded or stored in a step in which the weights are not the epoch's, nor afterwards until the next epoch; a
-  load that ends in another epoch than it began in has failed.
+- A failed load is reported, block by block, no later than its request: the engine computes these blocks.
+- A step ends (`wait_for_save`) when its blocks are copied out: the engine may free or reuse them then. Sealing goes on.
+- Nothing is loaded or stored from a step whose weights are not the epoch's until the next epoch; a load that ends in
+  another epoch than it began in has failed.
 - A store that does not answer costs at most CONNECTOR_SAVE_S of one step per outage.
 
-Concurrency: called by the worker's thread; stores are copied on one thread and sealed on another, so that a seal that
-takes long holds up no step; loads run on the client's threads.
+Concurrency: called by the worker's thread; stores are copied on one thread and sealed on another, so that a long seal
+delays no step; loads run on the client's threads.
 """
 
 from __future__ import annotations
@@ -20,30 +19,30 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 
-from kvfs.blocks import Blocks
+from kvfs._native.blocks.writer import Draft
+from kvfs.client.blocks import Blocks
+from kvfs.client.layers import Loading
 from kvfs.connectors.common import Link, chain_parents
 from kvfs.connectors.vllm_layout import KVLayout
 from kvfs.connectors.vllm_scheduler import BlockRun, Plan, Rank, split_keys
-from kvfs.errors import DeadlinePassed, InvalidRequest, KvfsError
+from kvfs.connectors.vllm_weights import Watch
+from kvfs.errors import DeadlinePassed, InvalidRequest, KvfsError, NoSpace, QuotaExceeded
 from kvfs.limits import (
     CONNECTOR_COPY_S,
     CONNECTOR_LOADS,
+    CONNECTOR_QUOTA_SHARE,
     CONNECTOR_SAVE_S,
     CONNECTOR_STORE_BLOCKS,
+    CONNECTOR_STORE_BYTES,
     CONNECTOR_TIMEOUT_S,
 )
 from kvfs.namespaces import Namespace
-
-if TYPE_CHECKING:
-    from kvfs._native.writer import Draft
-    from kvfs.connectors.vllm_weights import Watch
-    from kvfs.layers import Loading
 
 log = logging.getLogger("kvfs.connectors")
 
@@ -52,14 +51,14 @@ log = logging.getLogger("kvfs.connectors")
 class _Load:
     run: BlockRun
     sizes: Future[list[int]]
-    """Bytes of each block, -1 for one that was not there."""
+    """Bytes of each block, -1 for a miss."""
     epoch: int
     staging: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
 class _Store:
-    """Blocks of one step on their way out."""
+    """Blocks of one step that are being stored."""
 
     keys: list[bytes]
     parents: list[bytes | None]
@@ -69,9 +68,8 @@ class _Store:
     jobs: list[Future[None]] = field(default_factory=list)
     given_up: bool = False
 
-    def parts(self) -> list[_Store]:
-        """The same blocks, as many at once as a session's drafts allow."""
-        count = CONNECTOR_STORE_BLOCKS
+    def parts(self, count: int) -> list[_Store]:
+        """Return the same blocks in parts of `count`."""
         return [
             _Store(self.keys[i : i + count], self.parents[i : i + count], self.block_ids[i : i + count])
             for i in range(0, len(self.keys), count)
@@ -79,7 +77,7 @@ class _Store:
 
 
 class Transfers:
-    """See the module's header."""
+    """Load and store the blocks of one worker."""
 
     def __init__(
         self,
@@ -89,9 +87,9 @@ class Transfers:
         layout: KVLayout,
         *,
         is_async: bool,
-        watch: Watch | None = None,
+        watch: Watch,
     ) -> None:
-        """`watch` sees to it that the weights are those of the plans' epoch."""
+        """Take the `watch` that compares the weights with those of the plans' epoch."""
         self._link, self._namespace, self._rank, self._layout = link, namespace, rank, layout
         self._is_async = is_async
         self._watch = watch
@@ -101,11 +99,13 @@ class Transfers:
         self._layered: list[tuple[BlockRun, Loading | None]] = []
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
-        self._store: _Store | None = None
+        self._parts: list[_Store] = []
+        """Of the step under way, once its first layer is saved."""
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="kvfs-stores")
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="kvfs-seals")
         self._sealing = threading.BoundedSemaphore(2)
-        """Steps whose blocks wait to be sealed: each holds its drafts."""
+        """Parts of steps that wait to be sealed: each holds its drafts."""
+        self._last_seal: Future[None] | None = None
         self.counts = {
             "loaded_blocks": 0,
             "failed_blocks": 0,
@@ -122,28 +122,22 @@ class Transfers:
 
     # --- weights ------------------------------------------------------------------------------------------
     def enter(self, plan: Plan) -> None:
-        """A step begins: look at the weights that it computes with, if anything is loaded or stored."""
+        """Begin a step: look at the weights that it computes with, if anything is loaded or stored."""
         self._epoch = plan.epoch
-        if self._watch is not None:
-            self._watch.enter(plan.epoch)
-            if plan.loads or plan.stores or self._loads or (plan.computes and self._watch.is_new):
-                self._watch.look()
-                self.counts["weights_changed"] = self._watch.changes
-
-    @property
-    def _is_right(self) -> bool:
-        return self._watch is None or self._watch.is_right
+        self._watch.enter(plan.epoch)
+        if plan.loads or plan.stores or self._loads or (plan.computes and self._watch.is_new):
+            self._watch.look()
+            self.counts["weights_changed"] = self._watch.changes
 
     @property
     def ended_epoch(self) -> int | None:
-        """The epoch, where its weights are others now."""
-        return None if self._is_right else self._epoch
+        """Return the epoch whose weights have changed; None while they have not."""
+        return None if self._watch.is_right else self._epoch
 
     def _is_right_on_all_ranks(self) -> bool:
-        """Asked at the end of a step: those whose part came before this one's have looked."""
-        right = self._watch is None or self._watch.ask()
-        if self._watch is not None:
-            self.counts["weights_changed"] = self._watch.changes
+        """Return whether no rank has found its weights changed, at the end of a step."""
+        right = self._watch.ask()
+        self.counts["weights_changed"] = self._watch.changes
         return right
 
     # --- loads --------------------------------------------------------------------------------------------
@@ -158,7 +152,7 @@ class Transfers:
 
     def _begin_load(self, run: BlockRun) -> None:
         blocks = self._link.blocks(self._namespace)
-        if blocks is None or not self._is_right or len(self._loads) >= CONNECTOR_LOADS:
+        if blocks is None or not self._watch.is_right or len(self._loads) >= CONNECTOR_LOADS:
             self._finish(run, [-1] * len(run.block_ids))
             return
         staging = None
@@ -177,7 +171,7 @@ class Transfers:
 
     def _begin_layers(self, run: BlockRun) -> Loading | None:
         blocks = self._link.blocks(self._namespace)
-        if blocks is None or not self._is_right:
+        if blocks is None or not self._watch.is_right:
             return None
         layers = [self._layout.places(run.block_ids, layer) for layer in range(len(self._layout.layers))]
         return self._link.attempt(
@@ -185,9 +179,9 @@ class Transfers:
         )
 
     def wait_layer(self, name: str) -> None:
-        """Wait until a layer of all that this step loads is there; what is not is reported with the step.
+        """Wait until a layer of all loads of this step is there; missing blocks are reported with the step.
 
-        Raises DeadlinePassed where a copy does not end: what it still writes to must not be used for anything else.
+        Raises DeadlinePassed where a copy does not end: it may still write to these blocks.
         """
         layer = self._layer_of.get(name)
         if layer is None or not self._layered:
@@ -215,7 +209,7 @@ class Transfers:
         self.counts["failed_blocks"] += len(failed)
 
     def take_finished(self) -> set[str]:
-        """Requests whose loads have ended since the last call, well or not."""
+        """Return requests whose loads have ended or failed since the last call."""
         for request_id, load in list(self._loads.items()):
             if load.sizes.done():
                 del self._loads[request_id]
@@ -224,13 +218,13 @@ class Transfers:
         return finished
 
     def take_failed_blocks(self) -> set[int]:
-        """Blocks of the cache that hold no right bytes, though their load was begun; since the last call."""
+        """Return blocks of the cache whose loads have failed since the last call."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def _sizes_of(self, load: _Load) -> list[int]:
         missed = [-1] * len(load.run.block_ids)
-        if load.epoch != self._epoch or not self._is_right:
+        if load.epoch != self._epoch or not self._watch.is_right:
             return missed
         try:
             return load.sizes.result()
@@ -248,15 +242,22 @@ class Transfers:
 
     # --- stores -------------------------------------------------------------------------------------------
     def save_layer(self, plan: Plan, name: str) -> None:
-        """A layer's cache has this step's tokens: copy its blocks out behind the layers that follow."""
-        if self._layout.is_on_cpu and plan.stores and self._is_right and name in self._layer_of:
-            if self._store is None:
-                self._store = self._begin_store(_step_of(plan, self._rank).parts()[0])
-            self._save_layers_to(self._store, self._layer_of[name] + 1)
+        """Begin to copy out a layer's blocks, once its cache has this step's tokens."""
+        if self._layout.is_on_cpu and plan.stores and self._watch.is_right and name in self._layer_of:
+            if not self._parts:
+                self._parts = self._parts_of(plan)
+                self._begin_store(self._parts[0])
+            self._save_layers_to(self._parts[0], self._layer_of[name] + 1)
 
-    def _begin_store(self, store: _Store) -> _Store:
-        store.jobs.append(self._copier.submit(self._reserve, store))
-        return store
+    def _parts_of(self, plan: Plan) -> list[_Store]:
+        """Return the blocks of a step in parts, of which three fit into what the store lets a user write at once."""
+        share_bytes = self._link.quota_bytes // CONNECTOR_QUOTA_SHARE or CONNECTOR_STORE_BYTES
+        most_bytes = min(CONNECTOR_STORE_BYTES, share_bytes)
+        count = min(CONNECTOR_STORE_BLOCKS, most_bytes // self._layout.block_bytes)
+        return _step_of(plan, self._rank).parts(max(count, 1))
+
+    def _begin_store(self, store: _Store) -> None:
+        store.jobs.append(self._copier.submit(self._reserve, store, self._last_seal))
 
     def _save_layers_to(self, store: _Store, end: int) -> None:
         for layer in range(store.layers_begun, end):
@@ -264,18 +265,17 @@ class Transfers:
         store.layers_begun = max(store.layers_begun, end)
 
     def finish(self, plan: Plan) -> None:
-        """The step is over: copy out what is left, part by part, and seal it behind."""
-        begun, self._store = self._store, None
+        """End a step: copy out the remaining blocks, part by part, and have them sealed."""
+        parts, self._parts = self._parts, []
         if not plan.stores:
             return
-        parts = _step_of(plan, self._rank).parts()
-        if begun is not None:
-            parts[0] = begun
+        parts = parts or self._parts_of(plan)
         if not self._is_right_on_all_ranks():
-            self.counts["dropped_blocks"] += sum(len(part.keys) for part in parts if part is not begun)
-            parts = [] if begun is None else [begun]
-            for part in parts:  # it gives its drafts back
+            begun = [part for part in parts if part.jobs]
+            self.counts["dropped_blocks"] += sum(len(part.keys) for part in parts if not part.jobs)
+            for part in begun:  # its drafts are aborted
                 part.given_up = True
+            parts = begun
         for part in parts:
             self._finish_part(part)
 
@@ -291,17 +291,23 @@ class Transfers:
             job.result()
         self._seal_behind(lambda blocks: self._seal(blocks, part), len(part.keys))
 
-    def _reserve(self, store: _Store) -> None:
+    def _reserve(self, store: _Store, before: Future[None] | None) -> None:
+        """Reserve a part's drafts; `before` is the end of the seals under way."""
         blocks = self._link.blocks(self._namespace)
         if blocks is None or not self._link.is_up:
             store.given_up = True
             return
         sizes = [self._layout.block_bytes] * len(store.keys)
-        layers = len(self._layout.layers)
+        reserve = partial(
+            blocks.reserve,
+            store.keys,
+            sizes,
+            store.parents,
+            layers=len(self._layout.layers),
+            timeout_s=CONNECTOR_SAVE_S,
+        )
         try:
-            store.drafts = blocks.reserve(
-                store.keys, sizes, store.parents, layers=layers, timeout_s=CONNECTOR_SAVE_S
-            )
+            store.drafts = _with_room(reserve, before)
         except InvalidRequest as error:
             log.error("blocks are not stored: %s", error)
             store.given_up = True
@@ -324,10 +330,10 @@ class Transfers:
             store.given_up = True
 
     def _seal_behind(self, do: Callable[[Blocks], int | None], count: int) -> None:
-        """On a thread of its own; where two steps wait already the engine is faster than the store, and waits."""
+        """Seal on another thread; wait where two parts are waiting: the engine is faster than the store."""
         self._sealing.acquire()
-        future = self._sealer.submit(self._seal_all, do, count)
-        future.add_done_callback(lambda _: self._sealing.release())
+        self._last_seal = self._sealer.submit(self._seal_all, do, count)
+        self._last_seal.add_done_callback(lambda _: self._sealing.release())
 
     def _seal_all(self, do: Callable[[Blocks], int | None], count: int) -> None:
         blocks, stored = self._link.blocks(self._namespace), None
@@ -341,7 +347,7 @@ class Transfers:
         self.counts["dropped_blocks"] += count if stored is None else 0
 
     def _seal(self, blocks: Blocks, store: _Store) -> int | None:
-        """How many were new; None where none is stored, and then no draft stays behind."""
+        """Seal the drafts of a part; return how many were new. None: none is stored, and all drafts are aborted."""
         try:
             if self._link.is_up and not store.given_up:
                 return sum(blocks.seal(store.drafts, timeout_s=CONNECTOR_SAVE_S))
@@ -357,8 +363,23 @@ class Transfers:
         return sum(blocks.put(step.keys, list(copies), step.parents, timeout_s=CONNECTOR_TIMEOUT_S))
 
 
+def _with_room(reserve: Callable[[], list[Draft | None]], before: Future[None] | None) -> list[Draft | None]:
+    """Reserve drafts; where there is no room for them, once more when the seals under way have ended.
+
+    A part that is left out would end every later match before the parts behind it. Raises NoSpace, QuotaExceeded.
+    """
+    under_way = before is not None and not before.done()
+    try:
+        return reserve()
+    except (NoSpace, QuotaExceeded):
+        if before is None or not under_way:
+            raise
+    wait([before], CONNECTOR_SAVE_S)
+    return reserve()
+
+
 def _step_of(plan: Plan, rank: Rank) -> _Store:
-    """All blocks of a step, each once: requests that share a prefix compute it in one step, too."""
+    """Return all blocks of a step, each once: requests of one step may share a prefix."""
     step, seen = _Store([], [], []), set()
     for run in plan.stores:
         keys = split_keys(run.keys[rank])

@@ -1,7 +1,7 @@
-"""What every device promises, as tests: `class TestMyDevice(DeviceSuite)` with a fixture `make_device` runs them all.
+"""What every device does, as tests: `class TestMyDevice(DeviceSuite)` with a fixture `make_device` runs them all.
 
 `make_device(depth)` gives a fresh device, as often as asked, inside trio, and closes it after the test. Files
-are made in `tmp_path`. The suite uses nothing but `tiers.device.Device`.
+are made in `tmp_path`. The suite uses nothing but `tiers.device.device.Device`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import xxhash
 from kvfs import limits
 from kvfs.errors import Corrupt, DeviceFailed, Exists, InvalidRequest, NoSpace, NotFound
 from tests.support.tmpfs import private_tmpfs
-from tiers.device import Device
+from tiers.device.device import Device
 
 KIB, MIB = 1 << 10, 1 << 20
 PAGE = limits.DEVICE_ALIGNMENT_BYTES
@@ -179,7 +179,7 @@ class DeviceSuite:
                 await device.write(fd, 0, view)
             with pytest.raises(NoSpace):
                 device.open_file(root / "large", 8 * MIB, create=True)
-            assert not (root / "large").exists(), "a failed creation leaves no file"
+            assert not (root / "large").exists(), "nothing stays of a failed creation"
             device.close_file(fd)
 
     # --- files -------------------------------------------------------------------------------------------

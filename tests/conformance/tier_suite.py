@@ -1,7 +1,8 @@
-"""What every tier promises, as tests: `class TestMyTier(TierSuite)` with a fixture `make_tier` runs them all.
+"""The ports `WritableTier` and `ReadableTier`, as tests: `class TestMyTier(TierSuite)` with a fixture `make_tier`.
 
-`make_tier(capacity_bytes, max_slots)` gives a fresh tier of that size, as often as asked, and closes it after
-the test. The suite uses nothing but `tiers.base.Tier`, so it holds for a tier on any device.
+`make_tier(capacity_bytes, max_slots)` makes a fresh tier of that size, as often as asked, and closes it after
+the test. `TierSuite` uses nothing but the two ports of `tiers.model.ports`. `ExtentSuite`, the part of it that needs no
+descriptors of drafts and leases, holds for a tier on any device that gives `write` and `read_into`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import mmap
 import os
 import random
 from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import pytest
 import trio
@@ -26,11 +28,19 @@ from hypothesis.stateful import (
 )
 
 from kvfs.errors import NoSpace, ObjectTooLarge, Superseded, WriterActive
-from tiers.base import Extent, Kind, Lease, Sealed, SealHeader, StoreKey, Tier, object_key
+from tiers.model.ports import Lease, ReadableTier, WritableTier
+from tiers.model.tier import Extent, Kind, Sealed, SealHeader, StoreKey, object_key
 
 MIB = 1 << 20
 CAPACITY = 16 * MIB
 SLOTS = 256
+
+
+class Tier(WritableTier, ReadableTier, Protocol):
+    """Both ports, and an end."""
+
+    def close(self) -> None: ...
+
 
 MakeTier = Callable[[int, int], Tier]
 
@@ -48,7 +58,19 @@ def block_header(number: int) -> SealHeader:
     )
 
 
+@runtime_checkable
+class WrittenInPlace(Protocol):
+    """A tier whose drafts are no files."""
+
+    def write(self, draft: Extent, payload: bytes) -> None:
+        """Write a draft from its first byte on. Raises Superseded."""
+        ...
+
+
 def write(tier: Tier, draft: Extent, payload: bytes) -> None:
+    if isinstance(tier, WrittenInPlace):
+        tier.write(draft, payload)
+        return
     fd = tier.open_draft(draft)
     try:
         assert os.pwrite(fd, payload, 0) == len(payload)
@@ -81,8 +103,8 @@ async def checksum_of(tier: Tier, extent: Extent) -> int:
     return value
 
 
-class TierSuite:
-    """Inherit, and give a `make_tier` fixture."""
+class ExtentSuite:
+    """Inherit where drafts and leases are no descriptors, and give a `make_tier` fixture."""
 
     @pytest.fixture
     def tier(self, make_tier: MakeTier) -> Tier:
@@ -104,11 +126,6 @@ class TierSuite:
             assert await read(lease, 5000, 100) == payload[5000:5100]
             assert await read(lease, len(payload) - 10, 100) == payload[-10:]
             assert await read(lease, len(payload), 100) == b""
-            assert os.pread(lease.fileno(), 100, 256) == payload[256:356]
-
-    def test_a_lease_cannot_be_written_through(self, tier: Tier) -> None:
-        with tier.lease(put(tier, b"sealed").extent) as lease, pytest.raises(OSError, match="Bad file"):
-            os.pwrite(lease.fileno(), b"x", 0)
 
     def test_a_lease_closes_twice(self, tier: Tier) -> None:
         lease = tier.lease(put(tier, b"x").extent)
@@ -160,41 +177,11 @@ class TierSuite:
             with pytest.raises(Superseded):
                 tier.abort(draft)
             with pytest.raises(Superseded):
-                tier.open_draft(draft)
-
-    def test_a_writer_blocks_the_seal(self, tier: Tier) -> None:
-        draft = tier.reserve(100)
-        fd = tier.open_draft(draft)
-        os.pwrite(fd, b"one", 0)
-        with pytest.raises(WriterActive):
-            tier.seal(draft, block_header(1))
-        os.pwrite(fd, b"two", 0)
-        os.close(fd)
-        with tier.lease(tier.seal(draft, block_header(1)).extent) as lease:
-            assert os.pread(lease.fileno(), 10, 0) == b"two"
-
-    def test_a_writable_mapping_blocks_the_seal(self, tier: Tier) -> None:
-        draft = tier.reserve(4096)
-        fd = tier.open_draft(draft)
-        os.ftruncate(fd, 4096)
-        mapping = mmap.mmap(fd, 4096)
-        os.close(fd)
-        with pytest.raises(WriterActive):
-            tier.seal(draft, block_header(1))
-        mapping[:5] = b"bytes"
-        mapping.close()
-        with tier.lease(tier.seal(draft, block_header(1)).extent) as lease:
-            assert os.pread(lease.fileno(), 5, 0) == b"bytes"
-
-    async def test_the_checksum_is_the_payloads(self, tier: Tier) -> None:
-        for size_bytes in (0, 10, 300_000, 2 * MIB):
-            payload = random.Random(size_bytes).randbytes(size_bytes)
-            sealed = put(tier, payload)
-            assert await checksum_of(tier, sealed.extent) == xxhash.xxh3_64_intdigest(payload)
+                write(tier, draft, b"late")
 
     # --- the end of an extent ---------------------------------------------------------------------------
 
-    def test_an_aborted_draft_leaves_nothing(self, tier: Tier) -> None:
+    def test_nothing_stays_of_an_aborted_draft(self, tier: Tier) -> None:
         before = tier.usage()
         draft = tier.reserve(MIB)
         write(tier, draft, b"x" * MIB)
@@ -202,20 +189,6 @@ class TierSuite:
         after = tier.usage()
         assert (after.used_bytes, after.slots, after.held_bytes) == (before.used_bytes, before.slots, 0)
         assert list(tier.sealed()) == []
-
-    def test_an_aborted_drafts_writer_keeps_to_itself(self, tier: Tier) -> None:
-        draft = tier.reserve(4096)
-        fd = tier.open_draft(draft)
-        os.pwrite(fd, b"old" * 1000, 0)
-        tier.abort(draft)
-        sealed = [put(tier, b"new", number) for number in range(3)]
-        os.pwrite(fd, b"late" * 1000, 0)
-        for entry in sealed:
-            with tier.lease(entry.extent) as lease:
-                assert os.pread(lease.fileno(), 10, 0) == b"new"
-        os.close(fd)
-        tier.sweep()
-        assert tier.usage().held_bytes == 0
 
     def test_a_freed_extent_is_superseded(self, tier: Tier) -> None:
         first = put(tier, b"first").extent
@@ -228,7 +201,7 @@ class TierSuite:
         with pytest.raises(Superseded):
             tier.lease(Extent(second.slot, second.generation + 2))
 
-    def test_free_gives_the_bytes_back(self, tier: Tier) -> None:
+    def test_free_frees_the_bytes(self, tier: Tier) -> None:
         before = tier.usage()
         sealed = put(tier, b"x" * MIB)
         during = tier.usage()
@@ -254,41 +227,12 @@ class TierSuite:
         for entry in refilled:
             assert await contents(tier, entry.extent) == b"new" * 100_000
 
-    def test_a_mapping_outlives_its_descriptor(self, tier: Tier) -> None:
-        payload = b"mapped" * 10_000
-        sealed = put(tier, payload)
-        with tier.lease(sealed.extent) as lease:
-            mapping = mmap.mmap(lease.fileno(), len(payload), prot=mmap.PROT_READ)
-        assert tier.held(sealed.extent)
-        assert tier.free(sealed.extent) > 0
-        for number in range(4):
-            put(tier, b"other!" * 10_000, number)
-        assert mapping[:] == payload
-        mapping.close()
-        assert tier.sweep() > 0
-        assert tier.usage().held_bytes == 0
-
     def test_held_says_who_is_there_now(self, tier: Tier) -> None:
         sealed = put(tier, b"x" * MIB)  # large enough that its checksum may be in the making
         assert not tier.held(sealed.extent)
         with tier.lease(sealed.extent):
             assert tier.held(sealed.extent)
         assert not tier.held(sealed.extent)
-
-    def test_a_recycled_slot_reads_zeros_where_nothing_was_written(self, tier: Tier) -> None:
-        extents = [put(tier, b"\xff" * MIB, number).extent for number in range(4)]
-        for extent in extents:
-            tier.free(extent)
-        for _ in extents:
-            draft = tier.reserve()
-            fd = tier.open_draft(draft)
-            assert os.fstat(fd).st_size == 0
-            os.ftruncate(fd, MIB)
-            os.pwrite(fd, b"end", MIB - 3)
-            os.close(fd)
-            sealed = tier.seal(draft, block_header(1))
-            with tier.lease(sealed.extent) as lease:
-                assert os.pread(lease.fileno(), MIB, 0) == bytes(MIB - 3) + b"end"
 
     # --- capacity ---------------------------------------------------------------------------------------
 
@@ -298,15 +242,6 @@ class TierSuite:
         tier.abort(tier.reserve(usage.largest_object_bytes))
         with pytest.raises(ObjectTooLarge, match=str(usage.largest_object_bytes)):
             tier.reserve(usage.largest_object_bytes + 1)
-
-    def test_a_draft_that_grew_too_large_is_not_sealed(self, tier: Tier) -> None:
-        draft = tier.reserve()
-        fd = tier.open_draft(draft)
-        os.ftruncate(fd, tier.usage().largest_object_bytes + 1)
-        os.close(fd)
-        with pytest.raises(ObjectTooLarge):
-            tier.seal(draft, block_header(1))
-        tier.abort(draft)
 
     def test_used_bytes_never_pass_the_capacity(self, tier: Tier) -> None:
         extents: list[Extent] = []
@@ -322,15 +257,15 @@ class TierSuite:
         tier.free(extents.pop())
         put(tier, b"y" * MIB)
 
-    def test_promises_count(self, tier: Tier) -> None:
+    def test_reservations_count(self, tier: Tier) -> None:
         drafts: list[Extent] = []
 
-        def promise() -> None:
+        def reserve_all() -> None:
             for _ in range(SLOTS):
                 drafts.append(tier.reserve(MIB))
 
         with pytest.raises(NoSpace):
-            promise()
+            reserve_all()
         assert len(drafts) <= CAPACITY // MIB
         for draft in drafts:
             write(tier, draft, b"x" * MIB)
@@ -363,6 +298,101 @@ class TierSuite:
             tier.reserve()
         tier.abort(drafts[3])
         assert tier.reserve().slot == drafts[3].slot
+
+
+class TierSuite(ExtentSuite):
+    """Inherit, and give a `make_tier` fixture."""
+
+    def test_a_lease_is_a_descriptor(self, tier: Tier) -> None:
+        payload = bytes(range(256)) * 40
+        with tier.lease(put(tier, payload).extent) as lease:
+            assert os.pread(lease.fileno(), 100, 256) == payload[256:356]
+
+    def test_a_lease_cannot_be_written_through(self, tier: Tier) -> None:
+        with tier.lease(put(tier, b"sealed").extent) as lease, pytest.raises(OSError, match="Bad file"):
+            os.pwrite(lease.fileno(), b"x", 0)
+
+    def test_a_writer_blocks_the_seal(self, tier: Tier) -> None:
+        draft = tier.reserve(100)
+        fd = tier.open_draft(draft)
+        os.pwrite(fd, b"one", 0)
+        with pytest.raises(WriterActive):
+            tier.seal(draft, block_header(1))
+        os.pwrite(fd, b"two", 0)
+        os.close(fd)
+        with tier.lease(tier.seal(draft, block_header(1)).extent) as lease:
+            assert os.pread(lease.fileno(), 10, 0) == b"two"
+
+    def test_a_writable_mapping_blocks_the_seal(self, tier: Tier) -> None:
+        draft = tier.reserve(4096)
+        fd = tier.open_draft(draft)
+        os.ftruncate(fd, 4096)
+        mapping = mmap.mmap(fd, 4096)
+        os.close(fd)
+        with pytest.raises(WriterActive):
+            tier.seal(draft, block_header(1))
+        mapping[:5] = b"bytes"
+        mapping.close()
+        with tier.lease(tier.seal(draft, block_header(1)).extent) as lease:
+            assert os.pread(lease.fileno(), 5, 0) == b"bytes"
+
+    async def test_the_checksum_is_the_payloads(self, tier: Tier) -> None:
+        for size_bytes in (0, 10, 300_000, 2 * MIB):
+            payload = random.Random(size_bytes).randbytes(size_bytes)
+            sealed = put(tier, payload)
+            assert await checksum_of(tier, sealed.extent) == xxhash.xxh3_64_intdigest(payload)
+
+    def test_an_aborted_drafts_writer_keeps_to_itself(self, tier: Tier) -> None:
+        draft = tier.reserve(4096)
+        fd = tier.open_draft(draft)
+        os.pwrite(fd, b"old" * 1000, 0)
+        tier.abort(draft)
+        sealed = [put(tier, b"new", number) for number in range(3)]
+        os.pwrite(fd, b"late" * 1000, 0)
+        for entry in sealed:
+            with tier.lease(entry.extent) as lease:
+                assert os.pread(lease.fileno(), 10, 0) == b"new"
+        os.close(fd)
+        tier.sweep()
+        assert tier.usage().held_bytes == 0
+
+    def test_a_mapping_outlives_its_descriptor(self, tier: Tier) -> None:
+        payload = b"mapped" * 10_000
+        sealed = put(tier, payload)
+        with tier.lease(sealed.extent) as lease:
+            mapping = mmap.mmap(lease.fileno(), len(payload), prot=mmap.PROT_READ)
+        assert tier.held(sealed.extent)
+        assert tier.free(sealed.extent) > 0
+        for number in range(4):
+            put(tier, b"other!" * 10_000, number)
+        assert mapping[:] == payload
+        mapping.close()
+        assert tier.sweep() > 0
+        assert tier.usage().held_bytes == 0
+
+    def test_a_recycled_slot_reads_zeros_where_nothing_was_written(self, tier: Tier) -> None:
+        extents = [put(tier, b"\xff" * MIB, number).extent for number in range(4)]
+        for extent in extents:
+            tier.free(extent)
+        for _ in extents:
+            draft = tier.reserve()
+            fd = tier.open_draft(draft)
+            assert os.fstat(fd).st_size == 0
+            os.ftruncate(fd, MIB)
+            os.pwrite(fd, b"end", MIB - 3)
+            os.close(fd)
+            sealed = tier.seal(draft, block_header(1))
+            with tier.lease(sealed.extent) as lease:
+                assert os.pread(lease.fileno(), MIB, 0) == bytes(MIB - 3) + b"end"
+
+    def test_a_draft_that_grew_too_large_is_not_sealed(self, tier: Tier) -> None:
+        draft = tier.reserve()
+        fd = tier.open_draft(draft)
+        os.ftruncate(fd, tier.usage().largest_object_bytes + 1)
+        os.close(fd)
+        with pytest.raises(ObjectTooLarge):
+            tier.seal(draft, block_header(1))
+        tier.abort(draft)
 
     # --- everything at once -----------------------------------------------------------------------------
 
@@ -477,7 +507,7 @@ class _TierMachine(RuleBasedStateMachine):
             assert self.tier.usage().held_bytes == 0
 
     @invariant()
-    def books_balance(self) -> None:
+    def accounts_balance(self) -> None:
         usage = self.tier.usage()
         assert usage.used_bytes <= usage.capacity_bytes
         assert usage.slots == len(self.written) + len(self.live)

@@ -65,6 +65,8 @@ class Run:
     loaded: list[str]
     counts: dict[str, int] = field(default_factory=dict)
     finish: list[str] = field(default_factory=list)
+    kv_transfer_params: list[dict[str, Any] | None] = field(default_factory=list)
+    """What each answer says to the engine that goes on with the prompt."""
 
     def output(self, name: str) -> tuple[list[int], list[float]]:
         index = self.names.index(name)
@@ -117,9 +119,19 @@ class Engine:
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
         self._process.stdin.flush()
 
-    def generate(self, prompts: Mapping[str, Sequence[int]]) -> Run:
-        """The outputs of `prompts`. A process that dies or hangs (pytest's timeout) fails the test, with its log."""
-        answer = self._ask({"prompts": list(prompts.values()), "max_tokens": MAX_TOKENS})
+    def generate(
+        self,
+        prompts: Mapping[str, Sequence[int]],
+        *,
+        max_tokens: int = MAX_TOKENS,
+        params: Mapping[str, Any] | None = None,
+    ) -> Run:
+        """The outputs of `prompts`. A process that dies or hangs (pytest's timeout) fails the test, with its log.
+
+        `params`: the requests' `kv_transfer_params`.
+        """
+        request = {"prompts": list(prompts.values()), "max_tokens": max_tokens, "kv_transfer_params": params}
+        answer = self._ask(request)
         sys.stderr.write(f"\nengine '{self._label}': peak {answer.pop('peak_mib')} MiB\n")
         return Run(list(prompts), **answer)
 

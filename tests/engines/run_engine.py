@@ -6,8 +6,8 @@ is a request that gets one line in reply:
 
     {"model": directory, "storage": directory or null, "prefix_caching": bool, "connector": settings or null,
      "batched_tokens": int, "cache_blocks": int or null, "events": settings or null,
-     "tensor_parallel": int}
-    {"prompts": [[token id, ...], ...], "max_tokens": int}
+     "tensor_parallel": int, "model_tokens": int}
+    {"prompts": [[token id, ...], ...], "max_tokens": int, "kv_transfer_params": {...} or null}
     {"change": float, "rank": int or null}    every layer's norms, in place, by this factor; null: on all ranks
     {"reset": true}                           vLLM's reset_prefix_cache(reset_connector=True)
 
@@ -17,7 +17,7 @@ small that requests are preempted. A reply has lists with one entry per prompt:
 
     {"tokens": [[id, ...]], "logprobs": [[of each chosen token, ...]], "cached_tokens": [count],
      "loaded": [path of each tensor file that was loaded, in order], "counts": {...},
-     "finish": [reason, ...], "peak_mib": int}
+     "finish": [reason, ...], "kv_transfer_params": [of each answer, ...], "peak_mib": int}
 
 A change and a reset are answered by {"done": what vLLM says}.
 
@@ -83,7 +83,7 @@ def make_engine(settings: dict[str, Any]) -> Any:
         enforce_eager=True,
         dtype="float32",
         block_size=32,
-        max_model_len=1024,
+        max_model_len=settings.get("model_tokens", 1024),
         # Whole prompts in one step: the connector under test does not store prompts in chunks.
         max_num_batched_tokens=settings.get("batched_tokens", 16384),
         num_gpu_blocks_override=settings.get("cache_blocks"),
@@ -109,8 +109,14 @@ def generate(engine: Any, loaded: list[str], request: dict[str, Any]) -> dict[st
     from vllm import SamplingParams
 
     loaded.clear()
+    params = request.get("kv_transfer_params")
     sampling = SamplingParams(
-        temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True, detokenize=False, logprobs=0
+        temperature=0.0,
+        max_tokens=request["max_tokens"],
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=0,
+        extra_args=None if params is None else {"kv_transfer_params": params},
     )
     outputs = engine.generate(
         [{"prompt_token_ids": prompt} for prompt in request["prompts"]], sampling, use_tqdm=False
@@ -126,6 +132,7 @@ def generate(engine: Any, loaded: list[str], request: dict[str, Any]) -> dict[st
         "loaded": loaded,
         "counts": counts(engine),
         "finish": [completion.finish_reason for completion in completions],
+        "kv_transfer_params": [output.kv_transfer_params for output in outputs],
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
     }
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -315,6 +316,7 @@ def check_mooncake(address: str) -> dict[str, Any]:
 
 
 def main() -> None:
+    logging.basicConfig(level=logging.INFO)
     address = json.loads(sys.stdin.readline())["address"]
     assert not transformers.utils.is_torchvision_available()
     sys.meta_path.append(_StandIns())

@@ -13,6 +13,7 @@ the weights had changed since the load.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from typing import Any
 
@@ -89,6 +90,7 @@ def attached(model: Any) -> LowRank:
 
 @torch.no_grad()
 def main() -> None:
+    logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(
         1
     )  # the model is tiny, and threads that wait for each other are slow beside other work

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.service import ROOT
+from tests.support.service import ROOT, Service
 
 TIMEOUT_S = 280
 OFFLINE = {
@@ -24,7 +24,8 @@ OFFLINE = {
 def run_script(
     python: str, work: Path, name: str, request: dict[str, Any], *paths: str, within: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The reply of `run_NAME.py`; `paths` are further places of Python modules, `within` a command that runs it."""
+    """The reply of `run_NAME.py`, whose stderr is then in `NAME.log`; `paths` are further places of Python modules,
+    `within` a command that runs it."""
     reply = work / f"{name}.json"
     done = subprocess.run(
         [*within, python, str(ROOT / f"tests/engines/run_{name}.py"), str(reply)],
@@ -35,5 +36,16 @@ def run_script(
         env={**os.environ, **OFFLINE, "PYTHONPATH": os.pathsep.join([str(ROOT), *paths])},
         timeout=TIMEOUT_S,
     )
+    (work / f"{name}.log").write_text(done.stderr)
     assert done.returncode == 0, done.stderr[-6000:]
+    assert "sys.excepthook" not in done.stderr, done.stderr[-6000:]  # an error at the interpreter's end
     return dict(json.loads(reply.read_text()))
+
+
+def said_to_work(log: str, connector: str, service: Service) -> str:
+    """The line of a log in which a connector says that its store works. Raises AssertionError without it."""
+    wanted = f"{connector}: the store at {service.mount} ("
+    said = [line for line in log.splitlines() if wanted in line and " works, " in line]
+    assert said, log[-6000:]
+    assert "namespace " in said[0]
+    return said[0]

@@ -7,7 +7,7 @@ The weights are drawn so that an equal output proves an equal KV cache. With the
 initialisation the residual stream is the last token's embedding, the output repeats one token, and any
 cache would do. Here every projection but the queries' and keys' has a gain of 4: attention averages the
 whole prompt, the average outweighs the last token's embedding, and each layer amplifies a difference. One
-changed token of a hundred then changes the output within some 20 tokens (`test_80_vllm.py` shows it for each
+changed token of a hundred then changes the output within some 20 tokens (`test_vllm.py` shows it for each
 position), while the rounding of float32 is far too small to.
 """
 
@@ -27,7 +27,7 @@ HEADS = 4
 KV_HEADS = 2
 HEAD_DIM = 32
 INTERMEDIATE = 256
-MAX_TOKENS = 1024
+MAX_TOKENS = 32_768
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -4,7 +4,7 @@
  * that come and go, and checks that each entry, and the header of slot 1, are whole. The object id of slot 0 is the
  * epoch, and part of the steady keys; 0 between epochs.
  */
-#include "table_core.h"
+#include "shared/table_core.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -5,7 +5,7 @@
  * their runs, so that they move as those go. The test compiles the writer's code with a KVFS_STORE that
  * lingers after every store: an entry is one cache line, so at full speed a reader would hardly ever see half of it.
  */
-#include "table_core.h"
+#include "shared/table_core.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -28,7 +28,8 @@ static void put(struct kvfs_table *table, const char *name, uint64_t epoch, unsi
     make_key(key, name, epoch, number);
     memcpy(&tail, key + 8, 8);
     uint64_t size = (uint64_t)number << 32 | generation;
-    struct kvfs_entry_value value = {.slot = number, .generation = generation, .size_bytes = size, .kind = 2, .tiers = 1};
+    struct kvfs_entry_value value = {
+        .slot = number, .generation = generation, .size_bytes = size, .kind = 2, .tiers = 1};
     value.location = size ^ __builtin_bswap64(tail);
     kvfs_table_put(table, key, &value);
 }

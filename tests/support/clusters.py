@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from scheduler.cost import CostModel, table_costs
-from scheduler.decisions import Prompt
-from scheduler.instances import Cluster, uniform_cluster
-from scheduler.prefixes import Run
-from scheduler.queues import Discipline, Job
-from scheduler.traces import BLOCK_TOKENS
+from scheduler.routing.cluster import Cluster, uniform_cluster
+from scheduler.routing.cost import CostModel, table_costs
+from scheduler.routing.decisions import Prompt
+from scheduler.routing.prefix_index import Run
+from scheduler.routing.queues import Discipline, Job
+from scheduler.simulation.traces import BLOCK_TOKENS
 
 COSTS = table_costs()
 
@@ -77,7 +77,7 @@ def _fill_queues(rng: random.Random, cluster: Cluster, now_s: float) -> list[Job
                 job.started_s = now_s - 1
                 instance.running = job
             else:
-                instance.queue.add(job)
+                instance.queue.add(job, now_s)
     return jobs
 
 

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import quote, unquote
 
+import trio
+
 from kvfs.errors import InvalidRequest, NotFound, TierUnreachable
-from kvfs.limits import COLD_LIST_BATCH, GIB
-from tiers.cold_bucket import ColdOptions
+from kvfs.limits import GIB, MAX_LIST_ENTRIES
+from tiers.cold.bucket import ColdOptions
 
 
 class FolderBucket:
-    """A `tiers.cold_bucket.ColdBucket`."""
+    """A `tiers.cold.bucket.ColdBucket`."""
 
-    def __init__(self, path: Path, *, page_size: int = COLD_LIST_BATCH) -> None:
+    def __init__(self, path: Path, *, page_size: int = MAX_LIST_ENTRIES) -> None:
         self.place = str(path)
         self.path = path
         self.page_size = page_size
@@ -109,3 +111,10 @@ def options(
     bucket: FolderBucket, *, capacity_bytes: int = GIB, admits_all: bool = True, take_over: bool = False
 ) -> ColdOptions:
     return ColdOptions(bucket, capacity_bytes, admits_all=admits_all, take_over=take_over)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for another task or thread."""
+    with trio.fail_after(20):
+        while not condition():  # noqa: ASYNC110 what is waited for is many things, in threads too
+            await trio.sleep(0.002)

@@ -28,16 +28,17 @@ from typing import Any, Final
 
 import trio
 
-from kvfs import crashpoints
 from kvfs.limits import MIB
+from kvfs.system import crashpoints
 from tests.support.cold import FolderBucket, options
 from tests.support.crash_load import CLIENTS, Client, audit, look, make_buckets
 from tests.support.posix import PR_SET_PDEATHSIG
-from tiers.cold import ColdTier
-from tiers.device import open_device
-from tiers.journal import NvmeJournal
-from tiers.model import Name
-from tiers.store import TieredStore
+from tiers.cold.tier import ColdTier
+from tiers.device.device import open_device
+from tiers.model.objects import Name
+from tiers.nvme.write_behind import NvmeJournal
+from tiers.recovery.start import NvmeOptions, StoreOptions, start_store
+from tiers.store.store import Store
 
 WATCHDOG_S: Final = float(os.environ.get("KVFS_TEST_WATCHDOG_S", "90"))
 """A child that is alive after this long is stuck."""
@@ -83,16 +84,16 @@ async def live(task: dict[str, Any], say: Speaker) -> None:
     """One life of a store."""
     chance = random.Random(f"{task['seed']}/{task['life']}")
     device = open_device("auto")
-    store = await TieredStore.start(
-        Path(task["path"]),
-        device,
-        nvme_bytes=task["nvme_bytes"],
-        dram_bytes=task["dram_bytes"],
-        segment_bytes=MIB,
-        max_slots=512,
-        backing=task["backing"],
-        quota_bytes=1 << 40,
-        cold=options(FolderBucket(Path(task["cold"]))) if task["cold"] else None,
+    store = await start_store(
+        StoreOptions(
+            Path(task["path"]),
+            dram_bytes=task["dram_bytes"],
+            max_slots=512,
+            backing=task["backing"],
+            quota_bytes=1 << 40,
+            cold=options(FolderBucket(Path(task["cold"]))) if task["cold"] else None,
+            nvme=NvmeOptions(device, task["nvme_bytes"], segment_bytes=MIB),
+        )
     )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(store.run)
@@ -115,13 +116,13 @@ async def live(task: dict[str, Any], say: Speaker) -> None:
     say(end=True)
 
 
-async def reachable(store: TieredStore) -> None:
+async def reachable(store: Store) -> None:
     """Wait until the cold tier, if there is one, can be read; it may still be comparing."""
     while isinstance(store.cold, ColdTier) and not store.cold.is_up:  # noqa: ASYNC110 it tells nobody
         await trio.sleep(0.001)
 
 
-async def watch(store: TieredStore, say: Speaker) -> None:
+async def watch(store: Store, say: Speaker) -> None:
     """Say what every task waits for, when it has become too late."""
     await trio.sleep(WATCHDOG_S * 0.9)
     journal = store.journal
@@ -156,8 +157,13 @@ def frames_of(task: trio.lowlevel.Task) -> list[str]:
     return frames[::-1][:12]
 
 
-async def empty(store: TieredStore, say: Speaker) -> None:
-    """Remove all that there is, and say what of it is still counted once reclaim went through every segment."""
+async def empty(store: Store, say: Speaker) -> None:
+    """Remove all that there is, and say what of it is still counted once reclaim went through every segment.
+
+    Without its index a store learns of blocks in the cold bucket as it goes through the listing: all of it, first.
+    """
+    while isinstance(store.cold, ColdTier) and not store.cold.index.is_complete:  # noqa: ASYNC110 it notifies nobody
+        await trio.sleep(0.001)
     for bucket in store.buckets():
         while entries := store.list(bucket.name).entries:
             for key, _ in reversed(entries):
@@ -166,17 +172,17 @@ async def empty(store: TieredStore, say: Speaker) -> None:
     say(emptied=[store.usage(), await reclaimed(store)])
 
 
-def remove(store: TieredStore, bucket: bytes, key: bytes) -> None:
+def remove(store: Store, bucket: bytes, key: bytes) -> None:
     if key.endswith(b"/"):
         store.remove_directory(Name(bucket, key))
     else:
         store.remove(Name(bucket, key))
 
 
-async def reclaimed(store: TieredStore) -> dict[str, int]:
+async def reclaimed(store: Store) -> dict[str, int]:
     journal = store.journal
     assert isinstance(journal, NvmeJournal)
-    return {"live_bytes": journal.nvme.live_bytes, "objects": len(journal.nvme.objects)}
+    return {"live_bytes": journal.nvme.pool.live_bytes, "objects": len(journal.nvme.objects)}
 
 
 def child(task: dict[str, Any], descriptor: int) -> None:

@@ -25,12 +25,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from kvfs import crashpoints
-from kvfs.cli_fsck import _check
+from kvfs.cli.fsck_command import _check
 from kvfs.limits import MIB
+from kvfs.system import crashpoints
 from tests.support.crash_model import Model, Value
 from tests.support.service import ROOT
-from tiers import tmpfs
+from tiers.dram import tmpfs
 
 INDEX_FATES: Final = ("intact", "intact", "intact", "gone", "truncated", "flipped", "older")
 DRAM_FATES: Final = ("intact", "intact", "gone")

@@ -12,25 +12,26 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import trio
 
-from kvfs._native.table import TIER_COLD
+from kvfs._native.shared.table import TIER_COLD
 from kvfs.errors import KvfsError, NotFound, Superseded
+from kvfs.index.rows import ROW_ONLY
 from kvfs.keys import block_name
-from kvfs.name_rows import DIRECTORY
 from tests.support.crash_model import Assignment, Value
 from tests.support.posix import pattern
 from tests.support.stores import NAMESPACE
-from tiers.cold import ColdTier
-from tiers.cold_format import HEADER_BYTES
-from tiers.journal import NvmeJournal
-from tiers.model import Attributes, Name, ObjectInfo
-from tiers.nvme import counted_bytes
-from tiers.store import TieredStore
+from tiers.cold.format import HEADER_BYTES
+from tiers.cold.tier import ColdTier
+from tiers.model.objects import Attributes, Name, ObjectInfo
+from tiers.nvme.stored import counted_bytes
+from tiers.nvme.write_behind import NvmeJournal
+from tiers.store.store import Store
 
 CLIENTS: Final = 3
 LIVES_APART: Final = 14
@@ -38,10 +39,13 @@ LIVES_APART: Final = 14
 VERSION_BYTES: Final = 8
 SIZES: Final = (0, 1, 511, 4096, 5_000, 20_000, 70_000, 150_000, 256 * 1024, 300_000, 700_000)
 
+LINK_LENGTHS: Final = (1, 3, 40, 300)
+"""How often a link's target repeats its version."""
+
 Say = Callable[..., None]
 
 
-def make_buckets(store: TieredStore) -> None:
+def make_buckets(store: Store) -> None:
     """Those that are missing."""
     there = {bucket.name for bucket in store.buckets()}
     durable_blocks = replace(NAMESPACE, salt="durable")
@@ -70,7 +74,7 @@ def block_version(data: bytes) -> int:
 class Client:
     """One task's random changes."""
 
-    store: TieredStore
+    store: Store
     number: int
     seed: int
     life: int
@@ -93,6 +97,7 @@ class Client:
     async def run(self, changes: int) -> None:
         actions: list[tuple[int, Callable[[], Awaitable[None]]]] = [
             (30, self.put),
+            (6, self.make_link),
             (8, self.rename),
             (7, self.remove),
             (3, self.rename_directory),
@@ -161,6 +166,16 @@ class Client:
                 self.store.abort(draft)
 
         await self.change(seal, [(str(name), (version, size, mode, pinned))])
+
+    async def make_link(self) -> None:
+        name = self.pick()
+        self.version += 1
+        version, target = self.version, link_target(self.version)
+        attributes = Attributes(user_metadata=str(version).encode())
+        await self.change(
+            lambda: self.store.make_link(name, target, attributes, replace=True),
+            [(str(name), (version, len(target), 0o777, False))],
+        )
 
     def fill(self, draft: Any, data: bytes) -> None:
         descriptor = self.store.open_draft(draft)
@@ -274,17 +289,27 @@ class Client:
         self.store.maintain()
 
 
+def link_target(version: int) -> bytes:
+    """Where the symbolic link of this version leads."""
+    return b"%d/" % version * LINK_LENGTHS[version % len(LINK_LENGTHS)]
+
+
 def value_of(info: ObjectInfo) -> Value:
     """Of a named object."""
     return (int(info.user_metadata), info.size_bytes, info.mode, info.pinned)
 
 
-async def read_whole(store: TieredStore, name: Name, say: Say) -> Value:
+async def read_whole(store: Store, name: Name, say: Say) -> Value:
     """Read an object and hold it against what it must be; `wrong` is said of other bytes. Raises what `load` does."""
     while True:
         info = store.lookup(name)
         if not isinstance(info, ObjectInfo):
             raise NotFound(f"{name} is a directory")
+        if info.target:
+            value = value_of(info)
+            if info.target != link_target(value[0]) or info.size_bytes != len(info.target):
+                say(wrong=f"{info}: a link of version {value[0]}")
+            return value
         try:
             info = await store.load(info, uid=0)
             descriptor = store.open_read(info, uid=0)
@@ -307,7 +332,7 @@ async def read_whole(store: TieredStore, name: Name, say: Say) -> Value:
 
 
 # --- a look at everything --------------------------------------------------------------------------------------
-async def look(store: TieredStore, say: Say) -> dict[str, Value]:
+async def look(store: Store, say: Say) -> dict[str, Value]:
     """All that can be read, every byte compared; `vanished` is said of what turned out to be gone."""
     found: dict[str, Value] = {}
     for bucket in store.buckets():
@@ -332,7 +357,7 @@ async def look(store: TieredStore, say: Say) -> dict[str, Value]:
     return found
 
 
-def audit(store: TieredStore) -> list[str]:
+def audit(store: Store) -> list[str]:
     """What is wrong with the books: bytes used, live and counted, table entries and names."""
     wrong = [*_audit_table(store), *_audit_dram(store)]
     if isinstance(store.journal, NvmeJournal):
@@ -342,7 +367,7 @@ def audit(store: TieredStore) -> list[str]:
     return wrong
 
 
-def _audit_table(store: TieredStore) -> list[str]:
+def _audit_table(store: Store) -> list[str]:
     wrong = []
     journal = store.journal
     for digest, entry in store.table.items():
@@ -353,13 +378,20 @@ def _audit_table(store: TieredStore) -> list[str]:
             wrong.append(f"object {object_id} is in no tier")
         elif entry.tiers == 4 and not journal.holds(object_id):
             wrong.append(f"object {object_id} is said to be on NVMe, and is not")
-    names = sum(1 for _, _, row in store.names.rows() if row is not None and not row.flags & DIRECTORY)
+    sizes: Counter[bytes] = Counter()
+    for block in filter(None, map(store.catalog.blocks.get, store.catalog.blocks.digests())):
+        sizes[block.bucket] += block.size_bytes
+    for bucket in store.buckets():
+        counted = store.catalog.blocks.size_bytes(bucket.name)
+        if counted != sizes[bucket.name]:
+            wrong.append(f"{sizes[bucket.name]} bytes of blocks in {bucket.name!r}, {counted} counted")
+    names = sum(1 for _, _, row in store.names.rows() if row is not None and not row.flags & ROW_ONLY)
     if names != store.usage()["objects"]:
         wrong.append(f"{names} names in the index, {store.usage()['objects']} objects known")
     return wrong
 
 
-def _audit_cold(store: TieredStore, cold: ColdTier) -> list[str]:
+def _audit_cold(store: Store, cold: ColdTier) -> list[str]:
     """Rows, order and the table's bits are the same; what is on its way has no row yet, or none any more."""
     marked = {
         str(store.cold_name(digest)): entry.size_bytes + HEADER_BYTES
@@ -368,13 +400,13 @@ def _audit_cold(store: TieredStore, cold: ColdTier) -> list[str]:
     }
     rows = {name: 0 if row is None else row.size_bytes + HEADER_BYTES for name, row in cold.index.rows()}
     wrong = [f"cold: {name} differs" for name in {*marked, *rows} if marked.get(name) != rows.get(name)]
-    used = sum(rows.values()) + sum(cold.writing.values()) + sum(cold.leaving.values())
+    used = sum(rows.values()) + sum(cold.writing.values()) + sum(cold.deleting.values())
     if not used == cold.used_bytes <= cold.capacity_bytes:
         wrong.append(f"cold: {cold.used_bytes} bytes used of {cold.capacity_bytes}, {used} are there")
     return wrong
 
 
-def _audit_dram(store: TieredStore) -> list[str]:
+def _audit_dram(store: Store) -> list[str]:
     usage = store.dram.usage()
     files = sum(file.stat().st_blocks * 512 for file in store.dram.directory.iterdir())
     wrong = []
@@ -390,20 +422,20 @@ def _audit_dram(store: TieredStore) -> list[str]:
 def _audit_nvme(journal: NvmeJournal) -> list[str]:
     nvme = journal.nvme
     wrong = []
-    if not 0 <= nvme.kept_bytes <= nvme.live_bytes <= nvme.used_bytes <= nvme.capacity_bytes:
+    if not 0 <= nvme.pool.kept_bytes <= nvme.pool.live_bytes <= nvme.used_bytes <= nvme.capacity_bytes:
         wrong.append(
-            f"NVMe: {nvme.kept_bytes} kept, {nvme.live_bytes} live, {nvme.used_bytes} used, "
+            f"NVMe: {nvme.pool.kept_bytes} kept, {nvme.pool.live_bytes} live, {nvme.used_bytes} used, "
             f"{nvme.capacity_bytes} in all"
         )
     live: dict[int, int] = {}
-    for stored in [*nvme.objects.values(), *nvme._leaving.values(), *nvme._gone.values()]:
+    for stored in [*nvme.objects.values(), *nvme._deleting.values(), *nvme._held.values()]:
         for piece in stored.pieces:
             if piece is not None:
                 live[piece.segment] = live.get(piece.segment, 0) + counted_bytes(piece.record_bytes, 0)
         if stored.meta is not None:
             (segment, _), size = stored.meta
             live[segment] = live.get(segment, 0) + size
-    for place in nvme._buckets.values():
+    for place in nvme.buckets._buckets.values():
         if place.place is not None:
             (segment, _), size = place.place
             live[segment] = live.get(segment, 0) + size

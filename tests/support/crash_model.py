@@ -6,9 +6,10 @@ It knows nothing of tiers: only which changes were acknowledged, and what a buck
 What is allowed, by name ("bucket/key"; a block is "bucket:prefix hash"; a directory ends in "/"):
 - the acknowledged value, or that of a change that was under way or whose outcome its client was not told;
 - nothing, where a cache's bucket may forget;
+- what a cache's name had before in this life, where the index is lost, too: its changes wait for no device;
 - attributes (all of a value but its version and size) count in durable buckets, and while the index lives and
   nothing was under way: a cache's settle does not wait for them.
-A version is given to one object only, so it may be found under one name only, and never comes back.
+A version is given to one object only, so it may be found under one name only, one that it had.
 
 Concurrency: none; plain state.
 """
@@ -42,6 +43,8 @@ class Model:
     acknowledged: int = 0
     blocks: dict[str, set[Value | None]] = field(default_factory=dict)
     """Every block of a cache that ever was there, or may have been."""
+    past: dict[str, set[Value | None]] = field(default_factory=dict)
+    """What names in caches have had in this life."""
 
     def hear(self, said: dict[str, Any]) -> None:
         """One line of a client: `begin` with its assignments, then `done`, `failed` or `unsure`."""
@@ -62,6 +65,9 @@ class Model:
 
     def _set(self, name: str, value: Value | None) -> None:
         self._note_block(name, value)
+        if "/" in name and not is_durable(name):
+            before = {self.values.get(name), *self.unsure.get(name, ())}
+            self.past.setdefault(name, set()).update(before, {value})
         self.unsure.pop(name, None)
         if value is None:
             self.values.pop(name, None)
@@ -91,6 +97,8 @@ class Model:
     def judge(self, found: dict[str, Value], *, index_lives: bool) -> list[str]:
         """What is wrong with what a start found; empty when nothing is."""
         outcomes = self.outcomes()
+        for name, values in self.past.items() if not index_lives else ():
+            outcomes.setdefault(name, {None}).update(values)
         wrong = [*self._judge_values(outcomes, found, index_lives), *_twice(found)]
         there = {value[0] for value in found.values()}
         moved = self._moved(outcomes)

@@ -22,15 +22,16 @@ from typing import Any
 import pytest
 import trio
 
-from kvfs import linux
 from kvfs.limits import MIB
+from kvfs.system import linux
 from tests.support.crash_harness import fast_directory, flip_bits, used_bytes
 from tests.support.crash_load import CLIENTS, Client, audit, look, make_buckets
 from tests.support.crash_model import Model, Value
 from tests.support.faulty_device import LossyDevice, PowerLost
 from tests.support.stores import abandon_home
-from tiers.device import ThreadDevice
-from tiers.store import TieredStore
+from tiers.device.threads import thread_device
+from tiers.recovery.start import NvmeOptions, StoreOptions, start_store
+from tiers.store.store import Store
 
 
 class Machine:
@@ -54,7 +55,7 @@ class Machine:
 
     def run(self, changes: int = 60, cut_at: int | None = None) -> None:
         """One life, the cut, and what it did; AssertionError when the life found what it must not."""
-        device = LossyDevice(ThreadDevice())
+        device = LossyDevice(thread_device())
         if cut_at is not None:
             device.cut_at(cut_at)
         where = f"KVFS_TEST_SEED={self.seed}, life {self.number}, cut at {cut_at}, before: {self.what}"
@@ -78,15 +79,15 @@ class Machine:
     async def _live(self, device: LossyDevice, changes: int) -> None:
         store = None
         try:
-            store = await TieredStore.start(
-                self.path,
-                device,
-                nvme_bytes=16 * MIB,
-                dram_bytes=16 * MIB,
-                segment_bytes=MIB,
-                max_slots=512,
-                backing="directory",
-                quota_bytes=1 << 40,
+            store = await start_store(
+                StoreOptions(
+                    self.path,
+                    dram_bytes=16 * MIB,
+                    max_slots=512,
+                    backing="directory",
+                    quota_bytes=1 << 40,
+                    nvme=NvmeOptions(device, 16 * MIB, segment_bytes=MIB),
+                )
             )
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(store.run)
@@ -145,10 +146,10 @@ class _History(logging.Handler):
         self._machine.history.append(f"{self._machine.number}: log: {record.getMessage()}")
 
 
-def forget(store: TieredStore) -> None:
+def forget(store: Store) -> None:
     """Let go of a store as a process that is gone does: nothing is flushed or recorded."""
     store.dram.close()
-    store.names._env._env.close()
+    store.names.environment._env.close()
     abandon_home(store.home)
 
 

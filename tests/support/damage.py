@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Final
 
 from kvfs.formats import RECORD_HEADER, SEGMENT_DATA_START, SLOT_HEADER, TABLE_HEADER, RecordType
-from kvfs.name_rows import store_row
-from tiers.index_check import IndexReader
+from kvfs.index.rows import store_row
+from tiers.recovery.index_check import IndexReader
 
 SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
 STORES: Final = int(os.environ.get("KVFS_TEST_STORES", "1"))

@@ -55,7 +55,7 @@ def need_mount() -> None:
         pytest.skip("needs root and /dev/fuse")
 
 
-def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
     """Wait until `condition` holds: for what the kernel does after the call that causes it (RELEASE follows
     close() and munmap()). Raises AssertionError after `timeout_s`."""
     deadline = time.monotonic() + timeout_s

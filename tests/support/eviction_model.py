@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tiers.eviction import EvictionPolicy
+from tiers.eviction.policy import EvictionPolicy
 
 
 @dataclass

@@ -19,7 +19,7 @@ from random import Random
 from typing import Literal
 
 from kvfs.errors import KvfsError
-from tiers.device import Device
+from tiers.device.device import Device
 
 SECTOR_BYTES = 512
 """What a drive writes whole or not at all."""

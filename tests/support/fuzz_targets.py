@@ -13,18 +13,20 @@ from typing import Final
 
 from pydantic import SecretStr
 
-from gateway import bodies, checksums, conditions, metadata, ranges, signing
-from gateway.addressing import resolve
-from gateway.chunked import ChunkedDecoder, encoded_bytes_limit
-from gateway.credentials import Credentials
-from gateway.errors import S3Error
-from gateway.framing import BadChunk, ChunkedReader
-from gateway.heads import BadHead, parse_head
-from gateway.request import Request
-from gateway.routing import copy_source, route
-from gateway.signing import PayloadMode, Verified
+from gateway.auth import sigv4
+from gateway.auth.credentials import Credentials
+from gateway.auth.sigv4 import PayloadMode, Verified
+from gateway.call.aws_chunked import ChunkedDecoder, encoded_bytes_limit
+from gateway.protocol import checksums, conditions, metadata, ranges, tags
+from gateway.protocol.addressing import resolve
+from gateway.protocol.errors import S3Error
+from gateway.protocol.request import Request
+from gateway.protocol.routing import copy_source, route
+from gateway.xml import requests
 from kvfs import limits
-from kvfs.credentials import Credential
+from kvfs.config.credentials import Credential
+from kvfs.http.head import BadHead, parse_head
+from kvfs.http.transfer_chunks import BadChunk, ChunkedReader
 
 _CREDENTIAL = Credential(access_key="AKIDEXAMPLE", secret_key=SecretStr("wJalrXUtnFEMI/K7MDENG"))
 _NOW_S: Final = 1_767_323_045.0
@@ -80,7 +82,7 @@ _ASKED: Final[Sequence[Callable[[Request], object]]] = (
     checksums.wanted,
     conditions.from_headers,
     metadata.from_request,
-    lambda request: signing.verify(request, Credentials((_CREDENTIAL,)), _NOW_S, "us-east-1"),
+    lambda request: sigv4.verify(request, Credentials((_CREDENTIAL,)), _NOW_S, "us-east-1"),
 )
 
 
@@ -112,30 +114,30 @@ def _unframed(pieces: Sequence[bytes]) -> tuple[bytes, bool] | None:
 
 
 def aws_chunked(data: bytes) -> None:
-    """S3's chunks in HTTP's: the first two bytes say how many bytes are promised, and in which mode."""
+    """S3's chunks in HTTP's: the first two bytes say how many bytes are expected, and in which mode."""
     if len(data) < 2:
         return
     modes = [mode for mode in PayloadMode if mode.is_streaming]
-    mode, promised, body = modes[data[0] % len(modes)], data[1] * 64, data[2:]
-    whole = _decoded(mode, promised, [body])
+    mode, expected, body = modes[data[0] % len(modes)], data[1] * 64, data[2:]
+    whole = _decoded(mode, expected, [body])
     if len(body) <= _MOST_CUT:
-        assert _decoded(mode, promised, [body[at : at + 1] for at in range(len(body))]) == whole
+        assert _decoded(mode, expected, [body[at : at + 1] for at in range(len(body))]) == whole
     if whole is not None:
-        assert len(whole[0]) == promised
-        assert len(body) <= encoded_bytes_limit(promised)
+        assert len(whole[0]) == expected
+        assert len(body) <= encoded_bytes_limit(expected)
 
 
 def _decoded(
-    mode: PayloadMode, promised: int, pieces: Sequence[bytes]
+    mode: PayloadMode, expected: int, pieces: Sequence[bytes]
 ) -> tuple[bytes, dict[str, str]] | None:
     names = frozenset({"x-amz-checksum-crc32"}) if mode.has_trailer else frozenset[str]()
     verified = Verified(_CREDENTIAL, mode, None, "0" * 64, b"k" * 32, "20260102T030405Z", "scope", False)
-    decoder, payload = ChunkedDecoder(verified, promised, names), b""
+    decoder, payload = ChunkedDecoder(verified, expected, names), b""
     try:
         for piece in pieces:
             memory = bytearray(piece)
             payload += memory[: decoder.compact(memoryview(memory))]
-            assert len(payload) <= promised, "more payload than was promised"
+            assert len(payload) <= expected, "more payload than was expected"
         return payload, decoder.finish()
     except S3Error:
         return None
@@ -144,21 +146,21 @@ def _decoded(
 def document(data: bytes) -> None:
     """XML and JSON that operations take: the same meaning, or a refusal, however the bytes are cut."""
     for make in (
-        bodies.complete_multipart_upload,
-        bodies.delete,
-        bodies.tagging,
-        bodies.bucket_tagging,
-        bodies.create_bucket_configuration,
-        bodies.match,
+        requests.complete_multipart_upload,
+        requests.delete,
+        requests.tagging,
+        requests.bucket_tagging,
+        requests.create_bucket_configuration,
+        requests.match,
     ):
         whole = _meaning(make(), [data])
         if len(data) <= _MOST_CUT:
             assert _meaning(make(), [data[at : at + 1] for at in range(len(data))]) == whole
     with suppress(S3Error):
-        bodies.tagging_header(data.decode("latin-1"))
+        tags.parse_header(data.decode("latin-1"))
 
 
-def _meaning(document: bodies.Document[object], pieces: Sequence[bytes]) -> tuple[object] | None:
+def _meaning(document: requests.Document[object], pieces: Sequence[bytes]) -> tuple[object] | None:
     try:
         for piece in pieces:
             if piece:

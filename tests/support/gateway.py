@@ -8,16 +8,19 @@ Concurrency: one thread.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import boto3
+import pytest
 from botocore.config import Config
+from botocore.exceptions import ClientError
 
 from tests.support.service import Service
 
@@ -25,7 +28,7 @@ ACCESS, SECRET = "KVFSTESTMAIN", "main-secret-0123456789"
 OTHER_ACCESS, OTHER_SECRET = "KVFSTESTOTHER", "other-secret-0123456789"
 READER_ACCESS, READER_SECRET = "KVFSTESTREADER", "reader-secret-0123456789"
 REGION = "us-east-1"
-WAIT_S = 15.0
+WAIT_S = 60.0
 _LISTENING = re.compile(r"S3 +(https?)://([^:]+):(\d+)")
 _CREDENTIALS = f"""
 [[s3.credentials]]
@@ -72,17 +75,35 @@ class Gateway:
             config=Config(**settings),
         )
 
+    def started_again(self) -> Gateway:
+        """The endpoint of the service's next process, once the log says where that is."""
+        end = time.monotonic() + WAIT_S
+        while len(found := _LISTENING.findall(self.service.log())) < 2:
+            assert time.monotonic() < end, self.service.log()
+            time.sleep(0.01)
+        return replace(self, port=int(found[-1][2]))
+
     def worker_pids(self) -> list[int]:
         """The gateway's processes."""
         assert self.service.process is not None
-        tasks = Path(f"/proc/{self.service.process.pid}/task").iterdir()
-        pids = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
-        return [pid for pid in pids if b"gateway" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
+        pids: list[int] = []
+        for task in Path(f"/proc/{self.service.process.pid}/task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):  # a thread that was idle has ended since
+                pids += map(int, (task / "children").read_text().split())
+        return [pid for pid in pids if _is_worker(pid)]
+
+
+def _is_worker(pid: int) -> bool:
+    try:
+        return b"gateway" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError):  # it has ended since
+        return False
 
 
 @contextmanager
 def gateway(
     *,
+    mode: str = "native",
     settings: str = "",
     sections: str = "",
     certificate: tuple[Path, Path] | None = None,
@@ -91,7 +112,7 @@ def gateway(
     arguments: Sequence[str] = (),
 ) -> Iterator[Gateway]:
     """`settings`: more of the section [s3], in TOML; `sections`: others."""
-    service = Service(mode="native", dram=dram, nvme=nvme)
+    service = Service(mode=mode, dram=dram, nvme=nvme)
     file = service.base / "kvfs.toml"
     tls = ""
     if certificate is not None:
@@ -116,10 +137,32 @@ def until(what: Callable[[], bool], door: Gateway) -> None:
 
 def _wait_log(service: Service) -> str:
     """The log, once it says where S3 is: stdout is written a moment after READY=1 at the latest."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + WAIT_S
     while True:
         text = service.log_path.read_text()
         if _LISTENING.search(text):
             return text
         assert time.monotonic() < end, text
         time.sleep(0.01)
+
+
+def fails(call: Callable[[], object], code: str, status: int | None = None) -> dict[str, Any]:
+    with pytest.raises(ClientError) as error:
+        call()
+    found: dict[str, Any] = error.value.response
+    assert found["Error"]["Code"] == code
+    assert status in (None, found["ResponseMetadata"]["HTTPStatusCode"])
+    return found
+
+
+def listening_ports(door: Gateway) -> set[int]:
+    """TCP ports that the workers listen on."""
+    inodes = set()
+    for pid in door.worker_pids():
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed since
+                name = os.readlink(link)
+                if name.startswith("socket:["):
+                    inodes.add(name[8:-1])
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes}

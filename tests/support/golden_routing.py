@@ -9,8 +9,8 @@ import json
 import random
 from typing import Any
 
-from scheduler.planners import POLICIES
-from scheduler.routing import route
+from scheduler.routing.policies import POLICIES
+from scheduler.routing.route import route
 from tests.support.clusters import scene
 
 SCENES = 40

@@ -16,16 +16,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvfs import linux
+from kvfs.system import linux
 
-LOOKUP, FORGET, GETATTR, OPEN, READ, WRITE, RELEASE, FLUSH = 1, 2, 3, 14, 15, 16, 18, 25
+LOOKUP, FORGET, GETATTR, SETATTR, OPEN, READ, WRITE, RELEASE, FLUSH = 1, 2, 3, 4, 14, 15, 16, 18, 25
 INIT, BATCH_FORGET, FALLOCATE = 26, 42, 43
 HELD = frozenset((READ, WRITE, FALLOCATE))
 IN_HEADER = struct.Struct("<IIQQIIIHH")
 OUT_HEADER = struct.Struct("<IiQ")
 DIRECT_IO = 1
 SIZE_BYTES = 1 << 20
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def _attr(nodeid: int) -> bytes:
@@ -93,7 +93,7 @@ class HeldFiles:
         if opcode == LOOKUP:
             number = int(body.rstrip(b"\0"))
             return 0, struct.pack("<4Q2I", 2 + number, 0, 60, 60, 0, 0) + _attr(2 + number)
-        if opcode == GETATTR:
+        if opcode in (GETATTR, SETATTR):
             return 0, struct.pack("<QII", 60, 0, 0) + _attr(nodeid)
         if opcode == OPEN:
             return 0, struct.pack("<QII", 1, DIRECT_IO, 0)

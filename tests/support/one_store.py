@@ -23,11 +23,13 @@ from kvfs.errors import KvfsError
 from kvfs.keys import block_name
 from kvfs.limits import MIB
 from tests.support.stores import NAMESPACE, abandon_home
-from tiers.device import Device, ThreadDevice
-from tiers.journal import NvmeJournal
-from tiers.large import LargeDraft
-from tiers.model import Attributes, Draft, Name, ObjectInfo
-from tiers.store import TieredStore
+from tiers.device.device import Device
+from tiers.device.threads import thread_device
+from tiers.model.objects import Attributes, Draft, Name, ObjectInfo
+from tiers.nvme.large_draft import LargeDraft
+from tiers.nvme.write_behind import NvmeJournal
+from tiers.recovery.start import NvmeOptions, StoreOptions, start_store
+from tiers.store.store import Store
 
 CACHE, DURABLE, BLOCKS = b"cache", b"durable", b"blocks"
 SIZES: Final = (1, 700, 5_000, 20_000, 60_000, 200_000)
@@ -39,22 +41,27 @@ KEYS: Final = [
 DIGESTS: Final = [bytes([number + 1]) * 16 for number in range(4)]
 
 
-async def start(path: Path, device: Device) -> TieredStore:
-    return await TieredStore.start(
-        path, device, nvme_bytes=NVME_BYTES, dram_bytes=16 * MIB, segment_bytes=MIB, backing="directory"
+async def start(path: Path, device: Device) -> Store:
+    return await start_store(
+        StoreOptions(
+            path,
+            dram_bytes=16 * MIB,
+            backing="directory",
+            nvme=NvmeOptions(device, NVME_BYTES, segment_bytes=MIB),
+        )
     )
 
 
-def abandon(store: TieredStore) -> None:
+def abandon(store: Store) -> None:
     """Let go of everything as a killed process does."""
-    store.dram._settle = lambda: None  # type: ignore[method-assign]
+    store.dram._prepare_keep = lambda: None  # type: ignore[method-assign]
     store.dram.close(keep=True)
-    store.names._env._env.close()
+    store.names.environment._env.close()
     abandon_home(store.home)
 
 
 @asynccontextmanager
-async def life(path: Path, device: Device) -> AsyncIterator[TieredStore]:
+async def life(path: Path, device: Device) -> AsyncIterator[Store]:
     """A store that runs, and is left as a kill leaves it. The device stays open."""
     store = await start(path, device)
     try:
@@ -133,13 +140,16 @@ class Life:
         return b"%015d " % self._count + self.chance.randbytes(size)
 
     async def run(self, changes: int, *, killed: bool, keep: bool = True, settled: bool = False) -> None:
-        """One life. Killed: after the last change, which is acknowledged or not, or `settled`."""
-        device = ThreadDevice()
+        """One life. Killed: after the last change, which is acknowledged or not; or `settled`, once all of it is on the
+        device: until then the log alone shows names of a cache as they were."""
+        device = thread_device()
         store = await start(self.path, device)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(store.run)
                 await self._live(store, changes, killed and not settled)
+                if settled:
+                    await self._reach_tier(store)
                 nursery.cancel_scope.cancel()
             if not killed:
                 await store.finish()
@@ -150,7 +160,7 @@ class Life:
             with trio.CancelScope(shield=True):
                 await device.aclose()
 
-    async def _live(self, store: TieredStore, changes: int, may_end_early: bool) -> None:
+    async def _live(self, store: Store, changes: int, may_end_early: bool) -> None:
         if not store.buckets():
             store.create_bucket(CACHE, uid=0, gid=0)
             store.create_bucket(DURABLE, uid=0, gid=0, durable=True)
@@ -158,7 +168,7 @@ class Life:
             await store.journal.settle()
         if self.chance.random() < 0.5:
             await self._reach_tier(store)
-        actions: list[tuple[int, Callable[[TieredStore], Awaitable[None] | None]]] = [
+        actions: list[tuple[int, Callable[[Store], Awaitable[None] | None]]] = [
             (12, self._put),
             (4, self._put_synced),
             (3, self._put_large),
@@ -182,14 +192,15 @@ class Life:
             if self.chance.random() < 0.3:
                 await self._reach_tier(store)
 
-    async def _reach_tier(self, store: TieredStore) -> None:
+    async def _reach_tier(self, store: Store) -> None:
         """Wait until everything is written behind."""
-        store.dram.wait_checksums(30)
+        store.dram.checksums.wait(30)
         journal = store.journal
         assert isinstance(journal, NvmeJournal)
-        while journal.usage()[0]["write_behind"] or journal.nvme.log.backlog:  # noqa: ASYNC110 it tells nobody
-            await trio.sleep(0.001)
-        await journal.nvme.log.settle()
+        with trio.fail_after(60):
+            while journal.usage()[0]["write_behind"] or journal.nvme.log.backlog:  # noqa: ASYNC110 it notifies nobody
+                await trio.sleep(0.001)
+            await journal.nvme.log.settle()
 
     def _sync(self, what: str, name: Name, value: bytes) -> None:
         self.expected.sync(name, value)
@@ -207,18 +218,18 @@ class Life:
         names = sorted((name for name in self.expected.values if name.bucket != BLOCKS), key=str)
         return self.chance.choice(names) if names else None
 
-    def _draft(self, store: TieredStore, value: bytes) -> Draft:
+    def _draft(self, store: Store, value: bytes) -> Draft:
         draft = store.reserve(len(value), uid=0)
         fill(store, draft, value)
         return draft
 
-    def _put(self, store: TieredStore) -> None:
+    def _put(self, store: Store) -> None:
         name, value = self._name(), self.value(self.chance.choice(SIZES))
         draft = self._draft(store, value)
         self._begin("put", {name: value})
         store.seal(draft, name, Attributes())
 
-    async def _put_synced(self, store: TieredStore) -> None:
+    async def _put_synced(self, store: Store) -> None:
         """Synced while it is written, perhaps twice, changed again or not, sealed, perhaps renamed at once."""
         name, value = self._name(), self.value(self.chance.choice(SIZES))
         draft = store.reserve(len(value) + 1000, uid=0)
@@ -241,7 +252,7 @@ class Life:
                 self._begin("rename synced", {name: None, target: value})
                 store.rename(name, target)
 
-    async def _put_large(self, store: TieredStore) -> None:
+    async def _put_large(self, store: Store) -> None:
         """Written extent by extent, parts of it again."""
         name, value = self._name(), self.value(300_000)
         draft = store.begin_large(name.bucket, uid=0)
@@ -266,12 +277,12 @@ class Life:
         finally:
             draft.close()
 
-    async def _sync_large(self, store: TieredStore, draft: LargeDraft, name: Name, value: bytes) -> None:
+    async def _sync_large(self, store: Store, draft: LargeDraft, name: Name, value: bytes) -> None:
         self._sync("sync large", name, value)
         await store.persist_large(draft, name, Attributes())
         self.expected.settled(sealed=False)
 
-    def _rename(self, store: TieredStore) -> None:
+    def _rename(self, store: Store) -> None:
         source = self._known()
         if source is None:
             return
@@ -285,7 +296,7 @@ class Life:
             except KvfsError as error:
                 raise AssertionError(f"{source} -> {target}: {self.history[-5:]}") from error
 
-    def _rename_directory(self, store: TieredStore) -> None:
+    def _rename_directory(self, store: Store) -> None:
         bucket = self.chance.choice([CACHE, DURABLE])
         source, target = self.chance.sample([b"d0/", b"d1/", b"d2/"], 2)
         inside = [
@@ -298,7 +309,7 @@ class Life:
             self._begin("rename directory", changes)
             store.rename(Name(bucket, source), Name(bucket, target))
 
-    def _remove(self, store: TieredStore) -> None:
+    def _remove(self, store: Store) -> None:
         name = self._known()
         if name is not None:
             self._begin("remove", {name: None})
@@ -308,7 +319,7 @@ class Life:
         digest = self.chance.choice(DIGESTS)
         return digest, Name(BLOCKS, block_name(digest))
 
-    def _put_block(self, store: TieredStore) -> None:
+    def _put_block(self, store: Store) -> None:
         digest, name = self._block()
         if name not in self.expected.values:
             value = self.value(self.chance.choice(SIZES))
@@ -316,14 +327,14 @@ class Life:
             self._begin("put block", {name: value})
             store.seal_block(draft, BLOCKS, digest, parent=None, uid=0)
 
-    def _remove_block(self, store: TieredStore) -> None:
+    def _remove_block(self, store: Store) -> None:
         digest, name = self._block()
         if name in self.expected.values:
             self._begin("remove block", {name: None})
             store.remove_block(digest)
 
 
-def fill(store: TieredStore, draft: Draft, data: bytes) -> None:
+def fill(store: Store, draft: Draft, data: bytes) -> None:
     descriptor = store.open_draft(draft)
     try:
         os.ftruncate(descriptor, len(data))
@@ -332,17 +343,17 @@ def fill(store: TieredStore, draft: Draft, data: bytes) -> None:
         os.close(descriptor)
 
 
-async def sync_draft(store: TieredStore, draft: Draft, name: Name, previous: int | None = None) -> int:
+async def sync_draft(store: Store, draft: Draft, name: Name, previous: int | None = None) -> int:
     """As fsync(2) does; the id of the copy, which takes the place of the previous one."""
     snapshot = store.put_snapshot(draft, name, Attributes())
     assert snapshot is not None
-    await store.journal.settle_snapshot(snapshot, previous)
+    await store.settle_snapshot(snapshot, previous)
     return snapshot
 
 
 async def look(path: Path) -> dict[Name, bytes]:
     """What a start shows, read whole; what cannot be read is not there."""
-    device = ThreadDevice()
+    device = thread_device()
     found: dict[Name, bytes] = {}
     try:
         async with life(path, device) as store:
@@ -365,7 +376,7 @@ async def look(path: Path) -> dict[Name, bytes]:
     return found
 
 
-async def _read(store: TieredStore, info: ObjectInfo) -> bytes | None:
+async def _read(store: Store, info: ObjectInfo) -> bytes | None:
     try:
         info = await store.load(info, uid=0)
         descriptor = store.open_read(info, uid=0)

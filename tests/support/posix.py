@@ -7,6 +7,7 @@ import mmap
 import os
 import pickle
 import signal
+import socket
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -87,6 +88,15 @@ def mapped_pages(fd: int, length: int) -> Iterator[int]:
         yield address
     finally:
         _libc.munmap(address, length)
+
+
+@contextmanager
+def in_flight(fd: int) -> Iterator[None]:
+    """An open file in the queue of a socket alone, once `fd` is closed: its end is a RELEASE without a FLUSH."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        socket.send_fds(ours, [b"-"], [fd])
+        yield
 
 
 class Directory:

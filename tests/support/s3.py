@@ -10,9 +10,9 @@ from botocore.auth import S3SigV4Auth, S3SigV4QueryAuth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials as BotoCredentials
 
-from gateway.credentials import Credentials
-from gateway.request import Request
-from kvfs.credentials import Credential
+from gateway.auth.credentials import Credentials
+from gateway.protocol.request import Request
+from kvfs.config.credentials import Credential
 
 REGION = "us-east-1"
 HOST = "127.0.0.1:9000"

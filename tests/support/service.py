@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING, Final, Self
 if TYPE_CHECKING:
     from kvfs.client import Client
 
-from kvfs import linux
+from kvfs.system import linux
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 READY_WAIT_S: Final = 30.0
 STOP_WAIT_S: Final = 20.0
-KILL_WAIT_S: Final = 2.0
+KILL_WAIT_S: Final = 10.0
 MODES: Final = ("passthrough", "native", "plain")
 DEFAULT_DRAM: Final = "256MiB"
 DEFAULT_NVME: Final = "0"
@@ -60,13 +60,16 @@ def detach_mounts(directory: Path) -> list[str]:
 
 
 def run_kvfs(
-    *arguments: str, timeout_s: float = 30.0, environment: Mapping[str, str] | None = None
+    *arguments: str,
+    timeout_s: float = 30.0,
+    environment: Mapping[str, str] | None = None,
+    directory: Path = ROOT,
 ) -> subprocess.CompletedProcess[str]:
     """Run `kvfs ARGUMENTS` to its end, without a terminal; the caller looks at its return code."""
     own = {"PYTHONPATH": str(ROOT), "COLUMNS": "160", "NO_COLOR": "1"}
     return subprocess.run(
         [sys.executable, "-m", "kvfs", *arguments],
-        cwd=ROOT,
+        cwd=directory,
         env={**os.environ, **own, **(environment or {})},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -109,18 +112,10 @@ class Service:
 
     # --- life ---------------------------------------------------------------------------------------------
     def command(self) -> list[str]:
-        serve = [
-            sys.executable,
-            "-m",
-            "kvfs",
-            "serve",
-            "--mount",
-            str(self.mount),
-            "--data",
-            str(self.data),
-        ]
+        serve = [sys.executable, "-m", "kvfs", "serve", "--data", str(self.data)]
+        mount = ["--mount", str(self.mount), "--mode", self.mode]
         sizes = ["--dram", self.dram, "--nvme", self.nvme]
-        return [*serve, *sizes, "--mode", self.mode, *self.arguments]
+        return [*serve, *(["--no-mount"] if self.mode == "off" else mount), *sizes, *self.arguments]
 
     def start(self) -> Self:
         """Raises ServiceFailed when it exits or is not ready in READY_WAIT_S."""

@@ -27,12 +27,12 @@ from typing import Any, Final
 import boto3
 from botocore.config import Config
 
-from kvfs import crashpoints, linux
-from kvfs.cli_fsck import _check
+from kvfs.cli.fsck_command import _check
 from kvfs.client import Client, connect
 from kvfs.errors import KvfsError, NoSpace, NotFound, QuotaExceeded
 from kvfs.keys import block_name
 from kvfs.limits import MIB
+from kvfs.system import crashpoints, linux
 from tests.support.crash_harness import fast_directory
 from tests.support.damage import damage_rows
 from tests.support.gateway import ACCESS, REGION, SECRET
@@ -53,7 +53,7 @@ from tests.support.service_load import (
 )
 from tests.support.service_look import Look, look
 from tests.support.service_places import PLACES, Lease, Place, Tally
-from tiers import tmpfs
+from tiers.dram import tmpfs
 
 WORKERS: Final = 3
 CHANGES: Final = 70
@@ -65,6 +65,8 @@ STUCK_S: Final = 60.0
 MAX_ANONYMOUS_BYTES: Final = 300 * MIB
 MAX_LOG_LINES: Final = 300
 """In a life, which makes a few hundred changes."""
+SETTLED_S: Final = 4.0
+"""After this long what a cache ended is on the device: it says one second, and a machine may be slow."""
 ORPHAN_WAIT_S: Final = 20.0
 """How soon gateway processes end after their service."""
 _LISTENING = re.compile(r"S3 +(https?)://([^:]+):(\d+)")
@@ -91,6 +93,8 @@ class Harness:
         self.said_lost: set[str] = set()
         """What fsck said that the next start misses, as it says it."""
         self.may_have_lost_more = False
+        self.started = self.settled = time.monotonic()
+        """What ended before `settled` is on the device."""
         self.service = Service(mode=place.mode, dram=place.dram, nvme=place.nvme, base=self.base)
         file = self.base / "kvfs.toml"
         file.write_text(self._configuration())
@@ -169,6 +173,7 @@ class Harness:
             self.service.start()
             if self.place.s3:
                 self.s3 = self._connect_s3(offset)
+            self.started = time.monotonic()
         except ServiceFailed as error:
             if ":" in end and self.service.running.poll() == -signal.SIGKILL:
                 return False
@@ -445,6 +450,8 @@ class Harness:
         self._check_children()
         self._check_log(log)
         self.journal.died()
+        if (settled := time.monotonic() - SETTLED_S) > self.started:
+            self.settled = settled
         self.tally.lives += 1
         self.tally.ends[end.partition(":")[0]] += 1
         wrong = [fault for lease in self.leases if (fault := lease.wrong())]
@@ -480,15 +487,21 @@ class Harness:
         if self.chance.random() < 0.15 and self.place.nvme != "0":
             shutil.rmtree(self.service.data / "index", ignore_errors=True)
             self.fate += ", index lost"
+            self._may_come_back()
         if self.place.damage:
             if self.chance.random() < 0.7:
                 self.fate += f", {self._damage_segment()}"
                 self.is_damaged = True
             if self.chance.random() < 0.3 and (self.service.data / "index/data.mdb").exists():
                 self.fate += f", {damage_rows(self.service.data / 'index', self.chance)}"
+                self._may_come_back()
             found = self._fsck()
             self.said_lost |= set(found["lost"])
             self.may_have_lost_more |= found["may_have_lost_more"]
+
+    def _may_come_back(self) -> None:
+        """The index no longer says what a cache has ended, and the device may not know yet."""
+        self.journal.index_lost(self.settled, [f"{CACHE}/", f"{LARGE}/"])
 
     def _lose_dram(self) -> None:
         while tmpfs.is_mounted(self.service.data / "dram"):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -67,6 +68,8 @@ class Name:
     """Those that are not superseded, the oldest first; a new name has none."""
     past: dict[str, str] = field(default_factory=dict)
     """What it ever held, and by which change."""
+    ended: dict[Value, float] = field(default_factory=dict)
+    """When each value that is superseded was so, by time.monotonic()."""
     shown: deque[str] = field(default_factory=lambda: deque(maxlen=HISTORY))
 
 
@@ -125,13 +128,16 @@ class Journal:
             self.answers += 1
             change.done = True
             self._answer(change)
+            now = time.monotonic()
             for name in change.assignments:
                 known = self._names[name]
-                known.changes = [
+                standing = [
                     each
                     for each in known.changes
                     if each is change or each.answered is None or each.answered >= change.began
                 ]
+                known.ended |= {each.assignments[name]: now for each in known.changes if each not in standing}
+                known.changes = standing
 
     def failed(self, change: Change, why: object) -> None:
         """It was refused: nothing has changed."""
@@ -195,6 +201,19 @@ class Journal:
             for change in self._cut_off:
                 self._answer(change)
             self.life += 1
+
+    def index_lost(self, since: float, names: Iterable[str]) -> None:
+        """What was superseded since then (time.monotonic()) may be back, in names that begin with one of `names`."""
+        beginnings = tuple(names)
+        with self._lock:
+            for name, known in self._names.items():
+                if name.startswith(beginnings):
+                    for value in [value for value, ended in known.ended.items() if ended >= since]:
+                        change = Change(
+                            "ended, and the index lost", {name: value}, (), self._tick(), self.life
+                        )
+                        known.changes.append(change)
+                        self._answer(change)
 
     def judge(self, found: Mapping[str, str], durable: Iterable[str]) -> Verdict:
         """What is wrong with what a start shows; `durable` are beginnings of names that may lose nothing."""

@@ -21,8 +21,9 @@ from typing import Any, Final
 
 from botocore.exceptions import BotoCoreError, ClientError
 
-from kvfs.client import Block, Client, NamespaceHandle, connect
+from kvfs.client import Client, connect
 from kvfs.errors import DeadlinePassed, KvfsError, NotFound
+from tests.support.block_batches import Block, BlockBatches, open_blocks
 from tests.support.service_calls import (
     Trigger,
     closing,
@@ -77,13 +78,14 @@ class Worker:
     wrong: list[str] = field(default_factory=list)
     chance: random.Random = field(init=False)
     client: Client | None = None
-    handles: dict[str, NamespaceHandle] = field(default_factory=dict)
+    blocks: dict[str, BlockBatches] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.chance = random.Random(f"{self.seed}/{self.life}/{self.number}")
         root = f"w{self.number}"
         self.keys = [f"{root}/k{n}" for n in range(8)]
         self.keys += [f"{root}/d{d}/{n}" for d in range(3) for n in range(3)]
+        self.link_keys = [f"{root}/l{n}" for n in range(4)]
         self.block_keys = [bytes([self.number + 1, n + 1]) * 8 for n in range(8)]
 
     # --- life --------------------------------------------------------------------------------------------------
@@ -101,6 +103,7 @@ class Worker:
             (5, self.pin),
             (5, self.mark),
             (8, self.put_shared),
+            (8, self.link),
             (10, self.block),
             (6 if self.edges else 0, self.edge),
         ]
@@ -127,7 +130,7 @@ class Worker:
             self.client = connect(self.mount, timeout_s=CALL_WAIT_S)
             for bucket in BLOCK_SALTS.keys() & set(self.buckets):
                 wanted = replace(NAMESPACE, salt=BLOCK_SALTS[bucket])
-                self.handles[bucket] = self.client.open_namespace(wanted, bucket=bucket)
+                self.blocks[bucket] = open_blocks(self.client, wanted, bucket=bucket)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -426,6 +429,28 @@ class Worker:
             begun = self.journal.begin("rmdir", {name: None})
             self.change(begun, lambda: os.rmdir(self.path(name)))
 
+    def link(self) -> None:
+        """Make a symbolic link, whose content is where it leads, in place of another one; or remove it."""
+        bucket, _ = self.pick()
+        name, target = (
+            f"{bucket}/{self.chance.choice(self.link_keys)}",
+            f"gone/{self.chance.randbytes(40).hex()}",
+        )
+        value = digest_of(target.encode())
+        if self.chance.random() < 0.2:
+            begun = self.journal.begin("mount unlink", {name: None})
+            self.change(begun, lambda: os.unlink(self.path(name)))
+        elif self.chance.random() < 0.3:
+            begun = self.journal.begin("session symlink", {name: value})
+            self.change(begun, lambda: self.session.symlink(target, name, replace=True))
+        else:
+            beside = f"{name}.beside"
+            with self.guarded():
+                self.parents(name)
+            begun = self.journal.begin("mount symlink", {beside: value})
+            self.change(begun, lambda: os.symlink(target, self.path(beside)))
+            self.move(beside, name, value)
+
     def put_shared(self) -> None:
         """A name that all workers replace, each time as a whole."""
         bucket, _ = self.pick()
@@ -450,16 +475,16 @@ class Worker:
             return
         bucket, digest = self.chance.choice(held), self.chance.choice(self.block_keys)
         digest = digest[:-1] + bytes([len(bucket)])
-        name, handle = f"{bucket}:{digest.hex()}", self.handles[bucket]
+        name, blocks = f"{bucket}:{digest.hex()}", self.blocks[bucket]
         if self.chance.random() < 0.4:
             begun = self.journal.begin("remove block", {name: None})
-            self.change(begun, lambda: self.session.remove_blocks(handle, [digest]))
+            self.change(begun, lambda: blocks.remove([digest]))
             return
         data = self.chance.randbytes(self.chance.choice(SIZES))
         begun = self.journal.begin("put block", {name: self.contents.note(data)})
 
         def call() -> None:
-            if not self.session.put_blocks(handle, [Block(digest, data)])[0]:
+            if not blocks.put([Block(digest, data)])[0]:
                 raise FileExistsError(errno.EEXIST, "the block is there")
 
         self.change(begun, call)

@@ -20,6 +20,7 @@ from botocore.exceptions import ClientError
 
 from kvfs.client import Client
 from kvfs.errors import NotFound, ObjectTooLarge
+from tests.support.block_batches import open_blocks
 from tests.support.service_journal import digest_of
 from tests.support.service_load import BLOCK_SALTS, PROMISED
 from tests.support.stores import NAMESPACE
@@ -102,7 +103,8 @@ def _look_by_path(found: Look, mount: Path, buckets: list[str]) -> None:
                 path = Path(directory) / file
                 name = str(path.relative_to(mount))
                 try:
-                    found.add("mount", name, path.stat().st_size, path.read_bytes())
+                    data = os.fsencode(os.readlink(path)) if path.is_symlink() else path.read_bytes()
+                    found.add("mount", name, path.lstat().st_size, data)
                 except FileNotFoundError:
                     found.add("mount", name, 0, None)
                 except OSError as error:
@@ -115,6 +117,9 @@ def _look_by_session(found: Look, client: Client, buckets: list[str]) -> None:
             if entry.is_directory:
                 continue
             name = str(entry.name)
+            if entry.target:
+                found.add("session", name, entry.size_bytes, os.fsencode(entry.target))
+                continue
             try:
                 found.add("session", name, entry.size_bytes, client.get(name))
             except NotFound:
@@ -155,9 +160,9 @@ def _look_at_words(found: Look, mount: Path, names: list[str]) -> None:
 
 
 def _look_at_blocks(found: Look, client: Client, bucket: str, names: list[str]) -> None:
-    handle = client.open_namespace(replace(NAMESPACE, salt=BLOCK_SALTS[bucket]), bucket=bucket)
+    opened = open_blocks(client, replace(NAMESPACE, salt=BLOCK_SALTS[bucket]), bucket=bucket)
     blocks = [name for name in names if name.startswith(f"{bucket}:")]
     digests = [bytes.fromhex(name.partition(":")[2]) for name in blocks]
-    for name, data in zip(blocks, client.get_blocks(handle, digests), strict=True):
+    for name, data in zip(blocks, opened.get(digests), strict=True):
         if data is not None:
             found.found[name] = digest_of(bytes(data))

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from kvfs._native.shared.table import SEALED, Table
 from tests.support.door import BUCKET, HANG_S, eventually, need_mount
 from tests.support.posix import pattern
 from tests.support.service import Service
@@ -77,3 +78,13 @@ def check(expected: dict[Path, bytes]) -> int:
         assert found == data, f"{path.name}: wrong bytes"
         right += 1
     return right
+
+
+def checksums(service: Service) -> list[bool]:
+    """Whether each sealed slot has its checksum, as the headers say."""
+    table = Table.attach(service.data / "dram/table")
+    try:
+        headers = [table.read_header(slot) for slot in range(table.slots_used)]
+    finally:
+        table.close()
+    return [header.checksum is not None for header in headers if header.state == SEALED]

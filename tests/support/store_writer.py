@@ -18,9 +18,10 @@ from typing import Any, Final
 from kvfs.errors import KvfsError
 from tests.support.posix import pattern
 from tests.support.stores import BOUND, BUCKET, NAMESPACE, draft_of
-from tiers.base import Kind
-from tiers.model import Attributes, Change, ChangeKind, Name
-from tiers.store import TieredStore
+from tiers.model.objects import Attributes, Change, ChangeKind, Name
+from tiers.model.tier import Kind
+from tiers.recovery.start import StoreOptions, open_store
+from tiers.store.store import Store
 
 OTHER: Final = b"other"
 UNIT: Final = "0123456789abcdef0123456789abcdef/"
@@ -35,7 +36,7 @@ DIGESTS: Final = [bytes([i + 1]) * 16 for i in range(16)]
 
 
 class Writer:
-    def __init__(self, store: TieredStore, seed: int) -> None:
+    def __init__(self, store: Store, seed: int) -> None:
         self.store = store
         self.random = random.Random(seed)
         self.version = seed << 16
@@ -147,14 +148,16 @@ class Writer:
         self.try_(lambda: self.store.evict(200_000), evict=True)
 
     def settle(self) -> None:
-        self.store.dram.wait_checksums(30)
+        self.store.dram.checksums.wait(30)
         self.say(settled=True)
 
 
 def main() -> None:
     data, backing, capacity, slots, seed = sys.argv[1:]
-    store = TieredStore.open(
-        Path(data), dram_bytes=int(capacity), max_slots=int(slots), backing=backing, quota_bytes=1 << 30
+    store = open_store(
+        StoreOptions(
+            Path(data), dram_bytes=int(capacity), max_slots=int(slots), backing=backing, quota_bytes=1 << 30
+        )
     )
     if not store.buckets():
         store.create_bucket(BUCKET, uid=0, gid=0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfs import linux
+from kvfs.system import linux
 
 
 @contextmanager

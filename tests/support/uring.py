@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvfs._native.device import Ring
+from kvfs._native.device.uring import Ring
 from kvfs.errors import DeviceMissing
 
 

@@ -17,7 +17,7 @@ Step = tuple[Blocks, float | None]
 """A request, and the time until the same session's next one, if there is one."""
 
 
-class _Clockwork:
+class Clockwork:
     """Sessions that take turns by their own clocks; `fresh(n)` makes blocks never seen before."""
 
     def __init__(self, seed: int) -> None:
@@ -32,6 +32,10 @@ class _Clockwork:
     def start(self, at: float, step: Callable[[float], Step]) -> None:
         heapq.heappush(self._events, (at, next(self._order), step))
 
+    def stop(self) -> None:
+        """End all sessions and arrivals."""
+        self._events.clear()
+
     def run(self, references: int) -> list[Blocks]:
         trace: list[Blocks] = []
         while references > 0 and self._events:
@@ -45,8 +49,8 @@ class _Clockwork:
         return trace
 
 
-def _talk(
-    work: _Clockwork,
+def talk(
+    work: Clockwork,
     prefix: Blocks,
     *,
     turns: float,
@@ -72,7 +76,7 @@ def _talk(
     return step
 
 
-def _arrivals(work: _Clockwork, rate: float, make: Callable[[], Callable[[float], Step]]) -> None:
+def arrivals(work: Clockwork, rate: float, make: Callable[[], Callable[[float], Step]]) -> None:
     def arrive(now: float) -> Step:
         work.start(now, make())
         return (), work.rng.expovariate(rate)
@@ -82,12 +86,12 @@ def _arrivals(work: _Clockwork, rate: float, make: Callable[[], Callable[[float]
 
 def chat(seed: int = 1, references: int = 150_000) -> list[Blocks]:
     """Short sessions behind three system prompts; most end after a turn or two."""
-    work = _Clockwork(seed)
+    work = Clockwork(seed)
     prompts = [work.fresh(n) for n in (1, 2, 6)]
-    _arrivals(
+    arrivals(
         work,
         2.0,
-        lambda: _talk(
+        lambda: talk(
             work,
             work.rng.choice(prompts),
             turns=work.rng.choice([1.1, 1.5, 6]),
@@ -101,13 +105,13 @@ def chat(seed: int = 1, references: int = 150_000) -> list[Blocks]:
 
 def agents(seed: int = 2, references: int = 300_000) -> list[Blocks]:
     """Coding agents: a long context that grows by a little at every step, read again within seconds."""
-    work = _Clockwork(seed)
+    work = Clockwork(seed)
     tools = work.fresh(20)
     repositories = [tools + work.fresh(30) for _ in range(12)]
-    _arrivals(
+    arrivals(
         work,
         0.05,
-        lambda: _talk(
+        lambda: talk(
             work,
             work.rng.choice(repositories),
             turns=40,
@@ -122,7 +126,7 @@ def agents(seed: int = 2, references: int = 300_000) -> list[Blocks]:
 
 def agents_resumed(seed: int = 3, references: int = 300_000) -> list[Blocks]:
     """Agents whose bursts of steps are cut by their users' long pauses, and that start over from a summary."""
-    work = _Clockwork(seed)
+    work = Clockwork(seed)
     tools = work.fresh(16)
 
     def agent() -> Callable[[float], Step]:
@@ -144,13 +148,13 @@ def agents_resumed(seed: int = 3, references: int = 300_000) -> list[Blocks]:
 
         return step
 
-    _arrivals(work, 0.03, agent)
+    arrivals(work, 0.03, agent)
     return work.run(references)
 
 
 def retrieval(seed: int = 4, references: int = 150_000) -> list[Blocks]:
     """Questions about shared documents of Zipf popularity: the document is read again, the question is not."""
-    work = _Clockwork(seed)
+    work = Clockwork(seed)
     system = work.fresh(2)
     documents = [system + work.fresh(work.rng.lognormvariate(2.5, 0.8)) for _ in range(3000)]
     weights = [1 / (rank + 1) ** 0.9 for rank in range(len(documents))]
@@ -165,9 +169,9 @@ def retrieval(seed: int = 4, references: int = 150_000) -> list[Blocks]:
 
 def scans(seed: int = 5, references: int = 200_000) -> list[Blocks]:
     """Chat, beside batches of long prompts that nobody reads again."""
-    work = _Clockwork(seed)
+    work = Clockwork(seed)
     system, batch = work.fresh(2), work.fresh(1)
-    _arrivals(work, 1.0, lambda: _talk(work, system, turns=3, first=6, grow=3, think=60))
+    arrivals(work, 1.0, lambda: talk(work, system, turns=3, first=6, grow=3, think=60))
 
     def scan(now: float) -> Step:
         quiet = now % 600 > 200
@@ -199,7 +203,7 @@ def phases(seed: int = 6, references: int = 240_000) -> list[Blocks]:
 
 def loops(seed: int = 7, references: int = 200_000) -> list[Blocks]:
     """Documents read round and round, in loops a little over a tenth and over a half of all blocks."""
-    work = _Clockwork(seed)
+    work = Clockwork(seed)
     small = [work.fresh(20) for _ in range(40)]
     large = [work.fresh(20) for _ in range(200)]
     turn = count()
@@ -231,7 +235,7 @@ def popularity(seed: int = 8, references: int = 150_000) -> list[Blocks]:
 
 def branches(seed: int = 9, references: int = 150_000) -> list[Blocks]:
     """Searches over trees of thoughts: many samples from one prefix within a moment, then most branches die."""
-    work = _Clockwork(seed)
+    work = Clockwork(seed)
 
     def search() -> Callable[[float], Step]:
         rng = work.rng
@@ -248,18 +252,18 @@ def branches(seed: int = 9, references: int = 150_000) -> list[Blocks]:
 
         return step
 
-    _arrivals(work, 0.4, search)
+    arrivals(work, 0.4, search)
     return work.run(references)
 
 
 def fleet(seed: int = 10, references: int = 400_000) -> list[Blocks]:
     """Agents that send several helpers at once from their own context; the helpers' work comes back as a summary."""
-    work = _Clockwork(seed)
+    work = Clockwork(seed)
     rng = work.rng
     tools = work.fresh(24)
 
     def helper(context: Blocks) -> Callable[[float], Step]:
-        return _talk(work, context, turns=12, first=3, grow=2, think=6)
+        return talk(work, context, turns=12, first=3, grow=2, think=6)
 
     def lead() -> Callable[[float], Step]:
         known = tools + work.fresh(rng.lognormvariate(2.5, 1))
@@ -277,13 +281,13 @@ def fleet(seed: int = 10, references: int = 400_000) -> list[Blocks]:
 
         return step
 
-    _arrivals(work, 0.02, lead)
+    arrivals(work, 0.02, lead)
     return work.run(references)
 
 
 def tools(seed: int = 11, references: int = 200_000) -> list[Blocks]:
     """Calls of fixed tools behind a few dozen long prompts, mostly answered in one turn, in bursts for each tool."""
-    work = _Clockwork(seed)
+    work = Clockwork(seed)
     rng = work.rng
     prompts = [work.fresh(rng.randint(4, 16)) for _ in range(60)]
     hot = rng.sample(prompts, 8)
@@ -292,22 +296,22 @@ def tools(seed: int = 11, references: int = 200_000) -> list[Blocks]:
         if rng.random() < 0.01:
             hot[rng.randrange(len(hot))] = rng.choice(prompts)
         prompt = rng.choice(hot if rng.random() < 0.8 else prompts)
-        return _talk(work, prompt, turns=rng.choice([1, 1, 1, 4]), first=4, grow=2, think=20)
+        return talk(work, prompt, turns=rng.choice([1, 1, 1, 4]), first=4, grow=2, think=20)
 
-    _arrivals(work, 4.0, session)
+    arrivals(work, 4.0, session)
     return work.run(references)
 
 
 def flips(seed: int = 12, references: int = 240_000) -> list[Blocks]:
     """Short prompts go on and long ones end, until it turns round, again and again: the past misleads."""
-    work = _Clockwork(seed)
+    work = Clockwork(seed)
     rng = work.rng
     system = work.fresh(1)
 
     def session_at(now: float) -> Callable[[float], Step]:
         is_long = rng.random() < 0.5
         goes_on = is_long == (int(now / 900) % 2 == 0)
-        return _talk(
+        return talk(
             work,
             system,
             turns=6 if goes_on else 1,

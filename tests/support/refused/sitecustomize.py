@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 import mounts.mount
-from kvfs._native.fuse_loop import FuseLoop
+from kvfs._native.fuse.loop import FuseLoop
 
 
 class Refused(FuseLoop):

@@ -1,0 +1,1 @@
+"""Processes: from accepted connections to operations."""

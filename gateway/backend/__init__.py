@@ -1,0 +1,1 @@
+"""The store as the gateway's operations see it, over sessions."""

@@ -1,0 +1,1 @@
+"""One request with its body, and its answer."""

@@ -1,0 +1,1 @@
+"""The operations of S3, a function each."""

@@ -1,0 +1,1 @@
+"""The rules of S3, as pure functions."""

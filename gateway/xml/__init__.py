@@ -1,0 +1,1 @@
+"""XML documents: written, and read from strangers."""

@@ -1,0 +1,1 @@
+"""Blocks read and written in place."""

@@ -1,0 +1,54 @@
+/* Reading blocks without asking the service. See reader_core.c. */
+#ifndef KVFS_READER_CORE_H
+#define KVFS_READER_CORE_H
+
+#include <stdint.h>
+#include <sys/uio.h>
+
+#include "shared/mutex.h"
+#include "shared/table_core.h"
+
+/* Results besides a size >= 0. */
+enum {
+    KVFS_READ_MISS = -1,
+    KVFS_READ_BELOW = -2,   /* no copy in DRAM, but one in a lower tier */
+    KVFS_READ_NO_ROOM = -3, /* the block is longer than its pieces */
+    KVFS_READ_ERROR = -1000 /* less errno: neither a hit nor a miss */
+};
+
+/* Hits that were not reported to the service; a full one drops further hits. */
+struct kvfs_hits {
+    struct kvfs_mutex lock;
+    uint8_t *keys GUARDED_BY(lock);
+    uint32_t count GUARDED_BY(lock);
+    uint32_t room;
+};
+
+int kvfs_hits_init(struct kvfs_hits *h, uint32_t room);
+void kvfs_hits_free(struct kvfs_hits *h);
+uint32_t kvfs_hits_take(struct kvfs_hits *h, uint8_t *keys, uint32_t most);
+
+/* A batch of reads. `next` is the first block that nobody has taken yet. */
+struct kvfs_read_job {
+    const struct kvfs_table *table;
+    int dirfd;
+    const uint8_t *keys;
+    int64_t n;
+    const struct iovec *vectors;
+    const ssize_t *starts;
+    int64_t *results;
+    int64_t next;
+};
+
+void kvfs_read_batch(struct kvfs_read_job *job, struct kvfs_hits *hits);
+void kvfs_read_some(struct kvfs_read_job *job);
+int kvfs_pool_start(struct kvfs_read_job *job);
+void kvfs_pool_finish(struct kvfs_read_job *job);
+void kvfs_map_batch(const struct kvfs_table *t, int dirfd, const uint8_t *keys, int64_t n, void **places,
+                    int64_t *results, struct kvfs_hits *hits);
+void kvfs_find_batch(const struct kvfs_table *t, const uint8_t *keys, int64_t n, uint8_t *tiers);
+int64_t kvfs_read_fd(int fd, uint64_t offset, const struct iovec *vectors, ssize_t pieces, uint64_t size);
+int64_t kvfs_map_fd(int fd, uint64_t size, void **place);
+void kvfs_copy_out(const uint8_t *from, uint64_t size, const struct iovec *vectors, ssize_t pieces);
+
+#endif

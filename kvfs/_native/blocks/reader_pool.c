@@ -1,0 +1,113 @@
+/* The pool: threads that help with large batches of reads.
+ *
+ * Responsibility: one core copies at about half of a memory's bandwidth, so a batch of blocks is divided, block by
+ * block, among the caller and the pool's threads that wake in time.
+ *
+ * Invariants: the caller does not wait for helpers to wake, only for blocks that a helper has begun. One batch at a time
+ * has the pool; others run without it. A forked child makes a pool of its own with its first large batch.
+ *
+ * Concurrency: `lock` guards everything. Threads are made once and live as long as the process; they hold nothing of a
+ * batch after its caller has returned.
+ */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include "reader_core.h"
+
+#include <sched.h>
+#include <stddef.h>
+#include <unistd.h>
+
+/* With the caller four: as many as meet the bandwidth of common machines. */
+#define MOST_HELPERS 3
+
+static struct {
+    struct kvfs_mutex lock;
+    pthread_cond_t work;
+    pthread_cond_t done;
+    struct kvfs_read_job *job GUARDED_BY(lock);
+    uint64_t number GUARDED_BY(lock); /* of the job, from 1 */
+    int helping GUARDED_BY(lock);     /* helpers in `job` */
+    int helpers GUARDED_BY(lock);     /* threads; -1 before this process's first call */
+    int registered GUARDED_BY(lock); /* the handlers of a fork, which children inherit: a second set would lock twice */
+} pool = {KVFS_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER, NULL, 0, 0, -1, 0};
+
+static void *help(void *unused)
+{
+    (void)unused;
+    uint64_t last = 0;
+    kvfs_lock(&pool.lock);
+    for (;;) {
+        struct kvfs_read_job *job = pool.job;
+        if (job == NULL || pool.number == last) {
+            kvfs_wait(&pool.work, &pool.lock);
+            continue;
+        }
+        last = pool.number;
+        pool.helping++;
+        kvfs_unlock(&pool.lock);
+        kvfs_read_some(job);
+        kvfs_lock(&pool.lock);
+        if (--pool.helping == 0)
+            pthread_cond_signal(&pool.done);
+    }
+    return NULL;
+}
+
+/* UNCHECKED, these three: the lock is held over the fork, from one handler to the other. */
+static void before_fork(void) UNCHECKED { kvfs_lock(&pool.lock); }
+static void after_fork_here(void) UNCHECKED { kvfs_unlock(&pool.lock); }
+static void after_fork_there(void) UNCHECKED
+{
+    pool.job = NULL;
+    pool.helping = 0;
+    pool.helpers = -1; /* to be made again */
+    pthread_cond_init(&pool.work, NULL);
+    pthread_cond_init(&pool.done, NULL);
+    kvfs_unlock(&pool.lock);
+}
+
+static void start_helpers(void) REQUIRES(pool.lock)
+{
+    cpu_set_t usable;
+    int wanted = sched_getaffinity(0, sizeof usable, &usable) == 0 ? CPU_COUNT(&usable) - 1 : 0;
+    if (!pool.registered)
+        pool.registered = pthread_atfork(before_fork, after_fork_here, after_fork_there) == 0;
+    if (!pool.registered) { /* a child would use its parent's pool: do without */
+        pool.helpers = 0;
+        return;
+    }
+    for (pool.helpers = 0; pool.helpers < wanted && pool.helpers < MOST_HELPERS; pool.helpers++) {
+        pthread_t thread;
+        if (kvfs_thread_start(&thread, help, NULL, 0) != 0)
+            break;
+        pthread_detach(thread);
+    }
+}
+
+/* 1: the pool helps with `job` until kvfs_pool_finish; 0: there is none, or it is busy. */
+int kvfs_pool_start(struct kvfs_read_job *job)
+{
+    kvfs_lock(&pool.lock);
+    if (pool.helpers < 0)
+        start_helpers();
+    int free = pool.job == NULL && pool.helping == 0 && pool.helpers > 0;
+    if (free) {
+        pool.job = job;
+        pool.number++;
+        pthread_cond_broadcast(&pool.work);
+    }
+    kvfs_unlock(&pool.lock);
+    return free;
+}
+
+/* Waits for the blocks that helpers have begun; every block is taken by now. */
+void kvfs_pool_finish(struct kvfs_read_job *job)
+{
+    kvfs_lock(&pool.lock);
+    if (pool.job == job)
+        pool.job = NULL;
+    while (pool.helping)
+        kvfs_wait(&pool.done, &pool.lock);
+    kvfs_unlock(&pool.lock);
+}

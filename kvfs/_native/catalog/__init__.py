@@ -1,0 +1,1 @@
+"""The blocks of a store, and what a start takes over, natively."""

@@ -1,0 +1,1 @@
+"""The blocks of a cluster, and decisions over them."""

@@ -1,0 +1,65 @@
+/* Which sources of a cluster hold which blocks. See index_core.c. */
+#ifndef KVFS_CLUSTER_INDEX_CORE_H
+#define KVFS_CLUSTER_INDEX_CORE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "cluster/holder_sets.h"
+
+#define KVFS_CLUSTER_HASH_BYTES 16
+#define KVFS_CLUSTER_SOURCES 1024
+#define KVFS_CLUSTER_MASK_WORDS (KVFS_CLUSTER_SOURCES / 64)
+
+struct kvfs_cluster;
+
+/* Consecutive blocks that the same sources hold: bit s of `holders` for source s. */
+struct kvfs_run {
+    uint64_t holders[KVFS_CLUSTER_MASK_WORDS];
+    uint64_t blocks;
+    int64_t producer;
+};
+
+/* Zeros at first; `at` is the caller's to free. */
+struct kvfs_runs {
+    struct kvfs_run *at;
+    size_t count;
+    uint32_t room;
+};
+
+struct kvfs_depth {
+    uint32_t source, blocks;
+};
+
+struct kvfs_cluster *kvfs_cluster_new(uint64_t max_blocks, uint64_t seed);
+void kvfs_cluster_free(struct kvfs_cluster *c);
+
+/* How many blocks there was no room for, or how many of those to be removed the source held. */
+int64_t kvfs_cluster_change(struct kvfs_cluster *c, enum kvfs_set_change change, uint32_t source, int64_t producer,
+                            const uint8_t *hashes, size_t count);
+void kvfs_cluster_clear(struct kvfs_cluster *c, uint32_t source);
+void kvfs_cluster_sweep(struct kvfs_cluster *c, uint64_t segments);
+int kvfs_cluster_is_swept(const struct kvfs_cluster *c);
+/* How many sources were cleared whose blocks are not swept yet. */
+uint32_t kvfs_cluster_unswept(const struct kvfs_cluster *c);
+
+/* The longest prefix that is held, in runs: 0 or -ENOMEM. */
+int kvfs_cluster_runs(const struct kvfs_cluster *c, const uint8_t *hashes, size_t count, struct kvfs_runs *runs);
+/* Writes how far each source gets that holds the first block, the shortest first: how many sources. */
+size_t kvfs_cluster_match(const struct kvfs_cluster *c, const uint8_t *hashes, size_t count,
+                          struct kvfs_depth depths[KVFS_CLUSTER_SOURCES]);
+/* Writes how far the sources of each mask get together; the caller wants `depths` to be zeros. */
+void kvfs_cluster_depths(const struct kvfs_cluster *c, const uint8_t *hashes, size_t count, const uint64_t *masks,
+                         size_t mask_count, uint64_t *depths);
+int kvfs_cluster_holds(const struct kvfs_cluster *c, uint32_t source, const uint8_t *hash);
+void kvfs_cluster_holders(const struct kvfs_cluster *c, const uint8_t *hash, uint64_t holders[KVFS_CLUSTER_MASK_WORDS]);
+
+#define KVFS_CLUSTER_SEGMENT_BLOCKS 3069
+/* Writes the hashes of one segment that a source holds: their count. `cursor` is 0 at first, and at the end again. */
+size_t kvfs_cluster_list(const struct kvfs_cluster *c, uint32_t source, uint64_t *cursor, uint8_t *hashes);
+
+uint64_t kvfs_cluster_count(const struct kvfs_cluster *c);
+uint64_t kvfs_cluster_source_blocks(const struct kvfs_cluster *c, uint32_t source);
+uint64_t kvfs_cluster_bytes(const struct kvfs_cluster *c);
+
+#endif

@@ -1,0 +1,149 @@
+"""Copies seen from Python: a thin seam over `copies_core.c`.
+
+Invariants: a plan never changes once it is made.
+Concurrency: planning and starting run without the GIL; a stream and an event belong to one thread at a time.
+"""
+
+from cython cimport no_gc
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from libc.stdint cimport uint64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
+
+import errno
+
+from kvfs import limits
+from kvfs._native.cuda.driver cimport CUcontext, CUdeviceptr, CUevent, CUresult, CUstream, Event, Stream, kvfs_cuda
+from kvfs.errors import InvalidRequest, LimitExceeded
+
+cdef extern from "cuda/copies_core.h" nogil:
+    struct kvfs_copy:
+        uint64_t to
+        uint64_t source "from"
+        uint64_t bytes
+    struct kvfs_region:
+        uint64_t address
+        uint64_t bytes
+    struct kvfs_regions:
+        kvfs_region *items
+        size_t count
+    struct kvfs_copies:
+        CUdeviceptr *to
+        CUdeviceptr *source "from"
+        size_t *bytes
+        size_t count
+
+    int kvfs_regions_sort(kvfs_regions regions)
+    int kvfs_copies_plan(kvfs_copy *copies, size_t *count, kvfs_regions to, kvfs_regions source, size_t *bad)
+    CUresult kvfs_copies_start(const kvfs_cuda *d, CUcontext context, const kvfs_copies *copies, CUstream stream,
+                               CUevent after, CUevent done)
+
+
+cdef int take_regions(kvfs_regions *out, given, str side) except -1:
+    out.items = <kvfs_region *>calloc(len(given) + 1, sizeof(kvfs_region))
+    if not out.items:
+        raise MemoryError
+    for address, size_bytes in given:
+        out.items[out.count].address = address
+        out.items[out.count].bytes = size_bytes
+        out.count += 1
+    if kvfs_regions_sort(out[0]) < 0:
+        raise InvalidRequest(f"{side}: a region is empty, or overlaps another")
+    return 0
+
+
+@no_gc
+cdef class Plan:
+    cdef kvfs_copies _copies
+
+    def __init__(self, pieces not None, destinations not None, sources not None):
+        cdef kvfs_regions to, source
+        cdef kvfs_copy *copies = NULL
+        cdef size_t count
+        if self._copies.to:
+            raise TypeError("a Plan is made once")
+        to.items, to.count, source.items, source.count = NULL, 0, NULL, 0
+        try:
+            take_regions(&to, destinations, "destinations")
+            take_regions(&source, sources, "sources")
+            copies = take_pieces(pieces, &count)
+            plan(copies, &count, to, source)
+            self._keep(copies, count)
+        finally:
+            free(copies)
+            free(to.items)
+            free(source.items)
+
+    def __dealloc__(self):
+        free(self._copies.to)
+        free(self._copies.source)
+        free(self._copies.bytes)
+
+    cdef int _keep(self, const kvfs_copy *copies, size_t count) except -1:
+        cdef size_t i
+        self._copies.to = <CUdeviceptr *>calloc(count + 1, sizeof(CUdeviceptr))
+        self._copies.source = <CUdeviceptr *>calloc(count + 1, sizeof(CUdeviceptr))
+        self._copies.bytes = <size_t *>calloc(count + 1, sizeof(size_t))
+        if not self._copies.to or not self._copies.source or not self._copies.bytes:
+            raise MemoryError
+        for i in range(count):
+            self._copies.to[i] = copies[i].to
+            self._copies.source[i] = copies[i].source
+            self._copies.bytes[i] = copies[i].bytes
+        self._copies.count = count
+        return 0
+
+    def __len__(self):
+        return self._copies.count
+
+    @property
+    def total_bytes(self):
+        return sum(self._copies.bytes[i] for i in range(self._copies.count))
+
+    def copies(self):
+        return [
+            (self._copies.to[i], self._copies.source[i], self._copies.bytes[i]) for i in range(self._copies.count)
+        ]
+
+    def start(self, Stream stream not None, Event done not None, Event after=None):
+        cdef CUstream side = stream.get()
+        cdef CUevent end = done.get()
+        cdef CUevent begin = NULL
+        cdef CUresult rc
+        if after is not None:
+            begin = after.get()
+        with nogil:
+            rc = kvfs_copies_start(&stream._context._driver._d, stream._context._context, &self._copies, side, begin, end)
+        stream._context._driver.check(rc, f"{self._copies.count} copies")
+
+
+cdef kvfs_copy *take_pieces(object pieces, size_t *count) except NULL:
+    cdef Py_buffer view
+    cdef kvfs_copy *copies
+    PyObject_GetBuffer(pieces, &view, PyBUF_SIMPLE)
+    try:
+        if view.len % sizeof(kvfs_copy):
+            raise InvalidRequest(f"pieces of {view.len} bytes: a piece has {sizeof(kvfs_copy)}")
+        count[0] = view.len // sizeof(kvfs_copy)
+        if count[0] > <size_t>limits.MAX_COPY_PIECES:
+            raise LimitExceeded(f"{count[0]} pieces: a plan has at most {limits.MAX_COPY_PIECES}")
+        copies = <kvfs_copy *>calloc(count[0] + 1, sizeof(kvfs_copy))
+        if not copies:
+            raise MemoryError
+        memcpy(copies, view.buf, view.len)
+    finally:
+        PyBuffer_Release(&view)
+    return copies
+
+
+cdef int plan(kvfs_copy *copies, size_t *count, kvfs_regions to, kvfs_regions source) except -1:
+    cdef size_t bad = 0
+    cdef int rc
+    with nogil:
+        rc = kvfs_copies_plan(copies, count, to, source, &bad)
+    if rc < 0:
+        why = "lies outside the regions" if rc == -errno.ERANGE else "overlaps another copy"
+        raise InvalidRequest(
+            f"a copy of {copies[bad].bytes} bytes from {copies[bad].source:#x} to {copies[bad].to:#x} {why}"
+        )
+    return 0

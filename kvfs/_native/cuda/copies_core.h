@@ -1,0 +1,40 @@
+/* Copies between a device's memory and another: coalesced, bounded, started as one. See copies_core.c. */
+#ifndef KVFS_CUDA_COPIES_CORE_H
+#define KVFS_CUDA_COPIES_CORE_H
+
+#include "cuda/driver_core.h"
+
+struct kvfs_copy {
+    uint64_t to, from, bytes;
+};
+
+/* One mapping, allocation or registration: a copy that spans two fails. */
+struct kvfs_region {
+    uint64_t address, bytes;
+};
+
+struct kvfs_regions {
+    struct kvfs_region *items;
+    size_t count;
+};
+
+/* Sorts the regions. 0; -EINVAL: one is empty, passes the end of the address space, or overlaps another. */
+int kvfs_regions_sort(struct kvfs_regions regions);
+
+/* Checks, sorts by destination and coalesces `copies` in place, over sorted regions; `*count` becomes how many are left.
+ * 0, or with `*bad` an index into the copies as they are then: -ERANGE: a side is not inside one region, -EINVAL: a
+ * destination overlaps another destination or a source, so that the order would matter. */
+int kvfs_copies_plan(struct kvfs_copy *copies, size_t *count, struct kvfs_regions to, struct kvfs_regions from,
+                     size_t *bad);
+
+struct kvfs_copies {
+    CUdeviceptr *to, *from;
+    size_t *bytes, count;
+};
+
+/* Starts all copies on `stream`, behind `after` (NULL: nothing), and records `done` behind them. Where it fails nothing
+ * of it is in flight any more, and what the destinations hold is not known. */
+CUresult kvfs_copies_start(const struct kvfs_cuda *d, CUcontext context, const struct kvfs_copies *copies,
+                           CUstream stream, CUevent after, CUevent done);
+
+#endif

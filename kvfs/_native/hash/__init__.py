@@ -1,0 +1,1 @@
+"""Prefix hashes, checksums, samples."""

@@ -1,0 +1,1 @@
+"""Native: leases of memory that the kernel cannot guard."""

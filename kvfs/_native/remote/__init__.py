@@ -1,0 +1,1 @@
+"""Blocks between machines: the wire, the threads that serve, and the streams that read."""

@@ -1,0 +1,68 @@
+/* Serving blocks to other machines without the event loop. See serve_core.c. */
+#ifndef KVFS_REMOTE_SERVE_CORE_H
+#define KVFS_REMOTE_SERVE_CORE_H
+
+#include <stdint.h>
+
+#include "shared/mutex.h"
+#include "shared/table_core.h"
+#include "wire.h"
+
+/* A bucket that is bound to a namespace: of all blocks only those in it are served for that. */
+struct kvfs_remote_binding {
+    uint8_t namespace_digest[KVFS_KEY_BYTES];
+    uint32_t bucket_id;
+};
+
+/* A block that a lower tier has and the event loop is to bring up. */
+struct kvfs_remote_lift {
+    uint8_t digest[KVFS_KEY_BYTES];
+    uint8_t used, taken;
+};
+
+struct kvfs_remote_counts {
+    uint64_t requests, matches, found, absent, too_large, busy, bytes, broken;
+};
+
+struct kvfs_remote_connection;
+
+struct kvfs_remote_server {
+    const struct kvfs_table *table;
+    int (*hash)(int fd, uint64_t *checksum, uint64_t *bytes);
+    int dirfd;
+    int notify_fd; /* readable while lifts or ended connections wait for the event loop */
+    int started;
+    int64_t lift_wait_ns;
+    struct kvfs_remote_connection *connections; /* the event loop's, as is their number */
+    uint32_t connection_count, lift_room;
+    struct kvfs_mutex lock;
+    pthread_cond_t lifted;
+    struct kvfs_remote_binding *bindings GUARDED_BY(lock);
+    uint32_t binding_count GUARDED_BY(lock);
+    struct kvfs_remote_lift *lifts GUARDED_BY(lock);
+    struct kvfs_remote_counts counts GUARDED_BY(lock);
+    int stopping GUARDED_BY(lock);
+};
+
+struct kvfs_remote_connection {
+    struct kvfs_remote_server *server;
+    pthread_t thread;
+    int used; /* the event loop's */
+    int fd;
+    uint32_t number;
+    uint32_t bound_bucket;              /* the thread's: that of the request's last block, 0 before there was one */
+    int ended GUARDED_BY(server->lock); /* 0, or 1 once the thread has done its last step */
+    int error GUARDED_BY(server->lock); /* why it ended: 0 or -errno */
+};
+
+/* `table`, `hash`, `dirfd` and `lift_wait_ns` are set, all else is zero. */
+int kvfs_remote_start(struct kvfs_remote_server *s, uint32_t connections, uint32_t lifts);
+void kvfs_remote_stop(struct kvfs_remote_server *s);
+int64_t kvfs_remote_open(struct kvfs_remote_server *s, int fd);
+int kvfs_remote_reap(struct kvfs_remote_server *s, uint32_t number, int *error);
+int kvfs_remote_bind(struct kvfs_remote_server *s, const struct kvfs_remote_binding *bindings, uint32_t count);
+uint32_t kvfs_remote_take_lifts(struct kvfs_remote_server *s, uint8_t *digests, uint32_t most);
+void kvfs_remote_lifted(struct kvfs_remote_server *s, const uint8_t *digest);
+void kvfs_remote_read_counts(struct kvfs_remote_server *s, struct kvfs_remote_counts *into);
+
+#endif

@@ -1,0 +1,1 @@
+"""Plain S3 requests, and bodies."""

@@ -1,0 +1,1 @@
+"""Seals and checksums beside the event loop."""

@@ -1,0 +1,129 @@
+"""`kvfs proxy`: OpenAI's interface in front of engines.
+
+Responsibility: arguments in, one call of `scheduler.proxy`, text out; errors are those of `kvfs.cli.main`.
+Concurrency: none; it runs a trio loop until it ends.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import trio
+import typer
+
+from kvfs.cli.lazy import load as load_module
+from kvfs.config.load import load
+from kvfs.config.settings import Settings, host_and_port
+from kvfs.errors import ConfigError
+from kvfs.http.server import Certificate
+from kvfs.system.notify import set_up_logging
+from scheduler.proxy.engines import EngineAddress, Role, is_engine_url
+from scheduler.proxy.proxy import ProxyOptions, run
+
+app = typer.Typer()
+
+
+@app.command()
+def proxy(
+    listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where clients ask.")] = None,
+    engine: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="An engine that prefills and decodes; repeatable.")
+    ] = None,
+    prefill: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="An engine that prefills; repeatable.")
+    ] = None,
+    decode: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="An engine that decodes; repeatable.")
+    ] = None,
+    hand_over: Annotated[
+        str | None,
+        typer.Option(help="store, nixl, mooncake or sglang: how a prompt gets from one to the other."),
+    ] = None,
+    conductor: Annotated[
+        str | None, typer.Option(metavar="URL", help="A Conductor elsewhere that routes.")
+    ] = None,
+    instances: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="JSON file of instances for a Conductor in this process."),
+    ] = None,
+    events: Annotated[
+        str | None, typer.Option(metavar="ENDPOINT", help="Where publishers of KV events connect to that.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="TOML configuration, with the tokens.")
+    ] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+) -> None:
+    """Serve OpenAI's interface in front of engines, until Ctrl-C or SIGTERM."""
+    flags = {
+        ("proxy", "listen"): listen,
+        ("proxy", "engines"): engine or None,
+        ("proxy", "prefill"): prefill or None,
+        ("proxy", "decode"): decode or None,
+        ("proxy", "hand_over"): hand_over,
+        ("proxy", "conductor"): conductor,
+        ("conductor", "instances"): instances,
+        ("conductor", "events"): events,
+        ("log", "level"): log_level,
+    }
+    _serve(load(config, flags))
+
+
+def _serve(settings: Settings) -> None:
+    set_up_logging(settings.log.level)
+    options = proxy_options(settings)
+    host, port = host_and_port(settings.proxy.listen)
+    scheme = "http" if settings.proxy.certificate is None else "https"
+
+    def started(port: int) -> None:
+        print(f"OpenAI   {scheme}://{host or '*'}:{port}/v1\nready", flush=True)
+
+    with ExitStack() as stack:
+        service = None
+        if routes_itself(settings):
+            # Its packages are of another extra.
+            kind = load_module("scheduler.conductor.door.conductor_service").ConductorService
+            service = stack.enter_context(kind(settings.conductor))
+        trio.run(run, options, host, port, started, service)
+
+
+def routes_itself(settings: Settings) -> bool:
+    """Return whether a Conductor runs in the proxy's process."""
+    return settings.conductor.instances is not None and not settings.proxy.conductor
+
+
+def proxy_options(given: Settings) -> ProxyOptions:
+    """Make a proxy's options of a configuration. Raises ConfigError without engines."""
+    settings = given.proxy
+    roles: tuple[tuple[Role, tuple[str, ...]], ...] = (
+        ("both", settings.engines),
+        ("prefill", settings.prefill),
+        ("decode", settings.decode),
+    )
+    bootstraps = settings.bootstraps
+    addresses = [
+        EngineAddress(url, role, bootstrap=bootstraps.get(url, "")) for role, urls in roles for url in urls
+    ]
+    is_routed = settings.conductor or routes_itself(given)
+    if not settings.engines and not settings.decode and not is_routed:
+        raise ConfigError("[proxy] has no engines that decode: --engine URL, or --prefill URL --decode URL")
+    for address in addresses:
+        if not is_engine_url(address.url):
+            raise ConfigError(f"[proxy] {address.url}: an engine is http://HOST:PORT or https://HOST:PORT")
+    certificate = None
+    if settings.certificate is not None and settings.key is not None:
+        certificate = Certificate(settings.certificate, settings.key)
+    return ProxyOptions(
+        engines=addresses,
+        hand_over=settings.hand_over,
+        bearer_tokens=[token.get_secret_value() for token in settings.tokens],
+        certificate=certificate,
+        connections=settings.connections,
+        conductor=settings.conductor,
+        authorities=settings.authorities,
+        conductor_token=settings.conductor_token.get_secret_value()
+        or os.environ.get("KVFS_CONDUCTOR_TOKEN", ""),
+    )

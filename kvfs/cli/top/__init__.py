@@ -1,0 +1,1 @@
+"""`kvfs top`: figures of a store or a Conductor in a terminal."""

@@ -1,0 +1,111 @@
+"""Capacities of tiers against what this machine has: shares of it where the configuration says none, and its bounds.
+
+Responsibility: a capacity that cannot be had is refused before anything is made, with what could be had.
+
+Concurrency: reads /proc and the filesystem once, at start-up.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvfs.config.sizes import format_size
+from kvfs.errors import ConfigError
+from kvfs.limits import (
+    DRAM_SHARE_OF_AVAILABLE,
+    KIB,
+    MAX_DEFAULT_NVME_BYTES,
+    MIB,
+    MIN_DRAM_BYTES,
+    MIN_NVME_BYTES,
+    NVME_SHARE_OF_FREE,
+)
+
+
+def default_dram_bytes() -> int:
+    """Return a quarter of the memory that is free for use now, within this process's memory cgroup; whole MiB."""
+    return max(_free_memory_bytes() // DRAM_SHARE_OF_AVAILABLE // MIB * MIB, MIN_DRAM_BYTES)
+
+
+def check_dram_bytes(capacity_bytes: int) -> None:
+    """Check that the memory of this machine, or of the memory cgroup, is as large. Raises ConfigError."""
+    memory_bytes = min(_meminfo_bytes("MemTotal"), _cgroup_bytes()[0])
+    if capacity_bytes > memory_bytes:
+        raise ConfigError(
+            f"[dram] capacity = '{format_size(capacity_bytes)}': there are {format_size(memory_bytes)} of memory here, "
+            f"{format_size(_free_memory_bytes())} of it free now; the default would be "
+            f"'{format_size(default_dram_bytes())}'"
+        )
+
+
+def default_nvme_bytes(directory: Path) -> int:
+    """Return what the segment files there take, else a share of the free space; 0 if that is little."""
+    taken_bytes = sum(_segment_sizes_bytes(directory))
+    if taken_bytes:
+        return taken_bytes
+    share = _free_bytes(directory) // NVME_SHARE_OF_FREE
+    return min(share, MAX_DEFAULT_NVME_BYTES) if share >= MIN_NVME_BYTES else 0
+
+
+def check_nvme_bytes(capacity_bytes: int, directory: Path) -> None:
+    """Check that the filesystem has room for the segment files that are missing. Raises ConfigError.
+
+    A start with all its files needs none, also where the capacity is no multiple of theirs, or one of them was cut.
+    """
+    sizes_bytes = _segment_sizes_bytes(directory)
+    taken_bytes, segment_bytes = sum(sizes_bytes), max(sizes_bytes, default=0)
+    free_bytes, wanted_bytes = _free_bytes(directory), capacity_bytes
+    if segment_bytes:
+        wanted_bytes = (capacity_bytes // segment_bytes - len(sizes_bytes)) * segment_bytes
+    if wanted_bytes <= free_bytes:
+        return
+    possible_bytes = int((taken_bytes + free_bytes) * _PROPOSED_SHARE) // MIB * MIB
+    advice = (
+        f"'{format_size(possible_bytes)}' is possible" if possible_bytes >= MIN_NVME_BYTES else "0 is no tier"
+    )
+    raise ConfigError(
+        f"[nvme] capacity = '{format_size(capacity_bytes)}': the filesystem of {directory} has "
+        f"{format_size(free_bytes)} free, and {format_size(taken_bytes)} in segment files; {advice}"
+    )
+
+
+def _segment_sizes_bytes(directory: Path) -> list[int]:
+    return [file.stat().st_size for file in directory.glob("*.seg")]
+
+
+def _free_bytes(directory: Path) -> int:
+    while not directory.exists():
+        directory = directory.parent
+    found = os.statvfs(directory)
+    return found.f_bavail * found.f_frsize
+
+
+def _free_memory_bytes() -> int:
+    most_bytes, used_bytes = _cgroup_bytes()
+    return min(_meminfo_bytes("MemAvailable"), max(most_bytes - used_bytes, 0))
+
+
+def _meminfo_bytes(name: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * KIB
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _cgroup_bytes() -> tuple[int, int]:
+    """Return what the version 2 memory cgroup may use and does: tmpfs pages are charged to it, whatever /proc says."""
+    try:
+        groups = Path("/proc/self/cgroup").read_text().splitlines()
+        path = next(line[len("0::/") :] for line in groups if line.startswith("0::/"))
+        group = Path("/sys/fs/cgroup") / path
+        most = (group / "memory.max").read_text().strip()
+        used_bytes = int((group / "memory.current").read_text())
+        return (_UNBOUNDED if most == "max" else int(most)), used_bytes
+    except (OSError, StopIteration, ValueError):
+        return _UNBOUNDED, 0
+
+
+_UNBOUNDED = 1 << 62
+_PROPOSED_SHARE = 0.9
+"""Of the free space, where more was asked for: the index and files that others write need room, too."""

@@ -1,0 +1,1 @@
+"""KV events: messages, sockets, and what they say of engines."""

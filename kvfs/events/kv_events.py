@@ -1,0 +1,159 @@
+"""KV events: vLLM's messages about the contents of its caches.
+
+Responsibility: encode and decode one batch, and keep the recent past of a stream for replays. A message has three
+frames: topic, sequence number (8 bytes, big-endian), and a batch in msgpack:
+
+    [time in seconds, [event, ...], data-parallel rank or nil]
+
+An event is a map with a `type`, as vLLM writes it since 0.11, or an array that begins with it, as SGLang and older
+releases do; both are read, maps are written. Unknown fields are skipped, since releases add some.
+
+Invariants: a batch that is malformed raises InvalidRequest and changes nothing. Concurrency: pure functions; a
+`Replay` belongs to one thread.
+
+Needs the extra `events` (msgspec).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from kvfs.errors import InvalidRequest
+from kvfs.limits import MAX_EVENT_BATCHES, MAX_EVENT_BYTES, MAX_REPLAY_BYTES
+
+BlockHash = bytes | int
+"""Bytes from kvfs and newer engines; the last 64 bits from engines with default settings."""
+
+GPU: Final = "GPU"
+CPU: Final = "CPU"
+STORAGE: Final = "STORAGE"
+
+SEQUENCE_BYTES: Final = 8
+END_OF_REPLAY: Final = b"\xff" * SEQUENCE_BYTES
+"""In place of a sequence number: a replay ends."""
+MANIFEST: Final = b"\xff" * 7 + b"\xfe"
+"""In a request for a replay, in place of a sequence number: publish all that is there again, and then end the replay.
+A publisher that does not know it takes it for a number that is yet to come, and ends the replay at once."""
+
+
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
+    """Consecutive blocks are in a cache; `parent_block_hash` precedes the first."""
+
+    block_hashes: list[BlockHash]
+    parent_block_hash: BlockHash | None
+    token_ids: list[int]
+    """The tokens of all the blocks; empty from kvfs, which knows hashes alone."""
+    block_size: int
+    """Tokens of one block."""
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
+    """Blocks have left a cache."""
+
+    block_hashes: list[BlockHash]
+    medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, frozen=True):
+    """The cache is empty."""
+
+
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class Batch(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
+    """The events of one message."""
+
+    ts: float
+    events: list[KVEvent]
+    data_parallel_rank: int | None = None
+
+
+class _RawBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[Any]
+    data_parallel_rank: int | None = None
+
+
+encode_batch: Final = msgspec.msgpack.Encoder().encode
+_decode: Final = msgspec.msgpack.Decoder(_RawBatch).decode
+_KINDS: Final[dict[str, type[KVEvent]]] = {
+    kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
+}
+
+
+def decode_batch(payload: bytes) -> Batch:
+    """Decode a batch; skip events of unknown types. Raises InvalidRequest."""
+    if len(payload) > MAX_EVENT_BYTES:
+        raise InvalidRequest(f"KV events: batch of {len(payload)} bytes, the limit is {MAX_EVENT_BYTES}")
+    try:
+        raw = _decode(payload)
+        events = [event for each in raw.events if (event := _event(each)) is not None]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"KV events: no batch of events: {error}") from None
+    return Batch(raw.ts, events, raw.data_parallel_rank)
+
+
+def _event(raw: object) -> KVEvent | None:
+    if isinstance(raw, list) and raw:
+        tag, kind = raw[0], _KINDS.get(str(raw[0]))
+        if kind is None:
+            return None
+        fields = dict(zip(kind.__struct_fields__, raw[1:], strict=False))
+        # Before `medium` was there, everything was in GPU memory; `lora_name` came with later releases.
+        raw = {"medium": None, "lora_id": None, "lora_name": None, **fields, "type": tag}
+    if not isinstance(raw, dict):
+        raise msgspec.ValidationError(f"event is a {type(raw).__name__}")
+    kind = _KINDS.get(str(raw.get("type")))
+    return None if kind is None else msgspec.convert(raw, kind)
+
+
+def sequence_of(frame: bytes) -> int:
+    """Decode a sequence number. Raises InvalidRequest."""
+    if len(frame) != SEQUENCE_BYTES:
+        raise InvalidRequest(f"KV events: sequence number of {len(frame)} bytes, not {SEQUENCE_BYTES}")
+    return int.from_bytes(frame, "big")
+
+
+def sequence_frame(sequence: int) -> bytes:
+    return sequence.to_bytes(SEQUENCE_BYTES, "big")
+
+
+class Replay:
+    """Keep the last batches of a stream for replays, bounded in number and in bytes."""
+
+    def __init__(self, max_batches: int = MAX_EVENT_BATCHES, max_size_bytes: int = MAX_REPLAY_BYTES) -> None:
+        self._batches: deque[tuple[int, bytes]] = deque()
+        self._max_batches, self._max_size_bytes = max_batches, max_size_bytes
+        self.size_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def add(self, sequence: int, payload: bytes) -> None:
+        self._batches.append((sequence, payload))
+        self.size_bytes += len(payload)
+        while len(self._batches) > self._max_batches or self.size_bytes > self._max_size_bytes:
+            self.size_bytes -= len(self._batches.popleft()[1])
+
+    def since(self, sequence: int) -> Iterator[Sequence[bytes]]:
+        """Yield the sequence and payload frames of the kept batches from `sequence` on, in order."""
+        for number, payload in list(self._batches):
+            if number >= sequence:
+                yield sequence_frame(number), payload

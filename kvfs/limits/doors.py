@@ -1,0 +1,256 @@
+"""Limits of sessions, engines' connectors, the mount and waits, each with its reason."""
+
+from typing import Final
+
+from kvfs.limits.units import KIB, MIB
+
+# --- sessions --------------------------------------------------------------------------------------------
+MAX_SESSIONS: Final = 1_024
+"""Each session holds a descriptor and a bounded receive buffer."""
+MAX_FRAME_BYTES: Final = 1 * MIB
+"""One message of a session, either way; a longer length prefix closes the connection."""
+MAX_BATCH: Final = 1_024
+"""Entries in one batch message: 1,000 blocks are a 512k-token prompt."""
+MAX_FDS_PER_MESSAGE: Final = 128
+"""Below the kernel's SCM_MAX_FD (253)."""
+MAX_DRAFTS_PER_SESSION: Final = 1_024
+"""Drafts granted and neither sealed nor aborted."""
+SESSION_IDLE_WRITE_TIMEOUT_S: Final = 10.0
+"""A peer that does not drain its socket for this long is cut off."""
+MAX_SOCKET_PATH_BYTES: Final = 107
+"""sun_path of Linux's sockaddr_un, less the closing NUL."""
+MAX_SESSIONS_PER_UID: Final = 256
+"""So that one user cannot take every session; the service's own user and root are not counted."""
+MAX_CONTROL_BYTES: Final = 128 * KIB
+"""A JSON request: a namespace description of MAX_NAMESPACE_BYTES, escaped; parsed on the event loop."""
+MAX_CLIENT_NAME_BYTES: Final = 128
+"""What a client calls itself, for logs and status."""
+MAX_ERROR_MESSAGE_BYTES: Final = 4 * KIB
+"""An error's message in an answer: two escaped names and a sentence."""
+MAX_NAMESPACE_HANDLES: Final = 256
+"""Namespaces open in one session: an engine uses one per model, shard geometry and adapter."""
+MAX_LARGE_PIECE_BYTES: Final = 4 * MIB
+"""What a session reads at once of an object larger than DRAM takes: one extent, put into a draft of its own."""
+SESSION_TURN_S: Final = 0.002
+"""After this long a batch gives the event loop a turn, so that one session does not delay the others."""
+SESSION_CHUNK_BYTES: Final = 64 * KIB
+"""Bytes of one receive call; a session's buffer grows to a whole frame only as bytes come."""
+SESSION_BACKLOG: Final = 128
+"""Connections that the kernel queues before they are accepted."""
+SESSION_HELLO_TIMEOUT_S: Final = 5.0
+"""A connection without a HELLO by then is closed."""
+SESSION_FRAME_TIMEOUT_S: Final = 10.0
+"""A frame that has begun must be complete by then: its buffer is the service's memory."""
+CLIENT_TIMEOUT_S: Final = 30.0
+"""How long the synchronous client waits for one answer, unless configured otherwise."""
+CLIENT_UNREPORTED_HITS: Final = 8_192
+"""Hits that wait to be reported to the service: eight batches; further ones are not counted."""
+UNHEARD_SEALS: Final = 4_096
+"""Blocks sealed natively that the event loop has not taken in: 0.3 s of its time; past it, it seals blocks itself."""
+SEALER_IDS: Final = 8_192
+"""Object ids that native seals are given at a time, and again when half of them are used."""
+CLIENT_SPARE_DRAFTS: Final = 64
+"""Drafts granted ahead to a client that puts blocks: as many as one packet seals, or two batches of 32, so that a batch
+does not wait for the grants of the one before."""
+CLIENT_SPARE_IDLE_S: Final = 5.0
+"""A client that has put nothing for so long aborts its spare drafts."""
+CLIENT_CLOSE_WAIT_S: Final = 1.0
+"""How long a close waits for a thread that connects, which then closes its own connection."""
+CLIENT_REPORT_S: Final = 0.5
+"""How often a client reports its hits, for eviction."""
+CLIENT_THREADS: Final = 4
+"""Threads of one client that futures run on: four copies at once meet a machine's memory bandwidth."""
+CLIENT_FUTURES: Final = 1_024
+"""Calls of one client that wait for a thread or run on one."""
+
+# --- KV events -------------------------------------------------------------------------------------------
+EVENT_INTERVAL_S: Final = 0.01
+"""How long changes are gathered into one batch of KV events."""
+MAX_EVENT_HASHES: Final = 1_024
+"""Blocks in one batch: about 20 KiB."""
+MAX_EVENT_BYTES: Final = 16 * MIB
+"""One batch: engines send the tokens too, 5 bytes each, of whole prompts at once."""
+MAX_EVENT_BATCHES: Final = 10_000
+"""Batches kept for a slow subscriber, for replays (vLLM's default), and of an engine during its replay."""
+MAX_REPLAY_BYTES: Final = 64 * MIB
+"""Bytes of the batches kept for replays: three million blocks."""
+MAX_MANIFEST_REQUESTS: Final = 64
+"""Subscribers that one manifest answers; of more, those who asked first ask again."""
+MANIFEST_INTERVAL_S: Final = 5.0
+"""Pause between two manifests: one of a million blocks is 1,000 batches."""
+MANIFEST_WAIT_S: Final = 30.0
+"""How long a manifest is waited for."""
+REPLAY_WAIT_S: Final = 10.0
+"""How long an engine's replay may take; then its blocks are invalidated instead."""
+MAX_ENGINE_STREAMS: Final = 1_024
+"""Engines, or data-parallel ranks of engines, whose events are followed."""
+MAX_ENGINE_BLOCKS: Final = 1 << 20
+"""Blocks of one engine that are remembered, about 100 bytes each: 16 million tokens of GPU memory in blocks of 16."""
+
+# --- other machines --------------------------------------------------------------------------------------
+MAX_PEERS: Final = 16
+"""Machines that one service asks without a directory, each with streams of its own."""
+MAX_REMOTE_CONNECTIONS: Final = 128
+"""Connections that other machines read over, a thread each: half as many again as MAX_PEERS open."""
+MAX_REMOTE_GREETINGS: Final = 16
+"""Connections whose peer has not proved the secret yet; further ones wait in the backlog."""
+REMOTE_GREETING_S: Final = 2.0
+"""How long a connection and both proofs may take."""
+MIN_CLUSTER_SECRET_BYTES: Final = 32
+"""As many bytes as HMAC-SHA256 has: a shorter secret is guessed from one connection."""
+MAX_CLUSTER_SECRET_BYTES: Final = 4_096
+"""A file of secrets is no log by mistake."""
+REMOTE_STREAMS: Final = 4
+"""Connections to a peer that bytes come over: two meet a 25 GbE link, one more core each."""
+REMOTE_READ_BLOCKS: Final = 16
+"""Blocks of one READ: with four streams a batch of 64 is under way at once."""
+MAX_REMOTE_BYTES: Final = 64 * MIB
+"""Bytes asked of one peer and not here yet; what is not urgent waits at half of it. A larger block goes alone."""
+MAX_REMOTE_WAITING: Final = 1_024
+"""Reads that wait for their turn at one peer; further ones are misses."""
+DEFAULT_REMOTE_MATCH_S: Final = 0.02
+"""How long all peers may take to say what they have; who is later counts as having nothing. A round trip within a data
+centre takes 0.1 ms, one past a busy event loop 5."""
+MAX_REMOTE_MATCH_S: Final = 5.0
+"""The longest such wait that may be configured: a request for blocks waits as long for a peer that hangs."""
+REMOTE_READ_S: Final = 5.0
+"""How long one READ may take: 64 MiB at 100 Mbit/s."""
+REMOTE_SILENCE_S: Final = 1.0
+"""How long a peer's machine may take to acknowledge a request; one that lost its power or cable is noticed by then."""
+REMOTE_FETCH_S: Final = 20.0
+"""How long a fetch goes on, through all peers; a client waits CLIENT_TIMEOUT_S for it."""
+REMOTE_BACKOFF_S: Final = 0.5
+"""How long a peer that failed is not asked, doubled with each failure and spread by half."""
+MAX_REMOTE_BACKOFF_S: Final = 30.0
+"""The longest such pause: a machine that comes back is used again within it."""
+MAX_REMOTE_LIFTS: Final = 64
+"""Blocks that peers wait for while they come from NVMe; further ones are busy."""
+REMOTE_LIFT_WAIT_S: Final = 1.0
+"""How long a peer's request waits for a block to come from NVMe."""
+MAX_CLUSTER_NODES: Final = 64
+"""Machines in one directory: each keeps links to those that it reads from, and each beat lists all."""
+DIRECTORY_LEASE_S: Final = 10.0
+"""How long a machine that is not heard of stays a member: ten beats, so that a pause of the server ends no lease."""
+DIRECTORY_BEAT_S: Final = 1.0
+"""Between two beats: how long others take to see a machine that came, and how soon an emptied directory is seen."""
+DIRECTORY_CALL_S: Final = 1.0
+"""How long the server may take for anything but a lookup, which takes match_wait_s; then its connection is closed."""
+DIRECTORY_BACKOFF_S: Final = 0.2
+"""How long a server that failed is not asked, doubled with each failure and spread by half."""
+MAX_DIRECTORY_BACKOFF_S: Final = 5.0
+"""The longest such pause: a directory that comes back is used again within it."""
+MAX_DIRECTORY_LOOKUPS: Final = 64
+"""Lookups under way at once; further ones are misses."""
+MAX_DIRECTORY_CHANGES: Final = 1 << 16
+"""Changes that wait to be written (16 MB of memory): seconds of a store's seals. Past it a manifest heals."""
+DIRECTORY_BATCH: Final = 512
+"""Changes of one write: the server answers nobody else meanwhile, for 0.5 ms."""
+DIRECTORY_LINGER_S: Final = 0.005
+"""How long a change waits for others to be written with."""
+DIRECTORY_PART_BLOCKS: Final = 1_024
+"""Blocks of all machines that a part of a manifest looks at: some 1 ms of the server."""
+DIRECTORY_MANIFEST_S: Final = 600.0
+"""Between manifests without a cause: they take out machines that ended for good."""
+MAX_DIRECTORY_HOLDERS: Final = 16
+"""Holders kept of a block, the latest ones: more make nothing faster, and two bytes each keep the hashes compact."""
+DIRECTORY_RELEASE_S: Final = 0.2
+"""How long a stop waits for the end of the machine's lease; without it the lease runs out."""
+MAX_FETCH_BLOCKS: Final = 1_024
+"""Blocks of one fetch: a MATCH."""
+
+# --- connectors ------------------------------------------------------------------------------------------
+CONNECTOR_TIMEOUT_S: Final = 5.0
+"""How long a connector waits for the service where nobody waits for it: loads in the background, its start."""
+CONNECTOR_MATCH_S: Final = 0.05
+"""How long an engine's scheduler may wait for a look-up; only users outside of the service's group wait at all."""
+CONNECTOR_HANDOVER_S: Final = 0.05
+"""How long a request waits for the last block that its prefill engine has named: seals trail the answer by
+milliseconds, and what is not there by then is sooner computed."""
+CONNECTOR_SAVE_S: Final = 0.5
+"""How long a step of an engine may wait for drafts; then the connector waits for the outage to end."""
+CONNECTOR_RETRY_S: Final = 1.0
+"""How often a connector tries to connect during an outage."""
+CONNECTOR_COPY_S: Final = 60.0
+"""How long a layer's copy may take: its load waits at most CONNECTOR_TIMEOUT_S for the service."""
+CONNECTOR_STORE_BLOCKS: Final = 256
+"""Blocks that an engine worker copies out at once; with those waiting and sealed, three times as many drafts."""
+CONNECTOR_STORE_BYTES: Final = 256 * MIB
+"""Bytes of these; a cache on a device is copied to memory three times as much at once."""
+CONNECTOR_QUOTA_SHARE: Final = 8
+"""They take at most this part of what the store lets one user write at once: two engines of three times as much fit."""
+CONNECTOR_LOADS: Final = 256
+"""Loads of requests that wait or run in one engine worker; further ones are misses."""
+CONNECTOR_THREADS: Final = 4
+"""Threads of a connector that copies for an engine that has none of its own."""
+CONNECTOR_LOCKS: Final = 4_096
+"""Blocks that LMCache may lock at once, each a mapping: vm.max_map_count is 65,530."""
+WEIGHTS_SAMPLES: Final = 64
+"""Samples of each file of weights, for their name."""
+WEIGHTS_SAMPLE_BYTES: Final = 4 * KIB
+"""Bytes of each sample of a file of weights."""
+WEIGHTS_MEMORY_LINES: Final = 1 << 14
+"""Lines of 64 bytes sampled from weights in memory: some milliseconds of cache and TLB misses."""
+WEIGHTS_DEVICE_CHECK_S: Final = 1.0
+"""How often weights in a device's memory are sampled: a read of each tensor, and a wait for the device."""
+MAX_ADAPTERS: Final = 4_096
+"""Adapters whose files an engine's connector remembers; requests of further ones are not stored."""
+
+# --- waits -----------------------------------------------------------------------------------------------
+PUBLISH_WAIT_S: Final = 0.5
+"""How long another door waits for a flushed draft whose RELEASE follows its close(); then it is Busy."""
+STOP_WAIT_S: Final = 10.0
+"""How long a clean stop waits for the requests in flight."""
+FINISH_WAIT_S: Final = 4.0
+"""The part of STOP_WAIT_S for the log; what is not written then stays in DRAM, or was a cache's."""
+LAST_CALLS_WAIT_S: Final = 2.0
+"""How long a stop waits for the device after the mount is gone, for the last calls."""
+LAST_REQUESTS_WAIT_S: Final = 1.0
+"""The part of LAST_CALLS_WAIT_S for what the kernel has queued, where somebody still uses the mount and may go on."""
+DETACH_WAIT_S: Final = 1.0
+"""How long a hard stop waits for the kernel to detach the mount."""
+ANSWER_WAIT_S: Final = 2.0
+"""How long a mount may take to answer statfs before it counts as dead."""
+KILLED_WAIT_S: Final = 5.0
+"""How long a start waits for a killed service, after it has aborted its requests, to release the data."""
+MAINTAIN_INTERVAL_S: Final = 1.0
+"""Upkeep of the store runs at least this often; a seal brings it forward."""
+MAINTAIN_PAUSE_S: Final = 0.02
+"""Least time between two runs of upkeep, so that a burst of seals is one run."""
+
+# --- log lines -------------------------------------------------------------------------------------------
+LOG_LINES: Final = 20
+"""Lines of one cause shown in a minute; the rest is counted. Peers and devices cause thousands a second."""
+LOG_INTERVAL_S: Final = 60.0
+"""The interval in which lines of one cause are counted, from the first line."""
+MAX_LOG_CAUSES: Final = 1_024
+"""Causes counted apart, some 500 bytes each: logging statements times the peers that they name."""
+
+# --- mount -----------------------------------------------------------------------------------------------
+MAX_WRITE_BYTES: Final = 1 * MIB
+"""FUSE max_write: 256 pages, the default of fs.fuse.max_pages_limit."""
+MAX_FUSE_THREADS: Final = 8
+"""Threads of the native loop, each with buffers of 2 MiB: all but one may wait for the bytes of files."""
+MAX_FUSE_REQUESTS: Final = 64
+"""Requests that Python handles at once; the kernel's own background limit is 12 by default."""
+MAX_NODES: Final = 1 << 24
+"""Nodeids have a 24-bit index."""
+KERNEL_CACHE_S: Final = 60
+"""How long the kernel may keep names and attributes; changes are invalidated at once."""
+MAX_LEARNED_NAMES: Final = 256
+"""Names of a directory that is read for its free names: one page of a listing, 2 ms of the event loop."""
+MAX_UNRESOLVED_NAMES: Final = 1 << 18
+"""Existing names that the kernel does not cache, kept natively so that all others are known to be free: 30 MB."""
+SPARE_DRAFTS: Final = 16
+"""Empty slots held ready for CREATE while files are being created: a burst that Python takes 4 ms to follow."""
+SLOTS_PER_SPARE_DRAFT: Final = 64
+"""Slots of the tier for each spare draft: a tier with few slots keeps them for objects."""
+MAX_OPEN_LISTINGS: Final = 4_096
+"""Directory handles, each with its place in a listing."""
+MAX_DIRECTORY_TIMES: Final = 65_536
+"""Directories whose last change is kept in memory, some 300 bytes each; older ones are written to their rows."""
+DIRECTORY_TIMES_AT_ONCE: Final = 256
+"""Of them, how many are written at once when there are more: 2 ms of the event loop."""
+MAX_STALE_RETRIES: Final = 256
+"""Threads that are about to look a name up again: each is in an open(2) that lost a race."""
+STALE_RETRY_S: Final = 5.0
+"""How long the result of such a look-up is kept for its thread, which returns at once unless stopped or killed."""

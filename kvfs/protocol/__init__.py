@@ -1,0 +1,1 @@
+"""The wire format of sessions, for the client, the service and the gateway."""

@@ -1,0 +1,1 @@
+"""The operating system and its manager: calls, notifications, metrics, the log."""

@@ -1,0 +1,1 @@
+"""What is shown of a running kvfs: figures and tables, their stream of events, and the page that shows them."""

@@ -1,0 +1,1 @@
+"""Files being written."""

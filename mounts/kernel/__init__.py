@@ -1,0 +1,1 @@
+"""The kernel's side of the mount: nodes, attributes, errnos, backing files."""

@@ -1,0 +1,1 @@
+"""Names, directories and handles as the mount shows them."""

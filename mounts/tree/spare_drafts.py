@@ -1,0 +1,108 @@
+"""Drafts made ahead of need, which the native loop gives to CREATEs that it answers by itself.
+
+Responsibility: keep a few of them at the loop while files are being created, make open files of those that the loop has
+used, and abort the rest at the end.
+
+Invariants: a spare has a slot, a nodeid, a file id and a handle, and no bytes; it counts as a slot in use and as
+nobody's draft; the uid that creates a file with it is charged as for any draft, once this thread handles the call.
+There are at most SPARE_DRAFTS of them, and one slot in SLOTS_PER_SPARE_DRAFT, and none while they could lead a uid past
+its share of the slots: creations are calls then, and refused there.
+
+Concurrency: the service's trio thread; the loop's thread takes spares at any time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+
+from kvfs._native.fuse.loop import Call, FuseLoop
+from kvfs.errors import KvfsError
+from mounts.tree.handles import OpenFiles
+from mounts.tree.view import View
+from tiers.model.tier import Extent
+
+log = logging.getLogger("kvfs.mount")
+
+
+class SpareDrafts:
+    """The spares of one mount; see the module's header."""
+
+    def __init__(self, loop: FuseLoop, view: View, files: OpenFiles) -> None:
+        self._loop = loop
+        self._view = view
+        self._files = files
+        self._made: dict[int, tuple[Extent, int]] = {}
+        self._wanted = 0
+        view.store.share_listeners.append(self._withhold)
+
+    def wanted(self) -> None:
+        """Begin to keep spares: files are being created."""
+        self._wanted = self._view.store.space.most_spares
+
+    def refill(self) -> None:
+        """Make the spares that are missing, as far as there is room without eviction."""
+        try:
+            while self._loop.spares < self._wanted and not self._view.store.space.is_share_near:
+                self._add()
+        except (KvfsError, OSError) as error:
+            log.debug("no spare draft is made: %s", error)
+
+    def _add(self) -> None:
+        store, nodes = self._view.store, self._view.nodes
+        nodeid = nodes.allot()
+        try:
+            extent = store.prepare()
+        except KvfsError:
+            nodes.free(nodeid)
+            raise
+        ino = store.names.next_ids(1)
+        self._made[nodeid] = extent, ino
+        self._loop.node_draft(nodeid, ino, extent.slot, extent.generation, mode=stat.S_IFREG, uid=0, gid=0)
+        descriptor = -1
+        try:
+            descriptor = store.dram.open_draft(extent)
+            self._loop.spare_add(nodeid, self._files.allot(changes=True), descriptor)
+        except (KvfsError, OSError):
+            self._loop.node_drop(nodeid)
+            self._drop(nodeid)
+            raise
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def adopt(self, call: Call) -> None:
+        """Add the open file of a CREATE that the loop answered with a spare."""
+        extent, ino = self._made.pop(call.other)
+        view = self._view
+        node = view.drafts.adopt(
+            call.other,
+            view.nodes.get(call.nodeid),
+            call.name,
+            extent,
+            mode=stat.S_IMODE(call.mode),
+            uid=call.uid,
+            gid=call.gid,
+            ino=ino,
+        )
+        self._files.adopt(node, call.offset, pid=call.pid)
+        view.touch(view.nodes.get(call.nodeid), call.when_ns)
+
+    def _withhold(self, is_share_near: bool) -> None:
+        """Withdraw the spares at the loop while some uid has almost its share of the slots."""
+        while is_share_near and (nodeid := self._loop.spare_take()):
+            self._drop(nodeid)
+
+    def close(self) -> None:
+        """Abort all spares, when the loop has stopped."""
+        self._view.store.share_listeners.remove(self._withhold)
+        while self._loop.spare_take():
+            pass
+        for nodeid in list(self._made):  # also spares whose CREATE was never handled here
+            self._drop(nodeid)
+
+    def _drop(self, nodeid: int) -> None:
+        extent, _ = self._made.pop(nodeid)
+        self._view.store.dram.abort(extent)
+        self._view.nodes.free(nodeid)

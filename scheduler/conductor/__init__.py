@@ -1,0 +1,1 @@
+"""The service that routes: policies over what instances and stores report."""

@@ -1,0 +1,351 @@
+"""The Conductor: instances, what their caches hold, what is under way, and the policies over all that.
+
+Responsibility: routing with a reservation, the reports of clients, costs fitted while it runs: state around the pools'
+planners. It implements `values.Router`. No I/O: the edge is `scheduler.conductor.door`.
+
+Invariants:
+- A decision is the policy's on the state of that moment; roles alone (`planning.legs`) change which of its candidates
+  are taken.
+- A distrusted instance's blocks do not count. Where nothing is known of any cache, load decides; the answer says so.
+
+Concurrency: one thread. Time is that of the clock it is given.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from kvfs._native.cluster.index import ClusterIndex
+from kvfs.errors import InvalidRequest
+from kvfs.keys import HASH_BYTES
+from kvfs.limits import MAX_RESERVATIONS
+from scheduler.conductor.copy_orders import CopyOrders
+from scheduler.conductor.decision_log import DecisionLog, Logged, by_medium
+from scheduler.conductor.explanations import Explanations, Weighed, ranges
+from scheduler.conductor.planning.planner import Plan, Question
+from scheduler.conductor.pool import Member, Options, Pool
+from scheduler.conductor.registry import Registry
+from scheduler.conductor.reservations import Reservation, Reservations
+from scheduler.conductor.role_orders import RoleOrders
+from scheduler.conductor.values import Refused, Routed, RouteRequest
+from scheduler.routing.admission import MAX_RETRY_AFTER_S, Admission, Slo, Verdict, admit
+
+log = logging.getLogger("kvfs.conductor")
+
+FULL = f"{MAX_RESERVATIONS} requests are routed and not over, which is the limit"
+DEGRADED = "nothing is known of the instances' caches, so load alone decided"
+
+
+class Conductor:
+    """See the module's header."""
+
+    def __init__(self, index: ClusterIndex, options: Options, clock: Callable[[], float]) -> None:
+        self.counts: Counter[str] = Counter()
+        self.registry = Registry(index, options, clock, self.counts)
+        self._index, self._options, self._clock = index, options, clock
+        self._reservations = Reservations(index)
+        self._explanations = Explanations()
+        self.log = DecisionLog()
+        self.copies: CopyOrders | None = None
+        if options.copies:
+            self.copies = CopyOrders(self.registry, index, self._reservations.pass_over)
+        self._roles: RoleOrders | None = None
+        if options.relabels is not None:
+            self._roles = RoleOrders(self.registry, self.log, options.relabels, self._reservations.pass_over)
+
+    # --- instances ----------------------------------------------------------------------------------------
+    def remove(self, name: str) -> None:
+        """Remove an instance; its requests end. Raises NotFound."""
+        _, member = self.registry.member(name)
+        now_s = self._clock()
+        for reservation in self._reservations:
+            if member in (reservation.prefill, reservation.decode):
+                self._reservations.end(reservation, now_s)
+                self.log.ended(reservation.id, "orphaned")
+                self.counts["orphaned"] += 1
+        self.registry.remove(name)
+
+    def unreachable(self, instance: str) -> None:
+        self.registry.unreachable(instance)
+
+    # --- routing ------------------------------------------------------------------------------------------
+    def route(self, request: RouteRequest) -> Routed | Refused:
+        """Choose instances and reserve them; see `values.Router`."""
+        now_s = self._clock()
+        pool = self.registry.pool(request.model)
+        hashes, tokens = pool.question(request)
+        slo = _slo(request, self._options.slo)
+        logged = Logged("", now_s, pool.model, tokens, slo, waited_s=request.waited_s)
+        if self._reservations.is_full:
+            return self._refuse(Refused(reason=FULL, retry_after_s=MAX_RETRY_AFTER_S), logged)
+        reusable = (tokens - 1) // pool.namespace.block_tokens
+        question = Question(
+            hashes[: reusable * HASH_BYTES],
+            tokens,
+            pool.namespace.block_tokens,
+            now_s - request.waited_s,
+            now_s,
+            slo,
+            pool.slots_of(request.exclude) if request.exclude else (),
+        )
+        plan = pool.planner.plan(question)
+        decision = plan.decision
+        admission = admit(decision, pool.costs, slo, self._options.admission)
+        weighed = self._weighed(pool, request, question, plan, admission)
+        self._explanations.keep(weighed)
+        if admission.verdict is not Verdict.ADMIT or decision.prefill is None or decision.decode is None:
+            self._reservations.pass_over()
+            self.counts["refused"] += 1
+            refused = Refused(
+                id=weighed.id, reason=admission.reason.value, retry_after_s=admission.retry_after_s
+            )
+            return self._refuse(refused, logged)
+        self.counts["routed"] += 1
+        self.counts["degraded"] += bool(weighed.degraded)
+        return self._reserve(pool, plan, weighed, hashes, reusable, logged)
+
+    def _refuse(self, refused: Refused, logged: Logged) -> Refused:
+        self.log.refused(refused, logged)
+        return refused
+
+    def _reserve(
+        self,
+        pool: Pool,
+        plan: Plan,
+        weighed: Weighed,
+        hashes: bytes,
+        reusable: int,
+        logged: Logged,
+    ) -> Routed:
+        decision, block_tokens = plan.decision, pool.namespace.block_tokens
+        chosen, decode = decision.prefill, decision.decode
+        assert chosen is not None
+        assert decode is not None
+        cached = chosen.reused_blocks * block_tokens
+        member = pool.slots[chosen.instance]
+        assert member is not None
+        predicted = reusable * block_tokens if hashes else 0
+        media, masks = pool.media_of(member)
+        depths = self._index.depths(hashes[: reusable * HASH_BYTES], masks)
+        if chosen.instance == decode.instance:
+            # What the index says without the judgement of trust, so that a distrusted instance can earn it back.
+            predicted = max(cached, depths[-1] * block_tokens)
+        made = hashes[chosen.reused_blocks * HASH_BYTES :]
+        found = self._reservations.reserve(
+            pool, plan, weighed.tokens, made, (cached, predicted), weighed.at_s, promised_s=logged.slo.ttft_s
+        )
+        if self._roles is not None:
+            self._roles.committed(pool, weighed.tokens, cached, chosen.prefill_s, weighed.at_s)
+        if self.copies is not None and reusable and hashes:
+            self.copies.routed(pool, chosen.instance, hashes[: reusable * HASH_BYTES])
+        has_leg = found.has_leg
+        routed = Routed(
+            id=found.id,
+            decode=found.decode.instance.name,
+            decode_url=found.decode.instance.url,
+            prefill=found.prefill.instance.name if has_leg else None,
+            prefill_url=found.prefill.instance.url if has_leg else None,
+            cached_tokens=cached,
+            ranges=ranges(weighed),
+            last_block=hashes[(reusable - 1) * HASH_BYTES : reusable * HASH_BYTES].hex() or None
+            if reusable
+            else None,
+            ttft_s=decision.ttft_s,
+            tbt_s=decode.tbt_s,
+            deadline_s=found.deadline_s - weighed.at_s,
+            degraded=weighed.degraded,
+        )
+        reused = by_medium(zip(media, depths, strict=True), chosen.reused_blocks) if cached else ()
+        self.log.routed(routed, logged, predicted, [(medium, n * block_tokens) for medium, n in reused])
+        return routed
+
+    def _weighed(
+        self, pool: Pool, request: RouteRequest, question: Question, plan: Plan, admission: Admission
+    ) -> Weighed:
+        return Weighed(
+            self._reservations.next_id(),
+            pool.model,
+            question.now_s,
+            question.tokens,
+            question.block_tokens,
+            plan,
+            admission,
+            pool.names,
+            pool.source_names,
+            tuple(request.exclude),
+            "" if pool.knows_blocks else DEGRADED,
+        )
+
+    def explain(self, id: str) -> dict[str, Any]:
+        """Return why a request went where it went. Raises NotFound."""
+        order = None if self._roles is None else self._roles.explain(id)
+        return self._explanations.explain(id) if order is None else order
+
+    def match(self, request: RouteRequest) -> dict[str, int]:
+        """Return how many tokens of a prompt each instance holds, from the first on. Raises as `route`."""
+        pool = self.registry.pool(request.model)
+        hashes, _ = pool.question(request)
+        members = list(pool.members.values())
+        depths = self._index.depths(hashes, [pool.mask_of(member) for member in members])
+        tokens = pool.namespace.block_tokens
+        return {member.instance.name: depth * tokens for member, depth in zip(members, depths, strict=True)}
+
+    def depths(self, hashes: bytes, masks: Sequence[int]) -> list[int]:
+        """Return how many blocks of a prompt, from the first on, the sources of each mask of the index hold."""
+        return self._index.depths(hashes, masks)
+
+    # --- reports of clients -------------------------------------------------------------------------------
+    def prefilled(self, id: str) -> None:
+        found = self._report(id)
+        if found is not None and found.prefilled_s is None:
+            self._reservations.prefilled(found, self._clock())
+            if found.has_leg:
+                self._observe_prefill(found, found.cached_tokens)
+
+    def first_token(self, id: str) -> None:
+        found = self._report(id)
+        if found is not None:
+            now_s = self._clock()
+            self._reservations.first_token(found, now_s)
+            self.log.first_token(id, now_s)
+
+    def done(self, id: str, *, cached_tokens: int | None = None, output_tokens: int | None = None) -> None:
+        found = self._report(id)
+        if found is None:
+            return
+        now_s, pool = self._clock(), found.pool
+        self.log.done(id, cached_tokens, output_tokens, now_s)
+        if found.first_token_s is not None:
+            self._observe(found, cached_tokens, output_tokens, now_s)
+        self._reservations.first_token(found, now_s)
+        if cached_tokens is not None:
+            self.counts["predicted_tokens"] += found.predicted_tokens
+            self.counts["cached_tokens"] += cached_tokens
+            if found.decode.trust.compare(found.predicted_tokens, cached_tokens):
+                self.registry.judged(pool, found.decode)
+        if output_tokens is not None and output_tokens > 0:
+            pool.planner.answered(output_tokens)
+        self._reservations.end(found, now_s)
+        self.counts["done"] += 1
+
+    def cancel(self, id: str) -> None:
+        found = self._report(id)
+        if found is not None:
+            self._reservations.end(found, self._clock())
+            self.log.ended(id, "cancelled")
+            self.counts["cancelled"] += 1
+
+    def is_live(self, id: str) -> bool:
+        """Return whether a reservation of this id is not over."""
+        return self._reservations.get(id) is not None
+
+    def _report(self, id: str) -> Reservation | None:
+        found = self._reservations.get(id)
+        if found is None:
+            self.counts["unknown_ids"] += 1
+        return found
+
+    def _observe(
+        self, found: Reservation, cached_tokens: int | None, output_tokens: int | None, now_s: float
+    ) -> None:
+        """Fit the costs to a request whose first token was reported when it came."""
+        assert found.first_token_s is not None
+        took_s = now_s - found.first_token_s
+        if cached_tokens is not None and not found.has_leg:
+            self._observe_prefill(found, cached_tokens)
+        if output_tokens is not None and output_tokens > 1 and took_s > 0:
+            load = found.pool.planner.load(found.decode.slot, now_s)
+            found.pool.fitter.observe_step(
+                load.active_tokens, load.active_requests, took_s / (output_tokens - 1)
+            )
+
+    def _observe_prefill(self, found: Reservation, cached_tokens: int) -> None:
+        started_s, ended_s = found.started_s, found.prefilled_s
+        if started_s is not None and ended_s is not None and ended_s > started_s:
+            with suppress(InvalidRequest):
+                found.pool.fitter.observe_prefill(
+                    found.tokens, min(cached_tokens, found.tokens), ended_s - started_s
+                )
+
+    # --- time and status ----------------------------------------------------------------------------------
+    def tick(self) -> None:
+        """Do what time brings: deadlines, queues, instances tried again, costs, sweeping. To be called often."""
+        now_s = self._clock()
+        self.registry.sweep()
+        for reservation in self._reservations.expire(now_s):
+            self.log.ended(reservation.id, "expired")
+            log.debug("reservation %s ended by its deadline", reservation.id)
+        for pool in self.registry.pools():
+            pool.refresh(now_s)
+            self._reservations.advance(pool, now_s)
+            if self._options.fitted:
+                pool.fit()
+        if self._roles is not None:
+            self._roles.tick(now_s)
+        if self.copies is not None:
+            self.copies.tick(now_s)
+
+    def now_s(self) -> float:
+        """Return the time of the Conductor's clock."""
+        return self._clock()
+
+    def status(self) -> dict[str, Any]:
+        """Return counters, instances and streams as JSON values."""
+        now_s = self._clock()
+        return {
+            "blocks": len(self._index),
+            "reservations": len(self._reservations),
+            "expired": self._reservations.expired,
+            "unregistered": dict(self.registry.unregistered),
+            "counts": dict(self.counts),
+            "decisions": self.log.status(),
+            "copies": None if self.copies is None else self.copies.status(),
+            "roles": None if self._roles is None else self._roles.status(),
+            "instances": [
+                self._instance_status(pool, member, now_s) for pool, member in self.registry.members()
+            ],
+            "streams": [
+                {
+                    "stream": str(stream.name),
+                    "knowledge": stream.knowledge.value,
+                    "epoch": stream.epoch,
+                    "silent_s": None if stream.heard_s == float("-inf") else now_s - stream.heard_s,
+                    "blocks": {
+                        medium: self._index.source_blocks(source) for medium, source in stream.sources.items()
+                    },
+                }
+                for stream in self.registry.streams()
+            ],
+        }
+
+    def _instance_status(self, pool: Pool, member: Member, now_s: float) -> dict[str, Any]:
+        load = pool.planner.load(member.slot, now_s)
+        return {
+            "name": member.instance.name,
+            "model": pool.model,
+            "url": member.instance.url,
+            "role": member.role,
+            "draining": member.draining or member.relabels_to is not None,
+            "reachable": now_s >= member.unreachable_until_s,
+            "distrusted": member.trust.distrusted,
+            "shortfalls": member.trust.shortfalls,
+            "requests": member.requests,
+            "queued": load.queued,
+            "queue_s": load.queue_s,
+            "active_requests": load.active_requests,
+            "active_tokens": load.active_tokens,
+            "streams": [str(stream.name) for stream in member.streams],
+        }
+
+
+def _slo(request: RouteRequest, default: Slo) -> Slo:
+    if request.ttft_slo_s is None and request.tbt_slo_s is None:
+        return default
+    return Slo(
+        default.ttft_s if request.ttft_slo_s is None else request.ttft_slo_s,
+        default.tbt_s if request.tbt_slo_s is None else request.tbt_slo_s,
+    )

@@ -1,0 +1,1 @@
+"""What instances and stores report: events, replays, manifests, metrics."""

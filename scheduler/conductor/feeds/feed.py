@@ -1,0 +1,146 @@
+"""What the streams of events say, into the Conductor's index.
+
+Responsibility: events of kvfs's services, which carry keys, and of engines, which carry tokens; what a restart, a gap
+or silence means for what is believed.
+
+Invariants:
+- A batch of a topic without an instance touches nothing but its count.
+- A stream that lost batches is cleared before what comes after the gap. If a kvfs service publishes it, its manifest is
+  wanted; an engine has none, so that it is asked for all that it can replay, or its blocks are known from then on.
+
+Concurrency: one thread; I/O is in `scheduler.conductor.feeds.listener`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvfs.events.event_streams import Engine, EventStreams, Missing
+from kvfs.events.kv_events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvfs.keys import HASH_BYTES
+from scheduler.conductor.feeds.engine_hashes import EngineHashes
+from scheduler.conductor.registry import Registry
+from scheduler.conductor.sources import Knowledge, Stream, StreamName
+
+
+class Feed:
+    """Follow streams for a registry; a `Follower` of sockets, and the sink of its own streams."""
+
+    def __init__(self, registry: Registry, clock: Callable[[], float]) -> None:
+        self._registry, self._clock = registry, clock
+        self.streams = EventStreams(self)
+        self._hashes: dict[StreamName, EngineHashes] = {}
+        self.wanted: set[Engine] = set()
+        """Streams of which batches were lost: a manifest is wanted, or all that an engine can replay."""
+        self.on_wanted: Callable[[], None] = lambda: None
+
+    # --- messages -----------------------------------------------------------------------------------------
+    def receive(self, frames: list[bytes]) -> Missing | None:
+        """Take a message; return the gap before it, None without one."""
+        topic = frames[0].decode(errors="replace") if frames else ""
+        if not self._registry.has_topic(topic):
+            return None
+        return self.streams.receive(frames)
+
+    def replayed(self, engine: Engine, frames: list[bytes]) -> None:
+        self.streams.replayed(engine, frames)
+
+    def replay_ended(self, engine: Engine) -> None:
+        self.streams.replay_ended(engine)
+
+    def drop(self, name: StreamName) -> None:
+        """Follow a stream no more."""
+        engine = Engine(*name)
+        self.streams.drop(engine)
+        self._hashes.pop(name, None)
+        self.wanted.discard(engine)
+
+    def silent(self, engine: Engine) -> None:
+        """Note that a publisher does not answer: what it said is believed no more, and asked for anew."""
+        stream = self._registry.stream(StreamName(engine.topic, engine.rank))
+        if stream is not None:
+            self._clear(stream, Knowledge.UNKNOWN)
+        self.streams.drop(engine)
+
+    def caught_up(self, engine: Engine) -> None:
+        """Note that a publisher has answered with all that it has published, if only with nothing."""
+        stream = self._registry.stream(StreamName(engine.topic, engine.rank))
+        if stream is not None:
+            stream.heard_s = self._clock()
+            if stream.knowledge is Knowledge.UNKNOWN:
+                stream.knowledge = Knowledge.CURRENT
+
+    def manifest_came(self, engine: Engine, epoch: int) -> None:
+        """Note that a service has published all its blocks again, unless more was lost meanwhile."""
+        stream = self._registry.stream(StreamName(engine.topic, engine.rank))
+        if stream is not None and stream.epoch == epoch:
+            stream.knowledge = Knowledge.CURRENT
+
+    # --- events -------------------------------------------------------------------------------------------
+    def restarted(self, engine: Engine) -> None:
+        stream = self._registry.stream(StreamName(engine.topic, engine.rank))
+        if stream is not None:
+            self._clear(stream, Knowledge.CURRENT)
+
+    def lost(self, engine: Engine, batches: int) -> None:
+        stream = self._registry.stream(StreamName(engine.topic, engine.rank))
+        if stream is None:
+            return
+        self._registry.counts["lost_batches"] += batches
+        self._clear(stream, Knowledge.PARTIAL)
+        self.wanted.add(engine)
+        self.on_wanted()
+
+    def apply(self, engine: Engine, event: KVEvent) -> None:
+        stream = self._registry.stream(StreamName(engine.topic, engine.rank))
+        if stream is None:
+            return
+        stream.heard_s = self._clock()
+        if stream.knowledge is Knowledge.UNKNOWN:
+            stream.knowledge = Knowledge.CURRENT
+        if isinstance(event, AllBlocksCleared):
+            self._clear(stream, Knowledge.CURRENT)
+        elif event.group_idx:
+            self._registry.counts["other_group_events"] += 1
+        elif stream.is_store:
+            self._of_store(stream, event)
+        else:
+            self._of_engine(stream, event)
+
+    def _of_store(self, stream: Stream, event: BlockStored | BlockRemoved) -> None:
+        keys = [each for each in event.block_hashes if isinstance(each, bytes) and len(each) == HASH_BYTES]
+        self._registry.counts["store_blocks_malformed"] += len(event.block_hashes) - len(keys)
+        if isinstance(event, BlockStored):
+            before = event.parent_block_hash
+            parent = before if isinstance(before, bytes) and len(before) == HASH_BYTES else None
+            self._registry.stored(stream, event.medium or GPU, b"".join(keys), parent)
+        else:
+            self._registry.removed(stream, event.medium or GPU, b"".join(keys))
+
+    def _of_engine(self, stream: Stream, event: BlockStored | BlockRemoved) -> None:
+        hashes, medium = self._hashes_of(stream), event.medium or GPU
+        if isinstance(event, BlockStored):
+            keys, parent = hashes.stored(event)
+            if keys:
+                self._registry.stored(stream, medium, keys, parent)
+        else:
+            self._registry.removed(stream, medium, hashes.removed(medium, event.block_hashes))
+
+    def _hashes_of(self, stream: Stream) -> EngineHashes:
+        found = self._hashes.get(stream.name)
+        if found is None:
+            [(pool, _)] = self._registry.users_of(stream.name)
+            found = EngineHashes(pool.namespace, pool.weights, self._registry.counts)
+            self._hashes[stream.name] = found
+        return found
+
+    def key_of(self, name: StreamName, hash: int) -> bytes | None:
+        """Return the key of a block that an engine announced under this hash, by its last 64 bits."""
+        hashes = self._hashes.get(name)
+        return None if hashes is None else hashes.key_of(hash)
+
+    def _clear(self, stream: Stream, knowledge: Knowledge) -> None:
+        hashes = self._hashes.get(stream.name)
+        if hashes is not None:
+            hashes.clear()
+        self._registry.cleared(stream, knowledge)

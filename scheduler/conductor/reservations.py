@@ -1,0 +1,221 @@
+"""Requests that were routed and are not over.
+
+Responsibility: the life of a reservation: prefilling, decoding, over; what each step changes with its pool's planner
+and in the index; and deadlines, since a client may die without a word.
+
+Invariants:
+- A reservation ends once: by `done`, `cancel`, or its deadline. Then no queue and no batch counts it, and what it was
+  expected to make is expected no more.
+- Ids are compared whole. They begin with a random part of this process, so that ids from before a restart are unknown,
+  never another request's.
+- Each reservation has one entry in the heap of deadlines; entries of ended ones are at most as many as live ones.
+
+Concurrency: one thread; the caller says what time it is.
+"""
+
+from __future__ import annotations
+
+import heapq
+import secrets
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvfs._native.cluster.index import ClusterIndex
+from kvfs.limits import (
+    DECODE_DEADLINE_S,
+    EXPECTED_BLOCKS_S,
+    MAX_FADING,
+    MAX_RESERVATIONS,
+    OVERDUE_S,
+    PREFILL_DEADLINE_S,
+)
+from scheduler.conductor.planning.planner import Plan
+from scheduler.conductor.pool import Member, Pool
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """One request on its instances."""
+
+    id: str
+    number: int
+    pool: Pool
+    prefill: Member
+    decode: Member
+    tokens: int
+    made: bytes
+    """Hashes of the blocks that its prefill makes."""
+    cached_tokens: int
+    """Tokens that its prefill reuses, as predicted."""
+    predicted_tokens: int
+    """Cached tokens that the answer's usage should say."""
+    deadline_s: float
+    made_s: float
+    started_s: float | None = None
+    """When its prefill may have started: no other was before it."""
+    prefilled_s: float | None = None
+    first_token_s: float | None = None
+
+    @property
+    def has_leg(self) -> bool:
+        return self.prefill is not self.decode
+
+
+class Reservations:
+    """See the module's header."""
+
+    def __init__(self, index: ClusterIndex) -> None:
+        self._index = index
+        self._epoch = secrets.token_hex(4)
+        self._by_id: dict[str, Reservation] = {}
+        self._by_number: dict[int, Reservation] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        self._fading: deque[tuple[float, int, bytes]] = deque()
+        self._next = 0
+        self.expired = 0
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Reservation]:
+        return iter(tuple(self._by_id.values()))
+
+    def next_id(self) -> str:
+        """Return the id of the next decision, which is a reservation's if it makes one."""
+        return f"{self._epoch}-{self._next}"
+
+    def pass_over(self) -> str:
+        """Use up an id, for a decision without a reservation, and return it."""
+        self._next += 1
+        return f"{self._epoch}-{self._next - 1}"
+
+    def get(self, id: str) -> Reservation | None:
+        return self._by_id.get(id)
+
+    # --- steps --------------------------------------------------------------------------------------------
+    @property
+    def is_full(self) -> bool:
+        return len(self._by_id) >= MAX_RESERVATIONS
+
+    def reserve(
+        self,
+        pool: Pool,
+        plan: Plan,
+        tokens: int,
+        made: bytes,
+        predictions: tuple[int, int],
+        now_s: float,
+        *,
+        promised_s: float = float("inf"),
+    ) -> Reservation:
+        """Commit a plan. REQUIRES both instances, and that it is not full.
+
+        `predictions`: cached tokens of the prefill, and of the answer's usage.
+        """
+        decision = plan.decision
+        assert decision.prefill is not None
+        assert decision.decode is not None
+        prefill, decode = pool.slots[decision.prefill.instance], pool.slots[decision.decode.instance]
+        assert prefill is not None
+        assert decode is not None
+        deadline_s = now_s + decision.prefill.ttft_s + PREFILL_DEADLINE_S
+        found = Reservation(
+            self.next_id(),
+            self._next,
+            pool,
+            prefill,
+            decode,
+            tokens,
+            made,
+            *predictions,
+            deadline_s,
+            now_s,
+        )
+        self._next += 1
+        pool.planner.commit(found.number, plan, now_s, promised_s=promised_s)
+        self._index.produce(prefill.expected, found.number, made)
+        self._by_id[found.id] = self._by_number[found.number] = found
+        for member in {prefill, decode}:
+            member.requests += 1
+        heapq.heappush(self._deadlines, (deadline_s, found.number))
+        self._start(pool, prefill.slot, now_s)
+        return found
+
+    def prefilled(self, found: Reservation, now_s: float) -> None:
+        """End the prefill; doing so twice is harmless."""
+        if found.prefilled_s is not None:
+            return
+        found.prefilled_s = now_s
+        found.pool.planner.prefilled(found.number)
+        self._index.produced(found.number, found.made)
+        if found.made:
+            self._fading.append((now_s + EXPECTED_BLOCKS_S, found.prefill.expected, found.made))
+            self._fade(now_s)
+        self._start(found.pool, found.prefill.slot, now_s)
+
+    def _start(self, pool: Pool, slot: int, now_s: float) -> None:
+        number = pool.planner.start(slot, now_s)
+        if number is not None:
+            self._by_number[number].started_s = now_s
+
+    def first_token(self, found: Reservation, now_s: float) -> None:
+        """Count the request in its batch; doing so twice is harmless."""
+        if found.first_token_s is not None:
+            return
+        self.prefilled(found, now_s)
+        found.first_token_s = now_s
+        found.deadline_s = now_s + DECODE_DEADLINE_S
+        found.pool.planner.joined(found.number)
+        found.pool.planner.add_active(found.decode.slot, 1, found.tokens)
+
+    def end(self, found: Reservation, now_s: float) -> None:
+        """End a reservation, wherever it is."""
+        del self._by_id[found.id], self._by_number[found.number]
+        self._compact()
+        for member in {found.prefill, found.decode}:
+            member.requests -= 1
+        if found.first_token_s is not None:
+            found.pool.planner.add_active(found.decode.slot, -1, -found.tokens)
+            return
+        found.pool.planner.dropped(found.number)
+        if found.prefilled_s is None:
+            self._index.produced(found.number, found.made)
+            self._index.remove(found.prefill.expected, found.made)
+            self._start(found.pool, found.prefill.slot, now_s)
+
+    # --- time ---------------------------------------------------------------------------------------------
+    def expire(self, now_s: float) -> list[Reservation]:
+        """End reservations past their deadline, and return them."""
+        over = []
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            number = heapq.heappop(self._deadlines)[1]
+            found = self._by_number.get(number)
+            if found is None:
+                continue
+            if found.deadline_s > now_s:
+                heapq.heappush(self._deadlines, (found.deadline_s, number))
+            else:
+                self.end(found, now_s)
+                over.append(found)
+        self.expired += len(over)
+        return over
+
+    def advance(self, pool: Pool, now_s: float) -> None:
+        """Start prefills that may, and take those whose report is overdue as done, so that queues go on."""
+        self._fade(now_s)
+        for number in pool.planner.overdue(now_s, OVERDUE_S):
+            self.prefilled(self._by_number[number], now_s)
+        for number in pool.planner.start_idle(now_s):
+            self._by_number[number].started_s = now_s
+
+    def _fade(self, now_s: float) -> None:
+        """Expect finished prefills' blocks no more: their events have come, or never will."""
+        while self._fading and (self._fading[0][0] <= now_s or len(self._fading) > MAX_FADING):
+            _, source, made = self._fading.popleft()
+            self._index.remove(source, made)
+
+    def _compact(self) -> None:
+        if len(self._deadlines) > 2 * len(self._by_number) + 1:
+            self._deadlines = [(found.deadline_s, n) for n, found in self._by_number.items()]
+            heapq.heapify(self._deadlines)

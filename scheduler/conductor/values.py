@@ -1,0 +1,169 @@
+"""Values of the Conductor's interface: what is asked, what is answered, what an instance is.
+
+Responsibility: the same values for callers in the process (`Router`) and for JSON bodies. A refusal is an answer,
+not an error: errors are for malformed questions.
+
+Concurrency: none; values never change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Protocol
+
+import msgspec
+
+from kvfs.limits import (
+    MAX_ENGINE_STREAMS,
+    MAX_EXCLUDED,
+    MAX_NAME_BYTES,
+    MAX_ROUTE_HASHES,
+    MAX_ROUTE_TOKENS,
+    MAX_URL_BYTES,
+)
+
+Role = Literal["both", "prefill", "decode"]
+
+
+def _shown(**limits: int | str) -> msgspec.Meta:
+    """Make what the OpenAPI document says of a field; whoever reads the field checks it, with an error of its own."""
+    return msgspec.Meta(extra_json_schema=limits)
+
+
+Label = Annotated[str, _shown(maxLength=MAX_NAME_BYTES)]
+Name = Annotated[str, _shown(minLength=1, maxLength=MAX_NAME_BYTES)]
+Url = Annotated[str, _shown(maxLength=MAX_URL_BYTES)]
+Token = Annotated[int, _shown(minimum=0, maximum=(1 << 32) - 1)]
+Hash = Annotated[str, _shown(pattern="^[0-9a-fA-F]{32}$")]
+Count = Annotated[int, _shown(minimum=0, maximum=MAX_ROUTE_TOKENS)]
+Seconds = Annotated[float, _shown(minimum=0)]
+
+
+class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One engine, as it is registered."""
+
+    name: Name
+    url: Annotated[str, _shown(maxLength=MAX_URL_BYTES, pattern="^https?://")]
+    """Where its OpenAI server answers; `/metrics` is looked at there."""
+    model: Name
+    """The name that clients ask for: all instances of one model form a pool."""
+    namespace: dict[str, Any]
+    """The fields of `kvfs.Namespace` of tensor and pipeline rank 0: all instances of a pool have the same."""
+    weights: Label = ""
+    """The identity of the weights, which the connector hashes with the first block of a prompt."""
+    role: Role = "both"
+    engine_topic: Label = ""
+    """The topic of the engine's own KV events; empty: it publishes none."""
+    engine_rank: Annotated[int, _shown(minimum=0, maximum=MAX_ENGINE_STREAMS - 1)] = 0
+    """The data-parallel rank in those events."""
+    engine_endpoint: Url = ""
+    """Where the engine publishes, if it binds; else it connects to the Conductor, with `engine_topic`."""
+    engine_replay: Url = ""
+    """Where the engine answers requests for replays."""
+    store_topic: Label = ""
+    """The topic of the kvfs service on its node; empty: there is none."""
+    store_replay: Url = ""
+    store_peer: Label = ""
+    """`HOST:PORT` where other nodes read its blocks (`[cluster] listen`); empty: they do not."""
+    routable: bool = True
+    """Whether requests are sent to it; else it is only asked about, and needs no `url`."""
+
+
+class RouteRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A prompt that is to be routed: by its `tokens`, or by the `hashes` of its whole blocks and its `length`."""
+
+    model: str
+    tokens: Annotated[Sequence[Token], _shown(minItems=1, maxItems=MAX_ROUTE_TOKENS)] | None = None
+    hashes: Annotated[list[Hash], _shown(maxItems=MAX_ROUTE_HASHES)] | None = None
+    """Prefix hashes in hexadecimal; of prompts whose keys depend on more than tokens (adapters, images, salts)."""
+    length: Annotated[int, _shown(minimum=1, maximum=MAX_ROUTE_TOKENS)] | None = None
+    """Tokens of the prompt, with `hashes`; without either its blocks are taken as unknown to everybody."""
+    waited_s: Seconds = 0.0
+    """How long the request has waited before it was asked for."""
+    ttft_slo_s: Seconds | None = None
+    tbt_slo_s: Seconds | None = None
+    """Limits; None: the configuration's."""
+    output_tokens: Count | None = None
+    """The most tokens of the answer, where the client says so."""
+    exclude: Annotated[list[str], _shown(maxItems=MAX_EXCLUDED)] = []
+    """Instances that must not be chosen, such as those that failed the request already."""
+
+
+class Range(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A range of blocks, and how the prefill instance gets it."""
+
+    first_block: int
+    blocks: int
+    action: Literal["use", "load", "recompute"]
+    source: str = ""
+    """The topic and medium that it is loaded from."""
+
+
+class Routed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Instances for a request, with a reservation that ends by `done`, `cancel`, or its deadline."""
+
+    id: str
+    decode: str
+    """The instance that answers."""
+    decode_url: str
+    prefill: str | None = None
+    """The instance that prefills first; None: `decode` does both."""
+    prefill_url: str | None = None
+    cached_tokens: int = 0
+    """Tokens of the prompt that the prefilling instance is predicted not to compute."""
+    ranges: tuple[Range, ...] = ()
+    last_block: str | None = None
+    """The hash of the last whole block before the last token, in hexadecimal, for the hand-over."""
+    ttft_s: float = 0.0
+    tbt_s: float = 0.0
+    deadline_s: float = 0.0
+    """Seconds until the reservation ends by itself, unless progress is reported."""
+    degraded: str = ""
+    """Why the choice was by load alone; empty: it was not."""
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """No instance now."""
+
+    reason: str
+    retry_after_s: float
+    id: str = ""
+    """Under which the decision can be explained."""
+
+
+class EngineMetrics(msgspec.Struct, frozen=True):
+    """Numbers of one engine; None for what it does not export."""
+
+    started_s: float | None = None
+    """When its process began, in seconds of the calendar."""
+    requests: int | None = None
+    """Running and waiting."""
+    is_asleep: bool = False
+
+
+class Router(Protocol):
+    """Choose instances and follow requests. Calls answer at once. Unknown ids are ignored by all but `route`."""
+
+    def route(self, request: RouteRequest) -> Routed | Refused:
+        """Choose instances and reserve them. Raises InvalidRequest, NotFound for a model without a pool."""
+        ...
+
+    def prefilled(self, id: str) -> None:
+        """Note that the prefill leg is done."""
+        ...
+
+    def first_token(self, id: str) -> None:
+        """Note the first token of the answer."""
+        ...
+
+    def done(self, id: str, *, cached_tokens: int | None = None, output_tokens: int | None = None) -> None:
+        """End the request, with what the engine's usage says."""
+        ...
+
+    def cancel(self, id: str) -> None:
+        """End the request: its client left, or it failed."""
+        ...
+
+    def unreachable(self, instance: str) -> None:
+        """Choose an instance no more until it answers again."""
+        ...

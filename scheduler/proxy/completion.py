@@ -1,0 +1,367 @@
+"""One completion: routed, prefilled, decoded, and sent to another engine when one fails.
+
+Responsibility: the legs of a request by its hand-over, retries, what the router is reported.
+
+- By the store and NIXL, the prefill leg comes first and is best effort: whatever becomes of it, the decode engine alone
+  is right. By Mooncake and SGLang both legs run at once, and fail together.
+- The prefill leg is left out for prompts with under limits.PREFILL_LEG_TOKENS uncached tokens, and for requests
+  that need one engine.
+
+Invariants:
+- A request goes to another engine at most limits.PROXY_RETRIES times, and never after the first byte of its answer: an
+  error event ends the answer then.
+- Every request that was routed ends with one `done` or `cancel`. A client that goes away cancels the task: the
+  connections to the engines close, which ends their work.
+
+Concurrency: one task for each request, two where legs run at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import NamedTuple
+
+import trio
+
+from kvfs import limits
+from kvfs.config.settings import HandOver
+from kvfs.http.http_exchange import Exchange
+from kvfs.http.server_place import Place, place_of
+from kvfs.http.transports import Gone, Stalled
+from scheduler.conductor.values import Refused, Routed, RouteRequest
+from scheduler.proxy import handover
+from scheduler.proxy.bodies import Asked, Members, decode_body, prefill_body
+from scheduler.proxy.engines import Answer, Engine, Engines
+from scheduler.proxy.handover import Put
+from scheduler.proxy.openai_errors import Failure, as_failure
+from scheduler.proxy.proxy_metrics import Counts
+from scheduler.proxy.relay import COMMENT, NO_USAGE, EventRelay, Usage, usage_of
+from scheduler.proxy.routers.balance import BY_LOAD
+from scheduler.proxy.routers.fallback import RequestRouter
+from scheduler.proxy.tokens import Prompt
+from scheduler.proxy.upstream import EngineFailed
+
+log = logging.getLogger("kvfs.proxy")
+
+_ELSEWHERE = frozenset((429, 500, 502, 503, 504))
+"""Answers of an engine after which another one is asked."""
+_NOT_RELAYED = frozenset(
+    (b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server", b"upgrade")
+)
+_RETRY_AFTER_S = 1.0
+
+
+@dataclass(slots=True)
+class Completion:
+    """A client's request for a completion, and what became of it so far."""
+
+    exchange: Exchange
+    target: bytes
+    headers: bytes
+    """Lines for the engines."""
+    members: Members
+    asked: Asked
+    prompt: Prompt
+    count: Callable[[int], None]
+    """Counts the bytes of an answer that is kept in memory."""
+    arrived_s: float = field(default_factory=monotonic)
+    failed: list[str] = field(default_factory=list)
+    """Engines that the request went to, and is not to go to again."""
+    last_error: tuple[int, bytes] | None = None
+    prefill_usage: Usage | None = None
+    usage: Usage = NO_USAGE
+    status: int | None = 200
+    """As it was answered; None: it was broken off."""
+
+
+class _Pair(NamedTuple):
+    """The engines for a request; `prefill` is None where one does both."""
+
+    id: str
+    decode: Engine
+    prefill: Engine | None
+
+
+class _Attempt:
+    """Note an engine's failure, as a context."""
+
+    __slots__ = ("_engine", "_engines", "_request")
+
+    def __init__(self, engines: Engines, request: Completion, engine: Engine) -> None:
+        self._engines, self._request, self._engine = engines, request, engine
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Raises EngineFailed with the engine's name."""
+        if isinstance(error, EngineFailed):
+            engine = self._engine
+            self._request.failed.append(engine.name)
+            if not error.alive:
+                self._engines.suspect(engine, str(error))
+            raise EngineFailed(f"engine {engine.name}: {error}", alive=error.alive) from None
+
+
+class Legs:
+    """See the module's header."""
+
+    def __init__(
+        self, engines: Engines, router: RequestRouter, counts: Counts, kind: HandOver = "store"
+    ) -> None:
+        self._engines, self._router, self._kind, self.counts = engines, router, kind, counts
+
+    async def complete(self, request: Completion) -> None:
+        """Answer a request. Raises Failure, and what the client's connection raises."""
+        for attempt in range(1 + limits.PROXY_RETRIES):
+            routed = await self._route(request)
+            if routed is None:
+                break
+            self.counts.events["retries"] += attempt > 0
+            try:
+                pair = self._pair(request, routed)
+                await self._run(request, pair)
+            except EngineFailed as error:
+                self._router.cancel(routed.id)
+                self.counts.events["failed_legs"] += 1
+                log.info("request %s: %s", routed.id, error)
+                if request.exchange.answered:
+                    await self._end_broken(request, error)
+                    return
+            except BaseException:
+                self._router.cancel(routed.id)
+                raise
+            else:
+                self._end(request, routed, pair)
+                return
+        await self._give_error(request)
+
+    def _end(self, request: Completion, routed: Routed, pair: _Pair) -> None:
+        """Report what the engines say of the tokens."""
+        prefill, usage = request.prefill_usage, request.usage
+        cached_tokens = usage.cached_tokens if prefill is None else prefill.cached_tokens
+        self._router.done(routed.id, cached_tokens=cached_tokens, output_tokens=usage.output_tokens)
+        if cached_tokens is not None and routed.degraded != BY_LOAD:
+            engine = pair.decode if prefill is None else pair.prefill or pair.decode
+            engine.predicted_tokens += routed.cached_tokens
+            engine.cached_tokens += cached_tokens
+
+    async def _route(self, request: Completion) -> Routed | None:
+        """Choose engines; None where there is none besides those that failed. Raises Failure."""
+        prompt = request.prompt
+        found = await self._router.route(
+            RouteRequest(
+                model=request.asked.model,
+                tokens=prompt.tokens,
+                length=None if prompt.tokens else prompt.length,
+                waited_s=monotonic() - request.arrived_s,
+                output_tokens=request.asked.output_tokens or None,
+                exclude=self._excluded(request),
+            )
+        )
+        if not isinstance(found, Refused):
+            return found
+        if request.failed or not self._engines.any_answers():
+            return None
+        raise Failure(429, found.reason, code="no_capacity", retry_after_s=found.retry_after_s)
+
+    def _excluded(self, request: Completion) -> list[str]:
+        down = self._engines.down() if self._engines.any_answers() else ()
+        if not down and not request.failed:
+            return []
+        return list(dict.fromkeys([*request.failed, *down]))[: limits.MAX_EXCLUDED]
+
+    def _pair(self, request: Completion, routed: Routed) -> _Pair:
+        decode = self._engines.at(routed.decode, routed.decode_url)
+        skip = ""
+        if routed.prefill is None or routed.prefill_url is None or routed.prefill == routed.decode:
+            skip = "one_engine"
+        elif request.asked.one_engine:
+            skip = "echo"
+        elif request.prompt.length - routed.cached_tokens < limits.PREFILL_LEG_TOKENS:
+            skip = "short"
+        if skip:
+            self.counts.skips[skip] += 1
+            return _Pair(routed.id, decode, None)
+        self.counts.events["prefill_legs"] += 1
+        return _Pair(routed.id, decode, self._engines.at(routed.prefill or "", routed.prefill_url or ""))
+
+    async def _run(self, request: Completion, pair: _Pair) -> None:
+        request.prefill_usage, request.usage = None, NO_USAGE
+        if pair.prefill is None:
+            await self._decode(request, pair, {})
+        elif self._kind in handover.AT_ONCE:
+            await self._run_at_once(request, pair, pair.prefill)
+        else:
+            await self._decode(request, pair, await self._prefill(request, pair, pair.prefill))
+
+    def _at(self, request: Completion, engine: Engine) -> _Attempt:
+        return _Attempt(self._engines, request, engine)
+
+    # --- one leg after the other ---------------------------------------------------------------------------
+    async def _prefill(self, request: Completion, pair: _Pair, engine: Engine) -> Put:
+        """Have an engine prefill the prompt; return what the decode leg is to know of that, if it did."""
+        body = prefill_body(request.members, handover.prefill(self._kind))
+        try:
+            with self._at(request, engine):
+                async with engine.ask("POST", request.target, request.headers, body) as answer:
+                    data = await answer.read_all(request.count)
+        except EngineFailed as error:
+            self.counts.events["failed_prefills"] += 1
+            log.info("request %s is prefilled where it is decoded: %s", pair.id, error)
+            return {}
+        finally:
+            self._router.prefilled(pair.id)
+        if answer.status != 200:
+            log.info("request %s: prefill engine %s answered %d", pair.id, engine.name, answer.status)
+            return {}
+        request.prefill_usage = usage_of(data)
+        return handover.after_prefill(data, request.prefill_usage.cached_tokens)
+
+    async def _decode(self, request: Completion, pair: _Pair, put: Put) -> None:
+        """Pass a decode engine's answer to the client. Raises EngineFailed."""
+        body = decode_body(request.members, request.asked, put)
+        with self._at(request, pair.decode):
+            async with pair.decode.ask("POST", request.target, request.headers, body) as answer:
+                if answer.status in _ELSEWHERE:
+                    request.last_error = answer.status, await answer.read_all(request.count)
+                    raise EngineFailed(f"it answered {answer.status}", alive=True)
+                if answer.status == 200 and is_stream(answer):
+                    await self._stream(request, pair, answer)
+                else:
+                    await self._whole(request, pair, answer)
+
+    # --- both legs at once ---------------------------------------------------------------------------------
+    async def _run_at_once(self, request: Completion, pair: _Pair, engine: Engine) -> None:
+        """Run both legs; before the first byte one failure is that of both. Raises what `_decode` does."""
+        prefill_put, decode_put = await self._joined(request, engine)
+        failures: list[Exception] = []
+
+        async def prefill() -> None:
+            try:
+                await self._prefill_beside(request, engine, prefill_put)
+                self._router.prefilled(pair.id)
+            except EngineFailed as error:
+                if not request.exchange.answered:
+                    failures.append(error)
+                    nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(prefill)
+            try:
+                await self._decode(request, pair, decode_put)
+            except (EngineFailed, Failure, Gone, Stalled) as error:
+                failures.append(error)
+            nursery.cancel_scope.cancel()
+        if failures:
+            raise failures[0]
+
+    async def _joined(self, request: Completion, engine: Engine) -> tuple[Put, Put]:
+        """Return what joins the two legs. Raises EngineFailed."""
+        host, _, port = engine.address.bootstrap.rpartition(":")
+        if not host:
+            host, port = place_of(engine.address.url).host, str(handover.BOOTSTRAP_PORT)
+        bootstrap = handover.Bootstrap(host, int(port))
+        if self._kind == "sglang":
+            put = handover.sglang(bootstrap, secrets.randbits(63))
+            return put, put
+        with self._at(request, engine):
+            if engine.bootstrap_id is None:
+                engine.bootstrap_id = handover.engine_id(
+                    await self._engines.get(Place(host, int(port)), b"/query")
+                )
+        return handover.mooncake(bootstrap._replace(engine_id=engine.bootstrap_id), secrets.token_hex(16))
+
+    async def _prefill_beside(self, request: Completion, engine: Engine, put: Put) -> None:
+        """Run the prefill leg beside the decode leg; what it answers is not needed. Raises EngineFailed."""
+        members, asked = request.members, request.asked
+        whole = self._kind == "sglang"
+        body = decode_body(members, asked, put) if whole else prefill_body(members, put)
+        with self._at(request, engine):
+            async with engine.ask("POST", request.target, request.headers, body) as answer:
+                while await answer.read():
+                    pass
+                if answer.status != 200:
+                    raise EngineFailed(f"it answered {answer.status}", alive=True)
+
+    # --- the answer ----------------------------------------------------------------------------------------
+    async def _stream(self, request: Completion, pair: _Pair, answer: Answer) -> None:
+        """Pass events on as they come. The head waits for the first: until then another engine may answer."""
+        relay = EventRelay(drops_usage=not request.asked.wants_usage)
+        exchange = request.exchange
+        exchange.filler = COMMENT
+        sent_s = 0.0
+        while data := await answer.read():
+            events = relay.feed(data)
+            if not events:
+                continue
+            now_s = monotonic()
+            if exchange.answered:
+                self.counts.tokens.observe("streamed", now_s - sent_s)
+                sent_s = now_s
+                await exchange.send_part(events)
+            else:
+                self._router.first_token(pair.id)
+                self.counts.first_bytes.observe("streamed", now_s - request.arrived_s)
+                sent_s = now_s
+                await exchange.begin_slowly(200, relayed(answer.headers), events)
+        rest = relay.end()
+        if not exchange.answered and not rest:
+            raise EngineFailed("it streamed nothing")
+        if not exchange.answered:
+            await exchange.begin_slowly(200, relayed(answer.headers))
+        if rest:
+            await exchange.send_part(rest)
+        await exchange.end_slowly()
+        request.usage = relay.usage
+
+    async def _whole(self, request: Completion, pair: _Pair, answer: Answer) -> None:
+        data = await answer.read_all(request.count)
+        self._router.first_token(pair.id)
+        self.counts.first_bytes.observe("whole", monotonic() - request.arrived_s)
+        request.status = answer.status
+        if answer.status != 200:
+            data = as_failure(answer.status, data)
+        else:
+            request.usage = usage_of(data)
+        await request.exchange.respond(answer.status, relayed(answer.headers), data)
+
+    async def _end_broken(self, request: Completion, error: EngineFailed) -> None:
+        """End an answer that began by an error event."""
+        request.status = None
+        failure = Failure(502, f"the answer ends here: {error}", code="engine_failed")
+        await request.exchange.send_part(failure.event())
+        await request.exchange.end_slowly()
+
+    async def _give_error(self, request: Completion) -> None:
+        """Answer with the last engine's error, if it was one that could speak. Raises Failure."""
+        if request.last_error is None:
+            raise self._no_engine(request)
+        status, data = request.last_error
+        request.status = status
+        headers = Failure(status, "", retry_after_s=_RETRY_AFTER_S).headers()
+        await request.exchange.respond(status, headers, as_failure(status, data))
+
+    def _no_engine(self, request: Completion) -> Failure:
+        tried = ", ".join(dict.fromkeys(request.failed))
+        message = f"engines failed: {tried}" if tried else "no engine answers"
+        return Failure(503, message, code="engines_failed", retry_after_s=_RETRY_AFTER_S)
+
+
+def relayed(headers: list[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
+    """Return an engine's headers for the client, without those of its connection."""
+    return [
+        (name.decode("latin-1"), value.decode("latin-1"))
+        for name, value in headers
+        if name not in _NOT_RELAYED
+    ]
+
+
+def is_stream(answer: Answer) -> bool:
+    """Return whether an answer is one of events."""
+    kinds = [value for name, value in answer.headers if name == b"content-type"]
+    return bool(kinds) and kinds[0].startswith(b"text/event-stream")

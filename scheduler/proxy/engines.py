@@ -1,0 +1,372 @@
+"""The engines behind the proxy: which answer, what each is busy with, and requests to them.
+
+Responsibility: send a request to an engine over its pool, watch over engines with requests, and end all requests of one
+that does not answer.
+
+Invariants:
+- An engine with requests that was silent for limits.HEALTH_INTERVAL_S has limits.HEALTH_TIMEOUT_S to answer a probe or
+  send anything else; else all requests under way there end with `EngineFailed`, within 2 s of its last byte. One that
+  works on a long prompt answers probes and goes on.
+- An engine that failed one request is probed at once. While it is down it gets no requests, unless all are; those under
+  way there go on while it sends anything, and it is probed until it answers.
+
+Concurrency: one trio thread; a task for each engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from time import monotonic
+from typing import Literal, NamedTuple
+from urllib.parse import urlsplit
+
+import trio
+
+from kvfs import limits
+from kvfs.http.server_place import Place, place_of
+from kvfs.http.transports import Buffer
+from scheduler.proxy.connection_pool import Pool
+from scheduler.proxy.upstream import Dialer, EngineFailed, UpstreamConnection
+
+log = logging.getLogger("kvfs.proxy")
+
+Role = Literal["prefill", "decode", "both"]
+
+
+class EngineAddress(NamedTuple):
+    """Where an engine is and what it is for."""
+
+    url: str
+    role: Role = "both"
+    name: str = ""
+    """What a router calls it; its URL where that is empty."""
+    bootstrap: str = ""
+    """`HOST:PORT` of a prefill engine's bootstrap server, for Mooncake and SGLang."""
+    draining: bool = False
+    """Whether it takes no more requests, as its Conductor says."""
+
+
+def is_engine_url(url: str) -> bool:
+    """Return whether `url` is http://HOST:PORT or https://HOST:PORT, or without the port."""
+    try:
+        parts = urlsplit(url)
+        is_root = bool(parts.hostname) and parts.path in ("", "/") and parts.port != 0
+        return parts.scheme in ("http", "https") and is_root
+    except ValueError:
+        return False
+
+
+class Engine:
+    """One engine. `down` says why it gets no requests; empty while it answers."""
+
+    def __init__(self, address: EngineAddress, dialer: Dialer, answers: Callable[[], bool]) -> None:
+        """`answers`: whether any engine does; where none does, requests try this one though it is down."""
+        self._answers = answers
+        self.name = address.name or address.url
+        self.become(address)
+        self.down = ""
+        self.requests = 0
+        self.predicted_tokens = self.cached_tokens = 0
+        """Of prompts: cached as its router said, and as it says itself."""
+        self.pool = Pool(place_of(address.url), dialer)
+        self._busy: set[UpstreamConnection] = set()
+        self._heard_s = monotonic()
+        self._suspected = trio.Event()
+        self.removed = trio.CancelScope()
+        self.bootstrap_id: str | None = None
+        """What Mooncake's bootstrap server calls it, once that was asked."""
+        self._host = urlsplit(address.url).netloc.encode()
+
+    @property
+    def silent_s(self) -> float:
+        """Return for how long nothing has come from it."""
+        return monotonic() - self._heard_s
+
+    def become(self, address: EngineAddress) -> None:
+        """Take another role at the same place, or drain."""
+        self.address = address
+        self.prefills, self.decodes = address.role != "decode", address.role != "prefill"
+
+    @property
+    def refusal(self) -> str:
+        """Return why it gets no request; empty: it gets one."""
+        return self.down if self.down and self._answers() else ""
+
+    def heard(self) -> None:
+        self._heard_s = monotonic()
+
+    def ask(self, method: str, target: bytes, headers: bytes, body: Buffer = b"") -> Answer:
+        """Return the answer to a request, which is sent when the answer is entered.
+
+        `headers` are lines, each with its end.
+        """
+        head = b"%b %b HTTP/1.1\r\nHost: %b\r\n%bContent-Length: %d\r\n\r\n" % (
+            *(method.encode(), target, self._host, headers, len(body)),
+        )
+        return Answer(self, [head, body] if body else [head])
+
+    async def begin(self, parts: Sequence[Buffer]) -> UpstreamConnection:
+        """Send a request, on a new connection if the engine closed a kept one just then. Raises EngineFailed."""
+        fresh = False
+        while True:
+            connection = await self.pool.take(fresh=fresh)
+            self._busy.add(connection)
+            try:
+                if self.refusal:
+                    raise EngineFailed(self.down)
+                await connection.begin(parts, limits.ENGINE_FIRST_BYTE_S)
+            except BaseException as error:
+                await self.end(connection)
+                if fresh or not isinstance(error, EngineFailed) or not connection.ended_unused:
+                    raise
+                fresh = True
+            else:
+                self.heard()
+                return connection
+
+    async def end(self, connection: UpstreamConnection) -> None:
+        """Take a connection back, which is closed unless its answer is whole."""
+        self._busy.discard(connection)
+        await self.pool.put(connection)
+
+    def suspect(self, reason: str) -> None:
+        """Give it no requests until it answers a probe, which is sent at once."""
+        if not self.down:
+            log.warning("engine %s is out: %s; it has %d requests", self.name, reason, self.requests)
+        self.down = reason
+        self.bootstrap_id = None
+        self._suspected.set()
+
+    async def wait(self) -> bool:
+        """Wait for the time of the next look, or until it is suspected; return whether to probe it."""
+        with trio.move_on_after(limits.HEALTH_INTERVAL_S):
+            await self._suspected.wait()
+            self._suspected = trio.Event()
+            return True
+        return self.silent_s >= (
+            limits.HEALTH_INTERVAL_S if self.requests or self.down else limits.HEALTH_IDLE_S
+        )
+
+    def end_requests(self) -> None:
+        """End all requests there: it is down."""
+        for connection in self._busy:
+            connection.end(self.down)
+
+    def bring_back(self) -> None:
+        self.heard()
+        if self.down:
+            log.warning("engine %s answers again", self.name)
+        self.down = ""
+
+
+class Answer:
+    """An engine's answer, as a context: its head has come at the begin; `read` returns its body.
+
+    Raises EngineFailed, also when the engine goes down meanwhile. At the end what the engine still does is ended.
+    """
+
+    _connection: UpstreamConnection
+    status: int
+    headers: list[tuple[bytes, bytes]]
+
+    def __init__(self, engine: Engine, parts: Sequence[Buffer]) -> None:
+        self._engine, self._parts = engine, parts
+
+    async def __aenter__(self) -> Answer:
+        engine = self._engine
+        if engine.refusal:
+            raise EngineFailed(engine.down)
+        engine.requests += 1
+        try:
+            self._connection = connection = await engine.begin(self._parts)
+        except BaseException:
+            engine.requests -= 1
+            raise
+        self.status, self.headers = connection.status, connection.headers
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._engine.requests -= 1
+        await self._engine.end(self._connection)
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether all of the body has been read."""
+        return self._connection.is_whole
+
+    async def read(self) -> bytes:
+        """Return the next piece of the body, b"" at its end. Raises EngineFailed."""
+        data = await self._connection.read(limits.ENGINE_SILENCE_S)
+        self._engine.heard()
+        return data
+
+    async def read_all(self, count: Callable[[int], None] | None = None) -> bytes:
+        """Return the whole body; `count` is called with the bytes of each piece. Raises EngineFailed."""
+        pieces, size_bytes = [], 0
+        while piece := await self.read():
+            if count is not None:
+                count(len(piece))
+            pieces.append(piece)
+            size_bytes += len(piece)
+            if size_bytes > limits.MAX_PROXY_ANSWER_BYTES:
+                raise EngineFailed(f"its answer has over {limits.MAX_PROXY_ANSWER_BYTES} bytes", alive=True)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+class Engines:
+    """All engines of a proxy, by their names."""
+
+    def __init__(
+        self,
+        addresses: Iterable[EngineAddress],
+        unreachable: Callable[[str], None],
+        authorities: Path | None = None,
+    ) -> None:
+        """`unreachable` is called with the name of an engine that goes down; `authorities`: see Dialer."""
+        self._dialer = Dialer(authorities)
+        self._unreachable = unreachable
+        self._nursery: trio.Nursery | None = None
+        self._by_name: dict[str, Engine] = {}
+        self._down: set[str] = set()
+        for address in addresses:
+            self._add(address)
+
+    def __iter__(self) -> Iterator[Engine]:
+        return iter(self._by_name.values())
+
+    def at(self, name: str, url: str) -> Engine:
+        """Return the engine that a router names; one that was not known, or is elsewhere now, is watched from here on.
+
+        Raises EngineFailed for what is no URL, and where all engines are busy that there may be.
+        """
+        engine = self._by_name.get(name)
+        if engine is not None and engine.address.url == url:
+            return engine
+        if not is_engine_url(url):
+            raise EngineFailed(f"{url!r} is no http(s)://HOST:PORT", alive=True)
+        if engine is None and len(self._by_name) >= limits.MAX_PROXY_ENGINES:
+            unused = next((each for each in self if not each.requests), None)
+            if unused is None:
+                raise EngineFailed(f"{limits.MAX_PROXY_ENGINES} engines are in use", alive=True)
+            self._remove(unused)
+        if engine is not None:
+            self._remove(engine)
+        return self._add(EngineAddress(url, name=name))
+
+    def follow(self, addresses: Iterable[EngineAddress]) -> None:
+        """Watch a router's engines, and no other that it named; those of the start stay unless it names them too."""
+        wanted = {each.name: each for each in addresses if is_engine_url(each.url)}
+        urls = {each.url for each in wanted.values()}
+        for engine in list(self):
+            address = wanted.get(engine.name)
+            if address is not None and address.url == engine.address.url:
+                engine.become(address)
+            elif address is not None or engine.address.name or engine.address.url in urls:
+                self._remove(engine)
+        for name, address in wanted.items():
+            if name not in self._by_name and len(self._by_name) < limits.MAX_PROXY_ENGINES:
+                self._add(address)
+
+    def _add(self, address: EngineAddress) -> Engine:
+        engine = Engine(address, self._dialer, self.any_answers)
+        self._by_name[engine.name] = engine
+        if self._nursery is not None:
+            self._nursery.start_soon(self._watch, engine)
+        return engine
+
+    def _remove(self, engine: Engine) -> None:
+        """Watch over an engine no more; its requests go on."""
+        del self._by_name[engine.name]
+        self._down.discard(engine.name)
+        engine.removed.cancel()
+
+    def down(self) -> Collection[str]:
+        """Return the names of engines that do not answer."""
+        return self._down
+
+    def any_answers(self) -> bool:
+        """Return whether there is an engine that is not down; also where none is known yet."""
+        return not self._down or len(self._down) < len(self._by_name)
+
+    def alive(self, exclude: Collection[str] = ()) -> list[Engine]:
+        """Return the engines that answer; where none does, all: to try one costs less than to wait for its probe."""
+        anyway = not self.any_answers()
+        return [
+            engine
+            for engine in self
+            if (anyway or not engine.down) and not engine.address.draining and engine.name not in exclude
+        ]
+
+    def least_busy(self, exclude: Collection[str] = ()) -> Engine | None:
+        """Return one of `alive`, None without one."""
+        return min(self.alive(exclude), key=lambda engine: engine.requests, default=None)
+
+    def suspect(self, engine: Engine, reason: str) -> None:
+        """Give no requests to an engine that failed, until it answers a probe."""
+        if not engine.down:
+            self._unreachable(engine.name)
+        if self._by_name.get(engine.name) is engine:
+            self._down.add(engine.name)
+        engine.suspect(reason)
+
+    async def get(self, place: Place, target: bytes) -> bytes:
+        """Ask an engine or a server beside it, on a connection of its own. Raises EngineFailed."""
+        connection = await self._dialer.connect(place)
+        try:
+            head = b"GET %b HTTP/1.1\r\nHost: %b\r\nConnection: close\r\n\r\n" % (target, place.host.encode())
+            await connection.begin([head], limits.HEALTH_TIMEOUT_S)
+            pieces = b""
+            while piece := await connection.read(limits.HEALTH_TIMEOUT_S):
+                pieces += piece
+                if len(pieces) > limits.PROXY_BODY_PIECE_BYTES:
+                    raise EngineFailed(
+                        f"its answer has over {limits.PROXY_BODY_PIECE_BYTES} bytes", alive=True
+                    )
+            if connection.status >= 500:
+                raise EngineFailed(f"{target.decode()} is {connection.status}")
+            return pieces
+        finally:
+            await connection.close()
+
+    async def run(self) -> None:
+        """Watch over all engines until cancelled."""
+        async with trio.open_nursery() as self._nursery:
+            self._nursery.start_soon(self._dialer.sweeper.run)
+            for engine in self:
+                self._nursery.start_soon(self._watch, engine)
+
+    async def _watch(self, engine: Engine) -> None:
+        try:
+            with engine.removed:
+                while True:
+                    if await engine.wait():
+                        await self._look_at(engine)
+                    else:
+                        await engine.pool.expire()
+        finally:
+            await engine.pool.close()
+
+    async def _look_at(self, engine: Engine) -> None:
+        began_s = monotonic()
+        reason = await self._probe(engine)
+        if not reason:
+            self._down.discard(engine.name)
+            engine.bring_back()
+            return
+        if not engine.down:
+            self.suspect(engine, reason)
+        await engine.pool.expire(0.0)
+        if engine.silent_s >= monotonic() - began_s:
+            engine.end_requests()
+
+    async def _probe(self, engine: Engine) -> str:
+        """Return what is wrong with an engine; empty if it answers."""
+        with trio.move_on_after(limits.HEALTH_TIMEOUT_S):
+            try:
+                await self.get(place_of(engine.address.url), b"/health")
+            except EngineFailed as error:
+                return str(error)
+            return ""
+        return f"it did not answer a probe for {limits.HEALTH_TIMEOUT_S:g} s"

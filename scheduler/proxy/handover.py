@@ -1,0 +1,101 @@
+"""How a prefill engine's KV cache reaches the decode engine, in the words of each engine's connector.
+
+Responsibility: the members that each leg's body gets, as pure functions of the pair of engines and of what the prefill
+engine answered.
+
+- `store`: both engines are on one kvfs store, and the decode engine finds the blocks by their hashes. The prefill
+  engine's connector is asked to name the last one, for which the decode engine then waits a moment.
+- `nixl`: vLLM's NixlConnector. The first leg asks for a remote decode, its answer says where the blocks are.
+- `mooncake`: vLLM's MooncakeConnector. Both legs at once, joined by a transfer id; the decode engine is told the
+  prefill engine's bootstrap server and id.
+- `sglang`: both legs at once, with the whole body, joined by a bootstrap triple.
+
+Concurrency: pure functions, but for the random numbers that the caller passes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvfs.config.settings import HandOver
+
+MAX_ROOM = (1 << 63) - 1
+BOOTSTRAP_PORT = 8998
+"""The default of both bootstrap servers."""
+AT_ONCE: frozenset[HandOver] = frozenset(("mooncake", "sglang"))
+"""Hand-overs whose legs run at the same time."""
+
+Put = dict[str, Any]
+
+
+class Bootstrap(NamedTuple):
+    """The bootstrap server of a prefill engine."""
+
+    host: str
+    port: int
+    engine_id: str = ""
+    """As Mooncake's server says at /query; SGLang needs none."""
+
+
+class _Answered(msgspec.Struct):
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+def prefill(kind: HandOver) -> Put:
+    """Return what a prefill leg asks that comes before the decode leg: to say what it stores, or where."""
+    if kind == "store":
+        return {"kv_transfer_params": {"do_remote_decode": True}}
+    nobody = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+    return {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False, **nobody}}
+
+
+def after_prefill(answer: bytes, cached_tokens: int | None) -> Put:
+    """Return what a decode leg gets of the prefill leg's answer.
+
+    Where the answer says nothing but its usage, vLLM still reports the prefill engine's `cached_tokens` as the usage.
+    """
+    try:
+        params = msgspec.json.decode(answer, type=_Answered).kv_transfer_params
+    except msgspec.DecodeError:
+        return {}
+    if params:
+        return {"kv_transfer_params": params}
+    if cached_tokens is None:
+        return {}
+    return {"kv_transfer_params": {"do_remote_prefill": True, "remote_prefill_cached_tokens": cached_tokens}}
+
+
+def mooncake(bootstrap: Bootstrap, transfer_id: str) -> tuple[Put, Put]:
+    """Return what the prefill and the decode leg get for vLLM's MooncakeConnector."""
+    shared = {"transfer_id": transfer_id}
+    prefill = {"do_remote_decode": True, "do_remote_prefill": False, **shared}
+    decode = {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "remote_bootstrap_addr": f"http://{bootstrap.host}:{bootstrap.port}",
+        "remote_engine_id": bootstrap.engine_id,
+        **shared,
+    }
+    return {"kv_transfer_params": prefill}, {"kv_transfer_params": decode}
+
+
+def sglang(bootstrap: Bootstrap, number: int, ranks: int = 1, rank: int = 0) -> Put:
+    """Return what both of SGLang's legs get. `number` is random; the room says which data-parallel rank prefills."""
+    room = number % (MAX_ROOM // ranks) * ranks + rank
+    return {"bootstrap_host": bootstrap.host, "bootstrap_port": bootstrap.port, "bootstrap_room": room}
+
+
+def engine_id(answer: bytes, dp_rank: int = 0) -> str:
+    """Return the engine's id in the answer of Mooncake's bootstrap server to /query; empty where there is none."""
+    try:
+        found = msgspec.json.decode(answer, type=dict[str, _Registered])
+    except msgspec.DecodeError:
+        return ""
+    entry = found.get(str(dp_rank))
+    return "" if entry is None else entry.engine_id
+
+
+class _Registered(msgspec.Struct):
+    engine_id: str = ""

@@ -1,0 +1,1 @@
+"""Who chooses engines: load alone, a Conductor in the process, a Conductor elsewhere."""

@@ -1,0 +1,92 @@
+"""Routing by load: what the proxy does without a Conductor, and when its Conductor fails.
+
+Responsibility: choose the prefill engine with the fewest tokens to prefill and the decode engine with the fewest
+requests; nothing is known of caches.
+
+Concurrency: one trio thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import count
+
+from scheduler.conductor.values import Refused, Routed, RouteRequest
+from scheduler.proxy.engines import Engine, Engines
+
+BY_LOAD = "by load"
+"""Why a route predicts no cached tokens."""
+_RETRY_AFTER_S = 1.0
+
+
+@dataclass(slots=True)
+class _Reserved:
+    decode: str
+    prefill: str
+    tokens: int
+    """Of them, how many are still to prefill."""
+
+
+class LoadRouter:
+    """Choose the least busy engines."""
+
+    def __init__(self, engines: Engines) -> None:
+        self._engines = engines
+        self._reserved: dict[str, _Reserved] = {}
+        self._tokens: Counter[str] = Counter()
+        self._requests: Counter[str] = Counter()
+        self._numbers = count(1)
+
+    def route(self, request: RouteRequest) -> Routed | Refused:
+        number = next(self._numbers)
+        id = f"load-{number}"
+        alive = self._engines.alive(request.exclude)
+        decodes = [each for each in alive if each.decodes] or alive  # any engine is better than none
+        decode = self._least(decodes, self._requests, number)
+        if decode is None:
+            return Refused(reason="no engine answers", retry_after_s=_RETRY_AFTER_S)
+        prefill = decode
+        prefills = [each for each in alive if each.prefills]
+        if not decode.prefills or any(not each.decodes for each in prefills):
+            prefill = self._least(prefills, self._tokens, number) or decode
+        tokens = len(request.tokens) if request.tokens else request.length or 0
+        self._reserved[id] = _Reserved(decode.name, prefill.name, tokens)
+        self._requests[decode.name] += 1
+        self._tokens[prefill.name] += tokens
+        alone = prefill is decode
+        return Routed(
+            id=id,
+            decode=decode.name,
+            decode_url=decode.address.url,
+            prefill=None if alone else prefill.name,
+            prefill_url=None if alone else prefill.address.url,
+            degraded=BY_LOAD,
+        )
+
+    def _least(self, among: list[Engine], load: Counter[str], number: int) -> Engine | None:
+        """Return the least busy engine, of equals another each time."""
+        if len(among) < 2:
+            return among[0] if among else None
+        first = number % len(among)
+        return min(among[first:] + among[:first], key=lambda engine: load[engine.name])
+
+    def prefilled(self, id: str) -> None:
+        reserved = self._reserved.get(id)
+        if reserved is not None and reserved.tokens:
+            self._tokens[reserved.prefill] -= reserved.tokens
+            reserved.tokens = 0
+
+    first_token = prefilled
+
+    def done(self, id: str, *, cached_tokens: int | None = None, output_tokens: int | None = None) -> None:
+        self.cancel(id)
+
+    def cancel(self, id: str) -> None:
+        self.prefilled(id)
+        reserved = self._reserved.pop(id, None)
+        if reserved is not None:
+            self._requests[reserved.decode] -= 1
+
+    def unreachable(self, instance: str) -> None:
+        """Do nothing: the engines themselves know which of them are down."""

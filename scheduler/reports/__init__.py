@@ -1,0 +1,1 @@
+"""Output of the commands: text, JSON and plots."""

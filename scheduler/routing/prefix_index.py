@@ -1,0 +1,92 @@
+"""Which sources of the cluster hold which blocks: the index that routing reads.
+
+Responsibility: from the prefix hashes of a prompt to its runs. A *source* is one tier of one node, a bit in a
+mask; a *run* is a stretch of blocks that the same sources hold. Blocks are found in any source of the cluster,
+so a prefix may be made of runs that lie on different nodes.
+
+Invariants: a block without a holder has no entry. A block that a committed prefill will make is listed from the
+commitment on, with that prefill as its producer until it is done.
+
+Costs: `runs` is one look-up per block of the prefix, whatever the number of nodes.
+
+Concurrency: one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from scheduler.routing.queues import Job
+
+
+class Run(NamedTuple):
+    """Consecutive blocks of a prompt that the same sources hold."""
+
+    holders: int
+    """A mask: bit i is set where source i holds them."""
+    blocks: int
+    producer: Job | None
+    """The prefill that is to make them, while it is not done."""
+
+
+class PrefixIndex:
+    """Blocks by prefix hash; sources are numbered from 0."""
+
+    __slots__ = ("_holders", "_producers")
+
+    def __init__(self) -> None:
+        self._holders: dict[int, int] = {}
+        self._producers: dict[int, Job] = {}
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def runs(self, blocks: Sequence[int]) -> tuple[Run, ...]:
+        """Return the longest prefix of `blocks` that the cluster holds, in runs."""
+        holders_of, producer_of = self._holders.get, self._producers.get
+        runs: list[Run] = []
+        count, last_holders, last_producer = 0, 0, None
+        for block in blocks:
+            holders = holders_of(block, 0)
+            if not holders:
+                break
+            producer = producer_of(block)
+            if count and (holders != last_holders or producer is not last_producer):
+                runs.append(Run(last_holders, count, last_producer))
+                count = 0
+            count += 1
+            last_holders, last_producer = holders, producer
+        if count:
+            runs.append(Run(last_holders, count, last_producer))
+        return tuple(runs)
+
+    def holders(self, block: int) -> int:
+        """Return the mask of the sources that hold it; 0 for none."""
+        return self._holders.get(block, 0)
+
+    def producer(self, block: int) -> Job | None:
+        """Return the prefill that is to make it, while it is not done."""
+        return self._producers.get(block)
+
+    def add(self, block: int, source: int, producer: Job | None = None) -> None:
+        """Add a holder of a block, or one that will hold it once `producer` is done, unless another holds it now."""
+        held = self._holders.get(block, 0)
+        self._holders[block] = held | 1 << source
+        if producer is not None and not held:
+            self._producers[block] = producer
+
+    def invalidate(self, block: int, source: int) -> None:
+        """Invalidate a block of a source, which does not hold it any more."""
+        held = self._holders.get(block, 0) & ~(1 << source)
+        if held:
+            self._holders[block] = held
+        else:
+            self._holders.pop(block, None)
+            self._producers.pop(block, None)
+
+    def produced(self, blocks: Iterable[int], producer: Job) -> None:
+        """Note that a producer is done, so that its blocks are there."""
+        for block in blocks:
+            if self._producers.get(block) is producer:
+                del self._producers[block]

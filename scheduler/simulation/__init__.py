@@ -1,0 +1,1 @@
+"""The policies replayed over a trace."""

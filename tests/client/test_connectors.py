@@ -1,0 +1,297 @@
+"""What connectors share and what is pure in them, without any engine: keys, outages, layouts, plans."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvfs
+from kvfs.client.blocks import Blocks
+from kvfs.client.read_path import ServedReader
+from kvfs.connectors.common import (
+    Link,
+    address_of,
+    chain_parents,
+    model_revision,
+    string_keys,
+    string_namespace,
+    weights_revision,
+)
+from kvfs.errors import DeadlinePassed, InvalidRequest
+from kvfs.limits import CONNECTOR_MATCH_S
+from tests.support.door import eventually, need_mount
+from tests.support.service import ROOT, Service
+from tests.support.small_store import checksums
+
+torch = pytest.importorskip("torch")
+
+
+# --- what is shared ----------------------------------------------------------------------------------------
+def test_kvfs_imports_no_engine_and_no_connector() -> None:
+    program = "import sys, kvfs; print(*sorted(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    loaded = {
+        name for name in done.stdout.split() if name.split(".")[0] in ("torch", "zmq", "msgspec", "vllm")
+    }
+    assert loaded | {name for name in done.stdout.split() if name.startswith("kvfs.connectors")} == set()
+
+
+@given(st.lists(st.text(), max_size=8), st.text(min_size=1, max_size=8))
+def test_keys_of_strings_are_digests_of_their_namespace(strings: list[str], kind: str) -> None:
+    one, two = string_namespace("kind"), string_namespace("kind", {"revision": "2"})
+    keys = string_keys(one, strings)
+    assert all(len(key) == 16 for key in keys)
+    assert len(set(keys)) == len(set(strings))
+    assert not set(keys) & set(string_keys(two, strings))
+
+
+def test_each_block_follows_the_one_before() -> None:
+    assert chain_parents([]) == []
+    assert chain_parents([b"1", b"2", b"3"]) == [None, b"1", b"2"]
+    assert chain_parents([b"1", b"2"], b"0") == [b"0", b"1"]
+
+
+def test_the_address_is_given_or_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVFS_ADDRESS", raising=False)
+    assert address_of({"address": "/given"}) == "/given"
+    assert address_of(None) == "/mnt/kvfs"
+    monkeypatch.setenv("KVFS_ADDRESS", "/environment")
+    assert address_of({}) == "/environment"
+    with pytest.raises(InvalidRequest, match="address is 7"):
+        address_of({"address": 7})
+
+
+def test_weights_are_named_by_what_they_are(tmp_path: Path) -> None:
+    one, copy, tuned = (tmp_path / name for name in ("one", "copy", "tuned"))
+    data = os.urandom(1 << 20)
+    for directory, content in ((one, data), (copy, data), (tuned, data[:-1] + bytes([data[-1] ^ 1]))):
+        directory.mkdir()
+        (directory / "model.safetensors").write_bytes(content)
+        (directory / "README.md").write_text(directory.name)
+    assert weights_revision(one) == weights_revision(copy) != weights_revision(tuned)
+    assert model_revision(str(one)) == weights_revision(one)
+    assert model_revision(str(one), "given") == "given"
+    (one / "model.safetensors").unlink()
+    with pytest.raises(InvalidRequest, match="no weights"):
+        weights_revision(one)
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    need_mount()
+    with Service(dram="64MiB") as running:
+        yield running
+
+
+@pytest.mark.mount
+def test_a_link_goes_on_without_a_service_and_finds_it_again(service: Service) -> None:
+    namespace = string_namespace("test")
+    link, key = Link(str(service.mount), name="test", timeout_s=30.0), string_keys(namespace, ["key"])
+    try:
+        blocks = link.open(namespace)
+        assert blocks is not None
+        assert link.attempt(lambda: blocks.put(key, [b"value"]), [False]) == [True]
+        eventually(lambda: all(checksums(service)), "the block has its checksum")
+        service.kill()
+        assert (
+            link.attempt(lambda: blocks.put(string_keys(namespace, ["other"]), [b"x"], timeout_s=0.2), None)
+            is None
+        )
+        assert not link.is_up
+        assert link.attempt(lambda: blocks.exists(key, timeout_s=0), [False]) == [True], (
+            "in place, without a service"
+        )
+        service.restart()
+        eventually(lambda: link.is_up, "the service is found again")
+        assert blocks.put(string_keys(namespace, ["other"]), [b"x"]) == [True]
+        assert link.clear(namespace) == 2
+    finally:
+        link.close()
+
+
+@pytest.mark.mount
+def test_a_link_says_once_where_blocks_are_kept_and_leaves_none(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    namespaces = [string_namespace("said"), string_namespace("not said")]
+    link = Link(str(service.mount), name="engine", log=logging.getLogger("engine.kvfs"))
+    try:
+        blocks = [link.open(namespace) for namespace in namespaces]
+        link.open(namespaces[0])
+        assert blocks[0] is not None
+        with service.client() as client:
+            store, held = client.store_id.hex()[:8], list(client.list(f"{blocks[0].bucket}/"))
+    finally:
+        link.close()
+    [said] = caplog.records
+    assert (said.name, said.levelname, held) == ("engine.kvfs", "INFO", [])
+    assert said.getMessage().startswith(f"engine: the store at {service.mount} ({store}) works, ")
+    assert f"namespace {namespaces[0].digest.hex()} (said), bucket {blocks[0].bucket}" in said.getMessage()
+
+
+@pytest.mark.mount
+def test_a_store_that_keeps_nothing_is_not_said_to_work(
+    service: Service, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(Blocks, "get_into", lambda self, keys, places: [-1] * len(keys))
+    link = Link(str(service.mount), name="engine")
+    try:
+        assert link.open(string_namespace("lost")) is not None
+    finally:
+        link.close()
+    [said] = caplog.records
+    assert said.levelname == "WARNING"
+    assert "is not read back" in said.getMessage()
+
+
+def in_time(call: Callable[[], object]) -> object:
+    """Call; None where the deadline passed: on a busy machine a call may."""
+    try:
+        return call()
+    except DeadlinePassed:
+        return None
+
+
+@pytest.mark.mount
+def test_a_user_outside_of_the_group_is_answered_in_time(service: Service) -> None:
+    namespace = string_namespace("served")
+    keys = string_keys(namespace, ["one", "two"])
+    with kvfs.connect(service.mount) as client, client.blocks(namespace) as blocks:
+        blocks.put(keys, [b"1", b"2"])
+        blocks._reader = ServedReader(blocks._session)
+        eventually(lambda: in_time(lambda: blocks.match(keys, timeout_s=CONNECTOR_MATCH_S)) == 2, "matched")
+        eventually(
+            lambda: in_time(lambda: blocks.exists(keys, timeout_s=CONNECTOR_MATCH_S)) == [True, True], "there"
+        )
+        assert blocks.remove(keys) == 2
+
+
+@pytest.mark.mount
+def test_a_link_waits_for_a_service_that_comes_later(service: Service) -> None:
+    service.stop()
+    namespace = string_namespace("later")
+    link = Link(str(service.data), name="test")
+    try:
+        assert link.open(namespace) is None
+        assert not link.is_up
+        service.start()
+        eventually(lambda: link.blocks(namespace) is not None, "its blocks are open")
+    finally:
+        link.close()
+
+
+# --- vLLM's layouts ----------------------------------------------------------------------------------------
+BLOCKS, BLOCK_HEADS, BLOCK_TOKENS, ELEMENTS = 5, 2, 4, 3
+
+
+def caches(order: tuple[int, ...], layers: int = 3) -> dict[str, Any]:
+    """Layers as vLLM shows them, [blocks, heads, tokens, elements], whose memory has the axes in this order; axis 0 of
+    `order` is the layer."""
+    shape = (layers, BLOCKS, BLOCK_HEADS, BLOCK_TOKENS, ELEMENTS)
+    torch.manual_seed(1)
+    memory = torch.randn([shape[axis] for axis in order])
+    whole = memory.permute([order.index(axis) for axis in range(5)])
+    return {f"layer {i}": whole[i] for i in range(layers)}
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(5))), ids=lambda o: "".join(map(str, o)))
+def test_a_blocks_bytes_are_found_in_any_order_of_memory(order: tuple[int, ...]) -> None:
+    """What is gathered of some blocks and scattered to others is what the tensors themselves show there."""
+    from kvfs.connectors.vllm_layout import KVLayout
+
+    source = caches(order)
+    source_layout, copy = KVLayout(source, BLOCKS), {name: tensor.clone() for name, tensor in source.items()}
+    gathered = source_layout.gather([3, 0])
+    assert gathered.shape == (2, source_layout.block_bytes)
+    assert source_layout.block_bytes == 3 * BLOCK_HEADS * BLOCK_TOKENS * ELEMENTS * 4
+    source_layout.scatter([1, 4], gathered)
+    for name, tensor in source.items():
+        assert torch.equal(tensor[1], copy[name][3])
+        assert torch.equal(tensor[4], copy[name][0])
+        assert torch.equal(tensor[[0, 2, 3]], copy[name][[0, 2, 3]])
+
+
+@pytest.mark.mount
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (1, 0, 3, 2, 4), (2, 0, 1, 3, 4), (0, 3, 4, 1, 2)])
+def test_scattered_places_and_gathered_bytes_are_the_same(service: Service, order: tuple[int, ...]) -> None:
+    """The path without copies (places in the cache) and the one by staging agree on the bytes of a block."""
+    from kvfs.connectors.vllm_layout import KVLayout
+
+    namespace = string_namespace("layout", {"order": str(order)})
+    keys = string_keys(namespace, ["a", "b", "c"])
+    layers = caches(order)
+    layout = KVLayout(layers, BLOCKS)
+    with kvfs.connect(service.mount) as client, client.blocks(namespace) as blocks:
+        blocks.put(keys, layout.places([4, 2, 0]))
+        staged = torch.zeros((3, layout.block_bytes), dtype=torch.uint8)
+        assert blocks.get_into(keys, list(staged)) == [layout.block_bytes] * 3
+        assert torch.equal(staged, layout.gather([4, 2, 0]))
+        for tensor in layers.values():
+            tensor[1] = 0
+        assert blocks.get_into(keys[:1], layout.places([1])) == [layout.block_bytes]
+    for tensor in layers.values():
+        assert torch.equal(tensor[1], tensor[4])
+
+
+def test_small_blocks_of_a_backend_are_one_of_the_engine() -> None:
+    from kvfs.connectors.vllm_layout import KVLayout
+
+    layers = {name: tensor.reshape(BLOCKS, -1) for name, tensor in caches((0, 1, 2, 3, 4)).items()}
+    rows = {name: tensor.reshape(BLOCKS * 2, 1, 4, 3) for name, tensor in layers.items()}
+    whole, split = KVLayout(layers, BLOCKS), KVLayout(rows, BLOCKS)
+    assert torch.equal(whole.gather([2]), split.gather([2]))
+    assert whole.form != split.form
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ({}, "no KV cache"),
+        ({"a": torch.zeros(7, 2, 4, 3)}, "no row of 5 blocks"),
+        ({"a": torch.zeros(5, 2, 4, 3), "b": torch.zeros(5, 2, 4, 5)}, "different shapes"),
+    ],
+)
+def test_caches_that_cannot_be_described_are_refused(layers: dict[str, Any], message: str) -> None:
+    from kvfs.connectors.vllm_layout import KVLayout
+
+    with pytest.raises(InvalidRequest, match=message):
+        KVLayout(layers, BLOCKS)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([], "0 groups"),
+        (["FullAttentionSpec"] * 2, "2 groups"),
+        (["MambaSpec"], "MambaSpec is not supported"),
+    ],
+)
+def test_groups_that_are_not_plain_attention_are_refused(groups: list[str], message: str) -> None:
+    from kvfs.connectors.vllm_layout import group_layers
+
+    specs = [SimpleNamespace(kv_cache_spec=type(name, (), {})(), layer_names=["a"]) for name in groups]
+    with pytest.raises(InvalidRequest, match=message):
+        group_layers(SimpleNamespace(kv_cache_groups=specs))
+
+
+def test_layers_that_share_memory_count_once() -> None:
+    from kvfs.connectors.vllm_layout import KVLayout
+
+    [tensor] = caches((0, 1, 2, 3, 4), layers=1).values()
+    layout = KVLayout({"a": tensor, "shares a": tensor}, BLOCKS)
+    assert layout.names == ["a"]

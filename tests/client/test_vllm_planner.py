@@ -1,0 +1,445 @@
+"""The scheduler's half of the vLLM connector against a plain model: every step's loads and stores, for any schedule."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvfs import prefix_hashes
+from kvfs.connectors.vllm_scheduler import Planner, Step, split_keys
+from kvfs.limits import CONNECTOR_HANDOVER_S, CONNECTOR_MATCH_S
+from kvfs.namespaces import Namespace
+from tests.support.stores import NAMESPACE
+
+BLOCK = NAMESPACE.block_tokens
+RANKS = [(0, 0), (0, 1)]
+
+
+def namespaces() -> dict[tuple[int, int], Namespace]:
+    fields = {**NAMESPACE.as_mapping(), "tensor_shards": 2}
+    return {rank: Namespace.from_mapping({**fields, "tensor_rank": rank[1]}) for rank in RANKS}
+
+
+class FakeBlocks:
+    """The shared table: a set of keys."""
+
+    def __init__(self) -> None:
+        self.keys: set[bytes] = set()
+
+    def match(self, keys: bytes, *, timeout_s: float) -> int:
+        hits = self.exists(keys, timeout_s=timeout_s)
+        return hits.index(False) if False in hits else len(hits)
+
+    def exists(self, keys: bytes, *, timeout_s: float) -> list[bool]:
+        assert timeout_s <= CONNECTOR_MATCH_S, "the scheduler must not wait"
+        return [key in self.keys for key in split_keys(keys)]
+
+
+class FakeLink:
+    def __init__(self) -> None:
+        self.store: FakeBlocks | None = FakeBlocks()
+        self.is_up = True
+
+    def open(self, namespace: Namespace) -> FakeBlocks | None:
+        return self.store
+
+    blocks = open
+
+    def attempt(self, do: Callable[[], Any], otherwise: Any) -> Any:
+        return do()
+
+
+class FakeRequest:
+    def __init__(self, name: str, tokens: Sequence[int], params: Any = None) -> None:
+        self.request_id = name
+        self.kv_transfer_params = params
+        self.all_token_ids = list(tokens)
+        self.num_prompt_tokens = len(tokens)
+        self.lora_request = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+@pytest.fixture(autouse=True)
+def _no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Planner, "_extra", lambda self, tracked, first, last: [None] * (last - first))
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def planner(link: FakeLink, *, store_generated: bool = True, clock: Clock | None = None) -> Planner:
+    made = Planner(
+        link,  # type: ignore[arg-type]
+        BLOCK,
+        store_generated=store_generated,
+        is_async=True,
+        clock=clock or Clock(),
+    )
+    made.set_namespaces(namespaces())
+    return made
+
+
+def keys_of(tokens: Sequence[int]) -> dict[tuple[int, int], list[bytes]]:
+    return {
+        rank: list(split_keys(prefix_hashes(namespace, list(tokens))))
+        for rank, namespace in namespaces().items()
+    }
+
+
+def tokens_of(count: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(1000), k=count)
+
+
+def stored_blocks(plan: Any) -> list[int]:
+    return [block for run in plan.stores for block in run.block_ids]
+
+
+def test_a_hit_is_a_hit_on_every_rank() -> None:
+    link = FakeLink()
+    made, tokens = planner(link), tokens_of(5 * BLOCK + 3)
+    keys = keys_of(tokens)
+    assert link.store is not None
+    link.store.keys = {*keys[0, 0], *keys[0, 1][:3]}
+    request = FakeRequest("r", tokens)
+    assert made.match(request, 0) == (3 * BLOCK, True)
+    assert made.match(request, 2 * BLOCK) == (BLOCK, True)
+    assert made.match(request, 3 * BLOCK) == (0, False)
+    made.match(request, BLOCK)
+    made.allocated(request, [10, 11, 12, 13, 14, 15], 2 * BLOCK)
+    [load] = made.plan([]).loads
+    assert load.block_ids == [11, 12]
+    assert {rank: list(split_keys(k)) for rank, k in load.keys.items()} == {r: keys[r][1:3] for r in RANKS}
+    assert made.plan([]).loads == []
+
+
+def test_the_block_of_the_last_token_is_never_loaded() -> None:
+    link = FakeLink()
+    made, tokens = planner(link), tokens_of(2 * BLOCK)
+    assert link.store is not None
+    link.store.keys = {key for keys in keys_of(tokens).values() for key in keys}
+    assert made.match(FakeRequest("r", tokens), 0) == (BLOCK, True)
+    assert made.match(FakeRequest("longer", [*tokens, 1]), 0) == (2 * BLOCK, True)
+
+
+def test_nothing_matches_or_is_stored_without_a_store() -> None:
+    link = FakeLink()
+    made, request = planner(link), FakeRequest("r", tokens_of(3 * BLOCK))
+    link.store, link.is_up = None, False
+    assert made.match(request, 0) == (0, False)
+    assert made.plan([Step("r", 0, 3 * BLOCK, [1, 2, 3])]).stores == []
+    unready = Planner(link, BLOCK, store_generated=True, is_async=True)  # type: ignore[arg-type]
+    assert unready.match(request, 0) == (0, False)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_every_whole_known_block_is_stored_once_and_no_other(data: st.DataObject) -> None:
+    """Chunks of any size, preemptions, tokens that are generated, blocks that vanish from the store."""
+    link = FakeLink()
+    made = planner(link)
+    assert link.store is not None
+    tokens = tokens_of(data.draw(st.integers(1, 6 * BLOCK)))
+    request = FakeRequest("r", tokens)
+    made.match(request, 0)
+    computed, blocks = 0, list(range(100, 120))
+    for _ in range(12):
+        action = data.draw(st.sampled_from(["compute", "compute", "generate", "preempt", "vanish"]))
+        if action == "generate":
+            request.all_token_ids.append(data.draw(st.integers(0, 999)))
+        elif action == "preempt":
+            computed, blocks = 0, [block + 100 for block in blocks]
+        elif action == "vanish" and link.store.keys:
+            link.store.keys.discard(data.draw(st.sampled_from(sorted(link.store.keys))))
+        else:
+            before = computed
+            # Speculation computes past what is known.
+            computed = min(computed + data.draw(st.integers(1, 2 * BLOCK)), request.num_tokens + 3)
+            plan = made.plan([Step("r", before, computed, blocks)])
+            keys = keys_of(request.all_token_ids)
+            whole = min(computed, request.num_tokens) // BLOCK
+            for run in plan.stores:
+                first = blocks.index(run.block_ids[0])
+                assert first + len(run.block_ids) <= whole
+                for rank in RANKS:
+                    assert list(split_keys(run.keys[rank])) == keys[rank][first : first + len(run.block_ids)]
+                    assert run.parents[rank] == (keys[rank][first - 1] if first else None)
+                    link.store.keys.update(split_keys(run.keys[rank]))
+            taken = stored_blocks(plan)
+            assert len(taken) == len(set(taken))
+            fresh = range(before // BLOCK, whole)
+            assert all(keys[rank][i] in link.store.keys for rank in RANKS for i in fresh), (
+                "a new block is missing"
+            )
+            computed = min(computed, request.num_tokens)
+
+
+def test_prompts_alone_are_stored_where_that_is_asked_for() -> None:
+    made = planner(FakeLink(), store_generated=False)
+    request = FakeRequest("r", tokens_of(BLOCK + 1))
+    made.match(request, 0)
+    request.all_token_ids += tokens_of(3 * BLOCK)
+    assert stored_blocks(made.plan([Step("r", 0, 4 * BLOCK, [1, 2, 3, 4])])) == [1]
+
+
+def test_a_step_stores_all_its_blocks_however_many() -> None:
+    """A prompt with one token to answer has no next step."""
+    made = planner(FakeLink())
+    prompts = {f"r{i}": tokens_of(700 * BLOCK, seed=i) for i in range(3)}
+    for name, tokens in prompts.items():
+        made.match(FakeRequest(name, tokens), 0)
+    plan = made.plan([Step(name, 0, 700 * BLOCK, list(range(700))) for name in prompts])
+    assert [len(run.block_ids) for run in plan.stores] == [700] * 3
+
+
+# --- the hand-over from a prefill engine to a decode engine ---------------------------------------------------
+def prefilled(made: Planner, tokens: Sequence[int], *, step: int | None = None) -> tuple[Any, set[bytes]]:
+    """What a prefill leg answers, in steps of so many tokens, and the blocks that it stores."""
+    request = FakeRequest("prefill", tokens, {"do_remote_decode": True})
+    hits, _ = made.match(request, 0)
+    assert hits is not None
+    stored, blocks = set[bytes](), list(range(len(tokens) // BLOCK + 1))
+    for before in range(hits, len(tokens), step or len(tokens)):
+        after = min(before + (step or len(tokens)), len(tokens))
+        stored |= stored_keys(made.plan([Step("prefill", before, after, blocks)]))
+    request.all_token_ids.append(7)  # its only token
+    return made.finished(request), stored
+
+
+@pytest.mark.parametrize("step", [None, 5 * BLOCK + 3])
+@pytest.mark.parametrize("tokens", [700 * BLOCK, 700 * BLOCK + 1, 12_500, 2 * BLOCK])
+def test_a_prefill_leg_hands_over_all_blocks_that_the_decode_engine_can_load(
+    tokens: int, step: int | None
+) -> None:
+    link, prompt = FakeLink(), tokens_of(tokens)
+    assert link.store is not None
+    params, stored = prefilled(planner(link), prompt, step=step)
+    named, decode = keys_of(prompt)[0, 0][(tokens - 1) // BLOCK - 1], planner(link)
+    digest = namespaces()[0, 0].digest.hex()
+    assert params == {
+        "do_remote_prefill": True,
+        "kvfs": {"namespace": digest, "last_block": named.hex()},
+    }
+    link.store.keys |= stored
+    assert prefilled(planner(link), prompt, step=step) == (params, set()), "all was there"
+    assert decode.match(FakeRequest("r", prompt, params), 0) == ((tokens - 1) // BLOCK * BLOCK, True)
+    assert (decode.counts["handovers"], decode.counts["late_handovers"]) == (1, 0)
+
+
+def test_an_answer_names_no_block_where_some_are_not_stored() -> None:
+    """The decode engine would wait for them."""
+    tokens, link = tokens_of(3 * BLOCK + 1), FakeLink()
+    made = planner(link)
+    unnamed = {"do_remote_prefill": True}
+    assert prefilled(made, tokens_of(BLOCK))[0] == unnamed, "not one block to load"
+    assert made.finished(FakeRequest("ended before it began", tokens, {"do_remote_decode": True})) == unnamed
+    link.is_up = False
+    assert prefilled(made, tokens) == (unnamed, set())
+    link.is_up = True
+    made.match(request := FakeRequest("running", tokens, {"do_remote_decode": True}), 0)
+    made.reset()
+    assert made.finished(request) == unnamed
+    assert prefilled(made, tokens)[0].keys() == {"do_remote_prefill", "kvfs"}
+
+
+def test_a_decode_engine_asks_again_while_a_named_block_is_under_way() -> None:
+    """Blocks are sealed one after the other, rank by rank; the engine goes on when the last one is there."""
+    link, clock, tokens = FakeLink(), Clock(), tokens_of(5 * BLOCK + 3)
+    assert link.store is not None
+    params, _ = prefilled(planner(link), tokens)
+    made, request, keys = planner(link, clock=clock), FakeRequest("r", tokens, params), keys_of(tokens)
+    for block in range(5):
+        for rank in RANKS:
+            assert made.match(request, 0) == (None, False)
+            clock.now_s += CONNECTOR_HANDOVER_S / 20
+            link.store.keys.add(keys[rank][block])
+    assert made.match(request, 0) == (5 * BLOCK, True)
+    link.store.keys.clear()
+    assert made.match(request, 0) == (0, False), "after a preemption nothing is on its way"
+    assert made.counts == {**made.counts, "queries": 2, "handovers": 1, "late_handovers": 0}
+    # What the engine has itself need not be there.
+    assert made.match(FakeRequest("s", tokens, params), 5 * BLOCK) == (0, False)
+
+
+def test_a_decode_engine_goes_on_with_what_is_there_when_the_wait_is_over() -> None:
+    link, clock, tokens = FakeLink(), Clock(), tokens_of(5 * BLOCK + 3)
+    assert link.store is not None
+    params, _ = prefilled(planner(link), tokens)
+    made, request = planner(link, clock=clock), FakeRequest("r", tokens, params)
+    link.store.keys = {key for keys in keys_of(tokens).values() for key in keys[:2]}
+    assert made.match(request, 0) == (None, False)
+    clock.now_s += CONNECTOR_HANDOVER_S * 0.99
+    assert made.match(request, 0) == (None, False)
+    clock.now_s += CONNECTOR_HANDOVER_S * 0.02
+    assert made.match(request, 0) == (2 * BLOCK, True)
+    clock.now_s -= CONNECTOR_HANDOVER_S
+    assert made.match(request, 0) == (2 * BLOCK, True), "a request waits once"
+    assert made.counts["late_handovers"] == 1
+    # During an outage nothing is sealed.
+    link.is_up = False
+    assert made.match(FakeRequest("s", tokens, params), 0) == (2 * BLOCK, True)
+
+
+def test_a_hand_over_from_an_engine_that_shares_nothing_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    link, tokens = FakeLink(), tokens_of(3 * BLOCK + 3)
+    other, made = planner(link), planner(link)
+    other.set_namespaces(namespaces(), "memory other")
+    params, _ = prefilled(other, tokens)
+    for name in ("r", "s"):
+        assert made.match(FakeRequest(name, tokens, params), 0) == (0, False)
+    [record] = caplog.records
+    assert params["kvfs"]["namespace"] in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        None,
+        "text",
+        [],
+        {},
+        {"kvfs": None},
+        {"kvfs": "00" * 16},
+        {"kvfs": {}},
+        {"kvfs": {"last_block": None}},
+        {"kvfs": {"last_block": 3}},
+        {"kvfs": {"last_block": "zz" * 16}},
+        {"kvfs": {"last_block": "00" * 15}},
+        {"kvfs": {"last_block": "00" * 17, "namespace": [1]}},
+        {"do_remote_decode": False, "do_remote_prefill": True},
+    ],
+)
+def test_parameters_that_say_nothing_hold_nothing_up(params: Any) -> None:
+    made, tokens = planner(FakeLink()), tokens_of(3 * BLOCK)
+    request = FakeRequest("r", tokens, params)
+    assert made.match(request, 0) == (0, False)
+    assert made.finished(request) is None
+    assert made.counts["handovers"] == 0
+
+
+# --- weights ---------------------------------------------------------------------------------------------
+def stored_keys(plan: Any) -> set[bytes]:
+    return {key for run in plan.stores for keys in run.keys.values() for key in split_keys(keys)}
+
+
+def whole_prompt(made: Planner, name: str, tokens: Sequence[int]) -> Any:
+    """The plan of a step that computes a prompt."""
+    made.match(FakeRequest(name, tokens), 0)
+    blocks = len(tokens) // BLOCK
+    return made.plan([Step(name, 0, len(tokens), list(range(blocks)))])
+
+
+def test_engines_share_blocks_exactly_if_their_weights_in_memory_are_equal() -> None:
+    link, tokens = FakeLink(), tokens_of(4 * BLOCK + 1)
+    one, same, other = (planner(link) for _ in range(3))
+    for made, weights in ((one, "memory a"), (same, "memory a"), (other, "memory b")):
+        made.set_namespaces(namespaces(), weights)
+    assert link.store is not None
+    link.store.keys |= stored_keys(whole_prompt(one, "r", tokens))
+    assert same.match(FakeRequest("r", tokens), 0) == (4 * BLOCK, True)
+    assert other.match(FakeRequest("r", tokens), 0) == (0, False)
+    assert not stored_keys(whole_prompt(other, "r", tokens)) & link.store.keys
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_blocks_of_one_epoch_are_never_those_of_another(data: st.DataObject) -> None:
+    """Engines that reset at any time, with requests under way: what a key finds is of the weights it is stored for.
+
+    The model: each engine's weights are a number, each request has the numbers of the weights that computed it.
+    """
+    link = FakeLink()
+    assert link.store is not None
+    weights, truth = [0, 0], dict[bytes, set[int]]()
+    engines = [planner(link), planner(link)]
+    for made in engines:
+        made.set_namespaces(namespaces(), "memory")
+    prompts = [tokens_of(5 * BLOCK + 1, seed) for seed in range(2)]
+    running: list[tuple[int, str, int, set[int]]] = []
+    names = itertools.count()
+    for _ in range(16):
+        engine = data.draw(st.integers(0, 1))
+        made, action = engines[engine], data.draw(st.sampled_from(["begin", "go on", "reset"]))
+        if action == "reset":
+            weights[engine] = next(names) + 1
+            made.reset()
+        elif action == "begin":
+            request = FakeRequest(f"r{next(names)}", data.draw(st.sampled_from(prompts)))
+            hits, _ = made.match(request, 0)
+            assert hits is not None
+            made.allocated(request, list(range(6)), hits)
+            taken = {
+                key for run in made.plan([]).loads for keys in run.keys.values() for key in split_keys(keys)
+            }
+            assert all(truth[key] == {weights[engine]} for key in taken), "blocks of other weights"
+            running.append((engine, request.request_id, hits, {weights[engine]} if hits else set()))
+        elif running:
+            engine, name, computed, by = running.pop(data.draw(st.integers(0, len(running) - 1)))
+            after = computed + data.draw(st.integers(1, 3 * BLOCK))
+            by.add(weights[engine])
+            for key in stored_keys(engines[engine].plan([Step(name, computed, after, list(range(6)))])):
+                truth.setdefault(key, set(by))
+                assert by == truth[key] == {weights[engine]}, "a block of other weights is stored"
+                link.store.keys.add(key)
+            running.append((engine, name, min(after, 5 * BLOCK + 1), by))
+
+
+def test_nothing_is_matched_or_stored_from_a_workers_word_to_the_next_epoch() -> None:
+    link, tokens = FakeLink(), tokens_of(3 * BLOCK + 1)
+    made = planner(link)
+    assert link.store is not None
+    link.store.keys |= stored_keys(whole_prompt(made, "r", tokens))
+    made.match(FakeRequest("running", tokens_of(3 * BLOCK, seed=1)), 0)
+    made.end_epoch(0)
+    assert made.match(FakeRequest("s", tokens), 0) == (0, False)
+    assert made.plan([Step("running", 0, 3 * BLOCK, [1, 2, 3])]).stores == []
+    made.reset()
+    assert made.plan([Step("running", 0, 3 * BLOCK, [1, 2, 3])]).stores == [], "begun before"
+    made.end_epoch(0)  # late, of a step before the reset
+    plan = whole_prompt(made, "t", tokens)
+    assert len(stored_blocks(plan)) == 3
+    assert plan.epoch == 1
+
+
+def test_requests_on_blocks_that_the_engine_kept_over_a_reset_are_left_alone() -> None:
+    link, tokens = FakeLink(), tokens_of(4 * BLOCK + 1)
+    made = planner(link)
+    made.reset(has_old_blocks=True)
+    request = FakeRequest("r", tokens)
+    assert made.match(request, 2 * BLOCK) == (0, False)
+    assert made.plan([Step("r", 2 * BLOCK, 4 * BLOCK, [1, 2, 3, 4])]).stores == []
+    assert len(stored_blocks(whole_prompt(made, "computed whole", tokens))) == 4
+    made.reset()
+    made.match(request, 2 * BLOCK)
+    assert stored_blocks(made.plan([Step("r", 2 * BLOCK, 4 * BLOCK, [1, 2, 3, 4])])) == [1, 2, 3, 4]
+
+
+def test_requests_of_an_adapter_that_may_be_any_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Planner, "_extra", lambda self, tracked, first, last: None)
+    made = planner(FakeLink())
+    assert made.match(FakeRequest("r", tokens_of(3 * BLOCK)), 0) == (0, False)
+    assert whole_prompt(made, "r", tokens_of(3 * BLOCK)).stores == []
+
+
+def test_a_request_that_ended_is_stored_no_more() -> None:
+    made, request = planner(FakeLink()), FakeRequest("r", tokens_of(2 * BLOCK))
+    made.match(request, 0)
+    assert made.finished(request) is None
+    assert made.plan([Step("r", 0, 2 * BLOCK, [1, 2])]).stores == []
+    assert made.counts["stored_blocks"] == 0

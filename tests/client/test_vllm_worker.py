@@ -1,0 +1,382 @@
+"""The worker's half of the vLLM connector without vLLM: blocks go out and come back, or are reported."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvfs import Namespace, prefix_hashes
+from kvfs.connectors.common import Link
+from kvfs.errors import QuotaExceeded
+from tests.support.door import eventually, need_mount
+from tests.support.service import Service
+from tests.support.stores import NAMESPACE
+
+torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.mount
+
+RANK = (0, 0)
+LAYERS, BLOCKS, HEADS, TOKENS, ELEMENTS = 3, 12, 2, 4, 8
+NAMES = [f"layer {i}" for i in range(LAYERS)]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    need_mount()
+    file = tmp_path_factory.mktemp("config") / "kvfs.toml"
+    file.write_text('[session]\nquota = "32MiB"\n')
+    with Service(dram="256MiB", arguments=["--config", str(file)]) as running:
+        yield running
+
+
+def cache(fill: int | None) -> dict[str, Any]:
+    """A head-major cache, whose blocks lie apart in two runs per layer."""
+    torch.manual_seed(fill or 0)
+    whole = (
+        torch.randn(LAYERS, HEADS, BLOCKS, TOKENS, ELEMENTS)
+        if fill
+        else torch.zeros(LAYERS, HEADS, BLOCKS, TOKENS, ELEMENTS)
+    )
+    return {name: whole[i].transpose(0, 1) for i, name in enumerate(NAMES)}
+
+
+def run_of(keys: bytes, block_ids: list[int], name: str = "request") -> Any:
+    from kvfs.connectors.vllm_scheduler import BlockRun
+
+    return BlockRun(name, block_ids, {RANK: keys}, {RANK: None})
+
+
+def plan(**runs: Any) -> Any:
+    from kvfs.connectors.vllm_scheduler import Plan
+
+    return Plan(**runs)
+
+
+class Worker:
+    def __init__(
+        self,
+        service: Service,
+        layers: dict[str, Any],
+        namespace: Namespace,
+        *,
+        is_async: bool,
+        watch: Any = None,
+    ) -> None:
+        from kvfs.connectors.vllm_layout import KVLayout
+        from kvfs.connectors.vllm_worker import Transfers
+
+        link, layout = Link(str(service.mount), name="test"), KVLayout(layers, BLOCKS)
+        watch = watch or watch_of(weights())
+        self.transfers = Transfers(link, namespace, RANK, layout, is_async=is_async, watch=watch)
+
+    def store(self, *runs: Any, by_layer: bool = True, epoch: int = 0) -> None:
+        step = plan(stores=list(runs), epoch=epoch)
+        self.transfers.enter(step)
+        for name in NAMES if by_layer else ():
+            self.transfers.save_layer(step, name)
+        self.transfers.finish(step)
+
+    def settle(self, count: int) -> None:
+        """Until so many blocks are stored, or dropped."""
+        counts = self.transfers.counts
+        eventually(
+            lambda: counts["stored_blocks"] + counts["dropped_blocks"] >= count, "stores have ended", 20
+        )
+
+    def load(self, *runs: Any, epoch: int = 0) -> tuple[set[str], set[int]]:
+        """A step with these loads: requests that finished, blocks that failed."""
+        step = plan(loads=list(runs), epoch=epoch)
+        self.transfers.enter(step)
+        self.transfers.begin(step)
+        for name in NAMES:
+            self.transfers.wait_layer(name)
+        finished: set[str] = set()
+
+        def ended() -> bool:
+            finished.update(self.transfers.take_finished())
+            return not self.transfers._loads
+
+        eventually(ended, "loads have ended", 20)
+        return finished, self.transfers.take_failed_blocks()
+
+
+@pytest.fixture(params=["in place", "staged"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A cache in CPU memory, and one that has to be copied there first."""
+    from kvfs.connectors.vllm_layout import KVLayout
+
+    if request.param == "staged":
+        monkeypatch.setattr(KVLayout, "is_on_cpu", property(lambda _: False))
+    return str(request.param)
+
+
+def namespace_of(name: str) -> Namespace:
+    return Namespace.from_mapping({**NAMESPACE.as_mapping(), "salt": name})
+
+
+def keys_of(namespace: Namespace, count: int, seed: int = 1) -> bytes:
+    return prefix_hashes(namespace, [seed * 1000 + i for i in range(count * namespace.block_tokens)])
+
+
+@pytest.mark.parametrize("by_layer", [True, False])
+def test_blocks_go_out_and_come_back(service: Service, device: str, by_layer: bool) -> None:
+    namespace = namespace_of(f"{device} {by_layer}")
+    source, target, keys = cache(3), cache(None), keys_of(namespace, 4)
+    writer, reader = (Worker(service, c, namespace, is_async=True) for c in (source, target))
+    # Two requests of one step share their first two blocks, which lie in different places.
+    writer.store(run_of(keys, [7, 2, 9, 4]), run_of(keys[:32], [1, 3], "other"), by_layer=by_layer)
+    writer.settle(4)
+    assert writer.transfers.counts["stored_blocks"] == 4
+    assert reader.load(run_of(keys, [0, 5, 6, 11])) == ({"request"}, set())
+    for name in NAMES:
+        assert torch.equal(target[name][[0, 5, 6, 11]], source[name][[7, 2, 9, 4]])
+        assert not target[name][[1, 2, 3, 4, 7, 8, 9, 10]].any()
+    for each in (writer, reader):
+        each.transfers.close()
+
+
+def test_what_is_missing_is_reported_block_by_block(service: Service, device: str) -> None:
+    namespace = namespace_of(f"missing {device}")
+    source, target, keys = cache(4), cache(None), keys_of(namespace, 3)
+    writer, reader = (Worker(service, c, namespace, is_async=True) for c in (source, target))
+    writer.store(run_of(keys[:16], [1]), run_of(keys[32:], [2]))
+    writer.settle(2)
+    assert reader.load(run_of(keys, [8, 9, 10])) == ({"request"}, {9})
+    assert reader.transfers.take_failed_blocks() == set(), "said once"
+    assert torch.equal(target[NAMES[1]][10], source[NAMES[1]][2])
+    for each in (writer, reader):
+        each.transfers.close()
+
+
+def test_layer_by_layer_within_the_step(service: Service) -> None:
+    namespace = namespace_of("layers")
+    source, target, keys = cache(5), cache(None), keys_of(namespace, 3)
+    writer, reader = (Worker(service, c, namespace, is_async=False) for c in (source, target))
+    writer.store(run_of(keys[:32], [1, 2]))
+    writer.settle(2)
+    reader.transfers.begin(plan(loads=[run_of(keys, [4, 5, 6])]))
+    for name in NAMES:
+        reader.transfers.wait_layer(name)
+        assert torch.equal(target[name][[4, 5]], source[name][[1, 2]]), "there when it is waited for"
+    assert reader.transfers.take_failed_blocks() == {6}
+    assert reader.transfers.take_finished() == set()
+    for each in (writer, reader):
+        each.transfers.close()
+
+
+def test_a_service_that_is_gone_costs_stores_and_nothing_else(service: Service, device: str) -> None:
+    namespace = namespace_of(f"gone {device}")
+    source, keys, later = cache(6), keys_of(namespace, 2), keys_of(namespace, 2, seed=2)
+    worker = Worker(service, source, namespace, is_async=True)
+    worker.store(run_of(keys, [1, 2]))
+    worker.settle(2)
+    service.kill()
+    worker.store(run_of(later, [3, 4]))
+    worker.settle(4)
+    assert worker.transfers.counts["dropped_blocks"] == 2
+    # In place, without a service: what is there comes, the rest is reported.
+    assert worker.load(run_of(keys, [8, 9])) == ({"request"}, set())
+    assert worker.load(run_of(later, [10, 11])) == ({"request"}, {10, 11})
+    service.restart()
+    eventually(lambda: worker.transfers._link.is_up, "the service is found again", 20)
+    worker.store(run_of(later, [3, 4]))
+    worker.settle(6)
+    assert worker.transfers.counts["stored_blocks"] == 4
+    worker.transfers.close()
+    with service.client() as client:
+        eventually(lambda: client.status()["open_drafts"] == 0, "no draft stays behind", 20)
+
+
+@pytest.mark.parametrize("by_layer", [True, False])
+def test_a_step_of_many_blocks_goes_out_part_by_part(
+    service: Service, device: str, by_layer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvfs.connectors import vllm_worker
+
+    monkeypatch.setattr(vllm_worker, "CONNECTOR_STORE_BLOCKS", 3)
+    namespace = namespace_of(f"many {device} {by_layer}")
+    source, target, keys = cache(7), cache(None), keys_of(namespace, 10)
+    writer, reader = (Worker(service, c, namespace, is_async=True) for c in (source, target))
+    writer.store(run_of(keys, list(range(10))), by_layer=by_layer)
+    writer.settle(10)
+    assert writer.transfers.counts["stored_blocks"] == 10
+    assert reader.load(run_of(keys, list(range(10)))) == ({"request"}, set())
+    for name in NAMES:
+        assert torch.equal(target[name][:10], source[name][:10])
+    for each in (writer, reader):
+        each.transfers.close()
+
+
+def test_a_step_of_more_than_the_quota_is_stored_whole(
+    service: Service, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """12 blocks of 3 MiB where one user may write 32 MiB at once."""
+    monkeypatch.setattr(f"{__name__}.ELEMENTS", 32 << 10)
+    namespace = namespace_of(f"quota {device}")
+    worker, keys = Worker(service, cache(12), namespace, is_async=True), keys_of(namespace, BLOCKS)
+    worker.store(run_of(keys, list(range(BLOCKS))))
+    worker.settle(BLOCKS)
+    assert worker.transfers.counts["dropped_blocks"] == 0
+    assert worker.transfers.counts["stored_blocks"] == BLOCKS
+    worker.transfers.close()
+    with service.client() as client, client.blocks(namespace) as blocks:
+        assert blocks.match(keys) == BLOCKS
+        assert blocks.remove(keys) == BLOCKS
+
+
+def test_a_part_that_finds_no_room_waits_for_those_before_it(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another engine of the same user takes most of the quota."""
+    from kvfs.client.blocks import Blocks
+    from kvfs.connectors import vllm_worker
+    from kvfs.connectors.vllm_worker import Transfers
+
+    monkeypatch.setattr(f"{__name__}.ELEMENTS", 32 << 10)
+    monkeypatch.setattr(vllm_worker, "CONNECTOR_STORE_BLOCKS", 1)
+    namespace, refused = namespace_of("room"), threading.Event()
+    worker, keys = Worker(service, cache(13), namespace, is_async=True), keys_of(namespace, 4)
+    reserve, seal = Blocks.reserve, Transfers._seal
+
+    def reserve_and_say(self: Blocks, *given: Any, **options: Any) -> Any:
+        try:
+            return reserve(self, *given, **options)
+        except QuotaExceeded:
+            refused.set()
+            raise
+
+    def seal_when_one_was_refused(self: Transfers, *given: Any) -> Any:
+        assert refused.wait(20)
+        return seal(self, *given)
+
+    other = keys_of(namespace, 1, seed=2)
+    with service.client() as client, client.blocks(namespace) as blocks:
+        drafts = blocks.reserve(other, [28 << 20])
+        monkeypatch.setattr(Blocks, "reserve", reserve_and_say)
+        monkeypatch.setattr(Transfers, "_seal", seal_when_one_was_refused)
+        worker.store(run_of(keys, [1, 2, 3, 4]))
+        worker.settle(4)
+        blocks.abort(drafts)
+        assert worker.transfers.counts["dropped_blocks"] == 0
+        assert blocks.match(keys) == 4
+        assert worker.transfers._link.is_up
+        # With nothing of its own under way, the engine does not wait for others.
+        drafts = blocks.reserve(other, [31 << 20])
+        last = keys_of(namespace, 1, seed=3)
+        worker.store(run_of(last, [5]))
+        worker.settle(5)
+        assert worker.transfers.counts["dropped_blocks"] == 1
+        blocks.abort(drafts)
+        blocks.remove(keys)
+    worker.transfers.close()
+
+
+# --- weights -------------------------------------------------------------------------------------------------
+def weights() -> Any:
+    torch.manual_seed(8)
+    return torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.LayerNorm(30))
+
+
+class Told:
+    """The other ranks: one of them may have said that its weights are others."""
+
+    def __init__(self) -> None:
+        self.epochs: set[int] = set()
+
+    def notify(self, epoch: int) -> None:
+        self.epochs.add(epoch)
+
+    def was_notified(self, epoch: int) -> bool:
+        return epoch in self.epochs
+
+
+def watch_of(model: Any, peers: Any = None) -> Any:
+    from kvfs.connectors.vllm_weights import Watch
+
+    told: Any = peers or Told()
+    return Watch(lambda: [model], told)
+
+
+def test_other_weights_end_loads_and_stores_until_the_next_epoch(
+    service: Service, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    namespace, model = namespace_of(f"weights {device}"), weights()
+    first, second, third = (keys_of(namespace, 2, seed) for seed in (1, 2, 3))
+    worker = Worker(service, cache(8), namespace, is_async=True, watch=watch_of(model))
+    worker.store(run_of(first, [1, 2]))
+    worker.settle(2)
+    with torch.no_grad():
+        model[1].bias[7] += 1
+    worker.store(run_of(second, [3, 4]))
+    assert worker.transfers.ended_epoch == 0
+    assert worker.load(run_of(first, [8, 9])) == ({"request"}, {8, 9})
+    with torch.no_grad():
+        model[1].bias[7] -= 1
+    worker.store(run_of(second, [3, 4]))
+    assert worker.load(run_of(first, [8, 9])) == ({"request"}, {8, 9}), "what came in between is not known"
+    worker.settle(6)
+    counts = worker.transfers.counts
+    assert (counts["stored_blocks"], counts["dropped_blocks"], counts["weights_changed"]) == (2, 4, 1)
+    assert len([record for record in caplog.records if "weights in memory" in record.message]) == 1
+    # The engine resets, ends its last requests, and then changes the weights.
+    assert worker.load(epoch=1) == (set(), set())
+    with torch.no_grad():
+        model[1].bias[7] += 3
+    worker.store(run_of(third, [5, 6]), epoch=1)
+    worker.settle(8)
+    assert worker.load(run_of(third, [10, 11]), epoch=1) == ({"request"}, set())
+    assert worker.transfers.ended_epoch is None
+    with service.client() as client, client.blocks(namespace) as blocks:
+        assert [blocks.match(keys) for keys in (first, second, third)] == [2, 0, 2]
+    worker.transfers.close()
+
+
+def test_the_weights_of_an_epoch_are_those_that_compute_first_in_it(service: Service) -> None:
+    namespace, model = namespace_of("computes"), weights()
+    worker = Worker(service, cache(11), namespace, is_async=True, watch=watch_of(model))
+    worker.transfers.enter(plan(computes=True, epoch=1))
+    with torch.no_grad():
+        model[0].weight[3] *= 2
+    worker.store(run_of(keys_of(namespace, 1), [1]), epoch=1)
+    assert worker.transfers.counts["dropped_blocks"] == 1
+    assert worker.transfers.ended_epoch == 1
+    worker.transfers.close()
+
+
+def test_a_load_that_ends_in_another_epoch_has_failed(service: Service, device: str) -> None:
+    namespace = namespace_of(f"epochs {device}")
+    keys = keys_of(namespace, 2)
+    worker = Worker(service, cache(9), namespace, is_async=True, watch=watch_of(weights()))
+    worker.store(run_of(keys, [1, 2]))
+    worker.settle(2)
+    worker.transfers.begin(plan(loads=[run_of(keys, [8, 9])]))
+    assert worker.load(epoch=1) == ({"request"}, {8, 9})
+    worker.transfers.close()
+
+
+@pytest.mark.parametrize("by_layer", [True, False])
+def test_what_another_ranks_weights_made_wrong_is_not_stored(
+    service: Service, device: str, by_layer: bool
+) -> None:
+    """The other rank finds its weights changed while this one computes: told before this one's step ends."""
+    namespace, peers = namespace_of(f"ranks {device} {by_layer}"), Told()
+    keys = keys_of(namespace, 3)
+    worker = Worker(service, cache(10), namespace, is_async=True, watch=watch_of(weights(), peers))
+    step = plan(stores=[run_of(keys, [1, 2, 3])])
+    worker.transfers.enter(step)
+    for name in NAMES if by_layer else ():
+        worker.transfers.save_layer(step, name)
+    peers.notify(0)
+    worker.transfers.finish(step)
+    worker.settle(3)
+    assert worker.transfers.counts["dropped_blocks"] == 3
+    assert worker.transfers.ended_epoch == 0
+    worker.transfers.close()
+    with service.client() as client:
+        eventually(lambda: client.status()["open_drafts"] == 0, "no draft stays behind", 20)
+        with client.blocks(namespace) as blocks:
+            assert blocks.match(keys) == 0

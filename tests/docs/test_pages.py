@@ -1,0 +1,129 @@
+"""What README.md and docs/ show works as it is printed: `tests.support.pages` says what is done with which block."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from kvfs.config.load import load
+from tests.support.door import need_mount
+from tests.support.pages import PAGES, Block, blocks_of
+from tests.support.service import ROOT, Service
+from tests.support.traces import small_trace, write_trace
+
+ALONE: Final = """
+awk '$0 ~ " - fuse.kvfs " && $5 != ENVIRON["KVFS_TEST_MOUNT"] { print $5 }' /proc/self/mountinfo | xargs -r umount -l
+exec bash -euo pipefail -c "$1"
+"""
+"""In a mount namespace of its own the service under test is the only one, which commands without a path mean."""
+RUN_PYTHON: Final = """
+import json, sys
+
+names = {"__name__": "__main__"}
+for page, line, code in json.load(sys.stdin):
+    exec(compile("\\n" * (line - 1) + code, page, "exec"), names)
+"""
+WITH_BLOCKS: Final = [page for page in PAGES if blocks_of(page)]
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    need_mount()
+    with Service(mode="auto", dram="64MiB", nvme="64MiB") as running:
+        yield running
+
+
+@pytest.fixture
+def reader(service: Service, tmp_path: Path) -> Path:
+    """The directory of somebody who follows a page: a checkout with a service, and a trace."""
+    (tmp_path / "mnt").symlink_to(service.mount)
+    (tmp_path / "README.md").symlink_to(ROOT / "README.md")
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    kvfs = programs / "kvfs"
+    kvfs.write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}" -m kvfs "$@"\n')
+    kvfs.chmod(0o755)
+    for name in ("trace.jsonl", "trace.jsonl.zst"):
+        write_trace(tmp_path / name, small_trace(requests=60))
+    return tmp_path
+
+
+def run(
+    command: list[str], service: Service, reader: Path, text: str = ""
+) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "KVFS_ADDRESS"}
+    path = os.pathsep.join([str(reader / ".venv" / "bin"), os.environ["PATH"]])
+    return subprocess.run(
+        command,
+        input=text,
+        cwd=reader,
+        env={**environment, "PATH": path, "PYTHONPATH": str(ROOT), "KVFS_TEST_MOUNT": str(service.mount)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.mount
+@pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.stem)
+def test_what_a_page_shows_works(page: Path, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    blocks = [block for block in blocks_of(page) if not block.reason]
+    for block in blocks:
+        if block.language == "json":
+            json.loads(block.code)
+        if block.language == "toml":
+            (tmp_path / "kvfs.toml").write_text(block.code)
+            (tmp_path / "kvfs.toml").chmod(0o600)
+            load(tmp_path / "kvfs.toml")
+            (tmp_path / "kvfs.toml").unlink()
+    programs = [block for block in blocks if block.language in ("sh", "python")]
+    if programs:
+        service, reader = request.getfixturevalue("service"), request.getfixturevalue("reader")
+        run_programs(programs, service, reader)
+
+
+def run_programs(blocks: list[Block], service: Service, reader: Path) -> None:
+    def here(block: Block) -> str:
+        return block.code.replace("/mnt/kvfs", str(service.mount))
+
+    for block in blocks:
+        if block.language == "sh":
+            done = run(["unshare", "--mount", "bash", "-c", ALONE, "bash", here(block)], service, reader)
+            assert done.returncode == 0, f"{block.where}\n{done.stdout}{done.stderr}"
+    programs = [(block.where, block.line, here(block)) for block in blocks if block.language == "python"]
+    if programs:
+        done = run(
+            [sys.executable, "-c", RUN_PYTHON],
+            service,
+            reader,
+            json.dumps(programs),
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\n```\nls\n```\n",
+        "\n```console\n$ ls\n```\n",
+        "a line\n\n    an indented block\n",
+        "<!-- not run: -->\n```c\n```\n",
+    ],
+)
+def test_a_block_that_is_neither_run_nor_marked_is_found(text: str) -> None:
+    with pytest.raises(AssertionError):
+        blocks_of(ROOT / "README.md", text)
+
+
+def test_a_marked_block_has_its_reason() -> None:
+    [block] = blocks_of(
+        ROOT / "README.md", "Text.\n\n<!-- not run: needs a GPU -->\n```sh\nnvidia-smi\n```\n"
+    )
+    assert (block.line, block.language, block.code, block.reason) == (5, "sh", "nvidia-smi\n", "needs a GPU")

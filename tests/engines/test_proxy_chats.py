@@ -1,0 +1,144 @@
+"""Chats through `kvfs proxy` in front of two real vLLM servers: all that clients shape an answer by.
+
+One server prefills, the other decodes and has no prefix cache of its own. Each streamed answer is compared with that of
+the first server alone: samples, stop strings, log probabilities, tools and templates are the same whoever prefilled.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from tests.engines.engine import LOGPROB_TOLERANCE, Engines
+from tests.engines.spoken_words import FIRST_WORD, word, write_tokenizer
+from tests.engines.test_proxy import START_S, Server, proxy, vllm_server
+from tests.engines.test_vllm_connector import connector
+from tests.engines.tiny_llama import VOCABULARY
+from tests.support.door import ON_DIRECTORY, eventually
+from tests.support.service import Service
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.mount,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(ON_DIRECTORY, reason="only on the service"),
+]
+
+TOOLS = [{"type": "function", "function": {"name": word(20), "parameters": {"type": "object"}}}]
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "two samples of a seed": {"temperature": 0.7, "seed": 5, "n": 2},
+    "log probabilities": {"temperature": 0, "logprobs": True, "top_logprobs": 3},
+    "tools in the template": {"temperature": 0, "tools": TOOLS, "tool_choice": "none"},
+    "a template of its own": {
+        "temperature": 0,
+        "chat_template": "{% for message in messages %}{{ message.content }} {% endfor %}" + word(30),
+    },
+    "an assistant's turn that goes on": {
+        "temperature": 0,
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def servers(engines: Engines, service: Service) -> Iterator[tuple[Server, Server]]:
+    shutil.copytree(engines.work / "model", engines.work / "spoken")
+    write_tokenizer(engines.work / "spoken")
+    settings = connector(service, revision="chats")
+    with ExitStack() as stack:
+        flags = ["--trust-request-chat-template"]
+        first = stack.enter_context(vllm_server(engines, "chats-1", settings, *flags, model="spoken"))
+        flags.append("--no-enable-prefix-caching")
+        second = stack.enter_context(vllm_server(engines, "chats-2", settings, *flags, model="spoken"))
+        for server in (first, second):
+            eventually(server.is_up, "it answers", START_S)
+        yield first, second
+
+
+@pytest.fixture(scope="module")
+def front(servers: tuple[Server, Server]) -> Iterator[str]:
+    with proxy("--prefill", servers[0].url, "--decode", servers[1].url) as url:
+        yield url.removesuffix("/v1")
+
+
+def chat(url: str, number: int, **more: Any) -> list[dict[str, Any]]:
+    """Stream a chat of 700 words; return the choices, each with its text, reason and log probabilities."""
+    rng = random.Random(number)
+    said = [
+        " ".join(word(rng.randrange(FIRST_WORD, VOCABULARY)) for _ in range(count)) for count in (650, 20, 30)
+    ]
+    roles = ("user", "assistant", "assistant" if more.get("continue_final_message") else "user")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
+    body = {
+        "model": "tiny",
+        "messages": messages,
+        "max_tokens": 24,
+        "stream": True,
+        "ignore_eos": True,
+        **more,
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    choices: list[dict[str, Any]] = [
+        {"text": "", "reason": None, "logprobs": []} for _ in range(more.get("n", 1))
+    ]
+    last = ""
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        for line in answer:
+            last = line.decode().strip().removeprefix("data: ") or last
+            if last == "[DONE]" or not line.strip():
+                continue
+            for choice in json.loads(last)["choices"]:
+                found = choices[choice["index"]]
+                found["text"] += choice["delta"].get("content") or ""
+                found["reason"] = choice["finish_reason"] or found["reason"]
+                found["logprobs"] += (choice.get("logprobs") or {}).get("content") or []
+    assert last == "[DONE]"
+    return choices
+
+
+def same(found: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None:
+    """Compare choices; log probabilities within what another order of sums makes of them."""
+    for one, other in zip(found, alone, strict=True):
+        assert (one["text"], one["reason"]) == (other["text"], other["reason"])
+        assert len(one["logprobs"]) == len(other["logprobs"])
+        for mine, its in zip(one["logprobs"], other["logprobs"], strict=True):
+            assert mine["token"] == its["token"]
+            assert [each["token"] for each in mine["top_logprobs"]] == [
+                each["token"] for each in its["top_logprobs"]
+            ]
+            assert mine["logprob"] == pytest.approx(its["logprob"], abs=LOGPROB_TOLERANCE)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_chat_is_that_of_one_engine_alone(servers: tuple[Server, Server], front: str, case: str) -> None:
+    first, second = servers
+    number, more = list(CASES).index(case), CASES[case]
+    before = second.external_hits()
+    found = chat(front, number, **more)
+    assert second.external_hits() - before >= 640, "the decode engine found what the other had stored"
+    assert all(each["text"] for each in found)
+    same(found, chat(first.url, number, **more))
+    if "logprobs" in more:
+        assert len(found[0]["logprobs"]) == 24
+    if "n" in more:
+        assert found[0]["text"] != found[1]["text"]
+
+
+def test_a_chat_stops_where_one_engine_alone_stops(servers: tuple[Server, Server], front: str) -> None:
+    whole = chat(servers[0].url, 100, temperature=0)[0]["text"]
+    stop = whole.split()[7]
+    found = chat(front, 100, temperature=0, stop=[stop])
+    assert found[0]["reason"] == "stop"
+    assert found[0]["text"].split() == whole.split()[: whole.split().index(stop)]
+    same(found, chat(servers[0].url, 100, temperature=0, stop=[stop]))

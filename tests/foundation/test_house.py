@@ -1,0 +1,72 @@
+"""The house: how large rooms, modules and functions may be, and that no import hides. `make imports` finds circles."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+PACKAGES: Final = ("kvfs", "tiers", "gateway", "mounts", "scheduler")
+MOST_MODULES: Final = 14
+"""In a folder."""
+MOST_LINES: Final = 600
+MOST_FUNCTION_LINES: Final = 50
+LOADS_BY_NAME: Final = {"kvfs/cli/lazy.py"}
+PARALLEL: Final = {"__init__", "tier", "large"}
+"""File names of rooms that have the same parts."""
+
+
+def modules() -> list[Path]:
+    return [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+
+
+def test_rooms_and_modules_are_small() -> None:
+    sizes = {path: len(path.read_text().splitlines()) for path in modules() if path.name != "__init__.py"}
+    crowded = {
+        str(room): count
+        for room, count in Counter(path.parent for path in sizes).items()
+        if count > MOST_MODULES
+    }
+    assert crowded == {}
+    assert {path.name: size for path, size in sizes.items() if size > MOST_LINES} == {}
+    ordered = sorted(sizes.values())
+    assert ordered[len(ordered) // 2] <= 170
+    assert ordered[len(ordered) * 9 // 10] <= 350
+
+
+def test_functions_are_short() -> None:
+    lines = {
+        (path.name, node.name): (node.end_lineno or 0) - node.lineno + 1
+        for path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert {where: count for where, count in lines.items() if count > MOST_FUNCTION_LINES} == {}
+    assert sorted(lines.values())[len(lines) * 9 // 10] <= 18
+
+
+def test_a_file_name_occurs_once_in_a_package_except_in_parallel_rooms() -> None:
+    for package in PACKAGES:
+        names = Counter(path.stem for path in (ROOT / package).rglob("*.py"))
+        assert {name for name, count in names.items() if count > 1} - PARALLEL == set(), package
+
+
+def test_no_import_hides_in_a_function_or_behind_type_checking() -> None:
+    hidden = []
+    for path in modules():
+        if "connectors" in path.parts or str(path.relative_to(ROOT)) in LOADS_BY_NAME:
+            continue  # connectors import what their engine has
+        tree = ast.parse(path.read_text())
+        top = set(map(id, tree.body))
+        hidden += [
+            f"{path.relative_to(ROOT)}:{node.lineno}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and id(node) not in top and is_own(node.module)
+        ]
+    assert hidden == []
+
+
+def is_own(module: str | None) -> bool:
+    return module is not None and module.partition(".")[0] in PACKAGES

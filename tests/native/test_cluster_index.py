@@ -1,0 +1,291 @@
+"""The cluster's index against dictionaries: who holds which block, what is under way, what is cleared and swept."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterable
+from itertools import groupby
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvfs._native.cluster.index import MAX_SOURCES, ClusterIndex
+from kvfs.errors import InvalidRequest
+
+SOURCES = [0, 1, 2, 63, 64, 1000, 1023]
+KEYS = [number.to_bytes(2, "big") * 8 for number in range(40)]
+HEAP = [random.Random(number).randbytes(16) for number in range(9_000)]
+"""More blocks than three segments have room for."""
+
+sources = st.sampled_from(SOURCES)
+prompts = st.lists(st.sampled_from(KEYS), max_size=12)
+parts = st.tuples(st.integers(0, 8_000), st.integers(0, 1_500)).map(lambda at: HEAP[at[0] : at[0] + at[1]])
+blocks = st.one_of(prompts, prompts, parts)
+
+
+class Model:
+    """Each block's holders, and the prefill that is to make it."""
+
+    def __init__(self) -> None:
+        self.holders: dict[bytes, set[int]] = {}
+        self.producers: dict[bytes, int] = {}
+
+    def add(self, source: int, hashes: Iterable[bytes], producer: int | None = None) -> None:
+        for key in hashes:
+            held = self.holders.setdefault(key, set())
+            if producer is not None and not held:
+                self.producers[key] = producer
+            held.add(source)
+
+    def remove(self, source: int, hashes: Iterable[bytes]) -> int:
+        count = 0
+        for key in hashes:
+            held = self.holders.get(key, set())
+            count += source in held
+            held.discard(source)
+            if not held:
+                self.holders.pop(key, None)
+                self.producers.pop(key, None)
+        return count
+
+    def clear(self, source: int) -> None:
+        self.remove(source, self.of(source))
+
+    def produced(self, producer: int, hashes: Iterable[bytes]) -> None:
+        for key in hashes:
+            if self.producers.get(key) == producer:
+                del self.producers[key]
+
+    def of(self, source: int) -> list[bytes]:
+        return [key for key, held in self.holders.items() if source in held]
+
+    def runs(self, hashes: list[bytes]) -> tuple[tuple[int, int, int | None], ...]:
+        states = []
+        for key in hashes:
+            if key not in self.holders:
+                break
+            states.append((mask(self.holders[key]), self.producers.get(key)))
+        return tuple((holders, len(list(run)), producer) for (holders, producer), run in groupby(states))
+
+    def match(self, hashes: list[bytes]) -> list[tuple[int, int]]:
+        depths = {source: depth(self, hashes, {source}) for source in SOURCES}
+        return sorted(((s, d) for s, d in depths.items() if d), key=lambda found: (-found[1], found[0]))
+
+
+def mask(held: Iterable[int]) -> int:
+    return sum(1 << source for source in held)
+
+
+def depth(model: Model, hashes: list[bytes], group: set[int]) -> int:
+    held = [bool(model.holders.get(key, set()) & group) for key in hashes]
+    return (*held, False).index(False)
+
+
+class Machine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = ClusterIndex(1_000_000)
+        self.model = Model()
+
+    @rule(source=sources, hashes=blocks)
+    def add(self, source: int, hashes: list[bytes]) -> None:
+        assert self.index.add(source, b"".join(hashes)) == 0
+        self.model.add(source, hashes)
+
+    @rule(source=sources, hashes=blocks)
+    def remove(self, source: int, hashes: list[bytes]) -> None:
+        assert self.index.remove(source, b"".join(hashes)) == self.model.remove(source, hashes)
+
+    @rule(source=sources, producer=st.integers(0, 3), hashes=blocks)
+    def produce(self, source: int, producer: int, hashes: list[bytes]) -> None:
+        assert self.index.produce(source, producer, b"".join(hashes)) == 0
+        self.model.add(source, hashes, producer)
+
+    @rule(producer=st.integers(0, 3), hashes=blocks)
+    def produced(self, producer: int, hashes: list[bytes]) -> None:
+        self.index.produced(producer, b"".join(hashes))
+        self.model.produced(producer, hashes)
+
+    @rule(source=sources)
+    def clear(self, source: int) -> None:
+        self.index.clear(source)
+        self.model.clear(source)
+
+    @rule(segments=st.integers(1, 3))
+    def sweep(self, segments: int) -> None:
+        self.index.sweep(segments)
+
+    @rule()
+    def sweep_all(self) -> None:
+        while self.index.sweep():
+            pass
+        assert len(self.index) == len(self.model.holders)
+
+    @rule(hashes=blocks, groups=st.lists(st.sets(sources), max_size=4))
+    def ask(self, hashes: list[bytes], groups: list[set[int]]) -> None:
+        packed = b"".join(hashes)
+        assert self.index.runs(packed) == self.model.runs(hashes)
+        assert self.index.match(packed) == self.model.match(hashes)
+        assert self.index.depths(packed, [*map(mask, groups)]) == [
+            depth(self.model, hashes, group) for group in groups
+        ]
+
+    @rule(source=sources)
+    def list_all(self, source: int) -> None:
+        listed = self.index.manifest(source)
+        found = [listed[at : at + 16] for at in range(0, len(listed), 16)]
+        assert sorted(found) == sorted(self.model.of(source))
+
+    @invariant()
+    def holds_what_the_model_holds(self) -> None:
+        assert len(self.index) >= len(self.model.holders)
+        for key in KEYS:
+            assert self.index.holders(key) == mask(self.model.holders.get(key, ()))
+            assert self.index.runs(key) == self.model.runs([key])
+        for source in SOURCES:
+            assert self.index.source_blocks(source) == len(self.model.of(source))
+
+
+Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+test_the_index_is_as_dictionaries_are = Machine.TestCase
+
+
+def test_a_million_changes_of_the_few_keep_the_index_right() -> None:
+    """Sets of sources come and go, their numbers are used again, and remembered transitions with them."""
+    draw = random.Random(5)
+    index, model = ClusterIndex(100_000), Model()
+    for step in range(6_000):
+        source = draw.randrange(40)
+        hashes = [HEAP[n] for n in draw.sample(range(60), draw.randrange(1, 20))]
+        packed = b"".join(hashes)
+        if draw.random() < 0.5:
+            index.add(source, packed)
+            model.add(source, hashes)
+        else:
+            assert index.remove(source, packed) == model.remove(source, hashes)
+        if step % 97 == 0:
+            index.clear(source)
+            model.clear(source)
+        assert index.runs(packed) == model.runs(hashes)
+    assert [index.holders(key) for key in HEAP[:60]] == [
+        mask(model.holders.get(key, ())) for key in HEAP[:60]
+    ]
+
+
+def test_blocks_over_the_limit_are_refused_and_counted() -> None:
+    index = ClusterIndex(100)
+    assert index.add(3, b"".join(HEAP[:150])) == 50
+    assert (len(index), index.source_blocks(3)) == (100, 100)
+    assert index.add(4, b"".join(HEAP[:150])) == 50  # a holder more takes no room
+    assert index.match(b"".join(HEAP[:150])) == [(3, 100), (4, 100)]
+    assert index.remove(3, b"".join(HEAP[:1])) == 1
+    assert index.remove(4, b"".join(HEAP[:1])) == 1
+    assert index.add(3, HEAP[149]) == 0
+
+
+def test_sources_that_start_anew_again_and_again_hold_only_the_last_blocks() -> None:
+    """More often than there are columns to spare, while all sources are in use and nobody sweeps."""
+    index = ClusterIndex(100_000)
+    for source in range(MAX_SOURCES):
+        index.add(source, HEAP[source])
+    for turn in range(3):
+        for source in range(MAX_SOURCES):
+            index.clear(source)
+        for source in range(MAX_SOURCES):
+            index.add(source, HEAP[source + turn + 1])
+    for source in range(MAX_SOURCES):
+        assert index.manifest(source) == HEAP[source + 3]
+    while index.sweep():
+        pass
+    assert len(index) == MAX_SOURCES
+
+
+def test_what_a_change_made_of_a_set_is_not_remembered_past_the_clearing_of_one_of_its_sources() -> None:
+    """A block that nobody holds any more has no producer, whatever became of one in the same set before."""
+    index = ClusterIndex(1_000)
+    one, other = HEAP[0], HEAP[1]
+    index.produce(0, 7, one + other)
+    index.add(1, one)
+    assert index.runs(one) == ((0b11, 1, 7),)
+    index.clear(0)
+    index.add(1, other)
+    assert index.runs(other) == ((0b10, 1, None),)
+
+
+def test_sources_that_are_cleared_and_not_swept_are_counted() -> None:
+    index = ClusterIndex(100_000)
+    for source in range(100):
+        index.add(source, HEAP[source])
+    index.clear(200)  # it holds nothing
+    assert index.unswept_sources == 0
+    for source in range(70):
+        index.clear(source)
+    assert index.unswept_sources == 70
+    while index.sweep():
+        pass
+    assert index.unswept_sources == 0
+
+
+def test_blocks_without_their_parent_are_counted() -> None:
+    index = ClusterIndex(1_000)
+    index.add(0, b"".join(HEAP[:3]))
+    index.add(0, b"".join(HEAP[3:5]), HEAP[2])
+    assert index.detached == 0
+    index.add(1, b"".join(HEAP[3:5]), HEAP[2])
+    assert index.detached == 2
+    assert index.match(b"".join(HEAP[:5])) == [(0, 5)]
+
+
+def test_a_table_that_grows_stays_small() -> None:
+    index = ClusterIndex(1_000_000)
+    for count in range(100_000, 400_001, 100_000):
+        index.add(count % 7, random.Random(count).randbytes(16 * 100_000))
+        assert len(index) == count
+        assert index.size_bytes / count < 80  # of few blocks, arenas of 2 MiB are a part
+
+
+def test_questions_from_other_threads_are_answered_while_blocks_come_and_go() -> None:
+    index = ClusterIndex(1_000_000)
+    kept = b"".join(HEAP[:1_000])
+    index.add(9, kept)
+    packed = random.Random("others").randbytes(16 * 50_000)
+    done = threading.Event()
+    wrong: list[object] = []
+
+    def ask() -> None:
+        while not done.is_set():
+            found = index.match(kept)
+            if found != [(9, 1_000)] or len(index.runs(kept)) != 1:
+                wrong.append(found)
+
+    asker = threading.Thread(target=ask)
+    asker.start()
+    for _ in range(5):
+        assert index.add(1, packed) == 0
+        assert index.remove(1, packed) == 50_000
+    done.set()
+    asker.join()
+    assert wrong == []
+    assert len(index) == 1_000
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda index: index.add(MAX_SOURCES, bytes(16)),
+        lambda index: index.add(0, bytes(15)),
+        lambda index: index.add(0, bytes(16), bytes(3)),
+        lambda index: index.produce(0, -1, bytes(16)),
+        lambda index: index.holders(bytes(17)),
+        lambda index: index.depths(bytes(16), [-1]),
+        lambda index: index.depths(bytes(16), [1 << MAX_SOURCES]),
+    ],
+)
+def test_what_is_out_of_range_is_refused(call: object) -> None:
+    index = ClusterIndex(10)
+    with pytest.raises(InvalidRequest):
+        call(index)  # type: ignore[operator]
+    assert len(index) == 0

@@ -1,0 +1,137 @@
+"""Three real services that read each other's blocks, through the client."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvfs
+from kvfs import limits
+from tests.support.machines import digest_of, free_port, payload_of, write_secret
+from tests.support.service import Service, run_kvfs
+from tests.support.stores import NAMESPACE
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def services(tmp_path: Path) -> Iterator[list[Service]]:
+    addresses = [f"127.0.0.{number}:{free_port(f'127.0.0.{number}')}" for number in (1, 2, 3)]
+    secret = write_secret(tmp_path / "secret")
+    with ExitStack() as stack:
+        running = []
+        for number, address in enumerate(addresses):
+            config = tmp_path / f"{number}.toml"
+            config.write_text(
+                f"[cluster]\nlisten = '{address}'\npeers = {list(addresses)}\nsecret_file = '{secret}'\n"
+                "match_wait_s = 1\n"
+            )
+            running.append(stack.enter_context(Service(mode="off", arguments=["--config", str(config)])))
+        yield running
+
+
+def wait_for_peers(client: kvfs.Client, count: int) -> dict[str, Any]:
+    """Return the cluster's status once so many peers are up: those that started later are tried again in a while."""
+    end = time.monotonic() + limits.MAX_REMOTE_BACKOFF_S
+    while (cluster := client.status()["cluster"])["peers_up"] != count:
+        assert time.monotonic() < end, cluster
+        time.sleep(0.02)
+    return dict(cluster)
+
+
+def put(blocks: kvfs.Blocks, count: int, size_bytes: int) -> list[bytes]:
+    digests = [digest_of(number) for number in range(count)]
+    payloads = [payload_of(number, size_bytes) for number in range(count)]
+    assert all(blocks.put(digests, payloads, [None, *digests[:-1]]))
+    return digests
+
+
+def test_a_client_has_blocks_fetched_and_reads_them_here(services: list[Service]) -> None:
+    first, second, _ = services
+    with (
+        kvfs.connect(first.data) as here,
+        here.blocks(NAMESPACE) as source,
+        kvfs.connect(second.data) as there,
+        there.blocks(NAMESPACE) as blocks,
+    ):
+        wait_for_peers(there, 2)
+        digests = put(source, 20, MIB)
+        assert blocks.match(digests) == 0
+        [(peer, count)] = blocks.match_cluster(digests).result().items()
+        assert count == 20
+        assert blocks.fetch(digests[:4], hint=peer).result() == 4
+        assert blocks.fetch([*digests, digest_of(99)]).result() == 20
+        into = bytearray(20 * MIB)
+        places = [memoryview(into)[i * MIB : (i + 1) * MIB] for i in range(20)]
+        assert blocks.get_into(digests, places) == [MIB] * 20
+        assert all(bytes(places[i]) == payload_of(i, MIB) for i in range(20))
+        status = there.status()["cluster"]
+        assert status["fetched_bytes"] == 20 * MIB
+        assert here.status()["cluster"]["served_bytes"] == 20 * MIB
+        assert status["peers_up"] == status["peers_configured"] == 2
+        with pytest.raises(kvfs.KvfsError, match="hint"):
+            blocks.fetch(digests, hint="127.0.0.9:1").result()
+    shown = run_kvfs("cluster", "status", "--at", str(second.data))
+    assert shown.returncode == 0, shown.stderr
+    assert peer in shown.stdout
+    metrics = run_kvfs("status", "--metrics", "--at", str(second.data)).stdout
+    assert "kvfs_cluster_fetched_bytes_total 2.097152e+07" in metrics
+
+
+def test_a_killed_and_a_stopped_peer_cost_a_bounded_wait_and_a_miss(services: list[Service]) -> None:
+    first, second, third = services
+    with kvfs.connect(first.data) as here, here.blocks(NAMESPACE) as source:
+        digests = put(source, 8, MIB)
+    with kvfs.connect(third.data) as here, here.blocks(NAMESPACE) as source:
+        put(source, 4, MIB)
+    with kvfs.connect(second.data) as there, there.blocks(NAMESPACE) as blocks:
+        wait_for_peers(there, 2)
+        assert blocks.fetch(digests[:1], hint=there.status()["cluster"]["peers"][0]["address"]).result() == 1
+        assert first.process is not None
+        first.process.send_signal(signal.SIGSTOP)
+        _, status = os.waitpid(first.process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        try:
+            began = time.monotonic()
+            assert blocks.fetch(digests[1:]).result() == 3  # of the other holder
+            assert time.monotonic() - began < limits.REMOTE_READ_S
+            cluster = there.status()["cluster"]
+            assert cluster["deadlines"] >= 1
+            assert cluster["peers_up"] == 1
+        finally:
+            first.process.send_signal(signal.SIGCONT)
+        first.kill()
+        assert blocks.fetch(digests).result() == 4
+        assert there.status()["open_drafts"] == 0
+
+
+def test_an_address_in_use_and_a_missing_secret_stop_the_start(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        config = tmp_path / "kvfs.toml"
+        for secret, says in (
+            (write_secret(tmp_path / "secret"), "in use"),
+            (tmp_path / "none", "No such file"),
+        ):
+            config.write_text(f"[cluster]\nlisten = '{address}'\nsecret_file = '{secret}'\n")
+            done = run_kvfs(
+                "serve",
+                "--data",
+                str(tmp_path / "data"),
+                "--no-mount",
+                "--nvme",
+                "0",
+                "--config",
+                str(config),
+            )
+            assert done.returncode == 2, done.stderr
+            assert done.stderr.splitlines()[-1].startswith("kvfs: [cluster] ")
+            assert says in done.stderr

@@ -1,0 +1,290 @@
+"""The proxy with a Conductor: in its process, and in another that is slow, stalls, is killed and comes back."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import msgspec
+import pytest
+import trio
+
+from kvfs import limits
+from scheduler.conductor.values import RouteRequest
+from scheduler.proxy.engines import Engines
+from scheduler.proxy.routers.fallback import RouterDown
+from scheduler.proxy.routers.remote_router import RemoteRouter
+from tests.support.conductors import Clock, conductor, instance, serving, until
+from tests.support.service import ROOT
+from tests.support.stub_engines import Asker, Stand, StubEngine, proxy_stand
+
+CHAT = "/v1/chat/completions"
+TOKEN = "a token of the test"
+
+
+def chat(text: str) -> dict[str, Any]:
+    return {"model": "m", "max_tokens": 3, "messages": [{"role": "user", "content": text}]}
+
+
+async def register(made: Any, stand: Stand) -> None:
+    for number, engine in enumerate(stand.engines):
+        made.registry.add(instance(f"i{number}", url=engine.url))
+
+
+async def test_a_conductor_in_the_process_routes_and_its_instances_are_the_engines() -> None:
+    made = conductor(Clock())
+    async with proxy_stand("both", "both", router=made) as stand:
+        await register(made, stand)
+        await until(lambda: {engine.name for engine in stand.proxy.engines} == {"i0", "i1"})
+        for text in ("one", "two", "one", "one"):
+            assert (await stand.ask(CHAT, chat(text))).status == 200
+        await until(lambda: made.counts["done"] == 4)
+        assert made.counts["routed"] == 4
+        assert stand.proxy.router.counts["by_load"] == 0
+        assert (await stand.ask(CHAT, {**chat("q"), "model": "unknown"})).status == 404
+        made.remove("i1")
+        await until(lambda: {engine.name for engine in stand.proxy.engines} == {"i0"})
+
+
+# --- a Conductor elsewhere -----------------------------------------------------------------------------------
+async def test_a_conductor_elsewhere_routes_and_hears_what_became_of_it() -> None:
+    async with (
+        serving(tokens=[TOKEN]) as (service, addresses),
+        proxy_stand(conductor=addresses.http, conductor_token=TOKEN) as stand,
+    ):
+        made = service.conductor
+        await register(made, stand)
+        assert (await stand.ask(CHAT, chat("q"))).status == 200
+        await until(lambda: made.counts["done"] == 1)
+        assert made.counts["cached_tokens"] == 0
+        assert (await stand.ask(CHAT, {**chat("q"), "model": "unknown"})).status == 404
+        stand.engines[0].behaviour = "wrong"
+        assert (await stand.ask(CHAT, chat("q"))).status == 400
+        await until(lambda: made.counts["done"] == 2)
+        assert stand.proxy.router.counts["by_load"] == 0
+
+
+async def test_a_wrong_token_costs_the_conductor_alone() -> None:
+    async with (
+        serving(tokens=[TOKEN]) as (_, addresses),
+        proxy_stand(conductor=addresses.http, conductor_token="another") as stand,
+    ):
+        assert (await stand.ask(CHAT, chat("q"))).status == 200
+        assert stand.proxy.router.counts["by_load"] == 1
+
+
+class SlowConductor(StubEngine):
+    """Answer routes when it is let, and note what else is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[str] = []
+
+    async def _answer(self, stream: trio.SocketStream, message: Any) -> bool:
+        path = message.url.decode()
+        self.noted.append(f"{message.method} {path}")
+        if path == "/v1/route":
+            await self.go.wait()
+        known = (
+            b'{"instances": []}'
+            if path == "/v1/instances"
+            else b'{"id":"r1","decode":"d","decode_url":"http://d"}'
+        )
+        head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(known)
+        await stream.send_all(head + known)
+        return True
+
+
+async def test_a_route_that_comes_late_is_cancelled_and_nobody_waits_for_it() -> None:
+    slow = SlowConductor()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(slow.run)
+        router = RemoteRouter(slow.url, "", Engines((), lambda name: None))
+        await nursery.start(router.run)
+        began_s = trio.current_time()
+        with pytest.raises(RouterDown):
+            await router.route(RouteRequest(model="m", length=5))
+        assert trio.current_time() - began_s < 10 * limits.CONDUCTOR_WAIT_S
+        await until(lambda: not router.down)  # a probe was answered at once
+        with trio.move_on_after(0.01):
+            await router.route(RouteRequest(model="m", length=5))  # its client goes
+        assert "DELETE /v1/reservations/r1" not in slow.noted
+        slow.go.set()
+        await until(lambda: slow.noted.count("DELETE /v1/reservations/r1") == 2)
+        assert (await router.route(RouteRequest(model="m", length=5))).id == "r1"
+        nursery.cancel_scope.cancel()
+
+
+async def test_reports_wait_bounded_for_a_conductor_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "CONDUCTOR_REPORTS", 3)
+    monkeypatch.setattr(limits, "CONDUCTOR_SENDERS", 1)
+    slow = SlowConductor()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(slow.run)
+        router = RemoteRouter(slow.url, "", Engines((), lambda name: None))
+        slow.die()
+        await nursery.start(router.run)
+        assert router.down
+        for _ in range(10):
+            router.prefilled("r1")
+        assert router.counts["dropped_reports"] >= 6
+        router.done("r2", output_tokens=3)
+        await nursery.start(slow.run)
+        await until(lambda: slow.noted.count("POST /v1/reservations/r1/prefilled") >= 3)
+        assert "POST /v1/reservations/r2/done" not in slow.noted
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_engine_that_its_conductor_passes_over_is_tried() -> None:
+    """The Conductor has not looked at it again; the proxy knows that it answers."""
+    made = conductor(Clock())
+    async with proxy_stand(router=made) as stand:
+        await register(made, stand)
+        made.unreachable("i0")
+        assert (await stand.ask(CHAT, chat("q"))).status == 200
+        assert stand.proxy.router.counts["by_load"] == 1
+        made.registry.drain("i0", draining=True)
+        await until(lambda: all(engine.address.draining for engine in stand.proxy.engines))
+        assert (await stand.ask(CHAT, chat("q"))).status == 429
+
+
+# --- real processes ------------------------------------------------------------------------------------------
+@contextmanager
+def process(*arguments: str, lines: int, log: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run a command until the end; yield it and the URL that it answers at."""
+    with log.open("a") as errors:
+        command = [sys.executable, "-m", "kvfs", *arguments]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT)
+    with child:
+        try:
+            assert child.stdout is not None
+            said = [child.stdout.readline() for _ in range(lines)]
+            assert said[-1] == "ready\n", said
+            yield child, said[0].split()[1]
+        finally:
+            child.kill()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
+        yield made
+
+
+class Traffic:
+    """Clients that ask one request after the other."""
+
+    def __init__(self, url: str) -> None:
+        self._port = int(url.removesuffix("/v1").rpartition(":")[2])
+        self.statuses: list[int] = []
+        self.slowest_s = 0.0
+
+    async def run(self) -> None:
+        asker = Asker(await trio.open_tcp_stream("127.0.0.1", self._port))
+        async with asker.stream:
+            while True:
+                began_s = trio.current_time()
+                self.statuses.append((await asker.ask(CHAT, chat("q"))).status)
+                self.slowest_s = max(self.slowest_s, trio.current_time() - began_s)
+
+    async def go_on(self, count: int = 20) -> None:
+        """Wait for so many more answers."""
+        end = len(self.statuses) + count
+        await until(lambda: len(self.statuses) >= end)
+
+
+def counts(url: str) -> dict[str, int]:
+    with urlopen(f"{url}/v1/instances", timeout=10) as answer:
+        found: dict[str, int] = json.loads(answer.read())["counts"]
+        return found
+
+
+async def routes(url: str, traffic: Traffic) -> None:
+    """Wait until the Conductor routes what clients ask."""
+    before = (await trio.to_thread.run_sync(counts, url)).get("routed", 0)
+    with trio.fail_after(20):
+        while (await trio.to_thread.run_sync(counts, url)).get("routed", 0) < before + 10:
+            await traffic.go_on(5)
+
+
+@contextmanager
+def engine_process() -> Iterator[str]:
+    """Run an engine that takes next to nothing; yield its URL."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "bench.stub_engine"], stdout=subprocess.PIPE, cwd=ROOT
+    ) as child:
+        try:
+            assert child.stdout is not None
+            yield f"http://127.0.0.1:{int(child.stdout.readline())}"
+        finally:
+            child.kill()
+
+
+async def test_a_conductor_that_is_killed_in_mid_traffic_and_comes_back(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    """No request fails meanwhile, and the log says once that it is away, and that it is back."""
+    async with trio.open_nursery() as nursery:
+        engines = [stack.enter_context(engine_process()) for _ in range(2)]
+        file, log = tmp_path / "instances.json", tmp_path / "proxy.log"
+        file.write_bytes(msgspec.json.encode([instance(f"i{n}", url=each) for n, each in enumerate(engines)]))
+        given = ("conductor", "run", "--events", "tcp://127.0.0.1:*", "--instances", str(file))
+        with process(*given, "--listen", "127.0.0.1:0", lines=3, log=tmp_path / "conductor.log") as (
+            first,
+            url,
+        ):
+            proxy = ("proxy", "--listen", "127.0.0.1:0", "--conductor", url)
+            with process(*proxy, lines=2, log=log) as (_, address):
+                traffic = Traffic(address)
+                for _ in range(4):
+                    nursery.start_soon(traffic.run)
+                await routes(url, traffic)
+                first.send_signal(signal.SIGSTOP)
+                await traffic.go_on()
+                assert traffic.slowest_s < 5.0, "nobody waits until it goes on"
+                first.send_signal(signal.SIGCONT)
+                await routes(url, traffic)
+                first.kill()
+                first.wait()
+                await traffic.go_on()
+                where = url.removeprefix("http://")
+                with process(*given, "--listen", where, lines=3, log=tmp_path / "conductor.log"):
+                    await routes(url, traffic)
+                assert set(traffic.statuses) == {200}
+                nursery.cancel_scope.cancel()
+    said = [line.partition("WARNING ")[2] for line in log.read_text().splitlines()]
+    assert [("is away" in line, "answers" in line) for line in said] == [
+        (False, True),
+        (True, False),
+        (False, True),
+    ]
+
+
+async def test_a_proxy_with_instances_routes_by_a_conductor_in_its_process(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    async with trio.open_nursery() as nursery:
+        engine = stack.enter_context(engine_process())
+        file = tmp_path / "instances.json"
+        file.write_bytes(msgspec.json.encode([instance("i0", url=engine)]))
+        config = tmp_path / "kvfs.toml"
+        config.write_text(
+            f'[conductor]\nlisten = "127.0.0.1:0"\ninstances = "{file}"\nevents = "tcp://127.0.0.1:*"\n'
+        )
+        given = ("proxy", "--listen", "127.0.0.1:0", "--config", str(config))
+        with process(*given, lines=2, log=tmp_path / "proxy.log") as (child, address):
+            traffic = Traffic(address)
+            nursery.start_soon(traffic.run)
+            await traffic.go_on()
+            assert set(traffic.statuses) == {200}
+            nursery.cancel_scope.cancel()
+            child.send_signal(signal.SIGTERM)
+            assert child.wait(20) == 0
+    assert len((tmp_path / "proxy.log").read_text()) < 4096

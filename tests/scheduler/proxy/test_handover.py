@@ -1,0 +1,144 @@
+"""Hand-overs of other connectors: what they get is what their own routers send, as recorded in their sources."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import trio
+
+from kvfs.config.settings import HandOver
+from scheduler.proxy import handover
+from scheduler.proxy.engines import EngineAddress
+from tests.scheduler.proxy.test_failures import ended, until
+from tests.support.processor_waits import within
+from tests.support.stub_engines import PROMPT, Stand, proxy_stand
+
+NIXL = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[1, 2, 3]],
+    "remote_engine_id": "e",
+    "remote_host": "10.0.0.1",
+    "remote_port": 5600,
+    "tp_size": 1,
+}
+BOTH_AT_ONCE: list[HandOver] = ["mooncake", "sglang"]
+
+
+def bodies(stand: Stand) -> list[dict[str, object]]:
+    return [engine.completions[0].body for engine in stand.engines]
+
+
+async def test_nixl_passes_the_blocks_places_on() -> None:
+    async with proxy_stand("prefill", "decode", hand_over="nixl") as stand:
+        stand.engines[0].prefill_params = NIXL
+        assert (await stand.ask("/v1/completions", {"prompt": PROMPT})).status == 200
+        prefill, decode = bodies(stand)
+        assert prefill["kv_transfer_params"] == {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        }
+        assert decode["kv_transfer_params"] == NIXL
+
+
+async def test_the_store_s_connector_names_its_last_block() -> None:
+    async with proxy_stand("prefill", "decode") as stand:
+        named = {"do_remote_prefill": True, "kvfs": {"namespace": "ab", "last_block": "cd"}}
+        stand.engines[0].prefill_params = named
+        await stand.ask("/v1/completions", {"prompt": PROMPT})
+        prefill, decode = bodies(stand)
+        assert prefill["kv_transfer_params"] == {"do_remote_decode": True}
+        assert decode["kv_transfer_params"] == named
+
+
+def test_a_prefill_leg_that_says_nothing_adds_nothing() -> None:
+    for answer in (b"", b"[]", b'{"kv_transfer_params": null}', b'{"kv_transfer_params": 5}'):
+        assert handover.after_prefill(answer, None) == {}
+
+
+def test_sglang_s_room_says_which_rank_prefills() -> None:
+    where = handover.Bootstrap("h", 8998)
+    for number in (0, 5, handover.MAX_ROOM, (1 << 63) - 1):
+        put = handover.sglang(where, number, ranks=8, rank=3)
+        assert put["bootstrap_room"] % 8 == 3
+        assert 0 <= put["bootstrap_room"] <= handover.MAX_ROOM
+
+
+def test_mooncake_s_engine_is_the_one_of_its_rank() -> None:
+    answer = json.dumps({"0": {"engine_id": "a", "worker_addr": {}}, "1": {"engine_id": "b"}}).encode()
+    assert [handover.engine_id(answer, rank) for rank in (0, 1, 2)] == ["a", "b", ""]
+    assert handover.engine_id(b"nonsense") == ""
+
+
+async def bootstrap_server(stand: Stand, nursery: trio.Nursery) -> None:
+    """Answer Mooncake's /query, and have the prefill engine named with it."""
+
+    async def serve(stream: trio.SocketStream) -> None:
+        await stream.receive_some(4096)
+        body = json.dumps({"0": {"engine_id": "engine-p"}}).encode()
+        await stream.send_all(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+
+    [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    nursery.start_soon(trio.serve_listeners, serve, [listener])
+    place = f"127.0.0.1:{listener.socket.getsockname()[1]}"
+    engine = next(each for each in stand.proxy.engines if each.address.role == "prefill")
+    engine.address = EngineAddress(engine.address.url, "prefill", bootstrap=place)
+
+
+@pytest.mark.parametrize("kind", BOTH_AT_ONCE)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_both_legs_at_once_are_joined(kind: HandOver, stream: bool) -> None:
+    async with proxy_stand("prefill", "decode", hand_over=kind) as stand, trio.open_nursery() as nursery:
+        await bootstrap_server(stand, nursery)
+        # Neither engine answers before both have their leg.
+        for engine in stand.engines:
+            engine.behaviour = "pause"
+        nursery.start_soon(go_with_both, stand)
+        answer = await stand.ask("/v1/completions", {"prompt": PROMPT, "stream": stream, "max_tokens": 3})
+        assert answer.status == 200
+        prefill, decode = bodies(stand)
+        if kind == "sglang":
+            assert prefill == decode
+            assert prefill["bootstrap_host"] == "127.0.0.1"
+        else:
+            first, second = prefill["kv_transfer_params"], decode["kv_transfer_params"]
+            assert isinstance(first, dict)
+            assert isinstance(second, dict)
+            assert first["transfer_id"] == second["transfer_id"]
+            assert (first["do_remote_decode"], second["do_remote_prefill"]) == (True, True)
+            assert second["remote_engine_id"] == "engine-p"
+            assert second["remote_bootstrap_addr"].startswith("http://127.0.0.1:")
+            assert prefill["max_tokens"] == 1
+        await ended(stand)
+        nursery.cancel_scope.cancel()
+
+
+async def go_with_both(stand: Stand) -> None:
+    await until(lambda: all(engine.completions for engine in stand.engines))
+    for engine in stand.engines:
+        engine.go.set()
+
+
+@pytest.mark.parametrize("kind", BOTH_AT_ONCE)
+async def test_a_dead_leg_does_not_keep_the_other_hanging(kind: HandOver) -> None:
+    async with (
+        proxy_stand("prefill", "decode", "decode", hand_over=kind) as stand,
+        trio.open_nursery() as nursery,
+    ):
+        await bootstrap_server(stand, nursery)
+        prefill, *decodes = stand.engines
+        prefill.behaviour = "die_before"
+        for engine in decodes:
+            engine.behaviour = "pause"
+        decodes[0].go.set()
+        with within(2.0), trio.fail_after(60):
+            answer = await stand.ask("/v1/completions", {"prompt": PROMPT})
+        assert answer.status == 200
+        assert decodes[1].completions[0].gone.is_set(), "the leg that waited for the dead one was ended"
+        await ended(stand)
+        nursery.cancel_scope.cancel()

@@ -1,0 +1,235 @@
+"""What the proxy asks a router and reports to it, with a router that writes it down; and going on without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import trio
+
+from kvfs import limits
+from kvfs.errors import InvalidRequest, NotFound
+from scheduler.conductor.values import Refused, Routed, RouteRequest
+from tests.scheduler.proxy.test_failures import until
+from tests.support.stub_engines import Stand, proxy_stand
+
+CHAT = "/v1/chat/completions"
+
+
+class NotingRouter:
+    """Route to the given engines, and write down what is reported."""
+
+    def __init__(self) -> None:
+        self.stand: Stand | None = None
+        self.requests: list[RouteRequest] = []
+        self.reports: list[tuple[Any, ...]] = []
+        self.cached_tokens = 0
+        self.answer: Routed | Refused | Exception | None = None
+
+    def route(self, request: RouteRequest) -> Routed | Refused:
+        self.requests.append(request)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        if self.answer is not None:
+            return self.answer
+        assert self.stand is not None
+        prefill, decode = self.stand.engines
+        return Routed(
+            id=f"r{len(self.requests)}",
+            decode="D",
+            decode_url=decode.url,
+            prefill="P",
+            prefill_url=prefill.url,
+            cached_tokens=self.cached_tokens,
+        )
+
+    def prefilled(self, id: str) -> None:
+        self.reports.append(("prefilled", id))
+
+    def first_token(self, id: str) -> None:
+        self.reports.append(("first_token", id))
+
+    def done(self, id: str, *, cached_tokens: int | None = None, output_tokens: int | None = None) -> None:
+        self.reports.append(("done", id, cached_tokens, output_tokens))
+
+    def cancel(self, id: str) -> None:
+        self.reports.append(("cancel", id))
+
+    def unreachable(self, instance: str) -> None:
+        self.reports.append(("unreachable", instance))
+
+
+def chat(*texts: str, **more: Any) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)], **more}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_is_reported_of_a_request(stream: bool) -> None:
+    router = NotingRouter()
+    async with proxy_stand("both", "both", router=router) as stand:
+        router.stand = stand
+        stand.engines[0].cached_tokens, stand.engines[1].cached_tokens = 320, 992
+        body = chat("q", model="m", max_tokens=3, stream=stream)
+        assert (await stand.ask(CHAT, body)).status == 200
+        [request] = router.requests
+        assert (request.model, request.output_tokens) == ("m", 3)
+        assert list(request.tokens or ()) == list(range(1000))
+        # The true number is the prefill engine's: what the decode engine found is what that has just stored.
+        ends = [("prefilled", "r1"), ("first_token", "r1"), ("done", "r1", 320, 3)]
+        assert router.reports == ends
+        assert stand.engines[1].completions[0].body["kv_transfer_params"] == {
+            "do_remote_prefill": True,
+            "remote_prefill_cached_tokens": 320,
+        }
+
+
+async def test_the_prefill_leg_is_left_out_where_most_is_cached() -> None:
+    router = NotingRouter()
+    async with proxy_stand("both", "both", router=router) as stand:
+        router.stand = stand
+        stand.engines[1].cached_tokens = 992
+        router.cached_tokens = 1000 - limits.PREFILL_LEG_TOKENS
+        await stand.ask(CHAT, chat("q"))
+        router.cached_tokens += 1
+        await stand.ask(CHAT, chat("q"))
+        assert [len(engine.completions) for engine in stand.engines] == [1, 2]
+        assert router.reports[-1] == ("done", "r2", 992, 4)
+
+
+async def test_an_engine_that_fails_is_excluded_and_reported() -> None:
+    router = NotingRouter()
+    async with proxy_stand("both", "both", router=router) as stand:
+        router.stand = stand
+        stand.engines[1].behaviour = "die_before"
+        assert (await stand.ask(CHAT, chat("q"))).status == 503
+        assert [request.exclude for request in router.requests] == [[], ["D"], ["D"]]
+        assert ("unreachable", "D") in router.reports
+        assert [report for report in router.reports if report[0] in ("cancel", "done")] == [
+            ("cancel", f"r{n}") for n in (1, 2, 3)
+        ]
+
+
+async def test_a_client_that_goes_away_between_the_legs_is_cancelled() -> None:
+    router = NotingRouter()
+    async with proxy_stand("both", "both", router=router) as stand:
+        router.stand = stand
+        stand.engines[0].behaviour = "pause"
+        asker = await stand.asker()
+        await asker.send(CHAT, chat("q"))
+        await until(lambda: stand.engines[0].completions)
+        await trio.aclose_forcefully(asker.stream)
+        await until(lambda: ("cancel", "r1") in router.reports)
+        assert len(router.requests) == 1
+        assert not stand.engines[1].completions
+
+
+REFUSALS = {
+    "no room": (Refused(reason="no room", retry_after_s=2.5), 429, b"3"),
+    "no pool": (NotFound("no instances of model x"), 404, None),
+    "malformed": (InvalidRequest("tokens: too many"), 400, None),
+}
+
+
+@pytest.mark.parametrize(("answer", "status", "retry_after"), REFUSALS.values(), ids=REFUSALS)
+async def test_what_a_router_refuses_the_client_is_told(
+    answer: Any, status: int, retry_after: bytes | None
+) -> None:
+    router = NotingRouter()
+    router.answer = answer
+    async with proxy_stand(router=router) as stand:
+        refused = await stand.ask(CHAT, chat("q"))
+        assert refused.status == status
+        assert refused.headers.get(b"retry-after") == retry_after
+        assert refused.json()["error"]["message"] == (
+            answer.reason if isinstance(answer, Refused) else str(answer)
+        )
+
+
+async def test_without_its_router_the_proxy_goes_on_by_load() -> None:
+    router = NotingRouter()
+    router.answer = ConnectionResetError("killed")
+    async with proxy_stand("both", "both", router=router) as stand:
+        for _ in range(4):
+            assert (await stand.ask(CHAT, chat("q"))).status == 200
+        assert [len(engine.completions) for engine in stand.engines] == [2, 2]
+
+
+# --- tokens --------------------------------------------------------------------------------------------------
+async def test_a_conversation_is_routed_by_what_is_known_of_it() -> None:
+    router = NotingRouter()
+    async with proxy_stand("both", "both", router=router) as stand:
+        router.stand = stand
+        said = ["a" * 400, "b" * 40, "c" * 40, "d" * 40]
+        for engine in stand.engines:
+            engine.tokens = lambda body: list(range(100 * len(body["messages"])))
+        tokenizer = stand.proxy.tokenizer
+        assert tokenizer is not None
+        await stand.ask(CHAT, chat(said[0]))
+        await stand.ask(CHAT, chat(said[0]))
+        assert tokenizer.asked == 1
+        await stand.ask(CHAT, chat(*said[:3]))
+        second = router.requests[2].tokens
+        assert second is not None
+        assert list(second[:100]) == list(range(100))
+        assert set(second[100:]) == {0}
+        await until(lambda: tokenizer.asked == 2)
+        await until(lambda: len(tokenizer.cache._entries) == 2)
+        await stand.ask(CHAT, chat(*said[:3]))
+        assert list(router.requests[3].tokens or ()) == list(range(300))
+        # Another template, or other words, are another prompt.
+        await stand.ask(CHAT, chat(said[0], chat_template_kwargs={"thinking": True}))
+        await stand.ask(CHAT, chat("e" + said[0][1:]))
+        assert tokenizer.asked == 4
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": ["a", "b"]},
+        {"prompt": "p", "cache_salt": "s"},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+    ],
+)
+async def test_prompts_whose_keys_are_more_than_tokens_have_none(body: dict[str, Any]) -> None:
+    router = NotingRouter()
+    async with proxy_stand("both", "both", router=router) as stand:
+        router.stand = stand
+        await stand.ask(CHAT if "messages" in body else "/v1/completions", body)
+        assert router.requests[0].tokens is None
+        assert router.requests[0].length
+
+
+async def test_token_ids_are_taken_as_they_are() -> None:
+    router = NotingRouter()
+    async with proxy_stand("both", "both", router=router) as stand:
+        router.stand = stand
+        await stand.ask("/v1/completions", {"prompt": [5, 6, 7]})
+        assert router.requests[0].tokens == [5, 6, 7]
+        assert not [asked for engine in stand.engines for asked in engine.asked if asked.path == "/tokenize"]
+
+
+@pytest.mark.parametrize("tokens", [[], ["x"], [-1], [None], [1 << 70]])
+async def test_nonsense_from_tokenize_costs_the_tokens_alone(tokens: list[Any]) -> None:
+    router = NotingRouter()
+    async with proxy_stand("both", "both", router=router) as stand:
+        router.stand = stand
+        for engine in stand.engines:
+            engine.tokens = lambda body: tokens
+        assert (await stand.ask(CHAT, chat("q"))).status == 200
+
+
+async def test_what_is_remembered_is_bounded() -> None:
+    router = NotingRouter()
+    async with proxy_stand("both", "both", router=router) as stand:
+        router.stand = stand
+        tokenizer = stand.proxy.tokenizer
+        assert tokenizer is not None
+        tokenizer.cache._most_bytes = 10_000
+        for n in range(10):
+            await stand.ask(CHAT, chat(f"q{n}"))
+        assert 0 < tokenizer.cache.size_bytes <= 10_000
+        await stand.ask(CHAT, chat("q9"))
+        assert tokenizer.asked == 10
+        await stand.ask(CHAT, chat("q0"))
+        assert tokenizer.asked == 11

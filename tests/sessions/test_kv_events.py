@@ -1,0 +1,595 @@
+"""KV events: the form of messages, what an index makes of them however many are lost, sockets, and the store's own."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+
+import pytest
+import trio
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvfs._native.shared.table import TIER_DRAM, TIER_NVME
+from kvfs.config.settings import EventSettings
+from kvfs.errors import ConfigError, InvalidRequest
+from kvfs.events.engine_index import EngineIndex
+from kvfs.events.event_streams import Engine, Missing
+from kvfs.events.kv_events import (
+    CPU,
+    GPU,
+    STORAGE,
+    AllBlocksCleared,
+    Batch,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+    Replay,
+    decode_batch,
+    encode_batch,
+    sequence_frame,
+)
+from kvfs.events.sockets import Publisher, Subscriber
+from kvfs.limits import MIB
+from tests.support.block_batches import Block, open_blocks
+from tests.support.service import Service
+from tests.support.stores import BOUND, NAMESPACE, draft_of
+from tiers.device.threads import thread_device
+from tiers.events.publisher import open_events
+from tiers.events.store_events import BlockEvents
+from tiers.recovery.start import NvmeOptions, StoreOptions, open_store, start_store
+from tiers.store.store import Store
+
+msgpack = pytest.importorskip("msgspec.msgpack")
+
+WAIT_S = 20.0
+TOPIC = "engine"
+ENGINE = Engine(TOPIC, 0)
+
+hashes = st.binary(min_size=16, max_size=16) | st.integers(0, (1 << 64) - 1)
+stored = st.builds(
+    BlockStored,
+    block_hashes=st.lists(hashes, max_size=4),
+    parent_block_hash=st.none() | hashes,
+    token_ids=st.lists(st.integers(0, 1 << 31), max_size=8),
+    block_size=st.integers(1, 512),
+    lora_id=st.none() | st.integers(0, 9),
+    medium=st.sampled_from([None, GPU, CPU, STORAGE]),
+    lora_name=st.none() | st.text(max_size=4),
+    group_idx=st.none() | st.integers(0, 3),
+)
+removed = st.builds(BlockRemoved, block_hashes=st.lists(hashes, max_size=4), medium=st.none() | st.just(GPU))
+batches = st.builds(
+    Batch,
+    ts=st.floats(0, 2e9),
+    events=st.lists(stored | removed | st.builds(AllBlocksCleared), max_size=4),
+    data_parallel_rank=st.none() | st.integers(0, 7),
+)
+
+
+def store_event(
+    blocks: Sequence[BlockHash], medium: str | None = GPU, group: int | None = None
+) -> BlockStored:
+    return BlockStored(list(blocks), None, [], 16, None, medium, None, group_idx=group)
+
+
+def message(
+    sequence: int, *events: KVEvent, topic: str = TOPIC, rank: int = 0, time_s: float = 1.0
+) -> list[bytes]:
+    return [topic.encode(), sequence_frame(sequence), encode_batch(Batch(time_s, list(events), rank))]
+
+
+# --- the form ----------------------------------------------------------------------------------------------
+@given(batches)
+def test_a_batch_reads_back_as_it_was_written(batch: Batch) -> None:
+    assert decode_batch(encode_batch(batch)) == batch
+
+
+def test_an_event_is_a_map_with_its_type_and_without_defaults() -> None:
+    raw = msgpack.decode(encode_batch(Batch(1.0, [store_event([7])], 3)))
+    assert raw == [
+        1.0,
+        [
+            {
+                "type": "BlockStored",
+                "block_hashes": [7],
+                "parent_block_hash": None,
+                "token_ids": [],
+                "block_size": 16,
+                "lora_id": None,
+                "medium": "GPU",
+                "lora_name": None,
+            }
+        ],
+        3,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (
+            ["BlockStored", [1, 2], 9, [5] * 32, 16, None, "GPU"],
+            BlockStored([1, 2], 9, [5] * 32, 16, None, "GPU", None),
+        ),
+        (["BlockStored", [1], None, [5] * 16, 16, 3], BlockStored([1], None, [5] * 16, 16, 3, None, None)),
+        (["BlockRemoved", [1]], BlockRemoved([1], None)),
+        (["AllBlocksCleared"], AllBlocksCleared()),
+        ({"type": "AllBlocksCleared", "new_field": 1}, AllBlocksCleared()),
+        (
+            {"type": "BlockRemoved", "block_hashes": [b"h"], "medium": "CPU", "x": {}},
+            BlockRemoved([b"h"], "CPU"),
+        ),
+        (["BlockMoved", [1]], None),
+        ({"type": "BlockMoved"}, None),
+    ],
+)
+def test_arrays_and_fields_of_other_releases_are_read(raw: object, expected: KVEvent | None) -> None:
+    events = decode_batch(msgpack.encode([1.0, [raw]])).events
+    assert events == ([] if expected is None else [expected])
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        b"\x91",
+        msgpack.encode({"ts": 1}),
+        msgpack.encode([1.0]),
+        msgpack.encode([1.0, [7]]),
+        msgpack.encode([1.0, [{"type": "BlockRemoved", "medium": "GPU"}]]),
+        msgpack.encode([1.0, [{"type": "BlockRemoved", "block_hashes": [1.5], "medium": "GPU"}]]),
+        msgpack.encode([1.0, [["BlockRemoved", "abc"]]]),
+    ],
+)
+def test_what_is_no_batch_is_an_error_that_names_it(payload: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="KV events"):
+        decode_batch(payload)
+
+
+@example(b"\x92\x00\x91\xa5\x00\x00\x00\x00\x80")  # a tag that is no UTF-8
+@given(st.binary(max_size=64))
+def test_any_bytes_are_a_batch_or_that_error(payload: bytes) -> None:
+    with suppress(InvalidRequest):
+        decode_batch(payload)
+
+
+def test_a_replay_is_bounded_in_batches_and_in_bytes() -> None:
+    past = Replay(max_batches=3, max_size_bytes=100)
+    for sequence in range(5):
+        past.add(sequence, bytes(10))
+    assert [frames[0][-1] for frames in past.since(0)] == [2, 3, 4]
+    assert [frames[0][-1] for frames in past.since(4)] == [4]
+    past.add(5, bytes(95))
+    assert (len(past), past.size_bytes) == (1, 95)
+
+
+# --- the index ---------------------------------------------------------------------------------------------
+class FakeEngine:
+    """An engine's cache, its stream on the way to an index, and what it remembers of it."""
+
+    def __init__(self, rng: random.Random, remembers: int) -> None:
+        self.rng, self.remembers = rng, remembers
+        self.time_s = 0.0
+        self.wire: deque[list[bytes]] = deque()
+        self.restart()
+
+    def restart(self) -> None:
+        self.held: set[BlockHash] = set()
+        self.sequence = 0
+        self.past = Replay(max_batches=self.remembers)
+
+    def step(self, loss: float) -> bool:
+        """Change the cache and send what says so; whether it was lost. An engine's first message is not: what had
+        the same numbers before it started anew is otherwise taken for what continues."""
+        choice = self.rng.random()
+        event: KVEvent
+        if choice < 0.6:
+            blocks = [self.rng.randrange(40) for _ in range(self.rng.randrange(1, 4))]
+            self.held.update(blocks)
+            event = store_event(blocks)
+        elif choice < 0.97:
+            gone = self.rng.sample(sorted(self.held, key=str), min(len(self.held), 2))
+            self.held.difference_update(gone)
+            event = BlockRemoved(gone, GPU)
+        else:
+            self.held.clear()
+            event = AllBlocksCleared()
+        self.time_s += 1
+        frames = message(self.sequence, event, time_s=self.time_s)
+        self.past.add(self.sequence, frames[2])
+        is_lost = self.sequence > 0 and self.rng.random() < loss
+        self.sequence += 1
+        if not is_lost:
+            self.wire.append(frames)
+        return is_lost
+
+    def replay(self, index: EngineIndex, missing: Missing) -> None:
+        for frames in self.past.since(missing.sequence):
+            index.replayed(missing.engine, [TOPIC.encode(), *frames])
+        index.replay_ended(missing.engine)
+
+
+def known(index: EngineIndex) -> set[BlockHash]:
+    return {block for block in range(40) if index.holders(block) == [ENGINE]}
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 32),
+    loss=st.sampled_from([0.0, 0.1, 0.5]),
+    remembers=st.sampled_from([0, 3, 500]),
+    restarts=st.sampled_from([0.0, 0.05]),
+)
+def test_an_index_never_believes_in_a_block_that_is_gone(
+    seed: int, loss: float, remembers: int, restarts: float
+) -> None:
+    """After everything that was sent has arrived and replays have ended: a subset of the truth, all of it if nothing
+    can be forgotten. Replays overtake the stream, and then ask for nothing that was not lost."""
+    rng = random.Random(seed)
+    engine, index = FakeEngine(rng, remembers), EngineIndex()
+    missing: Missing | None = None
+    losses = 0
+
+    def deliver(count: int) -> None:
+        nonlocal missing
+        for _ in range(min(count, len(engine.wire))):
+            missing = index.receive(engine.wire.popleft()) or missing
+
+    for _ in range(60):
+        if rng.random() < restarts:
+            engine.restart()
+            losses += 1  # a replay that is asked of the engine from before may answer what was not asked
+        losses += engine.step(loss)
+        deliver(rng.choice([0, 1, 2]))
+        if missing is not None and rng.random() < 0.3:
+            engine.replay(index, missing)
+            missing = None
+        if rng.random() < 0.2:
+            losses += engine.step(0)
+            while engine.wire or missing is not None:
+                deliver(60)
+                if missing is not None:
+                    wanted, missing = missing, None
+                    engine.replay(index, wanted)
+            assert known(index) <= engine.held
+            assert remembers < 500 or restarts or known(index) == engine.held
+    assert remembers < 500 or index.counts["gaps"] <= losses
+
+
+def test_a_replay_that_overtakes_the_stream_is_no_new_start() -> None:
+    index = EngineIndex()
+    missing = index.receive(message(2, store_event([2]), time_s=2))
+    assert missing == Missing(ENGINE, 0)
+    for sequence in range(6):
+        index.replayed(ENGINE, [b"", *message(sequence, store_event([sequence]), time_s=sequence)][1:])
+    index.replay_ended(ENGINE)
+    for sequence in range(3, 5):
+        assert index.receive(message(sequence, store_event([sequence]), time_s=sequence)) is None
+    assert known(index) == set(range(6))
+    assert index.counts == {"batches": 6, "gaps": 1, "lost": 0, "malformed": 0, "over_limit": 0}
+    assert index.receive(message(0, store_event([30]), time_s=9)) is None
+    assert known(index) == {30}, "the engine started anew"
+
+
+def test_an_engine_that_starts_anew_is_followed_from_its_start() -> None:
+    index = EngineIndex()
+    for sequence in range(3):
+        assert index.receive(message(sequence, store_event([sequence]))) is None
+    assert index.receive(message(0, store_event([77]))) is None
+    assert index.holders(77) == [ENGINE]
+    assert index.holders(2) == []
+    assert index.counts["gaps"] == 0
+
+
+def test_streams_and_media_and_groups_are_told_apart() -> None:
+    index = EngineIndex()
+    index.receive(message(0, store_event([1]), topic="a"))
+    index.receive(message(0, store_event([1], CPU), topic="b"))
+    index.receive(message(0, store_event([1], None, group=1), rank=2))
+    index.receive(message(1, store_event([1, 2], group=0), rank=2))
+    assert index.holders(1) == [Engine("a", 0), Engine(TOPIC, 2)]
+    assert index.holders(1, CPU) == [Engine("b", 0)]
+    index.receive(message(2, BlockRemoved([1], GPU, group_idx=0), rank=2))
+    assert index.holders(1) == [Engine("a", 0), Engine(TOPIC, 2)], "the other group still has it"
+    index.receive(message(3, BlockRemoved([1], GPU, group_idx=1), rank=2))
+    assert index.holders(1) == [Engine("a", 0)]
+    assert index.match(Engine(TOPIC, 2), [2, 1]) == 1
+
+
+def test_an_index_has_limits() -> None:
+    index = EngineIndex(max_blocks=3)
+    index.receive(message(0, store_event([1, 2, 3, 4, 5])))
+    assert sum(bool(index.holders(block)) for block in range(9)) == 3
+    assert index.counts["over_limit"] == 2
+    index.receive([b"only one frame"])
+    index.receive([b"\xff", sequence_frame(0), b""])
+    assert index.counts["malformed"] == 2
+
+
+# --- sockets -----------------------------------------------------------------------------------------------
+async def until(condition: Callable[[], bool]) -> None:
+    with trio.fail_after(WAIT_S):
+        while not condition():  # noqa: ASYNC110 (sockets of another thread's or process's say nothing)
+            await trio.sleep(0.005)
+
+
+async def publish_until(heard: Callable[[], bool], publisher: Publisher) -> None:
+    """Publish until this was heard: ZeroMQ drops what is said while a connection is not there."""
+    with trio.fail_after(WAIT_S):
+        while not heard():
+            publisher.publish([])
+            await trio.sleep(0.01)
+
+
+async def test_a_subscriber_fetches_what_was_said_before_it_came() -> None:
+    async with AsyncExitStack() as stack:
+        index = EngineIndex()
+        subscriber = stack.enter_context(Subscriber(index, "tcp://127.0.0.1:*"))
+        publisher = stack.enter_context(
+            Publisher(subscriber.endpoint, topic=TOPIC, replay_endpoint="tcp://127.0.0.1:*")
+        )
+        nursery = await stack.enter_async_context(trio.open_nursery())
+        assert publisher.replay_endpoint is not None
+        subscriber._replays[TOPIC] = publisher.replay_endpoint
+        nursery.start_soon(publisher.serve_replays)
+        # Nobody runs the subscriber yet: ZeroMQ drops these, as it does while a connection is not there.
+        for block in range(5):
+            publisher.publish([store_event([block])])
+        nursery.start_soon(subscriber.run)
+
+        async def keep_publishing() -> None:
+            while True:
+                publisher.publish([store_event([99])])
+                await trio.sleep(0.01)
+
+        nursery.start_soon(keep_publishing)
+        await until(lambda: index.match(ENGINE, [0, 1, 2, 3, 4, 99]) == 6)
+        assert index.counts["lost"] == 0
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_subscriber_does_without_a_replay_that_nobody_gives() -> None:
+    async with AsyncExitStack() as stack:
+        index = EngineIndex()
+        subscriber = stack.enter_context(
+            Subscriber(index, "tcp://127.0.0.1:*", replays={TOPIC: "no endpoint"})
+        )
+        publisher = stack.enter_context(Publisher(subscriber.endpoint, topic=TOPIC))
+        nursery = await stack.enter_async_context(trio.open_nursery())
+        nursery.start_soon(subscriber.run)
+        publisher.sequence = 7
+
+        async def keep_publishing() -> None:
+            while True:
+                publisher.publish([store_event([publisher.sequence])])
+                await trio.sleep(0.01)
+
+        nursery.start_soon(keep_publishing)
+        await until(lambda: len(known(index)) > 3)
+        assert index.counts["lost"] >= 7
+        nursery.cancel_scope.cancel()
+
+
+def test_an_endpoint_that_cannot_be_had_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"\[events\] endpoint 'tcp://\*:nonsense'"):
+        Publisher("tcp://*:nonsense")
+
+
+def test_a_replay_needs_something_to_replay() -> None:
+    with pytest.raises(ValueError, match="nothing to replay"):
+        EventSettings(replay="tcp://*:5558")
+
+
+# --- the store's own events --------------------------------------------------------------------------------
+def digest(number: int) -> bytes:
+    return bytes([1]) * 8 + number.to_bytes(8, "big")
+
+
+def put_chain(store: Store, numbers: range, size_bytes: int = MIB) -> None:
+    for number in numbers:
+        parent = digest(number - 1) if number > numbers.start else None
+        store.seal_block(draft_of(store, bytes(size_bytes)), BOUND, digest(number), parent=parent, uid=0)
+
+
+def places(store: Store, bit: int) -> set[bytes]:
+    return {key for key, entry in store.table.items() if entry.tiers & bit}
+
+
+async def test_every_tier_of_every_block_is_told(tmp_path: Path) -> None:
+    """Taken over, sealed, written to NVMe, demoted, removed: what a subscriber knows is what the table says."""
+    device = thread_device()
+    with open_store(StoreOptions(tmp_path, dram_bytes=16 * MIB, max_slots=64, backing="directory")) as before:
+        before.create_bucket(BOUND, uid=0, gid=0, namespace=NAMESPACE)
+        put_chain(before, range(100, 104))
+        before.close(keep=True)
+    store = await start_store(
+        StoreOptions(
+            tmp_path,
+            dram_bytes=16 * MIB,
+            backing="directory",
+            nvme=NvmeOptions(device, 64 * MIB, segment_bytes=MIB),
+        )
+    )
+    async with AsyncExitStack() as stack:
+        index = EngineIndex()
+        subscriber = stack.enter_context(Subscriber(index, "tcp://127.0.0.1:*"))
+        publisher = Publisher(subscriber.endpoint, topic=TOPIC, replay_endpoint="tcp://127.0.0.1:*")
+        events = BlockEvents(store, stack.enter_context(publisher))
+        subscriber._replays[TOPIC] = str(publisher.replay_endpoint)
+        nursery = await stack.enter_async_context(trio.open_nursery())
+        for task in (subscriber.run, store.run, events.run):
+            nursery.start_soon(task)
+        put_chain(store, range(9))
+        await until(lambda: len(places(store, TIER_NVME)) == 13)
+        store.evict(4 * MIB)
+        store.remove_block(digest(3))
+        put_chain(store, range(50, 52))
+
+        def agrees() -> bool:
+            everything = [digest(n) for n in range(110)]
+            return all(
+                {d for d in everything if index.holders(d, medium)} == places(store, bit)
+                for medium, bit in ((CPU, TIER_DRAM), (STORAGE, TIER_NVME))
+            )
+
+        await publish_until(agrees, publisher)  # something has to arrive after all else
+        assert places(store, TIER_NVME) - places(store, TIER_DRAM), "nothing was demoted"
+        assert events.status()["hashes"] > 13
+        nursery.cancel_scope.cancel()
+    assert store.block_listeners == []
+    await store.finish()
+    store.close()
+    await device.aclose()
+
+
+async def test_a_manifest_brings_all_blocks_again_to_who_lost_them(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        options = StoreOptions(tmp_path, dram_bytes=16 * MIB, max_slots=64, backing="directory")
+        store = stack.enter_context(open_store(options))
+        store.create_bucket(BOUND, uid=0, gid=0, namespace=NAMESPACE)
+        index = EngineIndex()
+        subscriber = stack.enter_context(Subscriber(index, "tcp://127.0.0.1:*"))
+        publisher = stack.enter_context(
+            Publisher(
+                subscriber.endpoint,
+                topic=TOPIC,
+                replay_endpoint="tcp://127.0.0.1:*",
+                replay=Replay(max_batches=1),
+            )
+        )
+        subscriber.replay_at(TOPIC, str(publisher.replay_endpoint))
+        put_chain(store, range(6), 64)
+        nursery = await stack.enter_async_context(trio.open_nursery())
+        nursery.start_soon(BlockEvents(store, publisher).run)
+        await until(lambda: publisher.sequence == 2)  # before the subscriber runs: ZeroMQ drops them
+        store.remove_block(digest(5))
+        nursery.start_soon(subscriber.run)
+        put_chain(store, range(50, 51), 64)
+        await publish_until(lambda: bool(index.status()["engines"]), publisher)
+        asked = [subscriber.fetch_manifest, subscriber.fetch_manifest]
+        done: list[bool] = []
+
+        async def ask(fetch: Callable[[Engine], Awaitable[bool]]) -> None:
+            done.append(await fetch(ENGINE))
+
+        for fetch in asked:
+            nursery.start_soon(ask, fetch)
+        await until(lambda: index.match(ENGINE, [digest(n) for n in range(5)], CPU) == 5)
+        assert index.holders(digest(5), CPU) == []
+        await until(lambda: done == [True, True])
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_chain_of_blocks_is_one_event(tmp_path: Path) -> None:
+    with open_store(StoreOptions(tmp_path, dram_bytes=16 * MIB, max_slots=64, backing="directory")) as store:
+        store.create_bucket(BOUND, uid=0, gid=0, namespace=NAMESPACE)
+        past = Replay()
+        with Publisher("inproc://chain", replay=past) as publisher:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(BlockEvents(store, publisher).run)
+                await until(lambda: len(past) == 1)
+                put_chain(store, range(3), 64)
+                put_chain(store, range(10, 12), 64)
+                store.remove_block(digest(2))
+                store.remove_block(digest(1))
+                await until(lambda: len(past) == 2)
+                nursery.cancel_scope.cancel()
+        first, second = (decode_batch(frames[1]) for frames in past.since(0))
+        assert first.events == [AllBlocksCleared()]
+        one, two, gone = second.events
+        assert isinstance(one, BlockStored)
+        assert isinstance(two, BlockStored)
+        assert isinstance(gone, BlockRemoved)
+        assert one.block_hashes == [digest(0), digest(1), digest(2)]
+        assert two.block_hashes == [digest(10), digest(11)]
+        assert gone.block_hashes == [digest(2), digest(1)]
+        assert (one.medium, one.block_size, one.ownership) == (CPU, NAMESPACE.block_tokens, "kvfs")
+
+
+async def test_a_burst_is_cut_into_batches_and_none_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiers.events.store_events.MAX_EVENT_HASHES", 4)
+    with open_store(StoreOptions(tmp_path, dram_bytes=16 * MIB, max_slots=64, backing="directory")) as store:
+        store.create_bucket(BOUND, uid=0, gid=0, namespace=NAMESPACE)
+        past = Replay()
+        with Publisher("inproc://burst", replay=past) as publisher:
+            async with trio.open_nursery() as nursery:
+                events = BlockEvents(store, publisher)
+                nursery.start_soon(events.run)
+                await until(lambda: len(past) == 1)
+                for start in range(0, 30, 10):
+                    put_chain(store, range(start, start + 10), 64)
+                    await until(lambda start=start: events.published == start + 10)
+                nursery.cancel_scope.cancel()
+        sizes = [
+            sum(len(e.block_hashes) for e in decode_batch(frames[1]).events if isinstance(e, BlockStored))
+            for frames in past.since(1)
+        ]
+        assert sum(sizes) == 30
+        assert max(sizes) == 4
+
+
+def test_without_the_extra_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("tiers.events.event_sockets", "tiers.events.store_events", "kvfs.events.sockets"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with (
+        open_store(StoreOptions(tmp_path, dram_bytes=16 * MIB, max_slots=64, backing="directory")) as store,
+        pytest.raises(ConfigError, match=r"needs zmq: pip install 'kvfs\[events\]'"),
+        open_events(EventSettings(engines="tcp://127.0.0.1:*"), store),
+    ):
+        pass
+
+
+async def test_nothing_is_open_without_settings(tmp_path: Path) -> None:
+    with (
+        open_store(StoreOptions(tmp_path, dram_bytes=16 * MIB, max_slots=64, backing="directory")) as store,
+        open_events(EventSettings(), store) as door,
+    ):
+        assert door.status() == {}
+        await door.run()
+        assert store.block_listeners == []
+
+
+@pytest.mark.mount
+async def test_the_service_publishes_and_follows(tmp_path: Path) -> None:
+    from tests.support.door import need_mount
+
+    need_mount()
+    index = EngineIndex()
+    config = tmp_path / "kvfs.toml"
+    with Subscriber(index, "tcp://127.0.0.1:*") as subscriber:
+        config.write_text(
+            f'[events]\npublish = "{subscriber.endpoint}"\nreplay = "tcp://127.0.0.1:*"\n'
+            'engines = "tcp://127.0.0.1:*"\n'
+        )
+        with Service(arguments=["--config", str(config)]) as service, service.client() as client:
+            said = client.status()["events"]
+            subscriber._replays["kvfs"] = said["published"]["replay"]
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(subscriber.run)
+                put = open_blocks(client, NAMESPACE).put
+                numbers = itertools.count(1)
+                with trio.fail_after(WAIT_S):
+                    while not index.holders(
+                        digest(1), CPU
+                    ):  # ZeroMQ drops what is said before it is connected
+                        await trio.to_thread.run_sync(put, [Block(digest(next(numbers)), b"bytes")])
+                        await trio.sleep(0.01)
+                nursery.cancel_scope.cancel()
+            with Publisher(said["engines"]["endpoint"], topic=TOPIC) as engine:
+                with trio.fail_after(WAIT_S):
+                    while not client.status()["events"]["engines"]["engines"]:
+                        engine.publish([store_event([1, 2])])
+                        await trio.sleep(0.01)

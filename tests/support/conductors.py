@@ -1,0 +1,126 @@
+"""Conductors on a virtual clock and behind their door, and instances for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import trio
+
+from kvfs._native.cluster.index import ClusterIndex
+from kvfs.config.settings import ConductorSettings
+from kvfs.limits import MAX_INDEXED_BLOCKS
+from kvfs.namespaces import Namespace
+from scheduler.conductor.conductor import Conductor
+from scheduler.conductor.door.conductor_service import Addresses, ConductorService
+from scheduler.conductor.pool import Options
+from scheduler.conductor.values import Instance
+from scheduler.routing.cost import table_costs
+
+BLOCK_TOKENS = 16
+NAMESPACE = Namespace.of_one_device(
+    model="m",
+    revision="1",
+    dtype="bfloat16",
+    layout="LKTHD",
+    block_tokens=BLOCK_TOKENS,
+)
+COSTS = table_costs("llama3-8b", "h100-sxm", devices=1)
+
+
+class Clock:
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def instance(name: str = "a", **changes: Any) -> Instance:
+    given = {
+        "name": name,
+        "url": f"http://{name}.test",
+        "model": "m",
+        "namespace": NAMESPACE.as_mapping(),
+        "engine_topic": f"engine-{name}",
+        **changes,
+    }
+    return Instance(**given)
+
+
+def conductor(clock: Clock, *instances: Instance, **options: Any) -> Conductor:
+    made = Conductor(ClusterIndex(MAX_INDEXED_BLOCKS), Options(**{"costs": COSTS, **options}), clock)
+    for each in instances:
+        made.registry.add(each)
+    return made
+
+
+class Answer(NamedTuple):
+    """An HTTP answer."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class Asker:
+    """One connection to a Conductor."""
+
+    def __init__(self, stream: trio.abc.Stream) -> None:
+        self._stream, self._left = stream, b""
+
+    async def ask(self, method: str, path: str, value: object = None, *headers: str) -> Answer:
+        """Send a request and read its answer."""
+        body = b"" if value is None else value if isinstance(value, bytes) else json.dumps(value).encode()
+        lines = [f"{method} {path} HTTP/1.1", "Host: c", f"Content-Length: {len(body)}", *headers, "\r\n"]
+        await self._stream.send_all("\r\n".join(lines).encode() + body)
+        return await self.read()
+
+    async def read(self) -> Answer:
+        while b"\r\n\r\n" not in self._left:
+            await self._more()
+        head, _, self._left = self._left.partition(b"\r\n\r\n")
+        first, *rest = head.decode().split("\r\n")
+        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in rest)}
+        length = int(headers.get("content-length", 0))
+        while len(self._left) < length:
+            await self._more()
+        body, self._left = self._left[:length], self._left[length:]
+        return Answer(int(first.split()[1]), headers, body)
+
+    async def _more(self) -> None:
+        data = await self._stream.receive_some(1 << 16)
+        assert data, "the connection ended"
+        self._left += data
+
+
+@asynccontextmanager
+async def serving(**settings: Any) -> AsyncIterator[tuple[ConductorService, Addresses]]:
+    """Run a Conductor's service on free ports."""
+    given = {"listen": "127.0.0.1:0", "events": "tcp://127.0.0.1:*", **settings}
+    with ConductorService(ConductorSettings.model_validate(given)) as service:
+        async with trio.open_nursery() as nursery:
+            addresses = await nursery.start(service.run)
+            yield service, addresses
+            nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def asking(addresses: Addresses) -> AsyncIterator[Asker]:
+    async with await trio.open_tcp_stream("127.0.0.1", addresses.port) as stream:
+        yield Asker(stream)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another task, thread or process does."""
+    with trio.fail_after(60):
+        while not condition():  # noqa: ASYNC110 (sockets say nothing)
+            await trio.sleep(0.005)

@@ -1,0 +1,286 @@
+"""Conductors and engines as processes, requests through their doors, and what each engine really holds.
+
+Responsibility: `Fleet` starts, kills, stops and restarts them on ports that stay its own; `ask` is one request as a
+proxy does it; `disagreements` compares an index with the engines. Concurrency: one trio thread; processes of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import trio
+
+from kvfs.keys import HASH_BYTES, prefix_hashes
+from tests.support.conductors import BLOCK_TOKENS, NAMESPACE, Answer, Asker, instance
+from tests.support.held_ports import HeldPort
+from tests.support.service import ROOT
+
+QUICKER = """
+import sys
+import scheduler.conductor.feeds.listener as listener
+import scheduler.conductor.feeds.probes as probes
+listener.PROBE_INTERVAL_S, probes.PROBE_WAIT_S, listener.SILENT_STREAM_S = 0.2, 0.4, 2.0
+from kvfs.__main__ import main
+sys.argv = ["kvfs", "conductor", "run", "--config", sys.argv[1]]
+main()
+"""
+"""The Conductor's command, that looks at instances ten times as often."""
+
+
+def keys_of(prompt: list[int]) -> list[str]:
+    joined = prefix_hashes(NAMESPACE, prompt)
+    return [joined[at : at + HASH_BYTES].hex() for at in range(0, len(joined), HASH_BYTES)]
+
+
+def depth(keys: list[str], held: set[str]) -> int:
+    """Count how many keys are held, from the first on without a gap."""
+    return next((n for n, key in enumerate(keys) if key not in held), len(keys))
+
+
+@dataclass
+class Process:
+    """A program that says `ready`, and can be killed, stopped and started anew."""
+
+    arguments: list[str]
+    running: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        self.running = subprocess.Popen(
+            [sys.executable, *self.arguments], stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
+
+    async def ready(self) -> None:
+        assert self.running is not None
+        assert self.running.stdout is not None
+        while (line := await trio.to_thread.run_sync(self.running.stdout.readline)) != "ready\n":
+            assert line, f"{self.arguments[:4]} ended without being ready"
+
+    def stop(self) -> None:
+        assert self.running is not None
+        os.kill(self.running.pid, signal.SIGSTOP)
+        os.waitpid(self.running.pid, os.WUNTRACED)
+
+    def go_on(self) -> None:
+        assert self.running is not None
+        os.kill(self.running.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        if self.running is not None:
+            self.running.kill()
+            self.running.wait()
+            assert self.running.stdout is not None
+            self.running.stdout.close()
+            self.running = None
+
+
+@dataclass
+class FleetEngine:
+    """`told`: keys of all that it may have announced since it started, each with the requests that it is of. A replay
+    begins with the first batch, so that what was removed since may be believed for a moment."""
+
+    name: str
+    port: int
+    replays: bool
+    process: Process
+    told: dict[str, set[int]] = field(default_factory=dict)
+    is_new: bool = False
+    """Whether it was started anew since its index was last compared."""
+
+    async def restart(self, after_s: float = 0.0) -> None:
+        """Kill it and start it anew, on the same ports, with nothing."""
+        self.process.kill()
+        await trio.sleep(after_s)
+        self.process.start()
+        await self.process.ready()
+        self.is_new = True
+
+    def tell(self, keys: list[str], request: int) -> None:
+        for key in keys:
+            self.told.setdefault(key, set()).add(request)
+
+    def check(self, keys: list[str], request: int) -> None:
+        """Raises AssertionError for a block that no other request can have brought here."""
+        wrong = [key for key in keys if not self.told.get(key, set()) - {request}]
+        assert not wrong, f"{self.name}: {len(wrong)} of {len(keys)} cached blocks were never announced"
+
+
+class Fleet:
+    """See the module's header. Use it as a context manager."""
+
+    def __init__(
+        self, folder: Path, *, engines: int = 4, conductors: int = 1, capacity: int = 60, quick: bool = True
+    ) -> None:
+        self._stack = ExitStack()
+        self.counts: Counter[str] = Counter()
+        events = [f"tcp://127.0.0.1:{self._port()}" for _ in range(conductors)]
+        self.engines = [self._engine(n, capacity, events) for n in range(engines)]
+        file = folder / "instances.json"
+        file.write_bytes(msgspec.json.encode([self._instance(each) for each in self.engines]))
+        self.ports = [self._port() for _ in range(conductors)]
+        self.conductors = []
+        for n, (port, endpoint) in enumerate(zip(self.ports, events, strict=True)):
+            config = folder / f"kvfs-{n}.toml"
+            config.write_text(
+                f'[conductor]\nlisten = "127.0.0.1:{port}"\nevents = "{endpoint}"\ninstances = "{file}"\n'
+                'policy = "default"\nadmission = "none"\nfitted = false\n'
+            )
+            command = ["-m", "kvfs", "conductor", "run", "--config"]
+            self.conductors.append(Process([*(["-c", QUICKER] if quick else command), str(config)]))
+        self._requests = self._fallback = 0
+
+    def _port(self) -> int:
+        return self._stack.enter_context(HeldPort()).number
+
+    def _engine(self, n: int, capacity: int, events: list[str]) -> FleetEngine:
+        port, replays = self._port(), n % 2 == 0
+        replay = f"tcp://127.0.0.1:{self._port()}" if replays else ""
+        made = [
+            "-m",
+            "tests.support.engine_process",
+            str(port),
+            f"engine-e{n}",
+            str(capacity),
+            replay,
+            *events,
+        ]
+        return FleetEngine(f"e{n}", port, replays, Process(made))
+
+    def _instance(self, engine: FleetEngine) -> Any:
+        return instance(
+            engine.name, url=f"http://127.0.0.1:{engine.port}", engine_replay=engine.process.arguments[5]
+        )
+
+    @property
+    def processes(self) -> list[Process]:
+        return [*self.conductors, *(each.process for each in self.engines)]
+
+    async def start(self) -> None:
+        for each in self.processes:
+            each.start()
+        for each in self.processes:
+            await each.ready()
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in self.processes:
+            each.kill()
+        self._stack.close()
+
+    # --- requests -----------------------------------------------------------------------------------------
+    async def call(self, port: int, method: str, path: str, value: object = None) -> Answer:
+        """One request over a connection of its own. Raises OSError, or AssertionError where it ends too early."""
+        async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
+            return await Asker(stream).ask(method, path, value)
+
+    async def fault(self, engine: FleetEngine, **faults: object) -> None:
+        assert (await self.call(engine.port, "POST", "/fault", faults)).status == 200
+
+    async def ask(self, prompt: list[int], conductor: int = 0) -> None:
+        """Route a prompt, send it, and report; without a Conductor by turns. Every failure is counted."""
+        port, tried = self.ports[conductor], list[str]()
+        keys = keys_of(prompt)
+        self._requests += 1
+        number = self._requests
+        while len(tried) < len(self.engines):
+            id, engine, cached = "", None, 0
+            try:
+                body = {"model": "m", "tokens": prompt, "exclude": tried}
+                found = await self._quick(port, "POST", "/v1/route", body)
+                assert found.status in (200, 404, 429), found
+                if found.status == 200:
+                    id = found.json["id"]
+                    engine = next(each for each in self.engines if each.name == found.json["decode"])
+                    cached = found.json.get("cached_tokens", 0) // BLOCK_TOKENS
+                    self.counts["routed"] += 1
+            except (OSError, trio.TooSlowError, ConnectionError):
+                pass
+            if engine is None:
+                self.counts["by turns"] += 1
+                self._fallback += 1
+                engine = self.engines[self._fallback % len(self.engines)]
+            engine.tell(keys, number)
+            sent = await self._send(engine, prompt, port, id)
+            engine.check(keys[:cached], number)
+            if sent:
+                self.counts[engine.name] += 1
+                return
+            tried.append(engine.name)
+        self.counts["failed"] += 1
+
+    async def _send(self, engine: FleetEngine, prompt: list[int], port: int, id: str) -> bool:
+        try:
+            answer = await self._quick(engine.port, "POST", "/v1/completions", {"prompt": prompt})
+        except (OSError, trio.TooSlowError, ConnectionError):
+            self.counts["engine failed"] += 1
+            await self._report(port, "POST", f"/v1/instances/{engine.name}/unreachable")
+            if id:
+                await self._report(port, "DELETE", f"/v1/reservations/{id}")
+            return False
+        if id:
+            usage = answer.json["usage"]
+            value = {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"], "output_tokens": 1}
+            await self._report(port, "POST", f"/v1/reservations/{id}/done", value)
+        return True
+
+    async def _quick(self, port: int, method: str, path: str, value: object = None) -> Answer:
+        try:
+            with trio.fail_after(5.0):
+                return await self.call(port, method, path, value)
+        except (AssertionError, trio.BrokenResourceError) as error:
+            raise ConnectionError(str(error)) from None
+
+    async def _report(self, port: int, method: str, path: str, value: object = None) -> None:
+        try:
+            answer = await self._quick(port, method, path, value)
+            assert answer.status in (204, 404), answer
+        except (OSError, trio.TooSlowError, ConnectionError):
+            self.counts["reports lost"] += 1
+
+    # --- the truth ----------------------------------------------------------------------------------------
+    async def held(self) -> dict[str, set[str]]:
+        return {each.name: set((await self.call(each.port, "GET", "/holds")).json) for each in self.engines}
+
+    async def disagreements(self, prompts: list[list[int]], conductor: int = 0) -> list[str]:
+        """Compare an index with what the engines hold: nothing stale, and with replays nothing missing."""
+        held, found = await self.held(), []
+        for prompt in prompts:
+            keys = keys_of(prompt)
+            answer = await self.call(
+                self.ports[conductor], "POST", "/v1/match", {"model": "m", "tokens": prompt}
+            )
+            for engine in self.engines:
+                there = depth(keys, held[engine.name])
+                known = answer.json["instances"][engine.name] // BLOCK_TOKENS
+                if known > there or (engine.replays and known < there):
+                    found.append(f"{engine.name} has {there} of {len(keys)} blocks, the index {known}")
+        return found
+
+    async def settled(self, prompts: list[list[int]], conductor: int = 0) -> float:
+        """Wait until index and engines agree; return after how long. Raises AssertionError after 60 s."""
+        began_s, found = trio.current_time(), ["nobody was asked"]
+        while found:
+            try:
+                found = await self.disagreements(prompts, conductor)
+            except (OSError, KeyError, AssertionError) as error:
+                found = [repr(error)]
+            took_s = trio.current_time() - began_s
+            assert took_s < 60, found[:5]
+            await trio.sleep(0.05)
+        status = (await self.call(self.ports[conductor], "GET", "/v1/instances")).json
+        for each in self.engines:
+            if each.is_new:
+                each.told, each.is_new = {key: {0} for key in (await self.held())[each.name]}, False
+        assert status["reservations"] == 0, json.dumps(status)
+        return took_s

@@ -1,0 +1,161 @@
+"""Machines of a cluster in one process: stores with their doors for other machines, on loopback addresses.
+
+Responsibility: start and stop them inside of a trio nursery, and count what must not stay behind: drafts, descriptors,
+connections, threads. Concurrency: one trio thread runs all machines; their native threads are apart.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import trio
+from pydantic import SecretStr
+
+from kvfs import limits
+from kvfs.config.settings import ClusterSettings
+from kvfs.errors import NotFound
+from tests.support.stores import BOUND, draft_of, read, small_store
+from tiers.cluster.directory import Directory
+from tiers.model.objects import Bucket
+from tiers.remote.cluster import Cluster
+from tiers.remote.peer import Opener, open_tcp
+from tiers.store.store import Store
+
+SECRET = b"a secret of the tests, 32 bytes or more"
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def digest_of(number: int) -> bytes:
+    return number.to_bytes(8, "little").replace(b"\0", b"\1") + number.to_bytes(8, "big")
+
+
+def payload_of(number: int, size_bytes: int) -> bytes:
+    return (number.to_bytes(8, "big") * (size_bytes // 8 + 1))[:size_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One store with its cluster, running."""
+
+    store: Store
+    cluster: Cluster
+    address: str
+
+    @property
+    def bucket(self) -> Bucket:
+        return self.store.bucket(BOUND)
+
+    def put(self, numbers: Sequence[int], size_bytes: int = 4096) -> list[bytes]:
+        """Store blocks, each the child of the one before; return their digests."""
+        digests = [digest_of(number) for number in numbers]
+        for number, digest, parent in zip(numbers, digests, [None, *digests], strict=False):
+            draft = draft_of(self.store, payload_of(number, size_bytes))
+            self.store.seal_block(draft, BOUND, digest, parent=parent, uid=0)
+        return digests
+
+    async def fetch(self, digests: Sequence[bytes], hint: str | None = None) -> int:
+        return await self.cluster.fetch(self.bucket, digests, uid=0, hint=hint, urgent=True)
+
+    def read(self, digest: bytes) -> bytes | None:
+        """Return the bytes of a block that is here."""
+        try:
+            return read(self.store, self.store.lookup_block(digest))
+        except NotFound:
+            return None
+
+    def directory(self) -> dict[str, Any]:
+        """Return the status of the machine's directory."""
+        status: dict[str, Any] = self.cluster.status()["directory"]
+        return status
+
+    def drafts(self) -> int:
+        return self.store.space.open_drafts
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def threads() -> int:
+    """Return how many threads there are beside Python's, of which trio keeps some for a while."""
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition, ten seconds at most."""
+    with trio.fail_after(10):
+        while not condition():  # noqa: ASYNC110
+            await trio.sleep(0.002)
+
+
+def write_secret(path: Path, secret: bytes = SECRET) -> Path:
+    path.write_bytes(secret)
+    path.chmod(0o600)
+    return path
+
+
+@asynccontextmanager
+async def machine(
+    folder: Path,
+    *,
+    listen: str | None = None,
+    peers: Sequence[str] = (),
+    secret: bytes = SECRET,
+    opener: Opener = open_tcp,
+    backing: str = "auto",
+    match_wait_s: float = limits.MAX_REMOTE_MATCH_S,
+    directory: str | None = None,
+) -> AsyncIterator[Machine]:
+    """Run one machine until the end of the block."""
+    await trio.Path(folder).mkdir(exist_ok=True)
+    settings = ClusterSettings(
+        listen=listen,
+        peers=tuple(peers),
+        secret_file=write_secret(folder / "secret", secret),
+        match_wait_s=match_wait_s,
+        directory=None if directory is None else SecretStr(directory),
+    )
+    with small_store(folder / "data", backing=backing) as store:
+        async with clustered(store, settings, opener) as running:
+            yield running
+
+
+@asynccontextmanager
+async def clustered(
+    store: Store, settings: ClusterSettings, opener: Opener = open_tcp
+) -> AsyncIterator[Machine]:
+    """Run the cluster of a store that is there."""
+    directory = None if settings.directory is None else Directory(settings, store)
+    cluster = Cluster(settings, store, opener, directory)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(cluster.run)
+        yield Machine(store, cluster, settings.listen or "")
+        nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def machines(folder: Path, count: int) -> AsyncIterator[list[Machine]]:
+    """Run machines that all know each other, themselves included."""
+    addresses = [f"127.0.0.{number + 1}" for number in range(count)]
+    addresses = [f"{host}:{free_port(host)}" for host in addresses]
+    async with AsyncExitStack() as stack:
+        running = [
+            await stack.enter_async_context(machine(folder / f"m{number}", listen=address, peers=addresses))
+            for number, address in enumerate(addresses)
+        ]
+        for each in running:
+            await until(lambda each=each: each.cluster.status()["peers_up"] == count - 1)
+        yield running

@@ -1,0 +1,60 @@
+"""Wheels of kvfs as `make wheel` builds them, in environments of their own.
+
+Concurrency: one build at a time: the build folders of a checkout are shared.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.support.service import ROOT
+
+BUILD_WAIT_S: Final = 600.0
+
+
+def build_wheel(python: str = sys.executable) -> Path:
+    """Build the wheel for a version of Python, or for an interpreter; skip where there is none."""
+    (ROOT / "build").mkdir(exist_ok=True)
+    with (ROOT / "build" / "wheel.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = subprocess.run(
+            [ROOT / "packaging" / "wheel", python],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=BUILD_WAIT_S,
+        )
+    if f"no Python {python}" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
+    return ROOT / done.stdout.split()[-1]
+
+
+def install_wheel(wheel: Path, python: str, home: Path, *, extra: str = "") -> Path:
+    """Install a wheel and what it requires into a new environment at `home`; return its folder of programs."""
+    subprocess.run([python, "-m", "venv", home], check=True)
+    done = subprocess.run(
+        [
+            home / "bin" / "python",
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--disable-pip-version-check",
+            f"{wheel}{extra}",
+        ],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    if "Could not find a version" in done.stderr and "CI" not in os.environ:
+        pytest.skip("pip reaches no package index, which has what the client needs")
+    assert done.returncode == 0, done.stderr
+    return home / "bin"

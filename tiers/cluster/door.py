@@ -1,0 +1,51 @@
+"""The cluster as the service sees it: there, or not.
+
+Responsibility: load the parts where settings ask for them. A machine alone imports none of them.
+Concurrency: the service's trio thread.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import trio
+
+from kvfs.config.settings import ClusterSettings
+from kvfs.errors import ConfigError
+from tiers.model.objects import Bucket
+from tiers.store.store import Store
+
+_CLUSTER, _DIRECTORY = "tiers.remote.cluster", "tiers.cluster.directory"
+
+
+class RunningCluster(Protocol):
+    """Serves and fetches blocks; see `tiers.remote.cluster`."""
+
+    async def run(self, task_status: trio.TaskStatus[None]) -> None: ...
+
+    async def fetch(
+        self, bucket: Bucket, digests: Sequence[bytes], *, uid: int, hint: str | None, urgent: bool
+    ) -> int: ...
+
+    async def match(self, bucket: Bucket, digests: Sequence[bytes]) -> dict[str, int]: ...
+
+    def status(self) -> dict[str, Any]: ...
+
+
+def make_cluster(settings: ClusterSettings, store: Store) -> RunningCluster | None:
+    """Return the cluster that settings ask for, still to be run; None without one. Raises ConfigError."""
+    if settings.listen is None and not settings.peers and settings.directory is None:
+        return None
+    directory = None if settings.directory is None else _make_directory(settings, store)
+    cluster: RunningCluster = importlib.import_module(_CLUSTER).Cluster(settings, store, directory=directory)
+    return cluster
+
+
+def _make_directory(settings: ClusterSettings, store: Store) -> Any:
+    try:
+        module = importlib.import_module(_DIRECTORY)
+    except ImportError as error:
+        raise ConfigError(f"[cluster] directory needs {error.name}: pip install 'kvfs[cluster]'") from None
+    return module.Directory(settings, store)

@@ -1,0 +1,172 @@
+"""The server that the directory is on: scripts called with bounded waits, over one connection that is kept.
+
+Responsibility: a connection of coredis, made anew after a failure; pauses.
+
+Invariants: a call ends within its wait, and raises at once while the server is not asked. A connection on which an
+answer is late or wrong is closed, but for lookups: their wait is short on purpose, and they only pause themselves.
+
+Concurrency: the service's trio thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections import Counter
+from typing import Any
+from urllib.parse import urlsplit
+
+import trio
+from coredis.connection import BaseConnection
+from coredis.exceptions import RedisError
+from coredis.pool import ConnectionPool
+
+from kvfs import limits
+from kvfs.errors import DeadlinePassed, KvfsError, TierUnreachable
+from tiers.cluster.scripts import ALL
+
+log = logging.getLogger("kvfs.cluster")
+logging.getLogger("coredis").setLevel(logging.CRITICAL)  # it logs each failed connection with a traceback
+
+_FAILURES = (RedisError, OSError, ExceptionGroup, ValueError, trio.BrokenResourceError)
+
+
+class Pause:
+    """Counts failures in a row, and says until when nothing is asked."""
+
+    def __init__(self) -> None:
+        self._failures = 0
+        self._until = -math.inf
+
+    @property
+    def is_over(self) -> bool:
+        return trio.current_time() >= self._until
+
+    def begin(self) -> float:
+        """Begin a pause, twice as long as the last one; return its seconds."""
+        wait_s: float = min(limits.DIRECTORY_BACKOFF_S * 2**self._failures, limits.MAX_DIRECTORY_BACKOFF_S)
+        self._failures = min(self._failures + 1, 16)
+        pause_s = wait_s * random.uniform(0.5, 1.5)
+        self._until = trio.current_time() + pause_s
+        return pause_s
+
+    def reset(self) -> None:
+        self._failures = 0
+
+
+async def _run_to_end(
+    connection: BaseConnection, ended: trio.Event, task_status: trio.TaskStatus[None]
+) -> None:
+    try:
+        await connection.run(task_status=task_status)
+    finally:
+        ended.set()
+
+
+class RedisServer:
+    """Calls scripts of one server."""
+
+    def __init__(self, url: str) -> None:
+        """Raises ValueError for a URL that coredis does not take."""
+        parts = urlsplit(url)
+        self.shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        """The URL without user and password."""
+        self._pool: ConnectionPool[Any] = ConnectionPool.from_url(
+            url, connect_timeout=limits.DIRECTORY_CALL_S
+        )
+        self._connection: BaseConnection | None = None
+        self._digests: dict[str, bytes] = {}
+        self._failed = trio.Event()
+        self._pause, self._lookups = Pause(), Pause()
+        self.trouble = "not connected yet"
+        self.counts: Counter[str] = Counter()
+        """`connections`, `failures`, `deadlines`."""
+
+    @property
+    def is_up(self) -> bool:
+        return self._connection is not None
+
+    async def run(self) -> None:
+        """Keep a connection until cancelled."""
+        while True:
+            try:
+                await self._run_connection()
+            except _FAILURES as error:
+                self._note(str(error.exceptions[0] if isinstance(error, ExceptionGroup) else error))
+            finally:
+                self._connection = None
+            await trio.sleep(self._pause.begin())
+
+    async def call(self, script: str, *arguments: bytes) -> Any:
+        """Run a script within limits.DIRECTORY_CALL_S. Raises TierUnreachable, DeadlinePassed."""
+        answer = await self._call(script, arguments, limits.DIRECTORY_CALL_S)
+        self._pause.reset()
+        return answer
+
+    async def look_up(self, script: str, argument: bytes, wait_s: float) -> Any:
+        """Run a script that others wait for. Raises TierUnreachable, DeadlinePassed."""
+        if not self._lookups.is_over:
+            raise TierUnreachable("the directory did not answer a moment ago")
+        try:
+            answer = await self._call(script, (argument,), wait_s, closes=False)
+        except KvfsError:
+            self._lookups.begin()
+            raise
+        self._lookups.reset()
+        return answer
+
+    def close(self, trouble: str) -> None:
+        """Close the connection; another is made after a pause."""
+        self._note(trouble)
+        self._connection = None
+        self._failed.set()
+
+    async def _run_connection(self) -> None:
+        """Connect, and stay so until the connection ends. Raises one of _FAILURES where it cannot be made."""
+        self._failed = failed = trio.Event()
+        async with trio.open_nursery() as nursery:
+            with trio.move_on_after(limits.DIRECTORY_CALL_S):
+                # coredis does not close all that it made for a connection that is refused
+                location = self._pool.location
+                if location is None or not await location.check():
+                    raise OSError("nobody listens there")
+                connection = self._pool.connection_class(location, **self._pool.connection_kwargs)
+                await nursery.start(_run_to_end, connection, failed)
+                for script in ALL:
+                    self._digests[script] = await connection.create_request(b"SCRIPT LOAD", script)
+                self._connection = connection
+            if self._connection is None:
+                raise OSError(f"no answer within {limits.DIRECTORY_CALL_S:g} s")
+            log.info("%s: the directory answers", self.shown)
+            self.counts["connections"] += 1
+            self.trouble = ""
+            await failed.wait()
+            if not self.trouble:
+                self._note("the connection ended")
+            nursery.cancel_scope.cancel()
+
+    async def _call(
+        self, script: str, arguments: tuple[bytes, ...], wait_s: float, *, closes: bool = True
+    ) -> Any:
+        connection = self._connection
+        if connection is None:
+            raise TierUnreachable(f"the directory is not asked now: {self.trouble}")
+        with trio.move_on_after(wait_s):
+            try:
+                return await connection.create_request(b"EVALSHA", self._digests[script], b"0", *arguments)
+            except _FAILURES as error:
+                if self._connection is connection:
+                    self.close(str(error))
+                raise TierUnreachable(f"the directory failed: {error}") from None
+        late = DeadlinePassed(f"no answer of the directory within {wait_s:g} s")
+        self.counts["deadlines"] += 1
+        if closes and self._connection is connection:
+            self.close(str(late))
+        raise late
+
+    def _note(self, trouble: str) -> None:
+        self.counts["failures"] += 1
+        if trouble != self.trouble:
+            log.warning("%s: %s", self.shown, trouble, extra={"cause": self.shown})
+        self.trouble = trouble

@@ -1,0 +1,1 @@
+"""The DRAM tier: slots on a tmpfs that every door maps."""

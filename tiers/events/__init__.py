@@ -1,0 +1,1 @@
+"""KV events of the store, and the sockets that carry them."""

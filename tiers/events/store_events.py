@@ -1,0 +1,148 @@
+"""KV events of the store: which blocks came to a tier, or left one, as messages that routers for vLLM read.
+
+Responsibility: turn what the store reports of its blocks into batches of events and hand them to the publisher. DRAM is
+the medium `CPU`, NVMe `STORAGE`; both are `LOCAL`, of the owner `kvfs`, and hashes are the 16 bytes of `kvfs.keys`.
+
+Invariants:
+- Batches report changes in the order in which they happened. The first event of a stream says that nothing is there;
+  what the start took over follows, so that a subscriber from the first batch on knows everything.
+- Who lost batches for good asks for a manifest: all blocks are published again, in the stream and so in order with
+  changes; for who knows them already that changes nothing. It happens at most once in MANIFEST_INTERVAL_S.
+- At most EVENT_INTERVAL_S passes between a change and its batch, and no batch has more than MAX_EVENT_HASHES.
+
+Concurrency: the service's trio thread. Reporting never waits.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import trio
+import trio.lowlevel
+
+from kvfs._native.shared.table import TIER_DRAM, TIER_NVME
+from kvfs.events.kv_events import CPU, STORAGE, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvfs.events.sockets import Publisher
+from kvfs.limits import EVENT_INTERVAL_S, MANIFEST_INTERVAL_S, MAX_EVENT_HASHES
+from kvfs.namespaces import Namespace
+from tiers.model.objects import BlockPlaced
+from tiers.store.store import Store
+
+OWNER = "kvfs"
+_MEDIA = {TIER_DRAM: CPU, TIER_NVME: STORAGE}
+
+
+class BlockEvents:
+    """Publishes what happens to the store's blocks, while `run` runs."""
+
+    def __init__(self, store: Store, publisher: Publisher) -> None:
+        self._store, self._publisher = store, publisher
+        self._events: list[KVEvent] = []
+        self._hashes = 0
+        self._last: bytes | None = None
+        """The hash that the last event ends with, if it is one of stored blocks."""
+        self._changed = trio.Event()
+        self._manifest_wanted = trio.Event()
+        self._namespaces: dict[bytes, Namespace] = {}
+        self.published = 0
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "endpoint": self._publisher.endpoint,
+            "replay": self._publisher.replay_endpoint,
+            "sequence": self._publisher.sequence,
+            "hashes": self.published,
+        }
+
+    async def run(self) -> None:
+        """Publish and answer requests for replays, until cancelled."""
+        self._store.block_listeners.append(self._on_placed)
+        self._publisher.on_manifest = lambda: self._manifest_wanted.set()
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._publisher.serve_replays)
+                self._publisher.publish([AllBlocksCleared()])
+                await self._publish_all()
+                nursery.start_soon(self._publish_manifests)
+                while True:
+                    await self._changed.wait()
+                    self._changed = trio.Event()
+                    await trio.sleep(EVENT_INTERVAL_S)
+                    self._flush()
+        finally:
+            self._store.block_listeners.remove(self._on_placed)
+
+    async def _publish_manifests(self) -> None:
+        while True:
+            await self._manifest_wanted.wait()
+            self._manifest_wanted = trio.Event()
+            await self._publish_all()
+            self._publisher.manifest_published()
+            await trio.sleep(MANIFEST_INTERVAL_S)
+
+    async def _publish_all(self) -> None:
+        placed = self._store.placed_blocks()
+        while some := list(islice(placed, MAX_EVENT_HASHES)):
+            for each in some:
+                self._on_placed(each)
+            self._flush()
+            await trio.lowlevel.checkpoint()
+
+    def _on_placed(self, placed: BlockPlaced) -> None:
+        for tier, medium in _MEDIA.items():
+            if placed.after & tier and not placed.before & tier:
+                self._stored(placed, medium)
+            elif placed.before & tier and not placed.after & tier:
+                self._removed(placed.digest, medium)
+        if self._hashes >= MAX_EVENT_HASHES:
+            self._flush()
+        self._changed.set()
+
+    def _stored(self, placed: BlockPlaced, medium: str) -> None:
+        last = self._events[-1] if self._events else None
+        namespace = self._namespace_of(placed.bucket)
+        if (
+            isinstance(last, BlockStored)
+            and last.medium == medium
+            and placed.parent is not None
+            and placed.parent == self._last
+        ):
+            last.block_hashes.append(placed.digest)
+        else:
+            event = BlockStored(
+                block_hashes=[placed.digest],
+                parent_block_hash=placed.parent,
+                token_ids=[],
+                block_size=namespace.block_tokens,
+                lora_id=None,
+                medium=medium,
+                lora_name=namespace.lora or None,
+                locality="LOCAL",
+                ownership=OWNER,
+            )
+            self._events.append(event)
+        self._last = placed.digest
+        self._hashes += 1
+
+    def _removed(self, digest: bytes, medium: str) -> None:
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlockRemoved) and last.medium == medium:
+            last.block_hashes.append(digest)
+        else:
+            self._events.append(BlockRemoved([digest], medium, locality="LOCAL", ownership=OWNER))
+        self._hashes += 1
+
+    def _flush(self) -> None:
+        if self._events:
+            self._publisher.publish(self._events)
+            self.published += self._hashes
+            self._events, self._hashes, self._last = [], 0, None
+
+    def _namespace_of(self, bucket: bytes) -> Namespace:
+        row = self._store.names.get_bucket(bucket)
+        assert row is not None
+        assert row.namespace is not None
+        if row.namespace not in self._namespaces:
+            self._namespaces[row.namespace] = Namespace.from_json(row.namespace_json)
+        return self._namespaces[row.namespace]

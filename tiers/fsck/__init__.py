@@ -1,0 +1,1 @@
+"""Damage: found, and repaired."""

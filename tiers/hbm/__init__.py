@@ -1,0 +1,1 @@
+"""The HBM tier: slots in segments of a GPU's memory, which clients map and copy from themselves."""

@@ -1,0 +1,1 @@
+"""The NVMe tier: objects as extents in the log (`tiers.log`)."""

@@ -1,0 +1,1 @@
+"""What a start believes of what an earlier service left."""

@@ -1,0 +1,164 @@
+"""This machine among others: the door for them, and the peers that it asks.
+
+Responsibility: the parts of `[cluster]`, their life, and what sessions and status see of them; which machines a fetch
+asks. `tiers.cluster.door` loads it only where that is configured. Concurrency: the service's trio thread.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from kvfs import limits
+from kvfs.config.settings import ClusterSettings, host_and_port
+from kvfs.errors import ConfigError, InvalidRequest
+from tiers.model.objects import Bucket
+from tiers.remote.fetch import Fetcher
+from tiers.remote.greeting import Identity
+from tiers.remote.holders import BlockDirectory, Holders, NoDirectory, leading, runs
+from tiers.remote.order_poller import OrderPoller
+from tiers.remote.peer import Opener, Peer, open_tcp
+from tiers.remote.serving import Serving, listen
+from tiers.store.store import Store
+
+
+def read_secret(path: Path) -> bytes:
+    """Return the cluster's secret. Raises ConfigError for a file that others may read, or of a wrong length."""
+    where = f"[cluster] secret_file = '{path}'"
+    try:
+        with path.open("rb") as file:
+            mode = stat.S_IMODE(path.stat().st_mode)
+            secret = file.read(limits.MAX_CLUSTER_SECRET_BYTES + 1).strip()
+    except OSError as error:
+        raise ConfigError(f"{where}: {error.strerror}") from None
+    if mode & 0o077:
+        raise ConfigError(f"{where}: others may read it (mode {mode:04o}): chmod 600")
+    if not limits.MIN_CLUSTER_SECRET_BYTES <= len(secret) <= limits.MAX_CLUSTER_SECRET_BYTES:
+        least, most = limits.MIN_CLUSTER_SECRET_BYTES, limits.MAX_CLUSTER_SECRET_BYTES
+        raise ConfigError(f"{where}: {len(secret)} bytes: {least} to {most} are wanted")
+    return secret
+
+
+class Cluster:
+    """Runs the parts of one machine."""
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        store: Store,
+        opener: Opener = open_tcp,
+        directory: BlockDirectory | None = None,
+    ) -> None:
+        """Prepare the parts. Raises ConfigError."""
+        assert settings.secret_file is not None
+        self._own = own = Identity(store.store_id, read_secret(settings.secret_file))
+        self._listen, self._opener, self._store = settings.listen, opener, store
+        self._directory = directory or NoDirectory()
+        self.peers = [self._peer(address) for address in settings.peers]
+        self._members: dict[str, Peer] = {}
+        """Machines that the directory named and the settings do not, by address: linked when they are asked."""
+        self._fetcher = Fetcher(store, self.peers, settings.match_wait_s)
+        self._orders, self._has_conductor = OrderPoller(settings, store, self), bool(settings.conductor)
+        self._serving = None if settings.listen is None else Serving(store, own)
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve and keep links until cancelled; started once connections are accepted. Raises ConfigError."""
+        try:
+            async with trio.open_nursery() as nursery:
+                if self._serving is not None and self._listen is not None:
+                    nursery.start_soon(self._serving.run, await listen(*host_and_port(self._listen)))
+                for peer in self.peers:
+                    nursery.start_soon(peer.run)
+                await nursery.start(self._directory.run)
+                if self._has_conductor:
+                    nursery.start_soon(self._orders.run)
+                task_status.started()
+        finally:
+            for peer in (*self.peers, *self._members.values()):
+                peer.close()
+
+    async def fetch(
+        self, bucket: Bucket, digests: Sequence[bytes], *, uid: int, hint: str | None, urgent: bool
+    ) -> int:
+        """Fetch blocks that are not here; return how many are here then. Raises InvalidRequest of an unknown hint."""
+        peers = () if hint is None else (self._hinted(hint),)
+        if hint is None:
+            missing = [each for each in digests if self._store.block_bucket(each) is None]
+            holders = await self._directory.holders(missing) if missing else None
+            if holders is not None:
+                await self._fetch_located(bucket, missing, holders, uid=uid, urgent=urgent)
+                return sum(self._store.block_bucket(each) == bucket.name for each in digests)
+        return await self._fetcher.fetch(bucket, digests, uid=uid, hints=peers, urgent=urgent)
+
+    async def match(self, bucket: Bucket, digests: Sequence[bytes]) -> dict[str, int]:
+        """Return how many blocks each machine has, from the first on; those that have none are left out."""
+        holders = await self._directory.holders(digests)
+        if holders is not None:
+            return leading(holders)
+        assert bucket.namespace is not None
+        return {
+            holder.peer.address: len(holder.sizes)
+            for holder in await self._fetcher.match(bucket.namespace, digests)
+        }
+
+    def status(self) -> dict[str, Any]:
+        """Describe peers and what was served, as JSON values."""
+        peers = [peer.status() for peer in (*self.peers, *self._members.values())]
+        directory = self._directory.status()
+        others = [peer for peer in peers if not peer["is_self"]]
+        summed = ("blocks", "bytes", "misses", "mismatches", "deadlines", "failures", "matches")
+        return {
+            "listen": self._listen,
+            "peers": peers,
+            "peers_configured": len(others),
+            "peers_up": sum(peer["is_up"] for peer in others),
+            **{
+                f"fetched_{name}" if name in ("blocks", "bytes") else name: _total(peers, name)
+                for name in summed
+            },
+            **self._orders.status(),
+            **({} if self._serving is None else self._serving.status()),
+            **({"directory": directory} if directory else {}),
+        }
+
+    async def _fetch_located(
+        self, bucket: Bucket, digests: Sequence[bytes], holders: Holders, *, uid: int, urgent: bool
+    ) -> None:
+        """Fetch runs of blocks, each from the machines that hold all of it."""
+        async with trio.open_nursery() as nursery:
+            for run, addresses in runs(holders):
+                some = digests[run.start : run.stop]
+                peers = [self._member(each) for each in addresses]
+                nursery.start_soon(
+                    partial(self._fetcher.fetch, bucket, some, uid=uid, hints=peers, urgent=urgent)
+                )
+
+    def _hinted(self, hint: str) -> Peer:
+        if hint in self._directory.addresses():
+            return self._member(hint)
+        found = next((peer for peer in self.peers if peer.address == hint), None)
+        if found is None:
+            raise InvalidRequest(f"hint {hint!r} is neither of [cluster] peers nor a member of the directory")
+        return found
+
+    def _member(self, address: str) -> Peer:
+        """Return the peer at an address that the directory named; those that it names no more make room."""
+        found = next((peer for peer in self.peers if peer.address == address), self._members.get(address))
+        if found is None:
+            if len(self._members) >= limits.MAX_CLUSTER_NODES:
+                for gone in self._members.keys() - set(self._directory.addresses()):
+                    self._members.pop(gone).close()
+            self._members[address] = found = self._peer(address)
+        return found
+
+    def _peer(self, address: str) -> Peer:
+        return Peer(address, *host_and_port(address), self._own, self._opener)
+
+
+def _total(peers: Sequence[dict[str, Any]], name: str) -> int:
+    return sum(int(peer[name]) for peer in peers)

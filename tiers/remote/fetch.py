@@ -1,0 +1,206 @@
+"""Fetches: blocks that this store lacks, read from peers into drafts and sealed as its own.
+
+Responsibility: who has what (MATCH, all peers at once), which peer is asked for which blocks, another one where that
+fails, and the drafts and seals of this store.
+
+Invariants:
+- A block is visible once its bytes matched the checksum that came along; a mismatch is a miss.
+- Every draft of a fetch is sealed or aborted when it returns or raises. Drafts are reserved only for a read that its
+  peer's queue has let in.
+- A block is fetched once, however many ask for it at the same time. No fetch takes longer than limits.REMOTE_FETCH_S.
+
+Concurrency: the service's trio thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+import trio
+
+from kvfs import limits
+from kvfs._native.remote.server import LONGEST_WAIT_S
+from kvfs._native.remote.stream import ABSENT, BUSY, FOUND, MISMATCH, TOO_LARGE
+from kvfs.errors import KvfsError
+from tiers.model.objects import Bucket, Draft
+from tiers.remote.link import PeerLink, Read, Want
+from tiers.remote.peer import Peer
+from tiers.store.store import Store
+
+log = logging.getLogger("kvfs.remote")
+
+_ANSWERED = (ABSENT, TOO_LARGE, BUSY)
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Names a peer and the sizes of the blocks that it has, from the first on."""
+
+    peer: Peer
+    sizes: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Describes one fetch under way: whose, and the blocks that it reads itself."""
+
+    bucket: Bucket
+    namespace: bytes
+    uid: int
+    urgent: bool
+    digests: list[bytes] = field(default_factory=list)
+
+
+class Fetcher:
+    """Fetches blocks from peers into one store."""
+
+    def __init__(self, store: Store, peers: Sequence[Peer], match_wait_s: float) -> None:
+        self._store, self._peers, self._match_wait_s = store, peers, match_wait_s
+        self._under_way: dict[bytes, trio.Event] = {}
+        self._sizes: dict[int, int] = {}
+        """By bucket, the size of the block that came last: blocks of one namespace have one size, or nearly."""
+
+    async def match(
+        self, namespace: bytes, digests: Sequence[bytes], peers: Sequence[Peer] | None = None
+    ) -> list[Holder]:
+        """Ask all peers at once, or some, what they have; return those that say so in time."""
+        found: list[Holder] = []
+        joined = b"".join(digests)
+
+        async def ask(peer: Peer) -> None:
+            with suppress(KvfsError):
+                if sizes := await peer.match(namespace, joined, self._match_wait_s):
+                    found.append(Holder(peer, sizes))
+
+        async with trio.open_nursery() as nursery:
+            for peer in self._peers if peers is None else peers:
+                if peer.is_up:
+                    nursery.start_soon(ask, peer)
+        return sorted(found, key=lambda holder: -len(holder.sizes))
+
+    async def fetch(
+        self,
+        bucket: Bucket,
+        digests: Sequence[bytes],
+        *,
+        uid: int,
+        hints: Sequence[Peer] = (),
+        urgent: bool = True,
+    ) -> int:
+        """Fetch the blocks of a bucket's namespace that are not here, from the hinted peers alone where there are any;
+        return how many are here then."""
+        assert bucket.namespace is not None
+        missing = [digest for digest in dict.fromkeys(digests) if not self._is_here(digest)]
+        others = [self._under_way[digest] for digest in missing if digest in self._under_way]
+        own = [digest for digest in missing if digest not in self._under_way]
+        with trio.move_on_after(limits.REMOTE_FETCH_S):
+            if own:
+                await self._fetch_own(Fetch(bucket, bucket.namespace, uid, urgent, own), hints)
+            for done in others:
+                await done.wait()
+        block_bucket = self._store.block_bucket
+        return sum(block_bucket(digest) == bucket.name for digest in digests)
+
+    def _is_here(self, digest: bytes) -> bool:
+        return self._store.block_bucket(digest) is not None
+
+    async def _fetch_own(self, fetch: Fetch, hints: Sequence[Peer]) -> None:
+        done = trio.Event()
+        self._under_way.update(dict.fromkeys(fetch.digests, done))
+        try:
+            if hints and (size_bytes := self._sizes.get(fetch.bucket.bucket_id)) is not None:
+                await self._read_all(
+                    fetch, [Holder(each, [size_bytes] * len(fetch.digests)) for each in hints]
+                )
+                if all(map(self._is_here, fetch.digests)):
+                    return
+            await self._read_all(fetch, await self.match(fetch.namespace, fetch.digests, hints or None))
+        finally:
+            for digest in fetch.digests:
+                del self._under_way[digest]
+            done.set()
+
+    async def _read_all(self, fetch: Fetch, holders: list[Holder]) -> None:
+        some = batches(holders)
+        if len(some) == 1:
+            await self._read_batch(fetch, holders, some[0])
+            return
+        async with trio.open_nursery() as nursery:
+            for batch in some:
+                nursery.start_soon(self._read_batch, fetch, holders, batch)
+
+    async def _read_batch(self, fetch: Fetch, holders: list[Holder], batch: range) -> None:
+        """Read blocks from one holder after the other, until all are here or everybody was asked."""
+        left = [i for i in batch if not self._is_here(fetch.digests[i])]
+        first = batch.start // max(len(batch), 1) % len(holders)
+        for holder in holders[first:] + holders[:first]:
+            some = [i for i in left if i < len(holder.sizes)]
+            if not some or not holder.peer.is_up:
+                continue
+            try:
+                await self._read_from(fetch, holder, some)
+            except (KvfsError, OSError) as error:
+                log.debug("%s: %s", holder.peer.address, error)
+            left = [i for i in left if not self._is_here(fetch.digests[i])]
+            if not left:
+                return
+
+    async def _read_from(self, fetch: Fetch, holder: Holder, some: list[int]) -> None:
+        """Read blocks from one peer and seal those that came. Raises KvfsError where none could be asked for."""
+        sizes = [holder.sizes[i] for i in some]
+        async with holder.peer.link(sum(sizes), urgent=fetch.urgent) as link:
+            drafts: list[Draft] = []
+            try:
+                for size_bytes in sizes:
+                    drafts.append(self._store.reserve(size_bytes, uid=fetch.uid, kept_bytes=size_bytes))
+                digests = [fetch.digests[i] for i in some]
+                for draft, digest, read in zip(
+                    drafts, digests, await self._read(fetch, holder.peer, link, digests, drafts), strict=True
+                ):
+                    self._take_in(fetch, holder.peer, digest, draft, read)
+            finally:
+                for draft in drafts:
+                    self._store.abort(draft)
+
+    async def _read(
+        self, fetch: Fetch, peer: Peer, link: PeerLink, digests: list[bytes], drafts: list[Draft]
+    ) -> list[Read]:
+        wants = [
+            Want(digest, draft.size_hint_bytes, partial(self._store.open_draft, draft))
+            for digest, draft in zip(digests, drafts, strict=True)
+        ]
+        wait_s = min(
+            trio.current_effective_deadline() - trio.current_time(), limits.REMOTE_READ_S, LONGEST_WAIT_S
+        )
+        return await peer.read(link, fetch.namespace, wants, max(wait_s, 0.001), urgent=fetch.urgent)
+
+    def _take_in(self, fetch: Fetch, peer: Peer, digest: bytes, draft: Draft, read: Read) -> None:
+        """Seal a block that has come whole."""
+        if read.status == FOUND and read.size_bytes == draft.size_hint_bytes:
+            parent = read.parent if any(read.parent) else None
+            self._store.seal_block(
+                draft, fetch.bucket.name, digest, parent=parent, uid=fetch.uid, checksum=read.checksum
+            )
+            if len(self._sizes) >= limits.MAX_BUCKETS:
+                self._sizes.clear()
+            self._sizes[fetch.bucket.bucket_id] = read.size_bytes
+            peer.counts["blocks"] += 1
+            peer.counts["bytes"] += read.size_bytes
+        elif read.status == MISMATCH:
+            peer.note_mismatch(digest)
+        elif read.status in _ANSWERED or read.status == FOUND:  # another size than it said is another block
+            peer.counts["misses"] += 1
+
+
+def batches(holders: list[Holder]) -> list[range]:
+    """Cut what the holders have into reads that keep every stream busy, of limits.REMOTE_READ_BLOCKS at most."""
+    if not holders:
+        return []
+    count = len(holders[0].sizes)
+    streams = limits.REMOTE_STREAMS * len(holders)
+    step = max(1, min(limits.REMOTE_READ_BLOCKS, -(-count // streams)))
+    return [range(first, min(first + step, count)) for first in range(0, count, step)]

@@ -1,0 +1,101 @@
+"""Greetings over TCP: a connection to another machine that both sides have proved.
+
+Responsibility: the exchange of `tiers.remote.wire`'s messages, at both ends. Whoever does not prove the secret is told
+nothing but a nonce.
+
+Invariants: a greeting ends within limits.REMOTE_GREETING_S; a socket that was not returned is closed.
+Concurrency: the service's trio thread.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+
+import trio
+
+from kvfs import limits
+from kvfs.errors import DeadlinePassed, ProtocolError
+from tiers.remote.wire import (
+    HELLO_BYTES,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    WELCOME_BYTES,
+    Hello,
+    Proofs,
+    decode_hello,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Says what this machine proves, and as whom."""
+
+    store_id: bytes
+    secret: bytes
+
+
+async def connect(host: str, port: int, own: Identity) -> tuple[socket.socket, bytes]:
+    """Connect to a machine that knows the secret; return the socket and its store's id.
+
+    Raises OSError, DeadlinePassed, ProtocolError, NotPermitted.
+    """
+    with trio.move_on_after(limits.REMOTE_GREETING_S):
+        stream = await trio.open_tcp_stream(host, port)
+        try:
+            store_id = await _ask(stream.socket, own)
+            stream.socket.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limits.REMOTE_SILENCE_S * 1000)
+            )
+            return _taken(stream.socket), store_id
+        except BaseException:
+            stream.socket.close()
+            raise
+    raise DeadlinePassed(f"no greeting within {limits.REMOTE_GREETING_S:g} s")
+
+
+async def _ask(peer: trio.socket.SocketType, own: Identity) -> bytes:
+    hello = Hello(own.store_id, os.urandom(NONCE_BYTES))
+    await _send(peer, hello.encode())
+    proofs = Proofs(own.secret, hello, await _receive(peer, NONCE_BYTES))
+    await _send(peer, proofs.of_asker())
+    return proofs.check_welcome(await _receive(peer, WELCOME_BYTES))
+
+
+async def accept(peer: trio.socket.SocketType, own: Identity) -> tuple[socket.socket, bytes]:
+    """Verify who has connected; return the socket and the id of its store. Raises as `connect`, and FormatMismatch."""
+    with trio.move_on_after(limits.REMOTE_GREETING_S):
+        try:
+            hello = decode_hello(await _receive(peer, HELLO_BYTES))
+            proofs = Proofs(own.secret, hello, os.urandom(NONCE_BYTES))
+            await _send(peer, proofs.server_nonce)
+            proofs.check_asker(await _receive(peer, PROOF_BYTES))
+            await _send(peer, proofs.welcome(own.store_id))
+            return _taken(peer), hello.store_id
+        except BaseException:
+            peer.close()
+            raise
+    raise DeadlinePassed(f"no greeting within {limits.REMOTE_GREETING_S:g} s")
+
+
+def _taken(peer: trio.socket.SocketType) -> socket.socket:
+    """Take a socket out of trio's hands."""
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return socket.socket(fileno=peer.detach())
+
+
+async def _send(peer: trio.socket.SocketType, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[await peer.send(left) :]
+
+
+async def _receive(peer: trio.socket.SocketType, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        some = await peer.recv(count - len(data))
+        if not some:
+            raise ProtocolError("it closed the connection within the greeting")
+        data += some
+    return data

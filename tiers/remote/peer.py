@@ -1,0 +1,227 @@
+"""Another machine that blocks are read from: its links, its health and what it did.
+
+Responsibility: links opened when they are needed and kept; a peer that fails is not asked for a while, longer with each
+failure. Whatever goes wrong with a peer is a count and a line in the log that names it, and an exception of one call.
+
+Invariants: at most limits.REMOTE_STREAMS links for bytes and one for MATCH, which waits behind no bytes. A link is idle
+or one call's. A peer that is this store is never asked. Concurrency: the service's trio thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any
+
+import trio
+
+from kvfs import limits
+from kvfs.errors import DeadlinePassed, KvfsError, NotPermitted, ProtocolError, TierUnreachable
+from tiers.remote.greeting import Identity, connect
+from tiers.remote.link import PeerLink, Read, TcpLink, Want
+from tiers.remote.read_queue import ReadQueue
+
+log = logging.getLogger("kvfs.remote")
+
+Opener = Callable[[str, int, Identity], Coroutine[Any, Any, tuple[PeerLink, bytes]]]
+"""Opens a verified link; returns it with the id of the peer's store."""
+
+
+async def open_tcp(host: str, port: int, own: Identity) -> tuple[PeerLink, bytes]:
+    """Open a link over TCP. Raises OSError, KvfsError."""
+    connection, store_id = await connect(host, port, own)
+    try:
+        return TcpLink(connection), store_id
+    except BaseException:
+        connection.close()
+        raise
+
+
+class Peer:
+    """Reads blocks of one machine."""
+
+    def __init__(self, address: str, host: str, port: int, own: Identity, opener: Opener = open_tcp) -> None:
+        self.address = address
+        self.counts: Counter[str] = Counter()
+        """`matches`, `blocks`, `bytes`, `misses`, `mismatches`, `deadlines`, `failures`."""
+        self.store_id: bytes | None = None
+        self.trouble = ""
+        self._host, self._port, self._own, self._opener = host, port, own, opener
+        self._queue = ReadQueue(limits.REMOTE_STREAMS)
+        self._idle: list[PeerLink] = []
+        self._links: set[PeerLink] = set()
+        self._match_link: PeerLink | None = None
+        self._matching = trio.Lock()
+        self._failures = 0
+        self._down_until = -math.inf
+        self._failed = trio.Event()
+
+    @property
+    def is_self(self) -> bool:
+        """Whether the address turned out to be this service's own."""
+        return self.store_id == self._own.store_id
+
+    @property
+    def is_up(self) -> bool:
+        """Whether to ask this peer now: not while it is paused after a failure."""
+        return not self.is_self and trio.current_time() >= self._down_until
+
+    async def run(self) -> None:
+        """Open the link for MATCH ahead of its use, and again when a pause after a failure is over, until cancelled."""
+        while not self.is_self:
+            await trio.sleep_until(self._down_until)
+            self._failed = trio.Event()
+            with suppress(KvfsError):
+                async with self._matching:
+                    await self._open_match_link()
+            await self._failed.wait()
+
+    async def match(self, namespace: bytes, digests: bytes, wait_s: float) -> list[int]:
+        """Return the sizes of the blocks that the peer has, without a gap from the first on. Raises KvfsError."""
+        self._check_up()
+        deadline = trio.current_time() + wait_s
+        with trio.move_on_at(deadline):
+            async with self._matching:
+                link = await self._open_match_link()
+                left_s = max(deadline - trio.current_time(), 0.001)
+                with self._reporting():
+                    sizes = await link.match(namespace, digests, left_s)
+            self.counts["matches"] += 1
+            return sizes
+        late = DeadlinePassed(f"no answer within {wait_s:g} s")
+        self._fail(late)
+        raise late
+
+    @asynccontextmanager
+    async def link(self, size_bytes: int, *, urgent: bool) -> AsyncIterator[PeerLink]:
+        """Wait for a link for so many bytes. Raises KvfsError where there is none, Busy where too many wait."""
+        async with self._queue.entered(size_bytes, urgent=urgent):
+            self._check_up()
+            with self._reporting():
+                link = await self._take()
+            try:
+                yield link
+            finally:
+                self._put_back(link)
+
+    async def read(
+        self, link: PeerLink, namespace: bytes, wants: Sequence[Want], wait_s: float, *, urgent: bool
+    ) -> list[Read]:
+        """Read blocks over a link of this peer into their drafts; return what became of each."""
+        reads, error = await link.read(namespace, wants, wait_s, urgent=urgent)
+        if error is not None:
+            self._fail(error)
+        else:
+            self._failures = 0
+        return reads
+
+    def note_mismatch(self, digest: bytes) -> None:
+        """Count a block whose bytes are not what its checksum says."""
+        self.counts["mismatches"] += 1
+        log.error(
+            "%s: block %s does not match its checksum",
+            self.address,
+            digest.hex(),
+            extra={"cause": self.address},
+        )
+
+    def close(self) -> None:
+        """Close every link."""
+        for link in [*self._links, *([self._match_link] if self._match_link else [])]:
+            link.close()
+        self._links.clear()
+        self._idle.clear()
+        self._match_link = None
+
+    def status(self) -> dict[str, Any]:
+        """Describe the peer, as JSON values."""
+        keys = ("matches", "blocks", "bytes", "misses", "mismatches", "deadlines", "failures")
+        return {
+            "address": self.address,
+            "store_id": None if self.store_id is None else self.store_id.hex(),
+            "is_self": self.is_self,
+            "is_up": self.is_up,
+            "trouble": self.trouble,
+            "links": len(self._links) + (self._match_link is not None),
+            "waiting": len(self._queue),
+            **{key: self.counts[key] for key in keys},
+        }
+
+    async def _open_match_link(self) -> PeerLink:
+        link = self._match_link
+        if link is None or not link.is_usable:
+            if link is not None:
+                link.close()
+            self._match_link = None
+            with self._reporting():
+                self._match_link = link = await self._open()
+        return link
+
+    async def _take(self) -> PeerLink:
+        while self._idle:
+            link = self._idle.pop()
+            if link.is_usable:
+                return link
+            self._drop(link)
+        link = await self._open()
+        self._links.add(link)
+        return link
+
+    def _put_back(self, link: PeerLink) -> None:
+        if link.is_usable and self.is_up and link in self._links:
+            self._idle.append(link)
+        else:
+            self._drop(link)
+
+    def _drop(self, link: PeerLink) -> None:
+        link.close()
+        self._links.discard(link)
+
+    async def _open(self) -> PeerLink:
+        try:
+            link, self.store_id = await self._opener(self._host, self._port, self._own)
+        except (OSError, ValueError) as error:  # a name that no resolver takes is a ValueError
+            raise TierUnreachable(f"cannot be reached: {error}") from None
+        if self.is_self:
+            link.close()
+            raise TierUnreachable("it is this machine")
+        return link
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Count a KvfsError as a failure on its way out."""
+        try:
+            yield
+        except KvfsError as error:
+            self._fail(error)
+            raise
+
+    def _check_up(self) -> None:
+        if not self.is_up:
+            raise TierUnreachable(f"{self.address} is not asked now: {self.trouble or 'it is this machine'}")
+
+    def _fail(self, error: KvfsError) -> None:
+        """Count a failure, and pause. Idle links go with it: what ended one has most likely ended all."""
+        if self.is_self:
+            return
+        self.counts["deadlines" if isinstance(error, DeadlinePassed) else "failures"] += 1
+        self._failures += 1
+        pause_s = min(limits.REMOTE_BACKOFF_S * 2 ** (self._failures - 1), limits.MAX_REMOTE_BACKOFF_S)
+        self._down_until = trio.current_time() + pause_s * random.uniform(0.5, 1.5)
+        self.trouble = str(error)
+        self._failed.set()
+        while self._idle:
+            self._drop(self._idle.pop())
+        is_wrong = isinstance(error, ProtocolError | NotPermitted)
+        log.log(
+            logging.WARNING if is_wrong else logging.INFO,
+            "%s: %s; not asked for %.1f s",
+            self.address,
+            error,
+            pause_s,
+            extra={"cause": self.address},
+        )

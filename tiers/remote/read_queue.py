@@ -1,0 +1,69 @@
+"""The order of reads at one peer: urgent ones first, and no more bytes under way than a bound.
+
+Invariants: who was let in leaves exactly once; a read larger than the bound goes alone; reads that are not urgent take
+half of the bound at most, so that an urgent one need not wait for all of them. Concurrency: the service's trio thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import trio
+
+from kvfs import limits
+from kvfs.errors import Busy
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    size_bytes: int
+    admitted: trio.Event = field(default_factory=trio.Event)
+
+
+class ReadQueue:
+    """Let reads in, `at_once` at a time."""
+
+    def __init__(self, at_once: int, most_bytes: int = limits.MAX_REMOTE_BYTES) -> None:
+        self._left, self._most_bytes = at_once, most_bytes
+        self._bytes = 0
+        self._urgent: deque[_Waiting] = deque()
+        self._others: deque[_Waiting] = deque()
+
+    @property
+    def under_way_bytes(self) -> int:
+        return self._bytes
+
+    def __len__(self) -> int:
+        return len(self._urgent) + len(self._others)
+
+    @asynccontextmanager
+    async def entered(self, size_bytes: int, *, urgent: bool) -> AsyncIterator[None]:
+        """Wait until a read of so many bytes may begin; it ends with the block. Raises Busy where too many wait."""
+        if len(self) >= limits.MAX_REMOTE_WAITING:
+            raise Busy(f"{len(self)} reads wait for this peer, which is the limit")
+        waiting, line = _Waiting(size_bytes), self._urgent if urgent else self._others
+        line.append(waiting)
+        self._admit()
+        try:
+            await waiting.admitted.wait()
+            yield
+        finally:
+            if waiting.admitted.is_set():
+                self._left += 1
+                self._bytes -= size_bytes
+            else:
+                line.remove(waiting)
+            self._admit()
+
+    def _admit(self) -> None:
+        for line, most_bytes in ((self._urgent, self._most_bytes), (self._others, self._most_bytes // 2)):
+            while line and self._left and (not self._bytes or self._bytes + line[0].size_bytes <= most_bytes):
+                waiting = line.popleft()
+                self._left -= 1
+                self._bytes += waiting.size_bytes
+                waiting.admitted.set()
+            if line:
+                return

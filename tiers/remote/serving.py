@@ -1,0 +1,140 @@
+"""The door for other machines: greetings, and the native threads that serve who has proved the secret.
+
+Responsibility: accept, verify, hand connections to `kvfs._native.remote.server`; bring up what only NVMe has and a peer
+asks for; keep the threads' list of namespaces as the store's buckets are.
+
+Invariants: limits.MAX_REMOTE_GREETINGS connections at most are not verified yet, limits.MAX_REMOTE_CONNECTIONS are
+served. Each that is refused or ends badly is a count and a line in the log that names the peer.
+Concurrency: the service's trio thread; the serving threads never run Python.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from typing import Any
+
+import trio
+
+from kvfs import limits
+from kvfs._native.remote.server import Server
+from kvfs.errors import ConfigError, KvfsError
+from tiers.model.objects import Change
+from tiers.remote.greeting import Identity, accept
+from tiers.store.store import Store
+
+log = logging.getLogger("kvfs.remote")
+
+_RETRY_PAUSE_S = 0.05
+"""Out of descriptors or memory: the connection waits in the backlog meanwhile."""
+
+
+async def listen(host: str, port: int) -> list[trio.SocketListener]:
+    """Listen for other machines. Raises ConfigError."""
+    try:
+        return await trio.open_tcp_listeners(port, host=host or None)
+    except OSError as error:
+        raise ConfigError(f"[cluster] listen = '{host}:{port}': {error.strerror or error}") from None
+
+
+class Serving:
+    """Serves the blocks of one store to other machines."""
+
+    def __init__(self, store: Store, own: Identity) -> None:
+        self._store, self._own = store, own
+        self._server = Server(store.table, store.dram.directory)
+        self._connections: dict[int, str] = {}
+        """The peer's address, by the native connection's number."""
+        self._greetings = trio.CapacityLimiter(limits.MAX_REMOTE_GREETINGS)
+        self._refused = 0
+        self._known: set[bytes] = set()
+        """The buckets that the threads' list was made of."""
+        self._bind()
+        store.listeners.append(self._on_change)
+
+    async def run(self, listeners: list[trio.SocketListener]) -> None:
+        """Serve until cancelled."""
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._attend, nursery)
+                for listener in listeners:
+                    nursery.start_soon(self._accept_loop, listener, nursery)
+        finally:
+            self._store.listeners.remove(self._on_change)
+            self._server.close()
+            for listener in listeners:
+                listener.socket.close()
+
+    def status(self) -> dict[str, Any]:
+        """Describe what was served, as JSON values."""
+        return {
+            "connections": len(self._connections),
+            "refused": self._refused,
+            **{f"served_{name}": count for name, count in self._server.counts().items()},
+        }
+
+    async def _accept_loop(self, listener: trio.SocketListener, nursery: trio.Nursery) -> None:
+        while True:
+            await self._greetings.acquire_on_behalf_of(token := object())
+            try:
+                peer, address = await listener.socket.accept()
+            except OSError as error:  # of the connection, or of this process's descriptors
+                self._greetings.release_on_behalf_of(token)
+                log.warning("cannot accept a machine: %s", error)
+                await trio.sleep(_RETRY_PAUSE_S)
+                continue
+            nursery.start_soon(self._greet, peer, f"{address[0]}:{address[1]}", address[0], token)
+
+    async def _greet(self, peer: trio.socket.SocketType, name: str, host: str, token: object) -> None:
+        try:
+            if len(self._connections) >= limits.MAX_REMOTE_CONNECTIONS:
+                peer.close()
+                raise KvfsError(f"{len(self._connections)} connections are open, which is the limit")
+            connection, _ = await accept(peer, self._own)
+            try:
+                number = self._server.open(connection.fileno())
+            except BaseException:
+                connection.close()
+                raise
+            connection.detach()
+            self._connections[number] = name
+        except (KvfsError, OSError) as error:
+            self._refused += 1
+            log.warning("%s: refused: %s", name, error, extra={"cause": host})
+        finally:
+            self._greetings.release_on_behalf_of(token)
+
+    async def _attend(self, nursery: trio.Nursery) -> None:
+        """Bring up what peers wait for, and close connections that have ended."""
+        while True:
+            await trio.lowlevel.wait_readable(self._server.fileno())
+            for digest in self._server.take_lifts():
+                nursery.start_soon(self._lift, digest)
+            for number in list(self._connections):
+                if (error := self._server.reap(number)) is not None:
+                    self._ended(self._connections.pop(number), error)
+
+    def _ended(self, name: str, error: int) -> None:
+        if error == errno.EPROTO:
+            log.warning("%s: cut off: it broke the protocol", name, extra={"cause": name.rpartition(":")[0]})
+        elif error:
+            log.info("%s: connection ended: %s", name, os.strerror(error))
+
+    async def _lift(self, digest: bytes) -> None:
+        try:
+            await self._store.load(self._store.lookup_block(digest), uid=os.geteuid())
+        except (KvfsError, OSError) as error:
+            log.debug("block %s was not brought up: %s", digest.hex(), error)
+        finally:
+            self._server.lifted(digest)
+
+    def _on_change(self, change: Change) -> None:
+        """Follow the buckets: what is new shows with its first block, what changes or goes says so itself."""
+        if change.name is not None and (not change.name.key or change.name.bucket not in self._known):
+            self._bind()
+
+    def _bind(self) -> None:
+        buckets = self._store.buckets()
+        self._known = {bucket.name for bucket in buckets}
+        self._server.bind([(b.namespace, b.bucket_id) for b in buckets if b.namespace is not None])

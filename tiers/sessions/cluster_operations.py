@@ -1,0 +1,52 @@
+"""The control operations on blocks of other machines.
+
+Responsibility: one function per operation, after the rights were checked: who may read a bucket's blocks here may have
+the service fetch them. Concurrency: the service's trio thread; a session waits for its own operation alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from kvfs import limits
+from kvfs.errors import InvalidRequest
+from kvfs.protocol.messages import DIGEST_BYTES, Op, text
+from kvfs.rights import READ, SEARCH
+from tiers.model.objects import Bucket
+from tiers.sessions.arguments import Arguments
+from tiers.sessions.state import Service, Session
+
+
+async def _fetch(service: Service, session: Session, arguments: Arguments) -> dict[str, Any]:
+    bucket, digests = _blocks(session, arguments)
+    hint = text(arguments.text("hint", "")) or None
+    urgent = arguments.flag("urgent", True)
+    arguments.done()
+    here = await service.cluster.fetch(bucket, digests, uid=session.caller.uid, hint=hint, urgent=urgent)
+    return {"count": here}
+
+
+async def _match_cluster(service: Service, session: Session, arguments: Arguments) -> dict[str, Any]:
+    bucket, digests = _blocks(session, arguments)
+    arguments.done()
+    return {"peers": await service.cluster.match(bucket, digests)}
+
+
+def _blocks(session: Session, arguments: Arguments) -> tuple[Bucket, list[bytes]]:
+    """Take the bucket of a namespace's handle and prefix hashes, 1 to limits.MAX_FETCH_BLOCKS of them."""
+    bucket = session.access.need_bucket(
+        session.namespace_bucket(arguments.integer("namespace", 0)), READ | SEARCH
+    )
+    digests = arguments.optional_bytes("digests", limits.MAX_FETCH_BLOCKS * DIGEST_BYTES) or b""
+    if not digests or len(digests) % DIGEST_BYTES:
+        raise InvalidRequest(
+            f"digests have {len(digests)} bytes: {DIGEST_BYTES} for each of 1 or more are wanted"
+        )
+    return bucket, [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
+
+
+CLUSTER_OPERATIONS: dict[Op, Callable[[Service, Session, Arguments], Awaitable[dict[str, Any]]]] = {
+    Op.FETCH: _fetch,
+    Op.MATCH_CLUSTER: _match_cluster,
+}
