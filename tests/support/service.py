@@ -208,7 +208,7 @@ class Service:
             try:
                 self.process.wait(KILL_WAIT_S)
             except subprocess.TimeoutExpired:
-                # A thread of it waits in the kernel for a caller of its own mount: see mounts.mount.abort.
+                # A thread of it waits in the kernel for a caller of its own mount: see mounts.mount_point.abort.
                 with suppress(OSError):
                     linux.unmount(self.mount, linux.MNT_FORCE)
                 self.process.wait()

@@ -89,7 +89,7 @@ def open_store(options: StoreOptions) -> Store:
 async def start_store(options: StoreOptions) -> Store:
     """Start a store, with the NVMe tier that `options` has, if it has one. `Store.run` writes to that.
 
-    Raises what `open_store` and `tiers.log.segments.open_pool` do.
+    Raises what `open_store` and `tiers.log.pool_files.open_pool` do.
     """
     nvme = options.nvme
     if nvme is None:
