@@ -22,9 +22,9 @@ import trio
 
 from bench.measure import Plan, Result, Side, compare
 from kvfs.http.server import listen
-from scheduler.proxy.engines import EngineAddress, Engines
 from scheduler.proxy.proxy import Proxy, ProxyOptions, calm_gc
 from scheduler.proxy.routers.balance import LoadRouter
+from scheduler.proxy.upstream.engines import EngineAddress, Engines
 
 CONNECTIONS = 16
 STREAMS = 16

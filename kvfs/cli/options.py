@@ -53,4 +53,4 @@ def options_of(kind: type[Options]) -> Callable[[Callable[[Options], None]], Cal
 
 def connected(at: str | None) -> Client:
     """Begin a session with the service at `at`, or behind the default mount. Raises NotFound, SessionClosed."""
-    return connect(at if at is not None else discovery.default_mount(), client="kvfs command line")
+    return connect(discovery.address(at), client="kvfs command line")

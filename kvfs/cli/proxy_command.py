@@ -20,8 +20,9 @@ from kvfs.config.settings import Settings, host_and_port
 from kvfs.errors import ConfigError
 from kvfs.http.server import Certificate
 from kvfs.system.notify import set_up_logging
-from scheduler.proxy.engines import EngineAddress, Role, is_engine_url
+from scheduler.conductor.planning.planner import Role
 from scheduler.proxy.proxy import ProxyOptions, run
+from scheduler.proxy.upstream.engines import EngineAddress, is_engine_url
 
 app = typer.Typer()
 

@@ -161,7 +161,7 @@ def gateway(
         ("log", "level"): log_level,
     }
     settings = load(config, flags)
-    address = at if at is not None else discovery.default_mount()
+    address = discovery.address(at)
     socket = socket_path(address, timeout_s=limits.CLIENT_TIMEOUT_S)
     shared = worker_settings(settings.s3, socket, settings.log.level, settings.file)
     set_up_logging(settings.log.level)

@@ -79,3 +79,8 @@ def default_mount() -> Path:
     if len(found) > 1:
         raise InvalidRequest(f"several kvfs mounts ({', '.join(map(str, found))}): choose one with --at")
     return found[0]
+
+
+def address(at: str | None) -> str | Path:
+    """Return where to begin a session: `at`, or the default mount where it is None. Raises as `default_mount`."""
+    return default_mount() if at is None else at

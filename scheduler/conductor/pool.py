@@ -33,11 +33,11 @@ from kvfs.limits import (
 )
 from kvfs.namespaces import Namespace
 from scheduler.conductor.planning.native_planner import NativePlanner
-from scheduler.conductor.planning.planner import Planner
+from scheduler.conductor.planning.planner import Planner, Role
 from scheduler.conductor.planning.python_planner import PythonPlanner
 from scheduler.conductor.sources import Knowledge, Stream
 from scheduler.conductor.trust import Trust
-from scheduler.conductor.values import EngineMetrics, Instance, Role, RouteRequest
+from scheduler.conductor.values import EngineMetrics, Instance, RouteRequest
 from scheduler.routing.admission import Mode, Slo
 from scheduler.routing.cost import CostModel
 from scheduler.routing.cost_fit import CostFitter

@@ -30,9 +30,10 @@ from kvfs.limits import (
     MAX_URL_BYTES,
     UNREACHABLE_S,
 )
+from scheduler.conductor.planning.planner import Role
 from scheduler.conductor.pool import Member, Options, Pool
 from scheduler.conductor.sources import Knowledge, Sources, Stream, StreamName
-from scheduler.conductor.values import EngineMetrics, Instance, Role
+from scheduler.conductor.values import EngineMetrics, Instance
 
 log = logging.getLogger("kvfs.conductor")
 

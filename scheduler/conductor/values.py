@@ -21,8 +21,7 @@ from kvfs.limits import (
     MAX_ROUTE_TOKENS,
     MAX_URL_BYTES,
 )
-
-Role = Literal["both", "prefill", "decode"]
+from scheduler.conductor.planning.planner import Role
 
 
 def _shown(**limits: int | str) -> msgspec.Meta:

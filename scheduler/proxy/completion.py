@@ -35,7 +35,6 @@ from kvfs.http.transports import Gone, Stalled
 from scheduler.conductor.values import Refused, Routed, RouteRequest
 from scheduler.proxy import handover
 from scheduler.proxy.bodies import Asked, Members, decode_body, prefill_body
-from scheduler.proxy.engines import Answer, Engine, Engines
 from scheduler.proxy.handover import Put
 from scheduler.proxy.openai_errors import Failure, as_failure
 from scheduler.proxy.proxy_metrics import Counts
@@ -43,7 +42,8 @@ from scheduler.proxy.relay import COMMENT, NO_USAGE, EventRelay, Usage, usage_of
 from scheduler.proxy.routers.balance import BY_LOAD
 from scheduler.proxy.routers.fallback import RequestRouter
 from scheduler.proxy.tokens import Prompt
-from scheduler.proxy.upstream import EngineFailed
+from scheduler.proxy.upstream.connection import EngineFailed
+from scheduler.proxy.upstream.engines import Answer, Engine, Engines
 
 log = logging.getLogger("kvfs.proxy")
 

@@ -29,11 +29,11 @@ from kvfs.http.transports import Buffer, Gone, Stalled, breathe
 from scheduler.proxy.bodies import BadBody, asked, parse
 from scheduler.proxy.client_watch import ClientWatch
 from scheduler.proxy.completion import Completion, Legs, is_stream, relayed
-from scheduler.proxy.engines import Engine, Engines
 from scheduler.proxy.openai_errors import Failure, as_failure
 from scheduler.proxy.relay import COMMENT, ends_event
 from scheduler.proxy.tokens import BYTES_A_TOKEN, Prompt, Tokenizer
-from scheduler.proxy.upstream import EngineFailed
+from scheduler.proxy.upstream.connection import EngineFailed
+from scheduler.proxy.upstream.engines import Engine, Engines
 
 log = logging.getLogger("kvfs.proxy")
 

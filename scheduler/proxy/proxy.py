@@ -24,13 +24,13 @@ from kvfs.system.metrics import exposition
 from scheduler.conductor.conductor import Conductor
 from scheduler.conductor.values import Router
 from scheduler.proxy.completion import Legs
-from scheduler.proxy.engines import EngineAddress, Engines
 from scheduler.proxy.handler import Handler
 from scheduler.proxy.proxy_metrics import Counts, ProxyCollector, Snapshot
 from scheduler.proxy.routers.balance import LoadRouter
 from scheduler.proxy.routers.fallback import FallbackRouter, LocalRouter, RequestRouter
 from scheduler.proxy.routers.remote_router import RemoteRouter
 from scheduler.proxy.tokens import Tokenizer
+from scheduler.proxy.upstream.engines import EngineAddress, Engines
 
 _GC_THRESHOLD = 50_000
 """Objects made and not freed between two collections of the youngest."""

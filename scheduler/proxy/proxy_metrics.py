@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 
 from kvfs.system.latencies import Latencies
 from kvfs.system.metrics import histogram
-from scheduler.proxy.engines import Engines
+from scheduler.proxy.upstream.engines import Engines
 
 OUTCOMES = ("answered", "refused", "rejected", "failed", "broken", "gone")
 SKIPS = ("short", "echo", "one_engine")

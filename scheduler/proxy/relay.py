@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvfs import limits
-from scheduler.proxy.upstream import EngineFailed
+from scheduler.proxy.upstream.connection import EngineFailed
 
 _HAS_USAGE = re.compile(rb'"usage"\s*:\s*\{').search
 COMMENT = b":\n\n"

@@ -27,8 +27,8 @@ from xxhash import xxh3_128
 
 from kvfs import limits
 from scheduler.proxy.bodies import BadBody, Members, patched
-from scheduler.proxy.engines import Engines
-from scheduler.proxy.upstream import EngineFailed
+from scheduler.proxy.upstream.connection import EngineFailed
+from scheduler.proxy.upstream.engines import Engines
 
 log = logging.getLogger("kvfs.proxy")
 

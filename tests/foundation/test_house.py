@@ -1,9 +1,14 @@
-"""The house: how large rooms, modules and functions may be, and that no import hides. `make imports` finds circles."""
+"""The house: how large rooms, modules and functions may be, that no import hides, and that no rooms are in a circle.
+
+`make imports` finds circles of modules and of rooms side by side; here a room and one inside it count, too.
+"""
 
 from __future__ import annotations
 
 import ast
 from collections import Counter
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Final
 
@@ -66,6 +71,31 @@ def test_no_import_hides_in_a_function_or_behind_type_checking() -> None:
             if isinstance(node, ast.ImportFrom) and id(node) not in top and is_own(node.module)
         ]
     assert hidden == []
+
+
+def test_no_rooms_are_in_a_circle() -> None:
+    rooms: TopologicalSorter[str] = TopologicalSorter()
+    for path in modules():
+        if path.name != "__init__.py":
+            rooms.add(room_of(path), *(room for room in rooms_imported(path) if room != room_of(path)))
+    rooms.prepare()  # raises CycleError, which names them
+
+
+def rooms_imported(path: Path) -> Iterator[str]:
+    """Yield the room of each module that a module imports from."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and is_own(node.module):
+            module = ROOT / node.module.replace(".", "/")
+            for each in (module / alias.name for alias in node.names):
+                found = next((at for at in (each, module) if at.with_suffix(".py").exists()), None)
+                if found is not None:
+                    yield room_of(found)
+
+
+def room_of(module: Path) -> str:
+    """Return the folder of a module; a module beside a package's rooms is a room of its own."""
+    path = module.relative_to(ROOT).with_suffix("")
+    return str(path if len(path.parts) == 2 else path.parent)
 
 
 def is_own(module: str | None) -> bool:

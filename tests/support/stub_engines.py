@@ -18,9 +18,10 @@ import trio
 
 from kvfs.config.settings import HandOver
 from kvfs.http.server import Certificate, listen
+from scheduler.conductor.planning.planner import Role
 from scheduler.conductor.values import Router
-from scheduler.proxy.engines import EngineAddress, Role
 from scheduler.proxy.proxy import Proxy, ProxyOptions
+from scheduler.proxy.upstream.engines import EngineAddress
 from tests.support.held_ports import HeldPort
 
 WORDS = [f"w{n} " for n in range(1000)]

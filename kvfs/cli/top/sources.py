@@ -17,7 +17,7 @@ from urllib.request import Request, urlopen
 
 import msgspec
 
-from kvfs.cli.options import connected
+from kvfs.client import connect, discovery
 from kvfs.errors import InvalidRequest, SessionClosed
 from kvfs.limits import CLIENT_TIMEOUT_S, MAX_WATCH_EVENT_BYTES, WATCH_INTERVAL_S
 from kvfs.watch.panels import Snapshot
@@ -50,12 +50,12 @@ class Sessions:
         self._at = at
 
     def once(self) -> Snapshot:
-        with connected(self._at) as client:
+        with connect(discovery.address(self._at), client="kvfs top") as client:
             return _shown(client.status(), Window())
 
     def follow(self) -> Iterator[Snapshot]:
         window = Window()
-        with connected(self._at) as client:
+        with connect(discovery.address(self._at), client="kvfs top") as client:
             while True:
                 yield _shown(client.status(), window)
                 time.sleep(WATCH_INTERVAL_S)

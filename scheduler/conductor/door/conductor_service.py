@@ -33,8 +33,9 @@ from scheduler.conductor.door.operations import Context
 from scheduler.conductor.feeds.discovery import InstancesFile
 from scheduler.conductor.feeds.feed import Feed
 from scheduler.conductor.feeds.listener import Listener
+from scheduler.conductor.planning.planner import Role
 from scheduler.conductor.pool import Options
-from scheduler.conductor.values import Instance, Role
+from scheduler.conductor.values import Instance
 from scheduler.routing.admission import Mode, Slo
 from scheduler.routing.cost import table_costs
 from scheduler.routing.queues import Discipline

@@ -28,8 +28,9 @@ from kvfs.watch.panels import Panel, Snapshot
 from kvfs.watch.window import Window
 from scheduler.conductor.conductor import Conductor
 from scheduler.conductor.door.conductor_panels import conductor_snapshot, decision_panel
+from scheduler.conductor.planning.planner import Role
 from scheduler.conductor.sources import StreamName
-from scheduler.conductor.values import Count, Instance, Refused, Role, Routed, RouteRequest
+from scheduler.conductor.values import Count, Instance, Refused, Routed, RouteRequest
 
 
 class Follows(Protocol):

@@ -21,7 +21,8 @@ import trio
 
 from kvfs.errors import KvfsError
 from kvfs.limits import INSTANCES_FILE_INTERVAL_S, MAX_CONDUCTOR_INSTANCES, MAX_SMALL_BODY_BYTES
-from scheduler.conductor.values import Instance, Role
+from scheduler.conductor.planning.planner import Role
+from scheduler.conductor.values import Instance
 
 log = logging.getLogger("kvfs.conductor")
 

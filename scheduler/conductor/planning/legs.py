@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvfs.limits import PREFILL_LEG_TOKENS
-from scheduler.conductor.values import Role
+from scheduler.conductor.planning.planner import Role
 from scheduler.routing.admission import Slo
 from scheduler.routing.cost import CostModel
 from scheduler.routing.decisions import Decision, DecodeCandidate, PrefillCandidate, Prompt

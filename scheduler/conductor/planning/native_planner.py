@@ -14,8 +14,7 @@ from typing import NamedTuple
 from kvfs._native.cluster.index import ClusterIndex
 from kvfs._native.cluster.route import Choice, Router
 from kvfs.limits import MAX_RESERVATIONS, PREFILL_LEG_TOKENS
-from scheduler.conductor.planning.planner import Load, Plan, PrefillFigures, Question
-from scheduler.conductor.values import Role
+from scheduler.conductor.planning.planner import Load, Plan, PrefillFigures, Question, Role
 from scheduler.routing.cluster import ANSWERS_REMEMBERED
 from scheduler.routing.cost import CostModel
 from scheduler.routing.decisions import Decision, DecodeCandidate, PrefillCandidate

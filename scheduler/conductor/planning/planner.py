@@ -12,12 +12,13 @@ Concurrency: one thread.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
-from scheduler.conductor.values import Role
 from scheduler.routing.admission import Slo
 from scheduler.routing.cost import CostModel
 from scheduler.routing.decisions import Decision, DecodeCandidate
+
+Role = Literal["both", "prefill", "decode"]
 
 
 class Question(NamedTuple):

@@ -14,8 +14,7 @@ from typing import NamedTuple
 from kvfs._native.cluster.index import ClusterIndex
 from kvfs.limits import MAX_REMEMBERED_FOLDS
 from scheduler.conductor.planning import legs
-from scheduler.conductor.planning.planner import Load, Plan, PrefillFigures, Question
-from scheduler.conductor.values import Role
+from scheduler.conductor.planning.planner import Load, Plan, PrefillFigures, Question, Role
 from scheduler.routing.cluster import Cluster, DecodeInstance, PrefillInstance, Source
 from scheduler.routing.commitments import Ledger
 from scheduler.routing.cost import CostModel

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from scheduler.conductor.values import Refused, Routed, RouteRequest
-from scheduler.proxy.engines import Engine, Engines
+from scheduler.proxy.upstream.engines import Engine, Engines
 
 BY_LOAD = "by load"
 """Why a route predicts no cached tokens."""

@@ -20,7 +20,7 @@ import trio
 from kvfs import limits
 from kvfs.errors import KvfsError
 from scheduler.conductor.values import Refused, Routed, Router, RouteRequest
-from scheduler.proxy.engines import EngineAddress, Engines
+from scheduler.proxy.upstream.engines import EngineAddress, Engines
 from scheduler.routing.admission import Reason
 
 log = logging.getLogger("kvfs.proxy")

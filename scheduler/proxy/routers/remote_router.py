@@ -26,10 +26,11 @@ import trio
 
 from kvfs import limits
 from kvfs.errors import InvalidRequest, NotFound
-from scheduler.conductor.values import Refused, Role, Routed, RouteRequest
-from scheduler.proxy.engines import Engine, EngineAddress, Engines
+from scheduler.conductor.planning.planner import Role
+from scheduler.conductor.values import Refused, Routed, RouteRequest
 from scheduler.proxy.routers.fallback import RouterDown
-from scheduler.proxy.upstream import Dialer, EngineFailed
+from scheduler.proxy.upstream.connection import Dialer, EngineFailed
+from scheduler.proxy.upstream.engines import Engine, EngineAddress, Engines
 
 log = logging.getLogger("kvfs.proxy")
 

@@ -34,8 +34,9 @@ from scheduler.conductor.door.conductor_metrics import ConductorCollector
 from scheduler.conductor.door.mooncake import ALL_OPERATIONS
 from scheduler.conductor.door.operations import Context
 from scheduler.conductor.feeds.discovery import InstancesFile
+from scheduler.conductor.planning.planner import Role
 from scheduler.conductor.sources import StreamName
-from scheduler.conductor.values import Instance, Role, RouteRequest
+from scheduler.conductor.values import Instance, RouteRequest
 from tests.support.conductors import NAMESPACE, Clock, asking, conductor, instance, serving, until
 from tests.support.held_ports import HeldPort
 

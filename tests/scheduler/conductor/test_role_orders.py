@@ -14,7 +14,8 @@ from kvfs.errors import NotFound
 from kvfs.limits import CONDUCTOR_TICK_S
 from kvfs.watch.window import Window
 from scheduler.conductor.door.conductor_panels import conductor_snapshot, decision_panel
-from scheduler.conductor.values import Role, Routed, RouteRequest
+from scheduler.conductor.planning.planner import Role
+from scheduler.conductor.values import Routed, RouteRequest
 from scheduler.routing.admission import Mode, Slo
 from scheduler.routing.cost import table_costs
 from scheduler.routing.roles import Rules

@@ -18,9 +18,9 @@ import trio
 
 from kvfs import limits
 from scheduler.conductor.values import RouteRequest
-from scheduler.proxy.engines import Engines
 from scheduler.proxy.routers.fallback import RouterDown
 from scheduler.proxy.routers.remote_router import RemoteRouter
+from scheduler.proxy.upstream.engines import Engines
 from tests.support.conductors import Clock, conductor, instance, serving, until
 from tests.support.service import ROOT
 from tests.support.stub_engines import Asker, Stand, StubEngine, proxy_stand

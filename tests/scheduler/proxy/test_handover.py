@@ -9,7 +9,7 @@ import trio
 
 from kvfs.config.settings import HandOver
 from scheduler.proxy import handover
-from scheduler.proxy.engines import EngineAddress
+from scheduler.proxy.upstream.engines import EngineAddress
 from tests.scheduler.proxy.test_failures import ended, until
 from tests.support.processor_waits import within
 from tests.support.stub_engines import PROMPT, Stand, proxy_stand

@@ -9,7 +9,7 @@ import pytest
 
 from kvfs.errors import ConfigError
 from kvfs.http.server import Certificate
-from scheduler.proxy.engines import Engines
+from scheduler.proxy.upstream.engines import Engines
 from tests.support.certificates import certificate
 from tests.support.conductors import instance, serving, until
 from tests.support.stub_engines import proxy_stand

@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from time import monotonic
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import trio
@@ -27,12 +27,11 @@ import trio
 from kvfs import limits
 from kvfs.http.server_place import Place, place_of
 from kvfs.http.transports import Buffer
-from scheduler.proxy.connection_pool import Pool
-from scheduler.proxy.upstream import Dialer, EngineFailed, UpstreamConnection
+from scheduler.conductor.planning.planner import Role
+from scheduler.proxy.upstream.connection import Dialer, EngineFailed, UpstreamConnection
+from scheduler.proxy.upstream.connection_pool import Pool
 
 log = logging.getLogger("kvfs.proxy")
-
-Role = Literal["prefill", "decode", "both"]
 
 
 class EngineAddress(NamedTuple):

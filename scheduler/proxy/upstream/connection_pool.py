@@ -14,7 +14,7 @@ import trio
 
 from kvfs import limits
 from kvfs.http.server_place import Place
-from scheduler.proxy.upstream import Dialer, EngineFailed, UpstreamConnection
+from scheduler.proxy.upstream.connection import Dialer, EngineFailed, UpstreamConnection
 
 
 class Pool:

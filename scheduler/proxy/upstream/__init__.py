@@ -1,0 +1,1 @@
+"""What the proxy sends to: engines, the connections to them, and what those failed with."""
