@@ -202,16 +202,24 @@ def cached(outcome: Outcome) -> int:
 def test_streams_are_those_of_one_engine_alone(servers: tuple[Server, Server], reference: Run) -> None:
     prefill, decode = servers
     with proxy("--prefill", prefill.url, "--decode", decode.url) as url:
-        for name, prompt in PROMPTS.items():
+
+        def handed_over(prompt: list[int]) -> tuple[Outcome, int]:
+            """The answer, and of how many tokens the decode engine found what the other had stored."""
             before = decode.external_hits()
-            first = ask(url, prompt)
+            return ask(url, prompt), decode.external_hits() - before
+
+        for name, prompt in PROMPTS.items():
+            first, tokens = handed_over(prompt)
             assert first.tokens == reference.output(name)[0], name
             assert first.last == "[DONE]"
-            # The decode engine computed no whole block: it found what the other had just stored.
-            assert decode.external_hits() - before == whole_blocks(prompt)
             assert cached(first) == 0, "what the prefill engine had of it"
-            again = ask(url, prompt)
+            again, tokens_again = handed_over(prompt)
             assert again.tokens == first.tokens
+            # It waits 50 ms for seals and computes the rest; once they are there it computes no whole block.
+            if max(tokens, tokens_again) < whole_blocks(prompt):
+                eventually(
+                    lambda prompt=prompt: handed_over(prompt)[1] == whole_blocks(prompt), "all is found"
+                )
     # Whoever asks the decode engine itself gets its own count.
     assert cached(ask(f"{decode.url}/v1", PROMPTS["900 tokens"])) == whole_blocks(PROMPTS["900 tokens"])
 
