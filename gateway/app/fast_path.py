@@ -42,7 +42,7 @@ from gateway.protocol.request import Request
 from kvfs import limits
 from kvfs._native.s3.fast_path import Reads
 from kvfs.config.credentials import Credential
-from kvfs.errors import BucketNotFound, Corrupt
+from kvfs.errors import Corrupt, KvfsError
 from kvfs.http.http_exchange import date_text
 from kvfs.http.transports import Gone, PlainTransport
 from kvfs.index.rows import RETIRED, NameRow, load_row
@@ -156,7 +156,7 @@ class FastPath:
         try:
             where = self._local.names.bucket(bucket)
             digest = None if checksum is None else parse(Algorithm.CRC64NVME, checksum.decode("ascii"))
-        except (BucketNotFound, Corrupt, S3Error):
+        except (KvfsError, S3Error):  # the general path says so
             return None
         if where.namespace is not None or self._takes_md5(settings, bucket):
             return None
@@ -189,7 +189,7 @@ class FastPath:
         assert self._local is not None
         try:
             return self._local.names.peek(name)
-        except (BucketNotFound, Corrupt):  # the general path says so
+        except KvfsError:  # the general path says so
             return None
 
     def _count(self) -> None:

@@ -11,6 +11,7 @@ Invariants:
 - LMDB's map is never larger than the file that is allocated: it writes through a mapping, and a page without room on
   the filesystem would be a SIGBUS. A full filesystem is NoSpace; removals have a reserve.
 - Corrupt means that data was read and is wrong, not that memory, descriptors or room were missing.
+- A read leaves no slot of LMDB's table of readers taken, whatever is raised in it and however long that is kept.
 
 Durability: soft state. The file survives the process, `kill -9` included, since LMDB writes no live page in place.
 After a power failure it is not believed, and the caller builds a new one.
@@ -24,7 +25,9 @@ import errno
 import logging
 import os
 import struct
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -110,7 +113,7 @@ class NameEnvironment:
                 writemap=True,
             )
         except lmdb.Error as error:
-            raise self._failure(error) from error
+            raise failure(self._path, error) from error
         try:
             _allocate(self._data, map_size_bytes)  # a new one: LMDB wants to make it itself
             self._keep_reserve()
@@ -129,7 +132,7 @@ class NameEnvironment:
         try:
             return self._env.open_db(name)
         except lmdb.Error as error:
-            raise self._failure(error) from error
+            raise failure(self._path, error) from error
 
     def close(self) -> bool:
         """Flush and close; return whether all of it is on the device. Closing twice is harmless."""
@@ -153,10 +156,9 @@ class NameEnvironment:
 
     def read(self, look: Callable[[Txn], T]) -> T:
         try:
-            with self._env.begin() as txn:
-                return look(txn)
+            return read_once(self._env, look)
         except lmdb.Error as error:
-            raise self._failure(error) from error
+            raise failure(self._path, error) from error
 
     def write(self, change: Callable[[Txn], T], *, removes: bool = False) -> T:
         """Run `change` in a write transaction, and again with a larger map where the map is full. Raises NoSpace.
@@ -170,7 +172,7 @@ class NameEnvironment:
             except lmdb.MapFullError:
                 self._grow(removes)
             except lmdb.Error as error:
-                raise self._failure(error) from error
+                raise failure(self._path, error) from error
 
     def _grow(self, removes: bool) -> None:
         size_bytes = self._env.info()["map_size"]
@@ -193,7 +195,7 @@ class NameEnvironment:
         try:
             self._env.set_mapsize(size_bytes)
         except lmdb.Error as error:
-            raise self._failure(error) from error
+            raise failure(self._path, error) from error
         self._keep_reserve()
 
     def _keep_reserve(self) -> None:
@@ -202,10 +204,6 @@ class NameEnvironment:
         with suppress(NoSpace):
             _allocate(self._data, self._env.info()["map_size"] + NAME_RESERVE_BYTES)
             self._reserve_bytes = NAME_RESERVE_BYTES
-
-    def _failure(self, error: lmdb.Error) -> KvfsError:
-        kind: type[KvfsError] = Corrupt if is_damage(error) else OutOfResources
-        return (NoSpace if isinstance(error, lmdb.DiskError) else kind)(f"name index {self._path}: {error}")
 
     def _check_format(self) -> None:
         def change(txn: Txn) -> bytes:
@@ -293,6 +291,34 @@ class NameEnvironment:
                 return found
             log.warning("name index %s: the row %s holds no id: %s", self._path, key.decode(), data.hex())
         return int(time.time()) << shift
+
+
+def read_once(env: lmdb.Environment, look: Callable[[Txn], T]) -> T:
+    """Run `look` in a read transaction, and free that, whatever `look` raises.
+
+    LMDB's slot is free again when the transaction's object is freed, not when it ends; a kept exception keeps the
+    frames of its traceback, and they what they knew: so those that ended in here lose their variables.
+    """
+    handled = sys.exception()
+    txn = env.begin()
+    try:
+        return look(txn)
+    except BaseException as error:
+        raised: BaseException | None = error
+        while raised is not None and raised is not handled:
+            traceback.clear_frames(raised.__traceback__)
+            raised = raised.__context__
+        raise
+    finally:
+        txn.abort()
+        del txn
+
+
+def failure(path: Path, error: lmdb.Error) -> KvfsError:
+    """Return what an error of LMDB is here: NoSpace, Corrupt or OutOfResources."""
+    if isinstance(error, lmdb.DiskError):
+        return NoSpace(f"name index {path}: {error}")
+    return (Corrupt if is_damage(error) else OutOfResources)(f"name index {path}: {error}")
 
 
 def is_damage(error: lmdb.Error) -> bool:

@@ -17,8 +17,8 @@ from typing import NamedTuple, Self, TypeVar
 
 import lmdb
 
-from kvfs.errors import BucketNotFound, Corrupt
-from kvfs.index.environment import check_format
+from kvfs.errors import BucketNotFound
+from kvfs.index.environment import check_format, failure, read_once
 from kvfs.index.listing import ListPage, list_page
 from kvfs.index.rows import BucketRow, NameRow, load_row
 from kvfs.index.tree import NameTree, Txn
@@ -33,7 +33,10 @@ class FoundName(NamedTuple):
 
 
 class NameReader:
-    """Open the index of a running service. Raises FormatMismatch, Corrupt, OSError where it cannot be read."""
+    """Open the index of a running service. Raises FormatMismatch, Corrupt, OSError where it cannot be read.
+
+    Its methods raise Corrupt for damage, OutOfResources where the machine lacks something.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
@@ -47,8 +50,7 @@ class NameReader:
         try:
             databases = [self._env.open_db(name, create=False) for name in _DATABASES]
             meta, names, tails, self._bucket_db = databases
-            with self._env.begin() as txn:
-                check_format(txn.get(b"format", db=meta), str(path))
+            check_format(read_once(self._env, lambda txn: txn.get(b"format", db=meta)), str(path))
             self._tree = NameTree(names, tails)
         except lmdb.Error as error:
             self._env.close()
@@ -125,14 +127,12 @@ class NameReader:
     def _read(self, look: Callable[[Txn], T]) -> T:
         try:
             try:
-                with self._env.begin() as txn:
-                    return look(txn)
+                return read_once(self._env, look)
             except lmdb.MapResizedError:  # the service has grown the map
                 self._env.set_mapsize(0)
-                with self._env.begin() as txn:
-                    return look(txn)
+            return read_once(self._env, look)
         except lmdb.Error as error:
-            raise Corrupt(f"name index {self._path}: {error}") from error
+            raise failure(self._path, error) from error
 
 
 _DATABASES = (b"meta", b"names", b"tails", b"buckets")
