@@ -4,8 +4,8 @@ Responsibility: what every request goes through. Order: request id, signature, a
 nobody unauthenticated learns what is there, and no body is asked for before all of that.
 
 Invariants: every exchange is answered once, or its connection closes. A failure is answered with an S3 error document;
-an unforeseen one shows the client nothing but the request id, under which it is logged. Signatures, keys and
-credentials are never logged.
+an internal one, unforeseen or of the store, shows the client nothing but the request id, under which the log has it
+with its trace. Signatures, keys and credentials are never logged.
 
 Concurrency: one task per exchange.
 """
@@ -165,15 +165,12 @@ class Handler:
                 answer = await put_object.put_plain(self._backend, exchange.recognised, exchange)
             else:
                 answer = await self._answer(exchange, request, request_id)
-        except (S3Error, KvfsError, BodyLost, Stalled) as error:
-            if isinstance(error, BodyLost | Stalled):
-                exchange.keep_alive = False
-            answer = self._failure(_as_s3(error, request), request, request_id)
         except Gone:
             raise
-        except Exception:
-            log.exception("request %s: %s failed", request_id, request.method)
-            answer = self._failure(S3Error("InternalError"), request, request_id)
+        except Exception as error:
+            if isinstance(error, BodyLost | Stalled):
+                exchange.keep_alive = False
+            answer = self._failure(error, request, request_id)
         if answer is not None:
             await self._send(exchange, answer, request_id)
 
@@ -224,10 +221,7 @@ class Handler:
             if isinstance(outcome, Answer):
                 return outcome.body
             assert isinstance(outcome, Exception), outcome
-            if not isinstance(outcome, S3Error | KvfsError):
-                log.error("request %s: %s failed", request_id, call.request.method, exc_info=outcome)
-                outcome = S3Error("InternalError")
-            return self._failure(_as_s3(outcome, call.request), call.request, request_id).body
+            return self._failure(outcome, call.request, request_id).body
 
         headers = [("x-amz-request-id", request_id), ("x-amz-id-2", request_id), _XML]
         return await stream_slow_answer(exchange, lambda: operation(call), headers, body_of)
@@ -251,10 +245,14 @@ class Handler:
             self._routes[key] = found
         return found
 
-    def _failure(self, error: S3Error, request: Request, request_id: str) -> Answer:
+    def _failure(self, cause: Exception, request: Request, request_id: str) -> Answer:
+        """Make the answer to a request that failed, and log what the answer does not say of the cause."""
+        error = _as_s3(cause, request)
         self.counters.failed(error.code)
-        if error.status >= 500 and error.code not in ("NotImplemented", "InternalError"):
-            log.warning("request %s: %s", request_id, error)
+        if error.code == "InternalError":
+            log.error("request %s: %s failed", request_id, request.method, exc_info=cause)
+        elif error.status >= 500 and error.code != "NotImplemented":
+            log.warning("request %s: %s: %s", request_id, error.code, cause)
         headers = list(error.headers.items())
         if error.status == 304:
             return document_answer(304, headers)
@@ -309,4 +307,5 @@ def _as_s3(error: Exception, request: Request) -> S3Error:
             return S3Error("NoSuchBucket")
         case KvfsError():
             return from_kvfs(error, request.raw_path.decode("latin-1").lstrip("/"))
-    raise AssertionError(error)
+        case _:
+            return S3Error("InternalError")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from gateway.call.call import Answer, Call, document_answer
 from gateway.call.receive import read_document
 from gateway.operations.put_object import expected_of
@@ -12,6 +14,8 @@ from gateway.protocol.errors import S3Error, from_kvfs
 from gateway.protocol.routing import check_version
 from gateway.xml import requests, responses
 from gateway.xml.requests import DeleteRequest, ObjectReference
+
+log = logging.getLogger("kvfs.gateway")
 
 _Outcome = tuple[str, str | None]
 
@@ -45,6 +49,8 @@ async def _delete_all(call: Call, request: DeleteRequest) -> Answer:
             deleted.append((each.key, each.version_id))
         else:
             why = from_kvfs(outcome, f"{call.bucket}/{each.key}")
+            if why.status >= 500:  # the answer, a 200, says nothing of its cause
+                log.error("request %s: %s", call.request_id, outcome)
             failed.append((each.key, each.version_id, why))
     return document_answer(200, (), responses.delete_result([] if request.quiet else deleted, failed))
 
