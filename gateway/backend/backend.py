@@ -257,6 +257,10 @@ class Backend:
                 failed.append(None if gone else status_error(status, f"{bucket}/{key}"))
         return failed
 
+    async def settle(self) -> None:
+        """Wait until all that the service has done so far is as durable as its answers say."""
+        await self.sessions.control(Op.REMOVE_NAMES, names=[], expected_ids=[])
+
     async def status(self) -> dict[str, Any]:
         return await self.sessions.control(Op.STATUS)
 

@@ -39,6 +39,8 @@ class Seal:
     mtime_ns: int | None = None
     checksum: int | None = None
     """XXH3-64 of the bytes, where it is known."""
+    needs: tuple[str, str] | None = None
+    """A directory's marker, which has to be there."""
 
 
 class Drafts:
@@ -112,7 +114,8 @@ class Drafts:
     async def seal(self, draft: Draft, seal: Seal) -> int:
         """Seal a draft under a name, and return the object's id.
 
-        Raises Exists, NotFound as the seal's condition says; the draft then stays.
+        Raises Exists, NotFound as the seal's condition says, NotFound where the marker that it needs is gone; the
+        draft then stays.
         """
         draft.close()
         link = self._sessions.link_of(draft.session)
@@ -129,6 +132,7 @@ class Drafts:
                 checksum=seal.checksum,
                 user_metadata=seal.user_metadata,
                 expected_id=seal.expected_id,
+                needs=None if seal.needs is None else (untext(seal.needs[0]), untext(seal.needs[1])),
             )
         )
         if result.status:

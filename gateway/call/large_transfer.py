@@ -91,6 +91,8 @@ class Transfer:
         arguments: dict[str, Any] = {} if seal.expected_id is None else {"expected_id": seal.expected_id}
         if seal.mtime_ns is not None:
             arguments["mtime_ns"] = seal.mtime_ns
+        if seal.needs is not None:
+            arguments["needs"] = seal.needs
         made = await self.session.control(
             Op.LARGE_SEAL,
             name=[seal.bucket, seal.key],

@@ -6,8 +6,10 @@ it. A retry of a completion that succeeded gets the same answer: the object reme
 Invariants:
 - Everything is checked before a byte is copied, and a part that is uploaded again between its check and its copy fails
   the completion.
-- The upload's record is removed right before the seal: of completions and aborts that race, one wins. A seal that fails
-  restores the record.
+- The seal needs the upload's record, which is removed once the object is durable: of a completion and an abort that
+  race, one wins, and a completion that ends in the middle, whatever ends it, leaves the record, the object, or both.
+- The seal replaces only what the key named before the record was seen, so that of completions that race the first one
+  counts, and a late one does not replace what was put after it.
 
 Concurrency: one task per call, one worker thread per copy.
 """
@@ -16,9 +18,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from urllib.parse import quote
 
 import trio
@@ -34,8 +37,8 @@ from gateway.call.large_transfer import Transfer
 from gateway.call.object_view import Stored, stored
 from gateway.call.receive import read_document
 from gateway.operations.put_object import check_size, is_large, is_pinned, write_condition
-from gateway.operations.uploads import Upload, find_upload, remove_parts
-from gateway.protocol import checksums
+from gateway.operations.uploads import Upload, find_upload, remove_parts, sealed_of
+from gateway.protocol import checksums, conditions
 from gateway.protocol import etag as etags
 from gateway.protocol.checksums import Checksum, ChecksumType
 from gateway.protocol.errors import S3Error
@@ -43,13 +46,13 @@ from gateway.protocol.metadata import ObjectMetadata, PartMetadata
 from gateway.xml import requests, responses
 from gateway.xml.requests import PartReference
 from kvfs import limits
-from kvfs.errors import KvfsError, NotFound
+from kvfs.errors import Exists, KvfsError, NotFound
 from kvfs.protocol.messages import Op
 
 log = logging.getLogger("kvfs.gateway")
 
-_WINNER_WAIT_S = 2.0
-_WINNER_POLL_S = 0.02
+_SEAL_ATTEMPTS = 32
+"""A seal fails where the key has changed since it was looked up, which costs about a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +69,9 @@ async def complete(call: Call) -> Answer:
 async def _complete(call: Call, listed: Sequence[PartReference]) -> Answer:
     upload_id = call.action.upload_id or ""
     upload = await find_upload(call.backend, upload_id, call.bucket, call.key)
-    if upload is None:
-        return await _completed_before(call, upload_id)
+    before = await sealed_of(call.backend, upload_id, call.bucket, call.key)
+    if upload is None or before is not None:
+        return await _completed_before(call, upload, before)
     _check_checksums_given(upload, listed)
     await upload.touch(call.backend, call.settings.upload_expiry_s)
     parts = _listed_parts(listed, await upload.parts(call.backend))
@@ -75,17 +79,12 @@ async def _complete(call: Call, listed: Sequence[PartReference]) -> Answer:
     size_bytes = sum(part.what.size_bytes for part in parts)
     await call.backend.bucket(call.bucket)
     check_size(call, size_bytes, in_parts=True)
-    seal = replace(await write_condition(call), user_metadata=said.encode())
+    await write_condition(call)
     if is_large(call, size_bytes):
-        return await _complete_large(call, upload, parts, said, seal)
+        return await _complete_large(call, upload, parts, said)
     async with call.backend.drafts.reserved(call.owner, size_bytes) as draft:
         await _join(call, upload, parts, draft)
-        if not await upload.take_record(call.backend):
-            return await _completed_before(call, upload_id)
-        async with _restored(call, upload):
-            object_id = await call.backend.drafts.seal(draft, seal)
-    await _tidy(call, upload, said, object_id)
-    return _answer(call, said, object_id)
+        return await _seal(call, upload, said, partial(call.backend.drafts.seal, draft))
 
 
 def _without_checksums(call: Call) -> Call:
@@ -197,9 +196,7 @@ def _checksum(call: Call, upload: Upload, parts: Sequence[_Part]) -> Checksum | 
     return found
 
 
-async def _complete_large(
-    call: Call, upload: Upload, parts: Sequence[_Part], said: ObjectMetadata, seal: Seal
-) -> Answer:
+async def _complete_large(call: Call, upload: Upload, parts: Sequence[_Part], said: ObjectMetadata) -> Answer:
     """Complete an upload that no slot can hold: append its parts window by window to an object on NVMe."""
     async with _transfers(call, parts) as (transfer, source):
         for part in parts:
@@ -208,12 +205,7 @@ async def _complete_large(
                 continue
             async with _open_part(call, upload, part) as descriptor:
                 await large_transfer.append_slot(transfer, descriptor, 0, part.what.size_bytes)
-        if not await upload.take_record(call.backend):
-            return await _completed_before(call, upload.upload_id)
-        async with _restored(call, upload):
-            object_id = await transfer.seal(seal)
-    await _tidy(call, upload, said, object_id)
-    return _answer(call, said, object_id)
+        return await _seal(call, upload, said, transfer.seal)
 
 
 @asynccontextmanager
@@ -281,51 +273,52 @@ async def _copy(descriptor: int, draft: Draft, at: int, size_bytes: int) -> None
         await trio.to_thread.run_sync(copy_range, descriptor, start, draft.descriptor, at + start, count)
 
 
-@asynccontextmanager
-async def _restored(call: Call, upload: Upload) -> AsyncIterator[None]:
-    """Restore the upload's record where the seal in this context fails."""
-    try:
-        yield
-    except BaseException:
-        with trio.CancelScope(shield=True):
-            try:
-                await upload.save(call.backend)
-            except KvfsError as error:
-                log.warning("upload %s cannot be completed any more: %s", upload.upload_id, error)
-        raise
+# --- the end -----------------------------------------------------------------------------------------------
+async def _seal(
+    call: Call, upload: Upload, said: ObjectMetadata, seal: Callable[[Seal], Awaitable[int]]
+) -> Answer:
+    """Seal what the upload becomes, unless another completion or an abort comes first. Raises S3Error NoSuchUpload,
+    PreconditionFailed, OperationAborted of a key that changes all the time."""
+    plain = Seal(call.bucket, call.key, said.encode(), needs=upload.record_name)
+    for _ in range(_SEAL_ATTEMPTS):
+        found = await call.backend.find(call.bucket, call.key)
+        what = None if found is None else stored(found)
+        if what is not None and what.metadata.upload_id == upload.upload_id:
+            return await _completed_before(call, upload, what)
+        conditions.check_write(call.conditions, None if what is None else what.etag)
+        expected_id = None if found is None else found.object_id
+        try:
+            object_id = await seal(replace(plain, replace=found is not None, expected_id=expected_id))
+        except (Exists, NotFound):
+            if await find_upload(call.backend, upload.upload_id, call.bucket, call.key) is None:
+                before = await sealed_of(call.backend, upload.upload_id, call.bucket, call.key)
+                return await _completed_before(call, None, before)
+        else:
+            await _tidy(call, upload, said, object_id)
+            return _answer(call, said, object_id)
+    raise S3Error("OperationAborted")
 
 
-async def _tidy(call: Call, upload: Upload, said: ObjectMetadata, object_id: int) -> None:
-    """Pin the object and remove the parts, neither of which may fail the completion."""
+async def _completed_before(call: Call, upload: Upload | None, before: Stored | None) -> Answer:
+    """Answer a completion that another one preceded, and end what that may have left. Raises S3Error NoSuchUpload."""
+    if before is None:
+        raise S3Error("NoSuchUpload", detail={"UploadId": call.action.upload_id or ""})
+    await call.backend.settle()  # the other one may not have been answered yet
+    await _tidy(call, upload, before.metadata, before.found.object_id)
+    return _answer(call, before.metadata, before.found.object_id)
+
+
+async def _tidy(call: Call, upload: Upload | None, said: ObjectMetadata, object_id: int) -> None:
+    """Pin the object and remove the upload, neither of which may fail the completion."""
     try:
         if is_pinned(said):
             await call.backend.pin(call.bucket, call.key, object_id)
-        await remove_parts(call.backend, upload.upload_id)
+        if upload is not None:
+            await upload.remove(call.backend)
+        else:
+            await remove_parts(call.backend, said.upload_id)
     except KvfsError as error:
-        log.warning("parts of upload %s stay until they expire: %s", upload.upload_id, error)
-
-
-async def _completed_before(call: Call, upload_id: str) -> Answer:
-    """Answer a completion that another one preceded. Raises S3Error NoSuchUpload, BucketNotFound."""
-    with trio.move_on_after(_WINNER_WAIT_S):
-        while True:
-            found = await call.backend.find(call.bucket, call.key)
-            if found is not None and not found.marker:
-                said = stored(found).metadata
-                if upload_id and said.upload_id == upload_id:
-                    return _answer(call, said, found.object_id)
-            if not upload_id or await _is_known(call, upload_id):
-                break
-            await trio.sleep(_WINNER_POLL_S)
-    raise S3Error("NoSuchUpload", detail={"UploadId": upload_id})
-
-
-async def _is_known(call: Call, upload_id: str) -> bool:
-    """Return whether nobody is about to seal the upload: its record is there again, or it has no parts."""
-    if await find_upload(call.backend, upload_id, call.bucket, call.key) is not None:
-        return True
-    page = await call.backend.list(reserved_bucket.BUCKET, prefix=f"parts/{upload_id}/", limit=1)
-    return not page.entries
+        log.warning("what is left of upload %s stays until it expires: %s", said.upload_id, error)
 
 
 def _answer(call: Call, said: ObjectMetadata, object_id: int) -> Answer:

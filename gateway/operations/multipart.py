@@ -25,7 +25,7 @@ from gateway.call.receive import Received, receive
 from gateway.call.sinks import DraftSink
 from gateway.operations.copy_object import CopyPlan, open_source, seal_copy
 from gateway.operations.put_object import check_size, is_large, with_digests
-from gateway.operations.uploads import Upload, need_upload, new_upload_id, uploads_of
+from gateway.operations.uploads import Upload, need_upload, new_upload_id, sealed_of, uploads_of
 from gateway.protocol import checksums, list_pages, metadata, ranges
 from gateway.protocol import etag as etags
 from gateway.protocol.checksums import Algorithm, ChecksumType
@@ -146,7 +146,8 @@ def _check_algorithm(upload: Upload, algorithm: Algorithm | None) -> None:
 
 async def abort(call: Call) -> Answer:
     upload = await need_upload(call.backend, call.action.upload_id, call.bucket, call.key)
-    if not await upload.remove(call.backend):
+    was_there = await upload.remove(call.backend)
+    if not was_there or await sealed_of(call.backend, upload.upload_id, call.bucket, call.key) is not None:
         raise S3Error("NoSuchUpload", detail={"UploadId": upload.upload_id})
     return Answer(204)
 

@@ -5,12 +5,14 @@ after a restart: `uploads/ID/` is a marker with the record, `parts/ID/NNNNN` are
 lists them with the bucket's keys; on the mount they are under `.kvfs-s3`, which only the service's user may enter.
 
 Invariants:
-- An upload exists while its record does. Completing and aborting begin with removing it, which one of them wins.
+- An upload exists while its record does, and has ended where its key names the object that it has become. The seal of
+  that needs the record, which is removed when the object is durable; who aborts removes the record, and then looks
+  whether the object was first. The record goes before the parts, so that parts without one are nobody's.
 - Where there is an NVMe tier, parts are durable. Else they count as cache: a directory that is named by a hash is
   evicted as one (`kvfs.paths.unit_prefix`), so an upload that was evicted has no parts at all, and its completion
   fails with InvalidPart.
-- Any worker removes uploads that were idle for longer than the expiry (`expire`), and parts without a record, which a
-  worker that died may have left behind. `gateway.call.upload_counts` limits how many an owner may have.
+- Any worker removes, at its start and now and then, what a worker or service that died has left, and uploads that were
+  idle for longer than the expiry (`expire`). `gateway.call.upload_counts` limits how many an owner may have.
 
 Concurrency: any worker.
 """
@@ -32,7 +34,7 @@ import trio
 from gateway.backend import reserved_bucket
 from gateway.backend.backend import Backend
 from gateway.backend.lookup import ObjectLookup
-from gateway.call.object_view import read_metadata
+from gateway.call.object_view import Stored, read_metadata, stored
 from gateway.protocol.checksums import Algorithm, ChecksumType
 from gateway.protocol.errors import S3Error
 from gateway.protocol.metadata import ObjectMetadata
@@ -63,6 +65,10 @@ class Upload:
     record: ObjectLookup | None = None
     """The record as it was read; its time is when the upload was last used."""
 
+    @property
+    def record_name(self) -> tuple[str, str]:
+        return reserved_bucket.BUCKET, f"{_RECORDS}{self.upload_id}/"
+
     def part_key(self, number: int) -> str:
         return f"{_PARTS}{self.upload_id}/{number:05}"
 
@@ -76,7 +82,7 @@ class Upload:
             "algorithm": self.algorithm.value if self.algorithm else None,
             "type": self.checksum_type.value if self.checksum_type else None,
         }
-        await reserved_bucket.put_note(backend, f"{_RECORDS}{self.upload_id}/", json.dumps(record).encode())
+        await reserved_bucket.put_note(backend, self.record_name[1], json.dumps(record).encode())
 
     async def touch(self, backend: Backend, expiry_s: float) -> None:
         """Renew an upload that is in use: it expires `expiry_s` from now on.
@@ -85,17 +91,12 @@ class Upload:
         """
         now_ns = time.time_ns()
         if self.record is not None and now_ns - self.record.mtime_ns > expiry_s * 1e9 / 4:
-            key, data = f"{_RECORDS}{self.upload_id}/", self.record.user_metadata
             with suppress(NotFound, Exists):
-                await backend.set_metadata(reserved_bucket.BUCKET, key, self.record, data, now_ns)
-
-    async def take_record(self, backend: Backend) -> bool:
-        """Remove the record; return False where somebody else has."""
-        return await backend.remove(reserved_bucket.BUCKET, f"{_RECORDS}{self.upload_id}/")
+                await backend.set_metadata(*self.record_name, self.record, self.record.user_metadata, now_ns)
 
     async def remove(self, backend: Backend) -> bool:
         """Remove the record and the parts, and return whether the record was there."""
-        taken = await self.take_record(backend)
+        taken = await backend.remove(*self.record_name)
         await remove_parts(backend, self.upload_id)
         return taken
 
@@ -134,14 +135,28 @@ def _is_id(upload_id: str) -> bool:
 
 async def find_upload(backend: Backend, upload_id: str, bucket: str, key: str) -> Upload | None:
     """Find the upload of an id; return None where there is none, or of another key."""
+    upload = await _find_record(backend, upload_id)
+    return upload if upload is not None and (upload.bucket, upload.key) == (bucket, key) else None
+
+
+async def _find_record(backend: Backend, upload_id: str) -> Upload | None:
+    """Find the upload of an id; return None where there is no record, or none that can be read."""
     if not _is_id(upload_id):
         return None
     try:
         found = await backend.find(reserved_bucket.BUCKET, f"{_RECORDS}{upload_id}/")
     except BucketNotFound:
         return None
-    upload = None if found is None else _upload(upload_id, found)
-    return upload if upload is not None and (upload.bucket, upload.key) == (bucket, key) else None
+    return None if found is None else _upload(upload_id, found)
+
+
+async def sealed_of(backend: Backend, upload_id: str, bucket: str, key: str) -> Stored | None:
+    """Find the object that an upload has become; None where the key does not stand for that. Raises BucketNotFound."""
+    found = await backend.find(bucket, key)
+    if found is None or found.marker or not upload_id:
+        return None
+    what = stored(found)
+    return what if what.metadata.upload_id == upload_id else None
 
 
 async def need_upload(backend: Backend, upload_id: str | None, bucket: str, key: str) -> Upload:
@@ -200,24 +215,33 @@ async def _is_idle(backend: Backend, upload: Upload, since_ns: int) -> bool:
     return all(found.mtime_ns < since_ns for found in (await upload.parts(backend)).values())
 
 
+async def _has_ended(backend: Backend, upload: Upload) -> bool:
+    """Return whether an upload has become its object, or its bucket is gone: a kill left its record."""
+    try:
+        return await sealed_of(backend, upload.upload_id, upload.bucket, upload.key) is not None
+    except BucketNotFound:
+        return True
+
+
 async def expire(backend: Backend, older_than_s: float, now_ns: int | None = None) -> int:
-    """Remove uploads that were idle for so long, and parts without a record; return how many uploads were removed."""
+    """Remove uploads that were idle for so long or have ended, and parts without a record; return how many uploads were
+    removed."""
     now_ns = time.time_ns() if now_ns is None else now_ns
     removed = 0
     kept = set()
     for upload in await all_uploads(backend):
-        if await _is_idle(backend, upload, now_ns - int(older_than_s * 1e9)):
+        if await _has_ended(backend, upload):
+            await backend.settle()  # its completion may be under way
+            removed += await upload.remove(backend)
+        elif await _is_idle(backend, upload, now_ns - int(older_than_s * 1e9)):
             log.info("upload %s of %s/%s has expired", upload.upload_id, upload.bucket, upload.key)
             removed += await upload.remove(backend)
         else:
             kept.add(upload.upload_id)
-    orphans = set()
-    async for key, found in _under(backend, _PARTS):
-        upload_id = key[len(_PARTS) :].partition("/")[0]
-        if upload_id not in kept and found.mtime_ns < now_ns - int(limits.ORPHAN_AGE_S * 1e9):
-            orphans.add(upload_id)
-    for upload_id in orphans:
-        await remove_parts(backend, upload_id)
+    found = {key[len(_PARTS) :].partition("/")[0] async for key, _ in _under(backend, _PARTS)}
+    for upload_id in found - kept:
+        if await _find_record(backend, upload_id) is None:  # else it was begun meanwhile
+            await remove_parts(backend, upload_id)
     return removed
 
 

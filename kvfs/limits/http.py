@@ -57,9 +57,7 @@ MAX_UPLOADS: Final = 10_000
 UPLOADS_LOOK_S: Final = 1.0
 """The least time between two counts of an owner's uploads: 10,000 records take 50 ms."""
 EXPIRE_INTERVAL_S: Final = 600.0
-"""How often a gateway looks for expired uploads."""
-ORPHAN_AGE_S: Final = 3_600.0
-"""The age at which a part without a record is removed: a part being uploaded may outlive its upload by a request."""
+"""How often a gateway looks for expired uploads, and for what a kill has left of others."""
 COPY_TURN_BYTES: Final = 64 * MIB
 """Bytes copied by one job of a worker thread, which cannot be cancelled: 30 ms."""
 WORKER_START_WAIT_S: Final = 20.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from kvfs import errors, limits
 from kvfs.errors import KvfsError, ProtocolError
@@ -60,10 +60,13 @@ from kvfs.protocol.records import (
     MAY_OPEN,
     NAME,
     NAME_SEAL,
+    NEEDS_MARKER,
     REPLACE,
     RESULT,
     STATUS,
 )
+
+_SEAL_FLAGS: Final = HAS_CHECKSUM | REPLACE | HAS_MTIME | HAS_EXPECTED | NEEDS_MARKER
 
 
 def decode_request(op: Op, body: bytes) -> Request:
@@ -128,9 +131,12 @@ def _name_seals(count: int, body: bytes) -> Iterator[NameSeal]:
         slot, generation, flags, mode, mtime, checksum, bucket, key, metadata = NAME_SEAL.unpack_from(
             body, at
         )
-        _zero(op, "unknown flags", flags & ~(HAS_CHECKSUM | REPLACE | HAS_MTIME | HAS_EXPECTED))
+        _zero(op, "unknown flags", flags & ~_SEAL_FLAGS)
         expected = HINT.size if flags & HAS_EXPECTED else 0
         parts, at = _parts(op, body, at + NAME_SEAL.size, expected, bucket, key, metadata)
+        needs = None
+        if flags & NEEDS_MARKER:
+            needs, at = _name(op, body, at)
         yield NameSeal(
             slot,
             generation,
@@ -142,6 +148,7 @@ def _name_seals(count: int, body: bytes) -> Iterator[NameSeal]:
             _optional(op, "checksum", checksum, flags & HAS_CHECKSUM),
             parts[3],
             HINT.unpack(parts[0])[0] if expected else None,
+            needs,
         )
     _exact(op, body, at)
 
@@ -149,13 +156,19 @@ def _name_seals(count: int, body: bytes) -> Iterator[NameSeal]:
 def _names(count: int, body: bytes) -> Iterator[tuple[bytes, bytes]]:
     op, at = Op.OPEN_NAMED, BATCH.size
     for _ in range(count):
-        if len(body) - at < NAME.size:
-            raise ProtocolError(f"{op.name}: body ends inside the entry at byte {at}")
-        bucket, key, reserved = NAME.unpack_from(body, at)
-        _zero(op, "reserved", reserved)
-        parts, at = _parts(op, body, at + NAME.size, bucket, key)
-        yield parts[0], parts[1]
+        name, at = _name(op, body, at)
+        yield name
     _exact(op, body, at)
+
+
+def _name(op: Op, body: bytes, at: int) -> tuple[tuple[bytes, bytes], int]:
+    """Return the bucket and key of the record at `at`, and where the next record starts."""
+    if len(body) - at < NAME.size:
+        raise ProtocolError(f"{op.name}: body ends inside the entry at byte {at}")
+    bucket, key, reserved = NAME.unpack_from(body, at)
+    _zero(op, "reserved", reserved)
+    parts, at = _parts(op, body, at + NAME.size, bucket, key)
+    return (parts[0], parts[1]), at
 
 
 def _parts(op: Op, body: bytes, at: int, *lengths: int) -> tuple[list[bytes], int]:

@@ -52,6 +52,7 @@ from kvfs.protocol.records import (
     MAY_OPEN,
     NAME,
     NAME_SEAL,
+    NEEDS_MARKER,
     REPLACE,
     RESULT,
     STATUS,
@@ -84,9 +85,7 @@ def _encode_request(request: Request) -> bytes:
         case DigestBatch(namespace=namespace, digests=digests):
             return BATCH.pack(count, namespace) + digests
         case OpenNames(names=names):
-            return BATCH.pack(count, 0) + b"".join(
-                _padded(NAME.pack(len(bucket), len(key), 0) + bucket + key) for bucket, key in names
-            )
+            return BATCH.pack(count, 0) + b"".join(_encode_name(*name) for name in names)
         case Control(arguments=arguments):
             return encode_object(arguments)
 
@@ -103,6 +102,7 @@ def _encode_name_seal(seal: NameSeal) -> bytes:
     flags |= HAS_CHECKSUM if seal.checksum is not None else 0
     flags |= HAS_MTIME if seal.mtime_ns is not None else 0
     flags |= HAS_EXPECTED if seal.expected_id is not None else 0
+    flags |= NEEDS_MARKER if seal.needs is not None else 0
     head = NAME_SEAL.pack(
         seal.slot,
         seal.generation,
@@ -115,7 +115,12 @@ def _encode_name_seal(seal: NameSeal) -> bytes:
         len(seal.user_metadata),
     )
     expected = b"" if seal.expected_id is None else HINT.pack(seal.expected_id)
-    return _padded(head + expected + seal.bucket + seal.key + seal.user_metadata)
+    needs = b"" if seal.needs is None else _encode_name(*seal.needs)
+    return _padded(head + expected + seal.bucket + seal.key + seal.user_metadata) + needs
+
+
+def _encode_name(bucket: bytes, key: bytes) -> bytes:
+    return _padded(NAME.pack(len(bucket), len(key), 0) + bucket + key)
 
 
 def encode_answer(answer: Answer) -> bytes:

@@ -125,6 +125,8 @@ class NameSeal(NamedTuple):
     user_metadata: bytes = b""
     expected_id: int | None = None
     """Replace only the object with this id."""
+    needs: tuple[bytes, bytes] | None = None
+    """Bucket and key of a directory's marker, which has to be there."""
 
 
 @dataclass(frozen=True, slots=True)

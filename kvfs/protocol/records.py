@@ -24,6 +24,7 @@ HAS_CHECKSUM: Final = 1
 REPLACE: Final = 2
 HAS_MTIME: Final = 4
 HAS_EXPECTED: Final = 8
+NEEDS_MARKER: Final = 16
 MAY_OPEN: Final = 1
 KEPT: Final = 1
 ALIGNMENT: Final = 8

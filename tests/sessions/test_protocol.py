@@ -81,6 +81,7 @@ NAME_SEALS = st.builds(
     st.none() | U64,
     st.binary(max_size=40),
     st.none() | U64,
+    st.none() | st.tuples(st.binary(max_size=63), st.binary(max_size=200)),
 )
 BATCHES: st.SearchStrategy[Request] = st.one_of(
     st.builds(Reserve, batch(U64), st.booleans()),
@@ -321,8 +322,8 @@ BAD_REQUESTS: dict[str, tuple[bytes, str]] = {
     "name rest": (frame(Op.OPEN_NAMED, BATCH.pack(0, 0) + bytes(8)), "16 bytes where its counts say 8"),
     "seal name entry": (frame(Op.SEAL_NAMED, BATCH.pack(1, 0) + bytes(39)), "inside the entry at byte 8"),
     "seal name flags": (
-        frame(Op.SEAL_NAMED, BATCH.pack(1, 0) + struct.pack("<IIIIqQHHI", 1, 1, 16, 0, 0, 0, 0, 0, 0)),
-        "unknown flags is 0x10",
+        frame(Op.SEAL_NAMED, BATCH.pack(1, 0) + struct.pack("<IIIIqQHHI", 1, 1, 32, 0, 0, 0, 0, 0, 0)),
+        "unknown flags is 0x20",
     ),
     "no JSON": (frame(Op.STAT, b"{"), "not JSON"),
     "no object": (frame(Op.STAT, b"[]"), "a JSON list"),

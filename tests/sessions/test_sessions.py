@@ -338,6 +338,25 @@ def test_a_marker_stands_beside_whatever_has_the_name(server: Server, client: kv
     assert client.get("files/a/b") == b"below"
 
 
+def test_a_seal_may_need_a_marker(server: Server, client: kvfs.Client) -> None:
+    marker = (b"files", b"open/")
+    with RawClient(server) as raw:
+        assert seal_one(raw, b"k", needs=marker) == errno.ENOENT
+        client.put("files/open/below", b"")  # a directory without a marker
+        assert seal_one(raw, b"k", needs=marker) == errno.ENOENT
+        control(raw, Op.MKDIR, name=["files", "open/"], marker="AQ==")
+        assert seal_one(raw, b"k", needs=marker, expected_id=1) == errno.ENOENT
+        assert seal_one(raw, b"k", needs=marker) == 0
+        assert control(raw, Op.STAT, name=["files", "open/"])["marker_id"] > 0
+        control(raw, Op.REMOVE, name=["files", "open/"], marker=True)
+        assert seal_one(raw, b"other", needs=marker) == errno.ENOENT
+        assert seal_one(raw, b"other", needs=(b"files", b"k")) == errno.EINVAL
+        assert seal_one(raw, b"other", needs=(b"missing", b"open/")) == errno.ENOENT
+    assert client.get("files/k") == b"k"
+    with pytest.raises(errors.NotFound):
+        client.stat("files/other")
+
+
 def test_hits_of_named_objects_are_reported_by_the_services_user(server: Server, client: kvfs.Client) -> None:
     client.put("files/k", b"x")
     with RawClient(server) as raw:

@@ -75,10 +75,14 @@ class Gateway:
             config=Config(**settings),
         )
 
-    def started_again(self) -> Gateway:
-        """The endpoint of the service's next process, once the log says where that is."""
+    def starts(self) -> int:
+        """How often the log says where the endpoint is."""
+        return len(_LISTENING.findall(self.service.log()))
+
+    def started_again(self, before: int = 1) -> Gateway:
+        """The endpoint of the service's next process, once the log says where that is, after so many `before`."""
         end = time.monotonic() + WAIT_S
-        while len(found := _LISTENING.findall(self.service.log())) < 2:
+        while len(found := _LISTENING.findall(self.service.log())) <= before:
             assert time.monotonic() < end, self.service.log()
             time.sleep(0.01)
         return replace(self, port=int(found[-1][2]))

@@ -38,6 +38,9 @@ class Arguments:
         """Take `[bucket, key]`."""
         return self._as_name(key, self._take(key, list))
 
+    def optional_name(self, key: str) -> Name | None:
+        return None if self._is_absent(key) else self.name(key)
+
     def names(self, key: str) -> list[Name]:
         values = self._take(key, list)
         if len(values) > limits.MAX_BATCH:

@@ -193,6 +193,8 @@ def _seal_named(session: Session, seal: NameSeal, busy: Mapping[Name, Busy]) -> 
     try:
         if name in busy and _is_conditional(seal):
             raise Busy(str(busy[name]))
+        if seal.needs is not None:
+            session.need_marker(Name(*seal.needs))
         info = session.store.seal(
             draft,
             name,

@@ -57,7 +57,7 @@ async def _append(session: Session, arguments: Arguments) -> dict[str, Any]:
 async def _seal(session: Session, arguments: Arguments) -> dict[str, Any]:
     name, mode = arguments.name(), arguments.mode(0o644)
     replace, expected_id = arguments.flag("replace", True), arguments.optional_integer("expected_id")
-    mtime_ns = arguments.optional_integer("mtime_ns")
+    mtime_ns, needs = arguments.optional_integer("mtime_ns"), arguments.optional_name("needs")
     user_metadata = arguments.optional_bytes("user_metadata", limits.MAX_USER_METADATA_BYTES)
     arguments.done()
     draft, caller = _draft(session), session.caller
@@ -66,6 +66,8 @@ async def _seal(session: Session, arguments: Arguments) -> dict[str, Any]:
         mode=mode, uid=caller.uid, gid=caller.gid, mtime_ns=mtime_ns, user_metadata=user_metadata or b""
     )
     await draft.flush()
+    if needs is not None:
+        session.need_marker(needs)
     info = session.store.seal_large(draft, name, attributes, replace=replace, expected_id=expected_id)
     session.release_large()
     return entry_object(name.key, info)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from kvfs import limits
 from kvfs.errors import InvalidRequest, KvfsError, LimitExceeded, QuotaExceeded, Superseded, Unsupported
 from kvfs.rights import Caller
-from tiers.model.objects import Bucket, Draft
+from tiers.model.objects import Bucket, Draft, Name
 from tiers.nvme.large_draft import LargeDraft
 from tiers.nvme.large_objects import LargeReader
 from tiers.sessions.native_seals import NativeSeals
@@ -149,6 +149,11 @@ class Session:
         if not 1 <= handle <= len(self._namespaces):
             raise InvalidRequest(f"namespace handle {handle} was not opened in this session")
         return self._namespaces[handle - 1]
+
+    def need_marker(self, marker: Name) -> None:
+        """Check that a directory has a marker, in the step that depends on it. Raises NotFound."""
+        self.access.need_path(marker)
+        self.store.check_marker(marker)
 
     def release_large(self) -> None:
         """End the lease or draft of a large object, if there is one."""

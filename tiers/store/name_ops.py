@@ -149,6 +149,12 @@ class NameOps:
         if page.entries or any(self._catalog.block_names(name.bucket, name.key, b"", b"/")):
             raise NotEmpty(f"{name} is not empty")
 
+    def check_marker(self, name: Name) -> None:
+        """Check that a directory has a marker. Raises NotFound."""
+        _need_directory_key(name)
+        if self._catalog.names.get(name.bucket, name.key) is None:
+            raise NotFound(f"no directory marker {name}")
+
     def remove_marker(self, name: Name) -> None:
         """Remove a directory's marker, whatever else the directory holds. Raises NotFound."""
         _need_directory_key(name)

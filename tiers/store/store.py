@@ -113,7 +113,8 @@ class Store:
         self.remove_bucket = buckets.remove_bucket
         self.make_directory, self.mark_directory = names.make_directory, names.mark_directory
         self.make_link = names.make_link
-        self.put_marker, self.remove_marker = names.put_marker, names.remove_marker
+        self.put_marker, self.check_marker = names.put_marker, names.check_marker
+        self.remove_marker = names.remove_marker
         self.remove_directory, self.remove = names.remove_directory, names.remove
         self.remove_block, self.rename = names.remove_block, names.rename
         self.retire, self.reinstate = names.retire, names.reinstate

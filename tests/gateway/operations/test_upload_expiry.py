@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
@@ -11,9 +12,8 @@ import pytest
 import trio
 
 from gateway.backend.backend import Backend
-from gateway.operations.uploads import expire
-from kvfs import limits
-from tests.support.gateway import Gateway, fails, gateway
+from gateway.operations.uploads import Upload, expire, find_upload
+from tests.support.gateway import Gateway, fails, gateway, until
 from tests.support.raw_s3 import UNSIGNED, raw_client, signed_head
 
 MIB, WEEK_S, HOUR_S = 1 << 20, 7 * 86400, 3600
@@ -180,14 +180,72 @@ def _wait_for_draft(door: Gateway) -> None:
             assert time.monotonic() < end
 
 
-def test_parts_without_an_upload_are_removed_after_a_while(door: Gateway, s3: Any) -> None:
+def test_parts_without_an_upload_are_removed(door: Gateway, s3: Any) -> None:
     kept = begin(s3, "kept", b"stays")
     orphan = begin(s3, "orphan", b"x" * MIB)
     with door.service.client() as client:
         client.remove(f".kvfs-s3/uploads/{orphan['UploadId']}/")
     assert len(parts(door)) == 2
-    expire_at(door, limits.ORPHAN_AGE_S - 60)
-    assert len(parts(door)) == 2
-    expire_at(door, limits.ORPHAN_AGE_S + 60)
+    assert expire_at(door, 0) == 0
     assert parts(door) == [f"parts/{kept['UploadId']}/00001"]
     s3.abort_multipart_upload(**kept)
+
+
+def left_beside(door: Gateway, s3: Any, key: str) -> tuple[dict[str, Any], list[dict[str, Any]], str]:
+    """A completed upload with its listed parts and ETag, its record and a part still there, as a kill leaves them."""
+    upload = begin(s3, key, b"whole")
+    listed = [
+        {name: part[name] for name in ("PartNumber", "ETag")} for part in s3.list_parts(**upload)["Parts"]
+    ]
+
+    async def record(backend: Backend) -> Upload:
+        found = await find_upload(backend, upload["UploadId"], BUCKET, key)
+        assert found is not None
+        return found
+
+    found = with_backend(door, record)
+    etag = s3.complete_multipart_upload(**upload, MultipartUpload={"Parts": listed})["ETag"]
+    with_backend(door, lambda backend: found.save(backend))
+    s3.upload_part(**upload, PartNumber=1, Body=b"whole")
+    assert (uploads(s3), len(parts(door))) == ([key], 1)
+    return upload, listed, etag
+
+
+def test_what_a_kill_left_beside_the_object_is_removed(door: Gateway, s3: Any) -> None:
+    left_beside(door, s3, "beside")
+    assert (expire_at(door, 0), uploads(s3), parts(door)) == (1, [], [])
+    assert s3.get_object(Bucket=BUCKET, Key="beside")["Body"].read() == b"whole"
+
+
+def test_a_start_removes_it() -> None:
+    with gateway() as door:
+        s3 = door.client()
+        s3.create_bucket(Bucket=BUCKET)
+        left_beside(door, s3, "started")
+        orphan = begin(s3, "orphan", b"x")
+        with door.service.client() as client:
+            client.remove(f".kvfs-s3/uploads/{orphan['UploadId']}/")
+        [pid] = door.worker_pids()
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: parts(door) == [], door)
+
+
+def test_a_completion_is_repeated_and_an_abort_refused_then(door: Gateway, s3: Any) -> None:
+    upload, listed, etag = left_beside(door, s3, "again")
+    assert s3.complete_multipart_upload(**upload, MultipartUpload={"Parts": listed})["ETag"] == etag
+    assert (uploads(s3), parts(door)) == ([], [])
+    upload, listed, etag = left_beside(door, s3, "refused")
+    fails(lambda: s3.abort_multipart_upload(**upload), "NoSuchUpload", 404)
+    assert (uploads(s3), parts(door)) == ([], [])
+    assert s3.get_object(Bucket=BUCKET, Key="refused")["ETag"] == etag
+
+
+def test_uploads_of_a_bucket_that_is_gone_are_removed(door: Gateway, s3: Any) -> None:
+    """As a kill between the removal of the bucket and that of its uploads leaves them."""
+    s3.create_bucket(Bucket="short-lived")
+    made = s3.create_multipart_upload(Bucket="short-lived", Key="k")
+    s3.upload_part(Bucket="short-lived", Key="k", UploadId=made["UploadId"], PartNumber=1, Body=b"x")
+    with door.service.client() as client:
+        client.remove_bucket("short-lived")
+    assert expire_at(door, 0) == 1
+    assert parts(door) == []
