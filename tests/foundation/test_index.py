@@ -63,7 +63,7 @@ stems = st.sampled_from([b"", b"", b"", b"p" * 506, b"p" * 508, b"p" * 507 + b"/
 texts = st.builds(lambda stem, middle, end: stem + middle + end, stems, short, short)
 keys = texts.filter(bool)
 buckets = st.sampled_from(BUCKETS)
-delimiters = st.sampled_from([None, b"/", b"/", b"a", b"//", b"\xff", b"\xff\xff"])
+delimiters = st.sampled_from([None, b"/", b"/", b"a", b"//", b"a/", b"/a", b"\xff", b"\xff\xff"])
 
 
 def entries_of(names: list[bytes], prefix: bytes, delimiter: bytes | None) -> list[bytes]:

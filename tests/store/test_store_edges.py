@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvfs import limits
@@ -115,6 +115,42 @@ def test_a_listing_starts_after_the_directory_of_blocks(store: Store) -> None:
     put_block(store, b"\x11" * 16, b"block")
     page = store.list(BOUND, prefix=b"kv/", after=b"kv/")
     assert [key for key, _ in page.entries] == [block_name(b"\x11" * 16)]
+
+
+@pytest.mark.parametrize("bucket", [BUCKET, BOUND])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    names=st.lists(st.text("a/b", min_size=1, max_size=5), min_size=1, max_size=10, unique=True),
+    prefix=st.sampled_from(["", "a", "a/", "aa", "b"]),
+    delimiter=st.sampled_from(["/", "a", "a/", "/a", "aa", "//"]),
+    limit=st.integers(1, 3),
+)
+@example(names=["a/", "a/a"], prefix="a", delimiter="a/", limit=1)  # the delimiter overlaps the prefix
+@example(names=["aa/", "aa/a", "aa/b"], prefix="a", delimiter="a/", limit=1)  # a key is prefix plus delimiter
+def test_pages_are_those_of_a_sorted_list(
+    store: Store, bucket: bytes, names: list[str], prefix: str, delimiter: str, limit: int
+) -> None:
+    for key, _ in store.list(bucket).entries:
+        (store.remove_marker if key.endswith(b"/") else store.remove)(Name(bucket, key))
+    for name in names:
+        if name.endswith("/"):
+            store.put_marker(Name(bucket, name.encode()), Attributes())
+        else:
+            put(store, name.encode(), b"x", bucket=bucket)
+    expected: dict[bytes, bool] = {}
+    for name in sorted(name for name in names if name.startswith(prefix)):
+        cut = name.find(delimiter, len(prefix))
+        expected[(name if cut < 0 else name[: cut + len(delimiter)]).encode()] = cut >= 0
+    listed: list[tuple[bytes, bool]] = []
+    after: bytes | None = b""
+    while after is not None:
+        page = store.list(
+            bucket, prefix=prefix.encode(), after=after, delimiter=delimiter.encode(), limit=limit
+        )
+        assert len(page.entries) <= limit
+        listed += [(key, key in expected and expected[key]) for key, _ in page.entries]
+        after = page.next_after
+    assert listed == list(expected.items())
 
 
 @pytest.mark.parametrize("delimiter", [b"-", b"b", b"/b"])

@@ -8,11 +8,17 @@ import os
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
+from gateway.operations.multipart import page_of
+from gateway.operations.uploads import Upload
+from gateway.protocol.list_pages import ListRequest
 from tests.support.gateway import Gateway, fails, gateway
 
 MIB = 1 << 20
@@ -151,6 +157,37 @@ def test_uploads_are_listed(s3: Any) -> None:
     )
     for upload in uploads:
         s3.abort_multipart_upload(**upload)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    keys=st.lists(st.text("a/b", min_size=1, max_size=5), min_size=1, max_size=10),
+    prefix=st.sampled_from(["", "a", "a/", "aa", "b"]),
+    delimiter=st.sampled_from(["", "/", "a", "a/", "/a", "aa"]),
+    limit=st.integers(1, 3),
+)
+@example(keys=["a/", "a/a"], prefix="a", delimiter="a/", limit=1)
+@example(keys=["a/", "a/", "a/a"], prefix="", delimiter="a/", limit=1)
+def test_pages_of_uploads_are_those_of_a_sorted_list(
+    keys: list[str], prefix: str, delimiter: str, limit: int
+) -> None:
+    uploads = [Upload(f"{n:02}", BUCKET, key, "o", n) for n, key in enumerate(sorted(keys))]
+    expected: list[tuple[str, str]] = []
+    for each in uploads:
+        cut = each.key.find(delimiter, len(prefix)) if delimiter else -1
+        entry = (each.key, each.upload_id) if cut < 0 else (each.key[: cut + len(delimiter)], "")
+        if each.key.startswith(prefix) and entry not in expected:
+            expected.append(entry)
+    listed: list[tuple[str, str]] = []
+    request, id_marker, truncated = ListRequest(prefix, delimiter, limit, "", False), "", True
+    while truncated:
+        shown, prefixes, truncated = page_of(uploads, request, id_marker)
+        entries = sorted([(each.key, each.upload_id) for each in shown] + [(each, "") for each in prefixes])
+        assert len(entries) <= limit
+        listed += entries
+        if truncated:
+            request, id_marker = replace(request, after=entries[-1][0]), entries[-1][1]
+    assert listed == expected
 
 
 @pytest.mark.parametrize(

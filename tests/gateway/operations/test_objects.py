@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.block_batches import Block, open_blocks
@@ -348,13 +348,17 @@ def test_removal(s3: Any, bucket: str) -> None:
 KEYS = st.lists(st.text("ab/\u00e9\U0001f600-", min_size=1, max_size=6), min_size=1, max_size=14, unique=True)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     keys=KEYS,
-    prefix=st.sampled_from(["", "a", "a/", "b"]),
-    delimiter=st.sampled_from(["", "/", "a"]),
+    prefix=st.sampled_from(["", "a", "a/", "aa", "b"]),
+    delimiter=st.sampled_from(["", "/", "a", "a/", "/a", "aa"]),
     page=st.integers(1, 4),
 )
+@example(keys=["a/", "a/a"], prefix="a", delimiter="a/", page=1)  # the delimiter overlaps the prefix
+@example(keys=["aa/", "aa/a", "aa/b"], prefix="a", delimiter="a/", page=1)  # a key is prefix plus delimiter
+@example(keys=["a/", "a/a", "a/b", "a0"], prefix="a", delimiter="/", page=1)
+@example(keys=["aa", "aaa", "aaaa", "ab"], prefix="a", delimiter="aa", page=1)
 def test_listings_are_those_of_a_sorted_list(
     s3: Any, bucket: str, keys: list[str], prefix: str, delimiter: str, page: int
 ) -> None:
