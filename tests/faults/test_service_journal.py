@@ -118,6 +118,17 @@ def test_both_names_of_a_rename_are_wrong_and_neither_is() -> None:
         assert said in fault
 
 
+def test_what_a_rename_brought_may_be_replaced_by_one_beside_it_and_by_none_before_it() -> None:
+    for found, faults in ((OLD, 0), (NEW, 0), (OTHER, 2)):
+        journal = Journal()
+        written(journal, "dur/a", OLD)
+        written(journal, "dur/b", NEW)
+        written(journal, "dur/c", OTHER)
+        journal.begin("rename", {"dur/a": None, "dur/c": OLD}, [("dur/a", "dur/c")])
+        journal.begin("rename", {"dur/b": None, "dur/c": NEW}, [("dur/b", "dur/c")])
+        assert len(wrong(journal, {"dur/c": found})) == faults
+
+
 def test_a_copy_may_be_under_several_names() -> None:
     journal = Journal()
     written(journal, "dur/a", OLD)

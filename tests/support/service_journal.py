@@ -261,9 +261,20 @@ class Journal:
         for change in self._cut_off:
             for source, target in change.moves:
                 value = change.assignments[target]
-                if target.startswith(promised) and value not in (found.get(source), found.get(target)):
+                if value in (found.get(source), found.get(target)) or self._replaced(change, target, found):
+                    continue
+                if target.startswith(promised):
                     wrong.append(f"{source} is lost on its way to {target}\n    {self.explain(target)}")
         return wrong
+
+    def _replaced(self, change: Change, target: str, found: Mapping[str, str]) -> bool:
+        """Whether a name shows what a change made of it that may have come after another one."""
+        return any(
+            each is not change
+            and each.assignments[target] == found.get(target)
+            and (each.answered is None or each.answered > change.began)
+            for each in self._names[target].changes
+        )
 
     def observed(self, found: Mapping[str, str]) -> None:
         """Go on from what a start showed: one of several outcomes it is, from now on. What a cache missed may be
