@@ -137,6 +137,8 @@ class Fleet:
             command = ["-m", "kvfs", "conductor", "run", "--config"]
             self.conductors.append(Process([*(["-c", QUICKER] if quick else command), str(config)]))
         self._requests = self._fallback = 0
+        self._routing: dict[int, list[str]] = {}
+        """Keys of the requests that may be at any engine, for all that is known here: they are expected there."""
 
     def _port(self) -> int:
         return self._stack.enter_context(HeldPort()).number
@@ -195,6 +197,7 @@ class Fleet:
         number = self._requests
         while len(tried) < len(self.engines):
             id, engine, cached = "", None, 0
+            self._routing[number] = keys
             try:
                 body = {"model": "m", "tokens": prompt, "exclude": tried}
                 found = await self._quick(port, "POST", "/v1/route", body)
@@ -205,14 +208,17 @@ class Fleet:
                     cached = found.json.get("cached_tokens", 0) // BLOCK_TOKENS
                     self.counts["routed"] += 1
             except (OSError, trio.TooSlowError, ConnectionError):
-                pass
+                for each in self.engines:  # it may have been chosen, and the answer lost
+                    each.tell(keys, number)
+            del self._routing[number]
             if engine is None:
                 self.counts["by turns"] += 1
                 self._fallback += 1
                 engine = self.engines[self._fallback % len(self.engines)]
             engine.tell(keys, number)
             sent = await self._send(engine, prompt, port, id)
-            engine.check(keys[:cached], number)
+            elsewhere = {key for other, keys in self._routing.items() if other != number for key in keys}
+            engine.check([key for key in keys[:cached] if key not in elsewhere], number)
             if sent:
                 self.counts[engine.name] += 1
                 return
