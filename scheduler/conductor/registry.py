@@ -164,7 +164,7 @@ class Registry:
         )
         for stream in member.streams[: bool(member.instance.engine_topic)]:
             # Events of the new process may have come first.
-            if (restarted and stream.cleared_s < member.probed_s) or (
+            if (restarted and stream.began_s < member.probed_s) or (
                 metrics.is_asleep and not before.is_asleep
             ):
                 self.cleared(stream, Knowledge.CURRENT)
@@ -245,7 +245,6 @@ class Registry:
     def cleared(self, stream: Stream, knowledge: Knowledge) -> None:
         """Note that a stream's caches are empty, or that nothing is known of them any more."""
         changed = self._sources.clear(stream, knowledge)
-        stream.cleared_s = self._clock()
         for _, member in self.users_of(stream.name):
             changed = changed or member.trust.distrusted
             member.trust.reset()

@@ -50,7 +50,8 @@ class Stream:
     knowledge: Knowledge = Knowledge.UNKNOWN
     epoch: int = 0
     """How often its blocks were cleared."""
-    cleared_s: float = float("-inf")
+    began_s: float = float("-inf")
+    """When its events last began anew."""
     heard_s: float = float("-inf")
     sources: dict[str, int] = field(default_factory=dict)
     """By medium."""
@@ -87,7 +88,8 @@ class Sources:
     def clear(self, stream: Stream, knowledge: Knowledge) -> bool:
         """Clear all blocks of a stream: they were cleared there, or batches were lost.
 
-        Return whether it has lost numbers, so that what maps them is to be derived anew.
+        An engine whose caches are empty will not have what it was expected to have either. Return whether the stream
+        has lost numbers, so that what maps them is to be derived anew.
         """
         before = len(stream.sources)
         for medium, source in list(stream.sources.items()):
@@ -95,6 +97,10 @@ class Sources:
                 self._index.clear(source)
             else:
                 self._retired.append(stream.sources.pop(medium))
+        if knowledge is Knowledge.CURRENT and not stream.is_store:
+            for expected in stream.expecting:
+                if self._may_clear:  # else it fades
+                    self._index.clear(expected)
         stream.epoch += 1
         stream.knowledge = knowledge
         return len(stream.sources) < before

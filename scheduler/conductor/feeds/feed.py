@@ -81,6 +81,7 @@ class Feed:
         stream = self._registry.stream(StreamName(engine.topic, engine.rank))
         if stream is not None:
             self._clear(stream, Knowledge.CURRENT)
+            stream.began_s = self._clock()
 
     def lost(self, engine: Engine, batches: int) -> None:
         stream = self._registry.stream(StreamName(engine.topic, engine.rank))

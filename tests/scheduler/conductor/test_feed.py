@@ -30,7 +30,7 @@ from scheduler.conductor.feeds.engine_hashes import EngineHashes
 from scheduler.conductor.feeds.feed import Feed
 from scheduler.conductor.feeds.probes import parse_metrics
 from scheduler.conductor.sources import StreamName
-from scheduler.conductor.values import EngineMetrics, RouteRequest
+from scheduler.conductor.values import EngineMetrics, Routed, RouteRequest
 from tests.support.conductors import BLOCK_TOKENS, NAMESPACE, Clock, conductor, instance
 
 
@@ -176,6 +176,46 @@ def test_a_restart_that_events_have_shown_already_clears_nothing_twice() -> None
     stand.clock.now_s += 1
     stand.conductor.registry.observed("a", EngineMetrics(started_s=107.0))
     assert stand.held(PROMPT) == 2
+
+
+def test_a_restart_clears_what_came_after_lost_batches() -> None:
+    stand = Stand()
+    stand.feed.receive(message("engine-a", 0, stored([1], PROMPT[:BLOCK_TOKENS])))
+    stand.clock.now_s += 1
+    stand.conductor.registry.observed("a", EngineMetrics(started_s=100.0))
+    stand.clock.now_s += 1
+    missing = stand.feed.receive(message("engine-a", 5, stored([1], PROMPT[:BLOCK_TOKENS])))
+    assert missing is not None
+    stand.feed.replay_ended(missing.engine)
+    assert stand.held(PROMPT) == 1
+    stand.clock.now_s += 1
+    stand.conductor.registry.observed("a", EngineMetrics(started_s=107.0))
+    assert stand.held(PROMPT) == 0
+
+
+@pytest.mark.parametrize("restart", ["by events", "by its start time", "cleared"])
+def test_an_engine_with_empty_caches_is_not_expected_to_have_what_it_made_before(restart: str) -> None:
+    stand = Stand()
+    stand.conductor.registry.observed("a", EngineMetrics(started_s=100.0))
+    stand.feed.receive(message("engine-a", 0, stored([7], [7] * BLOCK_TOKENS)))
+    stand.clock.now_s += 1
+    stand.conductor.registry.observed("a", EngineMetrics(started_s=100.0))
+
+    def predicted() -> int:
+        routed = stand.conductor.route(RouteRequest(model="m", tokens=PROMPT, exclude=["b"]))
+        assert isinstance(routed, Routed)
+        stand.conductor.done(routed.id)
+        return routed.cached_tokens // BLOCK_TOKENS
+
+    assert predicted() == 0
+    assert predicted() == (len(PROMPT) - 1) // BLOCK_TOKENS, "its events may be on their way"
+    if restart == "by events":
+        stand.feed.receive(message("engine-a", 0, stored([7], [7] * BLOCK_TOKENS)))
+    elif restart == "cleared":
+        stand.feed.receive(message("engine-a", 1, AllBlocksCleared()))
+    else:
+        stand.conductor.registry.observed("a", EngineMetrics(started_s=107.0))
+    assert predicted() == 0
 
 
 def test_a_sleeping_engine_has_nothing() -> None:
