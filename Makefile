@@ -8,7 +8,7 @@
 #   make test-wheel      each wheel in a fresh environment, as a client of a service
 #   make test-asan       native tests with checks of memory and undefined behaviour; test-tsan: of data races
 #   make fuzz            the native parsers against changed bytes                  (FUZZ_S=20 SEED=n)
-#   make soak            thousands of kills, power cuts, faults (ARGS="-k kill" for pytest, KVFS_TEST_SEED=n again)
+#   make soak            new seeds for all that draws, red ones to ./soak          (SOAK_S=3600 ARGS="--only crash,faults")
 #   make routing-runs    the default routing against the others on 200 drawn runs  (ARGS="--seed n --runs 20 --jobs 2")
 #   make engines         the environment of the tests against real engines (.venv-engines)
 #   make test-engines    the tests against real engines                            (ARGS="-k vllm" for pytest)
@@ -143,16 +143,9 @@ test-tsan: $(STAMPS)/dev | $(STAMPS)/system-test
 fuzz: $(STAMPS)/dev | $(STAMPS)/system-test
 	packaging/fuzz $(BIN)/python $(FUZZ_S) $(SEED)
 
-KVFS_TEST_KILLS ?= 4000
-KVFS_TEST_CUTS ?= 2000
-KVFS_TEST_FAULTS ?= 600
-soak: export KVFS_TEST_KILLS := $(KVFS_TEST_KILLS)
-soak: export KVFS_TEST_CUTS := $(KVFS_TEST_CUTS)
-soak: export KVFS_TEST_FAULTS := $(KVFS_TEST_FAULTS)
+# What checks a change draws the same twice; this draws anew until it is ended, or for SOAK_S seconds.
 soak: $(STAMPS)/dev $(STAMPS)/native | $(STAMPS)/system-test
-	$(BIN)/pytest -s --timeout 14400 tests/faults/test_power_cuts.py tests/faults/test_store_faults.py \
-	    tests/faults/test_crash_harness.py tests/faults/test_service_crashes.py tests/gateway/app/test_abuse.py $(ARGS)
-	packaging/fuzz $(BIN)/python 1800
+	@exec $(BIN)/python -m tests.support.run_soak $(ARGS)
 
 routing-runs: $(STAMPS)/dev $(STAMPS)/native
 	nice -n 15 $(BIN)/python -m tests.support.routing_runs $(ARGS)

@@ -1,24 +1,44 @@
 """Fixtures that test modules of several layers share."""
 
-import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.support.crash_harness import fast_directory
 from tests.support.door import door, mode_service
+from tests.support.seeds import SEED, repeat_command
 
 __all__ = ["door", "fast_path", "mode_service"]
 
-# An example of 0.2 s, Hypothesis's own deadline, says how busy the machine is. What checks a change says the same
-# twice: in CI the examples of a test are those of its text, elsewhere others in each run.
-settings.register_profile("random", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True)
-settings.load_profile("ci" if os.environ.get("CI") else "random")
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have Hypothesis draw from the text of each test, so that it says the same twice, unless it is given a seed.
+
+    Neither its deadline nor how long it draws for is judged: both say how busy the machine is.
+    """
+    settings.register_profile(
+        "kvfs",
+        deadline=None,
+        derandomize=config.getoption("hypothesis_seed") is None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("kvfs")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Have a red test say the one command that repeats it."""
+    report = yield
+    if report.failed:
+        callspec = getattr(item, "callspec", None)
+        seed = SEED if callspec is None else callspec.params.get("seed", SEED)
+        command = repeat_command(item.nodeid, seed, item.config.getoption("hypothesis_seed"))
+        report.sections.append(("to repeat it", command))
+    return report
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ import xxhash
 
 import kvfs
 from kvfs import errors
+from tests.support.seeds import SEED
 from tests.support.sessions import MIB, Child, Server, fork, session_server
 from tests.support.stores import NAMESPACE
 
@@ -166,14 +167,13 @@ def check_nothing_left(server: Server, before: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.seeded
 def test_many_processes_and_a_killer() -> None:
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
-    killer = random.Random(seed)
+    killer = random.Random(SEED)
     with session_server(dram_bytes=256 * MIB) as server:
         before = descriptors(server)
         children = {
-            number: start(server, seed + number, number, calls=100_000) for number in range(PROCESSES)
+            number: start(server, SEED + number, number, calls=100_000) for number in range(PROCESSES)
         }
         for kill in range(KILLS):
             number = killer.randrange(PROCESSES)
@@ -181,11 +181,11 @@ def test_many_processes_and_a_killer() -> None:
             time.sleep(killer.random() * 0.05)
             children[number].kill()
             children[number].pipe.close()
-            children[number] = start(server, seed + 1000 + kill, number, calls=100_000)
+            children[number] = start(server, SEED + 1000 + kill, number, calls=100_000)
         for number, child in children.items():
             child.kill()
             child.pipe.close()
-            children[number] = start(server, seed + 2000 + number, number, calls=150)
+            children[number] = start(server, SEED + 2000 + number, number, calls=150)
         for child in children.values():
             child.wait_for(b".")
             assert child.result() == 150
@@ -196,13 +196,12 @@ def test_many_processes_and_a_killer() -> None:
                 assert view is None or bytes(view) == data_of(key)
 
 
+@pytest.mark.seeded
 def test_processes_go_on_over_a_store_that_is_too_small() -> None:
     """Eviction takes what it wants: then nothing stays for certain, but what is read is right."""
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
 
     def churn(number: int) -> int:
-        choose, reads = random.Random(seed + number), 0
+        choose, reads = random.Random(SEED + number), 0
         with server.connect(timeout_s=30) as client, client.blocks(NAMESPACE) as blocks:
             for _ in range(300):
                 keys = [key_of(0, choose.randrange(400)) for _ in range(6)]

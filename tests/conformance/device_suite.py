@@ -20,6 +20,7 @@ import xxhash
 
 from kvfs import limits
 from kvfs.errors import Corrupt, DeviceFailed, Exists, InvalidRequest, NoSpace, NotFound
+from tests.support.seeds import SEED
 from tests.support.tmpfs import private_tmpfs
 from tiers.device.device import Device
 
@@ -107,13 +108,12 @@ class DeviceSuite:
             assert await device.read(fd, 0, view[:0]) == checksum(b"")
             await device.write(fd, 0, view[:0])
 
+    @pytest.mark.seeded
     async def test_many_at_once_do_not_mix(self, device: Device, fd: int) -> None:
         """Eight tasks, each with a region of its own, against a copy of what they wrote."""
-        seed = random.randrange(1 << 32)
-        print(f"seed {seed}")
 
         async def work(number: int) -> None:
-            draw, base, region = random.Random(seed + number), number * 4 * MIB, bytearray(4 * MIB)
+            draw, base, region = random.Random(SEED + number), number * 4 * MIB, bytearray(4 * MIB)
             for _ in range(12):
                 start = draw.randrange(0, 4 * MIB, PAGE)
                 length = draw.randrange(PAGE, 4 * MIB - start + 1, PAGE)

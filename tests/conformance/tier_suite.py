@@ -396,6 +396,7 @@ class TierSuite(ExtentSuite):
 
     # --- everything at once -----------------------------------------------------------------------------
 
+    @pytest.mark.seeded
     def test_against_a_model(self, make_tier: MakeTier) -> None:
         class Machine(_TierMachine):
             def __init__(self) -> None:

@@ -325,6 +325,7 @@ def _read_and_close(fd: int) -> bytes:
     return data
 
 
+@pytest.mark.seeded
 def test_readers_keep_their_bytes_in_any_order() -> None:
     run_state_machine_as_test(
         KeptSlotsMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)

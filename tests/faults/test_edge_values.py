@@ -27,6 +27,7 @@ from kvfs.protocol.messages import (
     SealNames,
 )
 from tests.support.door import ON_DIRECTORY, need_mount
+from tests.support.seeds import SEED
 from tests.support.service import Service
 from tests.support.sessions import RawClient
 
@@ -192,11 +193,10 @@ def edge_requests(rng: random.Random, slot: int, generation: int) -> list[Reques
     ]
 
 
+@pytest.mark.seeded
 def test_sessions_take_or_refuse_any_value(service: Service) -> None:
     """What a request says is stored or refused; afterwards everything is there, with the index and without."""
-    seed = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().getrandbits(32)))
-    print("seed", seed)
-    rng = random.Random(seed)
+    rng = random.Random(SEED)
     server: Any = SimpleNamespace(socket=service.data / "kvfs.sock")
     with service.client() as client:
         client.put("durable/witness", b"bytes")

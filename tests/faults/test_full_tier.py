@@ -24,6 +24,7 @@ from kvfs.errors import NoSpace, NotFound, Superseded
 from kvfs.limits import MIB
 from tests.support.crash_load import audit
 from tests.support.posix import pattern
+from tests.support.seeds import SEED
 from tiers.device.threads import thread_device
 from tiers.model.objects import Attributes, Name, ObjectInfo
 from tiers.nvme.tier import NvmeTier
@@ -31,7 +32,6 @@ from tiers.nvme.write_behind import NvmeJournal
 from tiers.recovery.start import NvmeOptions, StoreOptions, start_store
 from tiers.store.store import Store
 
-SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
 DRAM: Final = 16 * MIB
 NVME: Final = 48 * MIB
 FULL: Final = 0.9
@@ -204,9 +204,9 @@ def nvme_of(store: Store) -> NvmeTier:
     return store.journal.nvme
 
 
+@pytest.mark.seeded
 @pytest.mark.parametrize("durable_share", [0.0, 0.4])
 async def test_a_full_tier_goes_on(tmp_path: Path, durable_share: float) -> None:
-    print(f"KVFS_TEST_SEED={SEED}")
     load = Load(durable_share)
     async with running(tmp_path) as store:
         store.create_bucket(b"cache", uid=0, gid=0)

@@ -6,7 +6,6 @@ KVFS_TEST_SEED repeats a run.
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 from collections.abc import Awaitable, Callable
@@ -26,12 +25,12 @@ from mounts.kernel.open_draft import OpenDraft
 from tests.support.crash_power import forget
 from tests.support.faulty_device import LossyDevice, PowerLost
 from tests.support.one_store import DURABLE, look
+from tests.support.seeds import SEED
 from tiers.device.threads import thread_device
 from tiers.model.objects import Name
 from tiers.nvme.large_draft import LargeDraft
 from tiers.recovery.start import NvmeOptions, StoreOptions, start_store
 
-SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
 OUTCOMES: Final = 6
 """Of what was not synced at each cut."""
 EXTENT: Final = MIB // 8
@@ -82,7 +81,6 @@ def _draft(opened: OpenDraft) -> LargeDraft:
 
 def found_after_cuts(path: Path, change: Change) -> set[bytes]:
     """What starts find, the index lost, whenever the power goes and whatever of it is on the device."""
-    print(f"KVFS_TEST_SEED={SEED}")
     chance, found, cut_at, was_cut = random.Random(SEED), set(), 0, True
     while was_cut:
         cut_at += 1
@@ -103,6 +101,7 @@ def found_after_cuts(path: Path, change: Change) -> set[bytes]:
     return found
 
 
+@pytest.mark.seeded
 def test_a_file_is_cut_or_not(tmp_path: Path) -> None:
     async def cut(keeper: DraftKeeper, node: Node, opened: OpenDraft) -> None:
         await keeper.truncate(node, opened, CUT_BYTES)
@@ -112,6 +111,7 @@ def test_a_file_is_cut_or_not(tmp_path: Path) -> None:
     assert SYNCED[:CUT_BYTES] in found
 
 
+@pytest.mark.seeded
 def test_what_is_appended_after_a_sync_changes_nothing_of_it(tmp_path: Path) -> None:
     async def append(keeper: DraftKeeper, node: Node, opened: OpenDraft) -> None:
         draft = _draft(opened)
@@ -121,6 +121,7 @@ def test_what_is_appended_after_a_sync_changes_nothing_of_it(tmp_path: Path) -> 
     assert found_after_cuts(tmp_path / "data", append) == {SYNCED}
 
 
+@pytest.mark.seeded
 @pytest.mark.parametrize("at", [0, EXTENT // 2])
 def test_what_is_written_again_after_a_sync_is_old_or_new_by_the_extent(tmp_path: Path, at: int) -> None:
     new = b"".join(bytes([number]) * EXTENT for number in range(101, 104))

@@ -1,26 +1,25 @@
 """A store's machine loses power, again and again: durable objects stay, and nothing that is gone comes back.
 
-KVFS_TEST_SEED repeats a run, KVFS_TEST_CUTS says how many cuts (`make soak`: thousands).
+KVFS_TEST_SEED repeats a run, KVFS_TEST_CUTS says how many cuts.
 """
 
 from __future__ import annotations
 
 import os
-import random
 from collections import Counter
 from typing import Final
 
 import pytest
 
 from tests.support.crash_power import Machine
+from tests.support.seeds import SEED
 
-SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
 CUTS: Final = int(os.environ.get("KVFS_TEST_CUTS", "150"))
 CUTS_OF_A_MACHINE: Final = 10
 
 
+@pytest.mark.seeded
 def test_what_was_acknowledged_outlives_power_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    print(f"KVFS_TEST_SEED={SEED}")
     counts: Counter[str] = Counter()
     for seed in range(SEED, SEED + -(-CUTS // CUTS_OF_A_MACHINE)):
         machine = Machine(seed, monkeypatch)

@@ -1,6 +1,6 @@
 """A store whose device returns errors, and one whose files are damaged: it serves what it has, and never wrong bytes.
 
-KVFS_TEST_SEED repeats a run, KVFS_TEST_FAULTS says how many faults and damages (`make soak`: hundreds).
+KVFS_TEST_SEED repeats a run, KVFS_TEST_FAULTS says how many faults and damages.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tests.support.crash_load import CLIENTS, Client, audit, look, make_buckets
 from tests.support.crash_model import Model, Value
 from tests.support.crash_power import forget
 from tests.support.faulty_device import FailingDevice, Op
+from tests.support.seeds import SEED
 from tiers.device.threads import thread_device
 from tiers.recovery.start import NvmeOptions, StoreOptions, start_store
 from tiers.store.store import Store
 
-SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
 FAULTS: Final = int(os.environ.get("KVFS_TEST_FAULTS", "30"))
 STUCK_S: Final = 90.0
 """A life that takes this long hangs."""
@@ -135,12 +135,12 @@ async def recovers(store: Store) -> None:
 
 
 # --- errors of the device --------------------------------------------------------------------------------------
+@pytest.mark.seeded
 @pytest.mark.parametrize(
     ("op", "lasting"),
     [("write", False), ("write", True), ("sync", False), ("sync", True), ("read", False)],
 )
 def test_a_failing_device_costs_no_acknowledged_object(path: Path, op: Op, lasting: bool) -> None:
-    print(f"KVFS_TEST_SEED={SEED}")
     chance = random.Random(f"{SEED}/{op}/{lasting}")
     model, said, troubles = Model(), Counter[str](), 0
     dry = Life(path, SEED, 0, model)
@@ -199,8 +199,8 @@ def kind_of(file: Path) -> str:
     return file.suffix or file.parent.name + "/" + ("slot" if file.parent.name == "slots" else file.name)
 
 
+@pytest.mark.seeded
 def test_damage_is_a_miss_or_refused_and_never_wrong_bytes(path: Path) -> None:
-    print(f"KVFS_TEST_SEED={SEED}")
     chance = random.Random(SEED)
     first = Life(path, SEED, 0, Model())
     first.run(60)

@@ -14,6 +14,7 @@ from kvfs.index.levels import unmarked_ino
 from kvfs.index.names import NameIndex
 from kvfs.index.rows import DIRECTORY, LINK, NameRow
 from kvfs.limits import MIB
+from tests.support.seeds import SEED
 
 BUCKET = b"b"
 PIECES = (
@@ -84,7 +85,8 @@ def walked(index: NameIndex, prefix: bytes, limit: int) -> dict[bytes, tuple[int
     return found
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.seeded
+@pytest.mark.parametrize("seed", range(SEED, SEED + 20))
 def test_a_level_is_what_whole_keys_say(index: NameIndex, seed: int) -> None:
     """With names beyond LMDB's keys, keys that are no path, and files behind directories of their name."""
     order = random.Random(seed)

@@ -27,6 +27,7 @@ from kvfs.formats import (
 from kvfs.limits import MIB
 from tests.store.test_store_over_nvme import data_of, fill, put, put_block, read, running, until_written
 from tests.support.one_store import abandon
+from tests.support.seeds import SEED
 from tests.support.service import ROOT, run_kvfs
 from tests.support.stores import NAMESPACE
 from tiers.device.threads import thread_device
@@ -34,7 +35,6 @@ from tiers.model.objects import Attributes, Name, ObjectInfo
 from tiers.recovery.start import NvmeOptions, StoreOptions, start_store
 from tiers.store.store import Store
 
-SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
 ROUNDS: Final = int(os.environ.get("KVFS_TEST_ROUNDS", "5"))
 NVME: Final = 16 * MIB
 CACHE, DURABLE, BLOCKS = b"cache", b"durable", b"blocks"
@@ -171,8 +171,9 @@ def serve(path: Path, life: Life) -> tuple[dict[Name, bytes], set[bytes]]:
     return trio.run(_serve, path, life)
 
 
+@pytest.mark.seeded
 @pytest.mark.parametrize("killed", [False, True])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(SEED, SEED + 4))
 def test_a_random_life_leaves_nothing_to_report(tmp_path: Path, seed: int, killed: bool) -> None:
     life = live(tmp_path, seed, killed=killed)
     found = fsck(tmp_path)
@@ -262,11 +263,11 @@ def used_places(path: Path) -> list[tuple[Path, int, int]]:
     return places
 
 
+@pytest.mark.seeded
 @pytest.mark.parametrize("killed", [False, True])
 def test_any_flipped_byte_of_a_segment_is_found_or_harmless(
     lived: dict[bool, Life], copy: Callable[[bool], Path], killed: bool
 ) -> None:
-    print(f"seed {SEED}")
     rng = random.Random(SEED)
     life = lived[killed]
     before = serve(copy(killed), life)
@@ -318,11 +319,11 @@ def test_the_geometry_is_what_the_segments_say(
     assert serve(path, lived[False]) == before
 
 
+@pytest.mark.seeded
 @pytest.mark.parametrize("killed", [False, True])
 def test_any_flipped_byte_of_the_index_is_found_or_harmless(
     lived: dict[bool, Life], copy: Callable[[bool], Path], killed: bool
 ) -> None:
-    print(f"seed {SEED}")
     rng = random.Random(SEED)
     before = serve(copy(killed), lived[killed])
     for _ in range(ROUNDS):
@@ -346,10 +347,10 @@ def test_a_lost_index_is_built_anew(lived: dict[bool, Life], copy: Callable[[boo
     assert check_damage(path, lived[False], before) == "repaired"
 
 
+@pytest.mark.seeded
 def test_any_flipped_byte_of_a_slot_is_found_or_harmless(
     lived: dict[bool, Life], copy: Callable[[bool], Path]
 ) -> None:
-    print(f"seed {SEED}")
     rng = random.Random(SEED)
     life = lived[True]
     before = serve(copy(True), life)

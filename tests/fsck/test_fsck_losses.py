@@ -14,8 +14,9 @@ import trio
 
 from kvfs.cli.fsck_command import Exit, _check
 from kvfs.limits import MIB
-from tests.support.damage import SEED, STORES, damage_one_place, damage_payload, damage_rows, damage_slot
+from tests.support.damage import damage_one_place, damage_payload, damage_rows, damage_slot
 from tests.support.one_store import Life, look
+from tests.support.seeds import SEED
 from tests.support.service import run_kvfs
 from tiers.model.objects import Name
 
@@ -72,28 +73,27 @@ def damage(path: Path, kinds: str, chance: random.Random) -> str:
     return ", ".join(done)
 
 
+@pytest.mark.seeded
 @pytest.mark.parametrize("killed", [False, True])
 def test_what_it_says_was_lost_is_what_a_start_misses(fast_path: Path, killed: bool) -> None:
-    print(f"KVFS_TEST_SEED={SEED}")
     counts: Counter[str] = Counter()
-    for seed in range(SEED, SEED + STORES):
-        original, path = fast_path / "original", fast_path / "data"
-        life = Life(original, seed)
-        trio.run(lambda: life.run(20, killed=False))  # noqa: B023 run at once
-        trio.run(lambda: life.run(20, killed=killed, settled=True))  # noqa: B023 run at once
-        for number in range(ROUNDS):
-            chance = random.Random(f"{seed}/{number}/{killed}")
-            shutil.copytree(original, path)
-            if chance.random() < 0.5:
-                shutil.rmtree(path / "dram")
-            shutil.copytree(path, fast_path / "whole")
-            before = trio.run(look, fast_path / "whole")
-            shutil.rmtree(fast_path / "whole")
-            [kinds] = chance.choices([*KINDS], [*KINDS.values()])
-            where = f"KVFS_TEST_SEED={seed}, round {number}, killed {killed}: {damage(path, kinds, chance)}"
-            check_round(fast_path, path, before, kinds, where, counts)
-            shutil.rmtree(path)
-        shutil.rmtree(original)
+    original, path = fast_path / "original", fast_path / "data"
+    life = Life(original, SEED)
+    trio.run(lambda: life.run(20, killed=False))
+    trio.run(lambda: life.run(20, killed=killed, settled=True))
+    for number in range(ROUNDS):
+        chance = random.Random(f"{SEED}/{number}/{killed}")
+        shutil.copytree(original, path)
+        if chance.random() < 0.5:
+            shutil.rmtree(path / "dram")
+        shutil.copytree(path, fast_path / "whole")
+        before = trio.run(look, fast_path / "whole")
+        shutil.rmtree(fast_path / "whole")
+        [kinds] = chance.choices([*KINDS], [*KINDS.values()])
+        where = f"KVFS_TEST_SEED={SEED}, round {number}, killed {killed}: {damage(path, kinds, chance)}"
+        check_round(fast_path, path, before, kinds, where, counts)
+        shutil.rmtree(path)
+    shutil.rmtree(original)
     print(dict(counts))
 
 

@@ -188,6 +188,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.tier.close()
 
 
+@pytest.mark.seeded
 def test_a_pool_against_a_model() -> None:
     run_state_machine_as_test(
         PoolMachine, settings=settings(max_examples=100, stateful_step_count=60, deadline=None)

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import pytest
 from kvfs.system import linux
 from tests.support.door import ON_DIRECTORY, TEST_MODES, eventually, need_mount
 from tests.support.posix import in_flight, mapped_pages, opened, pattern
+from tests.support.seeds import SEED
 from tests.support.service import STOP_WAIT_S, Service, mounts_under
 from tests.support.stopped_threads import native_threads_stopped, signal_main_thread
 
@@ -127,11 +127,10 @@ class Worker:
         self.temporary.unlink(missing_ok=True)
 
 
+@pytest.mark.seeded
 def test_no_kill_undoes_what_was_answered(service: Service) -> None:
-    seed = int(os.environ.get("KVFS_TEST_SEED", random.randrange(1 << 20)))
-    sys.stderr.write(f"KVFS_TEST_SEED={seed}\n")
-    generator = random.Random(seed)
-    workers = [Worker(service.mount / bucket, seed + number) for number, bucket in enumerate([*BUCKETS] * 2)]
+    generator = random.Random(SEED)
+    workers = [Worker(service.mount / bucket, SEED + number) for number, bucket in enumerate([*BUCKETS] * 2)]
     for number in range(ROUNDS):
         threads = [threading.Thread(target=worker.run, daemon=True) for worker in workers]
         for thread in threads:
@@ -190,6 +189,7 @@ def test_what_another_door_renames_over_a_file_or_removes_stays_so(service: Serv
             assert path.read_bytes() == b"renamed " + path.name[4:].encode(), path
 
 
+@pytest.mark.seeded
 def test_what_was_synced_before_the_last_close_does_not_come_back(service: Service) -> None:
     for number in range(4):
         files = {
@@ -202,7 +202,7 @@ def test_what_was_synced_before_the_last_close_does_not_come_back(service: Servi
             os.fsync(fd)
             os.write(fd, more)
             descriptors.append(fd)
-        for fd in random.sample(descriptors, len(descriptors)):
+        for fd in random.Random(SEED).sample(descriptors, len(descriptors)):
             os.close(fd)
         service.kill()
         service.restart()
@@ -316,6 +316,7 @@ CHANGES: list[tuple[Callable[[Path], None], bytes]] = [
 ]
 
 
+@pytest.mark.seeded
 def test_changes_by_path_are_on_the_device_of_a_durable_bucket_before_they_are_answered(
     service: Service,
 ) -> None:
@@ -327,7 +328,7 @@ def test_changes_by_path_are_on_the_device_of_a_durable_bucket_before_they_are_a
             path.write_bytes(b"first")
             eventually(lambda path=path: os.getxattr(path, "user.kvfs.state") == b"sealed", "sealed")
             expected[path] = change, content
-        for path, (change, _) in random.sample([*expected.items()], len(expected)):
+        for path, (change, _) in random.Random(SEED).sample([*expected.items()], len(expected)):
             change(path)
         service.kill()
         linux.unmount(service.data / "dram", linux.MNT_DETACH)

@@ -19,6 +19,7 @@ import pytest
 
 from tests.support.door import ON_DIRECTORY, TEST_MODES, eventually, need_mount
 from tests.support.posix import opened, pattern, write_all
+from tests.support.seeds import SEED
 from tests.support.service import Service
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
@@ -155,7 +156,8 @@ def test_a_small_file_is_read_again_while_its_writers_reader_has_it_open(service
 # --- anywhere in a file -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.seeded
+@pytest.mark.parametrize("seed", range(SEED, SEED + 3))
 def test_random_writes_are_those_of_a_disk(service: Service, tmp_path: Path, seed: int) -> None:
     """Writes, reads, truncations, appends, fsync, several handles, close and open again: beside a file on a disk."""
     generator = random.Random(seed)

@@ -22,6 +22,7 @@ from mounts.tree import readdir
 from mounts.tree.readdir import FIRST_BARE, MAX_MARKS, NAME_TURN, Listing, OpenListings
 from tests.support.door import Door
 from tests.support.posix import opened
+from tests.support.seeds import SEED
 from tests.support.stores import BOUND, BUCKET, put, put_block, small_store
 from tiers.model.objects import Attributes, ListedName, Name, NamePage
 from tiers.store.store import Store
@@ -132,7 +133,8 @@ def test_a_turn_is_bounded_where_drafts_and_names_mix(bench: Bench) -> None:
     assert len(names) == len(set(names)) == 600 + 200 + len(drafts)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.seeded
+@pytest.mark.parametrize("seed", range(SEED, SEED + 8))
 def test_what_is_there_throughout_is_listed_once(bench: Bench, seed: int) -> None:
     """Names and drafts come and go between steps, and the kernel goes back to where it has been."""
     order = random.Random(seed)
@@ -171,7 +173,8 @@ def test_what_is_there_throughout_is_listed_once(bench: Bench, seed: int) -> Non
         assert found or ended
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.seeded
+@pytest.mark.parametrize("seed", range(SEED, SEED + 4))
 def test_blocks_are_listed_among_names_page_by_page(bench: Bench, seed: int) -> None:
     """`list_names` says of a bucket with blocks what `list` does."""
     order, store = random.Random(seed), bench.store

@@ -367,6 +367,7 @@ class Files(RuleBasedStateMachine):
             shutil.rmtree(self.root)
 
 
+@pytest.mark.seeded
 @pytest.mark.parametrize("kind", ["cache"] if ON_DIRECTORY else KINDS)
 def test_files_follow_the_model(door: Door, kind: str) -> None:
     parent = door.path if door.service is None else door.service.mount / kind

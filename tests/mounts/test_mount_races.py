@@ -7,7 +7,6 @@ import mmap
 import os
 import random
 import select
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from tests.support.door import BUCKET, ON_DIRECTORY, TEST_MODES, eventually
 from tests.support.holder import read_whole
 from tests.support.posix import opened, pattern, start_child, wait_child, write_all
+from tests.support.seeds import SEED
 from tests.support.service import Service
 from tests.support.small_store import MIB, check, small_service
 
@@ -148,10 +148,9 @@ class Worker:
         assert set(listed) <= {f"key-{i}" for i in range(KEYS)}
 
 
+@pytest.mark.seeded
 @pytest.mark.parametrize("restarts", [False, True], ids=["one service", "restarted service"])
 def test_every_read_is_right_or_a_miss(service: Service, bucket: Path, restarts: bool) -> None:
-    seed = int(os.environ.get("KVFS_TEST_SEED", random.randrange(1 << 20)))
-    sys.stderr.write(f"KVFS_TEST_SEED={seed}\n")
     progress, child_progress = os.pipe()
     child_stop, stop = os.pipe()
 
@@ -163,7 +162,7 @@ def test_every_read_is_right_or_a_miss(service: Service, bucket: Path, restarts:
             done += len(part)
 
     children = [
-        start_child(Worker(service, seed + i, child_progress, child_stop, restarts=restarts).run)
+        start_child(Worker(service, SEED + i, child_progress, child_stop, restarts=restarts).run)
         for i in range(WORKERS)
     ]
     os.close(child_progress)
@@ -178,7 +177,7 @@ def test_every_read_is_right_or_a_miss(service: Service, bucket: Path, restarts:
     os.write(stop, b"all of you")
     while os.read(progress, 65_536):
         pass
-    assert [wait_child(child) for child in children] == [0] * WORKERS, f"seed {seed}"
+    assert [wait_child(child) for child in children] == [0] * WORKERS
     for end in (progress, child_stop, stop):
         os.close(end)
     assert check({bucket / f"key-{key}": content(key) for key in range(KEYS)}) > 0

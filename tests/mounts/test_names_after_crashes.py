@@ -11,7 +11,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 
 from kvfs.system import linux
 from tests.support.door import ON_DIRECTORY, TEST_MODES, need_mount
+from tests.support.seeds import SEED
 from tests.support.service import Service
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
@@ -101,10 +101,9 @@ def lose_power(service: Service) -> None:
     shutil.rmtree(service.data / "index")
 
 
+@pytest.mark.seeded
 def test_a_kill_right_after_an_answer(service: Service) -> None:
-    seed = int(os.environ.get("KVFS_TEST_SEED", random.randrange(1 << 20)))
-    sys.stderr.write(f"KVFS_TEST_SEED={seed}\n")
-    chance = random.Random(seed)
+    chance = random.Random(SEED)
     buckets = [Bucket(service.mount / name, chance) for name in ("cache", "durable")]
     for number in range(ROUNDS):
         for _ in range(chance.randrange(2, 80)):

@@ -19,6 +19,7 @@ from tests.support.block_batches import Block, open_blocks
 from tests.support.door import BUCKET, ON_DIRECTORY, TEST_MODES, eventually
 from tests.support.holder import RIGHT, Holder
 from tests.support.posix import pattern
+from tests.support.seeds import SEED
 from tests.support.service import Service, mounts_under, run_kvfs
 from tests.support.small_store import MIB, check, checksums, refill, small_service, write_sealed
 from tests.support.stores import NAMESPACE
@@ -156,11 +157,10 @@ def test_removed_renamed_and_half_written_files_stay_so(service: Service, bucket
         os.close(writer)
 
 
+@pytest.mark.seeded
 def test_many_kills_at_any_moment(service: Service, bucket: Path) -> None:
     """Keys whose content follows from the key: whatever is found is right, and some of it always is."""
-    seed = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
-    print(f"KVFS_TEST_SEED={seed}")
-    chance = random.Random(seed)
+    chance = random.Random(SEED)
     contents = {bucket / f"key-{i}": pattern(i, 1000 + i * 7919 % 300_000) for i in range(40)}
     adopted = 0
     for _ in range(4):

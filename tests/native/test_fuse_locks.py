@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import os
 import random
 import struct
-import sys
 from dataclasses import dataclass, field
 
 import pytest
 
 from tests.support.fuse_stand import FLUSH, INTERRUPT, RELEASE, Stand
+from tests.support.seeds import SEED
 
 GETLK, SETLK, SETLKW = 31, 32, 33
 R, W, UNLOCK = fcntl.F_RDLCK, fcntl.F_WRLCK, fcntl.F_UNLCK
@@ -72,11 +71,10 @@ class Model:
         return False
 
 
+@pytest.mark.seeded
 @pytest.mark.parametrize("whole", [False, True], ids=["fcntl", "flock"])
 def test_locks_are_those_of_the_model(stand: Stand, whole: bool) -> None:
-    seed = int(os.environ.get("KVFS_TEST_SEED", random.randrange(1 << 20)))
-    sys.stderr.write(f"KVFS_TEST_SEED={seed}\n")
-    chance, model = random.Random(seed), Model()
+    chance, model = random.Random(SEED), Model()
     stand.sealed(NODE, b"bytes")
     for _ in range(3000):
         waits_of = {owner for _, owner, _, _ in model.waiting}

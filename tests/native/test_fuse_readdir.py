@@ -18,6 +18,7 @@ from tests.support.fuse_stand import (
     Stand,
     read_in,
 )
+from tests.support.seeds import SEED
 
 FH, FROM = 5, 2
 REPLY_BYTES = 4096
@@ -140,7 +141,8 @@ def test_a_name_that_is_too_long_is_refused(stand: Stand) -> None:
         stand.loop.listing_fill(FH, FROM, [(b"n" * 256, 1, False)], True)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.seeded
+@pytest.mark.parametrize("seed", range(SEED, SEED + 5))
 def test_any_place_among_the_names_is_answered(stand: Stand, seed: int) -> None:
     """In any order, with replies of any size, and names of any length."""
     order = random.Random(seed)

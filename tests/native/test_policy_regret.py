@@ -20,9 +20,9 @@ import pytest
 from kvfs._native.evict.policy import Policy, replay
 from scheduler.simulation.cache_replay import PackedTrace
 from tests.support.mixtures import long_chats, mixture
+from tests.support.seeds import SEED
 from tests.support.workloads import Blocks
 
-SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 31)))
 TRACES: Final = int(os.environ.get("KVFS_TEST_TRACES", "8"))
 KINDS: Final[dict[str, Callable[[int], list[Blocks]]]] = {
     "mixtures": lambda seed: mixture(seed, 60_000),
@@ -58,11 +58,11 @@ def losses(trace: PackedTrace, capacity: int) -> list[int]:
     return list(accumulate(map(sub, last_use, learned)))
 
 
+@pytest.mark.seeded
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_default_stays_by_last_use_on_any_traffic(kind: str) -> None:
     """At every moment within the allowance, so over all requests and the first half within half a point; over the
     second half, where what was won in the first may go, nearly always, and always within two points."""
-    print(f"KVFS_TEST_SEED={SEED} KVFS_TEST_TRACES={TRACES}")
     points: list[tuple[float, str]] = []
     gained = 0.0
     for seed in range(SEED, SEED + TRACES):
@@ -88,6 +88,7 @@ def test_the_default_stays_by_last_use_on_any_traffic(kind: str) -> None:
     assert points[len(points) // 20][0] <= PROMISE, points[: len(points) // 20]
 
 
+@pytest.mark.seeded
 def test_an_adversary_that_sees_the_cache_takes_no_more_than_the_allowance() -> None:
     """It teaches that short prompts never come again, then asks for those that last use would hold and the default
     has evicted, as soon as there are any."""
@@ -170,10 +171,10 @@ def evict(cache: Policy, capacity: int) -> None:
             cache.remove(key)
 
 
+@pytest.mark.seeded
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_blocks_are_called_decides_nothing(kind: str) -> None:
     """Victims are the same blocks in the same order, whatever their keys are."""
-    print(f"KVFS_TEST_SEED={SEED}")
     trace = PackedTrace.of(KINDS[kind](SEED))
     number = list(range(trace.unique))
     random.Random(SEED).shuffle(number)
@@ -185,10 +186,10 @@ def test_what_blocks_are_called_decides_nothing(kind: str) -> None:
         assert other.victims == [number[block] for block in plain.victims], where
 
 
+@pytest.mark.seeded
 def test_what_misleads_the_ranks_costs_half_a_point() -> None:
     """Prompts go on for long enough to be believed in, then those that went on end, and the others go on."""
     trace = PackedTrace.of(_turned(SEED))
-    print(f"KVFS_TEST_SEED={SEED}")
     for percent in (2, 5, 10):
         lost = losses(trace, trace.unique * percent // 100)
         assert lost[-1] <= PROMISE * len(trace.ids), f"KVFS_TEST_SEED={SEED}, {percent} %"

@@ -17,6 +17,7 @@ from kvfs.formats import SEGMENT_DATA_START
 from kvfs.index.rows import BucketRow, NameRow
 from kvfs.limits import MIB
 from tests.support.faulty_device import FailingDevice
+from tests.support.seeds import SEED
 from tiers.device.threads import thread_device
 from tiers.log.entries import Barrier
 from tiers.log.records import MetaBody
@@ -248,9 +249,9 @@ async def test_two_half_writings_make_no_object(tmp_path: Path) -> None:
         assert not found.names
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.seeded
+@pytest.mark.parametrize("seed", range(SEED, SEED + 6))
 async def test_a_random_life_with_reclaim_and_restarts(tmp_path: Path, seed: int) -> None:
-    print(f"seed {seed}")
     rng = random.Random(seed)
     bench: Bench | None = None
     for life in range(4):

@@ -39,6 +39,7 @@ from kvfs.system import linux
 from tests.support.door import need_mount
 from tests.support.posix import pattern
 from tests.support.processes import Helper
+from tests.support.seeds import SEED
 from tests.support.service import ROOT
 from tests.support.store_writer import DIGESTS, UNIT
 from tests.support.stores import (
@@ -61,7 +62,6 @@ from tiers.recovery.start import StoreOptions, open_store
 from tiers.recovery.startup import Startup
 from tiers.store.store import Store
 
-SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
 ROUNDS: Final = int(os.environ.get("KVFS_TEST_ROUNDS", "6"))
 CAPACITY_BYTES: Final = 32 * MIB
 
@@ -249,11 +249,11 @@ def differs(found: Model, expected: Model) -> str:
     return "" if found.markers - {UNIT} == expected.markers else f"directories {found.markers}"
 
 
+@pytest.mark.seeded
 @pytest.mark.parametrize("room", ["roomy", "tight"])
 def test_a_killed_process_leaves_what_it_acknowledged(data: Path, backing: str, room: str) -> None:
     """After each kill everything found is as acknowledged, or as the unfinished change would have it; with room
     for all of it, nothing is missing that had its checksum."""
-    print(f"KVFS_TEST_SEED={SEED}")
     chance = random.Random(SEED)
     capacity = 512 * MIB if room == "roomy" else 16 * MIB
     slots = 4096 if room == "roomy" else 24
@@ -477,8 +477,8 @@ def test_a_clean_stop_waits_for_checksums_and_leaves_no_drafts(data: Path, backi
         assert len(names_of(again)) == 50
 
 
+@pytest.mark.seeded
 def test_a_flipped_bit_of_a_payload_is_a_miss(data: Path, caplog: pytest.LogCaptureFixture) -> None:
-    print(f"KVFS_TEST_SEED={SEED}")
     chance = random.Random(SEED)
     with open_again(data) as store:
         contents = {b"%d" % i: pattern(i, 1 + chance.randrange(300_000)) for i in range(20)}
@@ -518,8 +518,8 @@ def flip(file: Path, offset: int, chance: random.Random) -> None:
 
 
 # --- the table ---------------------------------------------------------------------------------------------
+@pytest.mark.seeded
 def test_a_flipped_bit_of_a_header_costs_that_slot_at_most(data: Path) -> None:
-    print(f"KVFS_TEST_SEED={SEED}")
     chance = random.Random(SEED)
     store = open_again(data)
     for i in range(8):
@@ -791,9 +791,9 @@ def test_a_damaged_row_of_the_format_is_no_other_format(data: Path, row: bytes) 
         assert names_of(store) == contents
 
 
+@pytest.mark.seeded
 def test_flipped_bits_of_the_index_cost_names_and_never_make_wrong_ones(data: Path) -> None:
     """Not even a crash: LMDB reads wherever a damaged page points to."""
-    print(f"KVFS_TEST_SEED={SEED}")
     chance = random.Random(SEED)
     contents = filled(data)
     index = data / "index/data.mdb"

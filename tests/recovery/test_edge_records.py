@@ -29,6 +29,7 @@ from kvfs.index.names import NameIndex
 from kvfs.index.rows import load_row, store_row
 from kvfs.limits import MIB
 from tests.support.crash_harness import fast_directory
+from tests.support.seeds import SEED
 from tests.support.stores import NAMESPACE, draft_of, read
 from tiers.device.device import Device
 from tiers.device.threads import thread_device
@@ -38,7 +39,6 @@ from tiers.model.objects import Attributes, Name, ObjectInfo
 from tiers.recovery.start import NvmeOptions, StoreOptions, start_store
 from tiers.store.store import Store
 
-SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
 ROUNDS: Final = int(os.environ.get("KVFS_TEST_ROUNDS", "4"))
 BUCKETS: Final = (b"cache", b"durable", b"bound")
 
@@ -209,6 +209,7 @@ def spoil_listing(rng: random.Random, listing: Listing) -> Listing:
     return Listing(memoryview(headers), memoryview(bodies), listing.offsets)
 
 
+@pytest.mark.seeded
 @pytest.mark.parametrize("what", ["table", "names", "records", "records alone"])
 def test_no_record_stops_a_start(
     what: str, data: Path, template: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ import pytest
 
 from kvfs.index.names import NameIndex
 from kvfs.index.rows import BucketRow, NameRow
-from tests.support.damage import SEED
+from tests.support.seeds import SEED
 from tiers.recovery.index_check import IndexReader, IndexWalk
 
 PAGE_BYTES = 4096
@@ -68,6 +68,7 @@ def later(path: Path) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.seeded
 def test_damaged_headers_are_found_or_harmless(whole: bytes, tmp_path: Path) -> None:
     rng = random.Random(SEED)
     file, copy = tmp_path / "data.mdb", tmp_path / "data.new"

@@ -23,12 +23,12 @@ from mounts.kernel.call_queue import NoCalls
 from mounts.tree import name_ops
 from mounts.tree.view import View
 from tests.support.one_store import CACHE, DURABLE, abandon, fill, life, look, start, sync_draft
+from tests.support.seeds import SEED
 from tests.support.stores import draft_of
 from tiers.device.threads import thread_device
 from tiers.model.objects import Attributes, Draft, Name
 from tiers.store.store import Store
 
-SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
 KILLS: Final = int(os.environ.get("KVFS_TEST_KILLS", "5"))
 SIZE: Final = 5_000
 BEFORE, SYNCED, SEALED = (bytes([number]) * SIZE for number in (1, 2, 3))
@@ -85,10 +85,10 @@ async def prepare(path: Path, bucket: bytes, target: Name) -> None:
     await device.aclose()
 
 
+@pytest.mark.seeded
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("bucket", [CACHE, DURABLE])
 async def test_a_synced_file_has_one_name(fast_path: Path, bucket: bytes, large: bool) -> None:
-    print(f"KVFS_TEST_SEED={SEED}")
     chance = random.Random(f"{SEED}/{bucket!r}/{large}")
     source, target = Name(bucket, b"source"), Name(bucket, b"target")
     original, path = fast_path / "original", fast_path / "data"

@@ -21,13 +21,13 @@ from kvfs.errors import OutOfResources
 from kvfs.index.names import NameIndex
 from tests.store.test_store_over_nvme import running
 from tests.support.door import ON_DIRECTORY, need_mount
+from tests.support.seeds import SEED
 from tests.support.service import Service, ServiceFailed
 from tiers.recovery.index_check import MARK, IndexReader, IndexWalk
 from tiers.recovery.start import StoreOptions, open_store
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
 
-SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
 ROUNDS: Final = int(os.environ.get("KVFS_TEST_ROUNDS", "2"))
 MIB: Final = 1 << 20
 LIMITED: Final = (
@@ -68,6 +68,7 @@ def service(request: pytest.FixtureRequest) -> Iterator[Limited]:
         yield running
 
 
+@pytest.mark.seeded
 def test_a_short_start_loses_nothing(service: Limited) -> None:
     with service.client() as client:
         client.create_bucket("cache")
@@ -77,7 +78,6 @@ def test_a_short_start_loses_nothing(service: Limited) -> None:
     for limit in rng.sample(SHORT, min(ROUNDS, len(SHORT))):
         service.kill()
         service.limit = limit
-        print("seed", SEED, limit)
         with suppress(ServiceFailed):
             service.restart()
         service.kill()

@@ -14,16 +14,16 @@ import pytest
 
 from scheduler.routing.replication import taker
 from tests.support.routing_runs import Pooled, drawn, mean_ttft_s, measure, summary
+from tests.support.seeds import SEED
 from tests.support.trace_families import FAMILIES, long_agents, long_chats
 
-SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 31)))
 TRACES: Final = int(os.environ.get("KVFS_TEST_TRACES", "2"))
 NODES: Final = 4
 
 
+@pytest.mark.seeded
 @pytest.mark.parametrize("load", [0.5, 0.7])
 def test_long_sessions_come_close_to_one_pooled_cache(load: float) -> None:
-    print(f"KVFS_TEST_SEED={SEED} KVFS_TEST_TRACES={TRACES}")
     worst = 0.0
     for seed in range(SEED, SEED + TRACES):
         trace = long_agents(seed, 500, sessions=random.Random(seed).choice((20, 24, 32)))
@@ -36,10 +36,10 @@ def test_long_sessions_come_close_to_one_pooled_cache(load: float) -> None:
     print(f"load {load}: at most {worst:.3f} of the pooled cache")
 
 
+@pytest.mark.seeded
 @pytest.mark.parametrize("load", [0.5, 0.7])
 def test_stationary_chats_come_close_to_one_pooled_cache(load: float) -> None:
     """Once all chats have begun; a chat that goes elsewhere has to be loaded, which the pooled cache need not."""
-    print(f"KVFS_TEST_SEED={SEED} KVFS_TEST_TRACES={TRACES}")
     ratios = []
     for seed in range(SEED, SEED + TRACES):
         trace = long_chats(seed, 1200)
@@ -51,8 +51,8 @@ def test_stationary_chats_come_close_to_one_pooled_cache(load: float) -> None:
     assert max(ratios) <= 1.5
 
 
+@pytest.mark.seeded
 def test_the_default_loses_little_in_any_run() -> None:
-    print(f"KVFS_TEST_SEED={SEED} KVFS_TEST_TRACES={TRACES}")
     found = [measure(drawn(seed), 400) for seed in range(SEED, SEED + TRACES * len(FAMILIES))]
     print("\n".join(summary(found)))
     worst = max(found, key=lambda each: each.against_rivals)

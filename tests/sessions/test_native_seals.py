@@ -35,6 +35,7 @@ from kvfs.protocol.messages import (
     SealBlocks,
 )
 from kvfs.rights import Caller
+from tests.support.seeds import SEED
 from tests.support.session_answers import DESCRIPTION, extents, results
 from tests.support.sessions import MIB, WAIT_S, RawClient, Server, fork, session_server
 from tests.support.stores import NAMESPACE
@@ -402,14 +403,13 @@ def test_nothing_is_sealed_while_the_sealer_is_held(alone: Callable[..., Alone])
 
 
 # --- the client's part -----------------------------------------------------------------------------------
+@pytest.mark.seeded
 def test_of_many_writers_one_is_first(server: Server) -> None:
     """Four processes put the same keys in other orders, two of them through the event loop."""
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
     keys = keys_of(200)
 
     def write(number: int) -> list[bytes]:
-        order = random.Random(seed + number).sample(keys, len(keys))
+        order = random.Random(SEED + number).sample(keys, len(keys))
         with server.connect() as client, client.blocks(NAMESPACE) as blocks:
             if number % 2:
                 grants = blocks._session.grants

@@ -584,6 +584,7 @@ class Store(RuleBasedStateMachine):
             shutil.rmtree(self.root, ignore_errors=True)
 
 
+@pytest.mark.seeded
 @pytest.mark.parametrize("backing", ["directory", pytest.param("tmpfs", marks=pytest.mark.mount)])
 def test_the_store_follows_the_model(tmp_path: Path, backing: str) -> None:
     if backing == "tmpfs":

@@ -1,4 +1,4 @@
-"""Damage to the files of a store that no service uses, and how much of it the tests do.
+"""Damage to the files of a store that no service uses.
 
 Responsibility: a part of one file is cut, zeroed or flipped; a record's payload, rows of the name index or a slot are
 changed where LMDB, or the record's header, does not notice.
@@ -11,15 +11,10 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
-from typing import Final
 
 from kvfs.formats import RECORD_HEADER, SEGMENT_DATA_START, SLOT_HEADER, TABLE_HEADER, RecordType
 from kvfs.index.rows import store_row
 from tiers.recovery.index_check import IndexReader
-
-SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
-STORES: Final = int(os.environ.get("KVFS_TEST_STORES", "1"))
-"""How many lives a test damages in many ways."""
 
 
 def damage_one_place(files: list[Path], chance: random.Random) -> str:

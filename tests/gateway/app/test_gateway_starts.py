@@ -16,10 +16,10 @@ import pytest
 
 from tests.support.door import ON_DIRECTORY, need_mount
 from tests.support.gateway import Gateway, gateway, until
+from tests.support.seeds import SEED
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
 
-SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
 KILLS: Final = int(os.environ.get("KVFS_TEST_KILLS", "4"))
 ORPHAN_WAIT_S: Final = 20.0
 
@@ -50,9 +50,9 @@ def kill_in_a_start(door: Gateway, chance: random.Random, start_s: float) -> set
     return seen
 
 
+@pytest.mark.seeded
 def test_a_worker_whose_service_is_killed_while_it_starts_ends_without_a_word() -> None:
     need_mount()
-    print(f"KVFS_TEST_SEED={SEED}")
     with gateway(dram="64MiB", settings="workers = 2") as door:
         began = time.monotonic()
         first = set(door.worker_pids())

@@ -15,11 +15,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import pytest
 import trio
 
 from tests.support.fleet import Fleet, FleetEngine
+from tests.support.seeds import SEED
 
-SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
 CLIENTS: Final = 4
 FAULT_S: Final = 0.4
 Fault = Callable[[Fleet, FleetEngine], Coroutine[Any, Any, None]]
@@ -118,8 +119,8 @@ async def heartbeat(fleet: Fleet, rng: random.Random) -> None:
         await fleet.call(engine.port, "POST", "/v1/completions", {"prompt": prompt})
 
 
+@pytest.mark.seeded
 async def test_what_is_believed_agrees_with_the_truth_after_every_fault(tmp_path: Path) -> None:
-    print(f"KVFS_TEST_SEED={SEED}")
     rng = random.Random(SEED)
     prompts = drawn_prompts(rng)
     names = [name for _ in range(-(-ROUNDS // len(FAULTS))) for name in rng.sample(list(FAULTS), len(FAULTS))]
@@ -143,6 +144,7 @@ async def test_what_is_believed_agrees_with_the_truth_after_every_fault(tmp_path
         assert fleet.counts["routed"] > 0
 
 
+@pytest.mark.seeded
 async def test_two_conductors_follow_the_same_engines_and_one_goes_on_alone(tmp_path: Path) -> None:
     """Publishers connect to both; each hears of all blocks, and knows the other's requests by their numbers alone."""
     rng = random.Random(SEED)

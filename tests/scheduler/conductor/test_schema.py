@@ -8,18 +8,18 @@ document cannot say (instances of a pool agree, `tokens` or `hashes`) may be ref
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
 from typing import Final
 
+import pytest
 import trio
 
 from tests.support.conductors import instance, serving
+from tests.support.seeds import SEED
 from tests.support.service import ROOT
 
-SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
 SCHEMA_S: Final = os.environ.get("KVFS_TEST_SCHEMA_S", "15")
 TOKEN: Final = "0123456789abcdef"
 SETTINGS: Final = """
@@ -29,8 +29,8 @@ positive_data_acceptance.enabled = false
 """
 
 
+@pytest.mark.seeded
 async def test_the_document_holds(tmp_path: Path) -> None:
-    print(f"KVFS_TEST_SEED={SEED}")
     (tmp_path / "schemathesis.toml").write_text(SETTINGS)
     arguments = [
         *(sys.executable, "-m", "schemathesis.cli", "run"),
