@@ -10,13 +10,14 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.crash_harness import fast_directory
 from tests.support.door import door, mode_service
+from tests.support.leftovers import Run
 from tests.support.seeds import SEED, repeat_command
 
 __all__ = ["door", "fast_path", "mode_service"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have Hypothesis draw from the text of each test, so that it says the same twice, unless it is given a seed.
+    """Have the run say what it leaves, and Hypothesis draw from the text of each test unless it is given a seed.
 
     Neither its deadline nor how long it draws for is judged: both say how busy the machine is.
     """
@@ -27,6 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
         suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("kvfs")
+    if not hasattr(config, "workerinput"):  # a worker of the process that controls the run
+        config.pluginmanager.register(Run())
 
 
 @pytest.hookimpl(wrapper=True)

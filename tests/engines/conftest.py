@@ -39,7 +39,12 @@ def engine_wheels(engine_python: str) -> str:
 
 @pytest.fixture(scope="session")
 def work() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kvfs-engines-") as directory:
+    """A folder for models and logs, and for what engines leave in their temporary folder."""
+    with (
+        tempfile.TemporaryDirectory(prefix="kvfs-engines-") as directory,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("TMPDIR", directory)
         yield Path(directory)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.engines.tiny_llama import VOCABULARY
+from tests.support.leftovers import held_memory
 from tests.support.service import ROOT
 
 BLOCK_TOKENS = 32
@@ -165,6 +167,25 @@ class Engine:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill an engine with all processes of its group, and remove what they shared, as they cannot any more."""
+    group = [
+        pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if _group(pid) == process.pid
+    ]
+    shared = held_memory(group)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for path in shared:
+        path.unlink(missing_ok=True)
+
+
+def _group(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
 
 
 @dataclass(frozen=True)

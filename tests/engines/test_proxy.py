@@ -10,7 +10,6 @@ import json
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -23,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.engine import MAX_TOKENS, Engines, Run, whole_blocks
+from tests.engines.engine import MAX_TOKENS, Engines, Run, kill, whole_blocks
 from tests.engines.run_engine import ENVIRONMENT
 from tests.engines.test_vllm_connector import connector
 from tests.engines.test_vllm_events import free_port
@@ -76,8 +75,7 @@ class Server:
         return int(sum(map(float, found)))
 
     def kill(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        kill(self.process)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Final
 
 import pytest
 
-from tests.support.run_soak import processes_of
+from tests.support.run_soak import processes
 from tests.support.seeds import ROOT, SEED, repeat_command, seeds
 
 CONFTEST: Final = "from tests.conftest import pytest_configure, pytest_runtest_makereport\n"
@@ -142,7 +142,7 @@ def test_a_run_that_hangs_is_ended_with_all_that_it_started(bench: Bench) -> Non
     until_lines(soak, "RED   hangs .*ended, it took more than 30 s")
     soak.communicate(timeout=120)
     assert soak.returncode == 1
-    assert list(processes_of(Path(where.read_text()))) == []
+    assert list(processes(Path(where.read_text()))) == []
     assert next(iter(bench.logs().values()))
 
 

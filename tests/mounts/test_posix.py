@@ -16,6 +16,7 @@ import pytest
 
 from kvfs.cli import service_commands
 from kvfs.errors import AccessDenied, NotPermitted
+from tests.support.crash_harness import fast_directory
 from tests.support.door import Door, eventually
 from tests.support.posix import NOBODY, Directory, expect_errno, opened, run_as, write_all
 
@@ -326,7 +327,7 @@ REFUSED = {
 def test_answers_are_those_of_a_disk(door: Door, finished: bool) -> None:
     door.path.chmod(0o777)
     differences = {}
-    base = Path(tempfile.mkdtemp(prefix="disk-", dir="/dev/shm"))
+    base = Path(tempfile.mkdtemp(prefix="disk-", dir=fast_directory()))
     base.chmod(0o755)
     for number, (name, probe) in enumerate(PROBES.items()):
         disk, here = base / f"{number}", door.path / f"{number}"

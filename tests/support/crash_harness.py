@@ -29,6 +29,7 @@ from kvfs.cli.fsck_command import _check
 from kvfs.limits import MIB
 from kvfs.system import crashpoints
 from tests.support.crash_model import Model, Value
+from tests.support.leftovers import FAST_VARIABLE, MEMORY
 from tests.support.service import ROOT
 from tiers.dram import tmpfs
 
@@ -42,7 +43,7 @@ FSCK_SHARE: Final = 0.3
 
 def fast_directory() -> str | None:
     """Where a store's files cost no device time: a kill, unlike a power cut, leaves what was written."""
-    shared = Path(os.environ.get("FAST_TMPDIR", "/dev/shm"))
+    shared = Path(os.environ.get(FAST_VARIABLE, MEMORY))
     if shared.is_dir() and shutil.disk_usage(shared).free > 512 * MIB:
         return str(shared)
     return None

@@ -4,7 +4,7 @@ Responsibility: find the harnesses (files with tests that are `seeded` or Hypoth
 the other, each with a seed of its own in a process of its own, and go on after a red one. Of a red run its log, its
 command and what it left in its temporary directory (up to a bound) stay in `soak/`; nothing else stays of any.
 
-Concurrency: one thread, one run at a time. A run's processes are those whose TMPDIR is the run's directory.
+Concurrency: one thread, one run at a time. A run's processes are those whose TMPDIR lies in the run's directory.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from tests.support.crash_harness import fast_directory
+from tests.support.leftovers import FAST_VARIABLE, processes
 from tests.support.seeds import ROOT, repeat_command
 from tests.support.service import detach_mounts
 
@@ -154,7 +154,7 @@ class Soak:
                 shutil.rmtree(directory)
 
     def wait(self, run: Run, base: Path, fast: Path) -> None:
-        environ = {"KVFS_TEST_SEED": str(run.seed), "TMPDIR": str(base), "FAST_TMPDIR": str(fast)}
+        environ = {"KVFS_TEST_SEED": str(run.seed), "TMPDIR": str(base), FAST_VARIABLE: str(fast)}
         began_s = time.monotonic()
         with (base / "log").open("wb") as log:
             process = self._process = subprocess.Popen(
@@ -211,19 +211,11 @@ def last_line(log: Path) -> str:
 
 def end_processes(base: Path) -> None:
     """Kill what a run has left, until there is nothing more."""
-    while pids := list(processes_of(base)):
+    while pids := processes(base):
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)  # the kernel tells only a parent of an end
-
-
-def processes_of(base: Path) -> Iterator[int]:
-    mark = f"TMPDIR={base}".encode()
-    for entry in Path("/proc").iterdir():
-        with suppress(OSError):
-            if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
-                yield int(entry.name)
 
 
 def seconds(text: str) -> float:

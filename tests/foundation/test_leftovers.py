@@ -1,0 +1,94 @@
+"""A run that leaves something behind is red, and says what; one that leaves nothing has the result of its tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.leftovers import MEMORY
+from tests.support.service import ROOT
+
+CONFTEST = """
+import pytest
+from tests.support import leftovers
+
+leftovers.END_WAIT_S = 1.0
+
+def pytest_configure(config):
+    config.pluginmanager.register(leftovers.Run(), "run")
+
+@pytest.fixture
+def shared(request):
+    return request.config.pluginmanager.get_plugin("run")._watch.shared
+"""
+TESTS = {
+    "nothing": """
+import tempfile
+def test():
+    with tempfile.TemporaryDirectory():
+        pass
+""",
+    "a file": """
+import tempfile
+def test():
+    tempfile.mkstemp(prefix="left-")
+""",
+    "a file in memory": """
+import os, tempfile
+def test():
+    tempfile.mkstemp(prefix="left-", dir=os.environ["FAST_TMPDIR"])
+""",
+    "a process": """
+import subprocess
+def test():
+    subprocess.Popen(["sleep", "4242"], start_new_session=True)
+""",
+    "shared memory": """
+import subprocess, sys, time
+CODE = '''
+import _posixshmem, mmap, os, time
+fd = _posixshmem.shm_open(f"/left-{os.getpid()}", os.O_CREAT | os.O_RDWR, 0o600)
+os.ftruncate(fd, 4096)
+mapped = mmap.mmap(fd, 4096)
+time.sleep(4242)
+'''
+def test(shared):
+    child = subprocess.Popen([sys.executable, "-c", CODE])
+    while not any(str(child.pid) in path.name for path in shared):
+        time.sleep(0.01)
+    child.kill()
+    child.wait()
+""",
+}
+SAID = {
+    "nothing": "",
+    "a file": r"^file .*/left-",
+    "a file in memory": rf"^file {MEMORY}/.*/left-",
+    "a process": r"^process (?P<pid>\d+): sleep 4242",
+    "shared memory": rf"^shared memory (?P<path>{MEMORY}/left-\d+)",
+}
+
+
+@pytest.mark.parametrize("what", TESTS)
+def test_what_a_run_leaves_makes_it_red(tmp_path: Path, what: str) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_one.py").write_text(TESTS[what])
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(tmp_path)]
+    run = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert " 1 passed" in run.stdout
+    found = re.search(SAID[what], run.stdout, re.MULTILINE)
+    assert found, run.stdout
+    if "pid" in found.groupdict():
+        os.kill(int(found["pid"]), signal.SIGKILL)
+    if "path" in found.groupdict():
+        Path(found["path"]).unlink()
+    assert ("left behind" in run.stdout, run.returncode) == ((False, 0) if what == "nothing" else (True, 1))
+    assert re.search(r"^at most [\d.]+ GB more in ", run.stdout, re.MULTILINE)

@@ -1,0 +1,156 @@
+"""What a run of the tests takes at its most, and what it leaves behind.
+
+Responsibility: give a run two folders of its own, on disk and in memory, below which all lies that its tests make; at
+its end name what is still there: files, mounts, loop devices, processes, shared memory. A run that leaves any is red.
+
+Invariants: a process belongs to the run whose folder it has in its environment, shared memory to the run of whose
+processes one had it mapped: runs beside each other do not count each other's. What pytest keeps lies elsewhere.
+
+Concurrency: in the process that controls the run; a thread looks how full the file systems are, and what is shared.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from kvfs.system import linux
+
+MEMORY = Path("/dev/shm")
+FAST_VARIABLE = "FAST_TMPDIR"
+"""Where temporary files lie in memory, as TMPDIR says where they lie on disk."""
+_SAMPLE_S = 0.5
+END_WAIT_S = 30.0
+"""For processes that are ending: a killed engine gives back gigabytes first."""
+
+
+class Run:
+    """The folders of one run, as a plugin of the pytest process that controls it."""
+
+    def __init__(self) -> None:
+        self._left: list[str] = []
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self) -> None:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+        self._folders = [_folder(None)]
+        os.environ["TMPDIR"] = tempfile.tempdir = str(self._folders[0])
+        if (fast := Path(os.environ.get(FAST_VARIABLE, MEMORY))).is_dir():
+            self._folders.append(_folder(fast))
+            os.environ[FAST_VARIABLE] = str(self._folders[1])
+        self._watch = Watch(self._folders)
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None]:
+        yield
+        self._watch.end()
+        self._left = self._end()
+        if self._left and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.write_line(f"at most {self._watch.peaks()}")
+        if self._left:
+            terminalreporter.section("left behind", red=True)
+            for each in self._left:
+                terminalreporter.write_line(each)
+
+    def _end(self) -> list[str]:
+        deadline = time.monotonic() + END_WAIT_S
+        while (left := list(self._there())) and time.monotonic() < deadline:
+            time.sleep(_SAMPLE_S)
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        return left
+
+    def _there(self) -> Iterator[str]:
+        """Yield what there is of the run, a line each."""
+        yield from (f"process {pid}: {command}" for pid, command in processes(self._folders[0]).items())
+        roots = tuple(map(str, self._folders))
+        yield from (f"mount {each.point}" for each in linux.mounts() if each.point.startswith(roots))
+        yield from (f"loop device {each}" for each in loop_devices() if any(root in each for root in roots))
+        for folder in self._folders:
+            yield from (f"file {path}" for path in folder.iterdir())
+        yield from (f"shared memory {path}" for path in self._watch.shared if path.exists())
+
+
+def _folder(parent: Path | None) -> Path:
+    """Make a folder with a short name, since paths of sockets have 107 bytes, in which other users may write."""
+    folder = Path(tempfile.mkdtemp(prefix="run-", dir=parent))
+    folder.chmod(0o1777)
+    return folder
+
+
+class Watch:
+    """How much fuller the file systems of a run's folders became, at most, and the shared memory of its processes."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.shared: set[Path] = set()
+        self._folders = folders
+        self._before = {folder: shutil.disk_usage(folder).used for folder in folders}
+        self._most = dict.fromkeys(folders, 0)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        strangers = set(shared_memory())
+        while not self._ended.wait(_SAMPLE_S):
+            for folder, before in self._before.items():
+                used = shutil.disk_usage(folder).used - before
+                self._most[folder] = max(self._most[folder], used)
+            if strangers != (there := set(shared_memory()) - self.shared):
+                self.shared |= held_memory(processes(self._folders[0]))
+                strangers = there - self.shared
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def peaks(self) -> str:
+        parts = (f"{most / 1e9:.1f} GB more in {folder.parent}" for folder, most in self._most.items())
+        return ", ".join(parts)
+
+
+def processes(folder: Path) -> dict[int, str]:
+    """Return id and command of each other process that has `folder` in its environment or in its arguments."""
+    mark, found = os.fsencode(folder), {}
+    for pid in set(map(int, filter(str.isdecimal, os.listdir("/proc")))) - {os.getpid()}:
+        with suppress(OSError):  # it has ended
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if command and mark in Path(f"/proc/{pid}/environ").read_bytes() + command:
+                found[pid] = command.replace(b"\0", b" ").decode(errors="replace").strip()
+    return found
+
+
+def loop_devices() -> list[str]:
+    """Return loop devices with the files behind them, a line each."""
+    if shutil.which("losetup") is None:
+        return []
+    columns = ["losetup", "--list", "--noheadings", "--output", "NAME,BACK-FILE"]
+    return subprocess.run(columns, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def shared_memory() -> list[Path]:
+    """Return what processes share by name: POSIX shared memory and semaphores."""
+    return [path for path in MEMORY.iterdir() if path.is_file()] if MEMORY.is_dir() else []
+
+
+def held_memory(pids: Iterable[int]) -> set[Path]:
+    """Return the shared memory that processes have mapped."""
+    lines: set[str] = set()
+    for pid in pids:
+        with suppress(OSError):  # it has ended
+            lines |= {
+                line.split(maxsplit=5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
+            }
+    return {path for path in map(Path, lines) if path.parent == MEMORY}
