@@ -71,7 +71,7 @@ class NodeDisplay:
 
     def show_sealed(self, node: Node, info: ObjectInfo) -> None:
         """Show a sealed file or symbolic link to the native loop."""
-        if info.extent is None:
+        if info.extent is None or node.cached_handles:
             self.show_offloaded(node, info)
         else:
             extent = info.extent

@@ -185,10 +185,19 @@ class DraftKeeper:
             self.writers -= large is None
             if opened.writers == 0:
                 opened.torn = self._backings.killed(node.nodeid)
-        if large is not None and opened.handles == 0 and node.draft is not opened:
-            self._store.abort_large(large)  # or, sealed, end its lease
+        if large is not None and node.draft is not opened:
+            if opened.handles == 0:
+                self._store.abort_large(large)  # or, sealed, end its lease
+            if large.sealed:
+                self.end_cached(node)
         if opened.writers == 0 and node.draft is opened:
             self.publisher.end_writing(node, opened)
+
+    def end_cached(self, node: Node) -> None:
+        """Count the end of a handle that read a sealed file through the page cache; the next may have passthrough."""
+        node.cached_handles -= 1
+        if node.cached_handles == 0 and node.linked and node.info is not None:
+            self.display.show_sealed(node, node.info)
 
     async def truncate(self, node: Node, opened: OpenDraft, size_bytes: int) -> None:
         """Set the size of a draft; growth of a slot is allocated at once: a hole mapped in a full tier is SIGBUS."""

@@ -198,9 +198,11 @@ class DraftPublisher:
         opened.ended.set()
         self._nodes.set_draft(node, None)
         self._nodes.set_object(node, info)
+        if opened.large is not None and opened.handles == 0:
+            opened.large.close()
+        elif opened.large is not None:  # its last reader closes it
+            node.cached_handles += opened.handles
         self._display.show_sealed(node, info)
-        if isinstance(opened.draft, LargeDraft):
-            self._close_sealed(node, opened, opened.draft, info)
         self._nodes.release(node)
         return True
 
@@ -228,18 +230,6 @@ class DraftPublisher:
         if status.st_size > most:
             raise ObjectTooLarge(f"{name} has {status.st_size} bytes: the limit is {most}")
         return self._store.seal(opened.draft, name, sealed, snapshot=opened.snapshot)
-
-    def _close_sealed(self, node: Node, opened: OpenDraft, draft: LargeDraft, info: ObjectInfo) -> None:
-        """Close a sealed draft once it has no readers.
-
-        While it has readers, an object that DRAM takes gets a node of its own: passthrough cannot be on theirs.
-        """
-        if opened.handles == 0:
-            draft.close()
-        elif not self._store.is_large(info) and node.parent is not None:
-            self._backings.node_dead(node.nodeid)
-            self._nodes.unlink(node, unresolved=True)
-            self._backings.invalidate_entry(node.parent.nodeid, node.component)
 
     def overtake(self, node: Node) -> None:
         """Drop a draft that was closed before another door sealed its name.

@@ -44,6 +44,10 @@ class Node:
     lookups: int = 0
     children: int = 0
     handles: int = 0
+    cached_handles: int = 0
+    """Of those, how many read a sealed file through the page cache: while there are any, none has passthrough."""
+    later: Node | None = None
+    """The node that took its place when the file was opened for writing, while this version of it was open."""
     linked: bool = True
     """Whether its name still leads to it."""
     info: ObjectInfo | None = None
@@ -175,6 +179,7 @@ class NodeTable:
 
     def share_locks(self, node: Node, later: Node) -> None:
         """Put the locks of `later` on the inode number of `node`, which stays open and whose place `later` took."""
+        node.later = later
         later.lock_key = self._lock_keys[later.ino] = node.lock_key or node.ino
         self._later.setdefault(node.nodeid, []).append(later.ino)
 

@@ -129,6 +129,7 @@ class OpenFiles:
         if handle.reader is not None:
             handle.reader.close()
             handle.node.handles -= 1
+            self._view.drafts.end_cached(handle.node)
         elif handle.opened is not None:
             self._view.drafts.close(handle.node, handle.opened, writable=handle.writable)
         else:

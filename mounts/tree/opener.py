@@ -141,7 +141,7 @@ class FileOpener:
     async def _hold(self, node: Node, uid: int) -> LargeReader | None:
         """Make the sealed bytes the node's backing, in DRAM until `OpenFiles.release_backing`, or return a reader."""
         info = _sealed_info(node)
-        if self._view.store.is_large(info):
+        if node.cached_handles or self._view.store.is_large(info):
             return self._view.store.open_large(info)
         if info.extent is None:
             try:
@@ -161,6 +161,7 @@ class FileOpener:
 
     def _open_large(self, node: Node, reader: LargeReader, pid: int) -> int:
         node.handles += 1
+        node.cached_handles += 1
         return self._files.add(Handle(node, None, writable=False, pid=pid, reader=reader))
 
     async def begin_rewrite_of(self, node: Node, *, uid: int, pid: int, keep_bytes: bool) -> None:

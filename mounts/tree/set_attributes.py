@@ -46,6 +46,22 @@ class AttributeChanges:
             mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
         )
 
+    @property
+    def is_any(self) -> bool:
+        """Return whether anything changes that a sealed file keeps."""
+        return any(value is not None for value in (self.mode, self.uid, self.gid, self.mtime_ns))
+
+    def of_version(self, info: ObjectInfo) -> ObjectInfo:
+        """Change what the descriptors of an earlier version show, or those of a file that was removed."""
+        return replace(
+            info,
+            mode=info.mode if self.mode is None else self.mode,
+            uid=info.uid if self.uid is None else self.uid,
+            gid=info.gid if self.gid is None else self.gid,
+            mtime_ns=info.mtime_ns if self.mtime_ns is None else self.mtime_ns,
+            ctime_ns=time.time_ns() if self.is_any else info.ctime_ns,
+        )
+
 
 async def set_attributes(
     view: View,
@@ -58,21 +74,27 @@ async def set_attributes(
     pid: int,
 ) -> pyfuse3.EntryAttributes:
     """Set attributes for a caller; `by_path`: through no handle. Raises NotPermitted, Superseded."""
+    newest = view.newest(node) if changes.size_bytes is None else node
     owner_changes = changes.uid is not None or changes.gid is not None
     if changes.mode is None and owner_changes and not node.directory:
-        mode = stat.S_IMODE(view.attributes(node).st_mode)
+        mode = stat.S_IMODE(view.attributes(newest).st_mode)
         if mode & (stat.S_ISUID | stat.S_ISGID):
             changes = replace(changes, mode=attrs.without_privileges(mode))
     size_bytes = changes.size_bytes
     if size_bytes is not None and node.info is not None and size_bytes != node.info.size_bytes:
         await _begin_resize(opener, node, keep_bytes=size_bytes > 0, uid=uid, pid=pid)
-    if node.draft is not None:
-        await _change_draft(view, node, node.draft, changes, by_path=by_path, pid=pid)
-        return view.attributes(node)
-    if node.parent is None:
+    if newest.parent is None:
         raise NotPermitted("the mount's root has the attributes that its configuration gives it")
-    async with view.store.journal.settling():
-        return view.set_sealed(node, changes.mode, changes.uid, changes.gid, changes.mtime_ns)
+    if newest.draft is not None:
+        await _change_draft(view, newest, newest.draft, changes, by_path=by_path, pid=pid)
+    elif changes.is_any:
+        async with view.store.journal.settling():
+            view.set_sealed(newest, changes.mode, changes.uid, changes.gid, changes.mtime_ns)
+    if newest is not node:
+        view.backings.invalidate_attr(newest.nodeid)
+    if node.info is not None and not node.linked:
+        view.nodes.set_object(node, changes.of_version(node.info))
+    return view.attributes(node)
 
 
 async def _begin_resize(opener: FileOpener, node: Node, *, keep_bytes: bool, uid: int, pid: int) -> None:
@@ -118,6 +140,7 @@ async def _change_draft(
 
 async def set_extended(view: View, node: Node, name: bytes, value: bytes, *, uid: int) -> None:
     """Set an extended attribute for a caller. Raises NotPermitted, and what the attribute raises."""
+    node = view.newest(node)
     # The kernel asks for the right to write only; pinning and binding take ownership, as at other doors.
     if uid not in (0, os.geteuid(), view.attributes(node).st_uid):
         raise NotPermitted(f"uid {uid} does not own what it would change {name.decode(errors='replace')} of")

@@ -177,23 +177,40 @@ class View:
 
     # --- changes of this door -----------------------------------------------------------------------------
 
+    def newest(self, node: Node) -> Node:
+        """Find the node that shows a file now, of which `node` may show an earlier version that somebody has open."""
+        while node.later is not None:
+            node = node.later
+        if node.linked or node.info is None:
+            return node
+        return self.nodes.of_object(node.info.key.digest) or node
+
     def set_sealed(
         self, node: Node, mode: int | None, uid: int | None, gid: int | None, mtime_ns: int | None
-    ) -> pyfuse3.EntryAttributes:
-        changes = (mode, uid, gid, mtime_ns)
-        if node.linked and any(value is not None for value in changes):
-            name = self.nodes.name(node)
-            if node.directory and name.key:
-                self._keep_directory(name)
-            with self.own_change():
-                found = self.store.set_attributes(name, mode=mode, uid=uid, gid=gid, mtime_ns=mtime_ns)
-            if isinstance(found, ObjectInfo):
-                self.nodes.set_object(node, found)
-                self.drafts.display.show_sealed(node, found)
-            else:
-                self._show_directory(node, found)
-                self.refresh_heirs(node)
-        return self.attributes(node)
+    ) -> None:
+        """Set attributes of a sealed file or a directory; None keeps one. Those of a removed file are shown to whoever
+        has it open."""
+        name = self._name_of(node)
+        if name is None:
+            return
+        if node.directory and name.key:
+            self._keep_directory(name)
+        with self.own_change():
+            found = self.store.set_attributes(name, mode=mode, uid=uid, gid=gid, mtime_ns=mtime_ns)
+        if isinstance(found, Directory):
+            self._show_directory(node, found)
+            self.refresh_heirs(node)
+            return
+        self.nodes.set_object(node, found)
+        if node.linked:
+            self.drafts.display.show_sealed(node, found)
+
+    def _name_of(self, node: Node) -> Name | None:
+        """Find the name of a node's file, which another door may have renamed; None where it has none any more."""
+        if node.linked:
+            return self.nodes.name(node)
+        found = None if node.info is None else self.store.lookup_object(node.info.key)
+        return None if found is None else found.name
 
     def _keep_directory(self, name: Name) -> None:
         """Make a marker for a directory that is only a common prefix."""

@@ -67,10 +67,13 @@ class SlotFiles:
         return os.stat(native.slot_name(slot), dir_fd=self.fd)
 
     def fill_holes(self, slot: int) -> None:
-        """Allocate a slot's holes: whoever maps one while the tier is full gets SIGBUS. Raises NoSpace."""
+        """Allocate the holes of a slot without a writer, whose times stay: whoever maps one while the tier is full gets
+        SIGBUS. Raises NoSpace."""
         descriptor = self.open_write(slot)
         try:
-            os.posix_fallocate(descriptor, 0, os.fstat(descriptor).st_size)
+            before = os.fstat(descriptor)
+            os.posix_fallocate(descriptor, 0, before.st_size)
+            os.utime(descriptor, ns=(before.st_atime_ns, before.st_mtime_ns))
         except OSError as error:
             raise NoSpace(
                 f"DRAM tier {self.root}: {error.strerror}, the holes of a draft need room"

@@ -246,8 +246,10 @@ class DramTier:
         return self._files.hole_bytes(draft.slot)
 
     def fill_holes(self, draft: Extent) -> None:
-        """Allocate a draft's holes before the seal. Raises NoSpace, Superseded."""
+        """Allocate a draft's holes before the seal. Raises NoSpace, Superseded, and WriterActive while anyone can still
+        write it: that would change its time of modification meanwhile."""
         self._check_draft(draft)
+        native.check_no_writer(self._files.fd, draft.slot)
         self._files.fill_holes(draft.slot)
 
     def seal(
