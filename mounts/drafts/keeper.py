@@ -11,7 +11,8 @@ Invariants:
   shown again: its row is retired (`mounts.drafts.persistence`) before the answer, and removed where the draft is
   dropped.
 
-Concurrency: the service's trio thread. Awaits: copying a large object into a draft (`rewrite`).
+Concurrency: the service's trio thread. Awaits: copying a large object into a draft (`rewrite`), and the copy of a draft
+that fsync or close makes before the draft's size is set.
 """
 
 from __future__ import annotations
@@ -200,7 +201,10 @@ class DraftKeeper:
             self.display.show_sealed(node, node.info)
 
     async def truncate(self, node: Node, opened: OpenDraft, size_bytes: int) -> None:
-        """Set the size of a draft; growth of a slot is allocated at once: a hole mapped in a full tier is SIGBUS."""
+        """Set the size of a draft; growth of a slot is allocated at once: a hole mapped in a full tier is SIGBUS.
+
+        Waits for those whose fsync or close copies the draft: what is cut off would be missing in the copy.
+        """
         if isinstance(opened.draft, LargeDraft):
             durable_bytes = opened.draft.persisted_bytes
             if durable_bytes is not None and size_bytes < durable_bytes:
@@ -212,5 +216,6 @@ class DraftKeeper:
                 await self.persistence.persist(node, opened)
             self.display.show_draft(node, opened)
         else:
-            self.contents.truncate_slot(opened.draft, size_bytes)
+            async with opened.persisting:
+                self.contents.truncate_slot(opened.draft, size_bytes)
         opened.untouched = False

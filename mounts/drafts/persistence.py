@@ -3,7 +3,8 @@
 Responsibility: make a draft's bytes durable before fsync, or a close in a durable bucket, is answered; rename the
 durable bytes with their draft; retire what an answered close or rename replaces (`Store.retire`).
 
-Invariants: one copy of a draft is made durable at a time (`OpenDraft.persisting`), and it is not published meanwhile.
+Invariants: one copy of a draft is made durable at a time (`OpenDraft.persisting`), and it is neither published nor made
+shorter meanwhile.
 
 Concurrency: the service's trio thread. Awaits the log, and looks at the draft anew after that.
 """

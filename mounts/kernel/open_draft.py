@@ -47,7 +47,7 @@ class OpenDraft:
     coming: int | None = None
     """The id of bytes that are being made durable in place of `snapshot`."""
     persisting: trio.Lock = field(default_factory=trio.Lock)
-    """Held while bytes are made durable: one copy at a time, and the draft is not published."""
+    """Held while bytes are made durable: one copy at a time, and the draft is neither published nor cut."""
     ended: trio.Event = field(default_factory=trio.Event)
     """Set when it is published or dropped."""
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 
 from kvfs._native.shared.slots import xxh3_64
-from kvfs.errors import KvfsError, NoSpace
+from kvfs.errors import DeviceFailed, KvfsError, NoSpace, Superseded
 from kvfs.index.draft_snapshots import OPEN, SnapshotIndex
 from kvfs.index.rows import PINNED, NameRow
 from tiers.dram.tier import DramTier
@@ -64,10 +64,16 @@ class Snapshots:
         self._tickets.drop(previous, behind=True, awaited=False)
 
     async def settle_object(self, object_id: int, ticket: int) -> None:
-        """Wait until an object is durable, whose last record has this ticket. Raises NoSpace, DeviceFailed."""
+        """Wait until an object is durable, whose last record has this ticket, or is no more. Raises NoSpace,
+        DeviceFailed."""
+        stored = self._nvme.objects.get(object_id)
         await self._nvme.log.settle(ticket)
-        if not self._nvme.holds(object_id):
+        problem = stored.problem if stored is not None else None
+        if problem is None or self._nvme.holds(object_id):
+            return
+        if isinstance(problem, (NoSpace, Superseded)):  # or it made room in DRAM before it was written
             raise NoSpace(f"object {object_id} found no room in the NVMe tier")
+        raise DeviceFailed(f"object {object_id} was not written: {problem}")
 
     def rename(self, bucket: Bucket, name: Name, row: NameRow, size_bytes: int | None = None) -> None:
         """Rename a snapshot; `size_bytes`: of what is durable, where the draft may have grown since."""

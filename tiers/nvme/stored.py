@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvfs import limits
 from kvfs._native.catalog.records import RecordRows, unused
-from kvfs.errors import Superseded
+from kvfs.errors import KvfsError, Superseded
 from kvfs.formats import RECORD_HEADER, EndingKind, record_extent
 from tiers.device.device import Device
 from tiers.log.ending_pages import Ending
@@ -93,6 +93,8 @@ class Stored:
     """No record of it is older."""
     is_named: bool = False
     """The log has a name of it, which the next one takes the place of."""
+    problem: KvfsError | None = None
+    """Why an extent of it was not written."""
 
     @property
     def place(self) -> int:

@@ -223,6 +223,7 @@ class NvmeTier:
             end_promise()
             if stored.dropped or stored.pieces[number] is not None:
                 return
+            stored.problem = error
             if not isinstance(error, Superseded):
                 _log.error("object %d is not written to NVMe: %s", stored.object_id, error)
             if isinstance(error, NoSpace):  # no deletion: without this extent the others mean nothing
@@ -470,6 +471,7 @@ class NvmeTier:
     def damage(self, stored: Stored, number: int, error: KvfsError) -> None:
         """Detach an object with an extent that is not what was written: a miss unless DRAM has it."""
         self.counts.corrupt += 1
+        stored.problem = error
         _log.error("object %d, extent %d on NVMe: %s", stored.object_id, number, error)
         self._detach_faulty(stored, Fault.DAMAGED)
 
