@@ -3,6 +3,7 @@ file, and never with what the file was before. Where the index is lost, too, a c
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import shutil
@@ -208,6 +209,37 @@ def test_what_was_synced_before_the_last_close_does_not_come_back(service: Servi
         service.restart()
         for path, more in files.items():
             assert path.read_bytes() == b"synced" + more, path
+
+
+@pytest.mark.parametrize("bucket", ["cache", "durable"])
+@pytest.mark.parametrize("end", ["open", "closed", "synced and closed"])
+def test_what_a_sync_is_worth_once_the_file_is_written_again_through_a_mapping(
+    service: Service, bucket: str, end: str
+) -> None:
+    """Until the close is asked for, what was synced stays. From then on a cache has the new bytes or, as long as the
+    mapping keeps them from being published, nothing, unless they were synced, too."""
+    path = service.mount / bucket / "file"
+    with opened(path, os.O_WRONLY | os.O_CREAT) as fd:
+        os.write(fd, b"synced")
+        os.fsync(fd)
+    eventually(lambda: os.getxattr(path, "user.kvfs.state") == b"sealed", "it is sealed")
+    fd = os.open(path, os.O_RDWR)
+    with mmap.mmap(fd, 6) as mapping:
+        mapping[:] = b"mapped"
+        if end == "synced and closed":
+            os.fsync(fd)
+        if end != "open":
+            os.close(fd)
+        service.kill()
+    if end == "open":
+        with suppress(OSError):
+            os.close(fd)
+    service.restart()
+    found = path.read_bytes() if path.exists() else None
+    if end == "open":
+        assert found == b"synced"
+    else:
+        assert found == (b"mapped" if bucket == "durable" or end != "closed" else None)
 
 
 def test_a_clean_stop_keeps_what_was_closed_a_moment_before(service: Service) -> None:
