@@ -5,15 +5,18 @@ Responsibility: arguments in, calls of `kvfs.client`, text out; errors are those
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated
 
 import typer
 
+from kvfs import paths
 from kvfs.cli import output
 from kvfs.cli.options import At, Json, Paths, connected
 from kvfs.client import Client, discovery
+from kvfs.client.results import Entry
 from kvfs.config.sizes import format_size, parse_size
 from kvfs.errors import InvalidRequest
 
@@ -48,11 +51,21 @@ def ls(
         if found.is_directory:
             prefix = name.rstrip("/") + "/"
             listed = client.list(prefix, delimiter=None if recursive else "/")
-            output.entries(
-                (entry for entry in listed if entry.name != prefix), prefix, long=long, as_json=as_json
-            )
+            entries = [entry for entry in listed if entry.name != prefix]
+            output.entries(entries, prefix, long=long, as_json=as_json)
+            _note_hidden(path, entries)
         else:
             output.entries([found], "", long=long, as_json=as_json)
+
+
+def _note_hidden(directory: str, entries: list[Entry]) -> None:
+    """Say which keys keep a directory on the mount from being removed, where it does not show them."""
+    hidden = sum(not paths.is_path(entry.key.encode()) for entry in entries)
+    if hidden:
+        print(
+            f"a mount cannot show {hidden} of these: `kvfs rm -r {directory}` removes the directory",
+            file=sys.stderr,
+        )
 
 
 @app.command()

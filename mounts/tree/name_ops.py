@@ -15,6 +15,7 @@ import logging
 import stat
 from collections.abc import Callable
 
+from kvfs import paths
 from kvfs.errors import CrossDevice, Exists, InvalidRequest, IsDirectory, KvfsError, NotDirectory, NotEmpty
 from mounts.kernel.nodes import Node
 from mounts.tree.view import View
@@ -68,14 +69,30 @@ def remove_directory(view: View, parent: Node, component: bytes) -> None:
         raise NotDirectory(f"{component.decode(errors='replace')} is a file")
     if view.nodes.has_drafts_below(node):
         raise NotEmpty(f"files below {component.decode(errors='replace')} are being written")
-    with view.own_change():
-        if parent.parent is None:
-            view.store.remove_bucket(component)
-        else:
-            view.store.remove_directory(view.nodes.name(node))
-            view.keep_above(view.nodes.name(node))
+    name = view.nodes.name(node)
+    try:
+        with view.own_change():
+            if parent.parent is None:
+                view.store.remove_bucket(component)
+            else:
+                view.store.remove_directory(name)
+                view.keep_above(name)
+    except NotEmpty:
+        _log_hidden(view, name)
+        raise
     view.touch(parent)
     view.gone(node)
+
+
+def _log_hidden(view: View, directory: Name) -> None:
+    """Log what keeps a directory from being removed, if a listing does not show that."""
+    page = view.store.names.list(directory.bucket, prefix=directory.key, after=directory.key, limit=1)
+    if page.entries and not paths.is_path(page.entries[0][0]):
+        log.info(
+            "%s is not empty: the mount cannot show keys such as %r; `kvfs ls -r` lists and `kvfs rm -r` removes them",
+            directory,
+            page.entries[0][0].decode(errors="replace"),
+        )
 
 
 def remove_file(view: View, parent: Node, component: bytes, answer: Answer = lambda: None) -> None:

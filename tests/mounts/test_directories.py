@@ -314,3 +314,21 @@ def test_a_rename_of_too_many_names_is_refused(many: tuple[Path, set[str]]) -> N
             os.rename(directory, moved)
         assert not moved.exists()
     assert len(os.listdir(directory)) == len(names)
+
+
+@pytest.mark.parametrize("key", ["directory//below", "directory/..", "directory/./x"])
+def test_what_keeps_a_directory_whose_listing_is_empty(door: Door, key: str) -> None:
+    """Keys of S3 that are no path: the answer is an errno, so that the log and the command line have to say more."""
+    service = door.need_service()
+    directory = door.path / "directory"
+    with service.client() as client:
+        client.put(f"{BUCKET}/{door.path.name}/{key}", b"hidden")
+    assert os.listdir(directory) == []
+    with expect_errno(errno.ENOTEMPTY):
+        directory.rmdir()
+    assert "`kvfs rm -r` removes them" in service.log()
+    listed = service.cli("ls", "-r", str(directory))
+    assert (listed.returncode, listed.stdout.splitlines()) == (0, [key.removeprefix("directory/")])
+    assert f"`kvfs rm -r {directory}`" in listed.stderr
+    assert service.cli("rm", "-r", str(directory)).returncode == 0
+    assert not directory.exists()
