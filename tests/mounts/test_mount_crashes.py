@@ -210,6 +210,30 @@ def test_a_process_that_waits_for_a_stopped_service_can_be_interrupted(
         assert os.listdir(parent) == ["made"]
 
 
+def test_an_unmount_ends_the_calls_that_wait_for_a_stopped_service(service: Service, bucket: Path) -> None:
+    """Nothing else does: they have no deadline."""
+    pid = service.running.pid
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: stopped(pid), "every thread of the service is stopped")
+
+    def wait_for_service() -> None:
+        try:
+            (bucket / "made").mkdir()
+        except OSError as error:
+            assert error.errno in (errno.ECONNABORTED, errno.ENOTCONN)  # noqa: PT017 - in a child: this is the answer
+        else:
+            raise AssertionError("it was answered")
+
+    try:
+        waiting = start_child(wait_for_service)
+        eventually(lambda: sleeps(waiting), "the child waits for the service")
+        assert service.cli("umount", str(service.mount)).returncode == 0
+        assert wait_child(waiting) == 0
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert service.running.wait(30) == 0, "a service without its mount stops"
+
+
 def task_state(task: Path) -> str:
     return (task / "stat").read_text().rsplit(")", 1)[1].split()[0]
 
