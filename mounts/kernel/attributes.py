@@ -66,14 +66,18 @@ class LargeStatus:
 FileStatus = os.stat_result | LargeStatus
 
 
-def without_privileges(mode: int) -> int:
-    """Return a file's mode after a write or a change of owner."""
+def with_new_owner(mode: int) -> int:
+    """Return a file's mode after a change of owner: setgid without the group's right to execute is no privilege."""
     return mode & ~(stat.S_ISUID | stat.S_ISGID if mode & stat.S_IXGRP else stat.S_ISUID)
 
 
 def mode_now(opened: OpenDraft, mtime_ns: int) -> int:
-    """Return the mode of a draft whose bytes were last written at `mtime_ns`, which alone shows passthrough writes."""
-    return opened.mode if mtime_ns == opened.privileged_ns else without_privileges(opened.mode)
+    """Return the mode of a draft whose bytes were last written at `mtime_ns`, which alone shows passthrough writes.
+
+    A write ends setuid and setgid, since it does not show who made it: only a writer of the file's group would keep a
+    setgid without the group's right to execute.
+    """
+    return opened.mode if mtime_ns == opened.privileged_ns else opened.mode & ~(stat.S_ISUID | stat.S_ISGID)
 
 
 def of_draft(node: Node, opened: OpenDraft, status: FileStatus) -> pyfuse3.EntryAttributes:

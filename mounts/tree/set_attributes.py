@@ -79,7 +79,7 @@ async def set_attributes(
     if changes.mode is None and owner_changes and not node.directory:
         mode = stat.S_IMODE(view.attributes(newest).st_mode)
         if mode & (stat.S_ISUID | stat.S_ISGID):
-            changes = replace(changes, mode=attrs.without_privileges(mode))
+            changes = replace(changes, mode=attrs.with_new_owner(mode))
     size_bytes = changes.size_bytes
     if size_bytes is not None and node.info is not None and size_bytes != node.info.size_bytes:
         await _begin_resize(opener, node, keep_bytes=size_bytes > 0, uid=uid, pid=pid)

@@ -90,12 +90,12 @@ def test_a_setgid_directory_gives_its_group(door: Door, count: int) -> None:
     assert (found.st_gid, found.st_mode & stat.S_ISGID) == (4242, 0)
 
 
-@pytest.mark.parametrize("mode", [0o4755, 0o2755, 0o6777])
+@pytest.mark.parametrize("mode", [0o4755, 0o2755, 0o6777, 0o2666, 0o6666])
 def test_privileges_end_with_a_write(door: Door, mode: int) -> None:
     path = door.path / "file"
     with opened(path, os.O_WRONLY | os.O_CREAT) as fd:
         write_all(fd, b"program")
-        os.fchown(fd, NOBODY, NOBODY)
+        os.fchown(fd, NOBODY, 4242)
         os.fchmod(fd, mode)
     sealed(door, path)
     assert stat.S_IMODE(path.stat().st_mode) == mode, "as install(1) makes it"
@@ -106,7 +106,7 @@ def test_privileges_end_with_a_write(door: Door, mode: int) -> None:
             return os.fstat(fd).st_mode & (stat.S_ISUID | stat.S_ISGID)
 
     path.chmod(mode | 0o222)
-    os.chown(path, NOBODY, NOBODY)
+    os.chown(path, NOBODY, 4242)
     path.chmod(mode | 0o222)
     assert run_as(NOBODY, rewrite) == 0
     sealed(door, path)

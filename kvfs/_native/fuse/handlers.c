@@ -135,7 +135,7 @@ int fl_current_attr(struct fuse_loop *loop, const struct fl_node *node, struct f
     attr->ctime = (uint64_t)status.st_ctim.tv_sec;
     attr->ctimensec = (uint32_t)status.st_ctim.tv_nsec;
     if (attr->mode & (S_ISUID | S_ISGID) && attr->mtime * 1000000000ull + attr->mtimensec != node->privileged_ns)
-        attr->mode &= ~(uint32_t)(attr->mode & S_IXGRP ? S_ISUID | S_ISGID : S_ISUID);
+        attr->mode &= ~(uint32_t)(S_ISUID | S_ISGID); /* who wrote does not show */
     return 0;
 }
 
