@@ -22,6 +22,7 @@ import hashlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -31,11 +32,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.lora.utils import get_adapter_absolute_path
 
+from kvfs.connectors.adapters import LoadedAdapters
 from kvfs.connectors.common import VLLM_LOG, Link, address_of
 from kvfs.connectors.vllm_layout import KVLayout, group_layers, namespace_of
 from kvfs.connectors.vllm_scheduler import Plan, Planner, Rank, Step
-from kvfs.connectors.vllm_weights import Peers, Watch, models_of_caller
+from kvfs.connectors.vllm_weights import Peers, Watch, adapters_of, calling_worker, models_of
 from kvfs.connectors.vllm_worker import Transfers
 from kvfs.errors import InvalidRequest
 from kvfs.namespaces import Namespace
@@ -65,13 +68,16 @@ class KVFSHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class KVFSReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From the workers to the scheduler: the epoch in which some worker's weights have changed."""
+    """From the workers to the scheduler: what they compute with, where it is not what it was taken for."""
 
     epoch: int
+    """In which some worker's weights have changed; -1: in none."""
+    adapters: dict[int, tuple[int, str]]
+    """By number: the epoch that ends, and the name of what was loaded."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVFSReport:
         assert isinstance(other, KVFSReport)
-        return KVFSReport(max(self.epoch, other.epoch))
+        return KVFSReport(max(self.epoch, other.epoch), {**self.adapters, **other.adapters})
 
 
 def check_config(extra: dict[str, Any]) -> dict[str, str]:
@@ -110,6 +116,7 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._transfers: Transfers | None = None
         self._namespace: Namespace | None = None
         self._watch: Watch | None = None
+        self._own_cache: Any = None
         if role == KVConnectorRole.SCHEDULER:
             self._planner = Planner(
                 self._link,
@@ -137,7 +144,8 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
         rank = (self._namespace.pipeline_rank, self._namespace.tensor_rank)
         ranks = self._vllm_config.parallel_config.world_size
         peers = Peers(str(self._vllm_config.kv_transfer_config.engine_id), ranks)
-        self._watch = Watch(models_of_caller(), peers)
+        worker = calling_worker()
+        self._watch = Watch(partial(models_of, worker), peers)
         self._transfers = Transfers(
             self._link,
             self._namespace,
@@ -145,6 +153,7 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
             layout,
             is_async=self._chosen["load"] == "async",
             watch=self._watch,
+            adapters=LoadedAdapters(adapters_of(worker), peers, get_adapter_absolute_path),
         )
 
     def get_handshake_metadata(self) -> KVFSHandshake | None:
@@ -158,8 +167,12 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._transfers.enter(self._plan())
 
     def build_connector_worker_meta(self) -> KVFSReport | None:
-        ended = None if self._transfers is None else self._transfers.ended_epoch
-        return None if ended is None else KVFSReport(ended)
+        if self._transfers is None:
+            return None
+        ended, adapters = self._transfers.ended_epoch, self._transfers.adapters.reports
+        return (
+            None if ended is None and not adapters else KVFSReport(-1 if ended is None else ended, adapters)
+        )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._transfers is not None:
@@ -178,7 +191,10 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._transfers.finish(self._plan())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self._transfers.take_finished() if self._transfers is not None else None
+        if self._transfers is None:
+            return None, None
+        self._transfers.adapters.ended(finished_req_ids)
+        return None, self._transfers.take_finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._transfers.take_failed_blocks() if self._transfers is not None else set()
@@ -231,8 +247,15 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, KVFSReport):
             self.planner.end_epoch(report.epoch)
+            for number, (epoch, name) in report.adapters.items():
+                self.planner.end_adapter(number, epoch, name)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._kv_cache_manager is not None:
+            held = self._kv_cache_manager.block_pool.cached_block_hash_to_block
+            if held is not self._own_cache:  # made anew when it is emptied, of which a connector is not told
+                self._own_cache = held
+                self.planner.emptied()
         return self.planner.match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

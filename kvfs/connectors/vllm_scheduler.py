@@ -9,7 +9,7 @@ Invariants:
   request's blocks, vLLM is told to ask again in its next step.
 - Every key depends on the weights: the first block's hash has the samples of all ranks at the start or, after a
   reset, a name that no other engine has. A request that began before a reset is not stored after it: its first blocks
-  are of the old weights.
+  are of the old weights. So it is with a request's adapter, whose name is in each of its hashes (adapters.py).
 - A hit is a hit on every rank: each has its shard under its own namespace, so the shortest match counts.
 - Only whole blocks are loaded and stored, never the one with the prompt's last token, which the engine has to
   compute. A block is stored once all its tokens are known and computed, so speculated tokens are not.
@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from kvfs.connectors.adapters import Adapters
+from kvfs.connectors.adapters import Adapter, Adapters
 from kvfs.connectors.common import VLLM_LOG, Link, new_epoch
 from kvfs.connectors.vllm_handover import Handover, Wait, answer, is_asked_for
 from kvfs.keys import HASH_BYTES, prefix_hashes
@@ -48,6 +48,7 @@ class BlockRun:
     keys: dict[Rank, bytes]
     parents: dict[Rank, bytes | None]
     """The hash before the first block."""
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,8 @@ class Plan:
     """Whether the step computes tokens of blocks that this or a later one may store."""
     epoch: int = 0
     """How often the engine's weights have changed; loads and stores are of this epoch."""
+    adapters: dict[str, Adapter] = field(default_factory=dict)
+    """Of the requests that compute with one: what their hashes take it for."""
 
 
 @dataclass(slots=True)
@@ -82,6 +85,7 @@ class _Tracked:
 
     request: Any
     keys: dict[Rank, bytearray]
+    adapter: Adapter | None = None
     mm_index: int = 0
     """Where the next block's search for multi-modal inputs begins."""
     matched_from: int = 0
@@ -114,6 +118,8 @@ class Planner:
         self._is_async = is_async
         self._namespaces: dict[Rank, Namespace] = {}
         self._adapters = Adapters()
+        self._adapter_requests: dict[str, Any] = {}
+        """vLLM's LoRARequests of the requests that have one, kept or not."""
         self._weights = ""
         """The identity of the weights, for the first block of every request."""
         self._epoch = 0
@@ -150,6 +156,8 @@ class Planner:
         self._epoch += 1
         self._weights, self._is_right, self._has_old_blocks = new_epoch(), True, has_old_blocks
         self._requests.clear()
+        if not has_old_blocks:
+            self._adapters.emptied()
         self.counts["epochs"] += 1
 
     def end_epoch(self, epoch: int) -> None:
@@ -157,16 +165,29 @@ class Planner:
         if epoch == self._epoch:
             self._is_right = False
 
+    def end_adapter(self, number: int, epoch: int, name: str) -> None:
+        """End an adapter's epoch, in which a worker computed with `name`: its requests are stored no more."""
+        if self._adapters.loaded(number, epoch, name):
+            for request_id, request in self._adapter_requests.items():
+                if int(request.lora_int_id) == number:
+                    self._requests.pop(request_id, None)
+
+    def emptied(self) -> None:
+        """Note that the engine has emptied its own cache, with or without a reset of the connector."""
+        self._adapters.emptied()
+
     # --- loads --------------------------------------------------------------------------------------------
     def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded after those computed, and whether between steps.
 
         None asks vLLM to call again: a prefill engine is still storing blocks of this request.
         """
-        if not self._namespaces or not self._is_right or (self._has_old_blocks and num_computed_tokens):
+        adapter, is_mixed = self._adapter_of(request)
+        has_others = num_computed_tokens > 0 and (self._has_old_blocks or is_mixed)
+        if not self._namespaces or not self._is_right or has_others:
             self._requests.pop(request.request_id, None)
             return 0, False
-        tracked = self._track(request)
+        tracked = self._track(request, adapter)
         first = tracked.matched_from = num_computed_tokens // self._block_tokens
         last = (request.num_tokens - 1) // self._block_tokens
         self._extend(tracked, last)
@@ -175,6 +196,14 @@ class Planner:
             return None, False
         self.counts["queries"] += 1
         return hits * self._block_tokens, self._is_async and hits > 0
+
+    def _adapter_of(self, request: Any) -> tuple[Adapter | None, bool]:
+        """Return a request's adapter, and whether the engine's own cache may mix it with what it was."""
+        lora = request.lora_request
+        if lora is None:
+            return None, False
+        self._adapter_requests[request.request_id] = lora
+        return self._adapters.of(lora), self._adapters.is_mixed(lora)
 
     def _hits(self, tracked: _Tracked, first: int, last: int) -> int:
         blocks = self._link.blocks(next(iter(self._namespaces.values())))
@@ -230,12 +259,16 @@ class Planner:
         """Return the plan of a step, with the loads since the last one."""
         plan = Plan(loads=self._loads, epoch=self._epoch)
         self._loads = []
-        if self._link.is_up and self._is_right:
-            for step in steps:
-                tracked = self._requests.get(step.request_id)
-                if tracked is not None:
-                    plan.computes = True
-                    self._plan_stores(plan, tracked, step)
+        is_storing = self._link.is_up and self._is_right
+        for step in steps:
+            tracked = self._requests.get(step.request_id)
+            lora = self._adapter_requests.get(step.request_id)
+            if lora is not None:
+                adapter = None if tracked is None else tracked.adapter
+                plan.adapters[step.request_id] = adapter or self._adapters.of(lora)
+            if tracked is not None and is_storing:
+                plan.computes = True
+                self._plan_stores(plan, tracked, step)
         return plan
 
     def _plan_stores(self, plan: Plan, tracked: _Tracked, step: Step) -> None:
@@ -270,6 +303,7 @@ class Planner:
     def finished(self, request: Any) -> dict[str, Any] | None:
         """Stop tracking a request; return what its answer says to a decode engine, if that was asked for."""
         tracked = self._requests.pop(request.request_id, None)
+        self._adapter_requests.pop(request.request_id, None)
         if not is_asked_for(request.kv_transfer_params):
             return None
         last = (request.num_prompt_tokens - 1) // self._block_tokens
@@ -280,10 +314,10 @@ class Planner:
         return answer(Handover(last_block, namespace.digest.hex()))
 
     # --- hashes -------------------------------------------------------------------------------------------
-    def _track(self, request: Any) -> _Tracked:
+    def _track(self, request: Any, adapter: Adapter | None) -> _Tracked:
         tracked = self._requests.get(request.request_id)
-        if tracked is None or tracked.request is not request:
-            tracked = _Tracked(request, {rank: bytearray() for rank in self._namespaces})
+        if tracked is None or tracked.request is not request or tracked.adapter != adapter:
+            tracked = _Tracked(request, {rank: bytearray() for rank in self._namespaces}, adapter)
             self._requests[request.request_id] = tracked
         return tracked
 
@@ -310,21 +344,20 @@ class Planner:
     def _extra(self, tracked: _Tracked, first: int, last: int) -> list[bytes | None] | None:
         """Return what decides each block besides tokens and weights; None for an unknown adapter.
 
-        That is adapter, images, salt and embeddings, from vLLM's own hashes.
+        That is adapter, images, salt and embeddings, from vLLM's own hashes; of an adapter these have name and path.
         """
         from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
-        request = tracked.request
-        lora = getattr(request, "lora_request", None)
-        adapter = () if lora is None else (self._adapters.name(lora),)
-        if adapter == (None,):
+        request, adapter = _WithoutAdapter(tracked.request), tracked.adapter
+        if adapter is not None and not adapter.name:
             return None
+        name = () if adapter is None else (adapter.name,)
         found: list[bytes | None] = []
         for block in range(first, last):
             keys, tracked.mm_index = generate_block_hash_extra_keys(
                 request, block * self._block_tokens, (block + 1) * self._block_tokens, tracked.mm_index
             )
-            text = repr((adapter, keys)).encode() if keys or adapter else None
+            text = repr((name, keys)).encode() if keys or name else None
             assert text is None or len(text) <= MAX_EXTRA_BYTES
             found.append(text)
         return found
@@ -334,7 +367,20 @@ class Planner:
         for rank, all_keys in tracked.keys.items():
             keys[rank] = bytes(all_keys[first * HASH_BYTES : last * HASH_BYTES])
             parents[rank] = bytes(all_keys[(first - 1) * HASH_BYTES : first * HASH_BYTES]) if first else None
-        return BlockRun(tracked.request.request_id, list(block_ids[first:last]), keys, parents)
+        request_id = tracked.request.request_id
+        return BlockRun(request_id, list(block_ids[first:last]), keys, parents, tracked.adapter)
+
+
+class _WithoutAdapter:
+    """A request without its adapter, which has another name here than in vLLM."""
+
+    lora_request = None
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:

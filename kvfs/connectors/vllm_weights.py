@@ -19,7 +19,6 @@ import operator
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from itertools import chain
 from types import FrameType
 from typing import Any
@@ -75,12 +74,12 @@ class Watch:
             self._looked = now
             if not self._holds():
                 self._end("the weights in memory are not those that this engine's blocks are of")
-                self._peers.notify(self._epoch)
+                self._peers.notify(f"epoch {self._epoch}")
         return self.is_right
 
     def ask(self) -> bool:
         """Return whether the weights of all ranks that took part in the step are still the epoch's."""
-        if self.is_right and self._peers.was_notified(self._epoch):
+        if self.is_right and self._peers.was_notified(f"epoch {self._epoch}"):
             self._end("another rank's weights in memory are not those that this engine's blocks are of")
         return self.is_right
 
@@ -115,28 +114,37 @@ class Peers:
         if ranks > 1:
             self._store = torch.distributed.distributed_c10d._get_default_store()
 
-    def notify(self, epoch: int) -> None:
+    def notify(self, what: str) -> None:
         if self._store is not None:
-            self._store.set(self._key(epoch), b"1")
+            self._store.set(self._key(what), b"1")
 
-    def was_notified(self, epoch: int) -> bool:
-        return self._store is not None and bool(self._store.check([self._key(epoch)]))
+    def was_notified(self, what: str) -> bool:
+        return self._store is not None and bool(self._store.check([self._key(what)]))
 
-    def _key(self, epoch: int) -> str:
-        return f"kvfs: other weights in {self._engine_id}, epoch {epoch}"
+    def _key(self, what: str) -> str:
+        return f"kvfs: other weights in {self._engine_id}, {what}"
 
 
-def models_of_caller() -> Callable[[], list[torch.nn.Module]]:
-    """Return a function for the models of the calling worker. Raises InvalidRequest without one."""
+def calling_worker() -> Any:
+    """Return the worker of vLLM that is calling. Raises InvalidRequest without one."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         worker: Any = frame.f_locals.get("self")
         if hasattr(worker, "get_model") and hasattr(worker, "get_draft_model"):
-            return partial(_models_of, worker)
+            return worker
         frame = frame.f_back
     raise InvalidRequest("the weights in memory cannot be found: no worker of vLLM is calling")
 
 
-def _models_of(worker: Any) -> list[torch.nn.Module]:
+def models_of(worker: Any) -> list[torch.nn.Module]:
     found = [worker.get_model(), worker.get_draft_model()]
     return [model for model in found if isinstance(model, torch.nn.Module)]
+
+
+def adapters_of(worker: Any) -> Any:
+    """Return what loads the adapters of a worker; None where it has none."""
+    for each in (worker, getattr(worker, "model_runner", None)):
+        manager = getattr(each, "lora_manager", None)
+        if hasattr(manager, "_load_adapter"):
+            return manager
+    return None

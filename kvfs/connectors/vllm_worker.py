@@ -8,6 +8,9 @@ Invariants:
 - A step ends (`wait_for_save`) when its blocks are copied out: the engine may free or reuse them then. Sealing goes on.
 - Nothing is loaded or stored from a step whose weights are not the epoch's until the next epoch; a load that ends in
   another epoch than it began in has failed.
+- So it is with adapters: a step's blocks are stored only if the worker had loaded what their keys name. An engine loads
+  an adapter when it computes with it, which may be after the blocks were loaded: they are reported as failed by the
+  step that computes on them, if it is another one.
 - A store that does not answer costs at most CONNECTOR_SAVE_S of one step per outage.
 
 Concurrency: called by the worker's thread; stores are copied on one thread and sealed on another, so that a long seal
@@ -28,6 +31,7 @@ import torch
 from kvfs._native.blocks.writer import Draft
 from kvfs.client.blocks import Blocks
 from kvfs.client.layers import Loading
+from kvfs.connectors.adapters import LoadedAdapters
 from kvfs.connectors.common import Link, chain_parents
 from kvfs.connectors.vllm_layout import KVLayout
 from kvfs.connectors.vllm_scheduler import BlockRun, Plan, Rank, split_keys
@@ -88,11 +92,12 @@ class Transfers:
         *,
         is_async: bool,
         watch: Watch,
+        adapters: LoadedAdapters,
     ) -> None:
-        """Take the `watch` that compares the weights with those of the plans' epoch."""
+        """Take what compares weights and adapters with those of the plans."""
         self._link, self._namespace, self._rank, self._layout = link, namespace, rank, layout
         self._is_async = is_async
-        self._watch = watch
+        self._watch, self.adapters = watch, adapters
         self._epoch = 0
         self._layer_of = {name: layer for layer, name in enumerate(layout.names)}
         self._loads: dict[str, _Load] = {}
@@ -112,6 +117,7 @@ class Transfers:
             "stored_blocks": 0,
             "dropped_blocks": 0,
             "weights_changed": 0,
+            "adapters_changed": 0,
         }
         link.open(namespace)
 
@@ -128,17 +134,21 @@ class Transfers:
         if plan.loads or plan.stores or self._loads or (plan.computes and self._watch.is_new):
             self._watch.look()
             self.counts["weights_changed"] = self._watch.changes
+        failed = self.adapters.enter(plan.adapters)
+        self._failed_blocks |= failed
+        self.counts["failed_blocks"] += len(failed)
+        self.counts["adapters_changed"] += len(self.adapters.reports)
 
     @property
     def ended_epoch(self) -> int | None:
         """Return the epoch whose weights have changed; None while they have not."""
         return None if self._watch.is_right else self._epoch
 
-    def _is_right_on_all_ranks(self) -> bool:
-        """Return whether no rank has found its weights changed, at the end of a step."""
+    def _is_right_on_all_ranks(self, plan: Plan) -> bool:
+        """Return whether no rank has found weights, or an adapter of what is stored, changed at the end of a step."""
         right = self._watch.ask()
         self.counts["weights_changed"] = self._watch.changes
-        return right
+        return right and self.adapters.ask(run.request_id for run in plan.stores)
 
     # --- loads --------------------------------------------------------------------------------------------
     def begin(self, plan: Plan) -> None:
@@ -168,10 +178,12 @@ class Transfers:
             self._finish(run, [-1] * len(run.block_ids))
             return
         self._loads[run.request_id] = _Load(run, sizes, self._epoch, staging)
+        if run.adapter is not None:
+            self.adapters.loading(run.request_id, run.adapter, run.block_ids)
 
     def _begin_layers(self, run: BlockRun) -> Loading | None:
         blocks = self._link.blocks(self._namespace)
-        if blocks is None or not self._watch.is_right:
+        if blocks is None or not self._watch.is_right or run.request_id in self.adapters.refused:
             return None
         layers = [self._layout.places(run.block_ids, layer) for layer in range(len(self._layout.layers))]
         return self._link.attempt(
@@ -246,15 +258,18 @@ class Transfers:
         if self._layout.is_on_cpu and plan.stores and self._watch.is_right and name in self._layer_of:
             if not self._parts:
                 self._parts = self._parts_of(plan)
-                self._begin_store(self._parts[0])
-            self._save_layers_to(self._parts[0], self._layer_of[name] + 1)
+                for part in self._parts[:1]:
+                    self._begin_store(part)
+            for part in self._parts[:1]:
+                self._save_layers_to(part, self._layer_of[name] + 1)
 
     def _parts_of(self, plan: Plan) -> list[_Store]:
         """Return the blocks of a step in parts, of which three fit into what the store lets a user write at once."""
         share_bytes = self._link.quota_bytes // CONNECTOR_QUOTA_SHARE or CONNECTOR_STORE_BYTES
         most_bytes = min(CONNECTOR_STORE_BYTES, share_bytes)
         count = min(CONNECTOR_STORE_BLOCKS, most_bytes // self._layout.block_bytes)
-        return _step_of(plan, self._rank).parts(max(count, 1))
+        stores = [run for run in plan.stores if run.request_id not in self.adapters.refused]
+        return _step_of(stores, self._rank).parts(max(count, 1))
 
     def _begin_store(self, store: _Store) -> None:
         store.jobs.append(self._copier.submit(self._reserve, store, self._last_seal))
@@ -270,7 +285,7 @@ class Transfers:
         if not plan.stores:
             return
         parts = parts or self._parts_of(plan)
-        if not self._is_right_on_all_ranks():
+        if not self._is_right_on_all_ranks(plan):
             begun = [part for part in parts if part.jobs]
             self.counts["dropped_blocks"] += sum(len(part.keys) for part in parts if not part.jobs)
             for part in begun:  # its drafts are aborted
@@ -378,10 +393,10 @@ def _with_room(reserve: Callable[[], list[Draft | None]], before: Future[None] |
     return reserve()
 
 
-def _step_of(plan: Plan, rank: Rank) -> _Store:
+def _step_of(stores: Sequence[BlockRun], rank: Rank) -> _Store:
     """Return all blocks of a step, each once: requests of one step may share a prefix."""
     step, seen = _Store([], [], []), set()
-    for run in plan.stores:
+    for run in stores:
         keys = split_keys(run.keys[rank])
         for key, parent, block in zip(
             keys, chain_parents(keys, run.parents[rank]), run.block_ids, strict=True

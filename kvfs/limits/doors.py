@@ -194,6 +194,8 @@ WEIGHTS_DEVICE_CHECK_S: Final = 1.0
 """How often weights in a device's memory are sampled: a read of each tensor, and a wait for the device."""
 MAX_ADAPTERS: Final = 4_096
 """Adapters whose files an engine's connector remembers; requests of further ones are not stored."""
+ADAPTER_SETTLE_S: Final = 0.02
+"""How long ago an adapter's files have to be changed when it is loaded: the times of files tick every 1 to 10 ms."""
 
 # --- waits -----------------------------------------------------------------------------------------------
 PUBLISH_WAIT_S: Final = 0.5

@@ -65,13 +65,18 @@ class Worker:
         *,
         is_async: bool,
         watch: Any = None,
+        adapters: Any = None,
     ) -> None:
+        from kvfs.connectors.adapters import LoadedAdapters
         from kvfs.connectors.vllm_layout import KVLayout
         from kvfs.connectors.vllm_worker import Transfers
 
         link, layout = Link(str(service.mount), name="test"), KVLayout(layers, BLOCKS)
         watch = watch or watch_of(weights())
-        self.transfers = Transfers(link, namespace, RANK, layout, is_async=is_async, watch=watch)
+        adapters = adapters or LoadedAdapters(None, Told(), str)
+        self.transfers = Transfers(
+            link, namespace, RANK, layout, is_async=is_async, watch=watch, adapters=adapters
+        )
 
     def store(self, *runs: Any, by_layer: bool = True, epoch: int = 0) -> None:
         step = plan(stores=list(runs), epoch=epoch)
@@ -285,13 +290,13 @@ class Told:
     """The other ranks: one of them may have said that its weights are others."""
 
     def __init__(self) -> None:
-        self.epochs: set[int] = set()
+        self.heard: set[str] = set()
 
-    def notify(self, epoch: int) -> None:
-        self.epochs.add(epoch)
+    def notify(self, what: str) -> None:
+        self.heard.add(what)
 
-    def was_notified(self, epoch: int) -> bool:
-        return epoch in self.epochs
+    def was_notified(self, what: str) -> bool:
+        return what in self.heard
 
 
 def watch_of(model: Any, peers: Any = None) -> Any:
@@ -370,7 +375,7 @@ def test_what_another_ranks_weights_made_wrong_is_not_stored(
     worker.transfers.enter(step)
     for name in NAMES if by_layer else ():
         worker.transfers.save_layer(step, name)
-    peers.notify(0)
+    peers.notify("epoch 0")
     worker.transfers.finish(step)
     worker.settle(3)
     assert worker.transfers.counts["dropped_blocks"] == 3

@@ -1,10 +1,8 @@
-"""What weights are, in files and in memory: samples, adapters, names that do not depend on where things lie."""
+"""What weights are, in files and in memory: samples, names that do not depend on where things lie."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfs._native.hash.sampler import LINE_BYTES, lines_read, sample
-from kvfs.connectors.adapters import Adapters
 from kvfs.connectors.common import (
     architecture_of,
     config_digest,
@@ -146,14 +143,14 @@ def test_memory_of_a_device_is_read_at_the_same_places() -> None:
 def test_matrices_that_nobody_can_read_count_by_what_stands_for_them() -> None:
     from kvfs.connectors.vllm_weights import Watch
 
-    model, told = make_model(), list[int]()
-    peers = SimpleNamespace(notify=told.append, was_notified=lambda epoch: False)
+    model, told = make_model(), list[str]()
+    peers = SimpleNamespace(notify=told.append, was_notified=lambda what: False)
     model.first.cpu_linear = lambda x: x
     watch = Watch(lambda: [model], peers)  # type: ignore[arg-type]
     assert watch.look()
     model.first.cpu_linear = lambda x: x  # packed anew
     assert not watch.look()
-    assert (told, watch.changes) == ([0], 1)
+    assert (told, watch.changes) == (["epoch 0"], 1)
     watch.enter(1)
     assert watch.look()
     model.first.cpu_linear = lambda x: x
@@ -161,10 +158,10 @@ def test_matrices_that_nobody_can_read_count_by_what_stands_for_them() -> None:
 
 
 def test_without_a_worker_the_weights_are_not_guessed() -> None:
-    from kvfs.connectors.vllm_weights import models_of_caller
+    from kvfs.connectors.vllm_weights import calling_worker, models_of
 
     with pytest.raises(InvalidRequest, match="no worker of vLLM"):
-        models_of_caller()
+        calling_worker()
 
     class Worker:
         def get_model(self) -> Any:
@@ -174,50 +171,13 @@ def test_without_a_worker_the_weights_are_not_guessed() -> None:
             return None
 
         def register(self) -> Any:
-            return models_of_caller()
+            return calling_worker()
 
     weights = make_model()
-    assert Worker().register()() == [weights]
+    assert models_of(Worker().register()) == [weights]
 
 
 # --- files ---------------------------------------------------------------------------------------------------
-def write_adapter(directory: Path, weights: bytes, alpha: int = 16) -> Path:
-    directory.mkdir(exist_ok=True)
-    (directory / "adapter_model.safetensors").write_bytes(weights)
-    (directory / "adapter_config.json").write_text(json.dumps({"lora_alpha": alpha}))
-    return directory
-
-
-def lora(number: int, path: Path) -> Any:
-    return SimpleNamespace(lora_int_id=number, lora_name=f"adapter {number}", lora_path=str(path))
-
-
-def test_adapters_are_what_their_files_are(tmp_path: Path) -> None:
-    data = os.urandom(4096)
-    one = write_adapter(tmp_path / "one", data)
-    copy, scaled = write_adapter(tmp_path / "copy", data), write_adapter(tmp_path / "scaled", data, alpha=32)
-    adapters = Adapters()
-    names = [adapters.name(lora(i, path)) for i, path in enumerate((one, copy, scaled), 1)]
-    assert names[0] == names[1] != names[2]
-    assert None not in names
-    assert adapters.name(lora(1, one)) == names[0]
-    assert adapters.name(lora(9, tmp_path / "nowhere")) is None
-
-
-def test_an_adapter_whose_files_change_has_no_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody knows whether the engine has read the old ones or the new ones."""
-    directory, adapters = write_adapter(tmp_path / "one", b"1" * 4096), Adapters()
-    assert adapters.name(lora(1, directory)) is not None
-    write_adapter(directory, b"2" * 4097)
-    assert adapters.name(lora(1, directory)) is None
-    write_adapter(directory, b"1" * 4096)
-    assert adapters.name(lora(1, directory)) is None
-    assert adapters.name(lora(2, directory)) is not None
-    shutil.rmtree(directory)
-    assert adapters.name(lora(2, directory)) is None
-    assert len(caplog.records) == 2
-
-
 def test_names_do_not_depend_on_where_things_lie(tmp_path: Path) -> None:
     """Two directories with equal files are one model."""
 
