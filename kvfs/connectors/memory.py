@@ -1,28 +1,49 @@
 """Samples of the weights of a model in memory.
 
 Responsibility: `sample` digests a model's tensors in memory (names, types, shapes, and samples of the values), so that
-weights are identified by the values that are computed with, wherever they came from.
+weights are identified by the values that are computed with, wherever they came from. `Contents` finds all that a model
+computes with: tensors, settings, and weights that are packed into objects of other kinds.
 
 A sample is compared with earlier samples, never with files: loading casts types, fuses projections, cuts shards and
 repacks matrices. Engines that load equal files in the same way have equal samples.
 
 Invariants: a sample reads from every tensor, WEIGHTS_MEMORY_LINES lines of 64 bytes in all, always at the same
 places; a model of at most as many bytes is read whole. Different samples mean different weights; a change of a few
-values may be missed. Concurrency: none; nobody may change the weights meanwhile.
+values may be missed. `Contents` passes over nothing in silence: what it cannot look into is an error. Concurrency:
+none; nobody may change the weights meanwhile.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Set
+from enum import Enum
+from functools import partial
+from typing import Any, Final
 
 import torch
 
 from kvfs._native.hash.sampler import LINE_BYTES, lines_read
 from kvfs._native.hash.sampler import sample as sample_memory
+from kvfs.errors import InvalidRequest
 from kvfs.limits import WEIGHTS_MEMORY_LINES
 
 Named = tuple[str, torch.Tensor]
+_PLAIN: Final = (
+    *(bool, int, float, complex, str, bytes, type(None), Enum, range, slice),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+_NOT_COMPUTED_WITH: Final = frozenset(
+    (
+        *("_parameters", "_buffers", "_modules"),  # listed by themselves
+        *("_name_or_path", "name_or_path", "_commit_hash"),  # where a model lies
+        *("generation_config", "warnings_issued"),
+    )
+)
+_unpacked: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, tuple[torch.ScriptObject, bytes]]]
+_unpacked = weakref.WeakKeyDictionary()
+"""By module and attribute: packed weights, and the digest of what is in them."""
 
 
 def tensors_of(model: torch.nn.Module, *, all_buffers: bool) -> Iterator[Named]:
@@ -41,8 +62,16 @@ def _plain(name: str, tensor: torch.Tensor) -> Iterator[Named]:
     if hasattr(tensor, "__tensor_flatten__"):
         for part in tensor.__tensor_flatten__()[0]:
             yield from _plain(f"{name}.{part}", getattr(tensor, part))
+    elif tensor.is_quantized:
+        yield f"{name} {tensor.qscheme()}", tensor.int_repr()
+        if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            scale = tensor.q_scale(), tensor.q_zero_point()
+            yield f"{name}.scale", torch.tensor(scale, dtype=torch.float64)
+        else:
+            yield f"{name}.scales {tensor.q_per_channel_axis()}", tensor.q_per_channel_scales()
+            yield f"{name}.zero_points", tensor.q_per_channel_zero_points()
     else:
-        yield name, tensor
+        yield name, tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
 def sample(tensors: Iterable[Named], budget: int = WEIGHTS_MEMORY_LINES) -> bytes:
@@ -81,3 +110,111 @@ def _gathered(areas: Iterable[torch.Tensor], chosen: Iterable[list[int]]) -> Ite
         yield flat[: whole * LINE_BYTES].view(whole, LINE_BYTES)[index].flatten().cpu()
         if lines[-1] == whole:
             yield flat[whole * LINE_BYTES :].cpu()
+
+
+class Contents:
+    """What a model computes with, wherever its modules keep it: tensors to be sampled, and a description of the rest.
+
+    What nobody can look into is refused. Functions are known by their names.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Read all modules of a model. Raises InvalidRequest that names the module."""
+        self.tensors: list[Named] = []
+        self.description: list[str] = []
+        self._seen: set[int] = set()
+        self._module("", model)
+
+    def digest(self) -> bytes:
+        digest = hashlib.sha256(sample(self.tensors))
+        digest.update("\0".join(self.description).encode("utf-8", "surrogateescape"))
+        return digest.digest()
+
+    def _module(self, where: str, module: torch.nn.Module) -> None:
+        for name, each in module.named_modules(memo=None, prefix=where):
+            if id(each) in self._seen:
+                continue
+            self._seen.add(id(each))
+            self.description.append(f"{name}: {_kind(each)}")
+            for kept in (each._parameters, each._buffers):
+                for key, tensor in kept.items():
+                    self._add(each, f"{name}.{key}", tensor)
+            for key, value in vars(each).items():
+                if key not in _NOT_COMPUTED_WITH:
+                    self._add(each, f"{name}.{key}", value)
+
+    def _add(self, module: torch.nn.Module, where: str, value: Any) -> None:
+        if isinstance(value, _PLAIN):
+            self.description.append(f"{where}={value!r}")
+        elif isinstance(value, torch.Tensor):
+            self._tensor(module, where, value)
+        elif isinstance(value, torch.ScriptObject):
+            self.description.append(f"{where}={_packed(module, where, value).hex()}")
+        elif isinstance(value, torch.nn.Module):
+            self._module(where, value)
+        elif isinstance(value, Mapping):
+            self.description.append(f"{where}: {len(value)}")
+            for key, each in value.items():
+                self._add(module, f"{where}[{key!r}]", each)
+        elif isinstance(value, Set):
+            for number, each in enumerate(sorted(value, key=repr)):
+                self._add(module, f"{where}{{{number}}}", each)
+        elif isinstance(value, list | tuple):
+            self.description.append(f"{where}: {len(value)}")
+            for number, each in enumerate(value):
+                self._add(module, f"{where}[{number}]", each)
+        else:
+            self._object(module, where, value)
+
+    def _tensor(self, module: torch.nn.Module, where: str, tensor: torch.Tensor) -> None:
+        if id(tensor) in self._seen:
+            return
+        self._seen.add(id(tensor))
+        self.tensors.extend(_plain(where, tensor))
+        if hasattr(tensor, "__tensor_flatten__"):
+            self._add(module, f"{where} is", tensor.__tensor_flatten__()[1])
+        for key, value in vars(tensor).items():  # scales beside packed values
+            self._add(module, f"{where}.{key}", value)
+
+    def _object(self, module: torch.nn.Module, where: str, value: Any) -> None:
+        if isinstance(value, partial):
+            parts: dict[str, Any] = {"func": value.func, "args": value.args, "keywords": value.keywords}
+        elif hasattr(value, "__qualname__"):  # a function, a method, a class
+            self.description.append(f"{where}={value.__module__}.{value.__qualname__}")
+            return
+        elif hasattr(value, "__dict__"):
+            parts = vars(value)
+        else:
+            raise InvalidRequest(
+                f"module {where.rpartition('.')[0]!r} ({_kind(module)}) computes with {where!r}, a {_kind(value)} that "
+                "cannot be looked into: its cache would not be told from that of other weights"
+            )
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        self.description.append(f"{where}: {_kind(value)}")
+        for key, each in parts.items():
+            if key not in _NOT_COMPUTED_WITH:
+                self._add(module, f"{where}.{key}", each)
+
+
+def _packed(module: torch.nn.Module, where: str, value: torch.ScriptObject) -> bytes:
+    """Return a digest of packed weights, which nothing changes in place: they are unpacked once."""
+    held = _unpacked.setdefault(module, {})
+    name = where.rpartition(".")[2]
+    if name not in held or held[name][0] is not value:
+        try:
+            state = value.__getstate__()
+        except (AttributeError, RuntimeError) as error:
+            raise InvalidRequest(
+                f"module {where.rpartition('.')[0]!r} ({_kind(module)}) computes with {where!r}, a script object that "
+                f"cannot be unpacked: {error}"
+            ) from None
+        contents = Contents(torch.nn.Module())
+        contents._add(module, "state", state)
+        held[name] = value, contents.digest()
+    return held[name][1]
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -8,13 +8,12 @@
 Responsibility: cut keys and values of all layers into blocks of tokens, and join them again. Invariants: only whole
 blocks are kept; a block is [layer, key or value, token, head, element] ("LKTHD") in the model's element type. The
 namespace has configuration and files; the first block's hash has the model in memory at each call: samples of its
-tensors, and the settings of adapters. A cache is saved only while the model is the same as at its load.
+tensors, and all settings of its modules. A cache is saved only while the model is the same as at its load.
 Concurrency: none.
 """
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from typing import Any
 
@@ -29,14 +28,10 @@ from kvfs.connectors.common import (
     config_digest,
     model_revision,
 )
-from kvfs.connectors.memory import sample, tensors_of
+from kvfs.connectors.memory import Contents
 from kvfs.errors import InvalidRequest
 from kvfs.keys import HASH_BYTES, prefix_hashes
 from kvfs.namespaces import Namespace
-
-_OWN = frozenset(("torch", "transformers"))
-"""Packages whose modules are described by their configuration; others (adapters) by their attributes."""
-_PLAIN = (bool, int, float, str, type(None))
 
 
 class PromptCache:
@@ -45,8 +40,12 @@ class PromptCache:
     def __init__(
         self, model: Any, address: str | None = None, *, block_tokens: int = 64, revision: str | None = None
     ) -> None:
-        """Connect. `revision`: what else identifies the model, if anything. Raises InvalidRequest."""
+        """Connect. `revision`: what else identifies the model, if anything.
+
+        Raises InvalidRequest, also for a model whose modules cannot be looked into.
+        """
         config = model.config
+        Contents(model)
         self._model = model
         self._heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self._elements = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -66,7 +65,7 @@ class PromptCache:
 
     def load(self, input_ids: torch.Tensor) -> tuple[DynamicCache, int]:
         """Return a cache of the longest stored prefix, and its tokens. `input_ids`: int64, [1, tokens]."""
-        weights = what_is(self._model)
+        weights = Contents(self._model).digest()
         keys = self._keys(input_ids[:, :-1], weights)
         cache, blocks = DynamicCache(), self._link.blocks(self.namespace)
         self._loaded[cache] = weights
@@ -99,7 +98,7 @@ class PromptCache:
         A cache that `load` returned before the model changed is not stored; one that is not from `load` is taken as
         computed by the present model.
         """
-        weights = what_is(self._model)
+        weights = Contents(self._model).digest()
         if self._loaded.get(cache, weights) != weights:
             return 0
         keys = self._keys(input_ids[:, : cache.get_seq_length()], weights)
@@ -127,28 +126,6 @@ class PromptCache:
         count = input_ids.shape[1] // self.namespace.block_tokens
         extra = [weights, *[None] * (count - 1)] if count else None
         return prefix_hashes(self.namespace, input_ids[0].cpu().numpy(), extra=extra)
-
-
-def what_is(model: torch.nn.Module) -> bytes:
-    """Return a digest of a model in memory: samples of tensors, and the settings of foreign modules (adapters).
-
-    Hooks and replaced functions are not detected.
-    """
-    digest = hashlib.sha256(sample(tensors_of(model, all_buffers=True)))
-    for name, module in model.named_modules():
-        kind = type(module)
-        if module.training or kind.__module__.partition(".")[0] not in _OWN:
-            settings = {key: each for key, each in vars(module).items() if _is_plain(each)}
-            digest.update(f"{name}\0{kind.__module__}.{kind.__qualname__}\0{settings}\0".encode())
-    return digest.digest()
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(_is_plain(each) for pair in value.items() for each in pair)
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(_is_plain(each) for each in value)
-    return isinstance(value, _PLAIN)
 
 
 def _revision(name: str, given: str | None) -> str:

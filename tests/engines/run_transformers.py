@@ -12,6 +12,7 @@ the weights had changed since the load.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import sys
@@ -88,6 +89,11 @@ def attached(model: Any) -> LowRank:
     return adapter
 
 
+def quantised(model: Any) -> Any:
+    quantize: Any = torch.ao.quantization.quantize_dynamic
+    return quantize(copy.deepcopy(model), {torch.nn.Linear}, dtype=torch.qint8)
+
+
 @torch.no_grad()
 def main() -> None:
     logging.basicConfig(level=logging.INFO)
@@ -127,6 +133,21 @@ def main() -> None:
     adapter.base_layer.weight.add_(adapter.delta())
     turns.turn("adapter merged", model, cached)
     turns.turn("files, at last", *turns.model(turns.request["model"]))
+
+    # Values that no tensor has.
+    files, files_cached = turns.model(turns.request["model"])
+    norm, attention = files.model.layers[0].input_layernorm, files.model.layers[0].self_attn
+    epsilon, norm.variance_epsilon = norm.variance_epsilon, 1.0
+    turns.turn("epsilon of a norm", files, files_cached)
+    norm.variance_epsilon, attention.scaling = epsilon, 8 * attention.scaling
+    turns.turn("scaling of an attention", files, files_cached)
+
+    # Weights in packed objects, of which the second model's were trained.
+    files, _ = turns.model(turns.request["model"])
+    for name in ("quantised", "trained and quantised"):
+        packed = quantised(files)
+        turns.turn(name, packed, PromptCache(packed, turns.request["address"], block_tokens=16))
+        files.model.layers[0].self_attn.v_proj.weight.mul_(-2)
 
     # What was computed with other weights than those that the model has when it is saved is nobody's.
     prompt = turns.prompts[0] ^ 1

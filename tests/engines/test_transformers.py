@@ -64,14 +64,21 @@ KNOWN = {
     "adapter disabled": FIRST,
     "adapter merged": FIRST,
     "files, at last": ALL,
+    "epsilon of a norm": FIRST,
+    "scaling of an attention": FIRST,
+    "quantised": FIRST,
+    "trained and quantised": FIRST,
 }
 
 
 @pytest.mark.parametrize("case", KNOWN)
 def test_outputs_are_those_without_a_cache(replies: dict[str, Any], case: str) -> None:
-    """Whatever the weights in memory are: each kind of them has blocks of its own."""
+    """Whatever the weights in memory are: each kind of them has blocks of its own.
+
+    Dynamic quantisation scales a pass by all its tokens: that of a prompt's end is another one.
+    """
     reply = replies[case]
-    assert reply["cached"] == reply["plain"]
+    assert reply["cached"] == reply["plain"] or case.endswith("quantised")
     assert reply["known"] == KNOWN[case]
     assert (sum(reply["new_blocks"]) == 0) == (KNOWN[case] == ALL)
     assert len({tuple(output) for output in reply["plain"]}) == len(PROMPTS)
@@ -79,7 +86,9 @@ def test_outputs_are_those_without_a_cache(replies: dict[str, Any], case: str) -
 
 def test_other_weights_give_other_outputs(replies: dict[str, Any]) -> None:
     """Without this an equal output would prove nothing."""
-    others = ("from config", "a row changed in place", "adapter attached", "adapter scaled", "adapter merged")
+    others = [
+        case for case, known in KNOWN.items() if known == FIRST and case not in ("first", "adapter disabled")
+    ]
     for case in others:
         pairs = zip(replies[case]["plain"], replies["first"]["plain"], strict=True)
         assert any(one != two for one, two in pairs), case
