@@ -31,6 +31,7 @@ from kvfs import limits
 from kvfs._native.blocks.pieces import Memory, Pieces, Scatter, join_keys
 from kvfs._native.blocks.reader import BELOW, MISS, NO_ROOM, View
 from kvfs._native.blocks.writer import PUTS_AT_ONCE, Draft, Put
+from kvfs._native.shared.table import TIER_DRAM
 from kvfs.client.grants import Grants
 from kvfs.client.layers import Loading
 from kvfs.client.read_path import BlockReader, LocalReader, ServedReader
@@ -111,6 +112,14 @@ class Blocks:
     def exists(self, keys: Keys, *, timeout_s: float | None = None) -> list[bool]:
         """Return whether each block is there, in whatever tier; asks no service."""
         return [tiers != 0 for tiers in self._reader.find(join_keys(keys), self._deadline(timeout_s))]
+
+    def below_dram(self, keys: Keys, *, timeout_s: float | None = None) -> list[bool]:
+        """Return whether each block is in lower tiers only, so that the service has to bring it up; asks no service.
+
+        To a user outside of the service's group every block that is there seems to be in DRAM.
+        """
+        found = self._reader.find(join_keys(keys), self._deadline(timeout_s))
+        return [tiers != 0 and not tiers & TIER_DRAM for tiers in found]
 
     # --- reading -----------------------------------------------------------------------------------------
     def get(self, keys: Keys, *, timeout_s: float | None = None) -> list[View | None]:

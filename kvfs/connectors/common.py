@@ -3,6 +3,7 @@
 Responsibility: `Link` opens blocks of namespaces and keeps an engine from waiting for a service that does not answer:
 after a failure reads go on in place, writes are skipped, and a thread of the link tries until the service answers
 again. The first namespace is tried with a block of the link's own, and one line of the log says what came of it.
+`LowerTiers` leaves out what is below DRAM while it does not come up.
 `digest_keys` makes prefix hashes for engines with keys of their own. `weights_revision` names weights by their files.
 
 Invariants: a failure of the store is a miss or a skipped write, logged once per outage, never an exception in an
@@ -20,13 +21,21 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from kvfs.client import Client, connect
 from kvfs.client.blocks import Blocks
 from kvfs.errors import DeadlinePassed, InvalidRequest, KvfsError, NotFound, ProtocolError, SessionClosed
-from kvfs.limits import CONNECTOR_RETRY_S, CONNECTOR_TIMEOUT_S, WEIGHTS_SAMPLE_BYTES, WEIGHTS_SAMPLES
+from kvfs.limits import (
+    CONNECTOR_MATCH_S,
+    CONNECTOR_RETRY_S,
+    CONNECTOR_TIMEOUT_S,
+    CONNECTOR_TRIAL_BLOCKS,
+    WEIGHTS_SAMPLE_BYTES,
+    WEIGHTS_SAMPLES,
+)
 from kvfs.namespaces import DIGEST_BYTES, Namespace
 
 T = TypeVar("T")
@@ -187,6 +196,59 @@ class Link:
             self._log.warning("%s: the store at %s answers again", self._name, self._address)
             self._down.clear()
             return
+
+
+class LowerTiers:
+    """Leave out blocks below DRAM, from a load of them that failed until one of them has come up again.
+
+    Concurrency: one thread; blocks are brought up by the client's.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._missed = b""
+        """Blocks that did not come up, which are tried again; empty while the lower tiers work."""
+        self._trial: Future[int] | None = None
+        self._next_s = 0.0
+
+    def failed(self, blocks: Blocks, keys: bytes) -> None:
+        """Note a load that failed; blocks that were evicted meanwhile, or are in DRAM, say nothing of lower tiers."""
+        if self._missed:
+            return
+        below = blocks.below_dram(keys, timeout_s=CONNECTOR_MATCH_S)
+        missed = [
+            keys[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES] for i, is_below in enumerate(below) if is_below
+        ]
+        self._missed = b"".join(missed[:CONNECTOR_TRIAL_BLOCKS])
+        if self._missed:
+            log.warning("blocks below DRAM do not come up: only what is in DRAM is read until they do")
+            self._try(blocks)
+
+    def readable(self, blocks: Blocks, keys: bytes) -> int:
+        """Return how many of these blocks, all of which are there, can be read from the first on."""
+        if self._missed:
+            self._look(blocks)
+        if not self._missed:
+            return len(keys) // DIGEST_BYTES
+        below = blocks.below_dram(keys, timeout_s=CONNECTOR_MATCH_S)
+        return below.index(True) if True in below else len(below)
+
+    def _look(self, blocks: Blocks) -> None:
+        """See what came of the trial; begin the next one, where none came up."""
+        if self._trial is not None and self._trial.done():
+            trial, self._trial = self._trial, None
+            if trial.exception() is None and trial.result() > 0:
+                self._missed = b""
+                log.warning("blocks below DRAM come up again")
+        elif self._trial is None and self._clock() >= self._next_s:
+            if any(blocks.below_dram(self._missed, timeout_s=CONNECTOR_MATCH_S)):
+                self._try(blocks)
+            else:  # they are gone: nothing is known of lower tiers any more
+                self._missed = b""
+
+    def _try(self, blocks: Blocks) -> None:
+        self._next_s = self._clock() + CONNECTOR_RETRY_S
+        self._trial = blocks.prefetch(self._missed, timeout_s=CONNECTOR_TIMEOUT_S)
 
 
 def _round_trip(blocks: Blocks) -> bool:

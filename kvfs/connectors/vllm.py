@@ -244,6 +244,8 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return bool(pool.get_num_free_blocks() != pool.num_gpu_blocks - 1)  # one block stands for none
 
     def update_connector_output(self, connector_output: Any) -> None:
+        if connector_output.invalid_block_ids:
+            self.planner.failed(connector_output.invalid_block_ids)
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, KVFSReport):
             self.planner.end_epoch(report.epoch)

@@ -10,6 +10,8 @@ Invariants:
 - Every key depends on the weights: the first block's hash has the samples of all ranks at the start or, after a
   reset, a name that no other engine has. A request that began before a reset is not stored after it: its first blocks
   are of the old weights. So it is with a request's adapter, whose name is in each of its hashes (adapters.py).
+- A request whose load failed loads nothing more: it would ask for the same blocks for as long as they do not come, and
+  so would every other one: what is below DRAM is a miss until it comes up again.
 - A hit is a hit on every rank: each has its shard under its own namespace, so the shortest match counts.
 - Only whole blocks are loaded and stored, never the one with the prompt's last token, which the engine has to
   compute. A block is stored once all its tokens are known and computed, so speculated tokens are not.
@@ -22,15 +24,16 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from kvfs.client.blocks import Blocks
 from kvfs.connectors.adapters import Adapter, Adapters
-from kvfs.connectors.common import VLLM_LOG, Link, new_epoch
+from kvfs.connectors.common import VLLM_LOG, Link, LowerTiers, new_epoch
 from kvfs.connectors.vllm_handover import Handover, Wait, answer, is_asked_for
 from kvfs.keys import HASH_BYTES, prefix_hashes
 from kvfs.limits import CONNECTOR_MATCH_S, MAX_EXTRA_BYTES
@@ -129,6 +132,11 @@ class Planner:
         """Whether the engine's own cache may hold blocks of weights before the epoch's."""
         self._requests: dict[str, _Tracked] = {}
         self._loads: list[BlockRun] = []
+        self._loading: dict[str, BlockRun] = {}
+        """The last load of each request."""
+        self._failed: set[str] = set()
+        """Requests of which a load has failed."""
+        self._lower = LowerTiers(clock)
         self._has_warned = False
         """Whether a hand-over from an engine that shares nothing with this one was logged."""
         self.counts = {
@@ -208,12 +216,18 @@ class Planner:
     def _hits(self, tracked: _Tracked, first: int, last: int) -> int:
         blocks = self._link.blocks(next(iter(self._namespaces.values())))
         hits = max(last - first, 0)
+        if tracked.request.request_id in self._failed:
+            return 0
         for keys in tracked.keys.values():
             if not hits or blocks is None:
                 return 0
             some = bytes(keys[first * HASH_BYTES : (first + hits) * HASH_BYTES])
-            hits = self._link.attempt(partial(blocks.match, some, timeout_s=CONNECTOR_MATCH_S), 0)
+            hits = self._link.attempt(partial(self._readable, blocks, some), 0)
         return hits
+
+    def _readable(self, blocks: Blocks, keys: bytes) -> int:
+        there = blocks.match(keys, timeout_s=CONNECTOR_MATCH_S)
+        return self._lower.readable(blocks, keys[: there * HASH_BYTES])
 
     def _awaits(self, tracked: _Tracked, there: int) -> bool:
         """Return whether a prefill engine is still storing more than the first `there` blocks of a request."""
@@ -251,8 +265,24 @@ class Planner:
             return
         tracked = self._requests[request.request_id]
         first, count = tracked.matched_from, num_external_tokens // self._block_tokens
-        self._loads.append(self._run(tracked, first, first + count, block_ids))
+        run = self._run(tracked, first, first + count, block_ids)
+        self._loads.append(run)
+        self._loading[request.request_id] = run
         self.counts["hit_blocks"] += count
+
+    def failed(self, block_ids: Set[int]) -> None:
+        """Note blocks of the engine's cache that were not loaded: their requests compute them, and ask no more."""
+        blocks = self._link.blocks(next(iter(self._namespaces.values())))
+        for request_id, run in list(self._loading.items()):
+            which = [i for i, block in enumerate(run.block_ids) if block in block_ids]
+            if not which:
+                continue
+            del self._loading[request_id]
+            self._failed.add(request_id)
+            for keys in run.keys.values():
+                missed = b"".join(keys[i * HASH_BYTES : (i + 1) * HASH_BYTES] for i in which)
+                if blocks is not None:
+                    self._link.attempt(partial(self._lower.failed, blocks, missed), None)
 
     # --- stores -------------------------------------------------------------------------------------------
     def plan(self, steps: Iterable[Step]) -> Plan:
@@ -304,6 +334,8 @@ class Planner:
         """Stop tracking a request; return what its answer says to a decode engine, if that was asked for."""
         tracked = self._requests.pop(request.request_id, None)
         self._adapter_requests.pop(request.request_id, None)
+        self._loading.pop(request.request_id, None)
+        self._failed.discard(request.request_id)
         if not is_asked_for(request.kv_transfer_params):
             return None
         last = (request.num_prompt_tokens - 1) // self._block_tokens

@@ -170,6 +170,8 @@ CONNECTOR_SAVE_S: Final = 0.5
 """How long a step of an engine may wait for drafts; then the connector waits for the outage to end."""
 CONNECTOR_RETRY_S: Final = 1.0
 """How often a connector tries to connect during an outage."""
+CONNECTOR_TRIAL_BLOCKS: Final = 16
+"""Blocks that are asked for, of a load that failed, to see whether lower tiers work again."""
 CONNECTOR_COPY_S: Final = 60.0
 """How long a layer's copy may take: its load waits at most CONNECTOR_TIMEOUT_S for the service."""
 CONNECTOR_STORE_BLOCKS: Final = 256

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -14,6 +15,7 @@ import kvfs
 from kvfs import errors
 from kvfs.client import write_path
 from kvfs.client.write_path import seal_rest
+from kvfs.connectors.common import LowerTiers
 from kvfs.keys import block_name
 from tests.support.door import ON_DIRECTORY, eventually, need_mount
 from tests.support.service import Service, run_kvfs
@@ -85,6 +87,28 @@ def test_what_is_on_nvme_only_is_a_hit(client: kvfs.Client) -> None:
         assert tiers == {"dram"}
         assert blocks.get_into(keys, into[:12], timeout_s=0) == [64 * KIB] * 12
         assert [bytes(each) for each in into[:12]] == [data_of(key) for key in keys]
+
+
+def test_what_does_not_come_up_is_a_miss_until_it_does(service: Service, client: kvfs.Client) -> None:
+    """The service does not answer: a connector's second look-up finds what is in DRAM alone."""
+    with client.blocks(NAMESPACE) as blocks:
+        keys, lower = keys_of(6), LowerTiers()
+        joined = b"".join(keys)
+        put(blocks, keys)
+        sink(client, blocks, keys)
+        assert blocks.prefetch(keys[:2]).result(20) == 2
+        assert blocks.below_dram(keys) == [False] * 2 + [True] * 4
+        assert lower.readable(blocks, joined) == 6
+        os.kill(service.pid, signal.SIGSTOP)
+        try:
+            into = [bytearray(64 * KIB) for _ in keys]
+            assert blocks.get_into(keys, into, timeout_s=1.0) == [64 * KIB] * 2 + [-1] * 4
+            lower.failed(blocks, b"".join(keys[2:]))
+            assert lower.readable(blocks, joined) == 2
+        finally:
+            os.kill(service.pid, signal.SIGCONT)
+        eventually(lambda: lower.readable(blocks, joined) == 6, "what was missed comes up again")
+        assert blocks.get_into(keys, into) == [64 * KIB] * 6
 
 
 def test_blocks_of_a_durable_bucket_are_durable_when_put_returns(client: kvfs.Client) -> None:

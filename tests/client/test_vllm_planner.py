@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from kvfs import prefix_hashes
 from kvfs.connectors.vllm_scheduler import Planner, Step, split_keys
-from kvfs.limits import CONNECTOR_HANDOVER_S, CONNECTOR_MATCH_S
+from kvfs.errors import DeadlinePassed
+from kvfs.limits import CONNECTOR_HANDOVER_S, CONNECTOR_MATCH_S, CONNECTOR_RETRY_S
 from kvfs.namespaces import Namespace
 from tests.support.stores import NAMESPACE
 
@@ -31,6 +33,8 @@ class FakeBlocks:
 
     def __init__(self) -> None:
         self.keys: set[bytes] = set()
+        self.below: set[bytes] = set()
+        self.trials: list[Future[int]] = []
 
     def match(self, keys: bytes, *, timeout_s: float) -> int:
         hits = self.exists(keys, timeout_s=timeout_s)
@@ -39,6 +43,14 @@ class FakeBlocks:
     def exists(self, keys: bytes, *, timeout_s: float) -> list[bool]:
         assert timeout_s <= CONNECTOR_MATCH_S, "the scheduler must not wait"
         return [key in self.keys for key in split_keys(keys)]
+
+    def below_dram(self, keys: bytes, *, timeout_s: float) -> list[bool]:
+        assert timeout_s <= CONNECTOR_MATCH_S, "the scheduler must not wait"
+        return [key in self.keys & self.below for key in split_keys(keys)]
+
+    def prefetch(self, keys: bytes, *, timeout_s: float) -> Future[int]:
+        self.trials.append(Future())
+        return self.trials[-1]
 
 
 class FakeLink:
@@ -204,6 +216,70 @@ def test_a_step_stores_all_its_blocks_however_many() -> None:
         made.match(FakeRequest(name, tokens), 0)
     plan = made.plan([Step(name, 0, 700 * BLOCK, list(range(700))) for name in prompts])
     assert [len(run.block_ids) for run in plan.stores] == [700] * 3
+
+
+# --- loads that fail -------------------------------------------------------------------------------------------
+def loading(made: Planner, name: str, tokens: Sequence[int]) -> Any:
+    """A request, and its load, if there is one."""
+    request = FakeRequest(name, tokens)
+    hits, _ = made.match(request, 0)
+    assert hits is not None
+    made.allocated(request, list(range(10, 20)), hits)
+    return request, made.plan([]).loads
+
+
+def test_a_load_that_failed_is_a_miss_for_its_request() -> None:
+    """Evicted, or of a store that does not answer: the engine would ask again for ever."""
+    link, tokens = FakeLink(), tokens_of(5 * BLOCK + 3)
+    made = planner(link)
+    assert link.store is not None
+    link.store.keys = {key for keys in keys_of(tokens).values() for key in keys}
+    request, [load] = loading(made, "r", tokens)
+    other, _ = loading(made, "s", tokens)
+    made.failed({999})
+    assert made.match(request, 0) == (5 * BLOCK, True), "another one's blocks"
+    made.failed(set(load.block_ids[2:3]))
+    assert made.match(request, 0) == (0, False)
+    assert made.match(request, 2 * BLOCK) == (0, False)
+    assert loading(made, "t", tokens)[1], "what is in DRAM is still read"
+    assert link.store.trials == []
+    made.finished(request)
+    made.finished(other)
+    assert loading(made, "r", tokens)[1], "another request of that name"
+
+
+def test_lower_tiers_are_a_miss_for_all_until_they_work_again() -> None:
+    link, tokens, clock = FakeLink(), tokens_of(5 * BLOCK + 3), Clock()
+    made, keys = planner(link, clock=clock), keys_of(tokens)
+    store = link.store
+    assert store is not None
+    store.keys = {key for each in keys.values() for key in each}
+    store.below = {keys[0, 1][2], keys[0, 1][3], keys[0, 0][4]}
+    request, [load] = loading(made, "r", tokens)
+    assert len(load.block_ids) == 5
+    made.failed(set(load.block_ids[2:]))
+    [trial] = store.trials
+    for name in "abc":
+        assert made.match(FakeRequest(name, tokens), 0) == (2 * BLOCK, True), "what is in DRAM"
+    trial.set_exception(DeadlinePassed("no answer"))
+    assert made.match(FakeRequest("d", tokens), 0) == (2 * BLOCK, True)
+    clock.now_s += CONNECTOR_RETRY_S
+    assert made.match(FakeRequest("e", tokens), 0) == (2 * BLOCK, True)
+    assert len(store.trials) == 2
+    store.trials[1].set_result(1)
+    assert made.match(FakeRequest("f", tokens), 0) == (5 * BLOCK, True)
+    assert made.match(request, 0) == (0, False)
+    # Blocks that are evicted meanwhile say nothing.
+    _, [load] = loading(made, "g", tokens)
+    made.failed(set(load.block_ids))
+    assert len(store.trials) == 3
+    store.trials[2].set_result(0)
+    store.keys -= store.below
+    clock.now_s += CONNECTOR_RETRY_S
+    for _ in range(2):
+        made.match(FakeRequest("h", tokens), 0)
+    store.keys |= store.below
+    assert made.match(FakeRequest("i", tokens), 0) == (5 * BLOCK, True)
 
 
 # --- the hand-over from a prefill engine to a decode engine ---------------------------------------------------
