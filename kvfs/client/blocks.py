@@ -231,7 +231,7 @@ class Blocks:
         *,
         timeout_s: float | None = None,
     ) -> list[bool]:
-        """Store blocks, parents first; True where a block is new, False where it was there.
+        """Store blocks, parents first; True where a block is new, False where it was there, as its bucket promises.
 
         `parents` are the prefix hashes before them (None for a first block): no block is evicted before those
         that follow it. Raises SessionClosed, and the first error (NoSpace, ...) of a block; those before it may be
@@ -260,13 +260,17 @@ class Blocks:
 
     def _put_some(self, live: Live, put: Put, some: range) -> list[bool]:
         keys = put.keys[some.start * DIGEST_BYTES : some.stop * DIGEST_BYTES]
-        there = self._reader.find(keys, live.deadline)
+        there = self._find_put(live, keys)
         fresh = [i for i in some if not there[i - some.start]]
         if not fresh:
             return [False] * len(some)
         new = dict(zip(fresh, put_some(live, put, fresh), strict=True))
         self._refiller.ask(live.grants)
         return [new.get(i, False) for i in some]
+
+    def _find_put(self, live: Live, keys: bytes) -> bytes:
+        """Return a byte for each block: 0 where it is not there, as the bucket promises it, and is to be put."""
+        return live.find_durable(keys) if live.durable else self._reader.find(keys, live.deadline)
 
     def put_async(
         self,
@@ -297,7 +301,7 @@ class Blocks:
         count = len(joined) // DIGEST_BYTES
         _check_sizes(sizes, count, layers)
         before = parents_of(parents, count)
-        there = self._reader.find(joined, deadline)
+        there = self._session.run(partial(self._find_put, keys=joined), deadline)
         drafts: list[Draft | None] = [None] * count
         fresh = [i for i in range(count) if not there[i]]
         try:

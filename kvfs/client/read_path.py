@@ -194,4 +194,6 @@ _MISSING = ExtentResult(errno.ENOENT)
 
 
 def _lookup(live: Live, batch: DigestBatch) -> bytes:
-    return bytes(TIER_DRAM if entry.status == 0 else 0 for entry in live.exchange.extents(batch))
+    return bytes(
+        TIER_DRAM if entry.status in (0, errno.EAGAIN) else 0 for entry in live.exchange.extents(batch)
+    )

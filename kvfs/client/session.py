@@ -25,7 +25,7 @@ from kvfs._native.blocks.writer import Draft
 from kvfs.client.exchange import Exchange, check
 from kvfs.client.grants import Grants
 from kvfs.client.transport import Deadline, Transport
-from kvfs.errors import DeadlinePassed, InvalidRequest, SessionClosed, block_error, status_error
+from kvfs.errors import AccessDenied, DeadlinePassed, InvalidRequest, SessionClosed, block_error, status_error
 from kvfs.protocol.messages import (
     DIGEST_BYTES,
     NO_PARENT,
@@ -54,12 +54,16 @@ class Live:
     handle: int
     bucket: str
     digest: bytes
+    durable: bool
+    """Whether the bucket is."""
     grants: Grants
     deadline: Deadline
 
     def until(self, deadline: Deadline) -> Live:
         """Return the same session for another call."""
-        return Live(self.transport, self.handle, self.bucket, self.digest, self.grants, deadline)
+        return Live(
+            self.transport, self.handle, self.bucket, self.digest, self.durable, self.grants, deadline
+        )
 
     @property
     def exchange(self) -> Exchange:
@@ -69,6 +73,16 @@ class Live:
     def count(self, op: Op, keys: bytes) -> int:
         """Return what the service counts of these blocks."""
         return self.exchange.count(DigestBatch(op, self.handle, keys))
+
+    def find_durable(self, keys: bytes) -> bytes:
+        """Return a byte for each block: 0 where this durable bucket does not have it durably, whatever others have."""
+        try:
+            asked = [
+                DigestBatch(Op.LOOKUP_BLOCK, self.handle, some) for some in batches(keys, limits.MAX_BATCH)
+            ]
+            return bytes(entry.status == 0 for each in asked for entry in self.exchange.extents(each))
+        except AccessDenied:  # who may only write here has the seals look
+            return bytes(len(keys) // DIGEST_BYTES)
 
     def fetch(self, keys: bytes, hint: str | None, urgent: bool) -> int:
         """Have blocks fetched from peers; return how many are here then."""
@@ -203,8 +217,8 @@ class BlockSession:
             transport.close()
             raise
         digest = bytes.fromhex(found["digest"])
-        bucket = found["bucket"]["name"]
-        return Live(transport, found["handle"], bucket, digest, Grants(transport), deadline)
+        bucket, durable = found["bucket"]["name"], found["bucket"]["durable"]
+        return Live(transport, found["handle"], bucket, digest, durable, Grants(transport), deadline)
 
     @property
     def hello(self) -> HelloAnswer:

@@ -35,7 +35,7 @@ from kvfs.protocol.messages import (
     SealNames,
 )
 from kvfs.rights import READ, SEARCH, WRITE
-from tiers.model.objects import Attributes, Directory, Name, ObjectInfo
+from tiers.model.objects import Attributes, Bucket, Directory, Name, ObjectInfo
 from tiers.model.tier import Kind, StoreKey
 from tiers.sessions.answers import Opened, each, extent_result, send_objects, send_opened, send_results
 from tiers.sessions.channel import Channel
@@ -92,16 +92,15 @@ async def _serve_digests(session: Session, request: DigestBatch, channel: Channe
         await send_opened(request.op, digests, lambda digest: _open_sealer(session, handle, digest), channel)
         return
     wanted = session.namespace_bucket(request.namespace)
-    bucket = session.access.need_bucket(wanted, READ | SEARCH).name
+    where = session.access.need_bucket(wanted, READ | SEARCH)
+    bucket = where.name
     match request.op:
         case Op.OPEN_BLOCK:
             await send_objects(
                 session, request.op, digests, lambda digest: _block(session, bucket, digest), channel
             )
         case Op.LOOKUP_BLOCK:
-            found = await each(
-                digests, lambda digest: extent_result(_block(session, bucket, digest)), ExtentResult
-            )
+            found = await each(digests, lambda digest: _find_block(session, where, digest), ExtentResult)
             await channel.send(ExtentAnswer(request.op, 0, tuple(found)))
         case Op.MATCH:
             hits = session.store.match(request.digests)
@@ -250,6 +249,14 @@ def _block(session: Session, bucket: bytes, digest: bytes) -> ObjectInfo:
     if not _is_in(session, bucket, digest):
         raise NotFound(f"no block {digest.hex()} in bucket {bucket.decode(errors='replace')}")
     return session.store.lookup_block(digest)
+
+
+def _find_block(session: Session, bucket: Bucket, digest: bytes) -> ExtentResult:
+    """Say where a block is. Raises NotFound, Busy in a durable bucket until it is durable."""
+    info, journal = _block(session, bucket.name, digest), session.store.journal
+    if bucket.durable and (journal.is_needed(info.object_id) or not journal.holds(info.object_id)):
+        raise Busy(f"block {digest.hex()} is not durable yet")
+    return extent_result(info)
 
 
 def _is_in(session: Session, bucket: bytes, digest: bytes) -> bool:

@@ -4,7 +4,8 @@ Responsibility: each seal as one step of slot, table, index, policy, journal and
 durable copies of a draft before its seal (snapshots).
 
 Invariants:
-- Names: the last seal wins. Prefix hashes: the first seal wins, later ones are given the earlier object.
+- Names: the last seal wins. Prefix hashes: the first seal wins, later ones are given the earlier object; but a
+  seal into a durable bucket takes a block over from a cache's bucket, which may lose it.
 - The name row is written before the table entry counts; a step that fails is undone at once.
 
 Concurrency: the service's trio thread; nothing here awaits, so each seal is atomic towards all other calls.
@@ -20,7 +21,7 @@ from functools import partial
 
 from kvfs._native.seal.sealer import Sealed
 from kvfs._native.shared.table import TIER_COLD, TIER_DRAM
-from kvfs.errors import InvalidRequest, KvfsError, NoSpace, block_error
+from kvfs.errors import InvalidRequest, KvfsError, NoSpace, NotPermitted, block_error
 from kvfs.index.names import NameRow
 from kvfs.index.rows import SNAPSHOT
 from kvfs.keys import block_name
@@ -151,10 +152,11 @@ class Sealing:
         uid: int,
         checksum: int | None = None,
     ) -> ObjectInfo:
-        """Publish a draft as a block: the first seal wins, and a later one is given the earlier object.
+        """Publish a draft as a block: the first seal wins, and a later one is given the earlier object. A durable
+        bucket takes a block over from a cache's.
 
-        `digest` and `parent` are prefix hashes of 16 bytes. Raises WriterActive (the draft stays open), and
-        WrongChecksum as `seal` does.
+        `digest` and `parent` are prefix hashes of 16 bytes. Raises WriterActive (the draft stays open), WrongChecksum
+        as `seal` does, and NotPermitted in a durable bucket where another one keeps the block, durable or pinned.
         """
         if len(digest) != 16 or (parent is not None and len(parent) != 16):
             raise InvalidRequest("a prefix hash has 16 bytes")
@@ -168,11 +170,15 @@ class Sealing:
         with self._catalog.native_seals.settled():
             if self._catalog.tiers_of(digest) == TIER_COLD:  # which may be away, and is slower
                 self._residency.detach(StoreKey(Kind.BLOCK, digest), uid)
-            if digest in self._catalog.blocks:
+            rival = self._catalog.blocks.get(digest)
+            if rival is not None and not self._takes_over(where, rival, digest):
                 self._drafts.abort(draft)
                 return self._catalog.lookup_block(digest)
             if where.durable:
                 self._journal.check_durable(self._dram.draft_bytes(draft.extent))
+            if rival is not None:
+                self._residency.drop_lower_copies(digest)
+                self._residency.evict_object(digest)
             key = StoreKey(Kind.BLOCK, digest)
             sequence = self._catalog.names.next_ids(1)
             header = SealHeader(
@@ -183,6 +189,18 @@ class Sealing:
         block = Block(bucket, uid, sealed.size_bytes, sequence, sealed.sealed_at_ns, parent=parent)
         self._enter_sealed(key, block, where, sealed.extent)
         return self._catalog.lookup_block(digest)
+
+    def _takes_over(self, where: Bucket, rival: Block, digest: bytes) -> bool:
+        """Whether a seal into this bucket replaces the block: a durable bucket's names are there durably, and a prefix
+        hash has one bucket. Raises NotPermitted where the other bucket keeps its block."""
+        if not where.durable or rival.bucket == where.name:
+            return False
+        if rival.pinned or self._catalog.bucket(rival.bucket).durable:
+            raise NotPermitted(
+                f"block {digest.hex()} is kept in bucket {rival.bucket.decode(errors='replace')}, "
+                f"and not in {where.name.decode(errors='replace')} besides: remove or unpin it there"
+            )
+        return True
 
     def replace_cold_block(self, draft: Draft, sealed: Sealed, bucket: Bucket) -> None:
         """End a draft whose block was there before the sealing thread came to it; seal the draft where only the cold
