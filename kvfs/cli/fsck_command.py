@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -37,6 +38,7 @@ from tiers.device.device import open_device
 from tiers.fsck import repair as repairs
 from tiers.fsck.check import examine
 from tiers.fsck.findings import Cost, Findings
+from tiers.fsck.loss_note import drop_losses
 
 app = typer.Typer()
 
@@ -48,7 +50,8 @@ class Exit(IntEnum):
     REPAIRED = 1
     """There were problems, and all are repaired; no durable object was lost."""
     DURABLE_LOST = 3
-    """Damage has cost durable objects; all else is as for REPAIRED, or with --check-only as for LEFT."""
+    """Damage has cost durable objects, or may have, where nothing that is left names what is gone; all else is as for
+    REPAIRED, or with --check-only as for LEFT."""
     CANNOT_RUN = 4
     """A service runs, another format, no permission, no such directory."""
     LEFT = 5
@@ -73,28 +76,34 @@ def fsck(
 ) -> None:
     """Verify every checksum in a data directory that no service uses, and repair what is damaged.
 
-    Exit codes: 0 clean; 1 problems found, all repaired; 3 damage has cost durable objects; 4 cannot run (a service
-    runs, another format, no permission); 5 problems found and left; 2 wrong usage.
+    Exit codes: 0 clean; 1 problems found, all repaired; 3 damage has cost durable objects, or may have; 4 cannot run
+    (a service runs, another format, no permission); 5 problems found and left; 2 wrong usage.
     """
     settings = load(config, {("store", "data"): data, ("nvme", "path"): nvme})
     try:
-        found = _check(settings.store.data, settings.nvme_path, repair)
+        found = _check(
+            settings.store.data, settings.nvme_path, repair, print_json if as_json else check_report
+        )
     except (KvfsError, OSError) as error:
         print(f"kvfs: {error}", file=sys.stderr)
         raise typer.Exit(Exit.CANNOT_RUN) from None
     except Exception:  # else the interpreter ends with 1, which means that all is repaired
         traceback.print_exc()
         raise typer.Exit(Exit.CANNOT_RUN) from None
-    if as_json:
-        print_json(found)
-    else:
-        check_report(found)
     raise typer.Exit(found["exit_code"])
 
 
-def _check(data: Path, segments: Path, repair: bool) -> dict[str, Any]:
-    """Check, and repair if asked; return the report. Raises NotFound, StoreLocked, FormatMismatch, DeviceFailed,
-    OSError."""
+def _unprinted(_: dict[str, Any]) -> None:
+    """Tell nobody: the caller takes the report."""
+
+
+def _check(
+    data: Path, segments: Path, repair: bool, tell: Callable[[dict[str, Any]], None] = _unprinted
+) -> dict[str, Any]:
+    """Check, and repair if asked; tell and return the report. What is lost is noted until it was told.
+
+    Raises NotFound, StoreLocked, FormatMismatch, DeviceFailed, OSError.
+    """
     raise_file_limit()
     home = look_home(data, write_holder=repair)
 
@@ -113,9 +122,14 @@ def _check(data: Path, segments: Path, repair: bool) -> dict[str, Any]:
             try:
                 if repair and findings.problems:
                     failure = await _repair(findings)
+                report = _describe(findings, seconds, failure)
+                tell(report)
+                sys.stdout.flush()
+                if repair and not failure:
+                    drop_losses(home.path)
             finally:
                 findings.close()
-            return _describe(findings, seconds, failure)
+            return report
         finally:
             with trio.CancelScope(shield=True):
                 await device.aclose()
@@ -144,7 +158,7 @@ def _describe(findings: Findings, seconds: float, failure: str) -> dict[str, Any
     result = count + state + (f": {failure}" if failure else "")
     return {
         "exit_code": int(code),
-        "result": result + ("; durable objects are lost" if code is Exit.DURABLE_LOST else ""),
+        "result": result + _loss(findings),
         "problems": [
             {
                 "where": problem.where,
@@ -160,6 +174,15 @@ def _describe(findings: Findings, seconds: float, failure: str) -> dict[str, Any
         **findings.counts(),
         "seconds": round(seconds, 3),
     }
+
+
+def _loss(findings: Findings) -> str:
+    """Return what the result says of durable objects that are lost."""
+    if findings.cost is not Cost.DURABLE:
+        return ""
+    if not findings.durables_unknown:
+        return "; durable objects are lost"
+    return "; durable objects may be lost, besides those that are named"
 
 
 class _Bar:

@@ -119,6 +119,7 @@ def check_round(
         durable = any(name.startswith("durable/") for name in found["lost"])
         if leaves_no_trace(where):  # or it was never answered for
             durable = durable and any(problem["cost"] == "durable" for problem in found["problems"])
+        durable |= "durable objects may be lost" in found["result"]
         assert found["exit_code"] == (Exit.DURABLE_LOST if durable else Exit.LEFT), (where, found)
         assert repaired["exit_code"] == (Exit.DURABLE_LOST if durable else Exit.REPAIRED), (where, found)
     counts["clean" if not found["problems"] else "unknown" if found["may_have_lost_more"] else "known"] += 1

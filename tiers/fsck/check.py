@@ -32,6 +32,7 @@ from tiers.device.device import Device
 from tiers.fsck.findings import CheckedLog, Findings
 from tiers.fsck.index_report import add_index_problems, add_row_problems, add_slot_problems, complete_losses
 from tiers.fsck.log_report import LogReport
+from tiers.fsck.loss_note import add_noted
 from tiers.fsck.name_report import NameReport
 from tiers.fsck.object_report import ObjectReport
 from tiers.fsck.pool_check import PoolCheck, SegmentCheck, look_at_pool
@@ -94,6 +95,7 @@ async def examine(home: Home, device: Device, segments: Path, progress: Progress
     if not index.fault:
         add_row_problems(findings)
     complete_losses(findings)
+    add_noted(findings)
     return findings
 
 

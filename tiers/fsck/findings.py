@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Final
 
 from kvfs.index.rows import BucketRow
 from tiers.data_dir import Home
@@ -20,6 +21,9 @@ from tiers.nvme.stored import Stored
 from tiers.nvme.tier import NvmeTier
 from tiers.recovery.index_check import IndexCheck
 from tiers.recovery.log_replay import Replay
+
+LOSS_NOTE: Final = "fsck.losses"
+"""In the data directory while a repair is under way, and after one that was killed (`tiers.fsck.loss_note`)."""
 
 
 def printable(name: bytes) -> str:
@@ -126,10 +130,17 @@ class Findings:
     """`bucket/key` of each name and block that a start will miss because of the damage."""
     lost_unknown: bool = False
     """Whether damage may have cost others, which nothing that is left names."""
+    durables_unknown: bool = False
+    """Whether these may be durable."""
 
     @property
     def cost(self) -> Cost:
         return max((problem.cost for problem in self.problems), default=Cost.NOTHING)
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the last to write was a service that was stopped, which closes its last segment with a footer."""
+        return self.home.clean and not (self.home.path / LOSS_NOTE).exists()
 
     def add(self, where: str, what: str, consequence: str, cost: Cost = Cost.NOTHING) -> None:
         self.problems.append(Problem(where, what, consequence, cost))

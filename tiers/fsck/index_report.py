@@ -16,6 +16,7 @@ from kvfs.formats import SegmentState
 from kvfs.index.rows import RETIRED, ROW_ONLY, BucketRow
 from kvfs.keys import block_name
 from tiers.fsck.findings import CheckedLog, Cost, Findings, printable
+from tiers.fsck.pool_check import BadRecord, SegmentCheck
 from tiers.fsck.slot_check import BadSlot
 from tiers.model.tier import Kind
 
@@ -85,12 +86,29 @@ def complete_losses(findings: Findings) -> None:
     _add_rows_without_bytes(findings)
     has_blocks = any(row.namespace is not None for row in buckets.values())
     blind = has_blocks and (
-        (log is not None and has_blind_holes(log, was_clean=findings.home.clean))
+        (log is not None and has_blind_holes(log, was_clean=findings.was_stopped))
         or bool(slots.table_fault)
         or any(bad.whole is None for bad in slots.bad)
     )
     if blind or (not index.rows_count and _has_unnamed(findings)):
         findings.lost_unknown = True
+    _add_unknown_durables(findings, buckets)
+
+
+def _add_unknown_durables(findings: Findings, buckets: dict[int, BucketRow]) -> None:
+    """Report that records may have held durable objects that nothing else names: blocks, and without the index all."""
+    log, index = findings.log, findings.index
+    if (
+        log is None
+        or not findings.problems
+        or not has_blind_holes(log, was_clean=findings.was_stopped, torn=findings.was_stopped)
+    ):
+        return
+    if any(row.class_ == "durable" and (row.namespace or not index.rows_count) for row in buckets.values()):
+        findings.durables_unknown = True
+        what = "records are gone with their headers"
+        consequence = "durable objects that nothing else names may be lost"
+        findings.add(f"{log.pool.pool.directory}", what, consequence, Cost.DURABLE)
 
 
 def unnamed_rows(findings: Findings, log: CheckedLog | None) -> set[tuple[bytes, bytes]]:
@@ -154,15 +172,23 @@ def _has_unnamed(findings: Findings) -> bool:
     if log is None:
         return bool(slots.whole)
     named = {object_id for object_id, _ in log.names()}
-    holes = log.has_holes or has_blind_holes(log, was_clean=findings.home.clean)
+    holes = log.has_holes or has_blind_holes(log, was_clean=findings.was_stopped)
     return holes or any(not slot.is_block and slot.object_id not in named for slot in slots.whole.values())
 
 
-def has_blind_holes(log: CheckedLog, *, was_clean: bool) -> bool:
+def _is_torn(check: SegmentCheck, bad: BadRecord) -> bool:
+    """Whether a kill in a write may have left the record so."""
+    return not check.has_footer and all(bad.offset > each.offset for each in check.records)
+
+
+def has_blind_holes(log: CheckedLog, *, was_clean: bool, torn: bool = True) -> bool:
     """Whether a record is gone with its header, or may be: at the end of a segment, which its footer would list. A
-    segment that was open at a kill has none, and then its last record is not known."""
+    segment that was open at a kill has none, and then its last record is not known. Without `torn` what a kill may
+    have torn does not count: nobody was told of it."""
     if log.is_short or any(
-        check.hopeless or check.is_cut or any(bad.lost and bad.header is None for bad in check.bad)
+        check.hopeless
+        or check.is_cut
+        or any(bad.lost and bad.header is None and (torn or not _is_torn(check, bad)) for bad in check.bad)
         for check in log.pool.checks
     ):
         return True

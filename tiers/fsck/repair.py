@@ -3,6 +3,7 @@
 Responsibility: the changes, in an order in which a kill does no more damage than there was.
 
 What is done, in this order:
+- What is lost is noted (`tiers.fsck.loss_note`): the steps below end the records that tell.
 - Files of the pool whose header is gone are renamed `*.bad`, and so are files that are short or that the device fails
   to read, once what counts in them is elsewhere. They are kept for inspection; the next start makes others.
 - Objects that are lost get a TOMBSTONE; names and buckets that the log lacks are written to it.
@@ -26,6 +27,7 @@ from kvfs.index.names import NameIndex
 from kvfs.index.rows import BucketRow
 from tiers.device.files import sync_directory
 from tiers.fsck.findings import CheckedLog, Findings
+from tiers.fsck.loss_note import write_losses
 from tiers.fsck.pool_check import SegmentCheck
 from tiers.fsck.slot_check import free_slots
 from tiers.log.entries import Deletion
@@ -41,6 +43,7 @@ async def repair(findings: Findings) -> None:
 
     Raises NoSpace, DeviceFailed, OSError where something could not be done; what was is not undone.
     """
+    write_losses(findings)
     if findings.log is not None:
         await _repair_log(findings.log)
     free_slots(findings.slots)
