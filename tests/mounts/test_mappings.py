@@ -7,15 +7,27 @@ import errno
 import mmap
 import os
 import signal
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 from tests.support.door import Door, eventually
-from tests.support.posix import expect_errno, in_child, mapped_pages, opened, pattern, write_all
+from tests.support.posix import (
+    expect_errno,
+    in_child,
+    mapped_pages,
+    opened,
+    pattern,
+    start_child,
+    wait_child,
+    write_all,
+)
 
 pytestmark = pytest.mark.mount
 
 SIZE = 3 * (1 << 20) + 1234
+PIECE, PIECES = 64 << 10, 32
 READ = mmap.PROT_READ
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
@@ -185,3 +197,42 @@ def test_many_mappings_of_many_files(door: Door) -> None:
     for i, mapping in enumerate(mappings):
         assert mapping[:] == pattern(i, 20_000)
         mapping.close()
+
+
+def write_directly(path: Path, rounds: int) -> None:
+    with opened(path, os.O_RDWR | os.O_DIRECT) as fd, mmap.mmap(-1, PIECE) as piece:
+        for number in range(rounds):
+            piece[:] = bytes([number]) * PIECE
+            for start in range(0, PIECES * PIECE, PIECE):
+                assert os.pwrite(fd, piece, start) == PIECE
+
+
+def write_mapped(path: Path, rounds: int) -> None:
+    with opened(path, os.O_RDWR) as fd:
+        for number in range(rounds):
+            with mmap.mmap(fd, PIECES * PIECE, mmap.MAP_SHARED, READ_WRITE) as mapping:
+                for start in range(0, len(mapping), mmap.PAGESIZE):
+                    mapping[start] = number
+                mapping.flush()
+
+
+def read_mapped(path: Path, rounds: int) -> None:
+    with opened(path, os.O_RDONLY) as fd:
+        for _ in range(rounds):
+            with mmap.mmap(fd, PIECES * PIECE, mmap.MAP_SHARED, READ) as mapping:
+                assert max(mapping[:]) < rounds
+
+
+def test_direct_writes_beside_mappings_end_and_the_file_never_seems_empty(door: Door) -> None:
+    """What generic/247 and generic/615 of xfstests do."""
+    path, rounds = door.path / "file", 5
+    path.write_bytes(bytes(PIECES * PIECE))
+    with opened(path, os.O_RDWR):  # a draft for all of them
+        children = [
+            start_child(partial(what, path, rounds)) for what in (write_directly, write_mapped, read_mapped)
+        ]
+        while any(
+            os.waitid(os.P_PID, each, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None for each in children
+        ):
+            assert os.stat(path).st_blocks > 0
+        assert [wait_child(each) for each in children] == [0, 0, 0]
