@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 from kvfs.system import linux
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-READY_WAIT_S: Final = 30.0
+READY_WAIT_S: Final = 120.0
 STOP_WAIT_S: Final = 20.0
 KILL_WAIT_S: Final = 10.0
 MODES: Final = ("passthrough", "native", "plain")
