@@ -72,7 +72,8 @@ class Link:
         self._opened: dict[bytes, Blocks] = {}
         """By the digest of the namespace; read without the lock, so that nobody waits for the prober."""
         self._wanted: dict[bytes, Namespace] = {}
-        self._down = threading.Event()
+        self._up = threading.Event()
+        self._up.set()
         self._closed = threading.Event()
         self._tried = False
         """Whether a block went to the store and back, or failed to while the service answered."""
@@ -80,7 +81,11 @@ class Link:
     @property
     def is_up(self) -> bool:
         """Return whether the service answered when it was last asked."""
-        return not self._down.is_set()
+        return self._up.is_set()
+
+    def wait_up(self, timeout_s: float) -> bool:
+        """Wait for the end of an outage; return whether the service answers."""
+        return self._up.wait(timeout_s)
 
     @property
     def quota_bytes(self) -> int:
@@ -97,7 +102,7 @@ class Link:
         if found is not None:
             return found
         self._wanted[namespace.digest] = namespace
-        if self._down.is_set():
+        if not self.is_up:
             return None
         try:
             opened = self._connect(namespace)
@@ -121,19 +126,21 @@ class Link:
             self.failed(error)
             return otherwise
 
-    def failed(self, error: BaseException) -> None:
-        """Log a failure; begin an outage, which is logged once, where the service does not answer."""
+    def failed(self, error: BaseException) -> bool:
+        """Log a failure; begin an outage, which is logged once, where the service does not answer. Return whether it is
+        one."""
         if not isinstance(error, _OUTAGES):
             self._log.warning("%s: %s", self._name, error)
-            return
+            return False
         with self._lock:
-            if self._down.is_set() or self._closed.is_set():
-                return
-            self._down.set()
+            if not self.is_up or self._closed.is_set():
+                return True
+            self._up.clear()
         self._log.warning(
             "%s: the store at %s failed, going on without: %s", self._name, self._address, error
         )
         threading.Thread(target=self._probe, daemon=True, name="kvfs-probe").start()
+        return True
 
     def clear(self, namespace: Namespace) -> int:
         """Remove all blocks of a namespace; return how many, 0 during an outage."""
@@ -194,7 +201,7 @@ class Link:
             except (KvfsError, OSError):
                 continue
             self._log.warning("%s: the store at %s answers again", self._name, self._address)
-            self._down.clear()
+            self._up.set()
             return
 
 

@@ -1,7 +1,8 @@
 """A worker's half of the vLLM connector: copies blocks between the paged KV cache and the store, around each step.
 
-Responsibility: loads, between steps (`is_async`) or layer by layer ahead of the layer that needs them; stores, layer by
-layer behind the layer that computed them; and reports of both.
+Responsibility: loads, between steps (`is_async`) or layer by layer ahead of the layer that needs them; which blocks of
+a step are stored, layer by layer behind the layer that computed them (`kvfs.connectors.vllm_stores`); and reports of
+both.
 
 Invariants:
 - A failed load is reported, block by block, no later than its request: the engine computes these blocks.
@@ -11,37 +12,31 @@ Invariants:
 - So it is with adapters: a step's blocks are stored only if the worker had loaded what their keys name. An engine loads
   an adapter when it computes with it, which may be after the blocks were loaded: they are reported as failed by the
   step that computes on them, if it is another one.
-- A store that does not answer costs at most CONNECTOR_SAVE_S of one step per outage.
 
-Concurrency: called by the worker's thread; stores are copied on one thread and sealed on another, so that a long seal
-delays no step; loads run on the client's threads.
+Concurrency: called by the worker's thread; loads run on the client's threads.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 import torch
 
-from kvfs._native.blocks.writer import Draft
-from kvfs.client.blocks import Blocks
 from kvfs.client.layers import Loading
 from kvfs.connectors.adapters import LoadedAdapters
 from kvfs.connectors.common import Link, chain_parents
 from kvfs.connectors.vllm_layout import KVLayout
 from kvfs.connectors.vllm_scheduler import BlockRun, Plan, Rank, split_keys
+from kvfs.connectors.vllm_stores import Part, Stores
 from kvfs.connectors.vllm_weights import Watch
-from kvfs.errors import DeadlinePassed, InvalidRequest, KvfsError, NoSpace, QuotaExceeded
+from kvfs.errors import DeadlinePassed, KvfsError
 from kvfs.limits import (
     CONNECTOR_COPY_S,
     CONNECTOR_LOADS,
     CONNECTOR_QUOTA_SHARE,
-    CONNECTOR_SAVE_S,
     CONNECTOR_STORE_BLOCKS,
     CONNECTOR_STORE_BYTES,
     CONNECTOR_TIMEOUT_S,
@@ -58,26 +53,6 @@ class _Load:
     """Bytes of each block, -1 for a miss."""
     epoch: int
     staging: torch.Tensor | None = None
-
-
-@dataclass(slots=True)
-class _Store:
-    """Blocks of one step that are being stored."""
-
-    keys: list[bytes]
-    parents: list[bytes | None]
-    block_ids: list[int]
-    drafts: list[Draft | None] = field(default_factory=list)
-    layers_begun: int = 0
-    jobs: list[Future[None]] = field(default_factory=list)
-    given_up: bool = False
-
-    def parts(self, count: int) -> list[_Store]:
-        """Return the same blocks in parts of `count`."""
-        return [
-            _Store(self.keys[i : i + count], self.parents[i : i + count], self.block_ids[i : i + count])
-            for i in range(0, len(self.keys), count)
-        ]
 
 
 class Transfers:
@@ -104,27 +79,22 @@ class Transfers:
         self._layered: list[tuple[BlockRun, Loading | None]] = []
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
-        self._parts: list[_Store] = []
+        self._parts: list[Part] = []
         """Of the step under way, once its first layer is saved."""
-        self._copier = ThreadPoolExecutor(1, thread_name_prefix="kvfs-stores")
-        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="kvfs-seals")
-        self._sealing = threading.BoundedSemaphore(2)
-        """Parts of steps that wait to be sealed: each holds its drafts."""
-        self._last_seal: Future[None] | None = None
         self.counts = {
             "loaded_blocks": 0,
             "failed_blocks": 0,
             "stored_blocks": 0,
             "dropped_blocks": 0,
+            "late_blocks": 0,
             "weights_changed": 0,
             "adapters_changed": 0,
         }
+        self.stores = Stores(link, namespace, layout, self.counts)
         link.open(namespace)
 
     def close(self) -> None:
-        self._copier.shutdown(wait=True)
-        self._sealer.shutdown(wait=True)
-        self._link.close()
+        self.stores.close()
 
     # --- weights ------------------------------------------------------------------------------------------
     def enter(self, plan: Plan) -> None:
@@ -259,25 +229,17 @@ class Transfers:
             if not self._parts:
                 self._parts = self._parts_of(plan)
                 for part in self._parts[:1]:
-                    self._begin_store(part)
+                    self.stores.begin(part)
             for part in self._parts[:1]:
-                self._save_layers_to(part, self._layer_of[name] + 1)
+                self.stores.copy_layers(part, self._layer_of[name] + 1)
 
-    def _parts_of(self, plan: Plan) -> list[_Store]:
+    def _parts_of(self, plan: Plan) -> list[Part]:
         """Return the blocks of a step in parts, of which three fit into what the store lets a user write at once."""
         share_bytes = self._link.quota_bytes // CONNECTOR_QUOTA_SHARE or CONNECTOR_STORE_BYTES
         most_bytes = min(CONNECTOR_STORE_BYTES, share_bytes)
         count = min(CONNECTOR_STORE_BLOCKS, most_bytes // self._layout.block_bytes)
         stores = [run for run in plan.stores if run.request_id not in self.adapters.refused]
-        return _step_of(stores, self._rank).parts(max(count, 1))
-
-    def _begin_store(self, store: _Store) -> None:
-        store.jobs.append(self._copier.submit(self._reserve, store, self._last_seal))
-
-    def _save_layers_to(self, store: _Store, end: int) -> None:
-        for layer in range(store.layers_begun, end):
-            store.jobs.append(self._copier.submit(self._save_one, store, layer))
-        store.layers_begun = max(store.layers_begun, end)
+        return _step_of(stores, self._rank).split(max(count, 1))
 
     def finish(self, plan: Plan) -> None:
         """End a step: copy out the remaining blocks, part by part, and have them sealed."""
@@ -285,117 +247,14 @@ class Transfers:
         if not plan.stores:
             return
         parts = parts or self._parts_of(plan)
-        if not self._is_right_on_all_ranks(plan):
-            begun = [part for part in parts if part.jobs]
-            self.counts["dropped_blocks"] += sum(len(part.keys) for part in parts if not part.jobs)
-            for part in begun:  # its drafts are aborted
-                part.given_up = True
-            parts = begun
+        store = self.stores.finish if self._is_right_on_all_ranks(plan) else self.stores.give_up
         for part in parts:
-            self._finish_part(part)
-
-    def _finish_part(self, part: _Store) -> None:
-        if not self._layout.is_on_cpu:
-            copies = self._layout.gather(part.block_ids)
-            self._seal_behind(lambda blocks: self._put(blocks, part, copies), len(part.keys))
-            return
-        if not part.jobs:
-            self._begin_store(part)
-        self._save_layers_to(part, len(self._layout.layers))
-        for job in part.jobs:
-            job.result()
-        self._seal_behind(lambda blocks: self._seal(blocks, part), len(part.keys))
-
-    def _reserve(self, store: _Store, before: Future[None] | None) -> None:
-        """Reserve a part's drafts; `before` is the end of the seals under way."""
-        blocks = self._link.blocks(self._namespace)
-        if blocks is None or not self._link.is_up:
-            store.given_up = True
-            return
-        sizes = [self._layout.block_bytes] * len(store.keys)
-        reserve = partial(
-            blocks.reserve,
-            store.keys,
-            sizes,
-            store.parents,
-            layers=len(self._layout.layers),
-            timeout_s=CONNECTOR_SAVE_S,
-        )
-        try:
-            store.drafts = _with_room(reserve, before)
-        except InvalidRequest as error:
-            log.error("blocks are not stored: %s", error)
-            store.given_up = True
-        except (KvfsError, OSError) as error:
-            self._link.failed(error)
-            store.given_up = True
-
-    def _save_one(self, store: _Store, layer: int) -> None:
-        if store.given_up:
-            return
-        place = self._layout.layers[layer]
-        try:
-            for draft, block in zip(store.drafts, store.block_ids, strict=True):
-                if draft is not None:
-                    at = block * place.block_stride_bytes
-                    runs = [at + offset for offset in place.run_offsets]
-                    draft.save_layer(layer, [place.memory[run : run + place.run_bytes] for run in runs])
-        except (KvfsError, OSError) as error:
-            log.warning("blocks are not stored: %s", error)
-            store.given_up = True
-
-    def _seal_behind(self, do: Callable[[Blocks], int | None], count: int) -> None:
-        """Seal on another thread; wait where two parts are waiting: the engine is faster than the store."""
-        self._sealing.acquire()
-        self._last_seal = self._sealer.submit(self._seal_all, do, count)
-        self._last_seal.add_done_callback(lambda _: self._sealing.release())
-
-    def _seal_all(self, do: Callable[[Blocks], int | None], count: int) -> None:
-        blocks, stored = self._link.blocks(self._namespace), None
-        try:
-            stored = None if blocks is None else do(blocks)
-        except InvalidRequest as error:
-            log.error("blocks are not stored: %s", error)
-        except (KvfsError, OSError) as error:
-            self._link.failed(error)
-        self.counts["stored_blocks"] += stored or 0
-        self.counts["dropped_blocks"] += count if stored is None else 0
-
-    def _seal(self, blocks: Blocks, store: _Store) -> int | None:
-        """Seal the drafts of a part; return how many were new. None: none is stored, and all drafts are aborted."""
-        try:
-            if self._link.is_up and not store.given_up:
-                return sum(blocks.seal(store.drafts, timeout_s=CONNECTOR_SAVE_S))
-        except BaseException:
-            blocks.abort(store.drafts, timeout_s=CONNECTOR_SAVE_S)
-            raise
-        blocks.abort(store.drafts, timeout_s=CONNECTOR_SAVE_S)
-        return None
-
-    def _put(self, blocks: Blocks, step: _Store, copies: torch.Tensor) -> int | None:
-        if not self._link.is_up:
-            return None
-        return sum(blocks.put(step.keys, list(copies), step.parents, timeout_s=CONNECTOR_TIMEOUT_S))
+            store(part)
 
 
-def _with_room(reserve: Callable[[], list[Draft | None]], before: Future[None] | None) -> list[Draft | None]:
-    """Reserve drafts; where there is no room for them, once more when the seals under way have ended.
-
-    A part that is left out would end every later match before the parts behind it. Raises NoSpace, QuotaExceeded.
-    """
-    under_way = before is not None and not before.done()
-    try:
-        return reserve()
-    except (NoSpace, QuotaExceeded):
-        if before is None or not under_way:
-            raise
-    wait([before], CONNECTOR_SAVE_S)
-    return reserve()
-
-
-def _step_of(stores: Sequence[BlockRun], rank: Rank) -> _Store:
+def _step_of(stores: Sequence[BlockRun], rank: Rank) -> Part:
     """Return all blocks of a step, each once: requests of one step may share a prefix."""
-    step, seen = _Store([], [], []), set()
+    step, seen = Part([], [], []), set()
     for run in stores:
         keys = split_keys(run.keys[rank])
         for key, parent, block in zip(

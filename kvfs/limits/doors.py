@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from kvfs.limits.units import KIB, MIB
+from kvfs.limits.units import GIB, KIB, MIB
 
 # --- sessions --------------------------------------------------------------------------------------------
 MAX_SESSIONS: Final = 1_024
@@ -167,7 +167,12 @@ CONNECTOR_HANDOVER_S: Final = 0.05
 """How long a request waits for the last block that its prefill engine has named: seals trail the answer by
 milliseconds, and what is not there by then is sooner computed."""
 CONNECTOR_SAVE_S: Final = 0.5
-"""How long a step of an engine may wait for drafts; then the connector waits for the outage to end."""
+"""How long a step of an engine may wait for drafts; then its blocks are copied into memory and stored later."""
+CONNECTOR_LATE_S: Final = 30.0
+"""How long a store of an engine's blocks may take that no step waits for: who gives up loses the drafts."""
+CONNECTOR_LATE_BYTES: Final = 1 * GIB
+"""Copies of blocks that an engine worker keeps for a store that is late; further blocks are dropped. 8,192 tokens of
+128 KiB each, which is a usual step of a model of 8 billion parameters."""
 CONNECTOR_RETRY_S: Final = 1.0
 """How often a connector tries to connect during an outage."""
 CONNECTOR_TRIAL_BLOCKS: Final = 16
@@ -175,9 +180,11 @@ CONNECTOR_TRIAL_BLOCKS: Final = 16
 CONNECTOR_COPY_S: Final = 60.0
 """How long a layer's copy may take: its load waits at most CONNECTOR_TIMEOUT_S for the service."""
 CONNECTOR_STORE_BLOCKS: Final = 256
-"""Blocks that an engine worker copies out at once; with those waiting and sealed, three times as many drafts."""
+"""Blocks that an engine worker copies out at once: a part of a step."""
 CONNECTOR_STORE_BYTES: Final = 256 * MIB
-"""Bytes of these; a cache on a device is copied to memory three times as much at once."""
+"""Bytes of these."""
+CONNECTOR_STORE_PARTS: Final = 3
+"""Parts that have drafts at once: one is filled, one waits, one is sealed."""
 CONNECTOR_QUOTA_SHARE: Final = 8
 """They take at most this part of what the store lets one user write at once: two engines of three times as much fit."""
 CONNECTOR_LOADS: Final = 256

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import wait
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from kvfs import Namespace, prefix_hashes
 from kvfs.connectors.common import Link
-from kvfs.errors import QuotaExceeded
+from kvfs.errors import DeadlinePassed, QuotaExceeded
 from tests.support.door import eventually, need_mount
 from tests.support.service import Service
 from tests.support.stores import NAMESPACE
@@ -71,7 +75,7 @@ class Worker:
         from kvfs.connectors.vllm_layout import KVLayout
         from kvfs.connectors.vllm_worker import Transfers
 
-        link, layout = Link(str(service.mount), name="test"), KVLayout(layers, BLOCKS)
+        link, layout = Link(str(service.mount), name="test", timeout_s=60), KVLayout(layers, BLOCKS)
         watch = watch or watch_of(weights())
         adapters = adapters or LoadedAdapters(None, Told(), str)
         self.transfers = Transfers(
@@ -88,9 +92,7 @@ class Worker:
     def settle(self, count: int) -> None:
         """Until so many blocks are stored, or dropped."""
         counts = self.transfers.counts
-        eventually(
-            lambda: counts["stored_blocks"] + counts["dropped_blocks"] >= count, "stores have ended", 20
-        )
+        eventually(lambda: counts["stored_blocks"] + counts["dropped_blocks"] >= count, "stores have ended")
 
     def load(self, *runs: Any, epoch: int = 0) -> tuple[set[str], set[int]]:
         """A step with these loads: requests that finished, blocks that failed."""
@@ -105,7 +107,7 @@ class Worker:
             finished.update(self.transfers.take_finished())
             return not self.transfers._loads
 
-        eventually(ended, "loads have ended", 20)
+        eventually(ended, "loads have ended")
         return finished, self.transfers.take_failed_blocks()
 
 
@@ -173,27 +175,28 @@ def test_layer_by_layer_within_the_step(service: Service) -> None:
         each.transfers.close()
 
 
-def test_a_service_that_is_gone_costs_stores_and_nothing_else(service: Service, device: str) -> None:
+def test_a_service_that_is_gone_costs_nothing_once_it_is_back(service: Service, device: str) -> None:
     namespace = namespace_of(f"gone {device}")
-    source, keys, later = cache(6), keys_of(namespace, 2), keys_of(namespace, 2, seed=2)
+    source, (keys, later, last) = cache(6), (keys_of(namespace, 2, seed) for seed in (1, 2, 3))
     worker = Worker(service, source, namespace, is_async=True)
     worker.store(run_of(keys, [1, 2]))
     worker.settle(2)
     service.kill()
     worker.store(run_of(later, [3, 4]))
-    worker.settle(4)
-    assert worker.transfers.counts["dropped_blocks"] == 2
     # In place, without a service: what is there comes, the rest is reported.
     assert worker.load(run_of(keys, [8, 9])) == ({"request"}, set())
     assert worker.load(run_of(later, [10, 11])) == ({"request"}, {10, 11})
     service.restart()
-    eventually(lambda: worker.transfers._link.is_up, "the service is found again", 20)
-    worker.store(run_of(later, [3, 4]))
+    eventually(lambda: worker.transfers._link.is_up, "the service is found again")
+    worker.store(run_of(last, [5, 6]))
     worker.settle(6)
-    assert worker.transfers.counts["stored_blocks"] == 4
+    assert worker.transfers.counts["stored_blocks"] == 6
+    assert worker.load(run_of(later, [10, 11])) == ({"request"}, set())
+    for name in NAMES:
+        assert torch.equal(source[name][[10, 11]], source[name][[3, 4]])
     worker.transfers.close()
     with service.client() as client:
-        eventually(lambda: client.status()["open_drafts"] == 0, "no draft stays behind", 20)
+        eventually(lambda: client.status()["open_drafts"] == 0, "no draft stays behind")
 
 
 @pytest.mark.parametrize("by_layer", [True, False])
@@ -239,13 +242,13 @@ def test_a_part_that_finds_no_room_waits_for_those_before_it(
     """Another engine of the same user takes most of the quota."""
     from kvfs.client.blocks import Blocks
     from kvfs.connectors import vllm_worker
-    from kvfs.connectors.vllm_worker import Transfers
+    from kvfs.connectors.vllm_stores import Stores
 
     monkeypatch.setattr(f"{__name__}.ELEMENTS", 32 << 10)
     monkeypatch.setattr(vllm_worker, "CONNECTOR_STORE_BLOCKS", 1)
     namespace, refused = namespace_of("room"), threading.Event()
     worker, keys = Worker(service, cache(13), namespace, is_async=True), keys_of(namespace, 4)
-    reserve, seal = Blocks.reserve, Transfers._seal
+    reserve, seal = Blocks.reserve, Stores._seal
 
     def reserve_and_say(self: Blocks, *given: Any, **options: Any) -> Any:
         try:
@@ -254,15 +257,15 @@ def test_a_part_that_finds_no_room_waits_for_those_before_it(
             refused.set()
             raise
 
-    def seal_when_one_was_refused(self: Transfers, *given: Any) -> Any:
-        assert refused.wait(20)
+    def seal_when_one_was_refused(self: Stores, *given: Any) -> Any:
+        assert refused.wait(60)
         return seal(self, *given)
 
     other = keys_of(namespace, 1, seed=2)
     with service.client() as client, client.blocks(namespace) as blocks:
         drafts = blocks.reserve(other, [28 << 20])
         monkeypatch.setattr(Blocks, "reserve", reserve_and_say)
-        monkeypatch.setattr(Transfers, "_seal", seal_when_one_was_refused)
+        monkeypatch.setattr(Stores, "_seal", seal_when_one_was_refused)
         worker.store(run_of(keys, [1, 2, 3, 4]))
         worker.settle(4)
         blocks.abort(drafts)
@@ -278,6 +281,183 @@ def test_a_part_that_finds_no_room_waits_for_those_before_it(
         blocks.abort(drafts)
         blocks.remove(keys)
     worker.transfers.close()
+
+
+# --- a store that is late ------------------------------------------------------------------------------------
+class Slow:
+    """A store whose answers come when they are let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._answers = threading.Event()
+        self._answers.set()
+        self.reserves = 0
+        self._make_late(monkeypatch, "put")
+        self._make_late(monkeypatch, "reserve")
+
+    def _make_late(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        from kvfs.client.blocks import Blocks
+
+        call = getattr(Blocks, name)
+
+        def call_late(blocks: Blocks, *given: Any, timeout_s: float | None = None, **options: Any) -> Any:
+            self.reserves += name == "reserve"
+            if not self._answers.wait(timeout_s):
+                raise DeadlinePassed("no answer")
+            return call(blocks, *given, timeout_s=timeout_s, **options)
+
+        monkeypatch.setattr(Blocks, name, call_late)
+
+    def begin(self) -> None:
+        self._answers.clear()
+
+    def end(self) -> None:
+        self._answers.set()
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
+    from kvfs.connectors import vllm_worker
+
+    monkeypatch.setattr(vllm_worker, "CONNECTOR_STORE_BLOCKS", 2)
+    made = Slow(monkeypatch)
+    yield made
+    made.end()
+
+
+@contextmanager
+def stopped(service: Service) -> Iterator[None]:
+    pid = service.running.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def reused(layers: dict[str, Any]) -> dict[str, Any]:
+    """What the engine's blocks held; now they hold others' tokens."""
+    held = {name: layer.clone() for name, layer in layers.items()}
+    for layer in layers.values():
+        layer.fill_(7)
+    return held
+
+
+def assert_all_there(service: Service, namespace: Namespace, keys: bytes, held: dict[str, Any]) -> None:
+    """Blocks of these keys are there, each from the place of its number."""
+    target, block_ids = cache(None), list(range(len(keys) // 16))
+    reader = Worker(service, target, namespace, is_async=True)
+    assert reader.load(run_of(keys, block_ids)) == ({"request"}, set())
+    for name in NAMES:
+        assert torch.equal(target[name][block_ids], held[name][block_ids])
+    reader.transfers.close()
+
+
+@pytest.mark.parametrize("by_layer", [True, False])
+def test_a_late_store_gets_every_block_and_costs_one_wait(
+    service: Service, slow: Slow, device: str, by_layer: bool
+) -> None:
+    namespace = namespace_of(f"late {device} {by_layer}")
+    source, keys = cache(14), keys_of(namespace, 12)
+    worker = Worker(service, source, namespace, is_async=True)
+    slow.begin()
+    worker.store(run_of(keys[: 16 * 7], list(range(7))), by_layer=by_layer)
+    worker.store(run_of(keys[16 * 7 : 16 * 10], [7, 8, 9]), by_layer=by_layer)
+    assert slow.reserves == (device == "in place")
+    held = reused(source)
+    slow.end()
+    worker.settle(10)
+    counts = worker.transfers.counts
+    assert (counts["stored_blocks"], counts["dropped_blocks"]) == (10, 0)
+    assert counts["late_blocks"] == (10 if device == "in place" else 0)
+    assert_all_there(service, namespace, keys[: 16 * 10], held)
+    # Drafts are asked for again once nothing waits.
+    worker.store(run_of(keys[16 * 10 :], [10, 11]), by_layer=by_layer)
+    worker.settle(12)
+    assert slow.reserves == 2 * (device == "in place")
+    worker.transfers.close()
+    with service.client() as client:
+        eventually(lambda: client.status()["open_drafts"] == 0, "no draft stays behind")
+
+
+def test_what_a_late_store_finds_no_memory_for_is_dropped_and_counted(
+    service: Service,
+    slow: Slow,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from kvfs.connectors import vllm_stores
+
+    namespace = namespace_of(f"bound {device}")
+    source, keys = cache(15), keys_of(namespace, 10)
+    worker = Worker(service, source, namespace, is_async=True)
+    monkeypatch.setattr(vllm_stores, "CONNECTOR_LATE_BYTES", 4 * worker.transfers._layout.block_bytes)
+    monkeypatch.setattr(vllm_stores, "CONNECTOR_TIMEOUT_S", 0.1)
+    slow.begin()
+    for at in range(0, 10, 2):
+        worker.store(run_of(keys[16 * at : 16 * (at + 2)], [at, at + 1]))
+    assert worker.transfers.counts["dropped_blocks"] == 6
+    held = reused(source)
+    slow.end()
+    worker.settle(10)
+    assert worker.transfers.counts["stored_blocks"] == 4
+    assert len([record for record in caplog.records if "are dropped" in record.message]) == 1
+    assert_all_there(service, namespace, keys[: 16 * 4], held)
+    # There is room again.
+    worker.store(run_of(keys[16 * 4 :], [4, 5, 6, 7, 8, 9]))
+    worker.settle(16)
+    assert worker.transfers.counts["dropped_blocks"] == 6
+    worker.transfers.close()
+
+
+@pytest.mark.parametrize("in_drafts", [True, False])
+def test_a_service_that_stops_for_a_while_gets_every_block(
+    service: Service, slow: Slow, device: str, in_drafts: bool
+) -> None:
+    """Before a step asks for its first drafts, and when they are filled."""
+    namespace = namespace_of(f"stopped {device} {in_drafts}")
+    source, keys = cache(16), keys_of(namespace, 12)
+    worker = Worker(service, source, namespace, is_async=True)
+    step = plan(stores=[run_of(keys[: 16 * 5], list(range(5)))])
+    worker.transfers.enter(step)
+    if in_drafts:
+        for name in NAMES:
+            worker.transfers.save_layer(step, name)
+        for part in worker.transfers._parts:
+            wait(part.copies)
+    with stopped(service):
+        worker.transfers.finish(step)
+        worker.store(run_of(keys[16 * 5 : 16 * 8], [5, 6, 7]))
+        worker.store(run_of(keys[16 * 8 :], [8, 9, 10, 11]))
+        held = reused(source)
+    worker.settle(12)
+    assert worker.transfers.counts["dropped_blocks"] == 0
+    assert_all_there(service, namespace, keys, held)
+    worker.transfers.close()
+    with service.client() as client:
+        eventually(lambda: client.status()["open_drafts"] == 0, "no draft stays behind")
+
+
+def test_late_drafts_of_a_step_with_other_weights_are_aborted(service: Service, slow: Slow) -> None:
+    namespace, peers = namespace_of("late and wrong"), Told()
+    keys = keys_of(namespace, 3)
+    worker = Worker(service, cache(17), namespace, is_async=True, watch=watch_of(weights(), peers))
+    step = plan(stores=[run_of(keys, [1, 2, 3])])
+    worker.transfers.enter(step)
+    slow.begin()
+    for name in NAMES:
+        worker.transfers.save_layer(step, name)
+    peers.notify("epoch 0")
+    worker.transfers.finish(step)
+    slow.end()
+    worker.settle(3)
+    assert worker.transfers.counts["dropped_blocks"] == 3
+    worker.transfers.close()
+    with service.client() as client:
+        eventually(lambda: client.status()["open_drafts"] == 0, "no draft stays behind")
+        with client.blocks(namespace) as blocks:
+            assert blocks.match(keys) == 0
 
 
 # --- weights -------------------------------------------------------------------------------------------------
@@ -382,6 +562,6 @@ def test_what_another_ranks_weights_made_wrong_is_not_stored(
     assert worker.transfers.ended_epoch == 0
     worker.transfers.close()
     with service.client() as client:
-        eventually(lambda: client.status()["open_drafts"] == 0, "no draft stays behind", 20)
+        eventually(lambda: client.status()["open_drafts"] == 0, "no draft stays behind")
         with client.blocks(namespace) as blocks:
             assert blocks.match(keys) == 0
