@@ -44,7 +44,7 @@ from kvfs.connectors.common import (
     string_namespace,
 )
 from kvfs.errors import InvalidRequest
-from kvfs.limits import CONNECTOR_LOCKS, CONNECTOR_MATCH_S, CONNECTOR_THREADS
+from kvfs.limits import CONNECTOR_LOCKS, CONNECTOR_MATCH_S, CONNECTOR_SIZES, CONNECTOR_THREADS
 
 T = TypeVar("T")
 Chunks = list[Any]
@@ -191,6 +191,8 @@ class KVFSL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._found: dict[int, Any] = {}
         self._loaded: dict[int, Any] = {}
         self._locked: dict[bytes, list[View]] = {}
+        self._sizes: dict[bytes, int] = {}
+        """What LMCache's usage has of the chunks that this adapter has stored, CONNECTOR_SIZES of them."""
 
     def get_store_event_fd(self) -> int:
         return int(self._store_done.fileno())
@@ -217,13 +219,27 @@ class KVFSL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         if blocks is None or not self._link.is_up:
             return L2StoreResult(False, 0)
         failed: list[bool] | None = None
-        new = self._link.attempt(lambda: blocks.put(self._digests(keys), values), failed)
+        digests = self._digests(keys)
+        new = self._link.attempt(lambda: blocks.put(digests, values), failed)
         if new is None:
             return L2StoreResult(False, 0)
-        stored = [(key, len(value)) for key, value, is_new in zip(keys, values, new, strict=True) if is_new]
-        if stored:
-            self._notify_keys_stored([key for key, _ in stored], [size for _, size in stored])
-        return L2StoreResult(True, sum(size for _, size in stored))
+        stored = [
+            (key, digest, len(value))
+            for key, digest, value, is_new in zip(keys, digests, values, new, strict=True)
+            if is_new
+        ]
+        self._note_stored(stored)
+        return L2StoreResult(True, sum(size for _, _, size in stored))
+
+    def _note_stored(self, stored: list[tuple[Any, bytes, int]]) -> None:
+        """Tell LMCache of chunks, but for those that the store had evicted since it was told."""
+        with self._lock:
+            told = [each for each in stored if each[1] not in self._sizes]
+            self._sizes.update({digest: size for _, digest, size in told})
+            while len(self._sizes) > CONNECTOR_SIZES:
+                del self._sizes[next(iter(self._sizes))]
+        if told:
+            self._notify_keys_stored([key for key, _, _ in told], [size for _, _, size in told])
 
     # --- look-up ------------------------------------------------------------------------------------------
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Any) -> int:
@@ -306,9 +322,13 @@ class KVFSL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     # --- the rest -----------------------------------------------------------------------------------------
     def delete(self, keys: list[Any]) -> None:
-        blocks = self._link.blocks(self._namespace)
-        if blocks is not None:
-            self._link.attempt(lambda: blocks.remove(self._digests(keys)), 0)
+        """Remove chunks, and tell LMCache that they are gone, also where the store had evicted them."""
+        blocks, digests = self._link.blocks(self._namespace), self._digests(keys)
+        if blocks is None or not keys or self._link.attempt(lambda: blocks.remove(digests), -1) < 0:
+            return
+        with self._lock:
+            sizes = [self._sizes.pop(digest, 0) for digest in digests]
+        self._notify_keys_deleted(keys, sizes)
 
     def report_status(self) -> dict[str, Any]:
         return {"is_healthy": self._link.is_up, "type": type(self).__name__, "locked": len(self._locked)}

@@ -193,6 +193,8 @@ CONNECTOR_THREADS: Final = 4
 """Threads of a connector that copies for an engine that has none of its own."""
 CONNECTOR_LOCKS: Final = 4_096
 """Blocks that LMCache may lock at once, each a mapping: vm.max_map_count is 65,530."""
+CONNECTOR_SIZES: Final = 1 << 18
+"""Chunks whose size LMCache's adapter knows when they are deleted, some 50 MB; its usage keeps that of older ones."""
 WEIGHTS_SAMPLES: Final = 64
 """Samples of each file of weights, for their name."""
 WEIGHTS_SAMPLE_BYTES: Final = 4 * KIB

@@ -160,6 +160,20 @@ def adapter(address: str, revision: str = "1") -> Any:
     return made
 
 
+class Heard:
+    """A listener of an adapter, as LMCache's eviction is."""
+
+    def __init__(self) -> None:
+        self.deleted: list[Any] = []
+
+    def on_l2_keys_stored(self, keys: list[Any], sizes: list[int]) -> None: ...
+
+    def on_l2_keys_accessed(self, keys: list[Any]) -> None: ...
+
+    def on_l2_keys_deleted(self, keys: list[Any]) -> None:
+        self.deleted += keys
+
+
 def check_l2(address: str) -> dict[str, Any]:
     from lmcache.v1.distributed.api import ObjectKey
 
@@ -195,8 +209,14 @@ def check_l2(address: str) -> dict[str, Any]:
     found["store again"] = store(writer, some[:1], chunks[:1])
     found["usage"] = writer.get_usage().total_bytes_used
     found["look-up"] = look_up(reader, some)
+    heard = Heard()
+    writer.register_listener(heard)
     # Gone from the store between look-up and load: what is locked is leased.
     writer.delete(some[1:2])
+    found["usage after delete"] = writer.get_usage().total_bytes_used
+    writer.delete(some[1:2])
+    found["usage after another"] = writer.get_usage().total_bytes_used
+    found["heard as deleted"] = [key.chunk_hash[0] for key in heard.deleted]
     found["look-up by another"] = look_up(writer, some)
     writer.submit_unlock(some)
     targets = [chunk() for _ in some]
@@ -210,12 +230,21 @@ def check_l2(address: str) -> dict[str, Any]:
         look_up(reader, [key(0, salt="user")])[0],
         look_up(adapter(address, "2"), some)[0],
     ]
+    # What the store evicts is no part of LMCache's usage twice.
+    reader.delete(some[:1])
+    found["store after eviction"] = store(writer, some[:2], chunks[:2])
+    found["usage after eviction"] = writer.get_usage().total_bytes_used
+    writer.delete(some)
+    found["usage at the end"] = writer.get_usage().total_bytes_used
     away = adapter("/nowhere/kvfs.sock")
     found["without a service"] = [
         store(away, some[:1], chunks[:1]),
         look_up(away, some[:1]),
         load(away, some[:1], targets[:1]),
     ]
+    away.register_listener(heard := Heard())
+    away.delete(some)
+    found["heard without a service"] = len(heard.deleted)
     for each in (writer, reader, away):
         each.close()
     return found

@@ -58,6 +58,18 @@ def test_the_second_level_goes_round(answers: dict[str, Any]) -> None:
     assert found["without a service"] == [[False, 0], [False], [False]]
 
 
+def test_lmcache_is_told_what_delete_deleted(answers: dict[str, Any]) -> None:
+    found = answers["l2"]
+    assert found["usage after delete"] == found["usage after another"] == 2 * CHUNK_BYTES
+    assert found["heard as deleted"] == [1, 1]
+    assert (found["store after eviction"], found["usage after eviction"]) == (
+        [True, 2 * CHUNK_BYTES],
+        3 * CHUNK_BYTES,
+    )
+    assert found["usage at the end"] == 0
+    assert found["heard without a service"] == 0
+
+
 def test_what_is_locked_can_be_loaded_though_it_is_evicted(answers: dict[str, Any]) -> None:
     found = answers["l2"]
     assert found["look-up by another"] == [True, False, True, False]
