@@ -155,8 +155,9 @@ MAX_TOMBSTONE_IDS: Final = 4_096
 """Deletions in one record: 32 KiB."""
 MIN_ENDINGS_BYTES: Final = 256 * 1024
 """The least size of each of the two endings files: 64 pages, so that a small tier seldom rewrites them."""
-ENDINGS_SHARE_OF_NVME: Final = 4_096
-"""The size of an endings file is the capacity divided by this: 126 replaced objects for each 16 MiB of the log."""
+ENDINGS_SHARE_OF_NVME: Final = 64
+"""The size of an endings file is the capacity divided by this: half of it has an ending of 32 bytes for every object
+that the tier can hold, each of which takes 4 KiB of the log."""
 MAX_ENDINGS_BYTES: Final = 32 * MIB
 """The largest endings file: a million endings, 32 MB of memory. Half a file may be endings that still count."""
 MAX_LOG_QUEUE: Final = 1 << 17

@@ -11,12 +11,16 @@ from pathlib import Path
 import pytest
 
 from kvfs.errors import NoSpace
+from kvfs.formats import EndingKind
 from kvfs.index.names import NameIndex
 from kvfs.index.rows import NameRow
 from kvfs.system import linux
 from tests.support.door import ON_DIRECTORY, need_mount
 from tests.support.service import Service
+from tiers.device.threads import thread_device
 from tiers.dram import tmpfs
+from tiers.log.ending_pages import Ending
+from tiers.log.endings import FILES, Endings
 
 MIB = 1 << 20
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
@@ -131,3 +135,28 @@ def test_a_service_whose_filesystem_is_full_refuses_writes_and_goes_on(small: Pa
             client.put("b/third", b"bytes")
         assert "Traceback" not in service.log(), service.log()
         assert "No space left" in service.log()
+
+
+async def test_endings_files_that_have_no_room_to_grow_stay_in_use(small: Path) -> None:
+    """What they say must not be given up for larger ones."""
+    device, directory = thread_device(2), small / "data"
+    ended = Ending(7, 1, 9, EndingKind.OBJECT, 0)
+
+    async def start(capacity_bytes: int, *more: Ending) -> set[int]:
+        """What has ended, and `more`; how large the files are then."""
+        endings = Endings(device, directory, bytes(16), lambda: [(1, 100)])
+        endings.size_for(capacity_bytes)
+        found = (await endings.load()).objects.keys() | {each.object_id for each in more}
+        await endings.begin(more)
+        assert found == {ended.object_id}
+        await endings.finish()
+        endings.close_files()
+        return {(directory / name).stat().st_size for name in FILES}
+
+    assert await start(16 * MIB, ended) == {MIB // 4}
+    filler = fill(directory)
+    for _ in range(3):
+        assert await start(64 * MIB) == {MIB // 4}
+    filler.unlink()
+    assert await start(64 * MIB) == {MIB}
+    await device.aclose()

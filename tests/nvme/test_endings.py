@@ -1,4 +1,4 @@
-"""The files that repeat what has ended, when more has ended than they hold."""
+"""The files that repeat what has ended: when more has ended than they hold, and when they have another size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvfs import limits
 from kvfs.formats import ENDINGS_PAGE_BYTES, EndingKind
 from tiers.device.threads import thread_device
 from tiers.log.ending_pages import PER_PAGE, Ending
-from tiers.log.endings import Endings
+from tiers.log.endings import FILES, Endings
 
 FILE_HOLDS = limits.MIN_ENDINGS_BYTES // ENDINGS_PAGE_BYTES * PER_PAGE
 
@@ -29,7 +29,7 @@ async def test_more_endings_than_fit_are_said_once(tmp_path: Path, caplog: pytes
     for at in range(0, 4 * FILE_HOLDS, PER_PAGE):
         await end(at + 1, PER_PAGE)
     assert len(caplog.records) == 1
-    assert f"{FILE_HOLDS // 2} fit" in caplog.text
+    assert f"room for {FILE_HOLDS // 2} endings" in caplog.text
     # Segments go, and with them what had to be repeated; later there is too much again.
     spans[:] = []
     for at in range(0, 2 * FILE_HOLDS, PER_PAGE):
@@ -41,3 +41,38 @@ async def test_more_endings_than_fit_are_said_once(tmp_path: Path, caplog: pytes
     assert len(caplog.records) == 2
     endings.close_files()
     await device.aclose()
+
+
+async def _ended(directory: Path, count: int, capacity_bytes: int) -> int:
+    """Start with a tier of this capacity and end so many objects more; how many had ended before."""
+    device = thread_device(2)
+    endings = Endings(device, directory, bytes(16), lambda: [(1, 1 << 30)])
+    endings.size_for(capacity_bytes)
+    known = len((await endings.load()).objects)
+    await endings.begin()
+    for number in range(known + 1, known + count + 1):
+        endings.note(Ending(number, 1, 1 << 20, EndingKind.OBJECT, 0))
+    while endings.has_pending:
+        await endings.write()
+    await endings.finish()
+    endings.close_files()
+    await device.aclose()
+    return known
+
+
+async def test_files_take_the_size_of_the_tier_and_keep_what_they_say(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def sizes() -> set[int]:
+        return {(tmp_path / name).stat().st_size for name in FILES}
+
+    small, large = 16 * limits.MIB, 64 * limits.MIB
+    assert await _ended(tmp_path, FILE_HOLDS // 2, small) == 0
+    assert sizes() == {limits.MIN_ENDINGS_BYTES}
+    assert await _ended(tmp_path, FILE_HOLDS, large) == FILE_HOLDS // 2
+    assert sizes() == {4 * limits.MIN_ENDINGS_BYTES}
+    assert await _ended(tmp_path, 0, large) == FILE_HOLDS + FILE_HOLDS // 2
+    assert not caplog.records
+    assert await _ended(tmp_path, 0, small) == FILE_HOLDS + FILE_HOLDS // 2
+    assert sizes() == {limits.MIN_ENDINGS_BYTES}
+    assert await _ended(tmp_path, 0, small) == FILE_HOLDS // 2

@@ -41,13 +41,14 @@ KEYS: Final = [
 DIGESTS: Final = [bytes([number + 1]) * 16 for number in range(4)]
 
 
-async def start(path: Path, device: Device) -> Store:
+async def start(path: Path, device: Device, *, times: int = 1) -> Store:
+    """Start a store, so many times as large as the others."""
     return await start_store(
         StoreOptions(
             path,
-            dram_bytes=16 * MIB,
+            dram_bytes=times * 16 * MIB,
             backing="directory",
-            nvme=NvmeOptions(device, NVME_BYTES, segment_bytes=MIB),
+            nvme=NvmeOptions(device, times * NVME_BYTES, segment_bytes=MIB),
         )
     )
 
@@ -61,9 +62,9 @@ def abandon(store: Store) -> None:
 
 
 @asynccontextmanager
-async def life(path: Path, device: Device) -> AsyncIterator[Store]:
+async def life(path: Path, device: Device, *, times: int = 1) -> AsyncIterator[Store]:
     """A store that runs, and is left as a kill leaves it. The device stays open."""
-    store = await start(path, device)
+    store = await start(path, device, times=times)
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(store.run)

@@ -23,6 +23,7 @@ from kvfs.formats import (
 )
 
 PER_PAGE: Final = (ENDINGS_PAGE_BYTES - ENDINGS_HEADER.size) // ENDING.size
+_NEVER_WRITTEN: Final = bytes(ENDINGS_PAGE_BYTES)
 
 
 class Ending(NamedTuple):
@@ -106,7 +107,7 @@ def encode_page(
 def decode_page(data: bytes | memoryview, store_id: bytes) -> Page | None:
     """Decode a page; return None for one that was never written. Raises Corrupt, FormatMismatch."""
     data = bytes(data)
-    if not any(data):
+    if data == _NEVER_WRITTEN:
         return None
     raw = ENDINGS_HEADER.decode(data)
     if raw["magic"] != ENDINGS_MAGIC or raw["entries"] > PER_PAGE:

@@ -18,9 +18,11 @@ Concurrency: the log's writer task, of the service's trio thread; loading awaits
 from __future__ import annotations
 
 import logging
+import os
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -209,9 +211,9 @@ class Endings:
             self._keep(ending)
         noted, self._pending = self._pending, []
         try:
-            await self._drop_old()
             if not await self._has_room(target):
                 return
+            await self._drop_old(target.pages // 2 * PER_PAGE)
             endings = list(self._all())
             pages = [endings[at : at + PER_PAGE] for at in range(0, len(endings), PER_PAGE)] or [[]]
             target.is_complete = False
@@ -238,8 +240,10 @@ class Endings:
         return True
 
     async def _prepare(self, file: _File) -> None:
-        """Make a file of the right size, or clear a faulty one."""
-        if file.fd >= 0 and file.pages * ENDINGS_PAGE_BYTES == self._size_bytes:
+        """Make a file of the right size, or clear a faulty one; one that is too small grows where there is room."""
+        if file.fd >= 0 and file.pages * ENDINGS_PAGE_BYTES < self._size_bytes:
+            self._grow(file)
+        if file.fd >= 0 and 0 < file.pages * ENDINGS_PAGE_BYTES <= self._size_bytes:
             if file.path.name in self.faults:
                 await self._clear(file)
             return
@@ -249,6 +253,19 @@ class Endings:
         file.path.unlink(missing_ok=True)
         file.fd = self._device.open_file(file.path, self._size_bytes, create=True)
         file.pages = self._size_bytes // ENDINGS_PAGE_BYTES
+
+    def _grow(self, file: _File) -> None:
+        """Give a file the size that this tier needs; without room for that it is used as it is."""
+        try:
+            with file.path.open("r+b") as opened:
+                os.posix_fallocate(opened.fileno(), 0, self._size_bytes)
+                os.fsync(opened.fileno())
+        except OSError as error:
+            _log.info("%s stays at %d pages: %s", file.path, file.pages, error)
+            with suppress(OSError):  # what was allocated of it before the failure
+                os.truncate(file.path, file.pages * ENDINGS_PAGE_BYTES)
+        else:
+            file.pages = self._size_bytes // ENDINGS_PAGE_BYTES
 
     async def _clear(self, file: _File) -> None:
         """Write zeros over all of a file, so that its room stays reserved."""
@@ -274,8 +291,8 @@ class Endings:
             id_, first, sequence, what = kept[at : at + _WORDS]
             yield Ending(id_, first, sequence, EndingKind(what & 0xFF), what >> 8)
 
-    async def _drop_old(self) -> None:
-        """Keep the endings that count, and of these the newest where they would fill more than half of a file."""
+    async def _drop_old(self, most: int) -> None:
+        """Keep the endings that count, and of these the newest where they are more than `most`."""
         spans = sorted(self._spans())
         firsts = [first for first, _ in spans]
         lasts = list(accumulate((last for _, last in spans), max))
@@ -287,9 +304,13 @@ class Endings:
                 kept.extend(entry)
             if number % _AT_ONCE == _AT_ONCE - 1:
                 await trio.lowlevel.checkpoint()
-        most = self._size_bytes // ENDINGS_PAGE_BYTES // 2 * PER_PAGE
         excess = len(kept) // _WORDS - most
         if excess > 0 and not self._is_full:
-            _log.warning("the oldest endings are repeated no more, %d of them now: %d fit", excess, most)
+            _log.warning(
+                "the endings files have room for %d endings, and %d more are in the log alone: until their segments "
+                "are reclaimed, a damaged segment and a lost index at once can bring back what was removed",
+                most,
+                excess,
+            )
         self._is_full = excess > 0
         self._kept = kept[max(excess, 0) * _WORDS :]
