@@ -19,13 +19,14 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from kvfs.system import crashpoints
 from tests.support.gateway import Gateway, fails, gateway, until
+from tests.support.seeds import SEED
 
-SEED: Final = int(os.environ.get("KVFS_TEST_SEED", random.SystemRandom().randrange(1 << 15)))
 KILLS: Final = int(os.environ.get("KVFS_TEST_KILLS", "5"))
 MIB, PART_BYTES, BUCKET = 1 << 20, 5 << 20, "kept"
 WINDOW_S: Final = 0.02
 """A completion of 10 MiB takes about so long."""
 pytestmark = [
+    pytest.mark.seeded,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
