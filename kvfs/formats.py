@@ -213,6 +213,7 @@ class RecordType(IntEnum):
     TOMBSTONE = 3
     BUCKET = 4
     FOOTER = 5
+    RENAME = 6
 
 
 RECORD_HEADER: Final = Layout(

@@ -148,6 +148,64 @@ class SyncedFile:
             draft.close()
 
 
+# --- a directory --------------------------------------------------------------------------------------------
+FILES: Final = 40
+OLD, NEW = b"old/", b"new/"
+
+
+async def _fill_directory(path: Path, bucket: bytes) -> None:
+    """A directory whose names take more than one write of the log, and half of whose objects were replaced."""
+    device = thread_device()
+    store = await start(path, device)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(store.run)
+        store.create_bucket(bucket, uid=0, gid=0, durable=bucket == DURABLE)
+        store.make_directory(Name(bucket, OLD), Attributes())
+        store.make_directory(Name(bucket, NEW), Attributes())
+        for number in [*range(FILES), *range(0, FILES, 2)]:
+            name = Name(bucket, OLD + b"%02d" % number)
+            attributes = Attributes(user_metadata=b"m" * 60_000)
+            store.seal(
+                draft_of(store, b"again" if store.names.get(bucket, name.key) else b"first"), name, attributes
+            )
+        store.dram.checksums.wait(30)
+        nursery.cancel_scope.cancel()
+    await store.finish()
+    store.close(keep=False)
+    await device.aclose()
+
+
+@pytest.mark.parametrize("bucket", [CACHE, DURABLE])
+async def test_a_directory_has_one_name_without_the_index(fast_path: Path, bucket: bytes) -> None:
+    original, path = fast_path / "original", fast_path / "data"
+    await _fill_directory(original, bucket)
+
+    def content(key: bytes) -> dict[Name, bytes]:
+        values = ((number, b"first" if number % 2 else b"again") for number in range(FILES))
+        return {Name(bucket, key + b"%02d" % number): value for number, value in values}
+
+    async def change(store: Store) -> None:
+        store.rename(Name(bucket, OLD), Name(bucket, NEW))
+        await store.journal.settle_names()
+
+    instant, places = 1, set[bool]()
+    while True:
+        shutil.copytree(original, path)
+        killed = await killed_life(path, change, instant)
+        shutil.rmtree(path / "index")
+        shutil.rmtree(path / "dram", ignore_errors=True)
+        for _ in range(2):
+            found = await look(path)
+            assert found in (content(OLD), content(NEW)), f"killed at {instant}: {sorted(map(str, found))}"
+        places.add(found == content(NEW))
+        shutil.rmtree(path)
+        if not killed:
+            break
+        instant += 5
+    assert places == {True, False}
+    assert instant > 4, "it was written at once"
+
+
 # --- a rename on the mount -----------------------------------------------------------------------------------
 async def _renamed_on_the_mount(path: Path, bucket: bytes, *, settled: bool) -> None:
     """A life in which a file that was closed, and is not published yet, is renamed over another one."""

@@ -71,6 +71,8 @@ class LogReport:
             return "the name index knows what it said", Cost.NOTHING
         if bad.type is RecordType.TOMBSTONE and not self.log.pool.pool.endings.faults:
             return "what it removed is written a second time", Cost.NOTHING
+        if bad.type is RecordType.RENAME:
+            return "a directory whose rename was not finished may be in two places", Cost.NOTHING
         if bad.type is RecordType.TOMBSTONE:
             return "names that it removed may come back", Cost.NOTHING
         return "the bucket may have older attributes, or be lost with all in it", Cost.CACHED

@@ -32,7 +32,7 @@ from kvfs.formats import (
 )
 from tiers.fsck.pool_check import BadRecord, SegmentCheck
 from tiers.log.pool import SegmentPool
-from tiers.log.records import BucketBody, MetaBody, TombstoneBody, footer_records
+from tiers.log.records import BucketBody, MetaBody, RenameBody, TombstoneBody, footer_records
 from tiers.log.segments import PAGE_BYTES, LoggedRecord, page_up
 
 Tick = Callable[[int], None]
@@ -268,6 +268,7 @@ _BODIES = {
     RecordType.META: MetaBody.decode,
     RecordType.BUCKET: BucketBody.decode,
     RecordType.TOMBSTONE: TombstoneBody.decode,
+    RecordType.RENAME: RenameBody.decode,
 }
 
 

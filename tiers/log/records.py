@@ -89,6 +89,28 @@ def peek_meta(body: bytes) -> tuple[bytes, bytes]:
 
 
 @dataclass(frozen=True, slots=True)
+class RenameBody:
+    """Says that every name under a directory's key, as of this record's sequence, is under another one. The header has
+    the id of the object whose new name is logged last: once that is there, so are the others."""
+
+    source: tuple[bytes, bytes]
+    target: tuple[bytes, bytes]
+    """(bucket, key) of the directory; the key ends in '/'."""
+
+    def encode(self) -> bytes:
+        return b"".join(_pack_strings(bucket=b, key=k) for b, k in (self.source, self.target))
+
+    @classmethod
+    def decode(cls, body: bytes) -> Self:
+        source, source_key, target, target_key = _unpack_strings(body, "bucket", "key", "bucket", "key")
+        return cls((source, source_key), (target, target_key))
+
+    def moved(self, meta: MetaBody) -> MetaBody:
+        """Return the name that an object under the directory has instead."""
+        return MetaBody(self.target[0], self.target[1] + meta.key[len(self.source[1]) :], meta.row)
+
+
+@dataclass(frozen=True, slots=True)
 class BucketBody:
     """Describes a bucket from this record's sequence on; a TOMBSTONE of its id ends it."""
 

@@ -9,7 +9,7 @@ Concurrency: the service's trio thread.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -144,6 +144,9 @@ class Journal:
         replaced: int | None = None,
     ) -> None:
         """Note that an object or directory has another name than `source`; `replaced` had it before."""
+
+    def directory_renamed(self, source: Name, target: Name, object_ids: Sequence[int]) -> None:
+        """Note that these objects, in this order, are going to be `renamed`, and that a start is to finish it."""
 
     def retired(self, object_id: int, name: Name, row: NameRow) -> None:
         """Note that no start may restore this name of the object."""

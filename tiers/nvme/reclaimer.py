@@ -6,8 +6,8 @@ Invariants:
 - A segment's file is used again only after what was moved out of it is durable.
 - A record is moved only if it is the one that counts; what is dropped meanwhile is not moved, or its copy not counted.
 - An object is evicted as a whole, with what is of no use without it.
-- A TOMBSTONE is moved while any segment may hold what it deletes; and an extent that is moved past its object's, since
-  somebody holds it, has another one behind it.
+- A TOMBSTONE or RENAME is moved while any segment may hold what it ends; and an extent that is moved past its
+  object's TOMBSTONE, since somebody holds it, has another one behind it.
 
 Concurrency: the service's trio thread, as part of the log's writing; no batch of the queue is written meanwhile.
 """
@@ -114,6 +114,10 @@ class Reclaimer:
             body = TombstoneBody.decode(found.body)
             if tombstone_counts(body.deleted_sequence, others):
                 return Record(RecordType.TOMBSTONE, 0, body=found.body)
+        if kind == RecordType.RENAME:
+            origin = found.header["origin_sequence"] or found.header["sequence"]
+            if tombstone_counts(origin, others):
+                return Record(RecordType.RENAME, object_id, {"origin_sequence": origin}, found.body)
         return None
 
     def _kept_data(self, here: Location, found: LoggedRecord, budget: MoveBudget) -> Record | None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,14 @@ import trio
 from kvfs import limits
 from kvfs._native.shared.table import TIER_NVME
 from kvfs.errors import Corrupt, DeviceFailed, KvfsError, NoSpace, NotFound, Superseded
+from kvfs.formats import RecordType
 from kvfs.index.draft_snapshots import SnapshotIndex
 from kvfs.index.names import NameIndex
 from kvfs.index.rows import PINNED, BucketRow, NameRow
 from tiers.dram.tier import DramTier
 from tiers.log.bucket_files import BucketFiles
-from tiers.log.records import MetaBody
+from tiers.log.entries import Barrier, Record
+from tiers.log.records import MetaBody, RenameBody
 from tiers.model.objects import Bucket, Name, ObjectInfo
 from tiers.model.tier import Kind, StoreKey
 from tiers.nvme.extent_reader import ExtentReader
@@ -194,6 +196,14 @@ class NvmeJournal(Journal, NvmeObserver):
         self._tickets.drop(
             replaced, behind=ticket is not None, awaited=not self._residents.bucket(name.bucket).durable
         )
+
+    def directory_renamed(self, source: Name, target: Name, object_ids: Sequence[int]) -> None:
+        logged = [each for each in object_ids if each in self.nvme.objects]
+        if len(logged) > 1:
+            body = RenameBody((source.bucket, source.key), (target.bucket, target.key))
+            self.nvme.log.append(Record(RecordType.RENAME, logged[-1], body=body.encode()))
+            if any(self._residents.bucket(each.bucket).durable for each in (source, target)):
+                self.nvme.log.append(Barrier())  # a power cut leaves no name without it
 
     def retired(self, object_id: int, name: Name, row: NameRow) -> None:
         stored = self.nvme.objects.get(object_id)

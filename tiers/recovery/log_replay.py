@@ -11,6 +11,7 @@ What counts:
 - Of several objects with one name, or one prefix hash, the one with the newest META (or extent) counts, whatever
   reclaim moved since; a file that was being written counts before what it replaces. The others are `losers`:
   their deletion was lost, and is written again by the caller.
+- A RENAME whose last name is older was not written to its end: it is finished here.
 - A named object's size is its newest META's; extents past it, which a draft had once, mean nothing.
 
 What is plain of them, which is nearly all, is taken in natively (`kvfs._native.catalog.logged_names`): objects with one
@@ -36,7 +37,7 @@ from kvfs.index.environment import highest_id
 from kvfs.index.rows import RETIRED, ROW_ONLY, SNAPSHOT, BucketRow, NameRow, is_name_row, peek_row
 from tiers.log.ending_pages import Ended, Ending
 from tiers.log.entries import Location
-from tiers.log.records import BucketBody, MetaBody, TombstoneBody, peek_meta
+from tiers.log.records import BucketBody, MetaBody, RenameBody, TombstoneBody, peek_meta
 from tiers.log.segments import Listing, Segment
 from tiers.model.tier import Kind, StoreKey, object_key
 from tiers.nvme.stored import Piece, Stored, counted_bytes, has_all
@@ -158,6 +159,8 @@ class Replay:
         """Id -> `deleted_sequence` of its TOMBSTONE."""
         self._tombstones: dict[int, list[bytes]] = {}
         """Segment number -> bodies of its TOMBSTONE records."""
+        self._renames: dict[int, tuple[int, RenameBody, int]] = {}
+        """Sequence of a directory's rename -> id of the object that is renamed last, what it says, and its segment."""
         self._plain = self.found.names.plain
         self._apart = ended.extents.keys() | ended.names.keys()
 
@@ -265,6 +268,8 @@ class Replay:
             self.dead.update(tombstone.object_ids)
             self._deleted.update(dict.fromkeys(tombstone.object_ids, tombstone.deleted_sequence))
             self._tombstones.setdefault(place[0][0], []).append(body)
+        elif type_ == RecordType.RENAME:
+            self._renames[fields[14] or fields[5]] = (fields[8], RenameBody.decode(body), segment)
         elif type_ == RecordType.BUCKET:
             row = BucketBody.decode(body).row
             self.bucket_places[row.bucket_id] = (row, place)
@@ -298,6 +303,7 @@ class Replay:
             if bucket_id not in self.dead:
                 found.buckets[bucket_id] = row
                 self.tier.buckets.adopt(row, place)
+        self._finish_renames()
         kept = {bucket_id: row.class_ == "durable" for bucket_id, row in found.buckets.items()}
         self._take_out()
         orphans, counts, highest_row = count_rows(self.objects.rows, kept)
@@ -317,6 +323,52 @@ class Replay:
         found.losers += [
             each for each in self.ended.objects if each in self.others and each not in self._deleted
         ]
+
+    def _finish_renames(self) -> None:
+        """Finish renames of directories that were not written to their end; the log gets the names once the store is
+        restored."""
+        for sequence, (last, rename, _) in sorted(self._renames.items()):
+            if last in self.dead or not 0 < self._newest(last) < sequence:
+                del self._renames[sequence]
+                continue
+            taken: set[bytes] = set()
+            for object_id in sorted(self._below(rename), key=self._newest, reverse=True):
+                self._rename(object_id, sequence, rename, taken)
+
+    def _newest(self, object_id: int) -> int:
+        return self.newest.get(object_id, 0) or self._plain.sequence(object_id)
+
+    def _below(self, rename: RenameBody) -> list[int]:
+        """List objects with a name in the directory as it was called before."""
+        prefix, found = b"\0".join(rename.source), []
+        for object_id in self._plain.ids():
+            named = self._plain.get(object_id)
+            if named is not None and named[1].startswith(prefix):
+                found.append(object_id)
+        for object_id, body in self.bodies.items():
+            with suppress(Corrupt):
+                if peek_meta(body)[0].startswith(prefix):
+                    found.append(object_id)
+        return found
+
+    def _rename(self, object_id: int, sequence: int, rename: RenameBody, taken: set[bytes]) -> None:
+        """Give an object the name that it has by a rename, unless it got its name later. Of several with one name only
+        the newest, which has not `taken` it yet, counts as that new."""
+        stored = self._unfold(object_id)
+        try:
+            moved = rename.moved(MetaBody.decode(self.bodies[object_id]))
+        except Corrupt:
+            return
+        if stored is None or self.newest[object_id] > sequence:
+            return
+        self.bodies[object_id] = moved.encode()
+        if moved.key not in taken:
+            taken.add(moved.key)
+            self.newest[object_id] = sequence
+        for bucket in self.found.buckets.values():
+            if bucket.name == moved.bucket:
+                stored.bucket_id = bucket.bucket_id
+        self.found.unlogged.add(object_id)
 
     def _pop(self, object_ids: Iterable[int]) -> Iterator[tuple[int, Stored]]:
         """Take objects out of those that count, which keep their names."""
@@ -365,6 +417,7 @@ class Replay:
         others = [*losers, *self.found.orphans, *self.found.nameless.values()]
         needed = {piece.segment for stored in others for piece in stored.pieces if piece is not None}
         needed |= {stored.meta[0][0] for stored in others if stored.meta is not None}
+        needed |= {segment for _, _, segment in self._renames.values()}
         readable = [segment for segment in self.tier.pool.used() if not segment.bad]
         said = Counter(body for each in readable for body in set(self._tombstones.get(each.number, ())))
         found = []

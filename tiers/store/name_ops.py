@@ -302,8 +302,9 @@ class NameOps:
         moved = self._catalog.names.rename_prefix(
             src.bucket, src.key, dst.bucket, dst.key, limit=limits.MAX_RENAME_KEYS
         )
-        for old_key, key in moved:
-            row = self._catalog.names.get(dst.bucket, key)
+        rows = [(self._catalog.names.get(dst.bucket, key), old_key, key) for old_key, key in moved]
+        self._journal.directory_renamed(src, dst, [row.object_id for row, _, _ in rows if row is not None])
+        for row, old_key, key in rows:
             if row is not None:
                 replaced = marker.object_id if marker is not None and key == dst.key else None
                 self._renamed(row, Name(src.bucket, old_key), Name(dst.bucket, key), replaced=replaced)
