@@ -111,6 +111,7 @@ class Engine:
                     **settings.get("environment", {}),
                 },
                 pass_fds=[sink],
+                start_new_session=True,
             )
         os.close(sink)
         self._replies = os.fdopen(source)
@@ -159,6 +160,7 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        shared = shared_by(self._process)
         self._replies.close()
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -167,6 +169,8 @@ class Engine:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        for path in shared:  # vLLM leaves that of its ranks
+            path.unlink(missing_ok=True)
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
@@ -179,6 +183,12 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     for path in shared:
         path.unlink(missing_ok=True)
+
+
+def shared_by(process: subprocess.Popen[bytes]) -> set[Path]:
+    """Return the shared memory of an engine, which leads a group of processes."""
+    pids = map(int, filter(str.isdecimal, os.listdir("/proc")))
+    return held_memory(pid for pid in pids if _group(pid) == process.pid)
 
 
 def _group(pid: int) -> int:
