@@ -63,7 +63,8 @@ def test_an_adapter_that_is_loaded_in_place_is_what_its_files_are(
         }
         return run_script(engine_python, tmp_path, "adapters", request)
 
-    plain, cached = run(None), run(connector(service))
+    settings = connector(service, revision="adapters")  # a namespace of its own
+    plain, cached = run(None), run(settings)
     assert len({tuple(tokens) for tokens in plain["tokens"]}) == ADAPTERS, "each adapter has its own output"
     assert plain["cached"] == [0] * (2 * ADAPTERS + 1)
     assert cached["tokens"] == plain["tokens"]
