@@ -8,8 +8,9 @@ Invariants:
   needs a topic of its own.
 - The sink is notified of a gap that stays before anything after it: an unknown block is a miss, one wrongly believed to
   be there costs a route.
-- A number below the expected one means that the publisher started anew, unless a replay brought that very batch:
-  replays come over a connection of their own and may overtake the stream.
+- A number below the expected one, or after another start (`kv_events.start_of`), means that the publisher started anew,
+  unless a replay brought that very batch: replays come over a connection of their own and may overtake the stream. An
+  engine's streams all start with 0: one that began anew and lost as many batches as were known is not seen here.
 - Nothing grows past its limit: streams, batches that wait for a replay.
 
 Concurrency: plain state for one thread, without a clock.
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvfs.errors import InvalidRequest
-from kvfs.events.kv_events import Batch, KVEvent, decode_batch, sequence_of
+from kvfs.events.kv_events import Batch, KVEvent, decode_batch, sequence_of, start_of
 from kvfs.limits import MAX_ENGINE_STREAMS, MAX_EVENT_BATCHES
 
 
@@ -101,9 +102,8 @@ class EventStreams:
         if stream.is_replaying:
             _hold(stream, sequence, batch)
             return None
-        if stream.next is None or sequence < stream.next:
-            # The engine's first batch, or it started anew: nothing before 0 can be missing.
-            self._restart(stream)
+        if stream.next is None or _is_anew(stream.next, sequence):
+            self._restart(stream, sequence)
         assert stream.next is not None
         if sequence > stream.next:
             self.counts["gaps"] += 1
@@ -137,9 +137,9 @@ class EventStreams:
         if topic != engine.topic or (batch.data_parallel_rank or 0) != engine.rank:
             return
         newest = stream.held[-1][0] if stream.held else -1
+        self._fill(stream, sequence, batch)
         if sequence > newest and len(stream.ahead) < MAX_EVENT_BATCHES:
             stream.ahead[sequence] = batch.ts
-        self._fill(stream, sequence, batch)
 
     def replay_ended(self, engine: Engine) -> None:
         """End a replay, or go on without one: apply the batches that came meanwhile."""
@@ -151,7 +151,7 @@ class EventStreams:
         last = -1
         for sequence, batch in held:
             if sequence <= last:
-                self._restart(stream)
+                self._restart(stream, sequence)
             last = sequence
             self._fill(stream, sequence, batch)
 
@@ -160,6 +160,8 @@ class EventStreams:
         assert stream.next is not None
         if sequence < stream.next:
             return
+        if _is_anew(stream.next, sequence):
+            self._restart(stream, sequence)
         if sequence > stream.next:
             self.counts["lost"] += sequence - stream.next
             self._sink.lost(stream.engine, sequence - stream.next)
@@ -171,15 +173,20 @@ class EventStreams:
         for event in batch.events:
             self._sink.apply(stream.engine, event)
 
-    def _restart(self, stream: _Stream) -> None:
+    def _restart(self, stream: _Stream, sequence: int) -> None:
+        """Begin anew with a publisher that has come to `sequence`: nothing before its start can be missing."""
         self._sink.restarted(stream.engine)
         stream.ahead.clear()
-        stream.next = 0
+        stream.next = start_of(sequence)
 
     def _stream_of(self, engine: Engine) -> _Stream:
         if engine not in self._streams and len(self._streams) >= MAX_ENGINE_STREAMS:
             raise InvalidRequest(f"KV events: more than {MAX_ENGINE_STREAMS} engines")
         return self._streams.setdefault(engine, _Stream(engine))
+
+
+def _is_anew(expected: int, sequence: int) -> bool:
+    return sequence < expected or start_of(sequence) > expected
 
 
 def _parse(frames: list[bytes]) -> tuple[str, int, Batch]:

@@ -128,11 +128,32 @@ def sequence_of(frame: bytes) -> int:
     """Decode a sequence number. Raises InvalidRequest."""
     if len(frame) != SEQUENCE_BYTES:
         raise InvalidRequest(f"KV events: sequence number of {len(frame)} bytes, not {SEQUENCE_BYTES}")
+    if frame[0] > 0x7F:  # the last ones are questions, and the one after the very last has no frame
+        raise InvalidRequest(f"KV events: sequence number {frame.hex()}, the limit is 63 bits")
     return int.from_bytes(frame, "big")
 
 
 def sequence_frame(sequence: int) -> bytes:
     return sequence.to_bytes(SEQUENCE_BYTES, "big")
+
+
+_COUNTING_BITS: Final = 22
+
+
+def first_sequence(time_s: float) -> int:
+    """Return the number of the first batch of a publisher that begins at a Unix time: its milliseconds, before 22 bits
+    that count.
+
+    Engines begin with 0. Whoever loses the first batches of one that began anew, and as many as it knew from before,
+    would take the next for what continues. A stream runs past 22 bits in order, and never overtakes the clock: that
+    would be 4 million batches in a millisecond.
+    """
+    return int(time_s * 1000) << _COUNTING_BITS
+
+
+def start_of(sequence: int) -> int:
+    """Return the number with which a publisher began that has come to this one: 0 of an engine."""
+    return sequence >> _COUNTING_BITS << _COUNTING_BITS
 
 
 class Replay:

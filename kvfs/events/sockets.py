@@ -93,7 +93,10 @@ def endpoint_of(socket: zmq.Socket[bytes]) -> str:
 
 
 class Publisher(_Sockets):
-    """Send batches, and answer requests for recent ones."""
+    """Send batches, and answer requests for recent ones.
+
+    `sequence`: the number of the first; 0 as engines, `kv_events.first_sequence` to be known after a restart.
+    """
 
     def __init__(
         self,
@@ -102,11 +105,12 @@ class Publisher(_Sockets):
         topic: str = "",
         replay_endpoint: str | None = None,
         replay: Replay | None = None,
+        sequence: int = 0,
     ) -> None:
         super().__init__()
         self._topic = topic.encode()
         self._past = Replay() if replay is None else replay
-        self.sequence = 0
+        self.sequence = sequence
         """The sequence number of the next batch."""
         self.on_manifest: Callable[[], None] | None = None
         """Called when somebody asks for all that is there; `manifest_published` answers."""

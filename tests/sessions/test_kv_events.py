@@ -33,7 +33,9 @@ from kvfs.events.kv_events import (
     Replay,
     decode_batch,
     encode_batch,
+    first_sequence,
     sequence_frame,
+    start_of,
 )
 from kvfs.events.sockets import Publisher, Subscriber
 from kvfs.limits import MIB
@@ -175,20 +177,20 @@ def test_a_replay_is_bounded_in_batches_and_in_bytes() -> None:
 class FakeEngine:
     """An engine's cache, its stream on the way to an index, and what it remembers of it."""
 
-    def __init__(self, rng: random.Random, remembers: int) -> None:
-        self.rng, self.remembers = rng, remembers
+    def __init__(self, rng: random.Random, remembers: int, *, is_store: bool = False) -> None:
+        self.rng, self.remembers, self.is_store = rng, remembers, is_store
         self.time_s = 0.0
         self.wire: deque[list[bytes]] = deque()
         self.restart()
 
     def restart(self) -> None:
         self.held: set[BlockHash] = set()
-        self.sequence = 0
+        self.sequence = first_sequence(self.time_s) if self.is_store else 0
         self.past = Replay(max_batches=self.remembers)
 
     def step(self, loss: float) -> bool:
         """Change the cache and send what says so; whether it was lost. An engine's first message is not: what had
-        the same numbers before it started anew is otherwise taken for what continues."""
+        the same numbers before it started anew is otherwise taken for what continues. A store's may be."""
         choice = self.rng.random()
         event: KVEvent
         if choice < 0.6:
@@ -205,7 +207,7 @@ class FakeEngine:
         self.time_s += 1
         frames = message(self.sequence, event, time_s=self.time_s)
         self.past.add(self.sequence, frames[2])
-        is_lost = self.sequence > 0 and self.rng.random() < loss
+        is_lost = (self.is_store or self.sequence > 0) and self.rng.random() < loss
         self.sequence += 1
         if not is_lost:
             self.wire.append(frames)
@@ -227,14 +229,15 @@ def known(index: EngineIndex) -> set[BlockHash]:
     loss=st.sampled_from([0.0, 0.1, 0.5]),
     remembers=st.sampled_from([0, 3, 500]),
     restarts=st.sampled_from([0.0, 0.05]),
+    is_store=st.booleans(),
 )
 def test_an_index_never_believes_in_a_block_that_is_gone(
-    seed: int, loss: float, remembers: int, restarts: float
+    seed: int, loss: float, remembers: int, restarts: float, is_store: bool
 ) -> None:
     """After everything that was sent has arrived and replays have ended: a subset of the truth, all of it if nothing
     can be forgotten. Replays overtake the stream, and then ask for nothing that was not lost."""
     rng = random.Random(seed)
-    engine, index = FakeEngine(rng, remembers), EngineIndex()
+    engine, index = FakeEngine(rng, remembers, is_store=is_store), EngineIndex()
     missing: Missing | None = None
     losses = 0
 
@@ -289,6 +292,43 @@ def test_an_engine_that_starts_anew_is_followed_from_its_start() -> None:
     assert index.counts["gaps"] == 0
 
 
+@pytest.mark.parametrize(
+    "later_s", [0.001, 1e6, -1.0], ids=["a-millisecond-later", "days-later", "clock-put-back"]
+)
+def test_a_store_that_starts_anew_is_seen_whatever_is_lost(later_s: float) -> None:
+    began_s = 1.8e9
+    before, now = first_sequence(began_s), first_sequence(began_s + later_s)
+    index = EngineIndex()
+    for sequence in range(3):
+        assert index.receive(message(before + sequence, store_event([sequence]))) is None
+    missing = index.receive(message(now + 3, store_event([30])))  # what an engine's number 3 would continue
+    assert (missing, known(index)) == (Missing(ENGINE, now), set())
+    index.replay_ended(ENGINE)
+    assert (known(index), index.counts["lost"]) == ({30}, 3)
+
+
+def test_a_replay_says_that_a_store_started_anew() -> None:
+    before, now = first_sequence(1.8e9), first_sequence(1.8e9 + 1)
+    index = EngineIndex()
+    assert index.receive(message(before, store_event([1]))) is None
+    assert index._streams.catch_up(ENGINE) == Missing(ENGINE, before + 1)
+    for sequence in range(2):
+        index.replayed(ENGINE, message(now + sequence, store_event([10 + sequence])))
+    index.replay_ended(ENGINE)
+    assert (known(index), index.counts["lost"]) == ({10, 11}, 0)
+    for sequence in range(3):  # the stream brings what the replay brought before it
+        assert index.receive(message(now + sequence, store_event([10 + sequence]))) is None
+    assert (known(index), index.counts["batches"]) == ({10, 11, 12}, 4)
+
+
+def test_a_stream_may_outrun_the_bits_that_count() -> None:
+    last, index = start_of((1 << 40) - 1) + (1 << 22) - 1, EngineIndex()
+    for sequence in (last, last + 1):
+        index.receive(message(sequence, store_event([sequence - last])))
+        index.replay_ended(ENGINE)
+    assert known(index) == {0, 1}
+
+
 def test_streams_and_media_and_groups_are_told_apart() -> None:
     index = EngineIndex()
     index.receive(message(0, store_event([1]), topic="a"))
@@ -311,7 +351,9 @@ def test_an_index_has_limits() -> None:
     assert index.counts["over_limit"] == 2
     index.receive([b"only one frame"])
     index.receive([b"\xff", sequence_frame(0), b""])
-    assert index.counts["malformed"] == 2
+    for sequence in (1 << 63, (1 << 64) - 1):  # a number after it would have no frame to ask with
+        assert index.receive(message(sequence, store_event([6]))) is None
+    assert index.counts["malformed"] == 4
 
 
 # --- sockets -----------------------------------------------------------------------------------------------

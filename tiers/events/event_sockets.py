@@ -6,6 +6,7 @@ loads this module where that is asked for. Concurrency: the service's trio threa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 from kvfs.config.settings import EventSettings
 from kvfs.events.engine_index import EngineIndex
+from kvfs.events.kv_events import first_sequence
 from kvfs.events.sockets import Publisher, Subscriber
 from tiers.events.store_events import BlockEvents
 from tiers.store.store import Store
@@ -40,7 +42,12 @@ def open_parts(settings: EventSettings, store: Store) -> Iterator[dict[str, Bloc
     parts: dict[str, BlockEvents | EngineEvents] = {}
     with ExitStack() as sockets:
         if settings.publish is not None:
-            publisher = Publisher(settings.publish, topic=settings.topic, replay_endpoint=settings.replay)
+            publisher = Publisher(
+                settings.publish,
+                topic=settings.topic,
+                replay_endpoint=settings.replay,
+                sequence=first_sequence(time.time()),
+            )
             parts["published"] = BlockEvents(store, sockets.enter_context(publisher))
         if settings.engines is not None:
             index = EngineIndex()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -18,7 +19,7 @@ from kvfs import limits
 from kvfs.config.load import load
 from kvfs.config.settings import ConductorSettings
 from kvfs.errors import ConfigError
-from kvfs.events.kv_events import CPU, AllBlocksCleared, BlockStored, Replay
+from kvfs.events.kv_events import CPU, AllBlocksCleared, BlockStored, Replay, first_sequence
 from kvfs.events.sockets import Publisher
 from kvfs.http.head import Head
 from kvfs.http.http_exchange import Exchange
@@ -493,7 +494,8 @@ async def test_a_publisher_that_restarts_without_replay_leaves_no_stale_block() 
 
         old, new = prompts(2)
         for prompt in (old, new):
-            with Publisher(addresses.events, topic="node") as publisher:
+            first = first_sequence(time.time())  # else it may go on where the one before ended
+            with Publisher(addresses.events, topic="node", sequence=first) as publisher:
 
                 async def publish(publisher: Publisher = publisher, prompt: list[int] = prompt) -> None:
                     while True:
