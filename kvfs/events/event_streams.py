@@ -20,11 +20,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvfs.errors import InvalidRequest
 from kvfs.events.kv_events import Batch, KVEvent, decode_batch, sequence_of, start_of
 from kvfs.limits import MAX_ENGINE_STREAMS, MAX_EVENT_BATCHES
+
+_MAX_SEQUENCE: Final = (1 << 63) - 1
+"""Higher ones are questions of a replay (`kv_events.MANIFEST`), and the one after the very last has no frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +199,10 @@ def _parse(frames: list[bytes]) -> tuple[str, int, Batch]:
         topic = frames[0].decode()
     except UnicodeDecodeError:
         raise InvalidRequest("KV events: the topic is not UTF-8") from None
-    return topic, sequence_of(frames[1]), decode_batch(frames[2])
+    sequence = sequence_of(frames[1])
+    if sequence > _MAX_SEQUENCE:
+        raise InvalidRequest(f"KV events: sequence number {frames[1].hex()}, the limit is 63 bits")
+    return topic, sequence, decode_batch(frames[2])
 
 
 def _hold(stream: _Stream, sequence: int, batch: Batch) -> None:

@@ -42,6 +42,7 @@ from kvfs.limits import MIB
 from tests.support.block_batches import Block, open_blocks
 from tests.support.service import Service
 from tests.support.stores import BOUND, NAMESPACE, draft_of
+from tests.support.waits import WAIT_S, until
 from tiers.device.threads import thread_device
 from tiers.events.publisher import open_events
 from tiers.events.store_events import BlockEvents
@@ -50,7 +51,6 @@ from tiers.store.store import Store
 
 msgpack = pytest.importorskip("msgspec.msgpack")
 
-WAIT_S = 20.0
 TOPIC = "engine"
 ENGINE = Engine(TOPIC, 0)
 
@@ -357,12 +357,6 @@ def test_an_index_has_limits() -> None:
 
 
 # --- sockets -----------------------------------------------------------------------------------------------
-async def until(condition: Callable[[], bool]) -> None:
-    with trio.fail_after(WAIT_S):
-        while not condition():  # noqa: ASYNC110 (sockets of another thread's or process's say nothing)
-            await trio.sleep(0.005)
-
-
 async def publish_until(heard: Callable[[], bool], publisher: Publisher) -> None:
     """Publish until this was heard: ZeroMQ drops what is said while a connection is not there."""
     with trio.fail_after(WAIT_S):
@@ -490,6 +484,21 @@ async def test_every_tier_of_every_block_is_told(tmp_path: Path) -> None:
     await store.finish()
     store.close()
     await device.aclose()
+
+
+async def test_a_publisher_without_manifests_ends_the_replay_of_one_that_is_asked_for() -> None:
+    async with AsyncExitStack() as stack:
+        subscriber = stack.enter_context(Subscriber(EngineIndex(), "tcp://127.0.0.1:*"))
+        publisher = stack.enter_context(
+            Publisher(subscriber.endpoint, topic=TOPIC, replay_endpoint="tcp://127.0.0.1:*")
+        )
+        subscriber.replay_at(TOPIC, str(publisher.replay_endpoint))
+        nursery = await stack.enter_async_context(trio.open_nursery())
+        nursery.start_soon(subscriber.run)
+        nursery.start_soon(publisher.serve_replays)
+        with trio.fail_after(WAIT_S):
+            assert await subscriber.fetch_manifest(Engine(TOPIC, 0))
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_manifest_brings_all_blocks_again_to_who_lost_them(tmp_path: Path) -> None:
