@@ -5,8 +5,9 @@ used, and abort the rest at the end.
 
 Invariants: a spare has a slot, a nodeid, a file id and a handle, and no bytes; it counts as a slot in use and as
 nobody's draft; the uid that creates a file with it is charged as for any draft, once this thread handles the call.
-There are at most SPARE_DRAFTS of them, and one slot in SLOTS_PER_SPARE_DRAFT, and none while they could lead a uid past
-its share of the slots: creations are calls then, and refused there.
+There are at most SPARE_DRAFTS of them, and one slot in SLOTS_PER_SPARE_DRAFT, those included that the loop has used and
+nobody is charged for yet; and none while they could lead a uid past its share of the slots: creations are calls then,
+and refused there.
 
 Concurrency: the service's trio thread; the loop's thread takes spares at any time.
 """
@@ -44,7 +45,9 @@ class SpareDrafts:
     def refill(self) -> None:
         """Make the spares that are missing, as far as there is room without eviction."""
         try:
-            while self._loop.spares < self._wanted and not self._view.store.space.is_share_near:
+            # Not `loop.spares`: one that it has used is charged to nobody before `adopt`, and a creator on another
+            # processor uses each as soon as it is there.
+            while len(self._made) < self._wanted and not self._view.store.space.is_share_near:
                 self._add()
         except (KvfsError, OSError) as error:
             log.debug("no spare draft is made: %s", error)
