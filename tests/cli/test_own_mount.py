@@ -16,6 +16,7 @@ from kvfs.errors import ConfigError
 from kvfs.service import check_places
 from tests.support.door import BUCKET, need_mount
 from tests.support.service import MODES, ROOT, Service, mounts_under
+from tests.support.waits import WAIT_S
 
 DRAM = "64MiB"
 _PIDFD_GETFD = 438
@@ -133,7 +134,7 @@ def test_a_mount_that_cannot_go_on_ends_with_the_service() -> None:
     try:
         service.start()
         end_the_relay(service)
-        assert service.running.wait(20) not in (0, -signal.SIGKILL)
+        assert service.running.wait(WAIT_S) not in (0, -signal.SIGKILL)
         assert mounts_under(service.base) == []
         assert "cannot go on: replies of the FUSE library: Broken pipe" in service.log()
         assert "stopping:" in service.log()

@@ -25,8 +25,8 @@ from kvfs.client import connect
 from kvfs.watch.panels import Column, Figure, Panel, Snapshot, Unit
 from tests.scheduler.conductor.test_command import TOKEN, running, settings
 from tests.support.service import ROOT, Service, run_kvfs
+from tests.support.waits import WAIT_S
 
-WAIT_S = 30.0
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _ALTERNATE, _BACK, _HOME = "\x1b[?1049h", "\x1b[?1049l", "\x1b[H"
 

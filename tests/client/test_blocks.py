@@ -16,6 +16,7 @@ from kvfs import errors
 from kvfs.client.transport import Deadline
 from tests.support.sessions import MIB, Server, fork, session_server
 from tests.support.stores import NAMESPACE
+from tests.support.waits import WAIT_S
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="clients with other uids need root")
 
@@ -232,12 +233,12 @@ def test_layers_come_one_by_one_and_as_a_whole(blocks: kvfs.Blocks) -> None:
 # --- futures, pins, hits ---------------------------------------------------------------------------------
 def test_futures_do_the_same(blocks: kvfs.Blocks) -> None:
     keys, data = keys_of(2), [b"one", b"two!"]
-    assert blocks.put_async(keys, data, [None, keys[0]]).result(10) == [True, True]
+    assert blocks.put_async(keys, data, [None, keys[0]]).result(WAIT_S) == [True, True]
     into = [bytearray(3), bytearray(4)]
-    assert blocks.get_into_async(keys, into).result(10) == [3, 4]
+    assert blocks.get_into_async(keys, into).result(WAIT_S) == [3, 4]
     assert [bytes(each) for each in into] == data
-    assert [bytes(view) for view in blocks.get_async(keys).result(10) if view] == data
-    assert blocks.prefetch([*keys, bytes(16)]).result(10) == 2
+    assert [bytes(view) for view in blocks.get_async(keys).result(WAIT_S) if view] == data
+    assert blocks.prefetch([*keys, bytes(16)]).result(WAIT_S) == 2
 
 
 def test_pins_and_hits_reach_the_service(server: Server, blocks: kvfs.Blocks) -> None:

@@ -22,6 +22,7 @@ from kvfs import errors
 from tests.support.seeds import SEED
 from tests.support.sessions import MIB, Child, Server, fork, session_server
 from tests.support.stores import NAMESPACE
+from tests.support.waits import WAIT_S
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs a private tmpfs")
 
@@ -161,7 +162,7 @@ def check_nothing_left(server: Server, before: int) -> None:
         return bool(found["sessions"] == 1) and counts == (0, 0, 0) and dram["slots"] == found["blocks"]
 
     server.wait_until(is_clean)
-    end_s = time.monotonic() + 60
+    end_s = time.monotonic() + WAIT_S
     while descriptors(server) > before:
         assert time.monotonic() < end_s, f"{descriptors(server)} descriptors, {before} at first"
         time.sleep(0.01)

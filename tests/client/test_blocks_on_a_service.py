@@ -17,10 +17,11 @@ from kvfs.client import write_path
 from kvfs.client.write_path import seal_rest
 from kvfs.connectors.common import LowerTiers
 from kvfs.keys import block_name
-from tests.support.door import ON_DIRECTORY, eventually, need_mount
+from tests.support.door import ON_DIRECTORY, need_mount
 from tests.support.service import Service, run_kvfs
 from tests.support.small_store import checksums
 from tests.support.stores import NAMESPACE
+from tests.support.waits import WAIT_S, eventually
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
 
@@ -80,9 +81,9 @@ def test_what_is_on_nvme_only_is_a_hit(client: kvfs.Client) -> None:
         assert blocks.get_into([*keys[:3], bytes(16)], into[:4], timeout_s=0) == [-1] * 4
         assert blocks.get_into([keys[0], bytes(16)], into[:2]) == [64 * KIB, -1]
         assert bytes(into[0]) == data_of(keys[0])
-        views = blocks.get_async(keys[:4]).result(20)
+        views = blocks.get_async(keys[:4]).result(WAIT_S)
         assert [bytes(view) for view in views if view is not None] == [data_of(key) for key in keys[:4]]
-        assert blocks.prefetch([*keys, bytes(16)]).result(20) == 12
+        assert blocks.prefetch([*keys, bytes(16)]).result(WAIT_S) == 12
         tiers = {client.stat(name).tier for name in names_of(blocks, keys)}
         assert tiers == {"dram"}
         assert blocks.get_into(keys, into[:12], timeout_s=0) == [64 * KIB] * 12
@@ -96,7 +97,7 @@ def test_what_does_not_come_up_is_a_miss_until_it_does(service: Service, client:
         joined = b"".join(keys)
         put(blocks, keys)
         sink(client, blocks, keys)
-        assert blocks.prefetch(keys[:2]).result(20) == 2
+        assert blocks.prefetch(keys[:2]).result(WAIT_S) == 2
         assert blocks.below_dram(keys) == [False] * 2 + [True] * 4
         assert lower.readable(blocks, joined) == 6
         os.kill(service.pid, signal.SIGSTOP)
@@ -267,8 +268,8 @@ def test_futures_end_when_the_service_does(service: Service, client: kvfs.Client
         service.kill()
         into = [bytearray(64 * KIB) for _ in keys]
         read: Future[list[int]] = blocks.get_into_async(keys, into, timeout_s=1.0)
-        assert read.result(20) == [-1] * 4
+        assert read.result(WAIT_S) == [-1] * 4
         with pytest.raises((errors.SessionClosed, errors.DeadlinePassed)):
-            blocks.prefetch(keys, timeout_s=1.0).result(20)
+            blocks.prefetch(keys, timeout_s=1.0).result(WAIT_S)
         service.restart()
-        assert blocks.prefetch(keys, timeout_s=20).result(20) == 4
+        assert blocks.prefetch(keys, timeout_s=20).result(WAIT_S) == 4

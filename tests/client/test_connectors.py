@@ -30,9 +30,10 @@ from kvfs.connectors.common import (
 )
 from kvfs.errors import DeadlinePassed, InvalidRequest
 from kvfs.limits import CONNECTOR_MATCH_S
-from tests.support.door import eventually, need_mount
+from tests.support.door import need_mount
 from tests.support.service import ROOT, Service
 from tests.support.small_store import checksums
+from tests.support.waits import eventually
 
 torch = pytest.importorskip("torch")
 

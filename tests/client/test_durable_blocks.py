@@ -23,6 +23,7 @@ from tests.support.faulty_device import WrappedDevice
 from tests.support.gateway import fails, gateway
 from tests.support.service import Service
 from tests.support.stores import NAMESPACE
+from tests.support.waits import WAIT_S
 from tiers.device.device import Device
 from tiers.device.threads import thread_device
 from tiers.dram import tmpfs
@@ -181,7 +182,7 @@ async def test_there_is_not_said_of_what_another_client_waits_for() -> None:
             (asked if seals.is_set() else seals).set()
             return seal(*arguments, **options)
 
-        with trio.fail_after(60):
+        with trio.fail_after(WAIT_S):
             async with trio.open_nursery() as serving:
                 serving.start_soon(store.run)
                 await serving.start(SessionServer(store, socket).serve)

@@ -15,9 +15,10 @@ import pytest
 from kvfs import Namespace, prefix_hashes
 from kvfs.connectors.common import Link
 from kvfs.errors import DeadlinePassed, QuotaExceeded
-from tests.support.door import eventually, need_mount
+from tests.support.door import need_mount
 from tests.support.service import Service
 from tests.support.stores import NAMESPACE
+from tests.support.waits import WAIT_S, eventually
 
 torch = pytest.importorskip("torch")
 
@@ -258,7 +259,7 @@ def test_a_part_that_finds_no_room_waits_for_those_before_it(
             raise
 
     def seal_when_one_was_refused(self: Stores, *given: Any) -> Any:
-        assert refused.wait(60)
+        assert refused.wait(WAIT_S)
         return seal(self, *given)
 
     other = keys_of(namespace, 1, seed=2)

@@ -16,6 +16,7 @@ from tests.support.directory_server import directory_server, needs_server
 from tests.support.machines import digest_of, free_port, payload_of, write_secret
 from tests.support.service import Service, run_kvfs
 from tests.support.stores import NAMESPACE
+from tests.support.waits import WAIT_S
 
 SIZE_BYTES = 1 << 16
 pytestmark = needs_server
@@ -38,7 +39,7 @@ def services(tmp_path: Path) -> Iterator[list[Service]]:
 
 
 def wait_for_members(client: kvfs.Client, count: int) -> dict[str, Any]:
-    end = time.monotonic() + 20
+    end = time.monotonic() + WAIT_S
     while (found := client.status()["cluster"]["directory"])["members_count"] != count:
         assert time.monotonic() < end, found
         time.sleep(0.02)
@@ -58,7 +59,7 @@ def test_a_block_put_on_one_is_read_on_the_others_and_status_shows_them(services
         wait_for_members(here, 3)
         payloads = [payload_of(number, SIZE_BYTES) for number in range(1, 21)]
         assert all(source.put(digests, payloads, [None, *digests[:-1]]))
-        end = time.monotonic() + 10
+        end = time.monotonic() + WAIT_S
         while not (located := blocks.match_cluster(digests).result()) or max(located.values()) < 20:
             assert time.monotonic() < end, located
             time.sleep(0.01)

@@ -17,7 +17,8 @@ from tests.support.directory_server import (
     directory_server,
     needs_server,
 )
-from tests.support.machines import Machine, digest_of, payload_of, until
+from tests.support.machines import Machine, digest_of, payload_of
+from tests.support.waits import WAIT_S, until
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ async def located(machine: Machine, digests: list[bytes]) -> dict[str, int]:
 
 
 async def until_located(machine: Machine, digests: list[bytes], expected: dict[str, int]) -> None:
-    with trio.fail_after(10):
+    with trio.fail_after(WAIT_S):
         while await located(machine, digests) != expected:  # noqa: ASYNC110
             await trio.sleep(0.005)
 
@@ -127,7 +128,7 @@ async def test_a_paused_server_costs_one_bounded_wait(
             for number in range(100, 200):
                 first.put([number])
             assert time.monotonic() - put < limits.DIRECTORY_CALL_S
-        with trio.fail_after(10):
+        with trio.fail_after(WAIT_S):
             while await second.fetch(digests) != 8:  # noqa: ASYNC110
                 await trio.sleep(0.01)
         await until_located(second, [digest_of(199)], {first.address: 1})

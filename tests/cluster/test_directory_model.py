@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvfs import limits
 from tests.support.directory_server import DirectoryServer, directed_machines, directory_server, needs_server
-from tests.support.machines import Machine, digest_of, payload_of, until
+from tests.support.machines import Machine, digest_of, payload_of
+from tests.support.waits import WAIT_S, until
 
 COUNT = 4
 BLOCKS = st.integers(1, 12)
@@ -69,7 +70,7 @@ class Model:
                 {self.running[i].address for i in range(COUNT) if i != at and number in self.has[i]}
                 for number in every
             ]
-            with trio.fail_after(20):
+            with trio.fail_after(WAIT_S):
                 while True:
                     holders = await machine.cluster._directory.holders([digest_of(n) for n in every])
                     if holders is not None and list(map(set, holders)) == expected:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from kvfs import limits
 from kvfs.errors import ProtocolError
 from tests.support.directory_server import DirectoryServer, directory_server, needs_server
-from tests.support.machines import digest_of, until
+from tests.support.machines import digest_of
+from tests.support.waits import WAIT_S, until
 from tiers.cluster.changes import Manifest, PendingChanges
 from tiers.cluster.location_format import BUCKETS, decode_holders, encode_changes
 from tiers.cluster.membership import Membership
@@ -144,7 +145,7 @@ async def test_a_lease_ends_by_itself(server: DirectoryServer, monkeypatch: pyte
     one, other = Membership(ONE, A, 5), Membership(OTHER, B, 5)
     async with connected(server.url) as redis:
         await beat(redis, one)
-        with trio.fail_after(5):
+        with trio.fail_after(WAIT_S):
             while True:
                 await beat(redis, other)
                 if len(other.members) == 1:

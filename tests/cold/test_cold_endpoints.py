@@ -19,12 +19,13 @@ from kvfs import limits
 from kvfs.config.settings import ColdSettings
 from kvfs.errors import ConfigError, Corrupt, InvalidRequest, NotFound, TierUnreachable
 from tests.support.cold import FolderBucket
-from tests.support.door import ON_DIRECTORY, eventually, need_mount
+from tests.support.door import ON_DIRECTORY, need_mount
 from tests.support.gateway import ACCESS, SECRET, gateway
 from tests.support.held_ports import HeldPort
 from tests.support.processor_waits import within
 from tests.support.service import Service
 from tests.support.stores import NAMESPACE
+from tests.support.waits import eventually
 from tiers.cold.bucket import ColdBucket, S3Bucket, open_bucket
 
 moto_server = pytest.importorskip("moto.server", reason="moto's server is not installed")

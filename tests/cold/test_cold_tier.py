@@ -16,9 +16,10 @@ from kvfs import limits
 from kvfs._native.shared.table import TIER_COLD, TIER_DRAM, TIER_NVME
 from kvfs.errors import CrossDevice, NotFound
 from kvfs.limits import MIB
-from tests.support.cold import FolderBucket, options, until
+from tests.support.cold import FolderBucket, options
 from tests.support.stores import NAMESPACE, draft_of, put_block, read
 from tests.support.stores import put as put_name
+from tests.support.waits import WAIT_S, until
 from tiers.cold.bucket import ColdOptions
 from tiers.cold.tier import ColdTier
 from tiers.device.threads import thread_device
@@ -529,7 +530,7 @@ async def test_what_came_while_the_bucket_was_listed_is_not_lost(
         found = page(prefix, after)
         if prefix == "objects/":
             listed.set()
-            assert go_on.wait(20)
+            assert go_on.wait(WAIT_S)
         return found
 
     monkeypatch.setattr(bucket, "page", slow_page)

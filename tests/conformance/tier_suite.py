@@ -28,6 +28,7 @@ from hypothesis.stateful import (
 )
 
 from kvfs.errors import NoSpace, ObjectTooLarge, Superseded, WriterActive
+from tests.support.waits import WAIT_S
 from tiers.model.ports import Lease, ReadableTier, WritableTier
 from tiers.model.tier import Extent, Kind, Sealed, SealHeader, StoreKey, object_key
 
@@ -97,7 +98,7 @@ async def contents(tier: Tier, extent: Extent) -> bytes:
 
 async def checksum_of(tier: Tier, extent: Extent) -> int:
     """The checksum may follow the seal by a moment."""
-    with trio.fail_after(5):
+    with trio.fail_after(WAIT_S):
         while (value := tier.checksum(extent)) is None:  # noqa: ASYNC110 the tier has no event to wait for
             await trio.sleep(0.001)
     return value

@@ -10,6 +10,7 @@ import sys
 
 from kvfs._native.cuda.driver import Context, Device
 from tests.support.cuda_standin import Standin
+from tests.support.waits import WAIT_S
 
 SIZE = 4 << 20
 
@@ -31,6 +32,7 @@ door.send(ctypes.string_at(mapping.address, 5))
 
 OPENER = """
 import ctypes, sys
+from tests.support.waits import WAIT_S
 from kvfs._native.cuda.driver import open_driver
 
 memory = open_driver(sys.argv[1]).devices()[0].retain_context().open_handle(bytes.fromhex(sys.argv[2]))
@@ -55,7 +57,7 @@ def test_two_processes_share_an_allocation_by_descriptor(standin: Standin, devic
         allocation.release()
         mine.send(b".")
         assert mine.recv(5) == b"hello", "the importer's memory outlives the owner's"
-        assert importer.wait(timeout=30) == 0
+        assert importer.wait(timeout=WAIT_S) == 0
 
 
 def test_another_process_opens_a_legacy_handle(standin: Standin, context: Context) -> None:

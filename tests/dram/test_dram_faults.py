@@ -21,6 +21,7 @@ from kvfs._native.shared.table import Table
 from kvfs.errors import ConfigError, DeviceMissing, NoSpace, StoreLocked, Unsupported, WriterActive
 from tests.conformance.tier_suite import block_header, put, write
 from tests.support.processes import Helper
+from tests.support.waits import WAIT_S
 from tiers.dram import tmpfs
 from tiers.dram.tier import DramTier
 from tiers.model.tier import Extent
@@ -361,7 +362,7 @@ def test_an_ordinary_user_gets_a_directory(root: Path) -> None:
     )
     with Helper(code, root) as other:
         other.expect("directory")
-        assert other.process.wait(10) == 0
+        assert other.process.wait(WAIT_S) == 0
 
 
 def test_two_services_do_not_share_a_root(root: Path, tier: DramTier) -> None:
@@ -393,6 +394,7 @@ SERVICE = """
 import sys, os
 from pathlib import Path
 from tiers.dram.tier import DramTier
+from tests.support.waits import WAIT_S
 from tests.conformance.tier_suite import put
 tier = DramTier.open(Path(sys.argv[1]), 32 << 20, store_id=b"sixteen-byte-id.", mode=sys.argv[2])
 extent = put(tier, b"from the first service").extent

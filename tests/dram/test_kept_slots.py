@@ -32,6 +32,7 @@ from kvfs import limits
 from kvfs._native.shared import slots as native
 from kvfs.errors import NoSpace
 from tests.conformance.tier_suite import block_header
+from tests.support.waits import WAIT_S
 from tiers.dram import tmpfs
 from tiers.dram.tier import DramTier
 from tiers.model.tier import Extent
@@ -180,7 +181,7 @@ def test_the_services_own_copies_are_no_use(tier: DramTier) -> None:
     os.pwrite(fd, b"a" * SIZE, 0)
     os.close(fd)
     extent = tier.seal(draft, block_header(1)).extent  # without a checksum: the tier's thread reads it
-    tier.checksums.wait(10)
+    tier.checksums.wait(WAIT_S)
     os.close(tier.open_copy(extent))
     tier.free(extent)
     assert takes_kept(tier) == SIZE
@@ -340,7 +341,7 @@ async def test_slots_are_filled_ahead_where_pages_come_slowly(
     assert takes_kept(tier) == 0
     async with trio.open_nursery() as nursery:
         nursery.start_soon(tier.filler.run)
-        with trio.fail_after(10):
+        with trio.fail_after(WAIT_S):
             while tier.filler.filled_bytes < MOST_KEPT // 2:  # noqa: ASYNC110 the tier has no event to wait for
                 await trio.sleep(0.001)
         nursery.cancel_scope.cancel()
@@ -359,7 +360,7 @@ async def test_one_slot_tells_that_pages_come_fast(tier: DramTier, monkeypatch: 
         tier.reserve(kept_bytes=SIZE)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(tier.filler.run)
-        with trio.fail_after(10):
+        with trio.fail_after(WAIT_S):
             while not tier.filler.filled_bytes:  # noqa: ASYNC110 the tier has no event to wait for
                 await trio.sleep(0.001)
         for _ in range(10):

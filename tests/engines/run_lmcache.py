@@ -23,7 +23,7 @@ import torch
 CHUNK, LAYERS, HEADS, ELEMENTS = 8, 3, 2, 4
 SHAPE = torch.Size((2, LAYERS, CHUNK, HEADS * ELEMENTS))
 COUNT = 5
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def chunk(fill: int | None = None, tokens: int = CHUNK) -> Any:

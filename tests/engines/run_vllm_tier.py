@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 CHUNKS, CHUNK_BYTES = 8, 12_288
-WAIT_S = 20.0
+WAIT_S = 60.0
 KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(CHUNKS)]
 REQUEST = ReqContext(req_id="request")
 

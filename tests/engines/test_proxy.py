@@ -27,8 +27,9 @@ from tests.engines.run_engine import ENVIRONMENT
 from tests.engines.test_vllm_connector import connector
 from tests.engines.test_vllm_events import free_port
 from tests.engines.tiny_llama import VOCABULARY
-from tests.support.door import ON_DIRECTORY, eventually
+from tests.support.door import ON_DIRECTORY
 from tests.support.service import ROOT, Service
+from tests.support.waits import eventually
 
 pytestmark = [
     pytest.mark.engine,

@@ -21,8 +21,9 @@ from tests.engines.spoken_words import FIRST_WORD, word, write_tokenizer
 from tests.engines.test_proxy import START_S, Server, proxy, vllm_server
 from tests.engines.test_vllm_connector import connector
 from tests.engines.tiny_llama import VOCABULARY
-from tests.support.door import ON_DIRECTORY, eventually
+from tests.support.door import ON_DIRECTORY
 from tests.support.service import Service
+from tests.support.waits import eventually
 
 pytestmark = [
     pytest.mark.engine,

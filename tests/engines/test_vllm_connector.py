@@ -35,8 +35,9 @@ from tests.engines.engine import (
 from tests.engines.scripts import said_to_work
 from tests.engines.test_vllm_events import free_port
 from tests.engines.tiny_llama import HEAD_DIM, KV_HEADS, LAYERS, VOCABULARY
-from tests.support.door import ON_DIRECTORY, eventually
+from tests.support.door import ON_DIRECTORY
 from tests.support.service import Service
+from tests.support.waits import eventually
 
 pytestmark = [
     pytest.mark.engine,

@@ -34,8 +34,9 @@ from tests.engines.engine import (
     whole_blocks,
 )
 from tests.engines.tiny_llama import LAYERS
-from tests.support.door import ON_DIRECTORY, eventually
+from tests.support.door import ON_DIRECTORY
 from tests.support.service import Service, run_kvfs
+from tests.support.waits import eventually
 
 pytestmark = [
     pytest.mark.engine,

@@ -26,9 +26,10 @@ from kvfs.keys import block_name
 from kvfs.protocol.messages import ExtentResult, Op
 from tests.store.test_store_over_nvme import data_of as bytes_of
 from tests.store.test_store_over_nvme import put, running, until_written
-from tests.support.door import eventually, need_mount
+from tests.support.door import need_mount
 from tests.support.gateway import Gateway, gateway
 from tests.support.stores import NAMESPACE
+from tests.support.waits import eventually
 from tiers.model.objects import Name, ObjectInfo
 from tiers.sessions.answers import send_objects
 from tiers.sessions.channel import OpenedFrame, close_all

@@ -18,6 +18,7 @@ import trio
 
 from kvfs.errors import NoSpace
 from tests.support.one_store import CACHE, DURABLE, abandon, fill, look, start
+from tests.support.waits import WAIT_S
 from tiers.device.threads import thread_device
 from tiers.log.segments import Segment
 from tiers.model.objects import Attributes, Name
@@ -38,10 +39,10 @@ def put(store: Store, name: Name, data: bytes) -> None:
 
 async def reach_tier(store: Store) -> None:
     """Everything is on the device."""
-    store.dram.checksums.wait(30)
+    store.dram.checksums.wait(WAIT_S)
     journal = store.journal
     assert isinstance(journal, NvmeJournal)
-    with trio.fail_after(20):
+    with trio.fail_after(WAIT_S):
         while journal.usage()[0]["write_behind"]:  # noqa: ASYNC110 it notifies nobody
             await trio.sleep(0.001)
         await journal.nvme.log.settle()
@@ -166,8 +167,8 @@ async def test_what_reclaim_let_go_does_not_come_back(
         journal.nvme.log.writer.reclaim = Reclaimer(journal.nvme).reclaim
         journal.nvme.pool.free.clear()
         put(store, Name(CACHE, b"another"), NEW)
-        store.dram.checksums.wait(30)
-        with trio.fail_after(20):
+        store.dram.checksums.wait(WAIT_S)
+        with trio.fail_after(WAIT_S):
             while journal.nvme.log.trouble is None:  # noqa: ASYNC110 it notifies nobody
                 await trio.sleep(0.001)
         assert not journal.nvme.objects, "nothing was evicted"

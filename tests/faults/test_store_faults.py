@@ -27,6 +27,7 @@ from tests.support.crash_model import Model, Value
 from tests.support.crash_power import forget
 from tests.support.faulty_device import FailingDevice, Op
 from tests.support.seeds import SEED
+from tests.support.waits import WAIT_S
 from tiers.device.threads import thread_device
 from tiers.recovery.start import NvmeOptions, StoreOptions, start_store
 from tiers.store.store import Store
@@ -124,7 +125,7 @@ class Life:
 
 async def recovers(store: Store) -> None:
     """With the device well again, everything is written in the end, and the trouble is over."""
-    with trio.fail_after(20):
+    with trio.fail_after(WAIT_S):
         while True:
             try:
                 await store.journal.settle_names()

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from kvfs.system.notify import JournalFormatter, notify, set_up_logging
+from tests.support.waits import WAIT_S
 
 
 @pytest.fixture
 def receiver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> socket.socket:
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    listening.settimeout(5)
+    listening.settimeout(WAIT_S)
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
     return listening
 

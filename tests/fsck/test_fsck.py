@@ -30,6 +30,7 @@ from tests.support.one_store import abandon
 from tests.support.seeds import SEED
 from tests.support.service import ROOT, run_kvfs
 from tests.support.stores import NAMESPACE
+from tests.support.waits import WAIT_S
 from tiers.device.threads import thread_device
 from tiers.model.objects import Attributes, Name, ObjectInfo
 from tiers.recovery.start import NvmeOptions, StoreOptions, start_store
@@ -92,7 +93,7 @@ class Life:
             store.maintain()
             await trio.lowlevel.checkpoint()
         await store.journal.settle()
-        store.dram.checksums.wait(30)
+        store.dram.checksums.wait(WAIT_S)
 
     def _step(self, store: Store) -> None:
         choice = self.random.random()

@@ -17,6 +17,7 @@ from kvfs.limits import KIB, MIB
 from tests.store.test_store_over_nvme import data_of, flip, put, put_block, read, running, until_written
 from tests.support import stores
 from tests.support.stores import NAMESPACE, small_store
+from tests.support.waits import WAIT_S
 from tiers.fsck.scrub import Scrub
 from tiers.model.objects import Name, ObjectInfo
 from tiers.nvme.write_behind import NvmeJournal
@@ -38,7 +39,7 @@ async def test_a_pass_verifies_everything_and_nothing_is_wrong(tmp_path: Path) -
             put(store, Name(b"b", b"%d" % number), size)
         put_block(store, b"kv", b"\1" * 16, None, 4096)
         await until_written(store, len(sizes) + 1)
-        store.dram.checksums.wait(10)
+        store.dram.checksums.wait(WAIT_S)
         before = store.usage()
         scrub = await one_pass(store)
         assert scrub.status()["verified_bytes"] == 2 * (sum(sizes) + 4096)
@@ -111,7 +112,7 @@ async def test_a_damaged_slot_is_read_from_nvme_instead(tmp_path: Path) -> None:
         store.create_bucket(b"b", uid=0, gid=0)
         info = put(store, name, 50_000)
         await until_written(store, 1)
-        store.dram.checksums.wait(10)
+        store.dram.checksums.wait(WAIT_S)
         flip_slot(store, info)
         scrub = await one_pass(store)
         assert scrub.status()["damaged_slots"] == 1
@@ -125,7 +126,7 @@ async def test_a_damaged_slot_without_another_copy_is_a_miss(tmp_path: Path) -> 
     with small_store(tmp_path) as store:
         info = stores.put(store, b"x", bytes(10_000))
         other = stores.put(store, b"y", bytes(10_000))
-        store.dram.checksums.wait(10)
+        store.dram.checksums.wait(WAIT_S)
         flip_slot(store, info)
         await one_pass(store)
         with pytest.raises(NotFound):
@@ -151,7 +152,7 @@ async def test_the_rate_is_kept_and_a_pass_an_hour(
     with small_store(tmp_path) as store:
         for number in range(40):
             stores.put(store, b"%d" % number, bytes(64 * KIB))
-        store.dram.checksums.wait(10)
+        store.dram.checksums.wait(WAIT_S)
         scrub = Scrub(store, 256 * KIB)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(scrub.run)
@@ -183,7 +184,7 @@ async def test_what_goes_meanwhile_is_no_damage(tmp_path: Path) -> None:
         for name in names:
             put(store, name, 20_000)
         await until_written(store, 20)
-        store.dram.checksums.wait(10)
+        store.dram.checksums.wait(WAIT_S)
         scrub = Scrub(store, MIB << 10)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(scrub._pass)

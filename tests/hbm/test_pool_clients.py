@@ -15,6 +15,7 @@ from kvfs import limits
 from kvfs.errors import LimitExceeded, NoSpace, Superseded
 from tests.conformance.tier_suite import block_header
 from tests.support.device_pools import MIB, Clock, MappedPool, MemorySegments
+from tests.support.waits import WAIT_S
 from tiers.hbm.clients import PoolClient, Standing, standing
 from tiers.hbm.tier import HbmTier
 from tiers.model.tier import Extent
@@ -22,6 +23,7 @@ from tiers.model.tier import Extent
 SLOT = 256 << 10
 CHILD = """
 import mmap, socket, sys
+from tests.support.waits import WAIT_S
 from kvfs._native.hbm.hazards import ClientHazards
 door = socket.socket(fileno=int(sys.argv[1]))
 _, fds, _, _ = socket.recv_fds(door, 1, 3)
@@ -51,7 +53,7 @@ class Child:
         number = theirs.fileno()
         self.process = subprocess.Popen([sys.executable, "-c", CHILD, str(number)], pass_fds=[number])
         theirs.close()
-        self.door.settimeout(20)
+        self.door.settimeout(WAIT_S)
         self.client: PoolClient = tier.attach(self.process.pid, os.pidfd_open(self.process.pid))
         segment, _ = tier.map_segment(self.client, 0)
         socket.send_fds(self.door, [b"."], [tier.generations.fd, self.client.hazards.fd, segment])

@@ -17,11 +17,12 @@ from pathlib import Path
 import pytest
 
 from kvfs.system import linux
-from tests.support.door import ON_DIRECTORY, TEST_MODES, eventually, need_mount
+from tests.support.door import ON_DIRECTORY, TEST_MODES, need_mount
 from tests.support.posix import in_flight, mapped_pages, opened, pattern
 from tests.support.seeds import SEED
 from tests.support.service import STOP_WAIT_S, Service, mounts_under
 from tests.support.stopped_threads import native_threads_stopped, signal_main_thread
+from tests.support.waits import WAIT_S, eventually
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
 
@@ -139,7 +140,7 @@ def test_no_kill_undoes_what_was_answered(service: Service) -> None:
         time.sleep(generator.uniform(0.05, 0.25))  # how much is done, and in the middle of what it ends
         service.kill()
         for thread in threads:
-            thread.join(30)
+            thread.join(WAIT_S)
             assert not thread.is_alive()
         if number % 2:
             shutil.rmtree(service.data / "index")

@@ -12,8 +12,9 @@ from typing import Final
 
 import pytest
 
-from tests.support.door import Door, eventually
+from tests.support.door import Door
 from tests.support.posix import expect_errno, opened, write_all
+from tests.support.waits import eventually
 
 pytestmark = pytest.mark.mount
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.door import Door, eventually
+from tests.support.door import Door
 from tests.support.posix import opened, write_all
 from tests.support.service import Service
+from tests.support.waits import eventually
 
 pytestmark = pytest.mark.mount
 

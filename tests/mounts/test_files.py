@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.door import Door, eventually
+from tests.support.door import Door
 from tests.support.posix import (
     FALLOC_FL_KEEP_SIZE,
     FALLOC_FL_PUNCH_HOLE,
@@ -32,6 +32,7 @@ from tests.support.posix import (
     wait_child,
     write_all,
 )
+from tests.support.waits import eventually
 
 pytestmark = pytest.mark.mount
 

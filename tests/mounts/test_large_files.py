@@ -17,10 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.door import ON_DIRECTORY, TEST_MODES, eventually, need_mount
+from tests.support.door import ON_DIRECTORY, TEST_MODES, need_mount
 from tests.support.posix import opened, pattern, write_all
 from tests.support.seeds import SEED
 from tests.support.service import Service
+from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
 

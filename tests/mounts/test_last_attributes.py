@@ -12,9 +12,10 @@ from typing import Final
 
 import pytest
 
-from tests.support.door import ON_DIRECTORY, TEST_MODES, eventually, need_mount
+from tests.support.door import ON_DIRECTORY, TEST_MODES, need_mount
 from tests.support.service import Service
 from tests.support.small_store import state, watched, write_sealed
+from tests.support.waits import WAIT_S, eventually
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
 
@@ -208,7 +209,7 @@ def test_a_mode_set_while_another_opens_the_file_for_writing(path: Path) -> None
             path.chmod(0o600 | number % 64)
             mode = 0o600 | number % 64
             eventually(lambda mode=mode: path.stat().st_mode & 0o777 == mode, "the mode is shown")
-            assert opened.wait(30)
+            assert opened.wait(WAIT_S)
     finally:
         done.set()
         thread.join()

@@ -18,7 +18,7 @@ import pytest
 
 import kvfs
 from kvfs.keys import block_name
-from tests.support.door import ON_DIRECTORY, eventually
+from tests.support.door import ON_DIRECTORY
 from tests.support.holder import RIGHT, Holder, Kind
 from tests.support.posix import expect_errno, mapped_pages, opened, pattern, write_all
 from tests.support.service import Service
@@ -32,6 +32,7 @@ from tests.support.small_store import (
     write_sealed,
 )
 from tests.support.stores import NAMESPACE
+from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from kvfs.limits import MAX_FUSE_THREADS
-from tests.support.door import BUCKET, eventually, need_mount
-from tests.support.held_files import WAIT_S, HeldFiles, held_files
+from tests.support.door import BUCKET, need_mount
+from tests.support.held_files import HeldFiles, held_files
 from tests.support.service import ROOT, Service
+from tests.support.waits import WAIT_S, eventually
 
 pytestmark = pytest.mark.mount
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.door import Door, eventually
+from tests.support.door import Door
 from tests.support.posix import (
     expect_errno,
     in_child,
@@ -23,6 +23,7 @@ from tests.support.posix import (
     wait_child,
     write_all,
 )
+from tests.support.waits import eventually
 
 pytestmark = pytest.mark.mount
 

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.door import BUCKET, ON_DIRECTORY, TEST_MODES, eventually
+from tests.support.door import BUCKET, ON_DIRECTORY, TEST_MODES
 from tests.support.holder import DIED, ERROR, RIGHT, Holder
 from tests.support.posix import expect_errno, opened, pattern, start_child, wait_child, write_all
 from tests.support.service import Service
 from tests.support.small_store import MIB, check, refill, small_service, state, write_sealed
+from tests.support.waits import WAIT_S, eventually
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
 
@@ -231,7 +232,7 @@ def test_an_unmount_ends_the_calls_that_wait_for_a_stopped_service(service: Serv
         assert wait_child(waiting) == 0
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert service.running.wait(30) == 0, "a service without its mount stops"
+    assert service.running.wait(WAIT_S) == 0, "a service without its mount stops"
 
 
 def task_state(task: Path) -> str:

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from kvfs.system import linux
-from tests.support.door import ON_DIRECTORY, TEST_MODES, eventually
+from tests.support.door import ON_DIRECTORY, TEST_MODES
 from tests.support.posix import opened, pattern, start_child, wait_child
 from tests.support.service import Service
+from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
 

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.door import BUCKET, ON_DIRECTORY, TEST_MODES, eventually
+from tests.support.door import BUCKET, ON_DIRECTORY, TEST_MODES
 from tests.support.holder import read_whole
 from tests.support.posix import opened, pattern, start_child, wait_child, write_all
 from tests.support.seeds import SEED
 from tests.support.service import Service
 from tests.support.small_store import MIB, check, small_service
+from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
 

@@ -15,12 +15,13 @@ import trio.testing
 from kvfs import limits
 from kvfs.client import Client
 from kvfs.errors import Busy, Exists
-from tests.support.door import BUCKET, ON_DIRECTORY, eventually
+from tests.support.door import BUCKET, ON_DIRECTORY
 from tests.support.processor_waits import within
 from tests.support.service import Service
 from tests.support.small_store import watched
 from tests.support.stores import BUCKET as STORE_BUCKET
 from tests.support.stores import put, small_store
+from tests.support.waits import eventually
 from tiers.model.objects import Name, Unpublished
 
 ON_MOUNT: Final = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]

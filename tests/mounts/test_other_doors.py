@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 
 from kvfs.client import Client
 from tests.support.block_batches import Block, open_blocks
-from tests.support.door import BUCKET, ON_DIRECTORY, eventually
+from tests.support.door import BUCKET, ON_DIRECTORY
 from tests.support.posix import NOBODY, SOMEBODY, expect_errno, mapped_pages, opened, run_as, write_all
 from tests.support.service import Service
 from tests.support.small_store import MIB, state, write_sealed
 from tests.support.stores import NAMESPACE
+from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
 

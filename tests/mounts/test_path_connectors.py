@@ -18,8 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.door import Door, eventually
+from tests.support.door import Door
 from tests.support.posix import opened, pattern, write_all
+from tests.support.waits import eventually
 
 pytestmark = pytest.mark.mount
 

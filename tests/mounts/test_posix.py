@@ -17,8 +17,9 @@ import pytest
 from kvfs.cli import service_commands
 from kvfs.errors import AccessDenied, NotPermitted
 from tests.support.crash_harness import fast_directory
-from tests.support.door import Door, eventually
+from tests.support.door import Door
 from tests.support.posix import NOBODY, Directory, expect_errno, opened, run_as, write_all
+from tests.support.waits import eventually
 
 pytestmark = pytest.mark.mount
 

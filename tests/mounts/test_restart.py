@@ -16,13 +16,14 @@ import pytest
 
 from kvfs.client import discovery
 from tests.support.block_batches import Block, open_blocks
-from tests.support.door import BUCKET, ON_DIRECTORY, TEST_MODES, eventually
+from tests.support.door import BUCKET, ON_DIRECTORY, TEST_MODES
 from tests.support.holder import RIGHT, Holder
 from tests.support.posix import pattern
 from tests.support.seeds import SEED
 from tests.support.service import Service, mounts_under, run_kvfs
 from tests.support.small_store import MIB, check, checksums, refill, small_service, write_sealed
 from tests.support.stores import NAMESPACE
+from tests.support.waits import eventually
 from tiers.dram import tmpfs
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvfs import limits
-from tests.support.door import Door, eventually
+from tests.support.door import Door
 from tests.support.posix import NOBODY, SOMEBODY, expect_errno, in_child, opened, run_as, write_all
+from tests.support.waits import eventually
 
 pytestmark = pytest.mark.mount
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.door import Door, eventually
+from tests.support.door import Door
 from tests.support.posix import expect_errno, in_child, opened, pattern, start_child, wait_child
+from tests.support.waits import eventually
 
 pytestmark = pytest.mark.mount
 

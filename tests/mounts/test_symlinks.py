@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.mounts.test_programs import need_program, shell
-from tests.support.door import Door, eventually
+from tests.support.door import Door
+from tests.support.waits import eventually
 
 pytestmark = pytest.mark.mount
 

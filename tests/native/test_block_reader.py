@@ -18,6 +18,7 @@ from kvfs._native.shared import slots
 from kvfs._native.shared.table import TIER_DRAM, TIER_NVME, Table
 from kvfs.errors import FormatMismatch
 from tests.support.service import ROOT
+from tests.support.waits import WAIT_S
 
 BLOCK, OBJECT = 2, 1
 KEY = b"\1" * 16
@@ -168,6 +169,7 @@ from pathlib import Path
 from kvfs._native.shared import slots
 from kvfs._native.blocks.pieces import Pieces
 from kvfs._native.blocks.reader import Reader
+from tests.support.waits import WAIT_S
 from kvfs._native.shared.table import Table
 
 KEYS, SIZE = [bytes([i]) * 16 for i in range(1, 9)], 1 << 20
@@ -207,7 +209,7 @@ descend(sys.argv[2])
 @pytest.mark.parametrize("reads", ["r-rrr", "r--rr", "-r-r-r"])
 def test_the_pool_lives_through_forks(tmp_path: Path, reads: str) -> None:
     """Of children that do not read before they fork, too: the handlers are registered once."""
-    done = subprocess.run([sys.executable, "-c", FORKS, str(tmp_path), reads], timeout=30, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", FORKS, str(tmp_path), reads], timeout=WAIT_S, cwd=ROOT)
     assert done.returncode == 0
 
 

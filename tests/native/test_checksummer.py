@@ -14,6 +14,7 @@ from kvfs._native.seal.checksummer import Checksummer
 from kvfs._native.shared import slots
 from kvfs._native.shared.table import Table
 from kvfs.errors import DeadlinePassed
+from tests.support.waits import WAIT_S
 
 MIB = 1 << 20
 
@@ -88,7 +89,7 @@ def test_a_pause_takes_the_thread_off_the_slot_and_it_goes_on_after(
     rounds = 0
     while summer.yielded == 0 and rounds < 200:
         summer.push(0, generation)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + WAIT_S
         while not summer.idle:
             assert time.monotonic() < deadline, "the checksum thread does not end"
             assert summer.pause(0)

@@ -26,7 +26,6 @@ from tests.support.fuse_stand import (
     TICK_NS,
     UNLINK,
     VALID_S,
-    WAIT_S,
     WRITE,
     Stand,
     attr_of_entry,
@@ -34,6 +33,7 @@ from tests.support.fuse_stand import (
     outcome,
     write_in,
 )
+from tests.support.waits import WAIT_S
 
 # --- what the loop does by itself ----------------------------------------------------------------------------
 

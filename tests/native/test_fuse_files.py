@@ -13,7 +13,6 @@ import pytest
 from kvfs import limits
 from kvfs._native.fuse import loop as fuse_loop
 from kvfs.errors import KvfsError
-from tests.support.door import eventually
 from tests.support.fuse_stand import (
     BUFFER_BYTES,
     FALLOCATE,
@@ -44,6 +43,7 @@ from tests.support.fuse_stand import (
     settled_descriptors,
     write_in,
 )
+from tests.support.waits import eventually
 
 # --- attributes ---------------------------------------------------------------------------------------------
 

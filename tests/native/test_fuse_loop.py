@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.door import eventually
 from tests.support.fuse_stand import (
     ALLOW_MMAP,
     ATTR,
@@ -40,7 +39,6 @@ from tests.support.fuse_stand import (
     SETATTR,
     STATFS,
     UNLINK,
-    WAIT_S,
     WRITE,
     Attr,
     Stand,
@@ -51,6 +49,7 @@ from tests.support.fuse_stand import (
     write_in,
 )
 from tests.support.processor_waits import within
+from tests.support.waits import WAIT_S, eventually
 
 # --- INIT ---------------------------------------------------------------------------------------------------
 

@@ -29,13 +29,13 @@ from tests.support.fuse_stand import (
     UNLINK,
     UNRESOLVED_NAMES,
     VALID_S,
-    WAIT_S,
     Request,
     Stand,
     attr_of_entry,
     known_directory,
     outcome,
 )
+from tests.support.waits import WAIT_S
 
 # --- names --------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fuse_stand import GETATTR, GETATTR_IN, ROOT, WAIT_S, Stand
+from tests.support.fuse_stand import GETATTR, GETATTR_IN, ROOT, Stand
+from tests.support.waits import WAIT_S
 
 PROCESSORS = os.sched_getaffinity(0)
 pytestmark = pytest.mark.skipif(not 2 <= len(PROCESSORS) <= 4, reason="for machines of 2 to 4 processors")

@@ -34,7 +34,6 @@ from tests.support.fuse_stand import (
     ROOT,
     SETATTR,
     STATFS,
-    WAIT_S,
     WRITE,
     Stand,
     fallocate_in,
@@ -46,6 +45,7 @@ from tests.support.fuse_stand import (
     write_in,
 )
 from tests.support.held_files import HeldFiles, held_files
+from tests.support.waits import WAIT_S
 from tiers.dram.tier import DramTier
 
 THREADS = 4

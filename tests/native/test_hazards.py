@@ -14,6 +14,7 @@ import pytest
 from kvfs import limits
 from kvfs._native.hbm.hazards import ClientHazards, Generations, Hazards
 from kvfs.errors import Busy, InvalidRequest, Superseded
+from tests.support.waits import WAIT_S
 
 ROOT = Path(__file__).parents[2]
 NATIVE = ROOT / "kvfs" / "_native"
@@ -32,7 +33,7 @@ def hammer(folder: Path, *flags: str) -> Path:
 
 def test_nothing_leased_is_reused(tmp_path: Path) -> None:
     program = hammer(tmp_path, "-O2")
-    said = subprocess.run([program, "400000"], capture_output=True, text=True, timeout=60).stdout.split()
+    said = subprocess.run([program, "400000"], capture_output=True, text=True, timeout=WAIT_S).stdout.split()
     assert said[0] == "done"
     assert int(said[2]) > 0, "nothing was read"
 
@@ -41,7 +42,7 @@ def test_nothing_leased_is_reused(tmp_path: Path) -> None:
 def test_both_sides_have_to_look(tmp_path: Path, side: str) -> None:
     """The program finds what it is there to find."""
     program = hammer(tmp_path, "-O2", f"-DBREAK_{side}")
-    said = subprocess.run([program, "40000000"], capture_output=True, text=True, timeout=60).stdout
+    said = subprocess.run([program, "40000000"], capture_output=True, text=True, timeout=WAIT_S).stdout
     assert said == "torn\n"
 
 

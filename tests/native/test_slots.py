@@ -15,6 +15,7 @@ import xxhash
 
 from kvfs._native.shared import slots
 from kvfs.errors import Exists, IsLink, NotFound, WriterActive
+from tests.support.waits import WAIT_S
 
 
 @pytest.fixture
@@ -148,7 +149,7 @@ def test_opening_a_slot_under_a_recyclers_lease_does_not_wait(folder: int) -> No
 
 
 def run_python(code: str) -> int:
-    return subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode
+    return subprocess.run([sys.executable, "-c", code], timeout=WAIT_S, check=False).returncode
 
 
 def test_a_broken_lease_does_not_end_the_process() -> None:

@@ -28,6 +28,7 @@ from kvfs import limits
 from kvfs._native.device.uring import Ring
 from kvfs.errors import Corrupt, DeviceFailed
 from tests.support.uring import needs_uring
+from tests.support.waits import WAIT_S
 from tiers.device.files import FileDevice
 from tiers.device.uring import RingOperations, uring_device
 
@@ -80,7 +81,7 @@ def test_a_read_that_comes_in_pieces_is_continued(ring: Ring, pipe: tuple[int, i
     request = ring.submit_read(pipe[0], 0, into, 2 * PAGE)
     for start, end in ((0, 1), (1, PAGE + 7), (PAGE + 7, 3 * PAGE)):
         os.write(pipe[1], payload[start:end])
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + WAIT_S
         while waiting_bytes(pipe[0]):
             assert time.monotonic() < deadline, "the ring does not read"
     assert reap(ring) == [(request, 0, 3 * PAGE, xxhash.xxh3_64_intdigest(payload[: 2 * PAGE]))]

@@ -18,6 +18,7 @@ from kvfs.errors import DeviceFailed, DeviceMissing, InvalidRequest, NoSpace
 from tests.conformance.device_suite import KIB, PAGE, DeviceSuite, MakeDevice, get, put
 from tests.support.faulty_device import SECTOR_BYTES, FailingDevice, LossyDevice, PowerLost, WrappedDevice
 from tests.support.uring import needs_uring
+from tests.support.waits import WAIT_S
 from tiers.device import threads as threads_module
 from tiers.device.device import Device, Kind, open_device
 from tiers.device.threads import thread_device
@@ -83,7 +84,7 @@ async def test_a_cancelled_call_of_a_thread_waits_for_it(
 
     def slow(fd: int, what: str) -> None:
         entered.set()
-        assert leave.wait(10)
+        assert leave.wait(WAIT_S)
 
     monkeypatch.setattr(threads_module, "_sync_data", slow)
     device = thread_device(1)
@@ -113,7 +114,7 @@ async def test_a_close_does_not_wait_for_a_stuck_thread(
     leave = threading.Event()
 
     def stuck(fd: int, what: str) -> None:
-        assert leave.wait(10)
+        assert leave.wait(WAIT_S)
 
     monkeypatch.setattr(threads_module, "_sync_data", stuck)
     monkeypatch.setattr(limits, "DEVICE_CLOSE_WAIT_S", 0.05)

@@ -21,6 +21,7 @@ from kvfs.cli.fsck_command import _check as fsck
 from kvfs.errors import DeviceMissing, NoSpace, NotFound, ObjectTooLarge, WriterActive
 from kvfs.limits import MIB
 from tests.store.test_store_over_nvme import put, running
+from tests.support.waits import WAIT_S
 from tiers.device.threads import thread_device
 from tiers.model.objects import Attributes, Name, ObjectInfo
 from tiers.nvme.large_draft import LargeDraft
@@ -147,7 +148,7 @@ async def test_what_ends_in_a_hole_comes_up_into_dram_and_is_whole_to_fsck(tmp_p
         info = store.seal_large(draft, NAME, Attributes())
         draft.close()
         await store.load(info, uid=0)
-        store.dram.checksums.wait(30)
+        store.dram.checksums.wait(WAIT_S)
     found = await trio.to_thread.run_sync(fsck, tmp_path, tmp_path / "nvme", False)
     assert found["problems"] == []
     async with running(tmp_path) as store:

@@ -11,6 +11,7 @@ import trio
 from kvfs.limits import MIB
 from tests.conformance.lower_suite import OBJECT_BYTES, Lower, LowerSuite
 from tests.store.test_store_over_nvme import nvme_of, put, running
+from tests.support.waits import WAIT_S
 from tiers.model.objects import Name
 
 
@@ -25,7 +26,7 @@ class TestNvmeTier(LowerSuite):
 
             async def write(number: int) -> None:
                 info = put(store, Name(b"b", b"%d" % number), OBJECT_BYTES)
-                with trio.fail_after(20):
+                with trio.fail_after(WAIT_S):
                     while not nvme.holds(info.object_id):
                         await nvme.log.queue.wait_popped()
 

@@ -18,6 +18,7 @@ from kvfs.index.rows import BucketRow, NameRow
 from kvfs.limits import MIB
 from tests.support.faulty_device import FailingDevice
 from tests.support.seeds import SEED
+from tests.support.waits import WAIT_S
 from tiers.device.threads import thread_device
 from tiers.log.entries import Barrier
 from tiers.log.records import MetaBody
@@ -369,7 +370,7 @@ async def test_a_freed_segment_is_trimmed_and_stays_allocated(tmp_path: Path, tr
         fresh(tier)
         tier.pool.trims = trim
         bench = Bench(tmp_path, tier, found)
-        with trio.fail_after(20):
+        with trio.fail_after(WAIT_S):
             while not tier.log.counts.segments_reclaimed:
                 bench.put(b"name", 200_000)
                 await tier.log.settle()

@@ -54,6 +54,7 @@ from tests.support.stores import (
     read,
     verified,
 )
+from tests.support.waits import WAIT_S
 from tiers.dram import tmpfs
 from tiers.dram.tier import DramTier
 from tiers.model.objects import Attributes, Directory, Name, ObjectInfo
@@ -95,7 +96,7 @@ def open_again(
 def crash(store: Store, *, wait: bool = True) -> None:
     """Let go of everything as a killed process does: nothing is flushed, removed or recorded."""
     if wait:
-        store.dram.checksums.wait(30)
+        store.dram.checksums.wait(WAIT_S)
     abandon(store.dram)
     store.names.environment._env.close()
     abandon_home(store.home)
@@ -394,6 +395,7 @@ def test_a_slot_that_somebody_can_write_is_not_taken_over(data: Path, backing: s
 
 
 WRITER = """
+from tests.support.waits import WAIT_S
 import mmap, os, sys
 fd = os.open(sys.argv[1], os.O_RDWR)
 mapping = mmap.mmap(fd, 0)
@@ -457,7 +459,7 @@ def test_more_holders_than_descriptors_are_swept_later(data: Path, monkeypatch: 
 def test_what_has_no_checksum_yet_is_not_taken_over(data: Path) -> None:
     store = open_again(data)
     put(store, b"early", b"early")
-    store.dram.checksums.wait(30)
+    store.dram.checksums.wait(WAIT_S)
     store.dram.checksums.thread.close()
     put(store, b"late", b"late")
     crash(store, wait=False)
@@ -526,7 +528,7 @@ def test_a_flipped_bit_of_a_header_costs_that_slot_at_most(data: Path) -> None:
         put(store, b"%d" % i, pattern(i, 1 + i * 1000))
     for i in range(16):
         put_block(store, DIGESTS[i], pattern(i + 8, 1 + i * 1000), parent=DIGESTS[i - 1] if i else None)
-    store.dram.checksums.wait(30)
+    store.dram.checksums.wait(WAIT_S)
     seen = headers_of(store)
     crash(store)
     for _ in range(20):

@@ -31,6 +31,7 @@ from kvfs.limits import MIB
 from tests.support.crash_harness import fast_directory
 from tests.support.seeds import SEED
 from tests.support.stores import NAMESPACE, draft_of, read
+from tests.support.waits import WAIT_S
 from tiers.device.device import Device
 from tiers.device.threads import thread_device
 from tiers.log.segment_reader import SegmentReader
@@ -70,10 +71,10 @@ async def serve(data: Path, do: Callable[[Store], None], *, clean: bool) -> None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(store.run)
             do(store)
-            with trio.fail_after(20):
+            with trio.fail_after(WAIT_S):
                 await store.journal.settle()
             nursery.cancel_scope.cancel()
-        store.dram.checksums.wait(10)
+        store.dram.checksums.wait(WAIT_S)
         if clean:
             await store.finish()
         store.close(keep=True)

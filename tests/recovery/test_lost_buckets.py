@@ -14,6 +14,7 @@ import trio
 
 from kvfs.formats import SEGMENT_DATA_START
 from tests.support.one_store import CACHE, DURABLE, NVME_BYTES, abandon, fill, look, start
+from tests.support.waits import WAIT_S
 from tiers.device.threads import thread_device
 from tiers.log.bucket_files import DIRECTORY
 from tiers.model.objects import Attributes, Name
@@ -39,10 +40,10 @@ async def living(path: Path) -> AsyncIterator[Store]:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(store.run)
             yield store
-            store.dram.checksums.wait(30)
+            store.dram.checksums.wait(WAIT_S)
             journal = store.journal
             assert isinstance(journal, NvmeJournal)
-            with trio.fail_after(20):
+            with trio.fail_after(WAIT_S):
                 while journal.usage()[0]["write_behind"]:  # noqa: ASYNC110 it notifies nobody
                     await trio.sleep(0.001)
                 await journal.nvme.log.settle()

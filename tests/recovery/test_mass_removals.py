@@ -17,6 +17,7 @@ import trio
 from kvfs.formats import RECORD_HEADER, SEGMENT_DATA_START, RecordType
 from tests.support import one_store
 from tests.support.one_store import CACHE, DURABLE, fill
+from tests.support.waits import WAIT_S
 from tiers.device.threads import thread_device
 from tiers.model.objects import Attributes, Name
 from tiers.nvme.write_behind import NvmeJournal
@@ -48,7 +49,7 @@ async def remove_most(path: Path, bucket: bytes) -> set[bytes]:
             draft = store.reserve(1, uid=0)
             fill(store, draft, b"x")
             store.seal(draft, Name(bucket, key), Attributes())
-        store.dram.checksums.wait(60)
+        store.dram.checksums.wait(WAIT_S)
         journal = store.journal
         assert isinstance(journal, NvmeJournal)
         with trio.fail_after(120):

@@ -25,6 +25,7 @@ from mounts.tree.view import View
 from tests.support.one_store import CACHE, DURABLE, abandon, fill, life, look, start, sync_draft
 from tests.support.seeds import SEED
 from tests.support.stores import draft_of
+from tests.support.waits import WAIT_S
 from tiers.device.threads import thread_device
 from tiers.model.objects import Attributes, Draft, Name
 from tiers.store.store import Store
@@ -78,7 +79,7 @@ async def prepare(path: Path, bucket: bytes, target: Name) -> None:
         nursery.start_soon(store.run)
         store.create_bucket(bucket, uid=0, gid=0, durable=bucket == DURABLE)
         store.seal(draft_of(store, BEFORE), target, Attributes())
-        store.dram.checksums.wait(30)
+        store.dram.checksums.wait(WAIT_S)
         nursery.cancel_scope.cancel()
     await store.finish()
     store.close(keep=False)
@@ -168,7 +169,7 @@ async def _fill_directory(path: Path, bucket: bytes) -> None:
             store.seal(
                 draft_of(store, b"again" if store.names.get(bucket, name.key) else b"first"), name, attributes
             )
-        store.dram.checksums.wait(30)
+        store.dram.checksums.wait(WAIT_S)
         nursery.cancel_scope.cancel()
     await store.finish()
     store.close(keep=False)

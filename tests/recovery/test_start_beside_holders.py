@@ -12,9 +12,10 @@ import pytest
 
 from kvfs.errors import NoSpace, QuotaExceeded
 from kvfs.protocol.messages import Reserve
-from tests.support.door import ON_DIRECTORY, eventually, need_mount
+from tests.support.door import ON_DIRECTORY, need_mount
 from tests.support.service import Service
 from tests.support.sessions import RawClient
+from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
 MIB = 1 << 20

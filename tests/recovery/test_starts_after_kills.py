@@ -14,6 +14,7 @@ from tests.support.faulty_device import LossyDevice, PowerLost, WrappedDevice
 from tests.support.one_store import DURABLE, life, look
 from tests.support.seeds import SEED
 from tests.support.stores import put
+from tests.support.waits import WAIT_S
 from tiers.device.threads import thread_device
 from tiers.model.objects import Name
 from tiers.store.store import Store
@@ -66,7 +67,7 @@ class CopyingDevice(WrappedDevice):
 
 def put_durable(store: Store, data: bytes) -> None:
     put(store, TARGET.key, data, bucket=TARGET.bucket)
-    store.dram.checksums.wait(30)
+    store.dram.checksums.wait(WAIT_S)
 
 
 async def killed_before(path: Path, device: StuckDevice, operation: str) -> None:

@@ -16,12 +16,13 @@ from kvfs._native.shared.table import TIER_DRAM, TIER_NVME, TIER_UNVERIFIED
 from kvfs.errors import NotFound
 from kvfs.limits import MIB
 from tests.support.block_batches import Block, open_blocks
-from tests.support.cold import FolderBucket, options, until
+from tests.support.cold import FolderBucket, options
 from tests.support.door import need_mount
 from tests.support.gateway import fails, gateway
 from tests.support.posix import pattern
 from tests.support.small_store import checksums
 from tests.support.stores import BOUND, NAMESPACE, abandon_home, put_block
+from tests.support.waits import WAIT_S, until
 from tiers.cold.format import ColdName, parse_name
 from tiers.cold.uploader import Uploader
 from tiers.device.device import open_device
@@ -61,7 +62,7 @@ def data(tmp_path: Path) -> Path:
     store.create_bucket(BOUND, uid=0, gid=0, namespace=NAMESPACE)
     for at, digest in enumerate(DIGESTS):
         put_block(store, digest, CONTENTS[digest], parent=DIGESTS[at - 1] if at else None)
-    store.dram.checksums.wait(30)
+    store.dram.checksums.wait(WAIT_S)
     kill(store)
     return tmp_path / "data"
 
@@ -104,7 +105,7 @@ async def test_a_block_is_there_and_unread_until_somebody_asks(store: Store) -> 
 
 async def test_the_background_verifies_all(store: Store) -> None:
     assert store.verifier.left == store.usage()["unverified"] == COUNT
-    with trio.fail_after(20):
+    with trio.fail_after(WAIT_S):
         await store.verifier.run()
     assert tiers_of(store) == [TIER_DRAM] * COUNT
     assert store.usage()["unverified"] == 0
@@ -228,7 +229,7 @@ def test_a_large_block_is_verified_before_the_store_serves(
     store.create_bucket(BOUND, uid=0, gid=0, namespace=NAMESPACE)
     for at, size in enumerate((1000, 1001, 1001)):
         put_block(store, DIGESTS[at], bytes(size))
-    store.dram.checksums.wait(30)
+    store.dram.checksums.wait(WAIT_S)
     damaged = file_of(store, DIGESTS[2])
     kill(store)
     flip(damaged)

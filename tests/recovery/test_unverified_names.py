@@ -21,6 +21,7 @@ from tests.support.posix import pattern
 from tests.support.service import ROOT
 from tests.support.small_store import checksums
 from tests.support.stores import keys, put, read
+from tests.support.waits import WAIT_S
 from tiers.device.device import open_device
 from tiers.model.objects import Directory, Name, ObjectInfo
 from tiers.nvme.write_behind import NvmeJournal
@@ -42,7 +43,7 @@ def data(tmp_path: Path) -> Path:
         put(store, key, content, bucket=CACHE)
     for i in range(3):
         put(store, UNIT + b"%d" % i, b"layer" * 100, bucket=CACHE)
-    store.dram.checksums.wait(30)
+    store.dram.checksums.wait(WAIT_S)
     kill(store)
     return tmp_path / "data"
 
@@ -114,7 +115,7 @@ async def test_the_earlier_object_of_a_durable_bucket_comes_back_at_the_start(tm
         await store.journal.nvme.log.drain()
         for key in KEYS[:2]:
             put(store, key, b"later", bucket=DURABLE)
-        store.dram.checksums.wait(30)
+        store.dram.checksums.wait(WAIT_S)
         damage(store, DURABLE, KEYS[1])
     async with over_nvme(tmp_path / "data") as again:
         assert tiers_of(again, DURABLE) == {TIER_DRAM | TIER_NVME, TIER_NVME}
@@ -174,7 +175,7 @@ def test_what_a_smaller_tier_could_not_take_is_verified_before(tmp_path: Path) -
     before = opened(tmp_path / "data")
     before.create_bucket(CACHE, uid=0, gid=0)
     put(before, b"large", bytes(6 * MIB), bucket=CACHE)
-    before.dram.checksums.wait(30)
+    before.dram.checksums.wait(WAIT_S)
     kill(before)
     smaller = StoreOptions(tmp_path / "data", dram_bytes=16 * MIB, max_slots=128, backing="directory")
     with open_store(smaller) as again:

@@ -20,11 +20,11 @@ from tests.support.machines import (
     machine,
     machines,
     payload_of,
-    until,
     write_secret,
 )
 from tests.support.rogue_peers import Proxy, serving
 from tests.support.stores import BOUND, NAMESPACE
+from tests.support.waits import until
 from tiers.device.threads import thread_device
 from tiers.model.objects import Name
 from tiers.recovery.start import NvmeOptions, StoreOptions, start_store

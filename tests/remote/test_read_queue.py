@@ -8,7 +8,7 @@ import trio.testing
 
 from kvfs import limits
 from kvfs.errors import Busy
-from tests.support.machines import until
+from tests.support.waits import until
 from tiers.remote.read_queue import ReadQueue
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvfs import limits
 from kvfs._native.shared.slots import xxh3_64
-from tests.support.machines import Machine, digest_of, machine, machines, open_descriptors, threads, until
+from tests.support.machines import Machine, digest_of, machine, machines, open_descriptors, threads
 from tests.support.rogue_peers import (
     MATCH,
     MATCHED,
@@ -33,6 +33,7 @@ from tests.support.rogue_peers import (
     serving,
     welcome,
 )
+from tests.support.waits import until
 from tiers.remote import wire
 
 SIZE = 65536

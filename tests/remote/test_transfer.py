@@ -21,14 +21,12 @@ from tests.support.machines import (
     open_descriptors,
     payload_of,
     threads,
-    until,
 )
 from tests.support.rogue_peers import serving, welcome
+from tests.support.waits import WAIT_S, until
 from tiers.remote.greeting import Identity
 from tiers.remote.link import PeerLink, Want
 from tiers.remote.peer import Opener, open_tcp
-
-WAIT_S = 10.0
 
 
 @pytest.fixture(params=[open_tcp], ids=["tcp"])

@@ -17,6 +17,7 @@ import trio
 
 from tests.support.conductors import Answer, Asker
 from tests.support.fleet import Fleet, Process
+from tests.support.waits import WAIT_S
 
 MIB: Final = 1 << 20
 MOST_GROWTH_BYTES: Final = 96 * MIB
@@ -55,7 +56,7 @@ class Door:
             with suppress(trio.BrokenResourceError):
                 await stream.send_all(sent)
                 await stream.send_eof()
-            with suppress(trio.BrokenResourceError), trio.fail_after(60):
+            with suppress(trio.BrokenResourceError), trio.fail_after(WAIT_S):
                 while data := await stream.receive_some(1 << 16):
                     found += data
         return found
@@ -83,7 +84,7 @@ async def door(kind: str, folder: Path) -> AsyncIterator[Door]:
                 yield Door(fleet, proxy, port, "/v1/completions")
             else:
                 found = Door(fleet, fleet.conductors[0], fleet.ports[0], "/v1/route")
-                with trio.fail_after(60):
+                with trio.fail_after(WAIT_S):
                     while await found.ask([1]) != 200:  # noqa: ASYNC110 (another process)
                         await trio.sleep(0.02)
                 yield found
@@ -214,6 +215,6 @@ async def test_others_are_served_beside_slow_and_huge_clients(kind: str, tmp_pat
                     assert await found.ask([number] * 20) == 200, number
             assert found.memory_bytes() < before + MOST_GROWTH_BYTES
             nursery.cancel_scope.cancel()
-        with trio.fail_after(60):
+        with trio.fail_after(WAIT_S):
             while found.descriptors() > descriptors + 4:  # noqa: ASYNC110 (another process)
                 await trio.sleep(0.02)

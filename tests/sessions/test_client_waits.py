@@ -26,8 +26,8 @@ from kvfs.client.transport import Deadline, Transport
 from kvfs.errors import DeadlinePassed, KvfsError, NoSpace, ProtocolError, SessionClosed
 from kvfs.protocol.messages import Control, Hello, HelloAnswer, Op
 from kvfs.protocol.state_machine import Connection, ReceivedRequest, Side
+from tests.support.waits import WAIT_S
 
-WAIT_S = 30.0
 HELLO = HelloAnswer(bytes(16), False, {})
 
 

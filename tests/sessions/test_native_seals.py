@@ -37,8 +37,9 @@ from kvfs.protocol.messages import (
 from kvfs.rights import Caller
 from tests.support.seeds import SEED
 from tests.support.session_answers import DESCRIPTION, extents, results
-from tests.support.sessions import MIB, WAIT_S, RawClient, Server, fork, session_server
+from tests.support.sessions import MIB, RawClient, Server, fork, session_server
 from tests.support.stores import NAMESPACE
+from tests.support.waits import WAIT_S
 from tiers.recovery.start import StoreOptions, open_store
 from tiers.sessions.native_seals import NativeSeals
 from tiers.sessions.permissions import Access

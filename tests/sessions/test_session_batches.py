@@ -38,6 +38,7 @@ from tests.support.session_answers import (
     results,
 )
 from tests.support.sessions import RawClient, Server, session_server
+from tests.support.waits import WAIT_S
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="clients with other uids need root")
 
@@ -160,7 +161,7 @@ def test_descriptors_in_flight_are_waited_for() -> None:
     """Without CAP_SYS_RESOURCE the kernel refuses to send more than RLIMIT_NOFILE at a time."""
     with session_server(uid=SERVICE_UID, open_files=70) as server, RawClient(server) as slow:
         slow.send(slow.protocol.send_request(Reserve((0,) * 300)))
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + WAIT_S
         while "descriptors in flight" not in server.log():
             assert server.child.running
             assert time.monotonic() < deadline, "nothing waits for descriptors in flight"

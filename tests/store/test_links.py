@@ -26,6 +26,7 @@ from tests.fsck.test_fsck import fsck
 from tests.store.test_store_over_nvme import DRAM, nvme_of, put, read, running, until_written
 from tests.support.one_store import abandon
 from tests.support.stores import BOUND, BUCKET, CAPACITY_BYTES, SLOTS, small_store
+from tests.support.waits import WAIT_S
 from tiers.device.threads import thread_device
 from tiers.model.objects import Attributes, Change, ChangeKind, Name, ObjectInfo
 from tiers.recovery.start import NvmeOptions, StoreOptions, open_store, start_store
@@ -222,7 +223,7 @@ async def until_held(store: Store, name: Name) -> None:
     """Until NVMe has an object."""
     info = store.lookup(name)
     assert isinstance(info, ObjectInfo)
-    with trio.fail_after(20):
+    with trio.fail_after(WAIT_S):
         while not store.journal.holds(info.object_id):  # noqa: ASYNC110 it tells nobody
             await trio.sleep(0.001)
 

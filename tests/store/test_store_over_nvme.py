@@ -21,6 +21,7 @@ from kvfs.limits import MIB
 from tests.support.crash_load import audit
 from tests.support.faulty_device import FailingDevice
 from tests.support.stores import NAMESPACE
+from tests.support.waits import WAIT_S
 from tiers.cold.bucket import ColdOptions
 from tiers.device.device import Device
 from tiers.device.threads import thread_device
@@ -108,7 +109,7 @@ def nvme_of(store: Store) -> NvmeTier:
 
 async def until_written(store: Store, count: int) -> None:
     """Until so many objects have a copy on NVMe."""
-    with trio.fail_after(20):
+    with trio.fail_after(WAIT_S):
         while sum(entry.tiers >> 2 & 1 for _, entry in store.table.items()) < count:
             await nvme_of(store).log.queue.wait_popped()
 
@@ -561,7 +562,7 @@ async def test_room_for_durable_objects_is_promised_when_they_are_queued(tmp_pat
                 refused = number
                 break
         assert refused is not None
-        with trio.fail_after(20):
+        with trio.fail_after(WAIT_S):
             await store.journal.settle()
         assert nvme_of(store).log.trouble is None
         assert nvme_of(store).promised_bytes == 0
@@ -608,7 +609,7 @@ async def test_what_is_renamed_into_a_durable_bucket_while_it_is_queued_is_not_g
             with pytest.raises(NoSpace):
                 await journal.settle()
             assert info.object_id in nvme.objects
-        with trio.fail_after(20):
+        with trio.fail_after(WAIT_S):
             await journal.settle()
         assert nvme.holds(info.object_id)
         assert nvme.promised_bytes == 0

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-import trio
-
 from kvfs.errors import InvalidRequest, NotFound, TierUnreachable
 from kvfs.limits import GIB, MAX_LIST_ENTRIES
+from tests.support.waits import WAIT_S
 from tiers.cold.bucket import ColdOptions
 
 
@@ -44,7 +43,7 @@ class FolderBucket:
     def _wait(self) -> None:
         if self.gate is not None:
             self.entered.release()
-            assert self.gate.wait(20)
+            assert self.gate.wait(WAIT_S)
 
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
         self._check()
@@ -111,10 +110,3 @@ def options(
     bucket: FolderBucket, *, capacity_bytes: int = GIB, admits_all: bool = True, take_over: bool = False
 ) -> ColdOptions:
     return ColdOptions(bucket, capacity_bytes, admits_all=admits_all, take_over=take_over)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for another task or thread."""
-    with trio.fail_after(20):
-        while not condition():  # noqa: ASYNC110 what is waited for is many things, in threads too
-            await trio.sleep(0.002)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -117,10 +117,3 @@ async def serving(**settings: Any) -> AsyncIterator[tuple[ConductorService, Addr
 async def asking(addresses: Addresses) -> AsyncIterator[Asker]:
     async with await trio.open_tcp_stream("127.0.0.1", addresses.port) as stream:
         yield Asker(stream)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another task, thread or process does."""
-    with trio.fail_after(60):
-        while not condition():  # noqa: ASYNC110 (sockets say nothing)
-            await trio.sleep(0.005)

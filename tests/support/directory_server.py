@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.machines import Machine, free_port, machine, until
+from tests.support.machines import Machine, free_port, machine
+from tests.support.waits import WAIT_S, until
 
 PROGRAM = shutil.which("valkey-server") or shutil.which("redis-server")
 needs_server = pytest.mark.skipif(
@@ -41,7 +42,7 @@ class DirectoryServer:
             cwd=self._folder,
             stdout=subprocess.DEVNULL,
         )
-        end = time.monotonic() + 10
+        end = time.monotonic() + WAIT_S
         while self._ping() != b"+PONG\r\n":
             assert time.monotonic() < end, "the server does not answer"
             time.sleep(0.01)

@@ -13,8 +13,7 @@ import os
 import shutil
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -53,15 +52,6 @@ def need_mount() -> None:
     """Skip where nothing can be mounted."""
     if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
         pytest.skip("needs root and /dev/fuse")
-
-
-def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    """Wait until `condition` holds: for what the kernel does after the call that causes it (RELEASE follows
-    close() and munmap()). Raises AssertionError after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"after {timeout_s} s still not: {what}"
-        time.sleep(0.002)
 
 
 @pytest.fixture(scope="module", params=TEST_MODES)

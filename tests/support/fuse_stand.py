@@ -25,11 +25,11 @@ import pytest
 
 from kvfs._native.fuse.loop import Call, FuseLoop
 from kvfs.errors import KvfsError
+from tests.support.waits import WAIT_S
 from tiers.dram.tier import DramTier
 from tiers.model.tier import Extent, SealHeader, object_key
 
 MIB = 1 << 20
-WAIT_S = 10.0
 """No answer takes this long; waiting for longer is a failure."""
 CALLS_CAPACITY = 1024
 """FL_CALLS of the native loop."""

@@ -23,12 +23,12 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 
 from tests.support.service import Service
+from tests.support.waits import WAIT_S
 
 ACCESS, SECRET = "KVFSTESTMAIN", "main-secret-0123456789"
 OTHER_ACCESS, OTHER_SECRET = "KVFSTESTOTHER", "other-secret-0123456789"
 READER_ACCESS, READER_SECRET = "KVFSTESTREADER", "reader-secret-0123456789"
 REGION = "us-east-1"
-WAIT_S = 60.0
 _LISTENING = re.compile(r"S3 +(https?)://([^:]+):(\d+)")
 _CREDENTIALS = f"""
 [[s3.credentials]]

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvfs.system import linux
+from tests.support.waits import WAIT_S
 
 LOOKUP, FORGET, GETATTR, SETATTR, OPEN, READ, WRITE, RELEASE, FLUSH = 1, 2, 3, 4, 14, 15, 16, 18, 25
 INIT, BATCH_FORGET, FALLOCATE = 26, 42, 43
@@ -25,7 +26,6 @@ IN_HEADER = struct.Struct("<IIQQIIIHH")
 OUT_HEADER = struct.Struct("<IiQ")
 DIRECT_IO = 1
 SIZE_BYTES = 1 << 20
-WAIT_S = 60.0
 
 
 def _attr(nodeid: int) -> bytes:

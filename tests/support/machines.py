@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from kvfs import limits
 from kvfs.config.settings import ClusterSettings
 from kvfs.errors import NotFound
 from tests.support.stores import BOUND, draft_of, read, small_store
+from tests.support.waits import until
 from tiers.cluster.directory import Directory
 from tiers.model.objects import Bucket
 from tiers.remote.cluster import Cluster
@@ -92,13 +93,6 @@ def open_descriptors() -> int:
 def threads() -> int:
     """Return how many threads there are beside Python's, of which trio keeps some for a while."""
     return len(os.listdir("/proc/self/task")) - threading.active_count()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition, ten seconds at most."""
-    with trio.fail_after(10):
-        while not condition():  # noqa: ASYNC110
-            await trio.sleep(0.002)
 
 
 def write_secret(path: Path, secret: bytes = SECRET) -> Path:

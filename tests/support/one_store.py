@@ -23,6 +23,7 @@ from kvfs.errors import KvfsError
 from kvfs.keys import block_name
 from kvfs.limits import MIB
 from tests.support.stores import NAMESPACE, abandon_home
+from tests.support.waits import WAIT_S
 from tiers.device.device import Device
 from tiers.device.threads import thread_device
 from tiers.model.objects import Attributes, Draft, Name, ObjectInfo
@@ -195,10 +196,10 @@ class Life:
 
     async def _reach_tier(self, store: Store) -> None:
         """Wait until everything is written behind."""
-        store.dram.checksums.wait(30)
+        store.dram.checksums.wait(WAIT_S)
         journal = store.journal
         assert isinstance(journal, NvmeJournal)
-        with trio.fail_after(60):
+        with trio.fail_after(WAIT_S):
             while journal.usage()[0]["write_behind"] or journal.nvme.log.backlog:  # noqa: ASYNC110 it notifies nobody
                 await trio.sleep(0.001)
             await journal.nvme.log.settle()

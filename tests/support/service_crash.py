@@ -53,6 +53,7 @@ from tests.support.service_load import (
 )
 from tests.support.service_look import Look, look
 from tests.support.service_places import PLACES, Lease, Place, Tally
+from tests.support.waits import WAIT_S
 from tiers.dram import tmpfs
 
 WORKERS: Final = 3
@@ -71,6 +72,7 @@ ORPHAN_WAIT_S: Final = 20.0
 """How soon gateway processes end after their service."""
 _LISTENING = re.compile(r"S3 +(https?)://([^:]+):(\d+)")
 _WRITER: Final = """
+from tests.support.waits import WAIT_S
 import contextlib, os, sys
 with contextlib.suppress(OSError):  # without room, too, it dies by a signal: else it would close a file that it made
     fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -181,7 +183,7 @@ class Harness:
         return True
 
     def _connect_s3(self, offset: int) -> Any:
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + WAIT_S
         while (found := _LISTENING.search(self._log_since(offset))) is None:
             if self.service.running.poll() is not None or time.monotonic() > deadline:
                 raise ServiceFailed(self.service.log())
@@ -195,8 +197,8 @@ class Harness:
             config=Config(
                 retries={"max_attempts": 1},
                 s3={"addressing_style": "path"},
-                connect_timeout=5,
-                read_timeout=20,
+                connect_timeout=WAIT_S,
+                read_timeout=WAIT_S,
                 request_checksum_calculation="when_required",
             ),
         )
@@ -438,7 +440,7 @@ class Harness:
     def finish(self, end: str, offset: int) -> None:
         """The service is gone: its exit code, its log, its children, what is left on the device; then damage."""
         try:
-            code = self.service.running.wait(30)
+            code = self.service.running.wait(WAIT_S)
         except subprocess.TimeoutExpired:
             self.service.kill()
             raise AssertionError(

@@ -35,6 +35,7 @@ from kvfs.errors import LimitExceeded
 from kvfs.protocol.messages import Hello, Request
 from kvfs.protocol.state_machine import Closed, Connection, ReceivedAnswer, Side
 from tests.support.service import detach_mounts
+from tests.support.waits import WAIT_S
 from tiers.recovery.start import StoreOptions, open_store
 from tiers.sessions.server import SessionServer
 from tiers.sessions.state import SessionQuota
@@ -46,7 +47,6 @@ SERVICE_GID = 4242
 """The group whose members may open slots themselves."""
 MIB = 1 << 20
 UPKEEP_S = 0.02
-WAIT_S = 30.0
 
 
 @dataclass

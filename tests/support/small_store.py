@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Final
 
 from kvfs._native.shared.table import SEALED, Table
-from tests.support.door import BUCKET, HANG_S, eventually, need_mount
+from tests.support.door import BUCKET, HANG_S, need_mount
 from tests.support.posix import pattern
 from tests.support.service import Service
+from tests.support.waits import eventually
 
 MIB: Final = 1 << 20
 CAPACITY_BYTES: Final = 32 * MIB

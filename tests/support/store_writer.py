@@ -18,6 +18,7 @@ from typing import Any, Final
 from kvfs.errors import KvfsError
 from tests.support.posix import pattern
 from tests.support.stores import BOUND, BUCKET, NAMESPACE, draft_of
+from tests.support.waits import WAIT_S
 from tiers.model.objects import Attributes, Change, ChangeKind, Name
 from tiers.model.tier import Kind
 from tiers.recovery.start import StoreOptions, open_store
@@ -148,7 +149,7 @@ class Writer:
         self.try_(lambda: self.store.evict(200_000), evict=True)
 
     def settle(self) -> None:
-        self.store.dram.checksums.wait(30)
+        self.store.dram.checksums.wait(WAIT_S)
         self.say(settled=True)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import time
 
-from tests.support.gateway import WAIT_S, Gateway
+from tests.support.gateway import Gateway
+from tests.support.waits import WAIT_S
 
 _PAGE = re.compile(r"^page +(http://\S+/)$", re.MULTILINE)
 

@@ -20,6 +20,7 @@ from bench.conductor_http import idle_engine
 from tests.scheduler.conductor.test_command import TOKEN, running, settings
 from tests.support.conductors import instance
 from tests.support.gateway import Gateway, gateway, until
+from tests.support.waits import WAIT_S
 from tests.support.watching import page_url
 
 CHROMIUM: Final = next(
@@ -70,7 +71,7 @@ class Asker:
         headers = {"Authorization": f"Bearer {self._token}"}
         request = Request(self._url + path, json.dumps(value or {}).encode(), headers, method="POST")
         try:
-            with urlopen(request, timeout=20) as answer:
+            with urlopen(request, timeout=WAIT_S) as answer:
                 return json.loads(answer.read() or b"null")
         except HTTPError as error:
             with error:
@@ -119,7 +120,7 @@ def decisions(page: Page) -> Any:
 
 def instances_registered(url: str) -> bool:
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    with urlopen(Request(f"{url}/v1/instances", headers=headers), timeout=20) as answer:
+    with urlopen(Request(f"{url}/v1/instances", headers=headers), timeout=WAIT_S) as answer:
         return len(json.loads(answer.read())["instances"]) == 2
 
 
@@ -203,7 +204,7 @@ def test_it_connects_again_to_a_conductor_that_was_killed_and_started_anew(
         give_token(page)
         expect(decisions(page)).to_have_count(2)
         process.send_signal(signal.SIGKILL)
-        process.wait(20)
+        process.wait(WAIT_S)
         expect(page.locator("#state")).to_have_text("connection lost, trying again")
     port = url.rpartition(":")[2]
     again = configured(tmp_path, engine)
@@ -215,7 +216,7 @@ def test_it_connects_again_to_a_conductor_that_was_killed_and_started_anew(
         expect(decisions(page)).to_have_count(1)
         expect(decisions(page)).to_contain_text(id)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0, "the stream that is open keeps it from nothing"
+        assert process.wait(WAIT_S) == 0, "the stream that is open keeps it from nothing"
 
 
 @pytest.fixture(scope="module")

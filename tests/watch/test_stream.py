@@ -17,7 +17,8 @@ from kvfs.watch import hub as module
 from kvfs.watch.hub import Hub
 from kvfs.watch.panels import Panel, Snapshot
 from kvfs.watch.window import Window
-from tests.support.conductors import Answer, Asker, asking, instance, serving, until
+from tests.support.conductors import Answer, Asker, asking, instance, serving
+from tests.support.waits import WAIT_S, until
 
 
 class Stand:
@@ -53,7 +54,7 @@ async def standing(monkeypatch: pytest.MonkeyPatch, interval_s: float = 0.01) ->
     async with trio.open_nursery() as nursery:
         nursery.start_soon(stand.hub.run)
         nursery.start_soon(stand.server.serve, sockets)
-        with trio.fail_after(30):
+        with trio.fail_after(WAIT_S):
             yield stand
         nursery.cancel_scope.cancel()
 

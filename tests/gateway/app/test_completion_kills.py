@@ -20,6 +20,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from kvfs.system import crashpoints
 from tests.support.gateway import Gateway, fails, gateway, until
 from tests.support.seeds import SEED
+from tests.support.waits import WAIT_S
 
 KILLS: Final = int(os.environ.get("KVFS_TEST_KILLS", "5"))
 MIB, PART_BYTES, BUCKET = 1 << 20, 5 << 20, "kept"
@@ -132,7 +133,7 @@ def test_a_service_that_is_killed_in_the_seal(door: Gateway, point: str) -> None
     door.service.stop()
     door = restart(door, {crashpoints.VARIABLE: f"{point}:1"})
     upload.begin_to_complete(door).join()
-    assert door.service.running.wait(60) == -signal.SIGKILL
+    assert door.service.running.wait(WAIT_S) == -signal.SIGKILL
     door = restart(door)
     upload.check(door)
 

@@ -23,6 +23,7 @@ from botocore.exceptions import ClientError, EndpointConnectionError
 from tests.support.gateway import ACCESS, SECRET, Gateway, gateway, listening_ports, until
 from tests.support.raw_s3 import UNSIGNED, RawClient, raw_client, signed_head
 from tests.support.service import ROOT, Service, run_kvfs
+from tests.support.waits import WAIT_S
 
 MIB = 1 << 20
 BUCKET = "faults"
@@ -336,7 +337,7 @@ def test_a_gateway_of_its_own_outlives_the_service_and_reads_credentials_again(t
             until(lambda: _reads(later, b"kept"), door)
         finally:
             process.terminate()
-            assert process.wait(20) == 0
+            assert process.wait(WAIT_S) == 0
             assert process.stdout is not None
             process.stdout.close()
 

@@ -17,6 +17,7 @@ import pytest
 from tests.support.door import ON_DIRECTORY, need_mount
 from tests.support.gateway import Gateway, gateway, until
 from tests.support.seeds import SEED
+from tests.support.waits import WAIT_S
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
 
@@ -46,7 +47,7 @@ def kill_in_a_start(door: Gateway, chance: random.Random, start_s: float) -> set
     while time.monotonic() < end:  # no wait for anything: this instant is what is tried
         seen.update(door.worker_pids())
     os.kill(door.service.pid, signal.SIGKILL)
-    door.service.running.wait(10)
+    door.service.running.wait(WAIT_S)
     return seen
 
 

@@ -15,6 +15,7 @@ from botocore.exceptions import ClientError, EndpointConnectionError
 
 from tests.support.certificates import certificate
 from tests.support.gateway import ACCESS, OTHER_ACCESS, OTHER_SECRET, Gateway, gateway, until
+from tests.support.waits import WAIT_S
 
 CONNECTIONS = 24
 """So many that each of two workers gets one: that none does has a chance of 2 ** -23."""
@@ -66,7 +67,7 @@ def door(used: tuple[Path, Path], workers: int) -> Iterator[Gateway]:
 def connect(door: Gateway) -> http.client.HTTPSConnection:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    found = http.client.HTTPSConnection(door.host, door.port, context=context, timeout=10)
+    found = http.client.HTTPSConnection(door.host, door.port, context=context, timeout=WAIT_S)
     found.connect()
     return found
 

@@ -20,6 +20,7 @@ from gateway.app.worker_settings import WorkerSettings
 from tests.support.gateway import Gateway, gateway, until
 from tests.support.raw_s3 import UNSIGNED, RawClient, raw_client, signed_head
 from tests.support.service import ROOT
+from tests.support.waits import WAIT_S
 
 MIB = 1 << 20
 BUCKET = "workers"
@@ -139,7 +140,7 @@ def test_a_worker_whose_service_is_gone_ends_without_a_traceback(tmp_path: Path)
         text=True,
     )
     os.close(output)
-    _, said = worker.communicate(settings.model_dump_json() + "\n", timeout=30)
+    _, said = worker.communicate(settings.model_dump_json() + "\n", timeout=WAIT_S)
     assert worker.returncode == 1
     assert "Traceback" not in said, said
     assert "BrokenPipe" not in said, said

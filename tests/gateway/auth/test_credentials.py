@@ -26,6 +26,7 @@ from kvfs.config import credential_file
 from kvfs.config.credentials import RIGHTS, Credential, new_access_key, new_secret_key, parse_rights
 from kvfs.config.load import load
 from kvfs.errors import BucketNotFound, ConfigError, Exists, NotFound
+from tests.support.waits import WAIT_S
 
 if TYPE_CHECKING:
     from gateway.backend.backend import Backend
@@ -293,7 +294,7 @@ def kvfs(*arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
         input=given,
         text=True,
         capture_output=True,
-        timeout=60,
+        timeout=WAIT_S,
     )
 
 

@@ -34,11 +34,11 @@ from tests.support.gateway import OTHER_ACCESS, OTHER_SECRET, READER_ACCESS, REA
 from tests.support.held_ports import HeldPort
 from tests.support.raw_s3 import UNSIGNED, RawClient, Response, raw_client, signed_head
 from tests.support.s3 import CREDENTIAL, CREDENTIALS, HOST, REGION, signed, signing_time
+from tests.support.waits import WAIT_S
 
 BUCKET = "front"
 EMPTY = sha256(b"").hexdigest()
 KIB, MIB = 1 << 10, 1 << 20
-WAIT_S = 60.0
 ASKS = 5
 """Until one is answered in front: the general path is needed once, and again when it no longer remembers whose the
 bucket is, which it does for a second."""

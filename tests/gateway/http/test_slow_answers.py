@@ -20,6 +20,7 @@ from kvfs import limits
 from kvfs.http.head import parse_head
 from kvfs.http.http_exchange import Exchange
 from kvfs.http.transports import Gone
+from tests.support.waits import WAIT_S
 
 RESULT = document("CompleteMultipartUploadResult", ["<ETag>&quot;0123-2&quot;</ETag>"])
 FAILURE = document("Error", ["<Code>InvalidPart</Code><Message>gone</Message>"], namespace="")
@@ -170,7 +171,7 @@ def boto3_gets(sent: bytes, call: Callable[[object], object]) -> object:
             region_name="us-east-1",
             aws_access_key_id="a",
             aws_secret_access_key="b",
-            config=Config(retries={"max_attempts": 0}, read_timeout=10),
+            config=Config(retries={"max_attempts": 0}, read_timeout=WAIT_S),
         )
         try:
             return call(client)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.door import eventually
 from tests.support.gateway import Gateway, fails, gateway
+from tests.support.waits import eventually
 
 pytestmark = [
     pytest.mark.mount,

@@ -15,10 +15,10 @@ from gateway.backend.backend import Backend
 from gateway.operations.uploads import Upload, expire, find_upload
 from tests.support.gateway import Gateway, fails, gateway, until
 from tests.support.raw_s3 import UNSIGNED, raw_client, signed_head
+from tests.support.waits import WAIT_S
 
 MIB, WEEK_S, HOUR_S = 1 << 20, 7 * 86400, 3600
 BUCKET = "expiring"
-WAIT_S = 60.0
 Result = TypeVar("Result")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),

@@ -20,6 +20,7 @@ import trio
 
 from tests.support.fleet import Fleet, FleetEngine
 from tests.support.seeds import SEED
+from tests.support.waits import WAIT_S
 
 CLIENTS: Final = 4
 FAULT_S: Final = 0.4
@@ -71,7 +72,7 @@ async def engine_stopped(fleet: Fleet, engine: FleetEngine) -> None:
 async def conductor_killed(fleet: Fleet, engine: FleetEngine) -> None:
     before = fleet.counts["by turns"]
     fleet.conductors[0].kill()
-    with trio.fail_after(60):
+    with trio.fail_after(WAIT_S):
         while fleet.counts["by turns"] < before + 10:  # noqa: ASYNC110 it notifies nobody
             await trio.sleep(0.01)
     fleet.conductors[0].start()

@@ -20,6 +20,7 @@ import msgspec
 from tests.support.certificates import certificate
 from tests.support.conductors import instance
 from tests.support.service import ROOT
+from tests.support.waits import WAIT_S
 
 TOKEN = "a token of the test"
 
@@ -72,7 +73,7 @@ def test_killed_and_started_anew_it_has_its_instances_and_says_that_it_knows_not
             denied = kvfs("status", "--at", url, token="another")
             assert (denied.returncode, "401" in denied.stderr) == (4, True)
             process.send_signal(signal.SIGKILL)
-            process.wait(60)
+            process.wait(WAIT_S)
 
 
 def test_it_stops_when_it_is_asked_to_and_speaks_tls(tmp_path: Path) -> None:
@@ -80,10 +81,10 @@ def test_it_stops_when_it_is_asked_to_and_speaks_tls(tmp_path: Path) -> None:
     with running(settings(tmp_path, certificate=str(cert), key=str(key))) as (process, url):
         assert url.startswith("https://")
         context = ssl.create_default_context(cafile=str(cert))
-        with urlopen(Request(f"{url}/healthz"), context=context, timeout=60) as answer:
+        with urlopen(Request(f"{url}/healthz"), context=context, timeout=WAIT_S) as answer:
             assert answer.read() == b"ok\n"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(WAIT_S) == 0
 
 
 def test_what_is_wrong_is_a_line_and_an_exit_code(tmp_path: Path) -> None:

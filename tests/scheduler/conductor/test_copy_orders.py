@@ -27,6 +27,7 @@ from scheduler.conductor.values import Instance, Routed, RouteRequest
 from tests.support.conductors import BLOCK_TOKENS, NAMESPACE, Clock, asking, conductor, instance, serving
 from tests.support.machines import machines
 from tests.support.stores import NAMESPACE as STORED
+from tests.support.waits import WAIT_S
 from tiers.remote.order_poller import OrderPoller
 
 SYSTEM = [n.to_bytes(16, "big") for n in range(1, 41)]
@@ -215,7 +216,7 @@ async def test_orders_that_are_none_and_conductors_that_do_not_answer_change_not
         assert (second.drafts(), second.read(digests[2])) == (0, None)
 
         nobody = OrderPoller(settings_of("http://127.0.0.1:1"), second.store, second.cluster)
-        with trio.fail_after(10):
+        with trio.fail_after(WAIT_S):
             assert not await nobody.look()
         assert nobody.status()["order_answers_failed"] == 1
 

@@ -38,8 +38,9 @@ from scheduler.conductor.feeds.discovery import InstancesFile
 from scheduler.conductor.planning.planner import Role
 from scheduler.conductor.sources import StreamName
 from scheduler.conductor.values import Instance, RouteRequest
-from tests.support.conductors import NAMESPACE, Clock, asking, conductor, instance, serving, until
+from tests.support.conductors import NAMESPACE, Clock, asking, conductor, instance, serving
 from tests.support.held_ports import HeldPort
+from tests.support.waits import until
 
 PROMPT = list(range(1000, 1000 + 330))
 

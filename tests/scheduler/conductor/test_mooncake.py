@@ -22,6 +22,7 @@ from kvfs.events.kv_events import (
 )
 from kvfs.events.sockets import Publisher
 from tests.support.conductors import Asker, asking, instance, serving
+from tests.support.waits import WAIT_S
 
 TOKENS = list(range(100, 100 + 64))
 BLOCK = 16
@@ -85,7 +86,7 @@ async def query(asker: Asker, **changes: Any) -> dict[str, Any]:
 
 async def knows(asker: Asker, instance_id: str, tokens: int, publish: Any = None) -> None:
     """Wait until a query says so; what is published before a subscriber is there is lost, so `publish` it again."""
-    with trio.fail_after(20):
+    with trio.fail_after(WAIT_S):
         while True:
             if publish is not None:
                 publish()

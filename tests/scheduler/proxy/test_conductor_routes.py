@@ -21,9 +21,10 @@ from scheduler.conductor.values import RouteRequest
 from scheduler.proxy.routers.fallback import RouterDown
 from scheduler.proxy.routers.remote_router import RemoteRouter
 from scheduler.proxy.upstream.engines import Engines
-from tests.support.conductors import Clock, conductor, instance, serving, until
+from tests.support.conductors import Clock, conductor, instance, serving
 from tests.support.service import ROOT
 from tests.support.stub_engines import Asker, Stand, StubEngine, proxy_stand
+from tests.support.waits import WAIT_S, until
 
 CHAT = "/v1/chat/completions"
 TOKEN = "a token of the test"
@@ -201,7 +202,7 @@ class Traffic:
 
 
 def counts(url: str) -> dict[str, int]:
-    with urlopen(f"{url}/v1/instances", timeout=10) as answer:
+    with urlopen(f"{url}/v1/instances", timeout=WAIT_S) as answer:
         found: dict[str, int] = json.loads(answer.read())["counts"]
         return found
 
@@ -209,7 +210,7 @@ def counts(url: str) -> dict[str, int]:
 async def routes(url: str, traffic: Traffic) -> None:
     """Wait until the Conductor routes what clients ask."""
     before = (await trio.to_thread.run_sync(counts, url)).get("routed", 0)
-    with trio.fail_after(20):
+    with trio.fail_after(WAIT_S):
         while (await trio.to_thread.run_sync(counts, url)).get("routed", 0) < before + 10:
             await traffic.go_on(5)
 
@@ -286,5 +287,5 @@ async def test_a_proxy_with_instances_routes_by_a_conductor_in_its_process(
             assert set(traffic.statuses) == {200}
             nursery.cancel_scope.cancel()
             child.send_signal(signal.SIGTERM)
-            assert child.wait(20) == 0
+            assert child.wait(WAIT_S) == 0
     assert len((tmp_path / "proxy.log").read_text()) < 4096

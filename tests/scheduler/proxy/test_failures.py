@@ -10,6 +10,7 @@ import trio
 from kvfs import limits
 from tests.support.processor_waits import within
 from tests.support.stub_engines import PROMPT, WORDS, Stand, StubEngine, proxy_stand
+from tests.support.waits import WAIT_S
 
 BODY = {"prompt": "p", "max_tokens": 5}
 STREAM = {**BODY, "stream": True}
@@ -27,7 +28,7 @@ def behave(stand: Stand, behaviour: str) -> None:
         engine.behaviour = behaviour
 
 
-async def until(condition: object, within_s: float = 60.0) -> None:
+async def until(condition: object, within_s: float = WAIT_S) -> None:
     assert callable(condition)
     with trio.fail_after(within_s):
         while not condition():  # noqa: ASYNC110 it notifies nobody
@@ -163,7 +164,7 @@ async def test_an_engine_that_freezes_inside_a_stream_is_noticed_within_two_seco
             first = await asker.first_bytes()
             busy, _ = one_of(stand)
             busy.frozen = True
-            with within(2.0), trio.fail_after(60):
+            with within(2.0), trio.fail_after(WAIT_S):
                 answer = await asker.rest(first)
         assert json.loads(answer.events()[-1])["error"]["code"] == "engine_failed"
         await until(busy.completions[0].gone.is_set)
@@ -228,7 +229,7 @@ async def test_one_engine_alone_that_freezes_costs_each_request_its_probe() -> N
     async with proxy_stand() as stand:
         stand.engines[0].frozen = True
         for _ in range(2):
-            with trio.fail_after(10):
+            with trio.fail_after(WAIT_S):
                 answer = await stand.ask("/v1/completions", BODY)
             assert answer.status == 503
         stand.engines[0].frozen = False
@@ -247,7 +248,7 @@ async def test_a_client_that_goes_away_ends_its_work_at_once(role: str, how: str
         await asker.send("/v1/completions", {**STREAM, "prompt": PROMPT})
         await until(lambda: silent.completions)
         await leave(asker.stream, how)
-        with within(0.5), trio.fail_after(60):
+        with within(0.5), trio.fail_after(WAIT_S):
             await silent.completions[0].gone.wait()
         await ended(stand)
         assert len(silent.completions) == 1
@@ -269,7 +270,7 @@ async def test_a_client_that_goes_away_inside_a_stream() -> None:
         await asker.send("/v1/completions", STREAM)
         await asker.first_bytes()
         await trio.aclose_forcefully(asker.stream)
-        with within(0.5), trio.fail_after(60):
+        with within(0.5), trio.fail_after(WAIT_S):
             await engine.completions[0].gone.wait()
         await ended(stand)
 
@@ -285,7 +286,7 @@ async def test_a_client_that_ends_its_sending_half_is_not_gone(body: dict[str, o
             await asker.send("/v1/completions", body)
             await asker.stream.send_eof()
             await until(lambda: engine.completions)
-            with trio.fail_after(5):
+            with trio.fail_after(WAIT_S):
                 assert await asker.stream.receive_some(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"
             engine.go.set()
             assert (await asker.answer()).status == 200
@@ -302,7 +303,7 @@ async def test_a_client_that_ends_its_sending_half_inside_a_stream_gets_the_rest
             await asker.send("/v1/completions", STREAM)
             first = await asker.first_bytes()
             await asker.stream.send_eof()
-            with trio.fail_after(5):
+            with trio.fail_after(WAIT_S):
                 first.feed(await asker.stream.receive_some(65536))
             assert first.pieces[-1] == b":\n\n", "a comment, which it passes over"
             stand.engines[0].go.set()

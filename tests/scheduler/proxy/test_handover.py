@@ -13,6 +13,7 @@ from scheduler.proxy.upstream.engines import EngineAddress
 from tests.scheduler.proxy.test_failures import ended, until
 from tests.support.processor_waits import within
 from tests.support.stub_engines import PROMPT, Stand, proxy_stand
+from tests.support.waits import WAIT_S
 
 NIXL = {
     "do_remote_prefill": True,
@@ -136,7 +137,7 @@ async def test_a_dead_leg_does_not_keep_the_other_hanging(kind: HandOver) -> Non
         for engine in decodes:
             engine.behaviour = "pause"
         decodes[0].go.set()
-        with within(2.0), trio.fail_after(60):
+        with within(2.0), trio.fail_after(WAIT_S):
             answer = await stand.ask("/v1/completions", {"prompt": PROMPT})
         assert answer.status == 200
         assert decodes[1].completions[0].gone.is_set(), "the leg that waited for the dead one was ended"

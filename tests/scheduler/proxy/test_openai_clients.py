@@ -27,6 +27,7 @@ from tests.support.stub_engines import (
     StubEngine,
     proxy_stand,
 )
+from tests.support.waits import WAIT_S
 
 
 def client(stand: Stand) -> openai.OpenAI:
@@ -96,7 +97,7 @@ async def command(*arguments: str) -> AsyncIterator[tuple[trio.Process, str, int
     assert process.stdout is not None
     try:
         text = b""
-        with trio.fail_after(60):
+        with trio.fail_after(WAIT_S):
             while not text.endswith(b"ready\n"):
                 data = await process.stdout.receive_some(4096)
                 assert data
@@ -137,7 +138,7 @@ async def test_the_command_with_tls_and_tokens(tmp_path: Path) -> None:
             while len(engine.completions) == count:  # noqa: ASYNC110 it notifies nobody
                 await trio.sleep(0.01)
             await trio.aclose_forcefully(gone)
-            with within(2.0, process.pid), trio.fail_after(60):
+            with within(2.0, process.pid), trio.fail_after(WAIT_S):
                 await engine.completions[0].gone.wait()
             stays = await ask()
             while len(engine.completions) == 1:  # noqa: ASYNC110 it notifies nobody
@@ -149,7 +150,7 @@ async def test_the_command_with_tls_and_tokens(tmp_path: Path) -> None:
                 message.feed(bytes(await stays.receive_some(4096)))
             assert message.status == 200
             await trio.aclose_forcefully(stays)
-            with trio.fail_after(60):
+            with trio.fail_after(WAIT_S):
                 assert await process.wait() == 0
         nursery.cancel_scope.cancel()
 

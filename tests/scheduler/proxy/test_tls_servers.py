@@ -11,8 +11,9 @@ from kvfs.errors import ConfigError
 from kvfs.http.server import Certificate
 from scheduler.proxy.upstream.engines import Engines
 from tests.support.certificates import certificate
-from tests.support.conductors import instance, serving, until
+from tests.support.conductors import instance, serving
 from tests.support.stub_engines import proxy_stand
+from tests.support.waits import until
 
 CHAT: dict[str, Any] = {"model": "m", "max_tokens": 3, "messages": [{"role": "user", "content": "q"}]}
 PATH = "/v1/chat/completions"
