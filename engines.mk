@@ -37,6 +37,7 @@ $(ENGINES_STAMP):
 	    $(ENGINES_PIP_ARGS) $(ENGINES_IMPORTS)
 	touch $@
 
-# kvfs and pytest are in the Makefile's own environment.
+# kvfs and pytest are in the Makefile's own environment. An engine starts on one core and takes 3 GB.
 test-engines: $(ENGINES_STAMP) $(STAMPS)/dev $(STAMPS)/native
-	KVFS_ENGINES_PYTHON=$(abspath $(ENGINES_VENV))/bin/python $(BIN)/pytest -m engine tests/engines $(ARGS)
+	KVFS_ENGINES_PYTHON=$(abspath $(ENGINES_VENV))/bin/python $(BIN)/pytest -m engine -n $(TEST_WORKERS) --dist loadfile \
+	    tests/engines $(ARGS)
