@@ -32,7 +32,6 @@ door.send(ctypes.string_at(mapping.address, 5))
 
 OPENER = """
 import ctypes, sys
-from tests.support.waits import WAIT_S
 from kvfs._native.cuda.driver import open_driver
 
 memory = open_driver(sys.argv[1]).devices()[0].retain_context().open_handle(bytes.fromhex(sys.argv[2]))

@@ -394,7 +394,6 @@ SERVICE = """
 import sys, os
 from pathlib import Path
 from tiers.dram.tier import DramTier
-from tests.support.waits import WAIT_S
 from tests.conformance.tier_suite import put
 tier = DramTier.open(Path(sys.argv[1]), 32 << 20, store_id=b"sixteen-byte-id.", mode=sys.argv[2])
 extent = put(tier, b"from the first service").extent

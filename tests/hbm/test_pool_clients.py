@@ -23,7 +23,6 @@ from tiers.model.tier import Extent
 SLOT = 256 << 10
 CHILD = """
 import mmap, socket, sys
-from tests.support.waits import WAIT_S
 from kvfs._native.hbm.hazards import ClientHazards
 door = socket.socket(fileno=int(sys.argv[1]))
 _, fds, _, _ = socket.recv_fds(door, 1, 3)

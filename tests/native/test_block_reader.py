@@ -169,7 +169,6 @@ from pathlib import Path
 from kvfs._native.shared import slots
 from kvfs._native.blocks.pieces import Pieces
 from kvfs._native.blocks.reader import Reader
-from tests.support.waits import WAIT_S
 from kvfs._native.shared.table import Table
 
 KEYS, SIZE = [bytes([i]) * 16 for i in range(1, 9)], 1 << 20

@@ -395,7 +395,6 @@ def test_a_slot_that_somebody_can_write_is_not_taken_over(data: Path, backing: s
 
 
 WRITER = """
-from tests.support.waits import WAIT_S
 import mmap, os, sys
 fd = os.open(sys.argv[1], os.O_RDWR)
 mapping = mmap.mmap(fd, 0)

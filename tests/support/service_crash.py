@@ -72,7 +72,6 @@ ORPHAN_WAIT_S: Final = 20.0
 """How soon gateway processes end after their service."""
 _LISTENING = re.compile(r"S3 +(https?)://([^:]+):(\d+)")
 _WRITER: Final = """
-from tests.support.waits import WAIT_S
 import contextlib, os, sys
 with contextlib.suppress(OSError):  # without room, too, it dies by a signal: else it would close a file that it made
     fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
