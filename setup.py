@@ -1,6 +1,7 @@
 """The native modules: each a `.pyx` over C files, because their compiler flags do not fit in pyproject.toml."""
 
 import itertools
+import multiprocessing
 import os
 import shlex
 import subprocess
@@ -111,6 +112,8 @@ def native_modules() -> list[Extension]:
     return cythonize(
         [native_module(name, sources) for name, sources in MODULES.items()],
         build_dir=os.environ.get("KVFS_CYTHON_DIR", "build/cython"),
+        # Another start method runs this file again in each process.
+        nthreads=2 if multiprocessing.get_start_method() == "fork" else 0,
         compiler_directives={"language_level": "3str", "boundscheck": False, "wraparound": False},
     )
 
