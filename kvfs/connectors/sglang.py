@@ -115,6 +115,7 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
                 "tag": str(self._extra.get("extra_backend_tag", "")),
                 # Whether ranks hold the same bytes differs by pool: they never share.
                 "rank": f"{self._config.tp_rank}/{self._config.tp_size} {self._config.pp_rank}/{self._config.pp_size}",
+                **_context_ranks(self._config),
             },
         )
 
@@ -282,6 +283,12 @@ def _weight_version() -> str:
         return str(get_serving().weight_version)
     except (AttributeError, ValueError):
         return ""
+
+
+def _context_ranks(config: Any) -> dict[str, str]:
+    """Return the ranks of prefill and decode context parallelism, where there are any: each has its part of a page."""
+    ranks = {"cp": (config.attn_cp_rank, config.attn_cp_size), "dcp": (config.dcp_rank, config.dcp_size)}
+    return {name: f"{rank}/{size}" for name, (rank, size) in ranks.items() if size > 1}
 
 
 def _side(name: Any) -> str:

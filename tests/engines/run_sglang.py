@@ -71,7 +71,10 @@ def host_pool(layout: str, *, dtype: torch.dtype = torch.bfloat16, fill: int = 0
     return pool
 
 
-def config(address: str, *, rank: int = 0, revision: str = "1", mla: bool = False, v1: int = 1) -> Any:
+def config(
+    address: str, *, rank: int = 0, revision: str = "1", mla: bool = False, v1: int = 1, **others: Any
+) -> Any:
+    """Of one of two tensor-parallel ranks; `others` are further fields, or other values."""
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
     extra = {
@@ -83,19 +86,20 @@ def config(address: str, *, rank: int = 0, revision: str = "1", mla: bool = Fals
         "revision": revision,
         "master_server_address": address,
     }
-    return HiCacheStorageConfig(
-        tp_rank=rank,
-        tp_size=2,
-        pp_rank=0,
-        pp_size=1,
-        attn_cp_rank=0,
-        attn_cp_size=1,
-        is_mla_model=mla,
-        enable_storage_metrics=False,
-        is_page_first_layout=True,
-        model_name="test/model",
-        extra_config=extra,
-    )
+    fields = {
+        "tp_rank": rank,
+        "tp_size": 2,
+        "pp_rank": 0,
+        "pp_size": 1,
+        "attn_cp_rank": 0,
+        "attn_cp_size": 1,
+        "is_mla_model": mla,
+        "enable_storage_metrics": False,
+        "is_page_first_layout": True,
+        "model_name": "test/model",
+        "extra_config": extra,
+    }
+    return HiCacheStorageConfig(**{**fields, **others})
 
 
 def backend(storage_config: Any, pool: Any) -> Any:
@@ -214,6 +218,33 @@ def check_side_pools(address: str) -> dict[str, Any]:
     return found
 
 
+def check_context_parallelism(address: str) -> dict[str, Any]:
+    """Ranks that have other tokens of a page, in the pool of KV and in one beside it."""
+    from sglang.srt.mem_cache.hicache_storage import PoolTransfer
+
+    prefill = {"attn_cp_size": 2, "tp_size": 1}
+    decode = {"dcp_size": 2, "mla": True, "logical_page_size": 2 * PAGE}
+    ranks = {
+        "none": {},
+        "prefill 0": {**prefill, "attn_cp_rank": 0},
+        "prefill 1": {**prefill, "attn_cp_rank": 1},
+        "decode 0": {**decode, "rank": 0, "dcp_rank": 0},
+        "decode 1": {**decode, "rank": 1, "dcp_rank": 1},
+    }
+    transfer, found = PoolTransfer(name="indexer", host_indices=indices([0]), keys=KEYS[:1]), {}
+    for fill, (name, fields) in enumerate(ranks.items(), 11):
+        pools = [host_pool("page_first", fill=fill) for _ in range(2)]
+        storage = backend(config(address, revision="context", **fields), pools[0])
+        storage.register_mem_host_pool_v2(pools[1], "indexer")
+        before = storage.batch_get_v1(KEYS[:1], indices([0])) + storage.batch_get_v2([transfer])["indexer"]
+        storage.batch_set_v1(KEYS[:1], indices([0]))
+        storage.batch_set_v2([transfer])
+        after = storage.batch_get_v1(KEYS[:1], indices([0])) + storage.batch_get_v2([transfer])["indexer"]
+        found[name] = [before, after]
+        storage.close()
+    return found
+
+
 def evict(storage: Any, key: str) -> None:
     from kvfs.connectors.common import string_keys
 
@@ -325,6 +356,7 @@ def main() -> None:
     reply |= {
         "namespaces": check_namespaces(address),
         "side pools": check_side_pools(address),
+        "context parallelism": check_context_parallelism(address),
         "weights": check_weights(address),
         "outage": check_outage(address),
         "mooncake": check_mooncake(address),

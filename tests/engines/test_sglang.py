@@ -92,6 +92,18 @@ def test_side_pools_of_hybrid_models(answers: dict[str, Any]) -> None:
     assert found["cleared"] == [0, {}, []]
 
 
+def test_ranks_of_context_parallelism_have_pages_of_their_own(answers: dict[str, Any]) -> None:
+    """A rank that is served another one's page computes with other tokens."""
+    nothing_then_all = [[False] * 2, [True] * 2]
+    assert answers["context parallelism"] == {
+        "none": nothing_then_all,
+        "prefill 0": nothing_then_all,
+        "prefill 1": nothing_then_all,
+        "decode 0": nothing_then_all,
+        "decode 1": nothing_then_all,
+    }
+
+
 def test_without_a_service_everything_is_a_miss(answers: dict[str, Any]) -> None:
     nothing = [False] * 6
     assert answers["outage"] == {"exists": 0, "set": nothing, "get": nothing, "generic": [False, True]}
