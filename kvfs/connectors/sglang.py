@@ -39,7 +39,6 @@ from kvfs.connectors.common import (
     string_keys,
     string_namespace,
 )
-from kvfs.errors import InvalidRequest
 from kvfs.limits import CONNECTOR_MATCH_S
 from kvfs.namespaces import Namespace
 
@@ -64,6 +63,8 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
         self._page_bytes = 0
         self._weights, self._epoch = _weight_version(), ""
         self._is_right = True
+        self._unknown_policies: set[Any] = set()
+        """Those that the log has named."""
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Begin with the engine's pool. Raises InvalidRequest, InvalidNamespace for what cannot be described."""
@@ -202,8 +203,8 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: list[Any] | None = None, extra_info: Any = None
     ) -> Any:
-        """Return the longest prefix of which KV and every side pool have the pages that its policy wants. Raises
-        InvalidRequest for an unknown policy."""
+        """Return the longest prefix of which KV and every side pool have the pages that its policy wants; none where a
+        policy is unknown."""
         pages = self.batch_exists(keys, extra_info)
         hits, restorable = ({PoolName.KV: pages} if pages else {}), set(range(1, pages + 1))
         for transfer in pool_transfers or []:
@@ -214,11 +215,23 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
                 keys[:pages],
                 nothing,
             )
-            lengths = {n for n in range(1, pages + 1) if all(there[_wanted_from(transfer, n) : n])}
+            lengths = _restorable(transfer, there)
+            if lengths is None:
+                self._warn_of_policy(transfer)
+                lengths = set()
             if lengths:
                 hits[transfer.name] = max(lengths)
             restorable &= lengths
         return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
+
+    def _warn_of_policy(self, transfer: Any) -> None:
+        if transfer.hit_policy not in self._unknown_policies:
+            self._unknown_policies.add(transfer.hit_policy)
+            log.warning(
+                "HiCache pool %s: hit policy %s is not supported, its requests find nothing (logged once)",
+                transfer.name,
+                transfer.hit_policy,
+            )
 
     # --- what is there ------------------------------------------------------------------------------------
     def exists(self, key: str) -> bool:
@@ -295,10 +308,12 @@ def _side(name: Any) -> str:
     return f"side {name}"
 
 
-def _wanted_from(transfer: Any, prefix: int) -> int:
-    """Return the first page that a pool must have for a prefix of this length. Raises InvalidRequest."""
+def _restorable(transfer: Any, there: Sequence[bool]) -> set[int] | None:
+    """Return the lengths of prefixes for which a pool has what its hit policy wants; None for an unknown policy."""
     if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-        return 0
-    if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
-        return max(0, prefix - max(1, len(transfer.keys or ())))
-    raise InvalidRequest(f"HiCache pool {transfer.name}: hit policy {transfer.hit_policy} is not supported")
+        wanted = len(there)
+    elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+        wanted = max(1, len(transfer.keys or ()))
+    else:
+        return None
+    return {n for n in range(1, len(there) + 1) if all(there[max(0, n - wanted) : n])}

@@ -209,10 +209,8 @@ def check_side_pools(address: str) -> dict[str, Any]:
     short = transfer("indexer", [0, 1])
     short.host_indices = indices([0])
     found["places that do not fit"] = reader.batch_get_v2([short])
-    try:
-        exists(transfer("indexer", [0], PoolHitPolicy.BLOCK_GROUPS))
-    except Exception as error:
-        found["unknown policy"] = type(error).__name__
+    unknown = [transfer("indexer", [0], policy) for policy in (PoolHitPolicy.BLOCK_GROUPS, "of later")]
+    found["unknown policies"] = [exists(each) for each in [*unknown, *unknown]]
     writer.clear()
     found["cleared"] = exists(transfer("indexer", range(PAGES)))
     return found

@@ -88,7 +88,7 @@ def test_side_pools_of_hybrid_models(answers: dict[str, Any]) -> None:
     assert found["equal"] == [True] * 4 + [False] * 2
     assert found["other places"]
     assert found["places that do not fit"] == {"indexer": [False] * 2}
-    assert found["unknown policy"] == "InvalidRequest"
+    assert found["unknown policies"] == [[0, {"kv": 5}, []]] * 4
     assert found["cleared"] == [0, {}, []]
 
 
@@ -114,6 +114,13 @@ def test_sglangs_mooncake_store_runs_on_kvfs(answers: dict[str, Any]) -> None:
     assert (found["before"], found["exists"], found["cleared"]) == (0, 4, 0)
     assert found["set"] == [True] * 4
     assert (found["get"], found["equal"]) == (stored, stored)
+
+
+@pytest.mark.usefixtures("answers")
+@pytest.mark.parametrize("policy", ["BLOCK_GROUPS", "of later"])
+def test_the_log_names_an_unknown_hit_policy_once(work: Path, policy: str) -> None:
+    said = [line for line in (work / "sglang.log").read_text().splitlines() if "is not supported" in line]
+    assert len([line for line in said if policy in line]) == 1, said
 
 
 @pytest.mark.usefixtures("answers")
