@@ -36,7 +36,7 @@ from vllm.lora.utils import get_adapter_absolute_path
 
 from kvfs.connectors.adapters import LoadedAdapters
 from kvfs.connectors.common import VLLM_LOG, Link, address_of
-from kvfs.connectors.vllm_layout import KVLayout, group_layers, namespace_of
+from kvfs.connectors.vllm_layout import KVLayout, check_parallel, group_layers, namespace_of
 from kvfs.connectors.vllm_scheduler import Plan, Planner, Rank, Step
 from kvfs.connectors.vllm_weights import Peers, Watch, adapters_of, calling_worker, models_of
 from kvfs.connectors.vllm_worker import Transfers
@@ -108,6 +108,7 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 "kv_load_failure_policy must be 'recompute': with 'fail', vLLM ends a request whose blocks were "
                 "evicted between its lookup and its load"
             )
+        check_parallel(vllm_config.parallel_config)
         self._layer_names = group_layers(kv_cache_config)
         self._link = Link(
             address_of(transfer.kv_connector_extra_config), name="vllm", log=logging.getLogger(VLLM_LOG)

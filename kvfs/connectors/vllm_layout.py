@@ -167,12 +167,16 @@ def group_layers(kv_cache_config: Any) -> list[str]:
     return list(groups[0].layer_names)
 
 
-def namespace_of(vllm_config: Any, kv_cache_config: Any, layout: KVLayout, dtype: torch.dtype) -> Namespace:
-    """Return this worker's namespace. Raises InvalidRequest for a cache that cannot be described."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+def check_parallel(parallel: Any) -> None:
+    """Check vLLM's ParallelConfig. Raises InvalidRequest for context parallelism, whose ranks have parts of a block."""
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise InvalidRequest(f"{name} = {getattr(parallel, name)}: context parallelism is not supported")
+
+
+def namespace_of(vllm_config: Any, kv_cache_config: Any, layout: KVLayout, dtype: torch.dtype) -> Namespace:
+    """Return this worker's namespace. Raises InvalidRequest for a cache that cannot be described."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if dtype not in _DTYPES:
         raise InvalidRequest(f"KV cache of {dtype} is not supported")
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec

@@ -32,7 +32,7 @@ from tests.engines.engine import (
     same_output,
     whole_blocks,
 )
-from tests.engines.scripts import said_to_work
+from tests.engines.scripts import run_script, said_to_work
 from tests.engines.test_vllm_events import free_port
 from tests.engines.tiny_llama import HEAD_DIM, KV_HEADS, LAYERS, VOCABULARY
 from tests.support.door import ON_DIRECTORY
@@ -299,6 +299,19 @@ def stored_blocks(service: Service) -> int:
     with service.client() as client:
         names = [each.name for each in client.buckets() if each.namespace]
         return sum(entry.is_block for name in names for entry in client.list(f"{name}/kv/"))
+
+
+def test_context_parallelism_is_refused_by_scheduler_and_workers(
+    engine_python: str, work: Path, service: Service
+) -> None:
+    found = run_script(engine_python, work, "refusals", {"address": str(service.mount)})
+    assert found.pop("plain") == {"SCHEDULER": "", "WORKER": ""}
+    assert found == {
+        setting: dict.fromkeys(
+            ("SCHEDULER", "WORKER"), f"InvalidRequest: {setting} = 2: context parallelism is not supported"
+        )
+        for setting in ("decode_context_parallel_size", "prefill_context_parallel_size")
+    }
 
 
 def test_a_cache_too_small_for_the_batch(engines: Engines, service: Service, runs: dict[str, Run]) -> None:
