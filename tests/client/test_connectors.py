@@ -296,3 +296,10 @@ def test_layers_that_share_memory_count_once() -> None:
     [tensor] = caches((0, 1, 2, 3, 4), layers=1).values()
     layout = KVLayout({"a": tensor, "shares a": tensor}, BLOCKS)
     assert layout.names == ["a"]
+
+
+def test_blocks_that_are_stored_stay_hits_for_later_versions() -> None:
+    """Names, namespaces and bytes of vLLM's blocks are as `tests/golden/vllm.json` has them."""
+    from tests.support import golden_vllm
+
+    assert golden_vllm.text() == (ROOT / "tests/golden/vllm.json").read_text()
