@@ -61,6 +61,16 @@ _KILLED_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
+class Takes:
+    """What the tiers are about to take of the machine."""
+
+    dram_bytes: int
+    nvme_bytes: int
+    """0 without an NVMe tier."""
+    nvme_path: Path
+
+
+@dataclass(frozen=True, slots=True)
 class Running:
     """What runs, for the command that started it."""
 
@@ -252,15 +262,18 @@ def drop_kept(data: Path) -> int:
         home.close(clean=False)
 
 
-async def run(settings: Settings, started: Callable[[Running], None]) -> None:
+async def run(
+    settings: Settings, started: Callable[[Running], None], takes: Callable[[Takes], None] = lambda _: None
+) -> None:
     """Serve until SIGTERM, SIGINT, a session's SHUTDOWN, or until the mount is unmounted from outside.
 
-    Calls `started` once, when every door answers. Raises ConfigError, StoreLocked, FormatMismatch, DeviceMissing; and
-    DeviceFailed, after a clean stop, where the mount failed.
+    Calls `takes` before anything is made, and `started` once, when every door answers. Raises ConfigError, StoreLocked,
+    FormatMismatch, DeviceMissing; and DeviceFailed, after a clean stop, where the mount failed.
     """
     check_places(settings)
     check_room(settings)
     workers = _workers(settings)
+    takes(Takes(settings.dram.capacity, settings.nvme_bytes, settings.nvme_path))
     raise_file_limit()
     stop = trio.CancelScope()
     with Watchdog(settings.mountpoint) as watchdog:

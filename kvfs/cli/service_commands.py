@@ -25,7 +25,7 @@ from kvfs.client.transport import socket_path
 from kvfs.config.load import load
 from kvfs.config.sizes import format_size
 from kvfs.errors import NotFound, NotPermitted
-from kvfs.service import Running, drop_kept, run
+from kvfs.service import Running, Takes, drop_kept, run
 from kvfs.system.notify import set_up_logging
 from mounts.mount_point import abort, answers, unmount
 
@@ -86,7 +86,7 @@ def serve(options: ServeOptions) -> None:
     """Run the service in the foreground until Ctrl-C or SIGTERM."""
     settings = load(options.config, options.settings())
     set_up_logging(settings.log.level)
-    _run(run, settings, _show_started)
+    _run(run, settings, _show_started, _show_takes)
 
 
 def _run(function: Callable[..., Awaitable[None]], *arguments: object) -> None:
@@ -98,6 +98,18 @@ def _run(function: Callable[..., Awaitable[None]], *arguments: object) -> None:
         while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
             error = error.exceptions[0]
         raise error from None
+
+
+def _show_takes(takes: Takes) -> None:
+    disk = (
+        f"{format_size(takes.nvme_bytes)} of disk in {takes.nvme_path}"
+        if takes.nvme_bytes
+        else "no NVMe tier"
+    )
+    print(
+        f"{'takes':8} up to {format_size(takes.dram_bytes)} of DRAM, {disk}; other sizes: --dram SIZE, --nvme SIZE",
+        flush=True,
+    )
 
 
 def _show_started(running: Running) -> None:

@@ -162,7 +162,7 @@ class NvmeSettings(_Section):
     """[nvme]"""
 
     capacity: Size | None = None
-    """Bytes, preallocated; 0: no NVMe tier. None: as at an earlier start, else a share of the free space."""
+    """Bytes, preallocated; 0: no tier. None: as at an earlier start, else a quarter of the free space, up to 4 GiB."""
     path: AbsolutePath | None = None
     """Directory of the segment files. None: `nvme` in the data directory."""
     segment: Size | None = None

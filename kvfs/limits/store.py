@@ -134,8 +134,8 @@ MIN_NVME_BYTES: Final = 8 * MIB
 """Eight of the smallest segments."""
 NVME_SHARE_OF_FREE: Final = 4
 """The default capacity is the free space of the data directory's filesystem divided by this."""
-MAX_DEFAULT_NVME_BYTES: Final = 64 * GIB
-"""The largest default capacity of the NVMe tier."""
+MAX_DEFAULT_NVME_BYTES: Final = 4 * GIB
+"""The largest default capacity of the NVMe tier. It is taken whole at the start: who tries kvfs misses no more."""
 MIN_SEGMENT_BYTES: Final = 1 * MIB
 MAX_SEGMENT_BYTES: Final = 1 * GIB
 """Reclaim frees whole segments: one this large is read and rewritten in about a second."""

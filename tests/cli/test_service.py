@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -186,6 +187,25 @@ def test_wrong_settings_are_refused_before_anything_is_made(
     assert refused.returncode == 2
     assert message in refused.stderr
     assert not (tmp_path / "data").exists()
+
+
+def test_what_it_takes_is_said_before_it_is_taken(tmp_path: Path) -> None:
+    """Of a start that fails where it makes the segment files."""
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "nvme").write_text("a file, where a directory is wanted")
+    failed = run_kvfs("serve", "--no-mount", f"--data={data}", "--dram", DRAM)
+    assert failed.returncode != 0
+    assert re.match(
+        rf"takes +up to 64 MiB of DRAM, [1-4](\.\d)? [GM]iB of disk in {data}/nvme; "
+        r"other sizes: --dram SIZE, --nvme SIZE\n",
+        failed.stdout,
+    )
+    with_none = run_kvfs("serve", "--no-mount", f"--data={data}/nvme/none", "--dram", DRAM, "--nvme", "0")
+    assert (
+        with_none.stdout
+        == "takes    up to 64 MiB of DRAM, no NVMe tier; other sizes: --dram SIZE, --nvme SIZE\n"
+    )
 
 
 def test_data_under_the_mount_point_is_refused(tmp_path: Path) -> None:

@@ -69,6 +69,25 @@ def test_the_default_capacity_leaves_memory_to_others() -> None:
     assert size_bytes % limits.MIB == 0
 
 
+@pytest.mark.parametrize("text", ["", "[nvme]\n", '[nvme]\nio = "threads"\npath = "nvme"\n'])
+@pytest.mark.parametrize(
+    ("free_bytes", "taken_bytes"),
+    [
+        (1 << 50, 4 * limits.GIB),
+        (8 * limits.GIB, 2 * limits.GIB),
+        (4 * limits.MIN_NVME_BYTES, limits.MIN_NVME_BYTES),
+        (4 * limits.MIN_NVME_BYTES - 4, 0),
+    ],
+)
+def test_where_nobody_says_how_much_nvme_takes_a_few_gigabytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, free_bytes: int, taken_bytes: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kvfs.config.capacities._free_bytes", lambda directory: free_bytes)
+    (tmp_path / "kvfs.toml").write_text(text)
+    assert load(tmp_path / "kvfs.toml", {("store", "data"): "data"}).nvme_bytes == taken_bytes
+
+
 def test_a_flag_wins_over_the_file_and_the_file_over_the_default(tmp_path: Path) -> None:
     file = tmp_path / "kvfs.toml"
     file.write_text('[dram]\ncapacity = "64MiB"\nslots = 1000\n[log]\nlevel = "debug"\n')
