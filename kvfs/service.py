@@ -204,7 +204,7 @@ async def _start_store(settings: Settings, device: Device | None, nvme_bytes: in
             StoreOptions(
                 settings.store.data,
                 settings.dram.capacity,
-                max_slots=settings.dram.slots,
+                max_slots=settings.dram.max_slots,
                 gid=group_id(settings.session.group),
                 backing=settings.dram.backing,
                 quota_bytes=settings.session.quota,

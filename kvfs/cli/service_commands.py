@@ -42,7 +42,9 @@ class ServeOptions:
     ] = False
     data: Annotated[str | None, typer.Option(metavar="DIR", help="Data directory.")] = None
     dram: Annotated[str | None, typer.Option(metavar="SIZE", help='DRAM capacity, such as "10GiB".')] = None
-    slots: Annotated[int | None, typer.Option(help="Most objects at once.")] = None
+    slots: Annotated[
+        int | None, typer.Option(help="Most objects in DRAM at once; default: one for 64 KiB.")
+    ] = None
     nvme: Annotated[
         str | None, typer.Option(metavar="SIZE", help='NVMe capacity, preallocated; "0": none.')
     ] = None

@@ -13,9 +13,12 @@ from pathlib import Path
 from kvfs.config.sizes import format_size
 from kvfs.errors import ConfigError
 from kvfs.limits import (
+    DEFAULT_SLOTS,
+    DRAM_BYTES_PER_SLOT,
     DRAM_SHARE_OF_AVAILABLE,
     KIB,
     MAX_DEFAULT_NVME_BYTES,
+    MAX_SLOTS,
     MIB,
     MIN_DRAM_BYTES,
     MIN_NVME_BYTES,
@@ -26,6 +29,11 @@ from kvfs.limits import (
 def default_dram_bytes() -> int:
     """Return a quarter of the memory that is free for use now, within this process's memory cgroup; whole MiB."""
     return max(_free_memory_bytes() // DRAM_SHARE_OF_AVAILABLE // MIB * MIB, MIN_DRAM_BYTES)
+
+
+def default_slots(capacity_bytes: int) -> int:
+    """Return as many slots as small blocks fill a DRAM tier of this capacity, or a small tier's objects of any size."""
+    return min(max(capacity_bytes // DRAM_BYTES_PER_SLOT, DEFAULT_SLOTS), MAX_SLOTS)
 
 
 def check_dram_bytes(capacity_bytes: int) -> None:

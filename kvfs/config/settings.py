@@ -28,7 +28,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from kvfs.config.capacities import default_dram_bytes, default_nvme_bytes
+from kvfs.config.capacities import default_dram_bytes, default_nvme_bytes, default_slots
 from kvfs.config.credentials import Credential
 from kvfs.config.sizes import format_size, parse_size
 from kvfs.errors import InvalidRequest
@@ -37,7 +37,6 @@ from kvfs.limits import (
     DEFAULT_COLD_TIMEOUT_S,
     DEFAULT_REMOTE_MATCH_S,
     DEFAULT_SCRUB_BYTES_S,
-    DEFAULT_SLOTS,
     MAX_ACCESS_KEY_BYTES,
     MAX_COLD_PREFIX_BYTES,
     MAX_COLD_TIMEOUT_S,
@@ -150,12 +149,17 @@ class DramSettings(_Section):
 
     capacity: Annotated[Size, Field(ge=MIN_DRAM_BYTES)] = Field(default_factory=default_dram_bytes)
     """Bytes; the tier's hard limit."""
-    slots: Annotated[int, Field(ge=MIN_SLOTS, le=MAX_SLOTS)] = DEFAULT_SLOTS
-    """Most objects at once."""
+    slots: Annotated[int, Field(ge=MIN_SLOTS, le=MAX_SLOTS)] | None = None
+    """Most objects at once. None: one for each 64 KiB of the capacity, at least 131,072."""
     keep: bool = True
     """Whether a clean stop keeps the objects in memory for the next start; a kill always does."""
     backing: Backing = "auto"
     """What holds the bytes; `auto` takes a private tmpfs where the service may mount one."""
+
+    @property
+    def max_slots(self) -> int:
+        """Return the slots that are configured, else as many as the capacity asks for."""
+        return default_slots(self.capacity) if self.slots is None else self.slots
 
 
 class NvmeSettings(_Section):

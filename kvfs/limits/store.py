@@ -50,7 +50,9 @@ OBJECT_ID_RANGE: Final = 1 << 16
 MAX_SLOTS: Final = 1 << 24
 """A slot takes 256 bytes of the shared table, in DRAM's capacity: 4 GiB at this count."""
 DEFAULT_SLOTS: Final = 1 << 17
-"""Enough for 100,000 slots; 16 MiB of headers, sparse until used."""
+"""The least number of slots where nobody says one; 16 MiB of headers, sparse until used."""
+DRAM_BYTES_PER_SLOT: Final = 64 * KIB
+"""A larger tier has a slot for each of these, a block of 16 tokens of a small model: 1/256 of it is table then."""
 MIN_DRAM_BYTES: Final = 16 * MIB
 """In less, the table and the headroom take all room."""
 MIN_SLOTS: Final = 64

@@ -52,7 +52,6 @@ def test_a_shown_size_reads_back_within_its_rounding(size_bytes: int) -> None:
 def test_defaults_are_valid_and_frozen() -> None:
     settings = load()
     assert settings.dram.capacity >= limits.MIN_DRAM_BYTES
-    assert settings.dram.slots == limits.DEFAULT_SLOTS
     assert settings.mount.mode == "auto"
     with pytest.raises(ValueError, match="frozen"):
         settings.dram.slots = 1
@@ -86,6 +85,15 @@ def test_where_nobody_says_how_much_nvme_takes_a_few_gigabytes(
     monkeypatch.setattr("kvfs.config.capacities._free_bytes", lambda directory: free_bytes)
     (tmp_path / "kvfs.toml").write_text(text)
     assert load(tmp_path / "kvfs.toml", {("store", "data"): "data"}).nvme_bytes == taken_bytes
+
+
+@pytest.mark.parametrize(
+    ("capacity", "slots"),
+    [("64MiB", 1 << 17), ("8GiB", 1 << 17), ("64GiB", 1 << 20), ("1TiB", 1 << 24), ("4TiB", 1 << 24)],
+)
+def test_small_blocks_fill_a_tier_of_any_capacity(capacity: str, slots: int) -> None:
+    assert load(None, {("dram", "capacity"): capacity}).dram.max_slots == slots
+    assert load(None, {("dram", "capacity"): capacity, ("dram", "slots"): 70}).dram.max_slots == 70
 
 
 def test_a_flag_wins_over_the_file_and_the_file_over_the_default(tmp_path: Path) -> None:
