@@ -76,10 +76,10 @@ $(STAMPS)/dev: $(STAMPS)/install
 	$(EDITABLE) '.[dev]' $(TORCH)
 	@touch $@
 
-# What figures are measured against, and what the cold tier's need.
+# What figures are measured against, and what those of the cold tier, the directory and the Conductor need.
 $(STAMPS)/bench: packaging/system pyproject.toml $(STAMPS)/install
 	@packaging/system packages bench
-	$(EDITABLE) '.[server,cold,cluster]'
+	$(EDITABLE) '.[server,cold,cluster,events]'
 	@touch $@
 
 build: $(STAMPS)/native

@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,8 +38,8 @@ from bench import (
 )
 from bench.measure import Result
 from bench.names import NamePlaces, open_name_places
-from bench.places import Places, open_places
-from kvfs.errors import DeviceMissing
+from bench.places import Once, Places, open_places
+from kvfs.errors import DeviceMissing, KvfsError
 
 SECONDS = 3.0
 
@@ -132,6 +134,8 @@ OF_A_MILLION: dict[str, Callable[[float], Result]] = {
     "memory.object_nvme": start.memory_object_nvme,
 }
 """Take gigabytes of memory; all but the first come from one run of a service with a million blocks."""
+ALONE = IN_MEMORY | OF_A_CLUSTER | AT_S3 | OF_MACHINES | OF_DIRECTORY | OF_PROXY | OF_A_MILLION
+"""Need nothing that others need, too."""
 NAMES = [
     *IN_MEMORY,
     *OF_A_CLUSTER,
@@ -180,47 +184,67 @@ BASELINES = {
 }
 
 
+class _Stage:
+    """What figures are measured in, each opened for the first figure that needs it."""
+
+    def __init__(self, options: argparse.Namespace, stack: ExitStack) -> None:
+        self._options = options
+        self._places = Once(partial(_open_places, options.at), stack)
+        self._disk = Once(partial(open_name_places, options.folder), stack)
+
+    def measure(self, name: str) -> Result:
+        """Measure a figure. Raises whatever it does, and again what opening its places did."""
+        seconds = self._options.seconds
+        if name in AT_DOORS:
+            return AT_DOORS[name](self._places.get(), seconds)
+        if name in OVER_NVME:
+            return OVER_NVME[name](self._disk.get(), seconds)
+        if name in ON_DEVICE:
+            return ON_DEVICE[name](self._options.folder, seconds)
+        return ALONE[name](seconds)
+
+
+@contextmanager
+def _open_places(at: str | None) -> Iterator[Places]:
+    with open_places(at) as places:
+        print(f"bench: the mount runs in this mode: {places.mode}", file=sys.stderr)
+        yield places
+
+
 def run_command(arguments: list[str]) -> None:
+    """Measure what is chosen, and print it; a figure that fails costs no other. Raises KvfsError after failures."""
     options = _parse(arguments)
-    chosen = options.only or NAMES
+    results, failures = [], {}
     with ExitStack() as stack:
-        places = stack.enter_context(open_places(options.at)) if _any(chosen, AT_DOORS) else None
-        disk = stack.enter_context(open_name_places(options.folder)) if _any(chosen, OVER_NVME) else None
-        if places is not None:
-            print(f"bench: the mount runs in this mode: {places.mode}", file=sys.stderr)
-        results = []
-        for name in chosen:
+        stage = _Stage(options, stack)
+        for name in options.only or NAMES:
             try:
-                results.append(_measure(name, places, disk, options))
-            except DeviceMissing as error:
-                if options.only:
-                    raise
-                print(f"bench: {name} left out: {error}", file=sys.stderr)
+                results.append(stage.measure(name))
+            except Exception as error:
+                failures[name] = _reason(error)
+                print(f"bench: {name} failed: {failures[name]}", file=sys.stderr)
                 continue
             if not options.json:
                 print(f"bench: {name} done", file=sys.stderr)
-    if options.json:
-        print(json.dumps([result.as_json() for result in results], indent=2))
-    else:
-        _print_table(results)
+        if options.json:
+            print(json.dumps([result.as_json() for result in results], indent=2))
+        else:
+            _print_table(results)
+    if failures:
+        raise KvfsError(
+            f"bench: {len(failures)} of {len(results) + len(failures)} figures failed: "
+            + "; ".join(f"{name}: {reason}" for name, reason in failures.items())
+        )
 
 
-def _any(chosen: list[str], figures: Mapping[str, object]) -> bool:
-    return any(name in figures for name in chosen)
-
-
-def _measure(
-    name: str, places: Places | None, disk: NamePlaces | None, options: argparse.Namespace
-) -> Result:
-    if places is not None and name in AT_DOORS:
-        return AT_DOORS[name](places, options.seconds)
-    if disk is not None and name in OVER_NVME:
-        return OVER_NVME[name](disk, options.seconds)
-    if name in ON_DEVICE:
-        return ON_DEVICE[name](options.folder, options.seconds)
-    return (IN_MEMORY | OF_A_CLUSTER | AT_S3 | OF_MACHINES | OF_DIRECTORY | OF_PROXY | OF_A_MILLION)[name](
-        options.seconds
-    )
+def _reason(error: Exception) -> str:
+    """Say in a line why a figure failed; the place, too, where that is no error of kvfs's."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, KvfsError):
+        return str(error)
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

@@ -10,15 +10,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from kvfs.config.sizes import format_size
 from kvfs.errors import DeviceMissing, InvalidRequest, KvfsError
 from kvfs.limits import MIB, STOP_WAIT_S
 
+T = TypeVar("T")
 SIZE_BYTES = 768 * MIB
 """The size of each tmpfs and of the service's DRAM tier."""
 LEAST_BYTES = 256 * MIB
@@ -37,6 +39,27 @@ class Places:
     """A tmpfs of the kind that lies under the mount (`huge=within_size`)."""
     plain: Path
     """A tmpfs with default pages."""
+
+
+class Once(Generic[T]):
+    """A place that is opened when it is first asked for, and closed with `stack`."""
+
+    def __init__(self, opened: Callable[[], AbstractContextManager[T]], stack: ExitStack) -> None:
+        self._opened, self._stack = opened, stack
+        self._place: T | None = None
+        self._error: Exception | None = None
+
+    def get(self) -> T:
+        """Return the place. Raises what opening it raised, also when it is asked for again."""
+        if self._error is not None:
+            raise self._error
+        if self._place is None:
+            try:
+                self._place = self._stack.enter_context(self._opened())
+            except Exception as error:
+                self._error = error
+                raise
+        return self._place
 
 
 @contextmanager

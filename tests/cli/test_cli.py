@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -312,6 +314,28 @@ def test_paths_on_the_mount_itself_and_bad_names_are_refused(service: Service) -
 
 
 # --- bench -----------------------------------------------------------------------------------------------
+def test_a_figure_that_fails_costs_no_other() -> None:
+    """Without fio, and without mount(8) for the tmpfs that two figures measure in."""
+    figures = ["mount.pread_4k", "nvme.read_1m_qd8", "memcpy.1m", "mount.pread_1m"]
+    wanted = ["--only", ",".join(figures), "--seconds", "0.05"]
+    done = run_kvfs("bench", "--json", *wanted, timeout_s=60, environment={"PATH": "/nowhere"})
+    assert done.returncode == 1
+    assert [figure["name"] for figure in json.loads(done.stdout)] == ["memcpy.1m"]
+    failed = done.stderr.splitlines()[-1]
+    assert failed.startswith("kvfs: bench: 3 of 4 figures failed: mount.pread_4k: FileNotFoundError: ")
+    assert "; nvme.read_1m_qd8: fio, which the device is measured against, is missing" in failed
+    assert "; mount.pread_1m: FileNotFoundError: " in failed
+    assert "Traceback" not in done.stderr
+
+
+def test_make_bench_installs_what_figures_need() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    recipe = (ROOT / "Makefile").read_text().partition("$(STAMPS)/bench:")[2].partition("\n\n")[0]
+    installed = re.search(r"'\.\[([a-z,]+)\]'", recipe)
+    assert installed is not None
+    assert set(installed[1].split(",")) == set(extras) - {"cli", "torch", "plot", "dev"}
+
+
 def test_bench_measures_in_a_running_service_and_cleans_up(service: Service) -> None:
     wanted = ["--only", "memcpy.1m,mount.pread_4k", "--seconds", "0.05"]
     done = run_kvfs("bench", "--json", *wanted, "--at", str(service.mount), timeout_s=60)
