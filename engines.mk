@@ -37,7 +37,10 @@ $(ENGINES_STAMP):
 	    $(ENGINES_PIP_ARGS) $(ENGINES_IMPORTS)
 	touch $@
 
-# kvfs and pytest are in the Makefile's own environment. An engine starts on one core and takes 3 GB.
+# An engine starts on one core and takes 3 GB; some tests have two.
+ENGINES_WORKERS ?= 2
+
+# kvfs and pytest are in the Makefile's own environment.
 test-engines: $(ENGINES_STAMP) $(STAMPS)/dev $(STAMPS)/native
-	KVFS_ENGINES_PYTHON=$(abspath $(ENGINES_VENV))/bin/python $(BIN)/pytest -m engine -n $(TEST_WORKERS) --dist loadfile \
+	KVFS_ENGINES_PYTHON=$(abspath $(ENGINES_VENV))/bin/python $(BIN)/pytest -m engine -n $(ENGINES_WORKERS) --dist loadfile \
 	    tests/engines $(ARGS)

@@ -222,7 +222,7 @@ def check_context_parallelism(address: str) -> dict[str, Any]:
 
     prefill = {"attn_cp_size": 2, "tp_size": 1}
     decode = {"dcp_size": 2, "mla": True, "logical_page_size": 2 * PAGE}
-    ranks = {
+    ranks: dict[str, dict[str, Any]] = {
         "none": {},
         "prefill 0": {**prefill, "attn_cp_rank": 0},
         "prefill 1": {**prefill, "attn_cp_rank": 1},

@@ -68,7 +68,7 @@ def test_no_import_hides_in_a_function_or_behind_type_checking() -> None:
         hidden += [
             f"{path.relative_to(ROOT)}:{node.lineno}"
             for node in ast.walk(tree)
-            if id(node) not in top and any(map(is_own, imported_by(node)))
+            if isinstance(node, ast.stmt) and id(node) not in top and any(map(is_own, imported_by(node)))
         ]
     assert hidden == []
 
