@@ -329,6 +329,7 @@ class Conductor:
             "model": pool.model,
             "url": member.instance.url,
             "role": member.role,
+            "routable": member.instance.routable,
             "draining": member.draining or member.relabels_to is not None,
             "reachable": now_s >= member.unreachable_until_s,
             "distrusted": member.trust.distrusted,

@@ -11,6 +11,7 @@ Concurrency: pure functions.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -63,6 +64,14 @@ class _StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
+class _Named(msgspec.Struct):
+    model: str = ""
+
+
+_NAMED = msgspec.json.Decoder(_Named)
+_FORM_FIELD = re.compile(rb'name="model"').search
+_FORM_VALUE = re.compile(rb"[^\r\n]{0,256}\r\n(?:[^\r\n]{1,256}\r\n){0,4}\r\n([^\r\n]{0,256})\r\n").match
+"""What follows it: other headers of its part, an empty line. Bounded, since a client sends it."""
 _NO_OPTIONS = _StreamOptions()
 _DECODERS: dict[type[Any], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind | None) for kind in (bool, int, str, dict, _StreamOptions)
@@ -78,6 +87,18 @@ def parse(body: Buffer) -> Members:
     if ENGINE_FIELDS.isdisjoint(members):
         return members
     return {name: value for name, value in members.items() if name not in ENGINE_FIELDS}
+
+
+def model_of(body: Buffer, content_type: bytes) -> str:
+    """Return the model that a request names, in JSON or in a form; empty where it names none."""
+    if content_type.startswith(b"multipart/"):
+        field = _FORM_FIELD(body)
+        value = None if field is None else _FORM_VALUE(body, field.end())
+        return "" if value is None else value[1].decode(errors="replace")
+    try:
+        return _NAMED.decode(body).model
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
 
 
 def asked(members: Members) -> Asked:

@@ -165,18 +165,20 @@ class Legs:
         )
         if not isinstance(found, Refused):
             return found
-        if request.failed or not self._engines.any_answers():
+        if request.failed or not self._engines.any_answers(request.asked.model):
             return None
         raise Failure(429, found.reason, code="no_capacity", retry_after_s=found.retry_after_s)
 
     def _excluded(self, request: Completion) -> list[str]:
-        down = self._engines.down() if self._engines.any_answers() else ()
+        model = request.asked.model
+        down = self._engines.down(model) if self._engines.any_answers(model) else ()
         if not down and not request.failed:
             return []
         return list(dict.fromkeys([*request.failed, *down]))[: limits.MAX_EXCLUDED]
 
     def _pair(self, request: Completion, routed: Routed) -> _Pair:
-        decode = self._engines.at(routed.decode, routed.decode_url)
+        model = request.asked.model
+        decode = self._engines.at(routed.decode, routed.decode_url, model)
         skip = ""
         if routed.prefill is None or routed.prefill_url is None or routed.prefill == routed.decode:
             skip = "one_engine"
@@ -188,7 +190,8 @@ class Legs:
             self.counts.skips[skip] += 1
             return _Pair(routed.id, decode, None)
         self.counts.events["prefill_legs"] += 1
-        return _Pair(routed.id, decode, self._engines.at(routed.prefill or "", routed.prefill_url or ""))
+        prefill = self._engines.at(routed.prefill or "", routed.prefill_url or "", model)
+        return _Pair(routed.id, decode, prefill)
 
     async def _run(self, request: Completion, pair: _Pair) -> None:
         request.prefill_usage, request.usage = None, NO_USAGE

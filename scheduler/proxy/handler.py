@@ -26,7 +26,7 @@ from kvfs.errors import InvalidRequest, KvfsError, NotFound
 from kvfs.http.bearer_tokens import BearerTokens
 from kvfs.http.http_exchange import BodyLost, Exchange, Headers
 from kvfs.http.transports import Buffer, Gone, Stalled, breathe
-from scheduler.proxy.bodies import BadBody, asked, parse
+from scheduler.proxy.bodies import BadBody, asked, model_of, parse
 from scheduler.proxy.client_watch import ClientWatch
 from scheduler.proxy.completion import Completion, Legs, is_stream, relayed
 from scheduler.proxy.openai_errors import Failure, as_failure
@@ -228,10 +228,12 @@ class Handler:
             self._counts.end(request.status)
 
     async def _pass(self, exchange: Exchange, body: Buffer) -> None:
-        """Pass a request on to an engine, and its answer back. Raises Failure."""
+        """Pass a request on to an engine of its model, and the answer back. Raises Failure, NotFound."""
         failed: list[str] = []
+        model = model_of(body, _content_type(exchange))
+        self._engines.check_model(model)
         for _ in range(1 + limits.PROXY_RETRIES):
-            engine = self._engines.least_busy(failed)
+            engine = self._engines.least_busy(failed, model)
             if engine is None:
                 break
             try:
@@ -269,6 +271,10 @@ class Handler:
                 await exchange.send_part(data)
             await exchange.end_slowly()
             return answer.status
+
+
+def _content_type(exchange: Exchange) -> bytes:
+    return next((value.lower() for name, value in exchange.head.headers if name == b"content-type"), b"")
 
 
 def _piece_bytes(exchange: Exchange) -> int:

@@ -22,6 +22,7 @@ from kvfs.http.server import Certificate, Server, listen, take_signals
 from kvfs.system.linux import raise_file_limit
 from kvfs.system.metrics import exposition
 from scheduler.conductor.conductor import Conductor
+from scheduler.conductor.pool import Member
 from scheduler.conductor.values import Router
 from scheduler.proxy.completion import Legs
 from scheduler.proxy.handler import Handler
@@ -114,14 +115,13 @@ def _local(router: Router, engines: Engines) -> RequestRouter:
     if not isinstance(router, Conductor):
         return LocalRouter(router, engines)
     members = router.registry.members
-    return LocalRouter(
-        router,
-        engines,
-        lambda: [
-            EngineAddress(each.instance.url, each.role, each.instance.name, draining=each.draining)
-            for _, each in members()
-        ],
-    )
+    return LocalRouter(router, engines, lambda: [_address_of(each) for _, each in members()])
+
+
+def _address_of(member: Member) -> EngineAddress:
+    known = member.instance
+    draining = member.draining or member.relabels_to is not None or not known.routable
+    return EngineAddress(known.url, member.role, known.name, draining=draining, model=known.model)
 
 
 class Service(Protocol):

@@ -26,7 +26,7 @@ import trio
 from xxhash import xxh3_128
 
 from kvfs import limits
-from scheduler.proxy.bodies import BadBody, Members, patched
+from scheduler.proxy.bodies import BadBody, Members, member, patched
 from scheduler.proxy.upstream.connection import EngineFailed
 from scheduler.proxy.upstream.engines import Engines
 
@@ -181,8 +181,8 @@ class Tokenizer:
             self._afterwards -= 1
 
     async def _ask(self, part: _TextPart, members: Members, name: str, headers: bytes) -> array[int] | None:
-        """Have the least busy engine tokenize, and remember its answer; None without one."""
-        engine = self._engines.least_busy()
+        """Have the least busy engine of the model tokenize, and remember its answer; None without one."""
+        engine = self._engines.least_busy(model=member(members, "model", str) or "")
         if engine is None:
             return None
         self.asked += 1

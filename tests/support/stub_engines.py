@@ -106,6 +106,8 @@ class StubEngine:
         """Whether it takes connections and says nothing on any."""
         self.closes_second = False
         """Whether it closes a connection that is used again, without an answer."""
+        self.reads_bodies = True
+        """Whether bodies are JSON."""
         self.behaviour = "well"
         self.cached_tokens = 0
         self.prefill_params: dict[str, Any] | None = None
@@ -174,7 +176,7 @@ class StubEngine:
         if path == "/health":
             await send(stream, 200 if self.healthy else 503, b"{}")
             return True
-        asked = Asked(path, message.headers, message.json() if message.body else {})
+        asked = Asked(path, message.headers, message.json() if message.body and self.reads_bodies else {})
         self.asked.append(asked)
         if path == "/tokenize":
             tokens = self.tokens(asked.body)

@@ -3,6 +3,8 @@
 Responsibility: choose the prefill engine with the fewest tokens to prefill and the decode engine with the fewest
 requests; nothing is known of caches.
 
+Invariants: models count here too, and so do a Conductor's labels: what it has for prefill does not decode.
+
 Concurrency: one trio thread.
 """
 
@@ -39,17 +41,13 @@ class LoadRouter:
         self._numbers = count(1)
 
     def route(self, request: RouteRequest) -> Routed | Refused:
+        """Choose engines. Raises NotFound for a model that none serves."""
+        self._engines.check_model(request.model)
         number = next(self._numbers)
         id = f"load-{number}"
-        alive = self._engines.alive(request.exclude)
-        decodes = [each for each in alive if each.decodes] or alive  # any engine is better than none
-        decode = self._least(decodes, self._requests, number)
-        if decode is None:
+        decode, prefill = self._pair(self._engines.alive(request.exclude, request.model), number)
+        if decode is None or prefill is None:
             return Refused(reason="no engine answers", retry_after_s=_RETRY_AFTER_S)
-        prefill = decode
-        prefills = [each for each in alive if each.prefills]
-        if not decode.prefills or any(not each.decodes for each in prefills):
-            prefill = self._least(prefills, self._tokens, number) or decode
         tokens = len(request.tokens) if request.tokens else request.length or 0
         self._reserved[id] = _Reserved(decode.name, prefill.name, tokens)
         self._requests[decode.name] += 1
@@ -63,6 +61,18 @@ class LoadRouter:
             prefill_url=None if alone else prefill.address.url,
             degraded=BY_LOAD,
         )
+
+    def _pair(self, alive: list[Engine], number: int) -> tuple[Engine | None, Engine | None]:
+        """Return the engine that decodes and the one that prefills; None where there is none."""
+        # Of those that no Conductor labelled any is better than none.
+        decodes = [each for each in alive if each.decodes] or [
+            each for each in alive if not each.address.model
+        ]
+        decode = self._least(decodes, self._requests, number)
+        prefills = [each for each in alive if each.prefills]
+        if decode is None or (decode.prefills and all(each.decodes for each in prefills)):
+            return decode, decode
+        return decode, self._least(prefills, self._tokens, number) or decode
 
     def _least(self, among: list[Engine], load: Counter[str], number: int) -> Engine | None:
         """Return the least busy engine, of equals another each time."""

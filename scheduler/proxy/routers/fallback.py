@@ -74,7 +74,15 @@ class LocalRouter:
         await trio.sleep_forever()
 
     async def route(self, request: RouteRequest) -> Routed | Refused:
-        return self._router.route(request)
+        found = self._router.route(request)
+        if self._addresses is not None and names_nobody(found):
+            self._engines.follow(self._addresses())  # load may decide next, by what they are at this moment
+        return found
+
+
+def names_nobody(found: Routed | Refused) -> bool:
+    """Return whether a router passes over every instance."""
+    return isinstance(found, Refused) and found.reason == Reason.NO_INSTANCE.value
 
 
 class FallbackRouter:
@@ -98,7 +106,7 @@ class FallbackRouter:
             self._log(error)
         else:
             # A router that has just passed over an engine, or not probed it yet, knows less than the connections to it.
-            if not (isinstance(found, Refused) and found.reason == Reason.NO_INSTANCE.value):
+            if not names_nobody(found):
                 return found
         self.counts["by_load"] += 1
         found = self._load.route(request)

@@ -43,7 +43,13 @@ class _Known(msgspec.Struct):
     name: str
     url: str
     role: Role = "both"
+    model: str = ""
     draining: bool = False
+    routable: bool = True
+
+    def as_address(self) -> EngineAddress:
+        draining = self.draining or not self.routable
+        return EngineAddress(self.url, self.role, self.name, draining=draining, model=self.model)
 
 
 class _Status(msgspec.Struct):
@@ -85,7 +91,7 @@ class RemoteRouter:
         """Ask the Conductor at `url`; `authorities`: see Dialer."""
         self._engines = engines
         self._dialer = Dialer(authorities)
-        self._conductor = Engine(EngineAddress(url), self._dialer, lambda: False)
+        self._conductor = Engine(EngineAddress(url), self._dialer, lambda _: False)
         self._headers = b"Content-Type: application/json\r\n"
         if token:
             self._headers += b"Authorization: Bearer %b\r\n" % token.encode()
@@ -139,9 +145,7 @@ class RemoteRouter:
         if scope.cancelled_caught:
             self._go_on_without(f"no answer in {limits.HEALTH_TIMEOUT_S:g} s")
             return
-        self._engines.follow(
-            EngineAddress(each.url, each.role, each.name, draining=each.draining) for each in known
-        )
+        self._engines.follow(each.as_address() for each in known)
         if self._is_logged or not self._was_up:
             log.warning("the Conductor at %s answers: it routes requests", self._conductor.address.url)
         self.down, self._is_logged, self._was_up = "", False, True

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 import trio
 
 from kvfs import limits
+from kvfs.errors import NotFound
 from kvfs.http.server_place import Place, place_of
 from kvfs.http.transports import Buffer
 from scheduler.conductor.planning.planner import Role
@@ -45,6 +46,8 @@ class EngineAddress(NamedTuple):
     """`HOST:PORT` of a prefill engine's bootstrap server, for Mooncake and SGLang."""
     draining: bool = False
     """Whether it takes no more requests, as its Conductor says."""
+    model: str = ""
+    """The one that its Conductor has it for; empty: none has, and it may serve any."""
 
 
 def is_engine_url(url: str) -> bool:
@@ -60,8 +63,8 @@ def is_engine_url(url: str) -> bool:
 class Engine:
     """One engine. `down` says why it gets no requests; empty while it answers."""
 
-    def __init__(self, address: EngineAddress, dialer: Dialer, answers: Callable[[], bool]) -> None:
-        """`answers`: whether any engine does; where none does, requests try this one though it is down."""
+    def __init__(self, address: EngineAddress, dialer: Dialer, answers: Callable[[Engine], bool]) -> None:
+        """`answers`: whether any engine like it does; where none does, requests try this one though it is down."""
         self._answers = answers
         self.name = address.name or address.url
         self.become(address)
@@ -88,10 +91,14 @@ class Engine:
         self.address = address
         self.prefills, self.decodes = address.role != "decode", address.role != "prefill"
 
+    def serves(self, model: str) -> bool:
+        """Return whether it may serve a model; of an empty name nobody knows."""
+        return not model or self.address.model in ("", model)
+
     @property
     def refusal(self) -> str:
         """Return why it gets no request; empty: it gets one."""
-        return self.down if self.down and self._answers() else ""
+        return self.down if self.down and self._answers(self) else ""
 
     def heard(self) -> None:
         self._heard_s = monotonic()
@@ -235,7 +242,7 @@ class Engines:
     def __iter__(self) -> Iterator[Engine]:
         return iter(self._by_name.values())
 
-    def at(self, name: str, url: str) -> Engine:
+    def at(self, name: str, url: str, model: str = "") -> Engine:
         """Return the engine that a router names; one that was not known, or is elsewhere now, is watched from here on.
 
         Raises EngineFailed for what is no URL, and where all engines are busy that there may be.
@@ -252,7 +259,7 @@ class Engines:
             self._remove(unused)
         if engine is not None:
             self._remove(engine)
-        return self._add(EngineAddress(url, name=name))
+        return self._add(EngineAddress(url, name=name, model=model))
 
     def follow(self, addresses: Iterable[EngineAddress]) -> None:
         """Watch a router's engines, and no other that it named; those of the start stay unless it names them too."""
@@ -269,7 +276,7 @@ class Engines:
                 self._add(address)
 
     def _add(self, address: EngineAddress) -> Engine:
-        engine = Engine(address, self._dialer, self.any_answers)
+        engine = Engine(address, self._dialer, lambda which: self.any_answers(which.address.model))
         self._by_name[engine.name] = engine
         if self._nursery is not None:
             self._nursery.start_soon(self._watch, engine)
@@ -281,26 +288,40 @@ class Engines:
         self._down.discard(engine.name)
         engine.removed.cancel()
 
-    def down(self) -> Collection[str]:
+    # --- of a model; an empty name is every one's -----------------------------------------------------------
+    def check_model(self, model: str) -> None:
+        """Check that there may be an engine for a model. Raises NotFound."""
+        if self._by_name and not any(engine.serves(model) for engine in self):
+            raise NotFound(f"model {model[: limits.MAX_NAME_BYTES]!r}: no engine serves it")
+
+    def down(self, model: str = "") -> Collection[str]:
         """Return the names of engines that do not answer."""
-        return self._down
+        if not model or not self._down:
+            return self._down
+        return [engine.name for engine in self if engine.down and engine.serves(model)]
 
-    def any_answers(self) -> bool:
-        """Return whether there is an engine that is not down; also where none is known yet."""
-        return not self._down or len(self._down) < len(self._by_name)
+    def any_answers(self, model: str = "") -> bool:
+        """Return whether an engine that takes requests is not down; also where none is known yet."""
+        if not self._down:
+            return True
+        takes = [engine for engine in self if engine.serves(model) and not engine.address.draining]
+        return not takes or not all(engine.down for engine in takes)
 
-    def alive(self, exclude: Collection[str] = ()) -> list[Engine]:
+    def alive(self, exclude: Collection[str] = (), model: str = "") -> list[Engine]:
         """Return the engines that answer; where none does, all: to try one costs less than to wait for its probe."""
-        anyway = not self.any_answers()
+        anyway = not self.any_answers(model)
         return [
             engine
             for engine in self
-            if (anyway or not engine.down) and not engine.address.draining and engine.name not in exclude
+            if (anyway or not engine.down)
+            and engine.serves(model)
+            and not engine.address.draining
+            and engine.name not in exclude
         ]
 
-    def least_busy(self, exclude: Collection[str] = ()) -> Engine | None:
+    def least_busy(self, exclude: Collection[str] = (), model: str = "") -> Engine | None:
         """Return one of `alive`, None without one."""
-        return min(self.alive(exclude), key=lambda engine: engine.requests, default=None)
+        return min(self.alive(exclude, model), key=lambda engine: engine.requests, default=None)
 
     def suspect(self, engine: Engine, reason: str) -> None:
         """Give no requests to an engine that failed, until it answers a probe."""
