@@ -38,6 +38,7 @@ log = logging.getLogger("kvfs.conductor")
 
 FULL = f"{MAX_RESERVATIONS} requests are routed and not over, which is the limit"
 DEGRADED = "nothing is known of the instances' caches, so load alone decided"
+WITHOUT_TOKENS = "the prompt came without tokens and hashes, so load alone decided"
 
 
 class Conductor:
@@ -106,6 +107,7 @@ class Conductor:
             return self._refuse(refused, logged)
         self.counts["routed"] += 1
         self.counts["degraded"] += bool(weighed.degraded)
+        self.counts["without_tokens"] += weighed.degraded == WITHOUT_TOKENS
         return self._reserve(pool, plan, weighed, hashes, reusable, logged)
 
     def _refuse(self, refused: Refused, logged: Logged) -> Refused:
@@ -177,7 +179,7 @@ class Conductor:
             pool.names,
             pool.source_names,
             tuple(request.exclude),
-            "" if pool.knows_blocks else DEGRADED,
+            _degraded(pool, request),
         )
 
     def explain(self, id: str) -> dict[str, Any]:
@@ -341,6 +343,13 @@ class Conductor:
             "active_tokens": load.active_tokens,
             "streams": [str(stream.name) for stream in member.streams],
         }
+
+
+def _degraded(pool: Pool, request: RouteRequest) -> str:
+    """Return why load alone decides; empty: it does not."""
+    if not pool.knows_blocks:
+        return DEGRADED
+    return WITHOUT_TOKENS if request.tokens is None and request.hashes is None else ""
 
 
 def _slo(request: RouteRequest, default: Slo) -> Slo:

@@ -90,6 +90,7 @@ class Proxy:
             "held_bytes": self.handler.memory.size_bytes,
             "routed_by_load": self.router.counts["by_load"],
             "tokenized": 0 if self.tokenizer is None else self.tokenizer.asked,
+            "tokenize_failures": 0 if self.tokenizer is None else self.tokenizer.failed,
         }
         if self.remote is not None:
             numbers |= {"conductor_up": not self.remote.down, **self.remote.counts}

@@ -30,6 +30,7 @@ _COUNTS = {
     "prefill_legs": "Prefill legs of their own.",
     "failed_prefills": "Prefill legs that failed: the decode engine computed the prompt.",
     "tokenized": "Prompts that an engine was asked to tokenize.",
+    "tokenize_failures": "Part of them that got no tokens: an answer late, refused or malformed.",
     "routed_by_load": "Routes by load, since the Conductor did not answer or passed over every instance.",
     "late_routes": "Routes that the Conductor did not give in time.",
     "dropped_reports": "Reports to the Conductor for which there was no room.",

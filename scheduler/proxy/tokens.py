@@ -5,8 +5,9 @@ said. The next request of a conversation begins with the messages of the last on
 at once, and its own are asked for afterwards, for the request after it.
 
 Invariants: at most limits.TOKEN_CACHE_BYTES are remembered, the least recently used go first. Without an answer in
-limits.TOKENIZE_TIMEOUT_S a prompt has no tokens, and is routed by load. A prompt whose keys depend on more than its
-tokens (images, a salt) has none either.
+limits.TOKENIZE_TIMEOUT_S a prompt has no tokens, and is routed by load; that is counted, and the log says when an
+engine begins to fail and when it tokenizes again, once in limits.LOG_INTERVAL_S at most. A prompt whose keys depend on
+more than its tokens (images, a salt) has none either.
 
 Concurrency: one trio thread.
 """
@@ -28,7 +29,7 @@ from xxhash import xxh3_128
 from kvfs import limits
 from scheduler.proxy.bodies import BadBody, Members, member, patched
 from scheduler.proxy.upstream.connection import EngineFailed
-from scheduler.proxy.upstream.engines import Engines
+from scheduler.proxy.upstream.engines import Engine, Engines
 
 log = logging.getLogger("kvfs.proxy")
 
@@ -46,6 +47,8 @@ _SHAPES = (
 )
 """Members that change the tokens of the same messages."""
 _JSON = b"Content-Type: application/json\r\n"
+_OF_THE_CLIENT = frozenset((400, 401, 403, 413, 422))
+"""Answers that say something of the prompt or of who asks, not of the engine."""
 
 
 class Prompt(NamedTuple):
@@ -131,6 +134,8 @@ class Tokenizer:
         self.cache = TokenCache()
         self.asked = 0
         """How often an engine was asked."""
+        self.failed = 0
+        """How often it had no tokens to give."""
         self._engines = engines
         self._nursery: trio.Nursery | None = None
         self._afterwards = 0
@@ -187,20 +192,46 @@ class Tokenizer:
             return None
         self.asked += 1
         body = patched({each: members[each] for each in (*_SHAPES, name) if each in members}, {})
+        fault = f"no answer in {limits.TOKENIZE_TIMEOUT_S:g} s"
         with trio.move_on_after(limits.TOKENIZE_TIMEOUT_S):
-            try:
-                async with engine.ask("POST", b"/tokenize", _authorization(headers) + _JSON, body) as answer:
-                    data = await answer.read_all()
-                if answer.status == 200:
-                    tokens = array("I", msgspec.json.decode(data, type=_Tokenized).tokens)
-                    self.cache.put(part, tokens)
-                    return tokens
-            except EngineFailed as error:
-                if not error.alive:
-                    self._engines.suspect(engine, str(error))
-            except msgspec.DecodeError:
-                pass
+            found = await self._tokens(engine, _authorization(headers) + _JSON, body)
+            if not isinstance(found, str):
+                self.cache.put(part, found)
+                _log_recovered(engine)
+                return found
+            fault = found
+        self.failed += 1
+        _log_fault(engine, fault)
         return None
+
+    async def _tokens(self, engine: Engine, headers: bytes, body: bytes) -> array[int] | str:
+        """Return the tokens of a prompt, or why there are none; empty where that is for the prompt's sake."""
+        try:
+            async with engine.ask("POST", b"/tokenize", headers, body) as answer:
+                data = await answer.read_all()
+            if answer.status == 200:
+                return array("I", msgspec.json.decode(data, type=_Tokenized).tokens)
+        except EngineFailed as error:
+            if not error.alive:
+                self._engines.suspect(engine, str(error))
+            return str(error)
+        except msgspec.DecodeError as error:
+            return f"its answer is not as it should be: {error}"
+        return "" if answer.status in _OF_THE_CLIENT else f"it answered {answer.status}"
+
+
+def _log_fault(engine: Engine, fault: str) -> None:
+    """Log that an engine does not tokenize, once until it does again."""
+    now_s = trio.current_time()
+    if fault and not engine.tokenize_fault and now_s - engine.tokenize_logged_s >= limits.LOG_INTERVAL_S:
+        engine.tokenize_fault, engine.tokenize_logged_s = fault, now_s
+        log.warning("engine %s does not tokenize, prompts are routed without tokens: %s", engine.name, fault)
+
+
+def _log_recovered(engine: Engine) -> None:
+    if engine.tokenize_fault:
+        engine.tokenize_fault = ""
+        log.warning("engine %s tokenizes again", engine.name)
 
 
 def _given(members: Members) -> Prompt:

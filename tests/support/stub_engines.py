@@ -106,6 +106,7 @@ class StubEngine:
         """Whether it takes connections and says nothing on any."""
         self.closes_second = False
         """Whether it closes a connection that is used again, without an answer."""
+        self.tokenize_status = 200
         self.reads_bodies = True
         """Whether bodies are JSON."""
         self.behaviour = "well"
@@ -180,7 +181,8 @@ class StubEngine:
         self.asked.append(asked)
         if path == "/tokenize":
             tokens = self.tokens(asked.body)
-            await send(stream, 200, json.dumps({"count": len(tokens), "tokens": tokens}).encode())
+            body = json.dumps({"count": len(tokens), "tokens": tokens}).encode()
+            await send(stream, self.tokenize_status, body)
             return True
         if not path.endswith("completions"):
             await send(stream, 200, json.dumps({"path": path, "method": message.method}).encode())

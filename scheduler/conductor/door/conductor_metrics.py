@@ -18,7 +18,8 @@ from kvfs.system.metrics import histogram
 _COUNTS = {
     "routed": "Requests that were given instances.",
     "refused": "Requests that were refused, to be tried again.",
-    "degraded": "Requests routed by load alone, since nothing was known of any cache.",
+    "degraded": "Requests routed by load alone, since nothing was known of any cache, or of the prompt's tokens.",
+    "without_tokens": "Part of them whose prompts came without tokens and hashes.",
     "done": "Requests that ended with a report.",
     "cancelled": "Requests that were cancelled.",
     "orphaned": "Requests that ended because their instance was removed.",

@@ -266,6 +266,9 @@ def _problems(status: Mapping[str, Any], window: Window) -> Iterator[str]:
             yield f"{each['stream']}: nothing was heard of it, so nothing is known of its cache"
     for topic, count in status["unregistered"].items():
         yield f"{topic}: {count} batches of events came, but no instance is registered for this topic"
-    degraded = window.growth("degraded lately", status["counts"].get("degraded", 0))
-    if degraded:
+    without = window.growth("without tokens lately", status["counts"].get("without_tokens", 0))
+    degraded = window.growth("degraded lately", status["counts"].get("degraded", 0)) - without
+    if degraded > 0:
         yield f"{degraded:.0f} requests were routed by load alone, since nothing was known of any cache"
+    if without:
+        yield f"{without:.0f} requests were routed by load alone, since their prompts came without tokens"

@@ -77,6 +77,9 @@ class Engine:
         self._heard_s = monotonic()
         self._suspected = trio.Event()
         self.removed = trio.CancelScope()
+        self.tokenize_fault = ""
+        """Why it does not tokenize, as the log says."""
+        self.tokenize_logged_s = -limits.LOG_INTERVAL_S
         self.bootstrap_id: str | None = None
         """What Mooncake's bootstrap server calls it, once that was asked."""
         self._host = urlsplit(address.url).netloc.encode()

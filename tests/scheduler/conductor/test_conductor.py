@@ -11,7 +11,7 @@ from kvfs import limits
 from kvfs.errors import Exists, InvalidRequest, LimitExceeded, NotFound
 from kvfs.events.kv_events import CPU, GPU, STORAGE
 from kvfs.keys import prefix_hashes
-from scheduler.conductor.conductor import DEGRADED, Conductor
+from scheduler.conductor.conductor import DEGRADED, WITHOUT_TOKENS, Conductor
 from scheduler.conductor.sources import Knowledge, StreamName
 from scheduler.conductor.values import EngineMetrics, Refused, Routed, RouteRequest
 from tests.support.conductors import BLOCK_TOKENS, NAMESPACE, Clock, conductor, instance
@@ -315,6 +315,17 @@ def test_without_any_events_load_decides_and_the_answer_says_so() -> None:
     assert made.status()["counts"]["degraded"] == 1
     hears(made, "engine-a", tokens(2, 160))
     assert routed(made, tokens(3, 1600)).degraded == ""
+
+
+def test_a_prompt_without_tokens_is_routed_by_load_and_the_answer_says_so() -> None:
+    made = conductor(Clock(), instance("a"), instance("b"))
+    hears(made, "engine-a", tokens(2, 160))
+    found = made.route(RouteRequest(model="m", length=1600))
+    assert isinstance(found, Routed)
+    assert found.degraded == WITHOUT_TOKENS
+    assert WITHOUT_TOKENS[1:] in made.explain(found.id)["words"]
+    assert made.route(RouteRequest(model="m", length=5, hashes=[])).degraded == ""
+    assert [made.counts[name] for name in ("degraded", "without_tokens")] == [1, 1]
 
 
 def test_a_topic_without_an_instance_is_counted_and_named() -> None:

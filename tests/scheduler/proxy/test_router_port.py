@@ -9,8 +9,11 @@ import trio
 
 from kvfs import limits
 from kvfs.errors import InvalidRequest, NotFound
+from scheduler.conductor.conductor import WITHOUT_TOKENS
 from scheduler.conductor.values import Refused, Routed, RouteRequest
+from tests.scheduler.conductor.test_conductor import hears
 from tests.scheduler.proxy.test_failures import until
+from tests.support.conductors import Clock, conductor, instance
 from tests.support.stub_engines import Stand, proxy_stand
 
 CHAT = "/v1/chat/completions"
@@ -217,6 +220,37 @@ async def test_nonsense_from_tokenize_costs_the_tokens_alone(tokens: list[Any]) 
         for engine in stand.engines:
             engine.tokens = lambda body: tokens
         assert (await stand.ask(CHAT, chat("q"))).status == 200
+
+
+async def test_failures_to_tokenize_are_counted_and_logged_once_until_it_works_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = conductor(Clock())
+    async with proxy_stand(router=made) as stand:
+        [engine] = stand.engines
+        made.registry.add(instance("i1", url=engine.url))
+        hears(made, "engine-i1", list(range(160)))
+        await until(lambda: [each.name for each in stand.proxy.engines] == ["i1"])
+        engine.tokenize_status = 404
+        for n in range(3):
+            assert (await stand.ask(CHAT, chat(f"q{n}", model="m"))).status == 200
+        last = made.log.all()[-1]
+        assert made.explain(last.id)["degraded"] == WITHOUT_TOKENS
+        assert "without tokens" in made.explain(last.id)["words"]
+        assert made.counts["without_tokens"] == made.counts["degraded"] == 3
+        engine.tokenize_status = 400  # of the prompt, not of the engine
+        await stand.ask(CHAT, chat("q3", model="m"))
+        engine.tokenize_status = 200
+        for n in range(2):
+            await stand.ask(CHAT, chat(f"r{n}", model="m"))
+        assert b"kvfs_proxy_tokenize_failures_total 4.0" in stand.proxy.metrics()
+        assert made.counts["without_tokens"] == 4
+    said = [each.getMessage() for each in caplog.records if "tokenize" in each.getMessage()]
+    assert [("does not tokenize" in each, "tokenizes again" in each) for each in said] == [
+        (True, False),
+        (False, True),
+    ]
+    assert "404" in said[0]
 
 
 async def test_what_is_remembered_is_bounded() -> None:
