@@ -168,6 +168,12 @@ HEALTH_IDLE_S: Final = 5.0
 """How often an engine without requests is probed."""
 PROXY_RETRIES: Final = 2
 """How often a request goes to another engine: one that kills engines shall not reach all of them."""
+MODEL_LIST_WAIT_S: Final = 2.0
+"""How long an engine may take to list its models for a client: it has the list in memory."""
+MODEL_LISTS_ASKED: Final = 32
+"""Engines asked at once for their models: a client's list costs one request to each engine."""
+MODEL_LIST_S: Final = 30.0
+"""How often an engine that no Conductor labels is asked for its models, which adapters join and leave."""
 CONDUCTOR_WAIT_S: Final = 0.05
 """How long a request waits for a Conductor elsewhere: it decides in a tenth of a millisecond, and load decides else."""
 CONDUCTOR_LATE_S: Final = 10.0

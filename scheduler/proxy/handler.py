@@ -1,8 +1,8 @@
 """From a client's exchange to an answer: who may ask, what is served, how much at once, errors.
 
 Responsibility: bearer tokens, paths, bodies within a budget, and the form of every error. Completions go to
-`scheduler.proxy.completion`; the other paths of OpenAI's interface are passed on to an engine as they are; what
-changes an engine (adapters, sleep, caches) is not served here.
+`scheduler.proxy.completion`, lists of models to `scheduler.proxy.model_lists`; the other paths of OpenAI's interface
+are passed on to an engine as they are; what changes an engine (adapters, sleep, caches) is not served here.
 
 Invariants: every exchange is answered once, or its connection closes. While a client waits, its connection is watched:
 when it goes, so does all that was done for it, without a retry.
@@ -29,6 +29,7 @@ from kvfs.http.transports import Buffer, Gone, Stalled, breathe
 from scheduler.proxy.bodies import BadBody, asked, model_of, parse
 from scheduler.proxy.client_watch import ClientWatch
 from scheduler.proxy.completion import Completion, Legs, is_stream, relayed
+from scheduler.proxy.model_lists import ModelLists, is_list
 from scheduler.proxy.openai_errors import Failure, as_failure
 from scheduler.proxy.relay import COMMENT, ends_event
 from scheduler.proxy.tokens import BYTES_A_TOKEN, Prompt, Tokenizer
@@ -40,7 +41,7 @@ log = logging.getLogger("kvfs.proxy")
 _COMPLETIONS = frozenset((b"/v1/completions", b"/v1/chat/completions"))
 _PASSED = frozenset(
     (
-        *(b"/v1/models", b"/v1/embeddings", b"/v1/responses", b"/v1/messages", b"/v1/messages/count_tokens"),
+        *(b"/v1/embeddings", b"/v1/responses", b"/v1/messages", b"/v1/messages/count_tokens"),
         *(b"/v1/score", b"/v1/rerank", b"/v1/audio/transcriptions", b"/v1/audio/translations"),
         *(b"/tokenize", b"/detokenize", b"/version", b"/pooling", b"/classify", b"/score", b"/rerank"),
     )
@@ -99,12 +100,13 @@ class Handler:
         engines: Engines,
         legs: Legs,
         tokenizer: Tokenizer | None,
+        models: ModelLists,
         metrics: Callable[[], bytes],
         bearer_tokens: Collection[str] = (),
     ) -> None:
         """`tokenizer`: None where the router needs no tokens. Without `bearer_tokens` engines check the client's."""
         self._engines, self._legs, self._tokenizer, self._metrics = engines, legs, tokenizer, metrics
-        self._counts = legs.counts
+        self._counts, self._models = legs.counts, models
         self._bearers = BearerTokens(bearer_tokens)
         self.memory = Memory()
         self.watch = ClientWatch()
@@ -152,9 +154,11 @@ class Handler:
         if path == b"/metrics":
             await exchange.respond(200, _METRICS, self._metrics())
             return
-        if path not in _COMPLETIONS and path not in _PASSED:
+        lists = is_list(path)
+        if path not in _COMPLETIONS and path not in _PASSED and not lists:
             raise Failure(404, f"{path.decode('latin-1')} is not served", code="unknown_url")
-        if exchange.head.method not in _METHODS or (path in _COMPLETIONS and exchange.head.method != "POST"):
+        wanted = ("POST",) if path in _COMPLETIONS else ("GET",) if lists else _METHODS
+        if exchange.head.method not in wanted:
             raise Failure(405, f"{exchange.head.method} is not served at {path.decode('latin-1')}")
         if self.in_flight > limits.MAX_PROXY_REQUESTS:
             raise Failure(503, f"{limits.MAX_PROXY_REQUESTS} requests are in flight", retry_after_s=1)
@@ -164,6 +168,8 @@ class Handler:
             try:
                 if path in _COMPLETIONS:
                     await self._complete(exchange, body, held)
+                elif lists:
+                    await self._list_models(exchange, path)
                 else:
                     await self._pass(exchange, body)
             finally:
@@ -226,6 +232,13 @@ class Handler:
             self._counts.outcomes["broken"] += 1
         else:
             self._counts.end(request.status)
+
+    async def _list_models(self, exchange: Exchange, path: bytes) -> None:
+        """Answer with the models of all engines, or with one of them. Raises Failure, NotFound."""
+        status, data = await self._models.answer(path, self._headers(exchange))
+        self._counts.end(status)
+        body = data if status == 200 else as_failure(status, data)
+        await exchange.respond(status, [("Content-Type", "application/json")], body)
 
     async def _pass(self, exchange: Exchange, body: Buffer) -> None:
         """Pass a request on to an engine of its model, and the answer back. Raises Failure, NotFound."""

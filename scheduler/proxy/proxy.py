@@ -26,6 +26,7 @@ from scheduler.conductor.pool import Member
 from scheduler.conductor.values import Router
 from scheduler.proxy.completion import Legs
 from scheduler.proxy.handler import Handler
+from scheduler.proxy.model_lists import ModelLists
 from scheduler.proxy.proxy_metrics import Counts, ProxyCollector, Snapshot
 from scheduler.proxy.routers.balance import LoadRouter
 from scheduler.proxy.routers.fallback import FallbackRouter, LocalRouter, RequestRouter
@@ -73,9 +74,12 @@ class Proxy:
         self.router = FallbackRouter(chosen, self.load)
         by_load = router is None and self.remote is None
         self.tokenizer = None if by_load else Tokenizer(self.engines)
+        self.models = ModelLists(self.engines)
         self.counts = Counts()
         self.legs = Legs(self.engines, self.router, self.counts, options.hand_over)
-        self.handler = Handler(self.engines, self.legs, self.tokenizer, self.metrics, options.bearer_tokens)
+        self.handler = Handler(
+            self.engines, self.legs, self.tokenizer, self.models, self.metrics, options.bearer_tokens
+        )
         self.server = Server(
             self.handler.serve,
             self.handler.refuse,
@@ -104,6 +108,7 @@ class Proxy:
             background.start_soon(self.engines.run)
             background.start_soon(self.handler.watch.run)
             await background.start(self.router.run)
+            await background.start(self.models.run)
             if self.tokenizer is not None:
                 background.start_soon(self.tokenizer.run)
             task_status.started()

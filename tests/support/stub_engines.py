@@ -106,7 +106,8 @@ class StubEngine:
         """Whether it takes connections and says nothing on any."""
         self.closes_second = False
         """Whether it closes a connection that is used again, without an answer."""
-        self.tokenize_status = 200
+        self.models = ["m"]
+        self.models_status = self.tokenize_status = 200
         self.reads_bodies = True
         """Whether bodies are JSON."""
         self.behaviour = "well"
@@ -176,6 +177,10 @@ class StubEngine:
         path = message.url.decode().partition("?")[0]
         if path == "/health":
             await send(stream, 200 if self.healthy else 503, b"{}")
+            return True
+        if path == "/v1/models":
+            entries = [{"id": model, "object": "model", "owned_by": self.url} for model in self.models]
+            await send(stream, self.models_status, json.dumps({"object": "list", "data": entries}).encode())
             return True
         asked = Asked(path, message.headers, message.json() if message.body and self.reads_bodies else {})
         self.asked.append(asked)

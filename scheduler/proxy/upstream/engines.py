@@ -47,7 +47,7 @@ class EngineAddress(NamedTuple):
     draining: bool = False
     """Whether it takes no more requests, as its Conductor says."""
     model: str = ""
-    """The one that its Conductor has it for; empty: none has, and it may serve any."""
+    """The one that its Conductor has it for; empty: none has, and it serves what it lists."""
 
 
 def is_engine_url(url: str) -> bool:
@@ -77,6 +77,10 @@ class Engine:
         self._heard_s = monotonic()
         self._suspected = trio.Event()
         self.removed = trio.CancelScope()
+        self.models: frozenset[str] | None = None
+        """What it lists; None: it has not said."""
+        self.listed_s = float("-inf")
+        """When it was last asked for that."""
         self.tokenize_fault = ""
         """Why it does not tokenize, as the log says."""
         self.tokenize_logged_s = -limits.LOG_INTERVAL_S
@@ -96,7 +100,9 @@ class Engine:
 
     def serves(self, model: str) -> bool:
         """Return whether it may serve a model; of an empty name nobody knows."""
-        return not model or self.address.model in ("", model)
+        if not model or self.address.model:
+            return not model or self.address.model == model
+        return self.models is None or model in self.models
 
     @property
     def refusal(self) -> str:
@@ -145,7 +151,7 @@ class Engine:
         if not self.down:
             log.warning("engine %s is out: %s; it has %d requests", self.name, reason, self.requests)
         self.down = reason
-        self.bootstrap_id = None
+        self.bootstrap_id, self.listed_s = None, float("-inf")
         self._suspected.set()
 
     async def wait(self) -> bool:
@@ -279,7 +285,7 @@ class Engines:
                 self._add(address)
 
     def _add(self, address: EngineAddress) -> Engine:
-        engine = Engine(address, self._dialer, lambda which: self.any_answers(which.address.model))
+        engine = Engine(address, self._dialer, self._any_like)
         self._by_name[engine.name] = engine
         if self._nursery is not None:
             self._nursery.start_soon(self._watch, engine)
@@ -294,32 +300,42 @@ class Engines:
     # --- of a model; an empty name is every one's -----------------------------------------------------------
     def check_model(self, model: str) -> None:
         """Check that there may be an engine for a model. Raises NotFound."""
-        if self._by_name and not any(engine.serves(model) for engine in self):
+        if self._by_name and not self.serving(model):
             raise NotFound(f"model {model[: limits.MAX_NAME_BYTES]!r}: no engine serves it")
+
+    def serving(self, model: str) -> list[Engine]:
+        """Return the engines that may serve a model, down ones too.
+
+        A name that none has goes to those that no Conductor labels: what it means they say themselves.
+        """
+        found = [engine for engine in self if engine.serves(model)]
+        return found or [engine for engine in self if not engine.address.model]
 
     def down(self, model: str = "") -> Collection[str]:
         """Return the names of engines that do not answer."""
         if not model or not self._down:
             return self._down
-        return [engine.name for engine in self if engine.down and engine.serves(model)]
+        return [engine.name for engine in self.serving(model) if engine.down]
 
     def any_answers(self, model: str = "") -> bool:
         """Return whether an engine that takes requests is not down; also where none is known yet."""
         if not self._down:
             return True
-        takes = [engine for engine in self if engine.serves(model) and not engine.address.draining]
+        takes = [engine for engine in self.serving(model) if not engine.address.draining]
         return not takes or not all(engine.down for engine in takes)
+
+    def _any_like(self, which: Engine) -> bool:
+        """Return whether each model of an engine has one that is not down."""
+        models = [which.address.model] if which.address.model else which.models or [""]
+        return all(self.any_answers(model) for model in models)
 
     def alive(self, exclude: Collection[str] = (), model: str = "") -> list[Engine]:
         """Return the engines that answer; where none does, all: to try one costs less than to wait for its probe."""
         anyway = not self.any_answers(model)
         return [
             engine
-            for engine in self
-            if (anyway or not engine.down)
-            and engine.serves(model)
-            and not engine.address.draining
-            and engine.name not in exclude
+            for engine in self.serving(model)
+            if (anyway or not engine.down) and not engine.address.draining and engine.name not in exclude
         ]
 
     def least_busy(self, exclude: Collection[str] = (), model: str = "") -> Engine | None:

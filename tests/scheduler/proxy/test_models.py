@@ -156,3 +156,62 @@ def test_a_model_of_nobody_is_not_found_by_load_but_no_engines_at_all_may_come()
     with pytest.raises(NotFound, match="'x'"):
         LoadRouter(engines(at("a", model="m"))).route(RouteRequest(model="x", length=1))
     assert isinstance(LoadRouter(engines()).route(RouteRequest(model="x", length=1)), Refused)
+
+
+# --- engines that say themselves what they serve -------------------------------------------------------------
+MODELS = "/v1/models"
+
+
+async def serve(stand: Stand, *models: list[str]) -> None:
+    """Have engines serve these models, and wait until the proxy has seen them."""
+    for engine, known in zip(stand.engines, models, strict=True):
+        engine.models = known
+    for known in stand.proxy.engines:
+        known.listed_s = float("-inf")
+    await until(lambda: [each.models for each in stand.proxy.engines] == [{*known} for known in models])
+
+
+async def test_the_list_of_models_is_that_of_all_engines_with_each_model_once() -> None:
+    async with proxy_stand("both", "both", "both") as stand:
+        await serve(stand, ["m", "a"], ["m", "b"], ["org/c d"])
+        answer = await stand.ask(f"{MODELS}?x=1", method="GET")
+        assert (answer.status, answer.json()["object"]) == (200, "list")
+        listed = answer.json()["data"]
+        assert [each["id"] for each in listed] == ["m", "a", "b", "org/c d"]
+        assert listed[0]["owned_by"] == stand.engines[0].url
+        assert (await stand.ask(MODELS, {})).status == 405
+
+
+async def test_one_model_is_found_and_an_unknown_one_is_a_404_as_openai_has_it() -> None:
+    async with proxy_stand("both", "both") as stand:
+        await serve(stand, ["m"], ["org/c d"])
+        for path in (f"{MODELS}/org/c%20d", f"{MODELS}/org%2Fc%20d"):
+            answer = await stand.ask(path, method="GET")
+            assert (answer.status, answer.json()["id"]) == (200, "org/c d")
+        unknown = await stand.ask(f"{MODELS}/x", method="GET")
+        assert (unknown.status, unknown.json()["error"]["code"]) == (404, "model_not_found")
+        assert unknown.json()["error"]["message"] == "The model `x` does not exist"
+
+
+async def test_what_an_engine_that_fails_has_is_not_called_unknown() -> None:
+    async with proxy_stand("both", "both") as stand:
+        await serve(stand, ["m"], ["n"])
+        stand.engines[1].models_status = 500
+        assert [each["id"] for each in (await stand.ask(MODELS, method="GET")).json()["data"]] == ["m"]
+        assert (await stand.ask(f"{MODELS}/n", method="GET")).status == 503
+        stand.engines[0].models_status = stand.engines[1].models_status = 401
+        assert (await stand.ask(MODELS, method="GET")).status == 401
+
+
+async def test_without_labels_requests_go_to_the_engine_that_lists_their_model() -> None:
+    async with proxy_stand("both", "both") as stand:
+        await serve(stand, ["m"], ["n"])
+        for path in (CHAT, CHAT, "/v1/embeddings", "/tokenize"):
+            assert (await stand.ask(path, chat("n"))).status == 200
+        assert [len(engine.asked) for engine in stand.engines] == [0, 4]
+        for _ in range(2):
+            assert (await stand.ask(CHAT, chat("a name of nobody"))).status == 200
+        assert completions(stand) == [1, 3], "any engine may say what it means"
+        stand.engines[1].die()
+        assert (await stand.ask(CHAT, chat("n"))).status == 503
+        assert completions(stand) == [1, 3]
