@@ -33,6 +33,7 @@ from scheduler.conductor.reservations import Reservation, Reservations
 from scheduler.conductor.role_orders import RoleOrders
 from scheduler.conductor.values import Refused, Routed, RouteRequest
 from scheduler.routing.admission import MAX_RETRY_AFTER_S, Admission, Slo, Verdict, admit
+from scheduler.routing.decisions import Decision
 
 log = logging.getLogger("kvfs.conductor")
 
@@ -128,17 +129,10 @@ class Conductor:
         assert chosen is not None
         assert decode is not None
         cached = chosen.reused_blocks * block_tokens
-        member = pool.slots[chosen.instance]
-        assert member is not None
-        predicted = reusable * block_tokens if hashes else 0
-        media, masks = pool.media_of(member)
-        depths = self._index.depths(hashes[: reusable * HASH_BYTES], masks)
-        if chosen.instance == decode.instance:
-            # What the index says without the judgement of trust, so that a distrusted instance can earn it back.
-            predicted = max(cached, depths[-1] * block_tokens)
+        depths, predicted = self._predict(pool, decision, hashes[: reusable * HASH_BYTES])
         made = hashes[chosen.reused_blocks * HASH_BYTES :]
         found = self._reservations.reserve(
-            pool, plan, weighed.tokens, made, (cached, predicted), weighed.at_s, promised_s=logged.slo.ttft_s
+            pool, plan, weighed.tokens, made, (cached, *predicted), weighed.at_s, promised_s=logged.slo.ttft_s
         )
         if self._roles is not None:
             self._roles.committed(pool, weighed.tokens, cached, chosen.prefill_s, weighed.at_s)
@@ -161,9 +155,27 @@ class Conductor:
             deadline_s=found.deadline_s - weighed.at_s,
             degraded=weighed.degraded,
         )
-        reused = by_medium(zip(media, depths, strict=True), chosen.reused_blocks) if cached else ()
-        self.log.routed(routed, logged, predicted, [(medium, n * block_tokens) for medium, n in reused])
+        reused = by_medium(depths, chosen.reused_blocks) if cached else ()
+        self.log.routed(routed, logged, predicted[0], [(medium, n * block_tokens) for medium, n in reused])
         return routed
+
+    def _predict(
+        self, pool: Pool, decision: Decision, hashes: bytes
+    ) -> tuple[list[tuple[str, int]], tuple[int, int]]:
+        """Return how many blocks the prefill instance's media hold, each with those before it, and the cached tokens
+        that its engine and that of the decode instance should find."""
+        assert decision.prefill is not None
+        assert decision.decode is not None
+        prefill, decode = pool.slots[decision.prefill.instance], pool.slots[decision.decode.instance]
+        assert prefill is not None
+        assert decode is not None
+        media, masks = pool.media_of(prefill)
+        # What the index says without the judgement of trust, so that a distrusted instance can earn it back.
+        *depths, decode_depth = self._index.depths(hashes, [*masks, pool.mask_of(decode)])
+        depth = max(decision.prefill.reused_blocks, depths[-1])
+        tokens = pool.namespace.block_tokens
+        decode_tokens = (depth if prefill is decode else decode_depth) * tokens
+        return list(zip(media, depths, strict=True)), (depth * tokens, decode_tokens)
 
     def _weighed(
         self, pool: Pool, request: RouteRequest, question: Question, plan: Plan, admission: Admission
@@ -215,20 +227,28 @@ class Conductor:
             self._reservations.first_token(found, now_s)
             self.log.first_token(id, now_s)
 
-    def done(self, id: str, *, cached_tokens: int | None = None, output_tokens: int | None = None) -> None:
+    def done(
+        self,
+        id: str,
+        *,
+        cached_tokens: int | None = None,
+        output_tokens: int | None = None,
+        prefill_leg: bool = False,
+    ) -> None:
         found = self._report(id)
         if found is None:
             return
         now_s, pool = self._clock(), found.pool
-        self.log.done(id, cached_tokens, output_tokens, now_s)
+        member, predicted = found.seen_by(prefill_leg=prefill_leg)
+        self.log.done(id, predicted, cached_tokens, output_tokens, now_s)
         if found.first_token_s is not None:
             self._observe(found, cached_tokens, output_tokens, now_s)
         self._reservations.first_token(found, now_s)
         if cached_tokens is not None:
-            self.counts["predicted_tokens"] += found.predicted_tokens
+            self.counts["predicted_tokens"] += predicted
             self.counts["cached_tokens"] += cached_tokens
-            if found.decode.trust.compare(found.predicted_tokens, cached_tokens):
-                self.registry.judged(pool, found.decode)
+            if member.trust.compare(predicted, cached_tokens):
+                self.registry.judged(pool, member)
         if output_tokens is not None and output_tokens > 0:
             pool.planner.answered(output_tokens)
         self._reservations.end(found, now_s)

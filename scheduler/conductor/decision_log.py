@@ -42,7 +42,7 @@ class Logged:
     """The instance of a leg of its own."""
     decode: str = ""
     predicted_tokens: int | None = None
-    """Cached tokens that the answer's usage should say."""
+    """Cached tokens that the engine which prefills should find; once it is over, the engine that said so."""
     cached_tokens: int | None = None
     """Cached tokens that it says."""
     predicted_ttft_s: float | None = None
@@ -116,11 +116,19 @@ class DecisionLog:
         self._late["ttft"] += found.ttft_s > found.slo.ttft_s
         self._change(found)
 
-    def done(self, id: str, cached_tokens: int | None, output_tokens: int | None, now_s: float) -> None:
+    def done(
+        self,
+        id: str,
+        predicted_tokens: int,
+        cached_tokens: int | None,
+        output_tokens: int | None,
+        now_s: float,
+    ) -> None:
+        """Note a request's end; `predicted_tokens`: of the engine that says `cached_tokens`."""
         found = self._live.get(id)
         if found is None:
             return
-        found.cached_tokens = cached_tokens
+        found.predicted_tokens, found.cached_tokens = predicted_tokens, cached_tokens
         if found.first_token_s is not None and output_tokens is not None and output_tokens > 1:
             found.tbt_s = (now_s - found.first_token_s) / (output_tokens - 1)
             self._latencies.observe("tbt", found.tbt_s)

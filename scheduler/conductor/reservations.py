@@ -48,8 +48,9 @@ class Reservation:
     """Hashes of the blocks that its prefill makes."""
     cached_tokens: int
     """Tokens that its prefill reuses, as predicted."""
-    predicted_tokens: int
-    """Cached tokens that the answer's usage should say."""
+    prefill_predicted_tokens: int
+    decode_predicted_tokens: int
+    """Cached tokens that each instance's engine should find; one number where one instance does both."""
     deadline_s: float
     made_s: float
     started_s: float | None = None
@@ -60,6 +61,12 @@ class Reservation:
     @property
     def has_leg(self) -> bool:
         return self.prefill is not self.decode
+
+    def seen_by(self, *, prefill_leg: bool) -> tuple[Member, int]:
+        """Return the instance whose engine says what it had cached, and what it was predicted to have."""
+        if prefill_leg:
+            return self.prefill, self.prefill_predicted_tokens
+        return self.decode, self.decode_predicted_tokens
 
 
 class Reservations:
@@ -104,14 +111,14 @@ class Reservations:
         plan: Plan,
         tokens: int,
         made: bytes,
-        predictions: tuple[int, int],
+        predictions: tuple[int, int, int],
         now_s: float,
         *,
         promised_s: float = float("inf"),
     ) -> Reservation:
         """Commit a plan. REQUIRES both instances, and that it is not full.
 
-        `predictions`: cached tokens of the prefill, and of the answer's usage.
+        `predictions`: cached tokens that the decision counts on, and that each engine should find.
         """
         decision = plan.decision
         assert decision.prefill is not None

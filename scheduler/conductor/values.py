@@ -155,8 +155,16 @@ class Router(Protocol):
         """Note the first token of the answer."""
         ...
 
-    def done(self, id: str, *, cached_tokens: int | None = None, output_tokens: int | None = None) -> None:
-        """End the request, with what the engine's usage says."""
+    def done(
+        self,
+        id: str,
+        *,
+        cached_tokens: int | None = None,
+        output_tokens: int | None = None,
+        prefill_leg: bool = False,
+    ) -> None:
+        """End the request, with what the engines' usage says; `prefill_leg`: that the prefill leg's engine had
+        `cached_tokens`, not the one that answered."""
         ...
 
     def cancel(self, id: str) -> None:

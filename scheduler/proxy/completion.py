@@ -144,9 +144,15 @@ class Legs:
         """Report what the engines say of the tokens."""
         prefill, usage = request.prefill_usage, request.usage
         cached_tokens = usage.cached_tokens if prefill is None else prefill.cached_tokens
-        self._router.done(routed.id, cached_tokens=cached_tokens, output_tokens=usage.output_tokens)
-        if cached_tokens is not None and routed.degraded != BY_LOAD:
-            engine = pair.decode if prefill is None else pair.prefill or pair.decode
+        self._router.done(
+            routed.id,
+            cached_tokens=cached_tokens,
+            output_tokens=usage.output_tokens,
+            prefill_leg=prefill is not None,
+        )
+        # What was predicted is the prefill engine's.
+        engine = pair.prefill if prefill is not None else pair.decode if routed.prefill is None else None
+        if engine is not None and cached_tokens is not None and routed.degraded != BY_LOAD:
             engine.predicted_tokens += routed.cached_tokens
             engine.cached_tokens += cached_tokens
 

@@ -68,6 +68,8 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
 
     cached_tokens: Count | None = None
     output_tokens: Count | None = None
+    prefill_leg: bool = False
+    """Whether the engine of the prefill leg had the cached tokens; else the one that answered."""
 
 
 class DrainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -187,7 +189,12 @@ def _done(context: Context, id: str, body: Usage | None) -> Reply:
     for name in ("cached_tokens", "output_tokens"):
         if not 0 <= (getattr(usage, name) or 0) <= MAX_ROUTE_TOKENS:
             raise LimitExceeded(f"{name} is {getattr(usage, name)}: must be from 0 to {MAX_ROUTE_TOKENS}")
-    context.conductor.done(id, cached_tokens=usage.cached_tokens, output_tokens=usage.output_tokens)
+    context.conductor.done(
+        id,
+        cached_tokens=usage.cached_tokens,
+        output_tokens=usage.output_tokens,
+        prefill_leg=usage.prefill_leg,
+    )
     return Reply(204)
 
 

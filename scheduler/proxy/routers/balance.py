@@ -89,7 +89,14 @@ class LoadRouter:
 
     first_token = prefilled
 
-    def done(self, id: str, *, cached_tokens: int | None = None, output_tokens: int | None = None) -> None:
+    def done(
+        self,
+        id: str,
+        *,
+        cached_tokens: int | None = None,
+        output_tokens: int | None = None,
+        prefill_leg: bool = False,
+    ) -> None:
         self.cancel(id)
 
     def cancel(self, id: str) -> None:

@@ -46,7 +46,12 @@ class RequestRouter(Protocol):
     def first_token(self, id: str) -> None: ...
 
     def done(
-        self, id: str, *, cached_tokens: int | None = None, output_tokens: int | None = None
+        self,
+        id: str,
+        *,
+        cached_tokens: int | None = None,
+        output_tokens: int | None = None,
+        prefill_leg: bool = False,
     ) -> None: ...
 
     def cancel(self, id: str) -> None: ...
@@ -120,8 +125,21 @@ class FallbackRouter:
     def first_token(self, id: str) -> None:
         self._report(self._of(id).first_token, id)
 
-    def done(self, id: str, *, cached_tokens: int | None = None, output_tokens: int | None = None) -> None:
-        self._report(self._of(id).done, id, cached_tokens=cached_tokens, output_tokens=output_tokens)
+    def done(
+        self,
+        id: str,
+        *,
+        cached_tokens: int | None = None,
+        output_tokens: int | None = None,
+        prefill_leg: bool = False,
+    ) -> None:
+        self._report(
+            self._of(id).done,
+            id,
+            cached_tokens=cached_tokens,
+            output_tokens=output_tokens,
+            prefill_leg=prefill_leg,
+        )
         self._by_load.discard(id)
 
     def cancel(self, id: str) -> None:
@@ -135,7 +153,7 @@ class FallbackRouter:
         """Return the router of a request."""
         return self._load if id in self._by_load else self._router
 
-    def _report(self, report: Callable[..., None], *values: str, **usage: int | None) -> None:
+    def _report(self, report: Callable[..., None], *values: str, **usage: int | bool | None) -> None:
         try:
             report(*values, **usage)
         except Exception as error:

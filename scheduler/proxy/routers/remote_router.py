@@ -226,8 +226,19 @@ class RemoteRouter:
     def first_token(self, id: str) -> None:
         self._report(id, "POST", "/first_token")
 
-    def done(self, id: str, *, cached_tokens: int | None = None, output_tokens: int | None = None) -> None:
-        usage = {"cached_tokens": cached_tokens, "output_tokens": output_tokens}
+    def done(
+        self,
+        id: str,
+        *,
+        cached_tokens: int | None = None,
+        output_tokens: int | None = None,
+        prefill_leg: bool = False,
+    ) -> None:
+        usage = {
+            "cached_tokens": cached_tokens,
+            "output_tokens": output_tokens,
+            "prefill_leg": prefill_leg or None,
+        }
         self._report(
             id, "POST", "/done", _encode({key: value for key, value in usage.items() if value is not None})
         )

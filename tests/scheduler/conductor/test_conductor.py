@@ -250,15 +250,34 @@ def test_a_switched_role_counts_at_once_and_keeps_the_cache() -> None:
     assert (routed(made, tokens(3, 20_000)).prefill, routed(made, prompt).decode) == ("b", "a")
 
 
-def test_the_answer_of_a_leg_is_compared_with_the_whole_hand_over() -> None:
+@pytest.mark.parametrize("prefill_leg", [True, False])
+def test_fresh_prompts_through_both_legs_cost_neither_instance_its_trust(prefill_leg: bool) -> None:
     made = conductor(Clock(), instance("p", role="prefill"), instance("d", role="decode"))
     for n in range(3):
         found = routed(made, tokens(n, 8001))
+        assert (found.prefill, found.decode) == ("p", "d")
         made.prefilled(found.id)
-        made.done(found.id, cached_tokens=0)
-    status = {each["name"]: each for each in made.status()["instances"]}
-    assert (status["d"]["distrusted"], status["d"]["shortfalls"], status["p"]["shortfalls"]) == (True, 3, 0)
+        made.done(found.id, cached_tokens=0, prefill_leg=prefill_leg)
+    assert {each["shortfalls"] for each in made.status()["instances"]} == {0}
     over(made)
+
+
+@pytest.mark.parametrize("prefill_leg", [True, False])
+def test_each_leg_s_answer_is_compared_with_what_its_own_instance_should_have(prefill_leg: bool) -> None:
+    made = conductor(Clock(), instance("p", role="prefill"), instance("d", role="decode"))
+    for n in range(3):
+        hears(made, "engine-p", tokens(n, 16_000))
+        hears(made, "engine-d", tokens(n, 8000))
+        found = routed(made, tokens(n, 16_001))
+        assert (found.prefill, found.decode, found.cached_tokens) == ("p", "d", 16_000)
+        made.prefilled(found.id)
+        cached = 8000 if prefill_leg else 7000  # under what the one should have, and the other should not
+        made.done(found.id, cached_tokens=cached, prefill_leg=prefill_leg)
+    status = {each["name"]: each for each in made.status()["instances"]}
+    assert [status[name]["shortfalls"] for name in "pd"] == ([3, 0] if prefill_leg else [0, 3])
+    assert [status[name]["distrusted"] for name in "pd"] == [prefill_leg, not prefill_leg]
+    assert made.counts["predicted_tokens"] == 3 * (16_000 if prefill_leg else 8000)
+    assert {each.predicted_tokens for each in made.log.all()} == {16_000 if prefill_leg else 8000}
 
 
 # --- what is believed ----------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ async def test_a_request_from_its_route_to_its_end() -> None:
         assert {each["instance"] for each in explained.json["prefill"]} == {"a", "b"}
         for step in ("prefilled", "first_token"):
             assert (await asker.ask("POST", f"/v1/reservations/{id}/{step}")).status == 204
-        usage = {"cached_tokens": 0, "output_tokens": 7}
+        usage = {"cached_tokens": 0, "output_tokens": 7, "prefill_leg": True}
         for wrong in ({**usage, "output_tokens": 1 << 21}, {"cached_tokens": -1}):
             refused = await asker.ask("POST", f"/v1/reservations/{id}/done", wrong)
             assert (refused.status, "must be from 0 to 1048576" in refused.json["error"]["message"]) == (

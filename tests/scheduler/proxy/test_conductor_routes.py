@@ -39,6 +39,12 @@ async def register(made: Any, stand: Stand) -> None:
         made.registry.add(instance(f"i{number}", url=engine.url))
 
 
+async def register_legs(made: Any, stand: Stand) -> None:
+    """Register each engine by its role: `prefill`, `decode`, `both`."""
+    for engine in stand.engines:
+        made.registry.add(instance(engine.role, url=engine.url, role=engine.role))
+
+
 async def test_a_conductor_in_the_process_routes_and_its_instances_are_the_engines() -> None:
     made = conductor(Clock())
     async with proxy_stand("both", "both", router=made) as stand:
@@ -52,6 +58,19 @@ async def test_a_conductor_in_the_process_routes_and_its_instances_are_the_engin
         assert (await stand.ask(CHAT, {**chat("q"), "model": "unknown"})).status == 404
         made.remove("i1")
         await until(lambda: {engine.name for engine in stand.proxy.engines} == {"i0"})
+
+
+async def test_fresh_prompts_through_both_legs_leave_both_instances_trusted() -> None:
+    """The prefill engine had nothing of them, which says nothing of the one that answers."""
+    made = conductor(Clock())
+    async with proxy_stand("prefill", "decode", router=made) as stand:
+        await register_legs(made, stand)
+        for n in range(3):
+            prompt = [n, *range(1000)]
+            assert (await stand.ask("/v1/completions", {"model": "m", "prompt": prompt})).status == 200
+        await until(lambda: made.counts["done"] == 3)
+        assert [len(engine.completions) for engine in stand.engines] == [3, 3]
+        assert {each["shortfalls"] for each in made.status()["instances"]} == {0}
 
 
 # --- a Conductor elsewhere -----------------------------------------------------------------------------------
@@ -87,10 +106,12 @@ class SlowConductor(StubEngine):
     def __init__(self) -> None:
         super().__init__()
         self.noted: list[str] = []
+        self.bodies: list[bytes] = []
 
     async def _answer(self, stream: trio.SocketStream, message: Any) -> bool:
         path = message.url.decode()
         self.noted.append(f"{message.method} {path}")
+        self.bodies.append(message.body)
         if path == "/v1/route":
             await self.go.wait()
         known = (
@@ -140,6 +161,19 @@ async def test_reports_wait_bounded_for_a_conductor_that_is_away(monkeypatch: py
         await nursery.start(slow.run)
         await until(lambda: slow.noted.count("POST /v1/reservations/r1/prefilled") >= 3)
         assert "POST /v1/reservations/r2/done" not in slow.noted
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_report_says_which_leg_had_the_cached_tokens() -> None:
+    slow = SlowConductor()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(slow.run)
+        router = RemoteRouter(slow.url, "", Engines((), lambda name: None))
+        await nursery.start(router.run)
+        router.done("r1", cached_tokens=3, prefill_leg=True)
+        router.done("r1", cached_tokens=4)
+        await until(lambda: slow.bodies[-1] == b'{"cached_tokens":4}')
+        assert b'{"cached_tokens":3,"prefill_leg":true}' in slow.bodies
         nursery.cancel_scope.cancel()
 
 

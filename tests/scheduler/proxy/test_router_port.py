@@ -52,8 +52,15 @@ class NotingRouter:
     def first_token(self, id: str) -> None:
         self.reports.append(("first_token", id))
 
-    def done(self, id: str, *, cached_tokens: int | None = None, output_tokens: int | None = None) -> None:
-        self.reports.append(("done", id, cached_tokens, output_tokens))
+    def done(
+        self,
+        id: str,
+        *,
+        cached_tokens: int | None = None,
+        output_tokens: int | None = None,
+        prefill_leg: bool = False,
+    ) -> None:
+        self.reports.append(("done", id, cached_tokens, output_tokens, prefill_leg))
 
     def cancel(self, id: str) -> None:
         self.reports.append(("cancel", id))
@@ -79,7 +86,7 @@ async def test_what_is_reported_of_a_request(stream: bool) -> None:
         assert (request.model, request.output_tokens) == ("m", 3)
         assert list(request.tokens or ()) == list(range(1000))
         # The true number is the prefill engine's: what the decode engine found is what that has just stored.
-        ends = [("prefilled", "r1"), ("first_token", "r1"), ("done", "r1", 320, 3)]
+        ends = [("prefilled", "r1"), ("first_token", "r1"), ("done", "r1", 320, 3, True)]
         assert router.reports == ends
         assert stand.engines[1].completions[0].body["kv_transfer_params"] == {
             "do_remote_prefill": True,
@@ -97,7 +104,7 @@ async def test_the_prefill_leg_is_left_out_where_most_is_cached() -> None:
         router.cached_tokens += 1
         await stand.ask(CHAT, chat("q"))
         assert [len(engine.completions) for engine in stand.engines] == [1, 2]
-        assert router.reports[-1] == ("done", "r2", 992, 4)
+        assert router.reports[-1] == ("done", "r2", 992, 4, False)
 
 
 async def test_an_engine_that_fails_is_excluded_and_reported() -> None:
