@@ -4,8 +4,7 @@ Responsibility: the legs of a request by its hand-over, retries, what the router
 
 - By the store and NIXL, the prefill leg comes first and is best effort: whatever becomes of it, the decode engine alone
   is right. By Mooncake and SGLang both legs run at once, and fail together.
-- The prefill leg is left out for prompts with under limits.PREFILL_LEG_TOKENS uncached tokens, and for requests
-  that need one engine.
+- Whether there is a prefill leg is the router's word, but for requests that need one engine.
 
 Invariants:
 - A request goes to another engine at most limits.PROXY_RETRIES times, and never after the first byte of its answer: an
@@ -190,8 +189,6 @@ class Legs:
             skip = "one_engine"
         elif request.asked.one_engine:
             skip = "echo"
-        elif request.prompt.length - routed.cached_tokens < limits.PREFILL_LEG_TOKENS:
-            skip = "short"
         if skip:
             self.counts.skips[skip] += 1
             return _Pair(routed.id, decode, None)

@@ -23,7 +23,7 @@ from kvfs.system.metrics import histogram
 from scheduler.proxy.upstream.engines import Engines
 
 OUTCOMES = ("answered", "refused", "rejected", "failed", "broken", "gone")
-SKIPS = ("short", "echo", "one_engine")
+SKIPS = ("echo", "one_engine")
 _COUNTS = {
     "retries": "Requests that went to another engine.",
     "failed_legs": "Legs that failed, whose request was retried or not.",

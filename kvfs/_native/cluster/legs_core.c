@@ -53,19 +53,21 @@ static uint32_t best_decode(const struct kvfs_router *r)
     return best;
 }
 
-/* The decode instance that prefills as well, since that is not worth a leg, or is there sooner than one. */
+/* The instance that decodes and prefills as well, since that is not worth a leg, or, labelled for decoding, is there
+ * sooner than one. */
 static uint32_t decode_alone(const struct kvfs_router *r, const struct kvfs_prompt *p, const struct kvfs_legs *legs,
                              uint32_t first)
 {
     uint32_t best = KVFS_NOBODY;
     for (uint32_t n = 0; n < r->prefill_count; n++) {
         const struct kvfs_prefill_candidate *found = &r->considered[n];
-        if (found->instance == KVFS_NOBODY || r->roles[n] != KVFS_DECODES || !fits(r, legs, n))
+        if (found->instance == KVFS_NOBODY || !(r->roles[n] & KVFS_DECODES) || !fits(r, legs, n))
             continue;
         /* A prefill stalls the instance's batch for as long as it takes. */
         const int sooner = first == KVFS_NOBODY ||
                            (ttft_s(found) < ttft_s(&r->considered[first]) && found->prefill_s <= legs->tbt_slo_s);
-        if (p->tokens - found->reused_blocks * p->block_tokens >= legs->leg_tokens && !sooner)
+        if (p->tokens - found->reused_blocks * p->block_tokens >= legs->leg_tokens &&
+            !(sooner && r->roles[n] == KVFS_DECODES))
             continue;
         if (best == KVFS_NOBODY || ttft_s(found) < ttft_s(&r->considered[best]))
             best = n;

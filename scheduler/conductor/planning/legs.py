@@ -1,7 +1,8 @@
 """Which instances a decision's candidates make: one that does both, or a prefill leg and a decode leg.
 
 Responsibility: a pure choice by the instances' roles. The policy weighs every instance as prefill and as decode; roles
-are labels, so a decode instance may prefill what is not worth a leg of its own.
+are labels, so a decode instance may prefill what is not worth a leg of its own, and one that does both need not be
+handed it.
 
 Invariants: a decision whose prefill and decode instances are the same has no leg. Among instances that do both, the
 policy's own choice stands unless its batch would break the limit of the request and another's would not.
@@ -65,10 +66,10 @@ def _alone(
         return next((each for each in prefillers if each.instance in fitting), None)
     by_ttft = sorted(decision.considered, key=lambda each: each.ttft_s)
     for each in by_ttft:
-        if roles[each.instance] == "decode" and each.instance in fitting:
+        if roles[each.instance] != "prefill" and each.instance in fitting:
             computed = prompt.tokens - each.reused_blocks * prompt.block_tokens
-            # A prefill stalls the instance's batch for as long as it takes.
+            # A prefill stalls the instance's batch for as long as it takes. Among those that do both the policy chose.
             sooner = first is None or (each.ttft_s < first.ttft_s and each.prefill_s <= slo.tbt_s)
-            if computed < PREFILL_LEG_TOKENS or sooner:
+            if computed < PREFILL_LEG_TOKENS or (sooner and roles[each.instance] == "decode"):
                 return each
     return None

@@ -1,9 +1,10 @@
 """Routing by load: what the proxy does without a Conductor, and when its Conductor fails.
 
 Responsibility: choose the prefill engine with the fewest tokens to prefill and the decode engine with the fewest
-requests; nothing is known of caches.
+requests, which prefills under limits.PREFILL_LEG_TOKENS itself; nothing is known of caches.
 
-Invariants: models count here too, and so do a Conductor's labels: what it has for prefill does not decode.
+Invariants: models count here too, and so do a Conductor's labels; what it has for prefill decodes only where no other
+engine answers.
 
 Concurrency: one trio thread.
 """
@@ -14,6 +15,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import count
 
+from kvfs import limits
 from scheduler.conductor.values import Refused, Routed, RouteRequest
 from scheduler.proxy.upstream.engines import Engine, Engines
 
@@ -45,10 +47,10 @@ class LoadRouter:
         self._engines.check_model(request.model)
         number = next(self._numbers)
         id = f"load-{number}"
-        decode, prefill = self._pair(self._engines.alive(request.exclude, request.model), number)
+        tokens = len(request.tokens) if request.tokens else request.length or 0
+        decode, prefill = self._pair(self._engines.alive(request.exclude, request.model), number, tokens)
         if decode is None or prefill is None:
             return Refused(reason="no engine answers", retry_after_s=_RETRY_AFTER_S)
-        tokens = len(request.tokens) if request.tokens else request.length or 0
         self._reserved[id] = _Reserved(decode.name, prefill.name, tokens)
         self._requests[decode.name] += 1
         self._tokens[prefill.name] += tokens
@@ -62,15 +64,13 @@ class LoadRouter:
             degraded=BY_LOAD,
         )
 
-    def _pair(self, alive: list[Engine], number: int) -> tuple[Engine | None, Engine | None]:
+    def _pair(self, alive: list[Engine], number: int, tokens: int) -> tuple[Engine | None, Engine | None]:
         """Return the engine that decodes and the one that prefills; None where there is none."""
-        # Of those that no Conductor labelled any is better than none.
-        decodes = [each for each in alive if each.decodes] or [
-            each for each in alive if not each.address.model
-        ]
+        decodes = [each for each in alive if each.decodes] or alive  # any engine is better than none
         decode = self._least(decodes, self._requests, number)
         prefills = [each for each in alive if each.prefills]
-        if decode is None or (decode.prefills and all(each.decodes for each in prefills)):
+        has_leg = decode is None or not decode.prefills or any(not each.decodes for each in prefills)
+        if not has_leg or tokens < limits.PREFILL_LEG_TOKENS:
             return decode, decode
         return decode, self._least(prefills, self._tokens, number) or decode
 

@@ -230,6 +230,20 @@ def test_prefill_and_decode_apart_and_short_prompts_without_a_leg(order: tuple[s
     assert (short.prefill, short.decode) == (None, "d")
 
 
+@pytest.mark.parametrize("order", [("p", "b"), ("b", "p")])
+def test_short_prompts_beside_an_instance_that_does_both_get_no_leg(order: tuple[str, str]) -> None:
+    roles = {"p": "prefill", "b": "both"}
+    made = conductor(Clock(), *(instance(name, role=roles[name]) for name in order))
+    prompt = tokens(1, 16_000)
+    hears(made, "engine-p", prompt)
+    long = routed(made, prompt)
+    assert (long.prefill, long.decode) == ("p", "b")
+    made.cancel(long.id)
+    routed(made, tokens(3, 16_000), exclude=["p"])  # so that the policy's choice is the other
+    short = routed(made, tokens(4, 300))
+    assert (short.prefill, short.decode) == (None, "b")
+
+
 def test_a_second_turn_stays_on_the_decode_instance_that_has_the_first() -> None:
     made = conductor(
         Clock(), instance("p", role="prefill"), instance("d", role="decode"), instance("e", role="decode")

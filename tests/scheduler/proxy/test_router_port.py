@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import trio
 
-from kvfs import limits
 from kvfs.errors import InvalidRequest, NotFound
 from scheduler.conductor.conductor import WITHOUT_TOKENS
 from scheduler.conductor.values import Refused, Routed, RouteRequest
@@ -94,17 +93,15 @@ async def test_what_is_reported_of_a_request(stream: bool) -> None:
         }
 
 
-async def test_the_prefill_leg_is_left_out_where_most_is_cached() -> None:
+async def test_a_prefill_leg_that_the_router_names_is_run_however_much_its_engine_has() -> None:
+    """The engine that answers may have nothing of it."""
     router = NotingRouter()
     async with proxy_stand("both", "both", router=router) as stand:
         router.stand = stand
-        stand.engines[1].cached_tokens = 992
-        router.cached_tokens = 1000 - limits.PREFILL_LEG_TOKENS
+        stand.engines[0].cached_tokens = router.cached_tokens = 992
         await stand.ask(CHAT, chat("q"))
-        router.cached_tokens += 1
-        await stand.ask(CHAT, chat("q"))
-        assert [len(engine.completions) for engine in stand.engines] == [1, 2]
-        assert router.reports[-1] == ("done", "r2", 992, 4, False)
+        assert [len(engine.completions) for engine in stand.engines] == [1, 1]
+        assert router.reports[-1] == ("done", "r1", 992, 4, True)
 
 
 async def test_an_engine_that_fails_is_excluded_and_reported() -> None:
