@@ -109,7 +109,8 @@ class Conductor:
         self.counts["routed"] += 1
         self.counts["degraded"] += bool(weighed.degraded)
         self.counts["without_tokens"] += weighed.degraded == WITHOUT_TOKENS
-        return self._reserve(pool, plan, weighed, hashes, reusable, logged)
+        is_measured = request.tokens is not None or bool(hashes)
+        return self._reserve(pool, plan, weighed, hashes, reusable, logged, is_measured=is_measured)
 
     def _refuse(self, refused: Refused, logged: Logged) -> Refused:
         self.log.refused(refused, logged)
@@ -123,6 +124,8 @@ class Conductor:
         hashes: bytes,
         reusable: int,
         logged: Logged,
+        *,
+        is_measured: bool,
     ) -> Routed:
         decision, block_tokens = plan.decision, pool.namespace.block_tokens
         chosen, decode = decision.prefill, decision.decode
@@ -132,7 +135,14 @@ class Conductor:
         depths, predicted = self._predict(pool, decision, hashes[: reusable * HASH_BYTES])
         made = hashes[chosen.reused_blocks * HASH_BYTES :]
         found = self._reservations.reserve(
-            pool, plan, weighed.tokens, made, (cached, *predicted), weighed.at_s, promised_s=logged.slo.ttft_s
+            pool,
+            plan,
+            weighed.tokens,
+            made,
+            (cached, *predicted),
+            weighed.at_s,
+            promised_s=logged.slo.ttft_s,
+            is_measured=is_measured,
         )
         if self._roles is not None:
             self._roles.committed(pool, weighed.tokens, cached, chosen.prefill_s, weighed.at_s)
@@ -215,10 +225,13 @@ class Conductor:
     # --- reports of clients -------------------------------------------------------------------------------
     def prefilled(self, id: str) -> None:
         found = self._report(id)
-        if found is not None and found.prefilled_s is None:
+        if found is not None:
             self._reservations.prefilled(found, self._clock())
-            if found.has_leg:
-                self._observe_prefill(found, found.cached_tokens)
+
+    def prefill_failed(self, id: str) -> None:
+        found = self._report(id)
+        if found is not None and found.has_leg:
+            self._reservations.prefill_failed(found, self._clock())
 
     def first_token(self, id: str) -> None:
         found = self._report(id)
@@ -241,9 +254,10 @@ class Conductor:
         now_s, pool = self._clock(), found.pool
         member, predicted = found.seen_by(prefill_leg=prefill_leg)
         self.log.done(id, predicted, cached_tokens, output_tokens, now_s)
-        if found.first_token_s is not None:
-            self._observe(found, cached_tokens, output_tokens, now_s)
-        self._reservations.first_token(found, now_s)
+        self._observe_prefill(found, cached_tokens, prefill_leg=prefill_leg)
+        if found.first_token_s is not None and output_tokens is not None:
+            self._observe_steps(found, output_tokens, now_s - found.first_token_s, now_s)
+        self._reservations.first_token(found, now_s, seen=False)
         if cached_tokens is not None:
             self.counts["predicted_tokens"] += predicted
             self.counts["cached_tokens"] += cached_tokens
@@ -271,26 +285,22 @@ class Conductor:
             self.counts["unknown_ids"] += 1
         return found
 
-    def _observe(
-        self, found: Reservation, cached_tokens: int | None, output_tokens: int | None, now_s: float
-    ) -> None:
-        """Fit the costs to a request whose first token was reported when it came."""
-        assert found.first_token_s is not None
-        took_s = now_s - found.first_token_s
-        if cached_tokens is not None and not found.has_leg:
-            self._observe_prefill(found, cached_tokens)
-        if output_tokens is not None and output_tokens > 1 and took_s > 0:
+    def _observe_steps(self, found: Reservation, output_tokens: int, took_s: float, now_s: float) -> None:
+        """Fit the costs to the steps of one answer, from its first token on."""
+        if output_tokens > 1 and took_s > 0:
             load = found.pool.planner.load(found.decode.slot, now_s)
             found.pool.fitter.observe_step(
                 load.active_tokens, load.active_requests, took_s / (output_tokens - 1)
             )
 
-    def _observe_prefill(self, found: Reservation, cached_tokens: int) -> None:
-        started_s, ended_s = found.started_s, found.prefilled_s
-        if started_s is not None and ended_s is not None and ended_s > started_s:
+    def _observe_prefill(self, found: Reservation, cached_tokens: int | None, *, prefill_leg: bool) -> None:
+        """Fit the costs to a prefill that somebody saw end, by the cached tokens that its own engine found."""
+        if found.has_leg and not prefill_leg:
+            cached_tokens = found.cached_tokens
+        if cached_tokens is not None and found.prefill_s and found.is_measured:
             with suppress(InvalidRequest):
                 found.pool.fitter.observe_prefill(
-                    found.tokens, min(cached_tokens, found.tokens), ended_s - started_s
+                    found.tokens, min(cached_tokens, found.tokens), found.prefill_s
                 )
 
     # --- time and status ----------------------------------------------------------------------------------

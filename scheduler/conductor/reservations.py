@@ -53,9 +53,13 @@ class Reservation:
     """Cached tokens that each instance's engine should find; one number where one instance does both."""
     deadline_s: float
     made_s: float
+    is_measured: bool = True
+    """Whether its tokens are known, so that its times can be compared with others; else its length is an estimate."""
     started_s: float | None = None
-    """When its prefill may have started: no other was before it."""
+    """When its prefill started: no other was before it. None: not yet, or nobody saw the one before it end."""
     prefilled_s: float | None = None
+    prefill_s: float | None = None
+    """How long its prefill took, where its end was seen."""
     first_token_s: float | None = None
 
     @property
@@ -115,6 +119,7 @@ class Reservations:
         now_s: float,
         *,
         promised_s: float = float("inf"),
+        is_measured: bool = True,
     ) -> Reservation:
         """Commit a plan. REQUIRES both instances, and that it is not full.
 
@@ -138,6 +143,7 @@ class Reservations:
             *predictions,
             deadline_s,
             now_s,
+            is_measured,
         )
         self._next += 1
         pool.planner.commit(found.number, plan, now_s, promised_s=promised_s)
@@ -149,28 +155,45 @@ class Reservations:
         self._start(pool, prefill.slot, now_s)
         return found
 
-    def prefilled(self, found: Reservation, now_s: float) -> None:
-        """End the prefill; doing so twice is harmless."""
+    def prefilled(self, found: Reservation, now_s: float, *, seen: bool = True) -> None:
+        """End the prefill; doing so twice is harmless. `seen`: whether it ended just then, else at some time before."""
         if found.prefilled_s is not None:
             return
         found.prefilled_s = now_s
+        if seen and found.started_s is not None:
+            found.prefill_s = now_s - found.started_s
         found.pool.planner.prefilled(found.number)
         self._index.produced(found.number, found.made)
         if found.made:
             self._fading.append((now_s + EXPECTED_BLOCKS_S, found.prefill.expected, found.made))
             self._fade(now_s)
-        self._start(found.pool, found.prefill.slot, now_s)
+        self._start(found.pool, found.prefill.slot, now_s, seen=seen)
 
-    def _start(self, pool: Pool, slot: int, now_s: float) -> None:
+    def prefill_failed(self, found: Reservation, now_s: float) -> None:
+        """End a prefill that made nothing, if it has not ended."""
+        if found.prefilled_s is not None:
+            return
+        found.prefilled_s = now_s
+        found.pool.planner.prefilled(found.number)
+        self._unmake(found, now_s)
+
+    def _unmake(self, found: Reservation, now_s: float) -> None:
+        """Expect nothing of a prefill that ends without its blocks, and start the next."""
+        self._index.produced(found.number, found.made)
+        self._index.remove(found.prefill.expected, found.made)
+        self._start(found.pool, found.prefill.slot, now_s, seen=False)
+
+    def _start(self, pool: Pool, slot: int, now_s: float, *, seen: bool = True) -> None:
+        """Start the next prefill; `seen`: whether its engine has begun with it just then."""
         number = pool.planner.start(slot, now_s)
-        if number is not None:
+        if number is not None and seen:
             self._by_number[number].started_s = now_s
 
-    def first_token(self, found: Reservation, now_s: float) -> None:
-        """Count the request in its batch; doing so twice is harmless."""
+    def first_token(self, found: Reservation, now_s: float, *, seen: bool = True) -> None:
+        """Count the request in its batch; doing so twice is harmless. `seen`: see `prefilled`."""
         if found.first_token_s is not None:
             return
-        self.prefilled(found, now_s)
+        self.prefilled(found, now_s, seen=seen)
         found.first_token_s = now_s
         found.deadline_s = now_s + DECODE_DEADLINE_S
         found.pool.planner.joined(found.number)
@@ -187,9 +210,7 @@ class Reservations:
             return
         found.pool.planner.dropped(found.number)
         if found.prefilled_s is None:
-            self._index.produced(found.number, found.made)
-            self._index.remove(found.prefill.expected, found.made)
-            self._start(found.pool, found.prefill.slot, now_s)
+            self._unmake(found, now_s)
 
     # --- time ---------------------------------------------------------------------------------------------
     def expire(self, now_s: float) -> list[Reservation]:
@@ -212,7 +233,7 @@ class Reservations:
         """Start prefills that may, and take those whose report is overdue as done, so that queues go on."""
         self._fade(now_s)
         for number in pool.planner.overdue(now_s, OVERDUE_S):
-            self.prefilled(self._by_number[number], now_s)
+            self.prefilled(self._by_number[number], now_s, seen=False)
         for number in pool.planner.start_idle(now_s):
             self._by_number[number].started_s = now_s
 

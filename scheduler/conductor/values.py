@@ -151,8 +151,12 @@ class Router(Protocol):
         """Note that the prefill leg is done."""
         ...
 
+    def prefill_failed(self, id: str) -> None:
+        """Note that the prefill leg failed or is left out: the other instance computes the prompt."""
+        ...
+
     def first_token(self, id: str) -> None:
-        """Note the first token of the answer."""
+        """Note the first token of the answer, when it comes."""
         ...
 
     def done(
@@ -163,8 +167,8 @@ class Router(Protocol):
         output_tokens: int | None = None,
         prefill_leg: bool = False,
     ) -> None:
-        """End the request, with what the engines' usage says; `prefill_leg`: that the prefill leg's engine had
-        `cached_tokens`, not the one that answered."""
+        """End the request, with what the engines' usage says of its one answer; `prefill_leg`: that the prefill leg's
+        engine had `cached_tokens`, not the one that answered."""
         ...
 
     def cancel(self, id: str) -> None:

@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 _MEMBERS = msgspec.json.Decoder(Members)
 _ENCODER = msgspec.json.Encoder()
+_PROMPTS = re.compile(rb'\s*\[\s*["\[]').match
+"""A list of prompts; one of numbers is one prompt."""
 ENGINE_FIELDS = frozenset(
     ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_request_id")
 )
@@ -57,6 +59,8 @@ class Asked(NamedTuple):
     output_tokens: int
     one_engine: bool
     """Whether the answer has the prompt's own log probabilities or text, which are computed, never cached."""
+    several: bool
+    """Whether there is more than one answer."""
 
 
 class _StreamOptions(msgspec.Struct):
@@ -112,7 +116,18 @@ def asked(members: Members) -> Asked:
         bool(options.include_usage or options.continuous_usage_stats),
         tokens,
         bool(one_engine),
+        _has_several_answers(members),
     )
+
+
+def _has_several_answers(members: Members) -> bool:
+    counts = [bytes(members[name]).strip() for name in ("n", "best_of") if name in members]
+    if any(count not in (b"1", b"null") for count in counts):
+        return True
+    prompt = members.get("prompt")
+    if prompt is None or not _PROMPTS(memoryview(prompt)):
+        return False
+    return len(msgspec.json.decode(prompt, type=list[msgspec.Raw])) > 1
 
 
 def member(members: Members, name: str, kind: type[T]) -> T | None:

@@ -52,6 +52,8 @@ _NOT_RELAYED = frozenset(
     (b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server", b"upgrade")
 )
 _RETRY_AFTER_S = 1.0
+_CHOICES = b'"choices"'
+"""In events with tokens; comments and errors have none."""
 
 
 @dataclass(slots=True)
@@ -141,7 +143,9 @@ class Legs:
 
     def _end(self, request: Completion, routed: Routed, pair: _Pair) -> None:
         """Report what the engines say of the tokens."""
-        prefill, usage = request.prefill_usage, request.usage
+        prefill = request.prefill_usage
+        # Numbers of several answers are sums: nothing is known of one of them.
+        usage = NO_USAGE if request.asked.several else request.usage
         cached_tokens = usage.cached_tokens if prefill is None else prefill.cached_tokens
         self._router.done(
             routed.id,
@@ -191,6 +195,8 @@ class Legs:
             skip = "echo"
         if skip:
             self.counts.skips[skip] += 1
+            if skip == "echo":
+                self._router.prefill_failed(routed.id)
             return _Pair(routed.id, decode, None)
         self.counts.events["prefill_legs"] += 1
         prefill = self._engines.at(routed.prefill or "", routed.prefill_url or "", model)
@@ -217,16 +223,19 @@ class Legs:
                 async with engine.ask("POST", request.target, request.headers, body) as answer:
                     data = await answer.read_all(request.count)
         except EngineFailed as error:
-            self.counts.events["failed_prefills"] += 1
-            log.info("request %s is prefilled where it is decoded: %s", pair.id, error)
-            return {}
-        finally:
-            self._router.prefilled(pair.id)
+            return self._prefill_failed(pair, str(error))
         if answer.status != 200:
-            log.info("request %s: prefill engine %s answered %d", pair.id, engine.name, answer.status)
-            return {}
+            return self._prefill_failed(pair, f"engine {engine.name}: it answered {answer.status}")
+        self._router.prefilled(pair.id)
         request.prefill_usage = usage_of(data)
         return handover.after_prefill(data, request.prefill_usage.cached_tokens)
+
+    def _prefill_failed(self, pair: _Pair, reason: str) -> Put:
+        """Have the decode engine compute the prompt; return what it is to know: nothing."""
+        self._router.prefill_failed(pair.id)
+        self.counts.events["failed_prefills"] += 1
+        log.info("request %s is prefilled where it is decoded: %s", pair.id, reason)
+        return {}
 
     async def _decode(self, request: Completion, pair: _Pair, put: Put) -> None:
         """Pass a decode engine's answer to the client. Raises EngineFailed."""
@@ -300,18 +309,20 @@ class Legs:
         relay = EventRelay(drops_usage=not request.asked.wants_usage)
         exchange = request.exchange
         exchange.filler = COMMENT
-        sent_s = 0.0
+        sent_s, is_token_seen = 0.0, False
         while data := await answer.read():
             events = relay.feed(data)
             if not events:
                 continue
             now_s = monotonic()
+            if not is_token_seen and _CHOICES in events:
+                is_token_seen = True
+                self._router.first_token(pair.id)
             if exchange.answered:
                 self.counts.tokens.observe("streamed", now_s - sent_s)
                 sent_s = now_s
                 await exchange.send_part(events)
             else:
-                self._router.first_token(pair.id)
                 self.counts.first_bytes.observe("streamed", now_s - request.arrived_s)
                 sent_s = now_s
                 await exchange.begin_slowly(200, relayed(answer.headers), events)
@@ -327,7 +338,6 @@ class Legs:
 
     async def _whole(self, request: Completion, pair: _Pair, answer: Answer) -> None:
         data = await answer.read_all(request.count)
-        self._router.first_token(pair.id)
         self.counts.first_bytes.observe("whole", monotonic() - request.arrived_s)
         request.status = answer.status
         if answer.status != 200:

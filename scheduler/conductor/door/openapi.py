@@ -18,7 +18,7 @@ from scheduler.conductor.values import Refused
 _ALWAYS = (400, 401, 411, 413, 503)
 """Statuses that any operation may answer with."""
 _LINKED = {
-    "route": ("id", ("prefilled", "first_token", "done", "cancel", "explain")),
+    "route": ("id", ("prefilled", "prefill_failed", "first_token", "done", "cancel", "explain")),
     "add_instance": ("name", ("drain_instance", "set_role", "unreachable", "remove_instance")),
 }
 """Operations that give what others take in their path: its name, and which."""

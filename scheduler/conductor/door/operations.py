@@ -177,6 +177,12 @@ def _prefilled(context: Context, id: str, _: object) -> Reply:
     return Reply(204)
 
 
+def _prefill_failed(context: Context, id: str, _: object) -> Reply:
+    _live(context, id)
+    context.conductor.prefill_failed(id)
+    return Reply(204)
+
+
 def _first_token(context: Context, id: str, _: object) -> Reply:
     _live(context, id)
     context.conductor.first_token(id)
@@ -301,6 +307,14 @@ OPERATIONS = (
         "/v1/reservations/{}/prefilled",
         "Report the end of the prefill.",
         _prefilled,
+        statuses=(204, 404),
+    ),
+    Operation(
+        "prefill_failed",
+        "POST",
+        "/v1/reservations/{}/prefill_failed",
+        "Report that the prefill leg failed or is left out.",
+        _prefill_failed,
         statuses=(204, 404),
     ),
     Operation(

@@ -87,7 +87,7 @@ class LoadRouter:
             self._tokens[reserved.prefill] -= reserved.tokens
             reserved.tokens = 0
 
-    first_token = prefilled
+    prefill_failed = first_token = prefilled
 
     def done(
         self,

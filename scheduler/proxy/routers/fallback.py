@@ -43,6 +43,8 @@ class RequestRouter(Protocol):
 
     def prefilled(self, id: str) -> None: ...
 
+    def prefill_failed(self, id: str) -> None: ...
+
     def first_token(self, id: str) -> None: ...
 
     def done(
@@ -67,7 +69,8 @@ class LocalRouter:
     ) -> None:
         """`addresses` returns the router's engines; None: those that the proxy was started with."""
         self._router, self._engines, self._addresses = router, engines, addresses
-        self.prefilled, self.first_token = router.prefilled, router.first_token
+        self.prefilled, self.prefill_failed = router.prefilled, router.prefill_failed
+        self.first_token = router.first_token
         self.done, self.cancel, self.unreachable = router.done, router.cancel, router.unreachable
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -121,6 +124,9 @@ class FallbackRouter:
 
     def prefilled(self, id: str) -> None:
         self._report(self._of(id).prefilled, id)
+
+    def prefill_failed(self, id: str) -> None:
+        self._report(self._of(id).prefill_failed, id)
 
     def first_token(self, id: str) -> None:
         self._report(self._of(id).first_token, id)

@@ -223,6 +223,9 @@ class RemoteRouter:
     def prefilled(self, id: str) -> None:
         self._report(id, "POST", "/prefilled")
 
+    def prefill_failed(self, id: str) -> None:
+        self._report(id, "POST", "/prefill_failed")
+
     def first_token(self, id: str) -> None:
         self._report(id, "POST", "/first_token")
 

@@ -489,6 +489,77 @@ def test_costs_follow_what_was_observed() -> None:
     assert routed(made, tokens(99, 4000)).ttft_s == pytest.approx(3 * first.ttft_s, rel=0.05)
 
 
+def observed(made: Conductor) -> int:
+    """How many prefills the costs were fitted to."""
+    [pool] = made.registry.pools()
+    return pool.fitter._prefill.observations
+
+
+def test_a_failed_prefill_leg_frees_its_queue_makes_nothing_and_is_no_measure() -> None:
+    clock = Clock()
+    made = conductor(clock, instance("p", role="prefill"), instance("d", role="decode"))
+    prompt = tokens(1, 16_001)
+    first, second = routed(made, prompt), routed(made, tokens(2, 16_001), tbt_slo_s=0.05)
+    assert (first.prefill, second.prefill) == ("p", "p")
+    clock.now_s += 60
+    made.prefill_failed(first.id)
+    made.prefilled(first.id)
+    assert made.match(RouteRequest(model="m", tokens=prompt)) == {"p": 0, "d": 0}
+    assert {each["name"]: each["queued"] for each in made.status()["instances"]} == {"p": 0, "d": 0}
+    made.first_token(first.id)
+    made.done(first.id, cached_tokens=0, output_tokens=5)
+    assert observed(made) == 0
+    assert {each["shortfalls"] for each in made.status()["instances"]} == {0}
+    made.cancel(second.id)
+    over(made)
+
+
+def test_a_prefill_behind_one_whose_end_nobody_saw_is_no_measure() -> None:
+    """An answer that is not streamed is reported when it is whole: the next prefill began before."""
+    clock = Clock()
+    made = conductor(clock, instance("a"))
+    first, second, third = (routed(made, tokens(n, 4000)) for n in range(3))
+    clock.now_s += 60
+    made.done(first.id, cached_tokens=0, output_tokens=900)
+    clock.now_s += 0.001
+    made.first_token(second.id)
+    made.done(second.id, cached_tokens=0, output_tokens=1)
+    assert observed(made) == 0
+    clock.now_s += 0.3
+    made.first_token(third.id)
+    made.done(third.id, cached_tokens=0, output_tokens=1)
+    assert observed(made) == 1
+
+
+def test_a_length_without_tokens_may_be_an_estimate_and_is_no_measure() -> None:
+    clock = Clock()
+    made = conductor(clock, instance("a"))
+    found = made.route(RouteRequest(model="m", length=4000))
+    assert isinstance(found, Routed)
+    clock.now_s += 60
+    made.first_token(found.id)
+    made.done(found.id, cached_tokens=0, output_tokens=1)
+    assert observed(made) == 0
+
+
+def test_the_costs_follow_what_the_prefill_leg_really_had() -> None:
+    clock = Clock()
+    made = conductor(clock, instance("p", role="prefill"), instance("d", role="decode"))
+    before_s = routed(made, tokens(0, 16_001)).ttft_s
+    for reservation in list(made._reservations):
+        made.cancel(reservation.id)
+    for n in range(1, 3):
+        hears(made, "engine-p", tokens(n, 16_001))
+        found = routed(made, tokens(n, 16_001))
+        assert (found.prefill, found.cached_tokens) == ("p", 16_000)
+        clock.now_s += before_s
+        made.prefilled(found.id)
+        made.done(found.id, cached_tokens=0, prefill_leg=True)
+    made.tick()
+    assert observed(made) == 2
+    assert routed(made, tokens(9, 16_001)).ttft_s == pytest.approx(before_s, rel=0.01)
+
+
 # --- questions -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("values", "error"),

@@ -63,7 +63,7 @@ async def test_a_request_from_its_route_to_its_end() -> None:
         assert "degraded" in routed.json
         explained = await asker.ask("GET", f"/v1/explain/{id}")
         assert {each["instance"] for each in explained.json["prefill"]} == {"a", "b"}
-        for step in ("prefilled", "first_token"):
+        for step in ("prefilled", "prefill_failed", "first_token"):
             assert (await asker.ask("POST", f"/v1/reservations/{id}/{step}")).status == 204
         usage = {"cached_tokens": 0, "output_tokens": 7, "prefill_leg": True}
         for wrong in ({**usage, "output_tokens": 1 << 21}, {"cached_tokens": -1}):

@@ -163,7 +163,9 @@ class Drawn:
         if not self.twins.live:
             return
         at, rng = self.rng.randrange(len(self.twins.live)), self.rng
-        step = rng.choice(("prefilled", "first_token", "first_token", "done", "done", "cancel"))
+        step = rng.choice(
+            ("prefilled", "prefill_failed", "first_token", "first_token", "done", "done", "cancel")
+        )
         usage = {"cached_tokens": rng.choice((0, 0, 4000)), "output_tokens": rng.randint(0, 900)}
         self.twins.report(at, step, **(usage if step == "done" else {}))
 

@@ -47,10 +47,14 @@ def test_every_state_of_the_ledger_is_the_model_s(seed: int, roles: tuple[str, .
     def report() -> None:
         id = rng.choice([*live, *over[-3:], "nobody", ""])
         known = live.get(id)
-        match rng.choice(("prefilled", "first_token", "first_token", "done", "cancel")):
+        match rng.choice(("prefilled", "prefill_failed", "first_token", "first_token", "done", "cancel")):
             case "prefilled":
                 made.prefilled(id)
                 if known is not None and known.stage == "prefilling":
+                    known.stage = "prefilled"
+            case "prefill_failed":
+                made.prefill_failed(id)
+                if known is not None and known.stage == "prefilling" and known.prefill != known.decode:
                     known.stage = "prefilled"
             case "first_token":
                 made.first_token(id)

@@ -13,7 +13,16 @@ from scheduler.conductor.values import Refused, Routed, RouteRequest
 from tests.scheduler.conductor.test_conductor import hears
 from tests.scheduler.proxy.test_failures import until
 from tests.support.conductors import Clock, conductor, instance
-from tests.support.stub_engines import Stand, proxy_stand
+from tests.support.stub_engines import (
+    BEHAVIOURS,
+    Asked,
+    Stand,
+    StubEngine,
+    begin_stream,
+    event,
+    proxy_stand,
+    send_chunk,
+)
 
 CHAT = "/v1/chat/completions"
 
@@ -47,6 +56,9 @@ class NotingRouter:
 
     def prefilled(self, id: str) -> None:
         self.reports.append(("prefilled", id))
+
+    def prefill_failed(self, id: str) -> None:
+        self.reports.append(("prefill_failed", id))
 
     def first_token(self, id: str) -> None:
         self.reports.append(("first_token", id))
@@ -85,8 +97,9 @@ async def test_what_is_reported_of_a_request(stream: bool) -> None:
         assert (request.model, request.output_tokens) == ("m", 3)
         assert list(request.tokens or ()) == list(range(1000))
         # The true number is the prefill engine's: what the decode engine found is what that has just stored.
-        ends = [("prefilled", "r1"), ("first_token", "r1"), ("done", "r1", 320, 3, True)]
-        assert router.reports == ends
+        # Nobody sees the first token of an answer that comes whole.
+        first_token = [("first_token", "r1")] if stream else []
+        assert router.reports == [("prefilled", "r1"), *first_token, ("done", "r1", 320, 3, True)]
         assert stand.engines[1].completions[0].body["kv_transfer_params"] == {
             "do_remote_prefill": True,
             "remote_prefill_cached_tokens": 320,
@@ -102,6 +115,73 @@ async def test_a_prefill_leg_that_the_router_names_is_run_however_much_its_engin
         await stand.ask(CHAT, chat("q"))
         assert [len(engine.completions) for engine in stand.engines] == [1, 1]
         assert router.reports[-1] == ("done", "r1", 992, 4, True)
+
+
+@pytest.mark.parametrize("behaviour", ["die_before", "busy", "wrong", "die_after"])
+async def test_a_prefill_leg_that_fails_is_reported_as_such(behaviour: str) -> None:
+    router = NotingRouter()
+    async with proxy_stand("both", "both", router=router) as stand:
+        router.stand = stand
+        stand.engines[0].behaviour, stand.engines[1].cached_tokens = behaviour, 16
+        assert (await stand.ask(CHAT, chat("q", stream=True))).status == 200
+        reports = [report for report in router.reports if report[0] != "unreachable"]
+        assert reports == [("prefill_failed", "r1"), ("first_token", "r1"), ("done", "r1", 16, 4, False)]
+        assert stand.proxy.counts.events["failed_prefills"] == 1
+
+
+async def test_a_prefill_leg_that_is_left_out_is_reported_as_failed() -> None:
+    router = NotingRouter()
+    async with proxy_stand("both", "both", router=router) as stand:
+        router.stand = stand
+        assert (await stand.ask(CHAT, chat("q", prompt_logprobs=0))).status == 200
+        assert router.reports == [("prefill_failed", "r1"), ("done", "r1", 0, 4, False)]
+
+
+SEVERAL: dict[str, dict[str, Any]] = {
+    "n": {"prompt": "p", "n": 2},
+    "best of": {"prompt": "p", "best_of": 2},
+    "texts": {"prompt": ["a", "b"]},
+    "tokens": {"prompt": [[1, 2], [3]]},
+}
+
+
+@pytest.mark.parametrize("body", SEVERAL.values(), ids=SEVERAL)
+async def test_numbers_of_several_answers_are_not_reported_as_those_of_one(body: dict[str, Any]) -> None:
+    router = NotingRouter()
+    async with proxy_stand("both", "both", router=router) as stand:
+        router.stand = stand
+        await stand.ask("/v1/completions", body)
+        assert router.reports.pop() == ("done", "r1", 0, None, True)
+        stand.engines[0].behaviour = "wrong"
+        await stand.ask("/v1/completions", body)
+        assert router.reports[-1] == ("done", "r2", None, None, False)
+
+
+@pytest.mark.parametrize("body", [{"prompt": ["a"]}, {"prompt": [1, 2], "n": 1}, {"prompt": "[1", "n": None}])
+async def test_one_answer_is_counted_however_it_is_asked_for(body: dict[str, Any]) -> None:
+    router = NotingRouter()
+    async with proxy_stand("both", "both", router=router) as stand:
+        router.stand = stand
+        await stand.ask("/v1/completions", body)
+        assert router.reports[-1] == ("done", "r1", 0, 4, True)
+
+
+async def error_event(engine: StubEngine, stream: trio.SocketStream, asked: Asked) -> bool:
+    await begin_stream(stream)
+    await send_chunk(stream, b": wait\n\n")
+    await send_chunk(stream, event({"error": {"message": "out of memory"}}))
+    await stream.send_all(b"0\r\n\r\n")
+    return True
+
+
+async def test_a_stream_without_tokens_has_no_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BEHAVIOURS, "error_event", error_event)
+    router = NotingRouter()
+    async with proxy_stand("both", "both", router=router) as stand:
+        router.stand = stand
+        stand.engines[1].behaviour = "error_event"
+        assert (await stand.ask(CHAT, chat("q", stream=True))).status == 200
+        assert router.reports == [("prefilled", "r1"), ("done", "r1", 0, None, True)]
 
 
 async def test_an_engine_that_fails_is_excluded_and_reported() -> None:
