@@ -186,8 +186,7 @@ class Legs:
         return list(dict.fromkeys([*request.failed, *down]))[: limits.MAX_EXCLUDED]
 
     def _pair(self, request: Completion, routed: Routed) -> _Pair:
-        model = request.asked.model
-        decode = self._engines.at(routed.decode, routed.decode_url, model)
+        decode = self._engine(request, routed.decode, routed.decode_url)
         skip = ""
         if routed.prefill is None or routed.prefill_url is None or routed.prefill == routed.decode:
             skip = "one_engine"
@@ -199,8 +198,16 @@ class Legs:
                 self._router.prefill_failed(routed.id)
             return _Pair(routed.id, decode, None)
         self.counts.events["prefill_legs"] += 1
-        prefill = self._engines.at(routed.prefill or "", routed.prefill_url or "", model)
+        prefill = self._engine(request, routed.prefill or "", routed.prefill_url or "")
         return _Pair(routed.id, decode, prefill)
+
+    def _engine(self, request: Completion, name: str, url: str) -> Engine:
+        """Return the engine that a router names. Raises EngineFailed with its name, which is excluded then."""
+        try:
+            return self._engines.at(name, url, request.asked.model)
+        except EngineFailed as error:
+            request.failed.append(name)
+            raise EngineFailed(f"engine {name}: {error}", alive=error.alive) from None
 
     async def _run(self, request: Completion, pair: _Pair) -> None:
         request.prefill_usage, request.usage = None, NO_USAGE

@@ -73,6 +73,18 @@ async def test_fresh_prompts_through_both_legs_leave_both_instances_trusted() ->
         assert {each["shortfalls"] for each in made.status()["instances"]} == {0}
 
 
+async def test_an_instance_whose_url_is_that_of_no_engine_is_excluded() -> None:
+    made = conductor(Clock())
+    async with proxy_stand(router=made) as stand:
+        made.registry.add(instance("wrong", url=f"{stand.engines[0].url}/v1"))
+        made.registry.add(instance("right", url=stand.engines[0].url))
+        for n in range(4):
+            prompt = [n, *range(100)]
+            assert (await stand.ask("/v1/completions", {"model": "m", "prompt": prompt})).status == 200
+        assert made.counts["cancelled"] > 0, "the wrong one was chosen"
+        assert made.counts["routed"] == made.counts["cancelled"] + 4
+
+
 # --- a Conductor elsewhere -----------------------------------------------------------------------------------
 async def test_a_conductor_elsewhere_routes_and_hears_what_became_of_it() -> None:
     async with (
