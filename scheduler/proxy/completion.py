@@ -162,11 +162,13 @@ class Legs:
     async def _route(self, request: Completion) -> Routed | None:
         """Choose engines; None where there is none besides those that failed. Raises Failure."""
         prompt = request.prompt
+        # What no cache is read for is routed by its length alone.
+        tokens = None if request.asked.one_engine else prompt.tokens
         found = await self._router.route(
             RouteRequest(
                 model=request.asked.model,
-                tokens=prompt.tokens,
-                length=None if prompt.tokens else prompt.length,
+                tokens=tokens,
+                length=None if tokens else prompt.length,
                 waited_s=monotonic() - request.arrived_s,
                 output_tokens=request.asked.output_tokens or None,
                 exclude=self._excluded(request),

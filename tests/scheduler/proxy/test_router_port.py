@@ -134,6 +134,7 @@ async def test_a_prefill_leg_that_is_left_out_is_reported_as_failed() -> None:
     async with proxy_stand("both", "both", router=router) as stand:
         router.stand = stand
         assert (await stand.ask(CHAT, chat("q", prompt_logprobs=0))).status == 200
+        assert (router.requests[0].tokens, router.requests[0].length) == (None, 1000)
         assert router.reports == [("prefill_failed", "r1"), ("done", "r1", 0, 4, False)]
 
 
