@@ -361,9 +361,21 @@ class Residency:
                 self._listeners.notify(gone)
 
     def dependents(self, digest: bytes) -> list[bytes]:
-        """List what is of no use without this object, and not in DRAM either."""
+        """List what is of no use without this object, not in DRAM either, and neither durable nor pinned."""
         found = [*self._catalog.blocks.descendants(digest), *self._unit_of(digest)]
-        return [each for each in found if each != digest and not self._catalog.tiers_of(each) & IN_SLOT]
+        lower = [each for each in found if each != digest and not self._catalog.tiers_of(each) & IN_SLOT]
+        return [each for each in lower if not self._stays(each)]
+
+    def _stays(self, digest: bytes) -> bool:
+        """Whether an object is durable or pinned, and so leaves on nobody's account but its own."""
+        block = self._catalog.blocks.get(digest)
+        if block is not None:
+            return block.pinned or self._catalog.bucket(block.bucket).durable
+        name = self._catalog.name_of.get(digest)
+        row = None if name is None else self._catalog.names.get(name.bucket, name.key)
+        return name is not None and (
+            self._catalog.bucket(name.bucket).durable or bool(row and row.flags & PINNED)
+        )
 
     def _unit_of(self, digest: bytes) -> list[bytes]:
         """List the objects of the unit that an object is in, with itself; none where it is in no unit."""
