@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +46,8 @@ ADDRESS_VARIABLE: Final = "KVFS_ADDRESS"
 DEFAULT_ADDRESS: Final = "/mnt/kvfs"
 VLLM_LOG: Final = "vllm.kvfs"
 """A logger below vLLM's own, which shows INFO; others' settings do not reach `kvfs.connectors`."""
+SGLANG_LOG: Final = "sglang.srt.kvfs"
+"""A logger below SGLang's own, so that what shows those shows this, also where a file of the user's configures them."""
 _OUTAGES: Final = (SessionClosed, DeadlinePassed, ProtocolError, OSError)
 _PLACES: Final = frozenset(("_name_or_path", "name_or_path"))
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -181,15 +184,12 @@ class Link:
         if not self.attempt(lambda: _round_trip(blocks), False):
             self._tried = self.is_up
             return
-        self._log.info(
-            "%s: the store at %s (%s) works, a block went there and back in %.1f ms: namespace %s (%s), bucket %s",
-            self._name,
-            self._address,
-            client.store_id.hex()[:8],
-            1e3 * (time.monotonic() - began_s),
-            namespace.digest.hex(),
-            namespace.model,
-            blocks.bucket,
+        took_ms = 1e3 * (time.monotonic() - began_s)
+        _say(
+            self._log,
+            f"{self._name}: the store at {self._address} ({client.store_id.hex()[:8]}) works, "
+            f"a block went there and back in {took_ms:.1f} ms: "
+            f"namespace {namespace.digest.hex()} ({namespace.model}), bucket {blocks.bucket}",
         )
 
     def _probe(self) -> None:
@@ -203,6 +203,14 @@ class Link:
             self._log.warning("%s: the store at %s answers again", self._name, self._address)
             self._up.set()
             return
+
+
+def _say(log: logging.Logger, line: str) -> None:
+    """Log a line at INFO; write it to stderr in a program that has set up no logging, where Python drops INFO."""
+    if log.hasHandlers():
+        log.info("%s", line)
+    else:
+        print(line, file=sys.stderr, flush=True)
 
 
 class LowerTiers:

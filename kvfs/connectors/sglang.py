@@ -30,6 +30,7 @@ from sglang.srt.runtime_context import get_serving
 
 from kvfs.client.blocks import Blocks
 from kvfs.connectors.common import (
+    SGLANG_LOG,
     Link,
     address_of,
     chain_parents,
@@ -43,7 +44,7 @@ from kvfs.limits import CONNECTOR_MATCH_S
 from kvfs.namespaces import Namespace
 
 T = TypeVar("T")
-log = logging.getLogger("kvfs.connectors")
+log = logging.getLogger(SGLANG_LOG)
 
 PIECES, FLAT = "pieces", "flat"
 """The order of a page's bytes: as the pool lists its pieces of memory (the v1 forms), or as a tensor of the page
@@ -56,7 +57,7 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         self._config = storage_config
         self._extra = dict(storage_config.extra_config or {})
-        self._link = Link(address_of(self._extra), name="sglang")
+        self._link = Link(address_of(self._extra), name="sglang", log=log)
         self._revision = model_revision(str(storage_config.model_name or ""), self._extra.get("revision"))
         self._namespaces: dict[str, Namespace] = {}
         self._used = PIECES if self._extra.get("interface_v1") else FLAT

@@ -33,7 +33,7 @@ from kvfs.limits import CONNECTOR_MATCH_S
 from tests.support.door import need_mount
 from tests.support.service import ROOT, Service
 from tests.support.small_store import checksums
-from tests.support.waits import eventually
+from tests.support.waits import WAIT_S, eventually
 
 torch = pytest.importorskip("torch")
 
@@ -142,6 +142,44 @@ def test_a_link_says_once_where_blocks_are_kept_and_leaves_none(
     assert (said.name, said.levelname, held) == ("engine.kvfs", "INFO", [])
     assert said.getMessage().startswith(f"engine: the store at {service.mount} ({store}) works, ")
     assert f"namespace {namespaces[0].digest.hex()} (said), bucket {blocks[0].bucket}" in said.getMessage()
+
+
+PROGRAM = """
+import logging, sys
+from kvfs.connectors.common import Link, string_namespace
+
+exec(sys.argv[2])
+link = Link(sys.argv[1], name="engine")
+link.open(string_namespace("said"))
+link.close()
+"""
+
+
+@pytest.mark.mount
+@pytest.mark.parametrize(
+    ("set_up", "lines"),
+    [
+        ("", 1),
+        ("logging.basicConfig(level=logging.INFO)", 1),
+        ("logging.basicConfig()", 0),
+        ("logging.getLogger('kvfs').addHandler(logging.NullHandler())", 0),
+    ],
+)
+def test_a_program_that_set_up_no_logging_is_told_where_blocks_are_kept(
+    service: Service, set_up: str, lines: int
+) -> None:
+    """Python's last resort shows warnings alone; whoever has set up logging has said what is to be shown."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(service.mount), set_up],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+    said = done.stderr.splitlines()
+    assert len(said) == lines, done.stderr
+    assert all(f"engine: the store at {service.mount} (" in line and " works, " in line for line in said)
 
 
 @pytest.mark.mount

@@ -345,7 +345,8 @@ def check_mooncake(address: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO)
+    logging.basicConfig()
+    logging.getLogger("sglang").setLevel(logging.INFO)
     address = json.loads(sys.stdin.readline())["address"]
     assert not transformers.utils.is_torchvision_available()
     sys.meta_path.append(_StandIns())
