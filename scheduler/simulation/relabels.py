@@ -4,7 +4,7 @@ Responsibility: carries out the orders of `routing.roles`. Each instance has a p
 it does not do by its role it does not take, which is `draining` for the policies.
 
 Invariants: an instance takes work in one role at most. It is relabelled when it has no queue and no batch, and nobody
-is on the way to its batch.
+is on the way to its batch. Looks end while there is nothing to look at: a trace may have its next request in a year.
 
 Concurrency: one thread.
 """
@@ -69,6 +69,8 @@ class Roles:
         self._drains: Relabel | None = None
         self._balance = Balance()
         self._demand = Demand()
+        self._looked_s = 0.0
+        self._looking = False
         self.changes: list[Change] = []
 
     def begin(self) -> None:
@@ -79,7 +81,15 @@ class Roles:
         self._roles = [Role.PREFILL] * options.prefill + [Role.DECODE] * options.decode
         for n, role in enumerate(self._roles):
             self._label(n, role)
-        self._events.at(rules.look_s, self._look)
+        self.wake()
+
+    def wake(self) -> None:
+        """Look again, at the time of the next look: a request arrives."""
+        rules, now_s = self._options.relabels, self._events.now_s
+        if rules is not None and not self._looking:
+            self._looking = True
+            missed = (now_s - self._looked_s) // rules.look_s
+            self._events.at(self._looked_s + (missed + 1) * rules.look_s, self._look)
 
     def arrived(self, prefill_s: float) -> None:
         """Count a prompt that was committed."""
@@ -98,13 +108,30 @@ class Roles:
             node.advance(now_s)
             self._cluster.decode[n].active_requests = node.requests
             self._cluster.decode[n].active_tokens = node.context_tokens
-        self._balance, order = rebalance(self._balance, self._members(), self._sides(), rules, now_s)
+        sides = self._sides()
+        self._balance, order = rebalance(self._balance, self._members(), sides, rules, now_s)
         if order is not None:
             self._drains = order
             self._cluster.prefill[order.instance].draining = True
             self._cluster.decode[order.instance].draining = True
             self._drain()
-        self._events.at(now_s + rules.look_s, self._look)
+        self._looked_s, self._looking = now_s, False
+        if (
+            self._drains is not None
+            or self._is_busy()
+            or any(s.pressure > rules.high for s in sides.values())
+        ):
+            self.wake()
+
+    def _is_busy(self) -> bool:
+        """Return whether there is work. Without any, pressures only fall: no look gives an order until some arrives."""
+        prefill, decode = self._cluster.prefill, self._cluster.decode
+        return bool(
+            self._waiting().requests
+            or any(each.running or len(each.queue) for each in prefill)
+            or any(each.committed_requests for each in decode)
+            or any(node.requests for node in self._decodes)
+        )
 
     def _drain(self) -> None:
         order = self._drains

@@ -144,6 +144,7 @@ class Simulation:
 
     # --- arrivals ----------------------------------------------------------------------------------------
     def _arrive(self, number: int) -> None:
+        self._roles.wake()
         if self._try(number) is not Verdict.DEFER:
             return
         if len(self._deferred) < MAX_DEFERRED_REQUESTS:

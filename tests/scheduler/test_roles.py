@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
@@ -26,8 +27,10 @@ from scheduler.routing.roles import (
     prefill_side,
     rebalance,
 )
+from scheduler.simulation import relabels
 from scheduler.simulation.options import Failure, Options
 from scheduler.simulation.simulate import Simulation, simulate
+from scheduler.simulation.traces import Request
 from tests.support.trace_families import diurnal
 
 COSTS = table_costs()
@@ -175,6 +178,45 @@ def test_a_steady_load_changes_no_instance_twice() -> None:
     changes = simulate(trace, options).changes
     assert {change.role for change in changes} == {Role.DECODE}
     assert len({change.instance for change in changes}) == len(changes)
+
+
+def test_nobody_looks_at_instances_that_have_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the days of a trace, or before a trace whose times count from 1970, are hundreds of millions of looks."""
+    looks = itertools.count(1)
+
+    def counted(*arguments: Any) -> Any:
+        assert next(looks) < 10_000
+        return rebalance(*arguments)
+
+    monkeypatch.setattr(relabels, "rebalance", counted)
+    day = diurnal(5, 300, rate=3.0)
+    trace = [
+        replace(request, arrival_s=request.arrival_s + begin_s)
+        for begin_s in (1.7e9, 1.8e9)
+        for request in day
+    ]
+    options = Options(
+        prefill=2, decode=2, decode_factor=2.0, slo=Slo(20.0, 0.1), admission=Mode.DEFAULT, relabels=RULES
+    )
+    result = simulate(trace, options)
+    assert result.figures()["requests"] == 600
+    assert next(looks) > 2
+
+
+def test_looks_go_on_in_time_with_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    times: list[float] = []
+
+    def noted(state: Any, members: Any, sides: Any, rules: Rules, now_s: float) -> Any:
+        times.append(now_s)
+        return rebalance(state, members, sides, rules, now_s)
+
+    monkeypatch.setattr(relabels, "rebalance", noted)
+    trace = [Request(at_s, 1000, 10, (1, 2)) for at_s in (0.0, 1000.0, 1002.5, 1007.5)]
+    simulate(trace, Options(prefill=2, decode=2, relabels=Rules(look_s=5.0)))
+    assert times[0] == 5.0
+    assert all(at_s % 5.0 == 0 for at_s in times)
+    assert len(times) < 20
+    assert 1005.0 in times
 
 
 @pytest.mark.parametrize(
