@@ -313,12 +313,21 @@ def test_paths_on_the_mount_itself_and_bad_names_are_refused(service: Service) -
     assert "1024" in bad(1, "stat", "--at", str(service.mount), "bucket/" + "k" * 1025)
 
 
+def test_the_readme_names_every_command() -> None:
+    [row] = [
+        line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| command line |")
+    ]
+    assert sorted(re.findall(r"`(?:kvfs )?([a-z]+)`", row)) == sorted(
+        command.name or "" for command in COMMANDS
+    )
+
+
 # --- bench -----------------------------------------------------------------------------------------------
 def test_a_figure_that_fails_costs_no_other() -> None:
     """Without fio, and without mount(8) for the tmpfs that two figures measure in."""
     figures = ["mount.pread_4k", "nvme.read_1m_qd8", "memcpy.1m", "mount.pread_1m"]
     wanted = ["--only", ",".join(figures), "--seconds", "0.05"]
-    done = run_kvfs("bench", "--json", *wanted, timeout_s=60, environment={"PATH": "/nowhere"})
+    done = run_kvfs("bench", "--json", *wanted, timeout_s=120, environment={"PATH": "/nowhere"})
     assert done.returncode == 1
     assert [figure["name"] for figure in json.loads(done.stdout)] == ["memcpy.1m"]
     failed = done.stderr.splitlines()[-1]
