@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -39,6 +38,7 @@ from kvfs.limits import (
     MAX_NAME_BYTES,
     MAX_ORDER_BLOCKS,
 )
+from kvfs.system.pauses import Pause
 from scheduler.conductor.pool import Pool
 from scheduler.conductor.registry import Registry
 from scheduler.conductor.sources import StreamName
@@ -79,10 +79,8 @@ class CopyOrder(NamedTuple):
         return {"id": self.id, "peer": self.peer, "namespace": self.namespace.hex(), "hashes": hashes}
 
 
-@dataclass(slots=True)
-class _Backoff:
-    failures: int = 0
-    until_s: float = 0.0
+def _backoff() -> Pause:
+    return Pause(COPY_BACKOFF_S, MAX_COPY_BACKOFF_S)
 
 
 class CopyOrders:
@@ -95,7 +93,7 @@ class CopyOrders:
         self._runs: OrderedDict[int, tuple[Pool, bytes]] = OrderedDict()
         """By the last block of a run, its hashes; the one that was wanted last is last."""
         self._open: dict[str, CopyOrder] = {}
-        self._backoffs: dict[StreamName, _Backoff] = {}
+        self._backoffs: dict[StreamName, Pause] = {}
         self._sweep_s = float("-inf")
         self.counts: Counter[str] = Counter()
 
@@ -166,15 +164,14 @@ class CopyOrders:
         self._backoffs = {name: found for name, found in self._backoffs.items() if name in masks}
         for order in list(self._open.values()):
             blocks = len(order.hashes) // HASH_BYTES
-            backoff = self._backoffs.setdefault(order.target, _Backoff())
+            backoff = self._backoffs.setdefault(order.target, _backoff())
             if self._held(order.hashes, masks.get(order.target, 0)) == blocks:
-                self._backoffs[order.target] = _Backoff()
+                self._backoffs[order.target] = _backoff()
                 self.counts["carried_out"] += 1
                 self.counts["copied_blocks"] += blocks
             elif now_s >= order.expires_s:
-                pause_s = min(COPY_BACKOFF_S * 2**backoff.failures, MAX_COPY_BACKOFF_S)
-                if now_s >= backoff.until_s:
-                    backoff.failures, backoff.until_s = min(backoff.failures + 1, 16), now_s + pause_s
+                if backoff.is_over(now_s):
+                    backoff.failed(now_s)
                 self.counts["expired"] += 1
             else:
                 continue
@@ -205,7 +202,7 @@ class CopyOrders:
 
     def _is_paused(self, stream: StreamName, now_s: float) -> bool:
         backoff = self._backoffs.get(stream)
-        return backoff is not None and now_s < backoff.until_s
+        return backoff is not None and not backoff.is_over(now_s)
 
     def _hot(self, pool: Pool, nodes: Sequence[Node], now_s: float) -> Iterator[BlockHeat]:
         """Yield the runs that were wanted since the last sweep, with the nodes that hold all of each, or are to."""

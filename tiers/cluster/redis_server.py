@@ -11,8 +11,6 @@ Concurrency: the service's trio thread.
 from __future__ import annotations
 
 import logging
-import math
-import random
 from collections import Counter
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,6 +22,7 @@ from coredis.pool import ConnectionPool
 
 from kvfs import limits
 from kvfs.errors import DeadlinePassed, KvfsError, TierUnreachable
+from kvfs.system.pauses import Pause
 from tiers.cluster.scripts import ALL
 
 log = logging.getLogger("kvfs.cluster")
@@ -32,27 +31,8 @@ logging.getLogger("coredis").setLevel(logging.CRITICAL)  # it logs each failed c
 _FAILURES = (RedisError, OSError, ExceptionGroup, ValueError, trio.BrokenResourceError)
 
 
-class Pause:
-    """Counts failures in a row, and says until when nothing is asked."""
-
-    def __init__(self) -> None:
-        self._failures = 0
-        self._until = -math.inf
-
-    @property
-    def is_over(self) -> bool:
-        return trio.current_time() >= self._until
-
-    def begin(self) -> float:
-        """Begin a pause, twice as long as the last one; return its seconds."""
-        wait_s: float = min(limits.DIRECTORY_BACKOFF_S * 2**self._failures, limits.MAX_DIRECTORY_BACKOFF_S)
-        self._failures = min(self._failures + 1, 16)
-        pause_s = wait_s * random.uniform(0.5, 1.5)
-        self._until = trio.current_time() + pause_s
-        return pause_s
-
-    def reset(self) -> None:
-        self._failures = 0
+def _pause() -> Pause:
+    return Pause(limits.DIRECTORY_BACKOFF_S, limits.MAX_DIRECTORY_BACKOFF_S, spread=0.5)
 
 
 async def _run_to_end(
@@ -78,7 +58,7 @@ class RedisServer:
         self._connection: BaseConnection | None = None
         self._digests: dict[str, bytes] = {}
         self._failed = trio.Event()
-        self._pause, self._lookups = Pause(), Pause()
+        self._pause, self._lookups = _pause(), _pause()
         self.trouble = "not connected yet"
         self.counts: Counter[str] = Counter()
         """`connections`, `failures`, `deadlines`."""
@@ -96,24 +76,24 @@ class RedisServer:
                 self._note(str(error.exceptions[0] if isinstance(error, ExceptionGroup) else error))
             finally:
                 self._connection = None
-            await trio.sleep(self._pause.begin())
+            await trio.sleep(self._pause.failed(trio.current_time()))
 
     async def call(self, script: str, *arguments: bytes) -> Any:
         """Run a script within limits.DIRECTORY_CALL_S. Raises TierUnreachable, DeadlinePassed."""
         answer = await self._call(script, arguments, limits.DIRECTORY_CALL_S)
-        self._pause.reset()
+        self._pause.succeeded()
         return answer
 
     async def look_up(self, script: str, argument: bytes, wait_s: float) -> Any:
         """Run a script that others wait for. Raises TierUnreachable, DeadlinePassed."""
-        if not self._lookups.is_over:
+        if not self._lookups.is_over(trio.current_time()):
             raise TierUnreachable("the directory did not answer a moment ago")
         try:
             answer = await self._call(script, (argument,), wait_s, closes=False)
         except KvfsError:
-            self._lookups.begin()
+            self._lookups.failed(trio.current_time())
             raise
-        self._lookups.reset()
+        self._lookups.succeeded()
         return answer
 
     def close(self, trouble: str) -> None:

@@ -29,6 +29,7 @@ from kvfs.errors import Corrupt, InvalidRequest, KvfsError, NoSpace, NotFound, S
 from kvfs.formats import RECORD_ALIGNMENT
 from kvfs.index.rows import store_row
 from kvfs.system import crashpoints
+from kvfs.system.pauses import Pause
 from tiers.cold.format import BUCKETS, HEADER_BYTES, ColdHeader, ColdName
 from tiers.cold.index import ColdRow
 from tiers.cold.tier import ColdTier
@@ -46,15 +47,13 @@ class Backoff:
     """Waits before the next request, longer after each failure in a row."""
 
     def __init__(self) -> None:
-        self._next_s = limits.COLD_BACKOFF_S
+        self._pause = Pause(limits.COLD_BACKOFF_S, limits.MAX_COLD_BACKOFF_S)
 
     def reset(self) -> None:
-        self._next_s = limits.COLD_BACKOFF_S
+        self._pause.succeeded()
 
     async def wait(self) -> None:
-        wait_s = self._next_s
-        self._next_s = min(2 * wait_s, limits.MAX_COLD_BACKOFF_S)
-        await trio.sleep(wait_s)
+        await trio.sleep(self._pause.failed(trio.current_time()))
 
 
 @dataclass(slots=True, eq=False)

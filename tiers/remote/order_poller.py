@@ -29,6 +29,7 @@ from kvfs.config.settings import ClusterSettings
 from kvfs.errors import InvalidRequest, KvfsError
 from kvfs.http.bounded_get import GetFailed, get
 from kvfs.keys import HASH_BYTES
+from kvfs.system.pauses import Pause
 from tiers.model.objects import Bucket
 from tiers.store.store import Store
 
@@ -62,8 +63,8 @@ class OrderPoller:
         token = settings.conductor_token.get_secret_value()
         self._headers = [f"Authorization: Bearer {token}"] if token else []
         self._store, self._cluster = store, cluster
-        self._tries: OrderedDict[str, tuple[int, float]] = OrderedDict()
-        """By order, how often it was tried, and when it is tried again."""
+        self._tried: OrderedDict[str, Pause] = OrderedDict()
+        """By order, when it is tried again."""
         self._fault = ""
         self.counts: Counter[str] = Counter()
 
@@ -74,14 +75,14 @@ class OrderPoller:
 
     async def run(self) -> None:
         """Ask and fetch until cancelled."""
-        pause_s = limits.ORDERS_INTERVAL_S
+        pause = Pause(2 * limits.ORDERS_INTERVAL_S, limits.MAX_ORDERS_INTERVAL_S)
         while True:
-            pause_s = (
-                limits.ORDERS_INTERVAL_S
-                if await self.look()
-                else min(2 * pause_s, limits.MAX_ORDERS_INTERVAL_S)
-            )
-            await trio.sleep(pause_s * random.uniform(0.75, 1.25))
+            if await self.look():
+                pause.succeeded()
+                wait_s = limits.ORDERS_INTERVAL_S
+            else:
+                wait_s = pause.failed(trio.current_time())
+            await trio.sleep(wait_s * random.uniform(0.75, 1.25))
 
     async def look(self) -> bool:
         """Ask once, and carry out what is to be done; return whether there was an answer."""
@@ -95,9 +96,9 @@ class OrderPoller:
             return False
         self._fault = ""
         for order in found[: limits.MAX_COPY_ORDERS]:
-            tries, again_s = self._tries.get(order.id, (0, 0.0))
-            if trio.current_time() >= again_s:
-                await self._carry_out(order, tries)
+            pause = self._tried.get(order.id) or Pause(limits.ORDERS_INTERVAL_S, limits.COPY_ORDER_S)
+            if pause.is_over(trio.current_time()):
+                await self._carry_out(order, pause)
         return True
 
     async def _ask(self) -> list[Order]:
@@ -109,7 +110,7 @@ class OrderPoller:
                 raise GetFailed(f"no orders: {error}") from None
         raise GetFailed(f"no answer in {limits.ORDERS_WAIT_S} s")
 
-    async def _carry_out(self, order: Order, tries: int) -> None:
+    async def _carry_out(self, order: Order, pause: Pause) -> None:
         here, wanted = 0, len(order.hashes)
         try:
             here = await self._fetch(order)
@@ -118,11 +119,14 @@ class OrderPoller:
         whole = here == wanted
         self.counts["orders_done" if whole else "orders_failed"] += 1
         self.counts["ordered_blocks"] += here
-        pause_s = limits.COPY_ORDER_S if whole else limits.ORDERS_INTERVAL_S * 2 ** min(tries, 8)
-        self._tries[order.id] = tries + 1, trio.current_time() + pause_s
-        self._tries.move_to_end(order.id)
-        while len(self._tries) > limits.MAX_COPY_ORDERS:
-            self._tries.popitem(last=False)
+        if whole:
+            pause.until_s = trio.current_time() + limits.COPY_ORDER_S
+        else:
+            pause.failed(trio.current_time())
+        self._tried[order.id] = pause
+        self._tried.move_to_end(order.id)
+        while len(self._tried) > limits.MAX_COPY_ORDERS:
+            self._tried.popitem(last=False)
 
     async def _fetch(self, order: Order) -> int:
         """Fetch an order's blocks; return how many are here then. Raises KvfsError."""

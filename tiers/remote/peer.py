@@ -10,8 +10,6 @@ or one call's. A peer that is this store is never asked. Concurrency: the servic
 from __future__ import annotations
 
 import logging
-import math
-import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -21,6 +19,7 @@ import trio
 
 from kvfs import limits
 from kvfs.errors import DeadlinePassed, KvfsError, NotPermitted, ProtocolError, TierUnreachable
+from kvfs.system.pauses import Pause
 from tiers.remote.greeting import Identity, connect
 from tiers.remote.link import PeerLink, Read, TcpLink, Want
 from tiers.remote.read_queue import ReadQueue
@@ -56,8 +55,7 @@ class Peer:
         self._links: set[PeerLink] = set()
         self._match_link: PeerLink | None = None
         self._matching = trio.Lock()
-        self._failures = 0
-        self._down_until = -math.inf
+        self._pause = Pause(limits.REMOTE_BACKOFF_S, limits.MAX_REMOTE_BACKOFF_S, spread=0.5)
         self._failed = trio.Event()
 
     @property
@@ -68,12 +66,12 @@ class Peer:
     @property
     def is_up(self) -> bool:
         """Whether to ask this peer now: not while it is paused after a failure."""
-        return not self.is_self and trio.current_time() >= self._down_until
+        return not self.is_self and self._pause.is_over(trio.current_time())
 
     async def run(self) -> None:
         """Open the link for MATCH ahead of its use, and again when a pause after a failure is over, until cancelled."""
         while not self.is_self:
-            await trio.sleep_until(self._down_until)
+            await trio.sleep_until(self._pause.until_s)
             self._failed = trio.Event()
             with suppress(KvfsError):
                 async with self._matching:
@@ -116,7 +114,7 @@ class Peer:
         if error is not None:
             self._fail(error)
         else:
-            self._failures = 0
+            self._pause.succeeded()
         return reads
 
     def note_mismatch(self, digest: bytes) -> None:
@@ -209,9 +207,7 @@ class Peer:
         if self.is_self:
             return
         self.counts["deadlines" if isinstance(error, DeadlinePassed) else "failures"] += 1
-        self._failures += 1
-        pause_s = min(limits.REMOTE_BACKOFF_S * 2 ** (self._failures - 1), limits.MAX_REMOTE_BACKOFF_S)
-        self._down_until = trio.current_time() + pause_s * random.uniform(0.5, 1.5)
+        pause_s = self._pause.failed(trio.current_time())
         self.trouble = str(error)
         self._failed.set()
         while self._idle:
