@@ -17,6 +17,8 @@ import kvfs
 from kvfs import limits
 from tests.support.machines import digest_of, free_port, payload_of, write_secret
 from tests.support.service import Service, run_kvfs
+from tests.support.session_answers import ALICE, BOB
+from tests.support.sessions import fork
 from tests.support.stores import NAMESPACE
 
 MIB = 1 << 20
@@ -135,3 +137,24 @@ def test_an_address_in_use_and_a_missing_secret_stop_the_start(tmp_path: Path) -
             assert done.returncode == 2, done.stderr
             assert done.stderr.splitlines()[-1].startswith("kvfs: [cluster] ")
             assert says in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="clients with other uids need root")
+def test_fetching_into_a_durable_bucket_takes_the_right_to_write() -> None:
+    def fetch(service: Service, uid: int) -> Any:
+        def run(_: socket.socket) -> None:
+            with kvfs.connect(service.data) as client, client.blocks(NAMESPACE, bucket="kept") as blocks:
+                blocks.fetch([digest_of(1)]).result()
+
+        return fork(run, uid=uid, gid=uid).result()
+
+    with Service(mode="off", nvme="128MiB") as service:
+        with kvfs.connect(service.data) as client:
+            client.create_bucket("kept", durable=True, mode=0o775)
+            client.set_attributes("kept", uid=ALICE, gid=ALICE)
+            with client.blocks(NAMESPACE, bucket="kept") as blocks:
+                assert blocks.match([digest_of(1)]) == 0
+        with pytest.raises(kvfs.AccessDenied, match="write"):
+            fetch(service, BOB)
+        with pytest.raises(kvfs.Unsupported):  # the rights are there, a cluster is not
+            fetch(service, ALICE)

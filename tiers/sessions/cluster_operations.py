@@ -1,7 +1,8 @@
 """The control operations on blocks of other machines.
 
-Responsibility: one function per operation, after the rights were checked: who may read a bucket's blocks here may have
-the service fetch them. Concurrency: the service's trio thread; a session waits for its own operation alone.
+Responsibility: one function per operation, after the rights were checked: who may read a cache's blocks here may have
+the service fetch them; what is fetched into a durable bucket stays there, and takes the right to write.
+Concurrency: the service's trio thread; a session waits for its own operation alone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 from kvfs import limits
 from kvfs.errors import InvalidRequest
 from kvfs.protocol.messages import DIGEST_BYTES, Op, text
-from kvfs.rights import READ, SEARCH
+from kvfs.rights import READ, SEARCH, WRITE
 from tiers.model.objects import Bucket
 from tiers.sessions.arguments import Arguments
 from tiers.sessions.state import Service, Session
@@ -23,6 +24,8 @@ async def _fetch(service: Service, session: Session, arguments: Arguments) -> di
     hint = text(arguments.text("hint", "")) or None
     urgent = arguments.flag("urgent", True)
     arguments.done()
+    if bucket.durable:
+        session.access.need_bucket(bucket.name, WRITE | SEARCH)
     here = await service.cluster.fetch(bucket, digests, uid=session.caller.uid, hint=hint, urgent=urgent)
     return {"count": here}
 
