@@ -26,6 +26,8 @@ from tiers.remote.read_queue import ReadQueue
 
 log = logging.getLogger("kvfs.remote")
 
+_ROUNDING = 0.001
+
 Opener = Callable[[str, int, Identity], Coroutine[Any, Any, tuple[PeerLink, bytes]]]
 """Opens a verified link; returns it with the id of the peer's store."""
 
@@ -55,6 +57,8 @@ class Peer:
         self._links: set[PeerLink] = set()
         self._match_link: PeerLink | None = None
         self._matching = trio.Lock()
+        self._unanswered_s = 0.0
+        """How long the peer was given since its last answer, in questions whose time ran out."""
         self._pause = Pause(limits.REMOTE_BACKOFF_S, limits.MAX_REMOTE_BACKOFF_S, spread=0.5)
         self._failed = trio.Event()
 
@@ -81,17 +85,21 @@ class Peer:
     async def match(self, namespace: bytes, digests: bytes, wait_s: float) -> list[int]:
         """Return the sizes of the blocks that the peer has, without a gap from the first on. Raises KvfsError."""
         self._check_up()
-        deadline = trio.current_time() + wait_s
+        began_s, waits = trio.current_time(), self._matching.locked()
+        deadline = began_s + wait_s
+        asked_s = deadline if waits else began_s
         with trio.move_on_at(deadline):
             async with self._matching:
+                self._check_up()  # who was asked before may have found out
+                asked_s = trio.current_time() if waits else began_s
                 link = await self._open_match_link()
-                left_s = max(deadline - trio.current_time(), 0.001)
-                with self._reporting():
-                    sizes = await link.match(namespace, digests, left_s)
-            self.counts["matches"] += 1
-            return sizes
+                with self._reporting(), suppress(DeadlinePassed):
+                    sizes = await link.match(namespace, digests, max(deadline - trio.current_time(), 0.001))
+                    self._answered()
+                    self.counts["matches"] += 1
+                    return sizes
         late = DeadlinePassed(f"no answer within {wait_s:g} s")
-        self._fail(late)
+        self._ran_late(late, deadline - asked_s, wait_s)
         raise late
 
     @asynccontextmanager
@@ -111,9 +119,12 @@ class Peer:
     ) -> list[Read]:
         """Read blocks over a link of this peer into their drafts; return what became of each."""
         reads, error = await link.read(namespace, wants, wait_s, urgent=urgent)
-        if error is not None:
+        if isinstance(error, DeadlinePassed):
+            self._ran_late(error, wait_s, limits.REMOTE_READ_S)
+        elif error is not None:
             self._fail(error)
         else:
+            self._answered()
             self._pause.succeeded()
         return reads
 
@@ -202,11 +213,22 @@ class Peer:
         if not self.is_up:
             raise TierUnreachable(f"{self.address} is not asked now: {self.trouble or 'it is this machine'}")
 
+    def _answered(self) -> None:
+        self._unanswered_s = 0.0
+
+    def _ran_late(self, error: DeadlinePassed, given_s: float, whole_s: float) -> None:
+        """Count a failure once the peer was given `whole_s` without an answer, in one question or in several: the time
+        that a question waits here for its turn is none of the peer's."""
+        self._unanswered_s += given_s
+        if self._unanswered_s >= whole_s * (1 - _ROUNDING):
+            self._fail(error)
+
     def _fail(self, error: KvfsError) -> None:
         """Count a failure, and pause. Idle links go with it: what ended one has most likely ended all."""
         if self.is_self:
             return
         self.counts["deadlines" if isinstance(error, DeadlinePassed) else "failures"] += 1
+        self._unanswered_s = 0.0
         pause_s = self._pause.failed(trio.current_time())
         self.trouble = str(error)
         self._failed.set()
