@@ -15,6 +15,7 @@ from tests.support.machines import SECRET
 from tiers.remote.greeting import Identity
 from tiers.remote.link import PeerLink, Read, Want
 from tiers.remote.peer import Peer
+from tiers.remote.read_queue import Urgency
 
 OWN = Identity(b"m" * 16, SECRET)
 
@@ -109,7 +110,7 @@ async def test_a_read_whose_time_went_into_the_queue_is_no_failure_of_the_peer(
     peer = slow_peer(link)
 
     async def read(wait_s: float) -> None:
-        async with peer.link(1, urgent=True) as found:
+        async with peer.link(1, Urgency(True)) as found:
             await peer.read(found, bytes(16), [], wait_s, urgent=True)
 
     await read(1.0)

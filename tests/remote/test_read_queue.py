@@ -9,7 +9,7 @@ import trio.testing
 from kvfs import limits
 from kvfs.errors import Busy
 from tests.support.waits import until
-from tiers.remote.read_queue import ReadQueue
+from tiers.remote.read_queue import ReadQueue, Urgency
 
 
 class Readers:
@@ -18,17 +18,19 @@ class Readers:
     def __init__(self, queue: ReadQueue, nursery: trio.Nursery) -> None:
         self.queue, self._nursery = queue, nursery
         self.running: dict[str, trio.Event] = {}
+        self.urgencies: dict[str, Urgency] = {}
 
     async def begin(self, name: str, size_bytes: int, *, urgent: bool = False) -> None:
-        self._nursery.start_soon(self._read, name, size_bytes, urgent)
+        self.urgencies[name] = Urgency(urgent)
+        self._nursery.start_soon(self._read, name, size_bytes)
         await trio.testing.wait_all_tasks_blocked()
 
     async def end(self, name: str) -> None:
         self.running.pop(name).set()
         await trio.testing.wait_all_tasks_blocked()
 
-    async def _read(self, name: str, size_bytes: int, urgent: bool) -> None:
-        async with self.queue.entered(size_bytes, urgent=urgent):
+    async def _read(self, name: str, size_bytes: int) -> None:
+        async with self.queue.entered(size_bytes, self.urgencies[name]):
             self.running[name] = done = trio.Event()
             await done.wait()
 
@@ -67,6 +69,41 @@ async def test_as_many_at_once_as_there_are_streams() -> None:
         nursery.cancel_scope.cancel()
 
 
+async def test_a_read_that_becomes_urgent_while_it_waits_passes_those_that_are_not() -> None:
+    async with trio.open_nursery() as nursery:
+        readers = Readers(ReadQueue(1), nursery)
+        await readers.begin("running", 1)
+        await readers.begin("other", 1)
+        await readers.begin("wanted", 1)
+        await readers.begin("urgent", 1, urgent=True)
+        for name in ("wanted", "running", "wanted"):
+            readers.urgencies[name].raise_()
+        order = []
+        while readers.running:
+            [name] = readers.running
+            order.append(name)
+            await readers.end(name)
+        assert order == ["running", "urgent", "wanted", "other"]
+    assert len(readers.queue) == 0
+
+
+async def test_a_read_that_is_cancelled_once_it_became_urgent_leaves_nothing() -> None:
+    queue = ReadQueue(0)
+    urgency = Urgency(False)
+    async with trio.open_nursery() as nursery:
+
+        async def read() -> None:
+            async with queue.entered(1, urgency):
+                pass
+
+        nursery.start_soon(read)
+        await trio.testing.wait_all_tasks_blocked()
+        urgency.raise_()
+        assert len(queue) == 1
+        nursery.cancel_scope.cancel()
+    assert len(queue) == 0
+
+
 async def test_too_many_that_wait_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_REMOTE_WAITING", 1)
     async with trio.open_nursery() as nursery:
@@ -75,6 +112,6 @@ async def test_too_many_that_wait_are_refused(monkeypatch: pytest.MonkeyPatch) -
         await readers.begin("b", 1)
         await until(lambda: len(readers.queue) == 1)
         with pytest.raises(Busy):
-            async with readers.queue.entered(1, urgent=True):
+            async with readers.queue.entered(1, Urgency(True)):
                 pass
         nursery.cancel_scope.cancel()

@@ -7,7 +7,8 @@ Invariants:
 - A block is visible once its bytes matched the checksum that came along; a mismatch is a miss.
 - Every draft of a fetch is sealed or aborted when it returns or raises. Drafts are reserved only for a read that its
   peer's queue has let in.
-- A block is fetched once, however many ask for it at the same time. No fetch takes longer than limits.REMOTE_FETCH_S.
+- A block is fetched once, however many ask for it at the same time; each goes on with the block's own seal, and who is
+  urgent makes the read urgent that brings it. No fetch takes longer than limits.REMOTE_FETCH_S.
 
 Concurrency: the service's trio thread.
 """
@@ -29,6 +30,7 @@ from kvfs.errors import KvfsError
 from tiers.model.objects import Bucket, Draft
 from tiers.remote.link import PeerLink, Read, Want
 from tiers.remote.peer import Peer
+from tiers.remote.read_queue import Urgency
 from tiers.store.store import Store
 
 log = logging.getLogger("kvfs.remote")
@@ -44,15 +46,31 @@ class Holder:
     sizes: list[int]
 
 
+@dataclass(slots=True)
+class UnderWay:
+    """Describes a block that a fetch brings: the urgency of the read that it is in, and the end."""
+
+    urgency: Urgency
+    ended: trio.Event = field(default_factory=trio.Event)
+
+
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Describes one fetch under way: whose, and the blocks that it reads itself."""
+    """Describes one fetch: whose, and the blocks that it reads itself."""
 
     bucket: Bucket
     namespace: bytes
     uid: int
-    urgent: bool
-    digests: list[bytes] = field(default_factory=list)
+    digests: list[bytes]
+    under_way: dict[bytes, UnderWay]
+
+    def shared_urgency(self, digests: Sequence[bytes]) -> Urgency:
+        """Give the blocks of one read one urgency: it is as urgent as the most urgent of them."""
+        some = [self.under_way[digest] for digest in digests]
+        urgency = Urgency(any(each.urgency.is_urgent for each in some))
+        for each in some:
+            each.urgency = urgency
+        return urgency
 
 
 class Fetcher:
@@ -60,7 +78,7 @@ class Fetcher:
 
     def __init__(self, store: Store, peers: Sequence[Peer], match_wait_s: float) -> None:
         self._store, self._peers, self._match_wait_s = store, peers, match_wait_s
-        self._under_way: dict[bytes, trio.Event] = {}
+        self._under_way: dict[bytes, UnderWay] = {}
         self._sizes: dict[int, int] = {}
         """By bucket, the size of the block that came last: blocks of one namespace have one size, or nearly."""
 
@@ -97,11 +115,14 @@ class Fetcher:
         missing = [digest for digest in dict.fromkeys(digests) if not self._is_here(digest)]
         others = [self._under_way[digest] for digest in missing if digest in self._under_way]
         own = [digest for digest in missing if digest not in self._under_way]
+        for each in others if urgent else ():
+            each.urgency.raise_()
         with trio.move_on_after(limits.REMOTE_FETCH_S):
             if own:
-                await self._fetch_own(Fetch(bucket, bucket.namespace, uid, urgent, own), hints)
-            for done in others:
-                await done.wait()
+                under_way = {digest: UnderWay(Urgency(urgent)) for digest in own}
+                await self._fetch_own(Fetch(bucket, bucket.namespace, uid, own, under_way), hints)
+            for each in others:
+                await each.ended.wait()
         block_bucket = self._store.block_bucket
         return sum(block_bucket(digest) == bucket.name for digest in digests)
 
@@ -109,8 +130,7 @@ class Fetcher:
         return self._store.block_bucket(digest) is not None
 
     async def _fetch_own(self, fetch: Fetch, hints: Sequence[Peer]) -> None:
-        done = trio.Event()
-        self._under_way.update(dict.fromkeys(fetch.digests, done))
+        self._under_way.update(fetch.under_way)
         try:
             if hints and (size_bytes := self._sizes.get(fetch.bucket.bucket_id)) is not None:
                 await self._read_all(
@@ -121,8 +141,14 @@ class Fetcher:
             await self._read_all(fetch, await self.match(fetch.namespace, fetch.digests, hints or None))
         finally:
             for digest in fetch.digests:
-                del self._under_way[digest]
-            done.set()
+                self._end(fetch, digest)
+
+    def _end(self, fetch: Fetch, digest: bytes) -> None:
+        """Note that a block has come, or will not. Ending it twice is harmless: another fetch may have it by then."""
+        own = fetch.under_way[digest]
+        own.ended.set()
+        if self._under_way.get(digest) is own:
+            del self._under_way[digest]
 
     async def _read_all(self, fetch: Fetch, holders: list[Holder]) -> None:
         some = batches(holders)
@@ -151,23 +177,29 @@ class Fetcher:
 
     async def _read_from(self, fetch: Fetch, holder: Holder, some: list[int]) -> None:
         """Read blocks from one peer and seal those that came. Raises KvfsError where none could be asked for."""
-        sizes = [holder.sizes[i] for i in some]
-        async with holder.peer.link(sum(sizes), urgent=fetch.urgent) as link:
+        sizes, digests = [holder.sizes[i] for i in some], [fetch.digests[i] for i in some]
+        urgency = fetch.shared_urgency(digests)
+        async with holder.peer.link(sum(sizes), urgency) as link:
             drafts: list[Draft] = []
             try:
                 for size_bytes in sizes:
                     drafts.append(self._store.reserve(size_bytes, uid=fetch.uid, kept_bytes=size_bytes))
-                digests = [fetch.digests[i] for i in some]
-                for draft, digest, read in zip(
-                    drafts, digests, await self._read(fetch, holder.peer, link, digests, drafts), strict=True
-                ):
+                reads = await self._read(fetch, holder.peer, link, digests, drafts, urgent=urgency.is_urgent)
+                for draft, digest, read in zip(drafts, digests, reads, strict=True):
                     self._take_in(fetch, holder.peer, digest, draft, read)
             finally:
                 for draft in drafts:
                     self._store.abort(draft)
 
     async def _read(
-        self, fetch: Fetch, peer: Peer, link: PeerLink, digests: list[bytes], drafts: list[Draft]
+        self,
+        fetch: Fetch,
+        peer: Peer,
+        link: PeerLink,
+        digests: list[bytes],
+        drafts: list[Draft],
+        *,
+        urgent: bool,
     ) -> list[Read]:
         wants = [
             Want(digest, draft.size_hint_bytes, partial(self._store.open_draft, draft))
@@ -176,7 +208,7 @@ class Fetcher:
         wait_s = min(
             trio.current_effective_deadline() - trio.current_time(), limits.REMOTE_READ_S, LONGEST_WAIT_S
         )
-        return await peer.read(link, fetch.namespace, wants, max(wait_s, 0.001), urgent=fetch.urgent)
+        return await peer.read(link, fetch.namespace, wants, max(wait_s, 0.001), urgent=urgent)
 
     def _take_in(self, fetch: Fetch, peer: Peer, digest: bytes, draft: Draft, read: Read) -> None:
         """Seal a block that has come whole."""
@@ -185,6 +217,7 @@ class Fetcher:
             self._store.seal_block(
                 draft, fetch.bucket.name, digest, parent=parent, uid=fetch.uid, checksum=read.checksum
             )
+            self._end(fetch, digest)
             if len(self._sizes) >= limits.MAX_BUCKETS:
                 self._sizes.clear()
             self._sizes[fetch.bucket.bucket_id] = read.size_bytes

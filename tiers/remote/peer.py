@@ -22,7 +22,7 @@ from kvfs.errors import DeadlinePassed, KvfsError, NotPermitted, ProtocolError, 
 from kvfs.system.pauses import Pause
 from tiers.remote.greeting import Identity, connect
 from tiers.remote.link import PeerLink, Read, TcpLink, Want
-from tiers.remote.read_queue import ReadQueue
+from tiers.remote.read_queue import ReadQueue, Urgency
 
 log = logging.getLogger("kvfs.remote")
 
@@ -103,9 +103,9 @@ class Peer:
         raise late
 
     @asynccontextmanager
-    async def link(self, size_bytes: int, *, urgent: bool) -> AsyncIterator[PeerLink]:
+    async def link(self, size_bytes: int, urgency: Urgency) -> AsyncIterator[PeerLink]:
         """Wait for a link for so many bytes. Raises KvfsError where there is none, Busy where too many wait."""
-        async with self._queue.entered(size_bytes, urgent=urgent):
+        async with self._queue.entered(size_bytes, urgency):
             self._check_up()
             with self._reporting():
                 link = await self._take()

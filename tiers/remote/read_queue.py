@@ -1,20 +1,41 @@
 """The order of reads at one peer: urgent ones first, and no more bytes under way than a bound.
 
 Invariants: who was let in leaves exactly once; a read larger than the bound goes alone; reads that are not urgent take
-half of the bound at most, so that an urgent one need not wait for all of them. Concurrency: the service's trio thread.
+half of the bound at most, so that an urgent one need not wait for all of them. One that becomes urgent while it waits
+goes behind those that are. Concurrency: the service's trio thread.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import trio
 
 from kvfs import limits
 from kvfs.errors import Busy
+
+
+class Urgency:
+    """Says whether somebody waits for a read, which may come to be so while it is queued."""
+
+    def __init__(self, is_urgent: bool) -> None:
+        self.is_urgent = is_urgent
+        self.on_raise: Callable[[], None] = _nothing
+        """Called when it becomes urgent; the queue's that the read waits in."""
+
+    def raise_(self) -> None:
+        """Make it urgent."""
+        if not self.is_urgent:
+            self.is_urgent = True
+            self.on_raise()
+
+
+def _nothing() -> None:
+    return
 
 
 @dataclass(slots=True, eq=False)
@@ -40,22 +61,30 @@ class ReadQueue:
         return len(self._urgent) + len(self._others)
 
     @asynccontextmanager
-    async def entered(self, size_bytes: int, *, urgent: bool) -> AsyncIterator[None]:
+    async def entered(self, size_bytes: int, urgency: Urgency) -> AsyncIterator[None]:
         """Wait until a read of so many bytes may begin; it ends with the block. Raises Busy where too many wait."""
         if len(self) >= limits.MAX_REMOTE_WAITING:
             raise Busy(f"{len(self)} reads wait for this peer, which is the limit")
-        waiting, line = _Waiting(size_bytes), self._urgent if urgent else self._others
-        line.append(waiting)
+        waiting = _Waiting(size_bytes)
+        (self._urgent if urgency.is_urgent else self._others).append(waiting)
+        urgency.on_raise = partial(self._raise, waiting)
         self._admit()
         try:
             await waiting.admitted.wait()
             yield
         finally:
+            urgency.on_raise = _nothing
             if waiting.admitted.is_set():
                 self._left += 1
                 self._bytes -= size_bytes
             else:
-                line.remove(waiting)
+                (self._urgent if urgency.is_urgent else self._others).remove(waiting)
+            self._admit()
+
+    def _raise(self, waiting: _Waiting) -> None:
+        if not waiting.admitted.is_set():
+            self._others.remove(waiting)
+            self._urgent.append(waiting)
             self._admit()
 
     def _admit(self) -> None:
