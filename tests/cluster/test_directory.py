@@ -13,12 +13,15 @@ from kvfs import limits
 from tests.support.directory_server import (
     DirectoryServer,
     agreed,
+    connected,
     directed_machines,
     directory_server,
     needs_server,
 )
-from tests.support.machines import Machine, digest_of, payload_of
+from tests.support.machines import Machine, digest_of, free_port, machine, payload_of
 from tests.support.waits import WAIT_S, until
+from tiers.cluster.membership import Membership
+from tiers.cluster.scripts import BEAT
 
 
 @pytest.fixture
@@ -156,6 +159,33 @@ async def test_what_a_machine_that_ended_held_is_taken_out_by_anothers_manifest(
     (tmp_path / "later").mkdir()
     async with directed_machines(tmp_path / "later", 1, server.url):
         assert server.ask("KEYS kvfs:b:*") == b"*0\r\n"
+
+
+async def test_a_machine_that_is_refused_reads_by_the_members_of_now(
+    tmp_path: Path, server: DirectoryServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with directed_machines(tmp_path, 1, server.url) as (first,):
+        monkeypatch.setattr(limits, "MAX_CLUSTER_NODES", 1)
+        digests = first.put(range(1, 9))
+        address = f"127.0.0.9:{free_port('127.0.0.9')}"
+        async with machine(tmp_path / "late", listen=address, directory=server.url, match_wait_s=1.0) as late:
+            await until(lambda: late.directory()["state"] == "refused")
+            await until_located(late, digests, {first.address: 8})
+            assert await late.fetch(digests) == 8
+            assert [each["address"] for each in first.directory()["members"]] == [first.address]
+
+
+async def test_a_machine_that_was_overtaken_sees_who_comes(tmp_path: Path, server: DirectoryServer) -> None:
+    async with directed_machines(tmp_path, 1, server.url) as (first,), connected(server.url) as redis:
+        own = first.directory()
+        start = Membership(first.store.store_id, first.address, own["epoch"] + 1)
+        start.take(await redis.call(BEAT, *start.arguments({})))
+        await until(lambda: first.directory()["state"] == "refused")
+        other = Membership(b"2" * 16, "10.0.0.2:9400", 5)
+        other.take(await redis.call(BEAT, *other.arguments({})))
+        await until(lambda: first.directory()["members_count"] == 2)
+        assert first.directory()["state"] == "refused"
+        assert "has started elsewhere" in first.directory()["trouble"]
 
 
 async def test_a_block_and_its_holder_take_forty_bytes_at_most(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from kvfs import limits
 from kvfs.errors import ProtocolError
-from tests.support.directory_server import DirectoryServer, directory_server, needs_server
+from tests.support.directory_server import DirectoryServer, connected, directory_server, needs_server
 from tests.support.machines import digest_of
-from tests.support.waits import WAIT_S, until
+from tests.support.waits import WAIT_S
 from tiers.cluster.changes import Manifest, PendingChanges
 from tiers.cluster.location_format import BUCKETS, decode_holders, encode_changes
 from tiers.cluster.membership import Membership
@@ -32,16 +32,6 @@ A, B = "10.0.0.1:9400", "10.0.0.2:9400"
 def server(tmp_path: Path) -> Iterator[DirectoryServer]:
     with directory_server(tmp_path) as running:
         yield running
-
-
-@asynccontextmanager
-async def connected(url: str) -> AsyncIterator[RedisServer]:
-    server = RedisServer(url)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(server.run)
-        await until(lambda: server.is_up)
-        yield server
-        nursery.cancel_scope.cancel()
 
 
 async def beat(server: RedisServer, membership: Membership) -> bool:

@@ -16,9 +16,11 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
+import trio
 
 from tests.support.machines import Machine, free_port, machine
 from tests.support.waits import WAIT_S, until
+from tiers.cluster.redis_server import RedisServer
 
 PROGRAM = shutil.which("valkey-server") or shutil.which("redis-server")
 needs_server = pytest.mark.skipif(
@@ -89,6 +91,17 @@ def directory_server(folder: Path) -> Iterator[DirectoryServer]:
         yield server
     finally:
         server.kill()
+
+
+@asynccontextmanager
+async def connected(url: str) -> AsyncIterator[RedisServer]:
+    """Call the directory's scripts beside the machines."""
+    server = RedisServer(url)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(server.run)
+        await until(lambda: server.is_up)
+        yield server
+        nursery.cancel_scope.cancel()
 
 
 def agreed(running: list[Machine]) -> bool:

@@ -119,7 +119,7 @@ class Directory:
                     "address": each.address,
                     "store_id": each.store_id.hex(),
                     "epoch": each.epoch,
-                    "is_self": each.store_id == own,
+                    "is_self": each.store_id == own and membership.is_joined,
                     **{name: each.report.get(name) for name in ("blocks", "lag_s", "trouble")},
                 }
                 for each in sorted(membership.members.values(), key=lambda each: each.number)
@@ -139,7 +139,7 @@ class Directory:
             await self._server.run()
 
     async def _beat(self) -> None:
-        while not self._membership.is_overtaken:
+        while True:
             self._beat_wanted = trio.Event()
             await self._beat_once()
             with trio.move_on_after(limits.DIRECTORY_BEAT_S):
@@ -149,7 +149,7 @@ class Directory:
     async def _beat_once(self) -> None:
         connection = self._server.counts["connections"]
         try:
-            if self._membership.address is None:
+            if self._membership.address is None or self._membership.is_overtaken:
                 self._membership.take(await self._server.call(MEMBERS))
                 return
             is_new = self._membership.take(

@@ -1,7 +1,8 @@
 """This machine's standing among the members, as a state machine over the directory's answers.
 
 Responsibility: which epoch it asks for, what an answer makes of it, and who the members are. docs/cluster.md has the
-rules. Invariants: an epoch that was joined never changes; one that another has overtaken is never asked for again.
+rules. Invariants: an epoch that was joined never changes; one that another has overtaken is never asked for again. A
+machine that is refused knows the members all the same: it reads their blocks, and they none of its own.
 Concurrency: the service's trio thread; no I/O.
 """
 
@@ -49,7 +50,7 @@ class Membership:
         self.members: dict[int, Member] = {}
         """By number; this machine among them."""
         self.is_overtaken = False
-        """Whether a later epoch of this store was seen: only another start asks again."""
+        """Whether a later epoch of this store was seen: only another start asks for the lease again."""
         self._has_joined = False
 
     @property
@@ -75,15 +76,16 @@ class Membership:
         """
         try:
             standing, detail, rival, *rows = _checked(answer)
+            members = {member.number: member for member in map(_member, rows)}
             if standing in _REFUSALS:
                 self._refuse(standing, detail.decode())
-                return False
-            members = [_member(row) for row in rows]
         except (ValueError, TypeError, UnicodeDecodeError) as error:
             raise ProtocolError(f"the directory's answer is none to a beat: {error}") from None
+        self.members = members
+        if standing in _REFUSALS or self.is_overtaken:
+            return False
         # where a write learned of a lost lease after the beat that took it again, what changed between was not noted
         is_new = standing == "joined" or not self.is_joined
-        self.members = {member.number: member for member in members}
         self.state, self.trouble = "reads" if self.address is None else "joined", ""
         if rival:
             self._warn_of_rival(rival.decode(errors="replace"))

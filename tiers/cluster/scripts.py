@@ -44,18 +44,18 @@ local number, kept = held[3], held[1] == epoch and held[2] == address
 if not kept then
   if held[1] and held[2] ~= address then
     redis.call('HSET', lease, 'rival', address)
-    return {'double', held[2], ''}
+    return members({'double', held[2], ''})
   end
   local last = redis.call('HGET', 'kvfs:epochs', id)
-  if last and tonumber(last) > tonumber(epoch) then return {'old', last, ''} end
+  if last and tonumber(last) > tonumber(epoch) then return members({'old', last, ''}) end
   local others = members({})
   for _, other in ipairs(others) do
-    if other[1] ~= id and other[4] == address then return {'address', address, ''} end
+    if other[1] ~= id and other[4] == address then return members({'address', address, ''}) end
   end
   local numbers = redis.call('HLEN', 'kvfs:numbers')
   number = redis.call('HGET', 'kvfs:numbers', id)
   if #others >= tonumber(most) and not held[1] or not number and numbers >= 65535 then
-    return {'full', tostring(#others), ''}
+    return members({'full', tostring(#others), ''})
   end
   if not number then
     number = string.char(math.floor((numbers + 1) / 256), (numbers + 1) % 256)
@@ -71,7 +71,8 @@ redis.call('PEXPIRE', lease, lease_ms)
 return members({kept and 'kept' or 'joined', number, held[4] or ''})
 """
 )
-"""Take the lease or extend it; answer the standing, the machine's number, who else asked for its lease, and members."""
+"""Take the lease or extend it; answer the standing, the machine's number, who else asked for its lease, and members, as
+also where it is refused."""
 
 RELEASE: Final = """
 local lease = 'kvfs:node:' .. ARGV[1]
