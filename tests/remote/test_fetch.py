@@ -13,6 +13,7 @@ from kvfs.config.settings import ClusterSettings
 from kvfs.errors import ConfigError, InvalidRequest
 from kvfs.keys import block_name
 from kvfs.limits import MIB
+from tests.support.cold import FolderBucket, options
 from tests.support.machines import (
     clustered,
     digest_of,
@@ -25,9 +26,10 @@ from tests.support.machines import (
 from tests.support.rogue_peers import Proxy, serving
 from tests.support.stores import BOUND, NAMESPACE
 from tests.support.waits import until
+from tiers.cold.tier import ColdTier
 from tiers.device.threads import thread_device
 from tiers.model.objects import Name
-from tiers.recovery.start import NvmeOptions, StoreOptions, start_store
+from tiers.recovery.start import NvmeOptions, StoreOptions, open_store, start_store
 from tiers.remote import wire
 from tiers.remote.cluster import read_secret
 from tiers.store.store import Store
@@ -160,6 +162,60 @@ async def test_what_only_nvme_has_is_brought_up_for_a_peer(tmp_path: Path) -> No
                 nursery.cancel_scope.cancel()
     finally:
         await device.aclose()
+
+
+async def test_what_only_the_own_cold_tier_has_comes_from_a_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value_s in (("COLD_BACKOFF_S", 0.01), ("MAX_COLD_BACKOFF_S", 0.05), ("COLD_CHECK_S", 0.05)):
+        monkeypatch.setattr(limits, name, value_s)
+    address = f"127.0.0.1:{free_port()}"
+    settings = ClusterSettings(
+        peers=(address,),
+        secret_file=write_secret(tmp_path / "secret"),
+        match_wait_s=limits.MAX_REMOTE_MATCH_S,
+    )
+    bucket = FolderBucket(tmp_path / "bucket")
+    cold = options(bucket)
+    with open_store(
+        StoreOptions(tmp_path / "asker", dram_bytes=16 * MIB, backing="directory", cold=cold)
+    ) as store:
+        store.create_bucket(BOUND, uid=0, gid=0, namespace=NAMESPACE)
+        tier = store.cold
+        assert isinstance(tier, ColdTier)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(store.run)
+            async with (
+                machine(tmp_path / "server", listen=address) as server,
+                clustered(store, settings) as asker,
+            ):
+                digests = asker.put([1, 2, 3])
+                server.put([1, 2])
+                await until(lambda: tier.counts.uploads == 3)
+                store.evict(16 * MIB)
+                assert {store.lookup_block(digest).tier for digest in digests} == {"cold"}
+                await until(lambda: asker.cluster.status()["peers_up"] == 1)
+                bucket.down = True
+                await until(lambda: not tier.is_up)
+                assert await asker.fetch(digests) == 2
+                assert [asker.read(digest) for digest in digests[:2]] == [payload_of(n, 4096) for n in (1, 2)]
+                bucket.down = False
+                await until(lambda: tier.is_up)
+                assert await asker.fetch(digests) == 3
+            nursery.cancel_scope.cancel()
+        await store.finish()
+
+
+async def test_a_peer_that_closes_costs_no_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "REMOTE_BACKOFF_S", 0.01)
+    address = f"127.0.0.1:{free_port()}"
+    async with machine(tmp_path / "asker", peers=[address]) as asker:
+        async with machine(tmp_path / "server", listen=address) as server:
+            digests = server.put([1, 2])
+            await until(lambda: asker.cluster.peers[0].store_id is not None)
+            assert await asker.fetch(digests[:1]) == 1
+        assert await asker.fetch(digests) == 1
+        assert asker.cluster.status()["deadlines"] == 0
 
 
 def is_written(store: Store, digest: bytes) -> bool:

@@ -88,11 +88,11 @@ class Cluster:
         """Fetch blocks that are not here; return how many are here then. Raises InvalidRequest of an unknown hint."""
         peers = () if hint is None else (self._hinted(hint),)
         if hint is None:
-            missing = [each for each in digests if self._store.block_bucket(each) is None]
+            missing = self._fetcher.missing(bucket, digests)
             holders = await self._directory.holders(missing) if missing else None
             if holders is not None:
                 await self._fetch_located(bucket, missing, holders, uid=uid, urgent=urgent)
-                return sum(self._store.block_bucket(each) == bucket.name for each in digests)
+                return self._fetcher.count_here(bucket, digests)
         return await self._fetcher.fetch(bucket, digests, uid=uid, hints=peers, urgent=urgent)
 
     async def match(self, bucket: Bucket, digests: Sequence[bytes]) -> dict[str, int]:

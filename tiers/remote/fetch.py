@@ -1,4 +1,4 @@
-"""Fetches: blocks that this store lacks, read from peers into drafts and sealed as its own.
+"""Fetches: blocks that this store lacks, or only its cold tier has, read from peers into drafts and sealed as its own.
 
 Responsibility: who has what (MATCH, all peers at once), which peer is asked for which blocks, another one where that
 fails, and the drafts and seals of this store.
@@ -16,7 +16,7 @@ Concurrency: the service's trio thread.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +26,7 @@ import trio
 from kvfs import limits
 from kvfs._native.remote.server import LONGEST_WAIT_S
 from kvfs._native.remote.stream import ABSENT, BUSY, FOUND, MISMATCH, TOO_LARGE
+from kvfs._native.shared.table import TIER_COLD
 from kvfs.errors import KvfsError
 from tiers.model.objects import Bucket, Draft
 from tiers.remote.link import PeerLink, Read, Want
@@ -110,9 +111,9 @@ class Fetcher:
         urgent: bool = True,
     ) -> int:
         """Fetch the blocks of a bucket's namespace that are not here, from the hinted peers alone where there are any;
-        return how many are here then."""
+        return how many can be read here then."""
         assert bucket.namespace is not None
-        missing = [digest for digest in dict.fromkeys(digests) if not self._is_here(digest)]
+        missing = self.missing(bucket, dict.fromkeys(digests))
         others = [self._under_way[digest] for digest in missing if digest in self._under_way]
         own = [digest for digest in missing if digest not in self._under_way]
         for each in others if urgent else ():
@@ -123,11 +124,21 @@ class Fetcher:
                 await self._fetch_own(Fetch(bucket, bucket.namespace, uid, own, under_way), hints)
             for each in others:
                 await each.ended.wait()
-        block_bucket = self._store.block_bucket
-        return sum(block_bucket(digest) == bucket.name for digest in digests)
+        return self.count_here(bucket, digests)
 
-    def _is_here(self, digest: bytes) -> bool:
-        return self._store.block_bucket(digest) is not None
+    def missing(self, bucket: Bucket, digests: Iterable[bytes]) -> list[bytes]:
+        """Return the blocks that peers are to be asked for."""
+        return [digest for digest in digests if self._lacks(bucket, digest)]
+
+    def count_here(self, bucket: Bucket, digests: Iterable[bytes]) -> int:
+        """Return how many blocks can be read in this store, its cold tier included."""
+        block_bucket, match = self._store.block_bucket, self._store.match
+        return sum(block_bucket(digest) == bucket.name and match(digest) == 1 for digest in digests)
+
+    def _lacks(self, bucket: Bucket, digest: bytes) -> bool:
+        """Whether no tier but the cold one has a block: that is slower than a peer, and may be away."""
+        name = self._store.block_bucket(digest)
+        return name is None or (name == bucket.name and self._store.catalog.tiers_of(digest) == TIER_COLD)
 
     async def _fetch_own(self, fetch: Fetch, hints: Sequence[Peer]) -> None:
         self._under_way.update(fetch.under_way)
@@ -136,7 +147,7 @@ class Fetcher:
                 await self._read_all(
                     fetch, [Holder(each, [size_bytes] * len(fetch.digests)) for each in hints]
                 )
-                if all(map(self._is_here, fetch.digests)):
+                if not self.missing(fetch.bucket, fetch.digests):
                     return
             await self._read_all(fetch, await self.match(fetch.namespace, fetch.digests, hints or None))
         finally:
@@ -161,7 +172,7 @@ class Fetcher:
 
     async def _read_batch(self, fetch: Fetch, holders: list[Holder], batch: range) -> None:
         """Read blocks from one holder after the other, until all are here or everybody was asked."""
-        left = [i for i in batch if not self._is_here(fetch.digests[i])]
+        left = [i for i in batch if self._lacks(fetch.bucket, fetch.digests[i])]
         first = batch.start // max(len(batch), 1) % len(holders)
         for holder in holders[first:] + holders[:first]:
             some = [i for i in left if i < len(holder.sizes)]
@@ -171,7 +182,7 @@ class Fetcher:
                 await self._read_from(fetch, holder, some)
             except (KvfsError, OSError) as error:
                 log.debug("%s: %s", holder.peer.address, error)
-            left = [i for i in left if not self._is_here(fetch.digests[i])]
+            left = [i for i in left if self._lacks(fetch.bucket, fetch.digests[i])]
             if not left:
                 return
 
