@@ -261,6 +261,14 @@ class DeviceFailed(KvfsError):
     """A storage device or GPU refused or lost an operation; the bytes there are unknown."""
 
 
+class DeviceAway(DeviceFailed):
+    """A storage device does not answer; what only it has cannot be read or made durable meanwhile."""
+
+    errno = errno.EHOSTDOWN
+    s3_code = "ServiceUnavailable"
+    log_level = logging.WARNING
+
+
 class ContextLost(DeviceFailed):
     """A GPU's context met an error that stays: no call of this process on the device succeeds any more."""
 
@@ -330,6 +338,7 @@ _FROM_ERRNO: dict[int, type[KvfsError]] = {
     errno.EIO: Corrupt,
     errno.EBADMSG: WrongChecksum,
     errno.EAGAIN: Busy,
+    errno.EHOSTDOWN: DeviceAway,
 }
 
 _FROM_DEVICE_ERRNO: dict[int, type[KvfsError]] = {

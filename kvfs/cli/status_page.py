@@ -145,6 +145,8 @@ def _nvme_rows(counts: Table, tier: Mapping[str, Any]) -> None:
     )
     if tier["trouble"]:
         counts.add_row("trouble", tier["trouble"])
+    if tier["away_since_ns"] is not None:
+        counts.add_row("drive", f"away, without an answer since {time_text(tier['away_since_ns'])}")
 
 
 def _cold_rows(counts: Table, tier: Mapping[str, Any]) -> None:

@@ -220,6 +220,12 @@ DEVICE_DEPTH: Final = 32
 """Operations in flight on one device; one NVMe drive reaches its bandwidth at a depth of 8 with 1 MiB each."""
 MAX_DEVICE_IO_BYTES: Final = 1 * GIB
 """One read or write of a device; Linux moves at most 2 GiB less a page in one call."""
+NVME_READ_S: Final = 3.0
+"""How long a read may take before the drive counts as away: a drive at its full depth answers within a second, and a
+client's own deadline (CLIENT_TIMEOUT_S) is beyond. The longest that a hanging drive costs a reader."""
+NVME_WRITE_S: Final = 10.0
+"""How long a write or sync may take, and how long durable writers wait for a drive that is away: longer than the pause
+of a path that fails over, shorter than the drivers' own timeout (`nvme_core.io_timeout`, 30 s)."""
 DEVICE_ALIGNMENT_BYTES: Final = 4_096
 """Offsets, lengths and addresses of direct I/O: a multiple of every logical block size in use."""
 DEVICE_CLOSE_WAIT_S: Final = 10.0

@@ -137,6 +137,16 @@ _PARTS: Final[dict[str, list[tuple[str, str, str]]]] = {
         ("reads", "reads_total", "Extents read for somebody."),
         ("read_bytes", "read_bytes_total", "Their bytes."),
         ("corrupt", "corrupt_total", "Extents that did not match their checksums."),
+        (
+            "absences",
+            "absences_total",
+            "How often the drive was away: it left an operation without an answer.",
+        ),
+        (
+            "late_operations",
+            "late_operations",
+            "Operations that nobody waits for any more, without an answer yet.",
+        ),
         ("trouble", "trouble_bool", "1 while the device takes no writes."),
     ],
     "cold": [

@@ -82,9 +82,10 @@ async def test_a_cancelled_call_of_a_thread_waits_for_it(
 ) -> None:
     entered, leave = threading.Event(), threading.Event()
 
-    def slow(fd: int, what: str) -> None:
+    def slow(fd: int, what: str) -> int:
         entered.set()
         assert leave.wait(WAIT_S)
+        return 0
 
     monkeypatch.setattr(threads_module, "_sync_data", slow)
     device = thread_device(1)
@@ -113,8 +114,9 @@ async def test_a_close_does_not_wait_for_a_stuck_thread(
 ) -> None:
     leave = threading.Event()
 
-    def stuck(fd: int, what: str) -> None:
+    def stuck(fd: int, what: str) -> int:
         assert leave.wait(WAIT_S)
+        return 0
 
     monkeypatch.setattr(threads_module, "_sync_data", stuck)
     monkeypatch.setattr(limits, "DEVICE_CLOSE_WAIT_S", 0.05)

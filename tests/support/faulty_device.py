@@ -1,4 +1,5 @@
-"""Devices that fail on purpose, behind the same protocol: one that loses power, one that returns errors.
+"""Devices that fail on purpose, behind the same protocol: one that loses power, one that returns errors, one that does
+not answer.
 
 The lossy device follows the fault model of leveldb's fault injection: what was not synced may or may not be
 there after the cut, sector by sector. It keeps every write since the last successful sync of its file, with
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -20,6 +22,10 @@ from typing import Literal
 
 from kvfs.errors import KvfsError
 from tiers.device.device import Device
+from tiers.device.drive import Drive
+from tiers.device.files import FileDevice
+from tiers.device.threads import ThreadOperations
+from tiers.device.watched import Operation
 
 SECTOR_BYTES = 512
 """What a drive writes whole or not at all."""
@@ -47,6 +53,17 @@ class WrappedDevice:
     @property
     def direct(self) -> bool:
         return self.inner.direct
+
+    @property
+    def drive(self) -> Drive:
+        return self.inner.drive
+
+    @property
+    def late_operations(self) -> int:
+        return self.inner.late_operations
+
+    def is_changing(self, fd: int) -> bool:
+        return self.inner.is_changing(fd)
 
     def open_file(self, path: Path, size_bytes: int, *, create: bool) -> int:
         fd = self.inner.open_file(path, size_bytes, create=create)
@@ -393,3 +410,60 @@ class FailingDevice(WrappedDevice):
                 self.raised += 1
                 return fault
         return None
+
+
+# --- silence ---------------------------------------------------------------------------------------------
+class SilentOperations:
+    """Begins operations of another backend, or keeps those that `silence` chooses until `speak`, as a drive does that
+    does not answer. Made by `silent_device`."""
+
+    backend = "threads"
+
+    def __init__(self, depth: int) -> None:
+        self._inner = ThreadOperations(depth)
+        self._silent: Callable[[Operation], bool] | None = None
+        self.kept: list[tuple[Operation, Callable[[], None]]] = []
+        """Operations without an answer, each with what begins it."""
+
+    def silence(self, when: Callable[[Operation], bool] = lambda operation: True) -> None:
+        """Answer none of these from here on."""
+        self._silent = when
+
+    def speak(self) -> None:
+        """Answer again, what was kept as well."""
+        self._silent = None
+        kept, self.kept = self.kept, []
+        for _, begin in kept:
+            begin()
+
+    def add_buffer(self, view: memoryview) -> None:
+        self._inner.add_buffer(view)
+
+    def begin_read(self, operation: Operation, payload_bytes: int) -> None:
+        self._begin(operation, partial(self._inner.begin_read, operation, payload_bytes))
+
+    def begin_write(self, operation: Operation) -> None:
+        self._begin(operation, partial(self._inner.begin_write, operation))
+
+    def begin_sync(self, operation: Operation) -> None:
+        self._begin(operation, partial(self._inner.begin_sync, operation))
+
+    def _begin(self, operation: Operation, begin: Callable[[], None]) -> None:
+        if self._silent is not None and self._silent(operation):
+            self.kept.append((operation, begin))
+        else:
+            begin()
+
+    async def release(self) -> None:
+        await self._inner.release()
+
+
+def silent_device(depth: int = 8) -> tuple[FileDevice, SilentOperations]:
+    """Make a device, and what it is made of."""
+    made: list[SilentOperations] = []
+
+    def make(operations: int) -> SilentOperations:
+        made.append(SilentOperations(operations))
+        return made[0]
+
+    return FileDevice(make, depth), made[0]

@@ -8,6 +8,10 @@ Invariants (each has a conformance test):
 - A read never returns without the XXH3-64 of its payload, computed without the GIL.
 - A cancelled caller waits, shielded, until the kernel is done with its buffer: an operation cannot be taken
   back, and a buffer that is reused under it would be written by the device.
+- A read that takes longer than limits.NVME_READ_S, a write or sync longer than NVME_WRITE_S, raises DeviceAway, and the
+  drive is away until it answers again: meanwhile every operation raises DeviceAway at once. The memory of a read that
+  raised it is the device's until that is done with it: it must not be used again, but may be forgotten, since the
+  device refers to it. What `buffer` lent is returned as ever.
 - After `aclose` every call raises `DeviceFailed`.
 
 Concurrency: one trio thread calls; `open_file`, `close_file` and `discard` hold it for as long as they take.
@@ -22,6 +26,7 @@ from typing import Literal, Protocol
 
 from kvfs import limits
 from kvfs.errors import DeviceMissing
+from tiers.device.drive import Drive
 from tiers.device.threads import thread_device
 from tiers.device.uring import uring_device
 
@@ -51,6 +56,18 @@ class Device(Protocol):
     def direct(self) -> bool:
         """Return False once a file was opened whose filesystem has no O_DIRECT."""
 
+    @property
+    def drive(self) -> Drive:
+        """Return whether the drive is here or away."""
+
+    @property
+    def late_operations(self) -> int:
+        """Return how many operations are unanswered that nobody waits for any more; at most `depth`."""
+
+    def is_changing(self, fd: int) -> bool:
+        """Whether a write that nobody waits for any more may still change the file: nothing written there counts until
+        it cannot."""
+
     def open_file(self, path: Path, size_bytes: int, *, create: bool) -> int:
         """Open a file for reading and writing, direct where the filesystem allows it.
 
@@ -75,14 +92,14 @@ class Device(Protocol):
     ) -> int:
         """Fill `into` and return the XXH3-64 of its first `payload_bytes` (default: of all).
 
-        Raises Corrupt where the file ends before, or where `checksum` is given and differs; DeviceFailed.
+        Raises Corrupt where the file ends before, or where `checksum` is given and differs; DeviceAway, DeviceFailed.
         """
 
     async def write(self, fd: int, offset: int, data: memoryview) -> None:
-        """Write all of `data`; durable after the next `sync`. Raises NoSpace, DeviceFailed."""
+        """Write all of `data`; durable after the next `sync`. Raises NoSpace, DeviceAway, DeviceFailed."""
 
     async def sync(self, fd: int) -> None:
-        """Make what was written before durable (fdatasync). Raises NoSpace, DeviceFailed.
+        """Make what was written before durable (fdatasync). Raises NoSpace, DeviceAway, DeviceFailed.
 
         After a failure the kernel may have dropped what was written, and a second sync may succeed without it.
         """
@@ -90,7 +107,7 @@ class Device(Protocol):
     def buffer(self) -> AbstractAsyncContextManager[memoryview]:
         """Lend one of limits.DEVICE_BUFFERS buffers of limits.DEVICE_BUFFER_BYTES, aligned; waits until one is free.
 
-        Its bytes are what the last user left there.
+        Its bytes are what the last user left there. Raises DeviceAway where the drive is away and none is free.
         """
 
     async def aclose(self) -> None:
@@ -100,13 +117,18 @@ class Device(Protocol):
         """
 
 
-def open_device(kind: Kind = "auto", depth: int = limits.DEVICE_DEPTH) -> Device:
-    """Open the backend that this machine allows. Raises DeviceMissing for "io_uring" where it is not allowed."""
+def open_device(
+    kind: Kind = "auto", depth: int = limits.DEVICE_DEPTH, *, has_deadlines: bool = True
+) -> Device:
+    """Open the backend that this machine allows. Without deadlines a drive is never away, and waited for.
+
+    Raises DeviceMissing for "io_uring" where it is not allowed.
+    """
     if kind != "threads":
         try:
-            return uring_device(depth)
+            return uring_device(depth, has_deadlines=has_deadlines)
         except DeviceMissing as error:
             if kind == "io_uring":
                 raise
             _log.warning("%s; this device is driven by threads instead", error)
-    return thread_device(depth)
+    return thread_device(depth, has_deadlines=has_deadlines)

@@ -1,10 +1,11 @@
-"""Files of a device, its pool of buffers, how many operations run at once, checked arguments and the close.
+"""Files of a device, its pool of buffers, checked arguments and the close.
 
-Responsibility: everything of the `Device` protocol but moving bytes, which is its `Operations`'.
+Responsibility: everything of the `Device` protocol but moving bytes, which is its `Operations`', and deadlines, which
+are its `Watch`'s.
 
 Invariants: a descriptor is written through the page cache only where its filesystem has no O_DIRECT, and
-`direct` says so. At most `depth` operations run at once, and none after `aclose`. A buffer is
-never handed out twice, nor freed while an operation that was started on it may still run.
+`direct` says so. No operation begins after `aclose`. A buffer is never handed out twice, nor handed out, freed or its
+file closed while an operation that was started on it may still run.
 
 Concurrency: the trio thread; `Operations` say where they run. Only the async calls await.
 """
@@ -14,17 +15,21 @@ from __future__ import annotations
 import ctypes
 import errno
 import logging
+import math
 import mmap
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import trio
 
 from kvfs import limits
 from kvfs.errors import Corrupt, DeviceFailed, InvalidRequest, from_device_errno
+from tiers.device.drive import Drive
+from tiers.device.watched import Operation, Operations, Watch
 
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1
 _MODE: Final = 0o600
@@ -34,47 +39,28 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
-class Operations(Protocol):
-    """Moves bytes of files, for one device."""
-
-    backend: str
-
-    def add_buffer(self, view: memoryview) -> None:
-        """Prepare memory that many operations will use."""
-        ...
-
-    async def read(self, fd: int, offset: int, into: memoryview, payload_bytes: int, what: str) -> int:
-        """Fill `into`; return the XXH3-64 of its first `payload_bytes`. Ends only when the kernel is done with it."""
-        ...
-
-    async def write(self, fd: int, offset: int, data: memoryview, what: str) -> None:
-        """Write all of `data`."""
-        ...
-
-    async def sync(self, fd: int, what: str) -> None:
-        """Make what was written durable."""
-        ...
-
-    async def release(self, ended: bool) -> bool:
-        """Release what operations run on; return whether none still runs. Where not all have `ended`, callers of the
-        others get DeviceFailed."""
-        ...
-
-
 class FileDevice:
     """Implements `Device` over files, by some `Operations`."""
 
-    def __init__(self, make_operations: Callable[[int], Operations], depth: int) -> None:
+    def __init__(
+        self, make_operations: Callable[[int], Operations], depth: int, *, has_deadlines: bool = True
+    ) -> None:
         if not 1 <= depth <= limits.DEVICE_DEPTH:
             raise InvalidRequest(f"device depth {depth}: must be 1 to {limits.DEVICE_DEPTH}")
         self.depth = depth
-        self.operations = make_operations(depth)
+        self.operations = make_operations(depth + 1)  # one for the probe
+        self.drive = Drive(self._probe)
+        self._watch = Watch(depth, self.drive, self._late_ended)
+        self._has_deadlines = has_deadlines
         self._direct = True
         self._closed = False
         self._paths: dict[int, Path] = {}
-        self._limit = trio.Semaphore(depth, max_value=depth)
-        self._buffer_limit = trio.Semaphore(limits.DEVICE_BUFFERS, max_value=limits.DEVICE_BUFFERS)
+        self._buffer_permits = trio.Semaphore(limits.DEVICE_BUFFERS, max_value=limits.DEVICE_BUFFERS)
         self._free_buffers: list[memoryview] = []
+        self._late_buffers: list[memoryview] = []
+        """Returned by who used them, not by the device: each keeps its permit."""
+        self._late_files: list[int] = []
+        """Descriptors to be closed, which an operation still uses."""
 
     @property
     def backend(self) -> str:
@@ -83,6 +69,10 @@ class FileDevice:
     @property
     def direct(self) -> bool:
         return self._direct
+
+    @property
+    def late_operations(self) -> int:
+        return self._watch.late
 
     def open_file(self, path: Path, size_bytes: int, *, create: bool) -> int:
         self._check_open()
@@ -101,7 +91,13 @@ class FileDevice:
     def close_file(self, fd: int) -> None:
         if self._paths.pop(fd, None) is None:
             raise InvalidRequest(f"descriptor {fd}: this device did not open it")
-        os.close(fd)
+        if self._watch.uses(fd):
+            self._late_files.append(fd)
+        else:
+            os.close(fd)
+
+    def is_changing(self, fd: int) -> bool:
+        return self._watch.changes(fd)
 
     def discard(self, fd: int, offset: int, length: int) -> None:
         for mode in (_PUNCH_HOLE | _KEEP_SIZE, 0):
@@ -117,13 +113,38 @@ class FileDevice:
     @asynccontextmanager
     async def buffer(self) -> AsyncIterator[memoryview]:
         self._check_open()
-        async with self._buffer_limit:
+        await self.drive.acquire(self._buffer_permits)
+        view = None
+        try:
             self._check_open()
             view = self._free_buffers.pop() if self._free_buffers else self._new_buffer()
-            try:
-                yield view
-            finally:
+            yield view
+        finally:
+            if view is None:
+                self._buffer_permits.release()
+            else:
+                self._late_buffers.append(view)
+                self._return_buffers()
+
+    def _return_buffers(self) -> None:
+        """Lend again what neither its user nor the device uses any more."""
+        views, self._late_buffers = self._late_buffers, []
+        for view in views:
+            if self._watch.has_memory(view):
+                self._late_buffers.append(view)
+            else:
                 self._free_buffers.append(view)
+                self._buffer_permits.release()
+
+    def _late_ended(self) -> None:
+        """Take back what an operation kept that is over by now."""
+        self._return_buffers()
+        files, self._late_files = self._late_files, []
+        for fd in files:
+            if self._watch.uses(fd):
+                self._late_files.append(fd)
+            else:
+                os.close(fd)
 
     def _new_buffer(self) -> memoryview:
         """Map a buffer, aligned and zeroed, in huge pages where the system has them.
@@ -153,9 +174,8 @@ class FileDevice:
             raise InvalidRequest(f"{what}: a payload of {payload} bytes does not fit")
         if into.readonly:
             raise InvalidRequest(f"{what}: into a read-only buffer")
-        async with self._limit:
-            self._check_open()
-            found = await self.operations.read(fd, offset, into, payload, what)
+        operation = Operation(what, fd, offset, into, patience_s=limits.NVME_READ_S)
+        found = await self._run(operation, partial(self.operations.begin_read, payload_bytes=payload))
         if checksum is not None and found != checksum:
             raise Corrupt(f"{what}: checksum {found:016x}, not {checksum:016x}")
         return found
@@ -163,38 +183,47 @@ class FileDevice:
     async def write(self, fd: int, offset: int, data: memoryview) -> None:
         what = f"write {data.nbytes} bytes of {self._name(fd)} at {offset}"
         _check_range(what, offset, data)
-        async with self._limit:
-            self._check_open()
-            await self.operations.write(fd, offset, data, what)
+        operation = Operation(what, fd, offset, data, patience_s=limits.NVME_WRITE_S, changes=True)
+        await self._run(operation, self.operations.begin_write)
 
     async def sync(self, fd: int) -> None:
-        async with self._limit:
+        operation = Operation(f"sync {self._name(fd)}", fd, patience_s=limits.NVME_WRITE_S)
+        await self._run(operation, self.operations.begin_sync)
+
+    async def _run(self, operation: Operation, begin: Callable[[Operation], None]) -> int:
+        def begin_open(operation: Operation) -> None:
             self._check_open()
-            await self.operations.sync(fd, f"sync {self._name(fd)}")
+            begin(operation)
+
+        self._check_open()
+        if not self._has_deadlines:
+            operation.patience_s = math.inf
+        await self._watch.begin(operation, begin_open)
+        return await operation.wait()
+
+    async def _probe(self) -> None:
+        """Read the first page of a file that is open, past the page cache where the filesystem allows it."""
+        self._check_open()
+        fd = next(iter(self._paths), None)
+        if fd is None:
+            raise DeviceFailed("no file is open")
+        page = memoryview(mmap.mmap(-1, limits.DEVICE_ALIGNMENT_BYTES))
+        operation = Operation(f"probe {self._name(fd)}", fd, 0, page, patience_s=math.inf)
+        await self._watch.probe(operation, partial(self.operations.begin_read, payload_bytes=0))
 
     async def aclose(self) -> None:
         if self._closed:
             return
         self._closed = True
         with trio.CancelScope(shield=True):
-            all_ended = await self.operations.release(await self._end_operations())
-        if not all_ended:
+            await self._watch.drain()
+            await self.operations.release()
+        if not self._watch.abandon():
             _log.error("operations did not end in time; their files and memory stay")
             return
         for fd in list(self._paths):
             self.close_file(fd)
         self._free_buffers.clear()
-
-    async def _end_operations(self) -> bool:
-        """Wait until no operation runs; whoever still waits to begin then gets DeviceFailed."""
-        taken = 0
-        with trio.move_on_after(limits.DEVICE_CLOSE_WAIT_S):
-            while taken < self.depth:
-                await self._limit.acquire()
-                taken += 1
-        for _ in range(taken):
-            self._limit.release()
-        return taken == self.depth
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,30 +1,25 @@
 """Operations in trio's worker threads, wherever io_uring is not allowed.
 
-Responsibility: whole reads and writes by system calls. Concurrency: called on the trio thread; no more threads than
-the device's depth.
+Responsibility: whole reads and writes by system calls. Concurrency: called on the trio thread; each operation has a
+thread of its own while it runs.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
-
-import trio
 
 from kvfs import limits
 from kvfs._native.shared import slots
 from kvfs.errors import Corrupt, DeviceFailed, from_device_errno
 from tiers.device.files import FileDevice
+from tiers.device.watched import Operation
 
-T = TypeVar("T")
 
-
-def thread_device(depth: int = limits.DEVICE_DEPTH) -> FileDevice:
+def thread_device(depth: int = limits.DEVICE_DEPTH, *, has_deadlines: bool = True) -> FileDevice:
     """Make a device over worker threads."""
-    return FileDevice(ThreadOperations, depth)
+    return FileDevice(ThreadOperations, depth, has_deadlines=has_deadlines)
 
 
 class ThreadOperations:
@@ -33,35 +28,24 @@ class ThreadOperations:
     backend = "threads"
 
     def __init__(self, depth: int) -> None:
-        self._threads = trio.CapacityLimiter(depth)
-        self._running: set[trio.CancelScope] = set()
+        """Need nothing: as many threads are used as operations run."""
 
     def add_buffer(self, view: memoryview) -> None:
         """Do nothing: any memory is as good."""
 
-    async def read(self, fd: int, offset: int, into: memoryview, payload_bytes: int, what: str) -> int:
-        return await self._run(partial(_read_all, fd, offset, into, payload_bytes, what))
+    def begin_read(self, operation: Operation, payload_bytes: int) -> None:
+        what, fd, offset, into = operation.what, operation.fd, operation.offset, operation.memory
+        operation.run_in_thread(partial(_read_all, fd, offset, into, payload_bytes, what))
 
-    async def write(self, fd: int, offset: int, data: memoryview, what: str) -> None:
-        await self._run(partial(_write_all, fd, offset, data, what))
+    def begin_write(self, operation: Operation) -> None:
+        what, fd, offset, data = operation.what, operation.fd, operation.offset, operation.memory
+        operation.run_in_thread(partial(_write_all, fd, offset, data, what))
 
-    async def sync(self, fd: int, what: str) -> None:
-        await self._run(partial(_sync_data, fd, what))
+    def begin_sync(self, operation: Operation) -> None:
+        operation.run_in_thread(partial(_sync_data, operation.fd, operation.what))
 
-    async def _run(self, call: Callable[[], T]) -> T:
-        """Call in a thread; only `release` abandons one, and only one that does not end."""
-        with trio.CancelScope(shield=True) as scope:
-            self._running.add(scope)
-            try:
-                return await trio.to_thread.run_sync(call, limiter=self._threads, abandon_on_cancel=True)
-            finally:
-                self._running.discard(scope)
-        raise DeviceFailed("the device was closed before the operation ended")
-
-    async def release(self, ended: bool) -> bool:
-        for scope in self._running:
-            scope.cancel()
-        return ended
+    async def release(self) -> None:
+        """Do nothing: a call that does not end keeps its thread."""
 
 
 # Views are released here: an exception's traceback would keep them, and the caller could not unmap its memory.
@@ -81,7 +65,7 @@ def _read_all(fd: int, offset: int, into: memoryview, payload_bytes: int, what: 
             return slots.xxh3_64(payload)
 
 
-def _write_all(fd: int, offset: int, data: memoryview, what: str) -> None:
+def _write_all(fd: int, offset: int, data: memoryview, what: str) -> int:
     done = 0
     with data.cast("B") as flat:
         while done < flat.nbytes:
@@ -93,10 +77,12 @@ def _write_all(fd: int, offset: int, data: memoryview, what: str) -> None:
             if count == 0:
                 raise DeviceFailed(f"{what}: the device takes no more after {done} bytes")
             done += count
+    return 0
 
 
-def _sync_data(fd: int, what: str) -> None:
+def _sync_data(fd: int, what: str) -> int:
     try:
         os.fdatasync(fd)
     except OSError as error:
         raise from_device_errno(error.errno or errno.EIO, what) from error
+    return 0

@@ -1,11 +1,11 @@
-"""Operations over io_uring: requests go to the native ring, and one task wakes their callers.
+"""Operations over io_uring: requests go to the native ring, and one task ends their operations.
 
 Responsibility: the trio side of `kvfs._native.device.uring`.
 
-Invariants: a caller is in `_waiting` from its submit until its result is reaped, and cannot be cancelled there: the
-kernel writes to its memory until then. How long that takes is the device's to say: a request that a driver has taken is
-not returned (IORING_OP_ASYNC_CANCEL ends only what the kernel still queues), and ends with the driver's own timeout
-(`nvme_core.io_timeout`). A stop of the service that takes longer than limits.STOP_WAIT_S is ended by its watchdog.
+Invariants: an operation is in `_waiting` from its submit until its result is reaped: the kernel uses its memory until
+then. How long that takes is the device's to say: a request that a driver has taken is not returned
+(IORING_OP_ASYNC_CANCEL ends only what the kernel still queues), and ends with the driver's own timeout
+(`nvme_core.io_timeout`). Who waits for it meanwhile is told by `tiers.device.watched`.
 Concurrency: the trio thread. The reaper is a system task, started by the first operation; it waits for the
 ring's descriptor and ends in `aclose`.
 """
@@ -13,32 +13,19 @@ ring's descriptor and ends in `aclose`.
 from __future__ import annotations
 
 import errno
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import trio
 
 from kvfs import limits
 from kvfs._native.device.uring import Ring
-from kvfs.errors import Corrupt, DeviceFailed, from_device_errno
+from kvfs.errors import Corrupt, from_device_errno
 from tiers.device.files import FileDevice
+from tiers.device.watched import Operation
 
 
-class _Result(NamedTuple):
-    error: int
-    moved: int
-    checksum: int
-
-
-@dataclass(slots=True)
-class _Caller:
-    task: trio.lowlevel.Task
-    result: _Result | None = None
-
-
-def uring_device(depth: int = limits.DEVICE_DEPTH) -> FileDevice:
+def uring_device(depth: int = limits.DEVICE_DEPTH, *, has_deadlines: bool = True) -> FileDevice:
     """Make a device over io_uring. Raises DeviceMissing where it is not built in or not allowed."""
-    return FileDevice(RingOperations, depth)
+    return FileDevice(RingOperations, depth, has_deadlines=has_deadlines)
 
 
 class RingOperations:
@@ -49,7 +36,7 @@ class RingOperations:
     def __init__(self, depth: int) -> None:
         """Make a ring. Raises DeviceMissing where io_uring is not built in or not allowed."""
         self._ring = Ring(depth, limits.DEVICE_BUFFERS)
-        self._waiting: dict[int, _Caller] = {}
+        self._waiting: dict[int, Operation] = {}
         self._reaping = False
 
     @property
@@ -61,53 +48,40 @@ class RingOperations:
         """Register a buffer."""
         self._ring.add_buffer(view)
 
-    async def read(self, fd: int, offset: int, into: memoryview, payload_bytes: int, what: str) -> int:
-        result = await self._ended(self._ring.submit_read(fd, offset, into, payload_bytes))
-        if result.error == errno.ENODATA:
-            raise Corrupt(f"{what}: the file ends at {offset + result.moved}")
-        _check(result, what)
-        return result.checksum
+    def begin_read(self, operation: Operation, payload_bytes: int) -> None:
+        request = self._ring.submit_read(operation.fd, operation.offset, operation.memory, payload_bytes)
+        self._began(request, operation)
 
-    async def write(self, fd: int, offset: int, data: memoryview, what: str) -> None:
-        _check(await self._ended(self._ring.submit_write(fd, offset, data)), what)
+    def begin_write(self, operation: Operation) -> None:
+        self._began(self._ring.submit_write(operation.fd, operation.offset, operation.memory), operation)
 
-    async def sync(self, fd: int, what: str) -> None:
-        _check(await self._ended(self._ring.submit_sync(fd)), what)
+    def begin_sync(self, operation: Operation) -> None:
+        self._began(self._ring.submit_sync(operation.fd), operation)
 
-    async def _ended(self, request: int) -> _Result:
+    def _began(self, request: int, operation: Operation) -> None:
+        self._waiting[request] = operation
         if not self._reaping:
             self._reaping = True
             trio.lowlevel.spawn_system_task(self._reap)
-        caller = self._waiting[request] = _Caller(trio.lowlevel.current_task())
-        await trio.lowlevel.wait_task_rescheduled(lambda _: trio.lowlevel.Abort.FAILED)
-        if caller.result is None:
-            raise DeviceFailed("the device was closed before the operation ended")
-        return caller.result
 
     async def _reap(self) -> None:
         try:
             while True:
                 await trio.lowlevel.wait_readable(self._ring.fileno())
-                self._wake(self._ring.reap())
+                self._end(self._ring.reap())
         except trio.ClosedResourceError:
             pass
 
-    def _wake(self, ended: list[tuple[int, int, int, int]]) -> None:
+    def _end(self, ended: list[tuple[int, int, int, int]]) -> None:
         for request, error, moved, checksum in ended:
-            caller = self._waiting.pop(request)
-            caller.result = _Result(error, moved, checksum)
-            trio.lowlevel.reschedule(caller.task)
+            operation = self._waiting.pop(request)
+            if not error:
+                operation.end(checksum)
+            elif error == errno.ENODATA:
+                operation.end(Corrupt(f"{operation.what}: the file ends at {operation.offset + moved}"))
+            else:
+                operation.end(from_device_errno(error, operation.what))
 
-    async def release(self, ended: bool) -> bool:
+    async def release(self) -> None:
         trio.lowlevel.notify_closing(self._ring.fileno())
-        self._wake(await trio.to_thread.run_sync(self._ring.close, limits.DEVICE_CANCEL_WAIT_S))
-        left = list(self._waiting.values())
-        self._waiting.clear()
-        for caller in left:
-            trio.lowlevel.reschedule(caller.task)
-        return not left
-
-
-def _check(result: _Result, what: str) -> None:
-    if result.error:
-        raise from_device_errno(result.error, what)
+        self._end(await trio.to_thread.run_sync(self._ring.close, limits.DEVICE_CANCEL_WAIT_S))

@@ -17,13 +17,14 @@ read it counts as held.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from typing import Any
 
 import trio
 
 from kvfs import limits
-from kvfs.errors import Corrupt, DeviceFailed, Superseded
+from kvfs.errors import Corrupt, DeviceAway, DeviceFailed, Superseded
 from tiers.nvme.stored import Stored
 from tiers.nvme.write_behind import NvmeJournal
 from tiers.store.store import Store
@@ -107,6 +108,9 @@ class Scrub:
                 return
             except Corrupt:
                 self._counts["damaged_extents"] += 1
+                return
+            except DeviceAway:
+                await journal.nvme.device.drive.wait_here(math.inf)
                 return
             except DeviceFailed as error:
                 self._counts["unreadable"] += 1

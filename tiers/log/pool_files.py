@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfs import formats, limits
-from kvfs.errors import ConfigError, Corrupt, FormatMismatch, KvfsError
+from kvfs.errors import ConfigError, Corrupt, DeviceAway, FormatMismatch, KvfsError
 from kvfs.formats import SEGMENT_DATA_START, SEGMENT_HEADER, SEGMENT_HEADER_COPIES, SegmentState
 from tiers.device.device import Device
 from tiers.log.pool import SegmentPool
@@ -40,9 +40,9 @@ async def open_pool(
 ) -> SegmentPool:
     """Open the segment files of `directory` in the state that their headers say; make those that are missing.
 
-    A directory that has files keeps their size. Raises ConfigError for a capacity out of bounds, NoSpace when
-    the filesystem cannot hold it, FormatMismatch for the files of another store or a newer format; nothing is left of
-    what was made until then.
+    A directory that has files keeps their size. Raises ConfigError for a capacity out of bounds, NoSpace when the
+    filesystem cannot hold it, FormatMismatch for the files of another store or a newer format, DeviceAway; nothing is
+    left of what was made until then.
     """
     with _whole_or_nothing(directory):
         return await _open_files(device, directory, store_id, capacity_bytes, segment_bytes, trims)
@@ -162,6 +162,8 @@ async def _open_segment(pool: SegmentPool, number: int, *, wanted: bool) -> None
     try:
         _lengthen(pool, path)
         raw = await _read_header(pool, segment)
+    except DeviceAway:
+        raise
     except (OSError, KvfsError) as error:
         _log.error("segment file %s is set aside: %s", path, error)
         segment.bad = True

@@ -215,7 +215,7 @@ class ExtentCache:
             if not entry.filled:
                 del self._entries[piece]
                 if entry.view is not None:
-                    self._free.append(entry.view)
+                    self._made -= 1  # the device may still write into it
         return entry
 
     def _view(self) -> memoryview:

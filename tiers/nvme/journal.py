@@ -213,7 +213,7 @@ class Journal:
     async def fetch(self, info: ObjectInfo, descriptor: int) -> int | None:
         """Fill a draft's file with an object's bytes; return their checksum where that of the whole is known.
 
-        Raises NotFound, DeviceFailed.
+        Raises NotFound, also while the drive is away, but for a durable named object: DeviceAway; DeviceFailed.
         """
         raise NotFound(f"object {info.object_id} is gone")
 

@@ -26,7 +26,7 @@ import trio
 
 from kvfs import limits
 from kvfs._native.shared.table import TIER_NVME
-from kvfs.errors import Corrupt, DeviceFailed, KvfsError, NoSpace, NotFound, Superseded
+from kvfs.errors import Corrupt, DeviceAway, DeviceFailed, KvfsError, NoSpace, NotFound, Superseded
 from kvfs.formats import RecordType
 from kvfs.index.draft_snapshots import SnapshotIndex
 from kvfs.index.names import NameIndex
@@ -139,6 +139,10 @@ class NvmeJournal(Journal, NvmeObserver):
             return await self.reader.fill(stored, descriptor)
         except (Corrupt, Superseded) as error:
             raise NotFound(f"object {info.object_id} is gone: {error}") from error
+        except DeviceAway as error:
+            if stored.kept and stored.key.kind is Kind.OBJECT:
+                raise
+            raise NotFound(f"object {info.object_id} cannot be read now: {error}") from error
 
     async def settle_start(self) -> None:
         try:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvfs.errors import DeviceFailed, KvfsError, NoSpace
+from kvfs.errors import DeviceAway, DeviceFailed, KvfsError, NoSpace
 from tiers.device.device import Device
 from tiers.log.pool import SegmentPool
 from tiers.log.pool_files import open_pool
@@ -27,9 +27,11 @@ _log = logging.getLogger("kvfs.nvme")
 
 @contextmanager
 def _log_failures(what: str) -> Iterator[None]:
-    """Log what the device does not take, and go on: reclaim or the log's next write tries again."""
+    """Log what the device does not take, and go on: reclaim or the log's next write tries again. Raises DeviceAway."""
     try:
         yield
+    except DeviceAway:
+        raise
     except (NoSpace, DeviceFailed) as error:
         _log.error("%s: %s", what, error)
 
@@ -52,6 +54,8 @@ async def _take_segments(pool: SegmentPool, replay: Replay) -> None:
                 with _log_failures(f"segment {segment.number}: what was found in it may not be durable"):
                     await pool.device.sync(segment.fd)
             replay.take(segment, listing)
+        except DeviceAway:
+            raise
         except KvfsError as error:
             _log.error("segment %d is set aside: %s", segment.number, error)
             segment.bad = True
@@ -69,7 +73,8 @@ async def open_nvme(
 ) -> tuple[NvmeTier, Replayed]:
     """Open the tier in `directory` with all that its records say. Raises what `open_pool` does.
 
-    A segment that the device fails, or whose records make no sense, is set aside: its objects are misses.
+    A segment that the device fails, or whose records make no sense, is set aside: its objects are misses. A drive that
+    does not answer says nothing of them: the start fails.
     """
     started = time.monotonic()
     pool = await open_pool(

@@ -1,0 +1,226 @@
+"""A drive that does not answer costs a reader NVME_READ_S once, and nobody anything after that."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from kvfs import limits
+from kvfs.errors import DeviceAway, DeviceFailed, NotFound
+from tests.conformance.device_suite import PAGE, checksum, put
+from tests.store.test_store_over_nvme import data_of, fill, nvme_of, read, running, until_written
+from tests.store.test_store_over_nvme import put as put_object
+from tests.support.faulty_device import SilentOperations, silent_device
+from tests.support.waits import until
+from tiers.device.files import FileDevice
+from tiers.device.watched import Operation
+from tiers.model.objects import Name
+from tiers.store.store import Store
+
+PATIENCE_S = 0.1
+DEPTH = 4
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "NVME_READ_S", PATIENCE_S)
+    monkeypatch.setattr(limits, "DEVICE_CLOSE_WAIT_S", 1.0)
+
+
+@pytest.fixture
+async def drive(tmp_path: Path) -> AsyncIterator[tuple[FileDevice, SilentOperations, int]]:
+    """A device and a file of pages, each of its own number."""
+    device, operations = silent_device(DEPTH)
+    fd = device.open_file(tmp_path / "f", 16 * PAGE, create=True)
+    await put(device, fd, 0, b"".join(bytes([number]) * PAGE for number in range(16)))
+    yield device, operations, fd
+    operations.speak()
+    await device.aclose()
+
+
+def page() -> memoryview:
+    return memoryview(mmap.mmap(-1, PAGE))
+
+
+def is_read(operation: Operation) -> bool:
+    return operation.what.startswith("read")
+
+
+async def test_a_read_without_an_answer_is_answered_as_away(
+    drive: tuple[FileDevice, SilentOperations, int],
+) -> None:
+    device, operations, fd = drive
+    operations.silence()
+    first, second = page(), page()
+    with pytest.raises(DeviceAway, match="no answer"):
+        await device.read(fd, 0, first)
+    assert device.drive.is_away
+    assert device.late_operations == 1
+    await until(lambda: len(operations.kept) == 2)  # the read, and one probe
+    for _ in range(2 * DEPTH):
+        with pytest.raises(DeviceAway, match="does not answer"):
+            await device.read(fd, 3 * PAGE, second)
+    assert len(operations.kept) == 2, "nothing else was begun"
+    operations.speak()
+    await until(lambda: not device.drive.is_away)
+    assert await device.read(fd, 3 * PAGE, second) == checksum(b"\3" * PAGE)
+    await until(lambda: device.late_operations == 0)
+
+
+async def test_who_waits_for_a_turn_is_answered_with_the_first(
+    drive: tuple[FileDevice, SilentOperations, int],
+) -> None:
+    device, operations, fd = drive
+    operations.silence()
+    away = 0
+
+    async def one() -> None:
+        nonlocal away
+        with pytest.raises(DeviceAway):
+            await device.read(fd, 0, page())
+        away += 1
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(3 * DEPTH):
+            nursery.start_soon(one)
+    assert away == 3 * DEPTH
+    assert device.late_operations == DEPTH
+
+
+async def test_the_drive_is_back_with_its_first_answer(
+    drive: tuple[FileDevice, SilentOperations, int],
+) -> None:
+    """The probe hangs on, and the read that was late is answered."""
+    device, operations, fd = drive
+    operations.silence()
+    with pytest.raises(DeviceAway):
+        await device.read(fd, PAGE, page())
+    await until(lambda: len(operations.kept) == 2)
+    (late, begin), probe = operations.kept
+    assert is_read(late)
+    operations.kept = [probe]
+    begin()
+    await until(lambda: not device.drive.is_away)
+    assert device.late_operations == 0
+
+
+async def test_a_buffer_is_not_lent_while_the_drive_may_write_to_it(
+    drive: tuple[FileDevice, SilentOperations, int],
+) -> None:
+    device, operations, fd = drive
+    operations.silence(is_read)
+    async with device.buffer() as view:
+        view[:PAGE] = bytes(PAGE)
+        with pytest.raises(DeviceAway):
+            await device.read(fd, 7 * PAGE, view[:PAGE])
+    await until(lambda: not device.drive.is_away)  # the probe was answered
+    async with AsyncExitStack() as stack:
+        others = [await stack.enter_async_context(device.buffer()) for _ in range(limits.DEVICE_BUFFERS - 1)]
+        for other in others:
+            other[:PAGE] = b"o" * PAGE
+        operations.speak()
+        last = await stack.enter_async_context(device.buffer())
+        assert last[:PAGE] == b"\7" * PAGE, "the late read went where it was meant to"
+        assert all(other[:PAGE] == b"o" * PAGE for other in others)
+
+
+async def test_an_event_loop_that_stood_still_makes_no_drive_late(
+    drive: tuple[FileDevice, SilentOperations, int],
+) -> None:
+    device, _, fd = drive
+    reads = 0
+
+    async def read_one() -> None:
+        nonlocal reads
+        await device.read(fd, 0, page())
+        reads += 1
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(read_one)
+        await trio.testing.wait_all_tasks_blocked()
+        stop = trio.current_time() + 2 * PATIENCE_S
+        while trio.current_time() < stop:
+            pass
+    assert reads == 1
+    assert device.drive.absences == 0
+
+
+async def test_a_device_closes_over_a_silent_drive(tmp_path: Path) -> None:
+    device, operations = silent_device(DEPTH)
+    fd = device.open_file(tmp_path / "f", PAGE, create=True)
+    operations.silence()
+    with pytest.raises(DeviceAway):
+        await device.read(fd, 0, page())
+    await device.aclose()
+    with pytest.raises(DeviceFailed, match="closed"):
+        await device.read(fd, 0, page())
+    os.fstat(fd)  # stays, as an operation is still on it
+    operations.speak()
+
+
+# --- through the store -----------------------------------------------------------------------------------
+CACHE, DURABLE = Name(b"cache", b"k"), Name(b"durable", b"k")
+SIZE = 300_000
+
+
+async def fill_tier(store: Store) -> None:
+    """Put an object into each bucket, on the device alone."""
+    store.create_bucket(b"cache", uid=0, gid=0)
+    store.create_bucket(b"durable", uid=0, gid=0, durable=True)
+    for name in (CACHE, DURABLE):
+        put_object(store, name, SIZE)
+    await until_written(store, 2)
+    await store.journal.settle()
+    await until(lambda: all(store.dram.checksum(info_of(store, name).extent) for name in (CACHE, DURABLE)))
+    store.evict(names=[CACHE, DURABLE])
+    for name in (CACHE, DURABLE):
+        assert info_of(store, name).extent is None
+
+
+def info_of(store: Store, name: Name) -> Any:
+    return store.lookup(name)
+
+
+async def test_what_a_silent_drive_has_is_a_miss_and_comes_back(tmp_path: Path) -> None:
+    device, operations = silent_device()
+    async with running(tmp_path, device=device) as store:
+        await fill_tier(store)
+        operations.silence(lambda operation: not operation.changes)
+        with pytest.raises(NotFound, match="cannot be read now"):
+            await read(store, CACHE)
+        with pytest.raises(DeviceAway):
+            await read(store, DURABLE)
+        [nvme] = store.journal.usage()
+        assert nvme["away_since_ns"] is not None
+        assert nvme["late_operations"] == 3  # extents
+        operations.speak()
+        await until(lambda: not device.drive.is_away)
+        for name in (CACHE, DURABLE):
+            assert await read(store, name) == data_of(name, SIZE)
+        assert nvme_of(store).counts.corrupt == 0
+
+
+async def test_a_late_read_never_reaches_the_next_user_of_a_slot(tmp_path: Path) -> None:
+    device, operations = silent_device()
+    async with running(tmp_path, device=device) as store:
+        await fill_tier(store)
+        operations.silence(lambda operation: not operation.changes)
+        with pytest.raises(NotFound):
+            await read(store, CACHE)
+        drafts = [store.reserve(SIZE, uid=0) for _ in range(24)]
+        for draft in drafts:
+            fill(store, draft, b"d" * SIZE)
+        operations.speak()
+        await until(lambda: device.late_operations == 0)
+        for draft in drafts:
+            descriptor = store.open_draft(draft)
+            assert os.pread(descriptor, SIZE, 0) == b"d" * SIZE
+            os.close(descriptor)
+            store.abort(draft)
