@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ import trio
 
 from kvfs import limits
 from kvfs.errors import DeviceAway, DeviceFailed, NotFound
+from kvfs.formats import SegmentState
 from tests.conformance.device_suite import PAGE, checksum, put
 from tests.store.test_store_over_nvme import data_of, fill, nvme_of, read, running, until_written
 from tests.store.test_store_over_nvme import put as put_object
 from tests.support.faulty_device import SilentOperations, silent_device
-from tests.support.waits import until
+from tests.support.waits import WAIT_S, until
 from tiers.device.files import FileDevice
 from tiers.device.watched import Operation
 from tiers.model.objects import Name
@@ -224,3 +225,73 @@ async def test_a_late_read_never_reaches_the_next_user_of_a_slot(tmp_path: Path)
             assert os.pread(descriptor, SIZE, 0) == b"d" * SIZE
             os.close(descriptor)
             store.abort(draft)
+
+
+# --- writes ----------------------------------------------------------------------------------------------
+@pytest.fixture
+def short_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "NVME_WRITE_S", 3 * PATIENCE_S)
+
+
+def is_write(operation: Operation) -> bool:
+    return operation.changes
+
+
+@pytest.mark.usefixtures("short_writes")
+@pytest.mark.parametrize("when", [is_write, lambda operation: True], ids=["writes", "all"])
+async def test_durable_writers_are_told_and_caches_stay_in_dram(
+    tmp_path: Path, when: Callable[[Operation], bool]
+) -> None:
+    """After a restart all of it is there: what was told as failed, too, since the drive took it in the end."""
+    kept, cached = Name(b"durable", b"later"), Name(b"cache", b"later")
+    device, operations = silent_device()
+    async with running(tmp_path, device=device) as store:
+        await fill_tier(store)
+        operations.silence(when)
+        put_object(store, kept, SIZE)
+        put_object(store, cached, SIZE)
+        with trio.fail_after(WAIT_S):
+            with pytest.raises(DeviceAway):
+                await store.journal.settle()
+            with pytest.raises(DeviceAway):  # who comes later, as well
+                await store.journal.settle()
+        for name in (kept, cached):
+            assert await read(store, name) == data_of(name, SIZE)
+        operations.speak()
+        await until_written(store, 4)
+        with trio.fail_after(WAIT_S):
+            await store.journal.settle()
+        await until(lambda: device.late_operations == 0)
+    async with running(tmp_path, keep=False) as store:
+        for name in (CACHE, DURABLE, kept, cached):
+            assert await read(store, name) == data_of(name, SIZE)
+
+
+@pytest.mark.usefixtures("short_writes")
+async def test_a_segment_that_a_late_write_may_change_is_not_used(tmp_path: Path) -> None:
+    device, operations = silent_device()
+    async with running(tmp_path, device=device) as store:
+        await fill_tier(store)
+        operations.silence(is_write)
+        put_object(store, Name(b"durable", b"later"), SIZE)
+        with trio.fail_after(WAIT_S), pytest.raises(DeviceAway):
+            await store.journal.settle()
+        late = {operation.fd for operation, _ in operations.kept}
+        assert late
+        operations.silence(lambda operation: False)
+        await until(lambda: not device.drive.is_away)
+        pool, names = nvme_of(store).pool, [Name(b"cache", b"%d" % number) for number in range(300)]
+        for name in names:  # through the whole tier, once and a half
+            await store.journal.persist(put_object(store, name, SIZE).object_id)
+        changed = [segment for segment in pool.segments if segment.fd in late]
+        assert all(segment.state is SegmentState.FREE or segment.closed for segment in changed)
+        operations.speak()
+        await until(lambda: device.late_operations == 0)
+        found = 0
+        for name in names:
+            with suppress(NotFound):
+                store.evict(names=[name])
+                assert await read(store, name) == data_of(name, SIZE)
+                found += 1
+        assert found > 20
+        assert nvme_of(store).counts.corrupt == 0

@@ -53,7 +53,8 @@ class Batch:
         self._placed: list[_Placed] = []
         self._used = 0
         self._body_bytes = 0
-        self._sequence = sequence
+        self.next_sequence = sequence
+        """Of the record after those that are laid out."""
         self.deletes = False
         """Whether a TOMBSTONE is among the records that has to be durable before what follows."""
 
@@ -85,9 +86,9 @@ class Batch:
             if not isinstance(entry, Deletion):
                 break
             merged.append(entry)
-        body = TombstoneBody(self._sequence, tuple(each.object_id for each in merged)).encode()
+        body = TombstoneBody(self.next_sequence, tuple(each.object_id for each in merged)).encode()
 
-        sequence = self._sequence
+        sequence = self.next_sequence
 
         def written(location: Location, record_bytes: int, checksum: int) -> None:
             for each in merged:
@@ -126,7 +127,7 @@ class Batch:
             _clear(view, self._used + payload_at + payload_bytes, self._used + record_bytes)
         header = RecordHeader(
             record.type,
-            sequence=self._sequence,
+            sequence=self.next_sequence,
             segment_sequence=self._segment.sequence,
             record_bytes=record_bytes,
             object_id=record.object_id,
@@ -140,7 +141,7 @@ class Batch:
         self._placed.append(_Placed(record, self._used, header))
         self._used += record_bytes
         self._body_bytes += len(record.body)
-        self._sequence += 1
+        self.next_sequence += 1
 
     def finish(self, view: memoryview) -> int:
         """Write the headers and stretch the last record to a whole page; return the batch's bytes."""
@@ -168,7 +169,7 @@ class Batch:
             if record.written is not None:
                 location = (segment.number, base + placed.offset)
                 record.written(location, header.record_bytes, header.payload_checksum)
-        return self._sequence
+        return self.next_sequence
 
 
 def _clear(view: memoryview, start: int, end: int) -> None:

@@ -31,7 +31,7 @@ from typing import Final
 import trio
 
 from kvfs import limits
-from kvfs.errors import Corrupt, FormatMismatch, KvfsError, NoSpace
+from kvfs.errors import Corrupt, DeviceAway, FormatMismatch, KvfsError, NoSpace
 from kvfs.formats import ENDINGS_PAGE_BYTES, EndingKind
 from tiers.device.device import Device
 from tiers.log.ending_pages import PER_PAGE, Ended, Ending, Page, decode_page, encode_page
@@ -100,12 +100,15 @@ class Endings:
         self._size_bytes = size // ENDINGS_PAGE_BYTES * ENDINGS_PAGE_BYTES
 
     async def load(self) -> Ended:
-        """Read both files, whichever is the newer; pages that do not match their checksums are passed over."""
+        """Read both files, whichever is the newer; pages that do not match their checksums are passed over.
+        Raises DeviceAway."""
         ended = Ended()
         for file in self._files:
             if file.path.exists():
                 try:
                     await self._read(file, ended)
+                except DeviceAway:
+                    raise
                 except KvfsError as error:
                     self._fault(file, f"cannot be read ({error})")
         return ended
@@ -172,7 +175,11 @@ class Endings:
     async def write(self) -> None:
         """Write what was noted. Raises NoSpace, DeviceFailed: then it is still to be written."""
         while self._pending:
-            if self._active is None or self._next_page >= self._active.pages:
+            if (
+                self._active is None
+                or self._next_page >= self._active.pages
+                or self._is_changing(self._active)
+            ):
                 await self._change_file()
                 return
             page = self._pending[:PER_PAGE]
@@ -183,9 +190,14 @@ class Endings:
 
     async def finish(self) -> None:
         """Write, at a clean stop, up to which record the log was durable. Raises NoSpace, DeviceFailed."""
-        if self._active is not None and self._next_page < self._active.pages:
-            await self._add_page(self._active, [])
+        active = self._active
+        if active is not None and self._next_page < active.pages and not self._is_changing(active):
+            await self._add_page(active, [])
         await self.sync()
+
+    def _is_changing(self, file: _File) -> bool:
+        """Whether a late write may still change the file: then it is as it may be, and none of it is written again."""
+        return file.fd >= 0 and self._device.is_changing(file.fd)
 
     async def _add_page(self, file: _File, endings: Sequence[Ending]) -> None:
         await self._put(file, self._next_page, endings)
@@ -240,10 +252,12 @@ class Endings:
         return True
 
     async def _prepare(self, file: _File) -> None:
-        """Make a file of the right size, or clear a faulty one; one that is too small grows where there is room."""
-        if file.fd >= 0 and file.pages * ENDINGS_PAGE_BYTES < self._size_bytes:
+        """Make a file of the right size, or clear a faulty one. One that is too small grows where there is room; one
+        that a late write may still change is replaced."""
+        is_changing = self._is_changing(file)
+        if file.fd >= 0 and not is_changing and file.pages * ENDINGS_PAGE_BYTES < self._size_bytes:
             self._grow(file)
-        if file.fd >= 0 and 0 < file.pages * ENDINGS_PAGE_BYTES <= self._size_bytes:
+        if file.fd >= 0 and not is_changing and 0 < file.pages * ENDINGS_PAGE_BYTES <= self._size_bytes:
             if file.path.name in self.faults:
                 await self._clear(file)
             return

@@ -15,6 +15,8 @@ Invariants:
   and that of a cache also while no record can be written, before that is reported to whoever waits.
 - After an error of the device nothing is taken for written: the batch is written again, elsewhere when the
   device failed this segment; a sync that failed puts back everything since the last good one.
+- While the drive is away nothing is written. Whoever waits for durability is told after limits.NVME_WRITE_S.
+- What a late write may still change is neither written again nor used for anything else until that write has ended.
 
 Concurrency: the service's trio thread. `append` never waits; one task (`run`) writes, syncs and reclaims.
 """
@@ -28,7 +30,7 @@ from enum import Enum, auto
 import trio
 
 from kvfs import limits
-from kvfs.errors import DeviceFailed, KvfsError, NoSpace
+from kvfs.errors import DeviceAway, DeviceFailed, KvfsError, NoSpace
 from kvfs.system import crashpoints
 from tiers.log.ending_notes import EndingNotes
 from tiers.log.endings import Endings
@@ -99,7 +101,7 @@ class Log:
     async def settle(self, ticket: int | None = None) -> None:
         """Wait until everything up to `ticket` (default: everything so far) is durable.
 
-        Raises NoSpace or DeviceFailed while the device refuses writes; then it may still be written later.
+        Raises NoSpace, DeviceFailed or DeviceAway while the device takes no writes; then it may still be written later.
         """
         ticket = self.queue.ticket if ticket is None else ticket
         while self.durable_ticket < ticket:
@@ -125,14 +127,25 @@ class Log:
         """Write what is queued, until cancelled; `close` then writes the rest."""
         while True:
             await self._wait_for_work()
+            began = trio.current_time()
             try:
                 await self._advance()
                 if self.trouble is not None:  # no more: every segment gets another chance
                     self.trouble = None
                     for segment in self.pool.segments:
                         segment.failed = False
+            except DeviceAway as error:
+                if not await self._is_back(began):
+                    await self._pause(error)
             except (NoSpace, DeviceFailed) as error:
                 await self._pause(error)
+
+    async def _is_back(self, began: float) -> bool:
+        """Wait for a drive that is away, as long as whoever waits for durability does; return whether to repeat at once
+        what `began` then."""
+        if trio.current_time() - began >= limits.NVME_WRITE_S:  # it answers reads, and not what was written
+            return False
+        return await self.pool.device.drive.wait_here(limits.NVME_WRITE_S)
 
     @property
     def _has_hurry(self) -> bool:
@@ -167,6 +180,7 @@ class Log:
 
     async def _advance(self) -> None:
         """Write one batch, and sync where that is due."""
+        self.pool.device.drive.check()
         await self.writer.retry_sync()
         try:
             step = await self._write_batch()

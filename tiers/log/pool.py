@@ -20,6 +20,7 @@ from pathlib import Path
 
 from kvfs import formats, limits
 from kvfs._native.shared.slots import xxh3_64
+from kvfs.errors import DeviceAway
 from kvfs.formats import (
     SEGMENT_DATA_START,
     SEGMENT_HEADER,
@@ -113,11 +114,13 @@ class SegmentPool:
         """Start a new life of a free segment; return None when none is free. Raises NoSpace, DeviceFailed."""
         if not self.free:
             return None
-        segment = self.free[0]
-        await self._write_header(segment, SegmentState.IN_USE, self.next_sequence)
-        self.free.popleft()
-        segment.sequence = self.next_sequence
-        self.next_sequence += 1
+        segment = next((each for each in self.free if not self.device.is_changing(each.fd)), None)
+        if segment is None:
+            raise DeviceAway("a write to each free segment is without an answer")
+        sequence, self.next_sequence = self.next_sequence, self.next_sequence + 1
+        await self._write_header(segment, SegmentState.IN_USE, sequence)
+        self.free.remove(segment)
+        segment.sequence = sequence
         segment.state = SegmentState.IN_USE
         segment.end = SEGMENT_DATA_START
         segment.closed = False

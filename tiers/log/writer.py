@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from kvfs import limits
-from kvfs.errors import DeviceFailed, KvfsError, NoSpace
+from kvfs.errors import DeviceAway, DeviceFailed, KvfsError, NoSpace
 from kvfs.system import crashpoints
 from tiers.log.batch import Batch, space_of
 from tiers.log.ending_notes import EndingNotes
@@ -80,7 +80,11 @@ class SegmentWriter:
             taken = await batch.fill(entries, view)
             length = batch.finish(view)
             if length:
-                await self._write_buffer(segment, view[:length])
+                try:
+                    await self._write_buffer(segment, view[:length])
+                except DeviceAway:  # may come to the device yet: what is written from here on is younger
+                    self.next_sequence = batch.next_sequence
+                    raise
         self.unsynced.extend((entries[index], moved) for index in range(taken))
         if moved:
             for _ in range(taken):

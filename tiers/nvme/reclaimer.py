@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvfs import limits
-from kvfs.errors import Corrupt, DeviceFailed, KvfsError
+from kvfs.errors import Corrupt, DeviceAway, DeviceFailed, KvfsError
 from kvfs.formats import RecordType
 from kvfs.system import crashpoints
 from tiers.log.entries import Deletion, Entry, Location, Record
@@ -43,7 +43,8 @@ class Reclaimer:
     async def reclaim(self) -> bool:
         """Free one segment, moving what must stay; return False if none would gain anything. Raises DeviceFailed,
         NoSpace."""
-        closed = [s for s in self._pool.used() if s.closed and not (s.bad or s.failed)]
+        is_changing = self._pool.device.is_changing
+        closed = [s for s in self._pool.used() if s.closed and not (s.bad or s.failed or is_changing(s.fd))]
         views = [SegmentView(s.number, s.sequence, self._pool.segment_bytes, s.kept_bytes) for s in closed]
         short = len(self._pool.free) < limits.RESERVED_SEGMENTS
         choice = choose_segment(views, short=short)
@@ -52,6 +53,8 @@ class Reclaimer:
         victim = next(s for s in closed if s.number == choice.number)
         try:
             records = await self._pool.reader.records(victim)
+        except DeviceAway:
+            raise
         except DeviceFailed as error:
             _log.error("segment %d cannot be reclaimed: %s", victim.number, error)
             victim.failed = True
