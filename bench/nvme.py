@@ -94,7 +94,7 @@ async def _write_file(path: Path, kind: Kind, size_bytes: int) -> None:
     """Write the whole file and sync it: reads of preallocated but unwritten extents never reach the device."""
     device = open_device(kind, DEPTH)
     try:
-        fd = device.open_file(path, size_bytes, create=True)
+        fd = await device.create_file(path, size_bytes)
         async with device.buffer() as buffer:
             piece = buffer[:READ_BYTES]
             for offset in range(0, size_bytes, READ_BYTES):

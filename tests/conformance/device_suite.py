@@ -64,7 +64,7 @@ class DeviceSuite:
 
     @pytest.fixture
     async def fd(self, device: Device, tmp_path: Path) -> int:
-        return device.open_file(tmp_path / "segment", FILE_BYTES, create=True)
+        return await device.create_file(tmp_path / "segment", FILE_BYTES)
 
     # --- bytes -------------------------------------------------------------------------------------------
     @pytest.mark.parametrize("size_bytes", [PAGE, 16 * PAGE, MIB, 8 * MIB + 64 * KIB, 24 * MIB])
@@ -99,7 +99,7 @@ class DeviceSuite:
     ) -> None:
         path = tmp_path / "short"
         path.write_bytes(bytes(size_bytes))
-        fd = device.open_file(path, 0, create=False)
+        fd = device.open_file(path)
         with aligned(2 * MIB) as view, pytest.raises(Corrupt, match=f"ends at {size_bytes}$"):
             await device.read(fd, 0, view)
 
@@ -133,7 +133,7 @@ class DeviceSuite:
         self, make_device: MakeDevice, tmp_path: Path
     ) -> None:
         device = make_device(2)
-        fd = device.open_file(tmp_path / "f", MIB, create=True)
+        fd = await device.create_file(tmp_path / "f", MIB)
         order: list[int] = []
 
         async def read(number: int) -> None:
@@ -173,12 +173,12 @@ class DeviceSuite:
     @pytest.mark.mount
     async def test_a_full_filesystem_is_no_space(self, device: Device, tmp_path: Path) -> None:
         with private_tmpfs(tmp_path / "full", 4 * MIB) as root:
-            fd = device.open_file(root / "sparse", 0, create=True)
+            fd = await device.create_file(root / "sparse", 0)
             os.ftruncate(fd, 8 * MIB)
             with aligned(8 * MIB) as view, pytest.raises(NoSpace, match="sparse"):
                 await device.write(fd, 0, view)
             with pytest.raises(NoSpace):
-                device.open_file(root / "large", 8 * MIB, create=True)
+                await device.create_file(root / "large", 8 * MIB)
             assert not (root / "large").exists(), "nothing stays of a failed creation"
             device.close_file(fd)
 
@@ -199,18 +199,18 @@ class DeviceSuite:
         with pytest.raises(InvalidRequest, match="did not open"):
             device.close_file(fd)
         with pytest.raises(Exists):
-            device.open_file(tmp_path / "segment", PAGE, create=True)
+            await device.create_file(tmp_path / "segment", PAGE)
         with pytest.raises(NotFound):
-            device.open_file(tmp_path / "other", PAGE, create=False)
+            device.open_file(tmp_path / "other")
         with pytest.raises(NotFound):
-            device.open_file(tmp_path / "no" / "folder", PAGE, create=True)
-        again = device.open_file(tmp_path / "segment", FILE_BYTES, create=False)
+            await device.create_file(tmp_path / "no" / "folder", PAGE)
+        again = device.open_file(tmp_path / "segment")
         assert await get(device, again, 0, PAGE) == b"k" * PAGE
 
     async def test_descriptors_may_be_reused_for_other_files(self, device: Device, tmp_path: Path) -> None:
         for number in range(40):
             path = tmp_path / str(number)
-            fd = device.open_file(path, PAGE, create=True)
+            fd = await device.create_file(path, PAGE)
             await put(device, fd, 0, bytes([number]) * PAGE)
             await device.sync(fd)
             device.close_file(fd)
@@ -219,7 +219,7 @@ class DeviceSuite:
     async def test_discarded_bytes_are_zero_and_still_allocated(self, device: Device, fd: int) -> None:
         await put(device, fd, 0, b"x" * MIB)
         blocks = os.fstat(fd).st_blocks
-        device.discard(fd, PAGE, MIB - 2 * PAGE)
+        await device.discard(fd, PAGE, MIB - 2 * PAGE)
         assert await get(device, fd, 0, MIB) == b"x" * PAGE + bytes(MIB - 2 * PAGE) + b"x" * PAGE
         assert os.fstat(fd).st_blocks >= blocks
 
@@ -347,7 +347,7 @@ class DeviceSuite:
         with pytest.raises(DeviceFailed, match="closed"):
             await device.sync(fd)
         with pytest.raises(DeviceFailed, match="closed"):
-            device.open_file(tmp_path / "late", PAGE, create=True)
+            await device.create_file(tmp_path / "late", PAGE)
         with pytest.raises(DeviceFailed, match="closed"):
             async with device.buffer():
                 pass

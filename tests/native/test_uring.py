@@ -276,7 +276,7 @@ async def test_callers_of_what_the_kernel_keeps_are_told(
     monkeypatch.setattr(limits, "DEVICE_CLOSE_WAIT_S", 0.05)
     operations = RingOperations(DEPTH)
     device = FileDevice(lambda _: operations, DEPTH)
-    fd = device.open_file(tmp_path / "f", PAGE, create=True)
+    fd = await device.create_file(tmp_path / "f", PAGE)
     ring = operations._ring
 
     class Stuck:
@@ -303,7 +303,7 @@ async def test_callers_of_what_the_kernel_keeps_are_told(
 async def test_errors_say_what_and_where(tmp_path: Path) -> None:
     device = uring_device(DEPTH)
     (tmp_path / "short").write_bytes(bytes(PAGE))
-    fd = device.open_file(tmp_path / "short", 0, create=False)
+    fd = device.open_file(tmp_path / "short")
     with pytest.raises(Corrupt, match=r"read 8192 bytes of .*/short at 0: the file ends at 4096"):
         await device.read(fd, 0, memoryview(mmap.mmap(-1, 2 * PAGE)))
     os.close(fd)
@@ -390,7 +390,7 @@ async def test_buffers_of_the_pool_are_registered(tmp_path: Path) -> None:
         pytest.skip("RLIMIT_MEMLOCK may forbid it")
     operations = RingOperations(DEPTH)
     device = FileDevice(lambda _: operations, DEPTH)
-    fd = device.open_file(tmp_path / "f", PAGE, create=True)
+    fd = await device.create_file(tmp_path / "f", PAGE)
     async with device.buffer() as first, device.buffer() as second:
         await device.write(fd, 0, first[:PAGE])
         await device.write(fd, 0, second[:PAGE])

@@ -89,7 +89,7 @@ async def test_a_cancelled_call_of_a_thread_waits_for_it(
 
     monkeypatch.setattr(threads_module, "_sync_data", slow)
     device = thread_device(1)
-    fd = device.open_file(tmp_path / "f", PAGE, create=True)
+    fd = await device.create_file(tmp_path / "f", PAGE)
     ended = trio.Event()
     scope = trio.CancelScope()
 
@@ -121,7 +121,7 @@ async def test_a_close_does_not_wait_for_a_stuck_thread(
     monkeypatch.setattr(threads_module, "_sync_data", stuck)
     monkeypatch.setattr(limits, "DEVICE_CLOSE_WAIT_S", 0.05)
     device = thread_device(2)
-    fd = device.open_file(tmp_path / "f", PAGE, create=True)
+    fd = await device.create_file(tmp_path / "f", PAGE)
 
     async def sync() -> None:
         with pytest.raises(DeviceFailed, match="closed"):
@@ -146,7 +146,7 @@ OLD, NEW = b"o", b"n"
 async def lossy(tmp_path: Path) -> AsyncIterator[tuple[LossyDevice, int]]:
     """A device and a file of SECTORS sectors of OLD, synced."""
     device = LossyDevice(thread_device(8))
-    fd = device.open_file(tmp_path / "f", SECTORS * SECTOR_BYTES, create=True)
+    fd = await device.create_file(tmp_path / "f", SECTORS * SECTOR_BYTES)
     await put(device, fd, 0, OLD * (SECTORS * SECTOR_BYTES))
     await device.sync(fd)
     yield device, fd
@@ -211,7 +211,7 @@ async def test_a_cut_is_the_same_for_the_same_seed(tmp_path: Path) -> None:
     for run, seed in enumerate((7, 7, 8)):
         device = LossyDevice(thread_device(8))
         path = tmp_path / str(run)
-        fd = device.open_file(path, 64 * KIB, create=True)
+        fd = await device.create_file(path, 64 * KIB)
         await put(device, fd, 0, NEW * (64 * KIB))
         device.power_cut(seed)
         outcomes.append(sectors_of(path))
@@ -224,7 +224,7 @@ async def test_a_cut_within_a_write_leaves_a_prefix(tmp_path: Path) -> None:
     for seed in range(12):
         device = LossyDevice(thread_device(8))
         path = tmp_path / str(seed)
-        fd = device.open_file(path, 64 * KIB, create=True)
+        fd = await device.create_file(path, 64 * KIB)
         device.cut_at(device.changes + 1)
         with pytest.raises(PowerLost):
             await put(device, fd, 0, NEW * (64 * KIB))
@@ -268,7 +268,7 @@ class Held(WrappedDevice):
 async def test_a_sync_covers_only_writes_that_had_returned(tmp_path: Path) -> None:
     held = Held(thread_device(8))
     device = LossyDevice(held)
-    fd = device.open_file(tmp_path / "f", PAGE, create=True)
+    fd = await device.create_file(tmp_path / "f", PAGE)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(put, device, fd, 0, NEW * PAGE)
         await held.landed.wait()
@@ -287,7 +287,7 @@ async def test_a_creation_within_the_cut_has_three_outcomes(tmp_path: Path) -> N
         path = tmp_path / str(seed)
         device.cut_at(1)
         with pytest.raises(PowerLost):
-            device.open_file(path, 64 * KIB, create=True)
+            await device.create_file(path, 64 * KIB)
         device.power_cut(seed)
         found.add(path.stat().st_size if path.exists() else None)
         await device.aclose()
@@ -296,7 +296,7 @@ async def test_a_creation_within_the_cut_has_three_outcomes(tmp_path: Path) -> N
 
 async def test_a_discard_is_lost_like_a_write(lossy: tuple[LossyDevice, int], tmp_path: Path) -> None:
     device, fd = lossy
-    device.discard(fd, 0, SECTORS * SECTOR_BYTES)
+    await device.discard(fd, 0, SECTORS * SECTOR_BYTES)
     device.power_cut(6)
     assert set(sectors_of(tmp_path / "f")) == {"o", "0"}
 
@@ -305,7 +305,7 @@ async def test_a_discard_is_lost_like_a_write(lossy: tuple[LossyDevice, int], tm
 @pytest.fixture
 async def failing(tmp_path: Path) -> AsyncIterator[tuple[FailingDevice, int]]:
     device = FailingDevice(thread_device(8))
-    fd = device.open_file(tmp_path / "f", 64 * KIB, create=True)
+    fd = await device.create_file(tmp_path / "f", 64 * KIB)
     yield device, fd
     await device.aclose()
 
@@ -319,24 +319,24 @@ async def test_an_error_comes_at_the_chosen_call(failing: tuple[FailingDevice, i
     with pytest.raises(DeviceFailed, match="injected"):
         await put(device, fd, 0, bytes(PAGE))
     await put(device, fd, 0, bytes(PAGE))
-    assert device.counts == {"open_file": 1, "write": 4, "read": 1}
+    assert device.counts == {"create_file": 1, "write": 4, "read": 1}
     assert device.raised == 1
 
 
 async def test_space_stays_away_until_it_returns(failing: tuple[FailingDevice, int], tmp_path: Path) -> None:
     device, fd = failing
     device.fail("write", NoSpace, when=lambda call: call.offset >= 2 * PAGE, times=None)
-    device.fail("open_file", NoSpace, when=lambda call: call.path == tmp_path / "g", times=None)
+    device.fail("create_file", NoSpace, when=lambda call: call.path == tmp_path / "g", times=None)
     for _ in range(3):
         await put(device, fd, PAGE, NEW * PAGE)
         with pytest.raises(NoSpace):
             await put(device, fd, 2 * PAGE, NEW * PAGE)
         with pytest.raises(NoSpace):
-            device.open_file(tmp_path / "g", PAGE, create=True)
+            await device.create_file(tmp_path / "g", PAGE)
     assert not (tmp_path / "g").exists()
     device.heal()
     await put(device, fd, 2 * PAGE, NEW * PAGE)
-    device.close_file(device.open_file(tmp_path / "g", PAGE, create=True))
+    device.close_file(await device.create_file(tmp_path / "g", PAGE))
 
 
 async def test_part_of_a_failed_write_may_have_landed(
@@ -359,9 +359,9 @@ async def test_a_sync_fails_and_a_discard_does_nothing(
         await device.sync(fd)
     await device.sync(fd)
     device.fail("discard", DeviceFailed)
-    device.discard(fd, 0, PAGE)
+    await device.discard(fd, 0, PAGE)
     assert await get(device, fd, 0, PAGE) == NEW * PAGE
-    device.discard(fd, 0, PAGE)
+    await device.discard(fd, 0, PAGE)
     assert await get(device, fd, 0, PAGE) == bytes(PAGE)
 
 
@@ -369,7 +369,7 @@ async def test_the_wrappers_stack(tmp_path: Path) -> None:
     """A write whose half landed before it failed is as open to a cut as any other."""
     failing = FailingDevice(thread_device(8))
     device = LossyDevice(failing)
-    fd = device.open_file(tmp_path / "f", 64 * KIB, create=True)
+    fd = await device.create_file(tmp_path / "f", 64 * KIB)
     failing.fail("write", DeviceFailed, landed=0.5)
     with pytest.raises(DeviceFailed):
         await put(device, fd, 0, NEW * (64 * KIB))

@@ -382,7 +382,7 @@ async def test_a_freed_segment_is_trimmed_and_stays_allocated(tmp_path: Path, tr
 
 async def test_a_pool_that_does_not_fit_leaves_room_for_a_smaller_one(tmp_path: Path) -> None:
     device = FailingDevice(thread_device())
-    device.fail("open_file", NoSpace, at=20)
+    device.fail("create_file", NoSpace, at=20)
     with pytest.raises(NoSpace):
         await open_nvme(device, tmp_path / "nvme", store_id=STORE, capacity_bytes=256 * MIB)
     assert list((tmp_path / "nvme").iterdir()) == []

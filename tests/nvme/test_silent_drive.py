@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.store.test_store_over_nvme import data_of, fill, nvme_of, read, runni
 from tests.store.test_store_over_nvme import put as put_object
 from tests.support.faulty_device import SilentOperations, silent_device
 from tests.support.waits import WAIT_S, until
+from tiers.device import files
 from tiers.device.files import FileDevice
 from tiers.device.watched import Operation
 from tiers.model.objects import Name
@@ -39,7 +41,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 async def drive(tmp_path: Path) -> AsyncIterator[tuple[FileDevice, SilentOperations, int]]:
     """A device and a file of pages, each of its own number."""
     device, operations = silent_device(DEPTH)
-    fd = device.open_file(tmp_path / "f", 16 * PAGE, create=True)
+    fd = await device.create_file(tmp_path / "f", 16 * PAGE)
     await put(device, fd, 0, b"".join(bytes([number]) * PAGE for number in range(16)))
     yield device, operations, fd
     operations.speak()
@@ -155,7 +157,7 @@ async def test_an_event_loop_that_stood_still_makes_no_drive_late(
 
 async def test_a_device_closes_over_a_silent_drive(tmp_path: Path) -> None:
     device, operations = silent_device(DEPTH)
-    fd = device.open_file(tmp_path / "f", PAGE, create=True)
+    fd = await device.create_file(tmp_path / "f", PAGE)
     operations.silence()
     with pytest.raises(DeviceAway):
         await device.read(fd, 0, page())
@@ -164,6 +166,61 @@ async def test_a_device_closes_over_a_silent_drive(tmp_path: Path) -> None:
         await device.read(fd, 0, page())
     os.fstat(fd)  # stays, as an operation is still on it
     operations.speak()
+
+
+# --- calls that may hang ---------------------------------------------------------------------------------
+@pytest.fixture
+def short_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "NVME_WRITE_S", 3 * PATIENCE_S)
+
+
+@pytest.mark.usefixtures("short_writes")
+async def test_a_discard_that_hangs_stops_nobody(
+    drive: tuple[FileDevice, SilentOperations, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, _, fd = drive
+    entered, leave = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        entered.set()
+        assert leave.wait(WAIT_S)
+
+    monkeypatch.setattr(files, "_discard", hang)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(device.discard, fd, 0, PAGE)
+        await until(entered.is_set)
+        assert await device.read(fd, PAGE, page()) == checksum(b"\1" * PAGE)
+        assert not leave.is_set()
+    assert device.is_changing(fd), "it may come later"
+    leave.set()
+    await until(lambda: not device.is_changing(fd))
+
+
+@pytest.mark.usefixtures("short_writes")
+async def test_a_creation_that_hangs_stops_nobody(
+    drive: tuple[FileDevice, SilentOperations, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, _, fd = drive
+    entered, leave = threading.Event(), threading.Event()
+    create = files._create
+
+    def hang(path: Path, size_bytes: int) -> None:
+        entered.set()
+        assert leave.wait(WAIT_S)
+        create(path, size_bytes)
+
+    async def make() -> None:
+        with pytest.raises(DeviceAway, match=r"create .*/late"):
+            await device.create_file(tmp_path / "late", PAGE)
+
+    monkeypatch.setattr(files, "_create", hang)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(make)
+        await until(entered.is_set)
+        assert await device.read(fd, PAGE, page()) == checksum(b"\1" * PAGE)
+        assert not leave.is_set()
+    leave.set()
+    await until(lambda: device.late_operations == 0)
 
 
 # --- through the store -----------------------------------------------------------------------------------
@@ -228,11 +285,6 @@ async def test_a_late_read_never_reaches_the_next_user_of_a_slot(tmp_path: Path)
 
 
 # --- writes ----------------------------------------------------------------------------------------------
-@pytest.fixture
-def short_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "NVME_WRITE_S", 3 * PATIENCE_S)
-
-
 def is_write(operation: Operation) -> bool:
     return operation.changes
 

@@ -65,17 +65,25 @@ class WrappedDevice:
     def is_changing(self, fd: int) -> bool:
         return self.inner.is_changing(fd)
 
-    def open_file(self, path: Path, size_bytes: int, *, create: bool) -> int:
-        fd = self.inner.open_file(path, size_bytes, create=create)
+    def open_file(self, path: Path) -> int:
+        fd = self.inner.open_file(path)
         self.paths[fd] = path
         return fd
+
+    async def create_file(self, path: Path, size_bytes: int) -> int:
+        fd = await self.inner.create_file(path, size_bytes)
+        self.paths[fd] = path
+        return fd
+
+    async def allocate(self, path: Path, size_bytes: int) -> None:
+        await self.inner.allocate(path, size_bytes)
 
     def close_file(self, fd: int) -> None:
         self.inner.close_file(fd)
         del self.paths[fd]
 
-    def discard(self, fd: int, offset: int, length: int) -> None:
-        self.inner.discard(fd, offset, length)
+    async def discard(self, fd: int, offset: int, length: int) -> None:
+        await self.inner.discard(fd, offset, length)
 
     async def read(
         self,
@@ -152,23 +160,25 @@ class LossyDevice(WrappedDevice):
         return sum(len(write.new) for write in self._unsynced)
 
     # --- changes -----------------------------------------------------------------------------------------
-    def open_file(self, path: Path, size_bytes: int, *, create: bool) -> int:
-        if create:
-            within_cut = self._count()
-            fd = super().open_file(path, size_bytes, create=True)
-            if within_cut:
-                self._created_in_cut = path, size_bytes
-                raise PowerLost
-            return fd
+    def open_file(self, path: Path) -> int:
         self._check_power()
-        return super().open_file(path, size_bytes, create=False)
+        return super().open_file(path)
 
-    def discard(self, fd: int, offset: int, length: int) -> None:
+    async def create_file(self, path: Path, size_bytes: int) -> int:
         within_cut = self._count()
-        with open(self.paths[fd], "rb") as file:
-            old = os.pread(file.fileno(), length, offset)
+        fd = await super().create_file(path, size_bytes)
+        if within_cut:
+            self._created_in_cut = path, size_bytes
+            raise PowerLost
+        return fd
+
+    async def discard(self, fd: int, offset: int, length: int) -> None:
+        within_cut = self._count()
+        buffered = os.open(self.paths[fd], os.O_RDONLY)
+        old = os.pread(buffered, length, offset)
+        os.close(buffered)
         self._unsynced.append(_Write(self.paths[fd], offset, old, bytes(length), not within_cut))
-        super().discard(fd, offset, length)
+        await super().discard(fd, offset, length)
         if within_cut:
             raise PowerLost
 
@@ -301,7 +311,7 @@ def _cut_creation(path: Path, size_bytes: int, random: Random) -> None:
 
 
 # --- errors ----------------------------------------------------------------------------------------------
-Op = Literal["open_file", "discard", "read", "write", "sync"]
+Op = Literal["open_file", "create_file", "discard", "read", "write", "sync"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,14 +370,18 @@ class FailingDevice(WrappedDevice):
         """No more errors: space has returned, the cable is in again."""
         self._faults.clear()
 
-    def open_file(self, path: Path, size_bytes: int, *, create: bool) -> int:
-        self._raise("open_file", path, 0, size_bytes)
-        return super().open_file(path, size_bytes, create=create)
+    def open_file(self, path: Path) -> int:
+        self._raise("open_file", path, 0, 0)
+        return super().open_file(path)
 
-    def discard(self, fd: int, offset: int, length: int) -> None:
+    async def create_file(self, path: Path, size_bytes: int) -> int:
+        self._raise("create_file", path, 0, size_bytes)
+        return await super().create_file(path, size_bytes)
+
+    async def discard(self, fd: int, offset: int, length: int) -> None:
         """Best effort: an injected error is swallowed and the bytes stay."""
         if self._fault("discard", self.paths.get(fd), offset, length) is None:
-            super().discard(fd, offset, length)
+            await super().discard(fd, offset, length)
 
     async def read(
         self,

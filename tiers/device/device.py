@@ -14,7 +14,7 @@ Invariants (each has a conformance test):
   device refers to it. What `buffer` lent is returned as ever.
 - After `aclose` every call raises `DeviceFailed`.
 
-Concurrency: one trio thread calls; `open_file`, `close_file` and `discard` hold it for as long as they take.
+Concurrency: one trio thread calls; `open_file` and `close_file` hold it for as long as they take.
 """
 
 from __future__ import annotations
@@ -65,20 +65,26 @@ class Device(Protocol):
         """Return how many operations are unanswered that nobody waits for any more; at most `depth`."""
 
     def is_changing(self, fd: int) -> bool:
-        """Whether a write that nobody waits for any more may still change the file: nothing written there counts until
-        it cannot."""
+        """Whether a write or discard that nobody waits for any more may still change the file: nothing written there
+        counts until it cannot."""
 
-    def open_file(self, path: Path, size_bytes: int, *, create: bool) -> int:
-        """Open a file for reading and writing, direct where the filesystem allows it.
+    def open_file(self, path: Path) -> int:
+        """Open a file for reading and writing, direct where the filesystem allows it. Raises NotFound, DeviceFailed."""
 
-        create: makes the file, which must not exist, with all its `size_bytes` allocated, and syncs it and its
-        directory; nothing stays of a failure. Raises NoSpace, NotFound, Exists, DeviceFailed.
+    async def create_file(self, path: Path, size_bytes: int) -> int:
+        """Make a file, which must not exist, with all its bytes allocated, durable with its name; open it.
+
+        Nothing stays of a failure, but what is late may come to be. Raises NoSpace, NotFound, Exists, DeviceAway,
+        DeviceFailed.
         """
+
+    async def allocate(self, path: Path, size_bytes: int) -> None:
+        """Extend a file with zeros to so many bytes, durably. Raises NoSpace, NotFound, DeviceAway, DeviceFailed."""
 
     def close_file(self, fd: int) -> None:
         """Close a descriptor of `open_file` that no operation uses. Raises InvalidRequest for another."""
 
-    def discard(self, fd: int, offset: int, length: int) -> None:
+    async def discard(self, fd: int, offset: int, length: int) -> None:
         """Trim bytes that are not needed; they read as zeros and stay allocated. Best effort."""
 
     async def read(

@@ -19,7 +19,7 @@ import math
 import mmap
 import os
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -27,7 +27,7 @@ from typing import Final
 import trio
 
 from kvfs import limits
-from kvfs.errors import Corrupt, DeviceFailed, InvalidRequest, from_device_errno
+from kvfs.errors import Corrupt, DeviceAway, DeviceFailed, InvalidRequest, from_device_errno
 from tiers.device.drive import Drive
 from tiers.device.watched import Operation, Operations, Watch
 
@@ -74,11 +74,9 @@ class FileDevice:
     def late_operations(self) -> int:
         return self._watch.late
 
-    def open_file(self, path: Path, size_bytes: int, *, create: bool) -> int:
+    def open_file(self, path: Path) -> int:
         self._check_open()
         try:
-            if create:
-                _create(path, size_bytes)
             descriptor, direct = _open_direct(path)
         except OSError as error:
             raise from_device_errno(error.errno or errno.EIO, f"open {path}") from error
@@ -87,6 +85,26 @@ class FileDevice:
             self._direct = False
         self._paths[descriptor] = path
         return descriptor
+
+    async def create_file(self, path: Path, size_bytes: int) -> int:
+        await self._call(Operation(f"create {path}", -1), partial(_create, path, size_bytes))
+        return self.open_file(path)
+
+    async def allocate(self, path: Path, size_bytes: int) -> None:
+        await self._call(Operation(f"extend {path}", -1), partial(_allocate, path, size_bytes))
+
+    async def _call(self, operation: Operation, call: Callable[[], None]) -> None:
+        """Run a call that may hang in a thread."""
+
+        def mapped() -> int:
+            try:
+                call()
+            except OSError as error:
+                raise from_device_errno(error.errno or errno.EIO, operation.what) from error
+            return 0
+
+        operation.patience_s = limits.NVME_WRITE_S
+        await self._run(operation, lambda operation: operation.run_in_thread(mapped))
 
     def close_file(self, fd: int) -> None:
         if self._paths.pop(fd, None) is None:
@@ -99,12 +117,10 @@ class FileDevice:
     def is_changing(self, fd: int) -> bool:
         return self._watch.changes(fd)
 
-    def discard(self, fd: int, offset: int, length: int) -> None:
-        for mode in (_PUNCH_HOLE | _KEEP_SIZE, 0):
-            if _libc.fallocate(fd, mode, offset, length) != 0:
-                reason = os.strerror(ctypes.get_errno())
-                _log.info("discard %d bytes of %s at %d: %s", length, self._name(fd), offset, reason)
-                return
+    async def discard(self, fd: int, offset: int, length: int) -> None:
+        operation = Operation(f"discard {length} bytes of {self._name(fd)} at {offset}", fd, changes=True)
+        with suppress(DeviceAway):  # what is late may still come: `is_changing` says so
+            await self._call(operation, partial(_discard, fd, offset, length, operation.what))
 
     def _name(self, fd: int) -> str:
         path = self._paths.get(fd)
@@ -244,6 +260,23 @@ def _open_direct(path: Path) -> tuple[int, bool]:
         if error.errno != errno.EINVAL:
             raise
         return os.open(path, flags), False
+
+
+def _discard(fd: int, offset: int, length: int, what: str) -> None:
+    for mode in (_PUNCH_HOLE | _KEEP_SIZE, 0):
+        if _libc.fallocate(fd, mode, offset, length) != 0:
+            _log.info("%s: %s", what, os.strerror(ctypes.get_errno()))
+            return
+
+
+def _allocate(path: Path, size_bytes: int) -> None:
+    """Extend a file with all its blocks, durably. Raises OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        os.posix_fallocate(descriptor, 0, size_bytes)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _create(path: Path, size_bytes: int) -> None:

@@ -17,6 +17,7 @@ all operations, while there are any.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -47,7 +48,7 @@ class Operation:
         offset: int = 0,
         memory: memoryview | None = None,
         *,
-        patience_s: float,
+        patience_s: float = math.inf,
         changes: bool = False,
     ) -> None:
         """`what` is for messages; `changes`: it changes the bytes of its file."""

@@ -119,7 +119,7 @@ def look_at_pool(device: Device, directory: Path, store_id: bytes) -> PoolCheck 
 
 
 def _open(pool: SegmentPool, path: Path, store_id: bytes) -> SegmentCheck:
-    fd = pool.device.open_file(path, pool.segment_bytes, create=False)
+    fd = pool.device.open_file(path)
     segment = Segment(int(path.stem, 16), fd)
     pool.segments.append(segment)
     check = SegmentCheck(segment, path)

@@ -69,7 +69,7 @@ async def _repair_log(log: CheckedLog) -> None:
             _set_aside(log, check)
     faulty = [check for check in log.pool.checks if not check.is_clean and not check.hopeless]
     if not tier.pool.free:
-        tier.grow()
+        await tier.grow()
     _queue_changes(log)
     await tier.log.drain()
     for check in faulty:
@@ -103,7 +103,7 @@ async def _clear(log: CheckedLog, check: SegmentCheck) -> None:
         tier.pool.free.remove(segment)
     if segment.state is SegmentState.IN_USE:
         if not tier.pool.free:
-            tier.grow()
+            await tier.grow()
         await Reclaimer(tier).evacuate(segment, check.records)
     if check.worn:
         _set_aside(log, check)

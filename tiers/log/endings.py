@@ -31,7 +31,7 @@ from typing import Final
 import trio
 
 from kvfs import limits
-from kvfs.errors import Corrupt, DeviceAway, FormatMismatch, KvfsError, NoSpace
+from kvfs.errors import Corrupt, DeviceAway, DeviceFailed, FormatMismatch, KvfsError, NoSpace
 from kvfs.formats import ENDINGS_PAGE_BYTES, EndingKind
 from tiers.device.device import Device
 from tiers.log.ending_pages import PER_PAGE, Ended, Ending, Page, decode_page, encode_page
@@ -121,7 +121,7 @@ class Endings:
         file.pages = size // ENDINGS_PAGE_BYTES
         if size % ENDINGS_PAGE_BYTES or not size:
             self._fault(file, f"has {size} bytes, which are no whole pages")
-        file.fd = self._device.open_file(file.path, size, create=False)
+        file.fd = self._device.open_file(file.path)
         numbers: set[int] = set()
         async with self._device.buffer() as view:
             per_read = len(view) // ENDINGS_PAGE_BYTES
@@ -256,7 +256,7 @@ class Endings:
         that a late write may still change is replaced."""
         is_changing = self._is_changing(file)
         if file.fd >= 0 and not is_changing and file.pages * ENDINGS_PAGE_BYTES < self._size_bytes:
-            self._grow(file)
+            await self._grow(file)
         if file.fd >= 0 and not is_changing and 0 < file.pages * ENDINGS_PAGE_BYTES <= self._size_bytes:
             if file.path.name in self.faults:
                 await self._clear(file)
@@ -265,16 +265,16 @@ class Endings:
             self._device.close_file(file.fd)
             file.fd = -1
         file.path.unlink(missing_ok=True)
-        file.fd = self._device.open_file(file.path, self._size_bytes, create=True)
+        file.fd = await self._device.create_file(file.path, self._size_bytes)
         file.pages = self._size_bytes // ENDINGS_PAGE_BYTES
 
-    def _grow(self, file: _File) -> None:
+    async def _grow(self, file: _File) -> None:
         """Give a file the size that this tier needs; without room for that it is used as it is."""
         try:
-            with file.path.open("r+b") as opened:
-                os.posix_fallocate(opened.fileno(), 0, self._size_bytes)
-                os.fsync(opened.fileno())
-        except OSError as error:
+            await self._device.allocate(file.path, self._size_bytes)
+        except DeviceAway:
+            raise
+        except (NoSpace, DeviceFailed) as error:
             _log.info("%s stays at %d pages: %s", file.path, file.pages, error)
             with suppress(OSError):  # what was allocated of it before the failure
                 os.truncate(file.path, file.pages * ENDINGS_PAGE_BYTES)

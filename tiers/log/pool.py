@@ -102,10 +102,10 @@ class SegmentPool:
     def path(self, segment: Segment) -> Path:
         return self.directory / f"{segment.number:08x}.seg"
 
-    def grow(self) -> Segment:
+    async def grow(self) -> Segment:
         """Make one more file, free. Raises NoSpace, DeviceFailed."""
         segment = Segment(1 + max((s.number for s in self.segments), default=-1), -1)
-        segment.fd = self.device.open_file(self.path(segment), self.segment_bytes, create=True)
+        segment.fd = await self.device.create_file(self.path(segment), self.segment_bytes)
         self.segments.append(segment)
         self.free.append(segment)
         return segment
@@ -136,7 +136,7 @@ class SegmentPool:
         segment.state = SegmentState.FREE
         segment.drop_records()
         if self.trims:
-            self.device.discard(segment.fd, SEGMENT_DATA_START, self.segment_bytes - SEGMENT_DATA_START)
+            await self.device.discard(segment.fd, SEGMENT_DATA_START, self.segment_bytes - SEGMENT_DATA_START)
         if not segment.bad:
             self.free.append(segment)
 

@@ -154,13 +154,13 @@ async def _open_segment(pool: SegmentPool, number: int, *, wanted: bool) -> None
     exists = path.exists()
     if not exists and not wanted:
         return
-    fd = pool.device.open_file(path, pool.segment_bytes, create=not exists)
+    fd = pool.device.open_file(path) if exists else await pool.device.create_file(path, pool.segment_bytes)
     segment = Segment(number, fd)
     pool.segments.append(segment)
     if not exists:
         return
     try:
-        _lengthen(pool, path)
+        await _lengthen(pool, path)
         raw = await _read_header(pool, segment)
     except DeviceAway:
         raise
@@ -177,13 +177,12 @@ async def _open_segment(pool: SegmentPool, number: int, *, wanted: bool) -> None
         path.unlink()
 
 
-def _lengthen(pool: SegmentPool, path: Path) -> None:
+async def _lengthen(pool: SegmentPool, path: Path) -> None:
     """Extend a file that was cut, so that the rest of it can be read: zeros are no records."""
-    missing = pool.segment_bytes - path.stat().st_size
+    missing = pool.segment_bytes - os.stat(path).st_size
     if missing > 0:
         _log.error("segment file %s is %d bytes short: what they held is lost", path, missing)
-        with path.open("r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, pool.segment_bytes)
+        await pool.device.allocate(path, pool.segment_bytes)
 
 
 async def _read_header(pool: SegmentPool, segment: Segment) -> dict[str, Any] | None:

@@ -88,9 +88,9 @@ class NvmeTier:
         """Of the newest ordered deletion that waits for nothing."""
         self._segments = {segment.number: segment for segment in pool.segments}
 
-    def grow(self) -> None:
+    async def grow(self) -> None:
         """Add a file past the capacity that was asked for: a start that finds it free removes it. Raises NoSpace."""
-        segment = self.pool.grow()
+        segment = await self.pool.grow()
         self._segments[segment.number] = segment
 
     @property
