@@ -109,20 +109,20 @@ async def send_objects(
     session: Session, op: Op, items: Sequence[T], find: Callable[[T], ObjectInfo], channel: Channel
 ) -> None:
     """Answer with descriptors of objects. One that is not in DRAM is leased first, until its answer is sent; all are,
-    where one was evicted from DRAM before it was opened."""
+    again, where one was evicted from DRAM, or replaced by one that is, before it was opened."""
     first, more, lease_all = 0, True, False
     while more:
         some = items[first : first + limits.MAX_FDS_PER_MESSAGE]
         leases = await _lease(session, some, find, lease_all=lease_all)
 
-        def open_item(item: T, leases: _Leases = leases, lease_all: bool = lease_all) -> Opened:
+        def open_item(item: T, leases: _Leases = leases) -> Opened:
             info = find(item)
             leased = leases.get(info.key.digest)
             if isinstance(leased, Exception):
                 raise leased
             if leased is not None and leased[0].object_id == info.object_id:
                 return extent_result(leased[0]), os.dup(leased[1])
-            if info.extent is None and not lease_all:
+            if info.extent is None:
                 raise _EvictedError
             return extent_result(info), session.store.open_read(info, uid=session.caller.uid)
 
@@ -137,7 +137,7 @@ async def send_objects(
 
 
 class _EvictedError(Exception):
-    """Says that an object that needed no lease needs one by now."""
+    """Says that an object that needed no lease needs one by now, or that it is another than was leased."""
 
 
 async def _lease(
