@@ -260,6 +260,8 @@ class DeviceMissing(KvfsError):
 class DeviceFailed(KvfsError):
     """A storage device or GPU refused or lost an operation; the bytes there are unknown."""
 
+    errno = errno.EREMOTEIO
+
 
 class DeviceAway(DeviceFailed):
     """A storage device does not answer; what only it has cannot be read or made durable meanwhile."""
@@ -339,6 +341,7 @@ _FROM_ERRNO: dict[int, type[KvfsError]] = {
     errno.EBADMSG: WrongChecksum,
     errno.EAGAIN: Busy,
     errno.EHOSTDOWN: DeviceAway,
+    errno.EREMOTEIO: DeviceFailed,
 }
 
 _FROM_DEVICE_ERRNO: dict[int, type[KvfsError]] = {

@@ -14,7 +14,7 @@ import trio
 
 from bench import nvme
 from kvfs import limits
-from kvfs.errors import DeviceFailed, DeviceMissing, InvalidRequest, NoSpace
+from kvfs.errors import DeviceAway, DeviceFailed, DeviceMissing, InvalidRequest, NoSpace, status_error
 from tests.conformance.device_suite import KIB, PAGE, DeviceSuite, MakeDevice, get, put
 from tests.support.faulty_device import SECTOR_BYTES, FailingDevice, LossyDevice, PowerLost, WrappedDevice
 from tests.support.uring import needs_uring
@@ -68,6 +68,21 @@ async def test_the_backend_is_chosen(kind: Kind, backends: set[str]) -> None:
     assert device.backend in backends
     assert device.depth == 3
     await device.aclose()
+
+
+@pytest.mark.parametrize("make", [thread_device, pytest.param(uring_device, marks=needs_uring)])
+async def test_the_end_of_a_device_is_no_full_filesystem(make: Callable[[int], Device]) -> None:
+    """/dev/full answers as a block device does past its end."""
+    device, fd = make(2), os.open("/dev/full", os.O_WRONLY)
+    with pytest.raises(DeviceFailed, match="the device ends before"):
+        await device.write(fd, 0, memoryview(bytes(PAGE)))
+    await device.aclose()
+    os.close(fd)
+
+
+@pytest.mark.parametrize("kind", [DeviceFailed, DeviceAway])
+def test_what_a_device_fails_is_no_wrong_checksum_to_a_client(kind: type[DeviceFailed]) -> None:
+    assert type(status_error(kind.errno, "a block")) is kind
 
 
 # --- threads ---------------------------------------------------------------------------------------------

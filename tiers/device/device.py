@@ -102,7 +102,8 @@ class Device(Protocol):
         """
 
     async def write(self, fd: int, offset: int, data: memoryview) -> None:
-        """Write all of `data`; durable after the next `sync`. Raises NoSpace, DeviceAway, DeviceFailed."""
+        """Write all of `data`; durable after the next `sync`. Raises NoSpace where the filesystem is full, DeviceAway,
+        DeviceFailed, also past the end of a block device."""
 
     async def sync(self, fd: int) -> None:
         """Make what was written before durable (fdatasync). Raises NoSpace, DeviceAway, DeviceFailed.

@@ -18,6 +18,7 @@ import logging
 import math
 import mmap
 import os
+import stat
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -27,7 +28,7 @@ from typing import Final
 import trio
 
 from kvfs import limits
-from kvfs.errors import Corrupt, DeviceAway, DeviceFailed, InvalidRequest, from_device_errno
+from kvfs.errors import Corrupt, DeviceAway, DeviceFailed, InvalidRequest, NoSpace, from_device_errno
 from tiers.device.drive import Drive
 from tiers.device.watched import Operation, Operations, Watch
 
@@ -200,7 +201,12 @@ class FileDevice:
         what = f"write {data.nbytes} bytes of {self._name(fd)} at {offset}"
         _check_range(what, offset, data)
         operation = Operation(what, fd, offset, data, patience_s=limits.NVME_WRITE_S, changes=True)
-        await self._run(operation, self.operations.begin_write)
+        try:
+            await self._run(operation, self.operations.begin_write)
+        except NoSpace as error:
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                raise
+            raise DeviceFailed(f"{what}: the device ends before") from error
 
     async def sync(self, fd: int) -> None:
         operation = Operation(f"sync {self._name(fd)}", fd, patience_s=limits.NVME_WRITE_S)
