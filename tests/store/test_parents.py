@@ -194,7 +194,7 @@ async def test_a_block_that_is_kept_does_not_go_with_its_parent(
             await until_written(store, 4)
             store.set_attributes(chain_names(where)[2], pinned=True)
         await demote(store, chain_names(where))
-        await lose(store, tmp_path)  # type: ignore[misc]
+        await lose(store, tmp_path)
         assert there(store)[0] is False
         assert await read_block(store, CHAIN[2]) == CHAIN[2] * 256
         assert not audit(store)

@@ -357,7 +357,9 @@ def test_a_prompt_without_tokens_is_routed_by_load_and_the_answer_says_so() -> N
     assert isinstance(found, Routed)
     assert found.degraded == WITHOUT_TOKENS
     assert WITHOUT_TOKENS[1:] in made.explain(found.id)["words"]
-    assert made.route(RouteRequest(model="m", length=5, hashes=[])).degraded == ""
+    short = made.route(RouteRequest(model="m", length=5, hashes=[]))
+    assert isinstance(short, Routed)
+    assert short.degraded == ""
     assert [made.counts[name] for name in ("degraded", "without_tokens")] == [1, 1]
 
 

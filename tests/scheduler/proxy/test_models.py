@@ -165,11 +165,12 @@ MODELS = "/v1/models"
 
 async def serve(stand: Stand, *models: list[str]) -> None:
     """Have engines serve these models, and wait until the proxy has seen them."""
-    for engine, known in zip(stand.engines, models, strict=True):
-        engine.models = known
+    for engine, served in zip(stand.engines, models, strict=True):
+        engine.models = served
     for known in stand.proxy.engines:
         known.listed_s = float("-inf")
-    await until(lambda: [each.models for each in stand.proxy.engines] == [{*known} for known in models])
+    wanted = list(map(frozenset, models))
+    await until(lambda: [each.models for each in stand.proxy.engines] == wanted)
 
 
 async def test_the_list_of_models_is_that_of_all_engines_with_each_model_once() -> None:
