@@ -128,9 +128,8 @@ class Conductor:
         is_measured: bool,
     ) -> Routed:
         decision, block_tokens = plan.decision, pool.namespace.block_tokens
-        chosen, decode = decision.prefill, decision.decode
+        chosen = decision.prefill
         assert chosen is not None
-        assert decode is not None
         cached = chosen.reused_blocks * block_tokens
         depths, predicted = self._predict(pool, decision, hashes[: reusable * HASH_BYTES])
         made = hashes[chosen.reused_blocks * HASH_BYTES :]
@@ -148,23 +147,8 @@ class Conductor:
             self._roles.committed(pool, weighed.tokens, cached, chosen.prefill_s, weighed.at_s)
         if self.copies is not None and reusable and hashes:
             self.copies.routed(pool, chosen.instance, hashes[: reusable * HASH_BYTES])
-        has_leg = found.has_leg
-        routed = Routed(
-            id=found.id,
-            decode=found.decode.instance.name,
-            decode_url=found.decode.instance.url,
-            prefill=found.prefill.instance.name if has_leg else None,
-            prefill_url=found.prefill.instance.url if has_leg else None,
-            cached_tokens=cached,
-            ranges=ranges(weighed),
-            last_block=hashes[(reusable - 1) * HASH_BYTES : reusable * HASH_BYTES].hex() or None
-            if reusable
-            else None,
-            ttft_s=decision.ttft_s,
-            tbt_s=decode.tbt_s,
-            deadline_s=found.deadline_s - weighed.at_s,
-            degraded=weighed.degraded,
-        )
+        last_block = hashes[(reusable - 1) * HASH_BYTES : reusable * HASH_BYTES].hex() if reusable else None
+        routed = _routed(found, decision, weighed, cached, last_block or None)
         reused = by_medium(depths, chosen.reused_blocks) if cached else ()
         self.log.routed(routed, logged, predicted[0], [(medium, n * block_tokens) for medium, n in reused])
         return routed
@@ -388,4 +372,25 @@ def _slo(request: RouteRequest, default: Slo) -> Slo:
     return Slo(
         default.ttft_s if request.ttft_slo_s is None else request.ttft_slo_s,
         default.tbt_s if request.tbt_slo_s is None else request.tbt_slo_s,
+    )
+
+
+def _routed(
+    found: Reservation, decision: Decision, weighed: Weighed, cached_tokens: int, last_block: str | None
+) -> Routed:
+    decode, has_leg = decision.decode, found.has_leg
+    assert decode is not None
+    return Routed(
+        id=found.id,
+        decode=found.decode.instance.name,
+        decode_url=found.decode.instance.url,
+        prefill=found.prefill.instance.name if has_leg else None,
+        prefill_url=found.prefill.instance.url if has_leg else None,
+        cached_tokens=cached_tokens,
+        ranges=ranges(weighed),
+        last_block=last_block,
+        ttft_s=decision.ttft_s,
+        tbt_s=decode.tbt_s,
+        deadline_s=found.deadline_s - weighed.at_s,
+        degraded=weighed.degraded,
     )
