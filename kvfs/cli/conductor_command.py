@@ -33,7 +33,19 @@ def run(
     events: Annotated[
         str | None, typer.Option(metavar="ENDPOINT", help="Where publishers of KV events connect.")
     ] = None,
-    instances: Annotated[str | None, typer.Option(metavar="FILE", help="JSON file of instances.")] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="An engine, which is asked what it is; repeatable."),
+    ] = None,
+    prefill: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="One that prefills; repeatable.")
+    ] = None,
+    decode: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="One that decodes; repeatable.")
+    ] = None,
+    instances: Annotated[
+        str | None, typer.Option(metavar="FILE", help="JSON file of instances that are not asked.")
+    ] = None,
     policy: Annotated[str | None, typer.Option(metavar="NAME", help="Routing policy.")] = None,
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="TOML configuration, with the tokens.")
@@ -44,6 +56,9 @@ def run(
     flags = {
         ("conductor", "listen"): listen,
         ("conductor", "events"): events,
+        ("conductor", "engines"): engine or None,
+        ("conductor", "prefill"): prefill or None,
+        ("conductor", "decode"): decode or None,
         ("conductor", "instances"): instances,
         ("conductor", "policy"): policy,
         ("log", "level"): log_level,

@@ -16,7 +16,7 @@ import typer
 
 from kvfs.cli.lazy import load as load_module
 from kvfs.config.load import load
-from kvfs.config.settings import Settings, host_and_port
+from kvfs.config.settings import ConductorSettings, Settings, host_and_port
 from kvfs.errors import ConfigError
 from kvfs.http.server import Certificate
 from kvfs.system.notify import set_up_logging
@@ -43,6 +43,10 @@ def proxy(
         str | None,
         typer.Option(help="store, nixl, mooncake or sglang: how a prompt gets from one to the other."),
     ] = None,
+    conduct: Annotated[
+        bool | None,
+        typer.Option("--conduct", help="Follow the engines' caches by a Conductor in this process."),
+    ] = None,
     conductor: Annotated[
         str | None, typer.Option(metavar="URL", help="A Conductor elsewhere that routes.")
     ] = None,
@@ -65,6 +69,7 @@ def proxy(
         ("proxy", "prefill"): prefill or None,
         ("proxy", "decode"): decode or None,
         ("proxy", "hand_over"): hand_over,
+        ("proxy", "conduct"): conduct,
         ("proxy", "conductor"): conductor,
         ("conductor", "instances"): instances,
         ("conductor", "events"): events,
@@ -87,13 +92,27 @@ def _serve(settings: Settings) -> None:
         if routes_itself(settings):
             # Its packages are of another extra.
             kind = load_module("scheduler.conductor.door.conductor_service").ConductorService
-            service = stack.enter_context(kind(settings.conductor))
+            service = stack.enter_context(kind(conductor_settings(settings)))
         trio.run(run, options, host, port, started, service)
 
 
 def routes_itself(settings: Settings) -> bool:
     """Return whether a Conductor runs in the proxy's process."""
-    return settings.conductor.instances is not None and not settings.proxy.conductor
+    own = settings.conductor
+    is_told = own.instances is not None or bool(own.asked) or settings.proxy.conduct
+    return is_told and not settings.proxy.conductor
+
+
+def conductor_settings(settings: Settings) -> ConductorSettings:
+    """Return the settings of the Conductor in the process, which with `conduct` asks the proxy's engines."""
+    own, proxy = settings.conductor, settings.proxy
+    if not proxy.conduct:
+        return own
+    if own.asked:
+        raise ConfigError(
+            "[proxy] conduct: its engines are asked in place of those of [conductor]: name them once"
+        )
+    return own.model_copy(update={"engines": proxy.engines, "prefill": proxy.prefill, "decode": proxy.decode})
 
 
 def proxy_options(given: Settings) -> ProxyOptions:
@@ -108,7 +127,7 @@ def proxy_options(given: Settings) -> ProxyOptions:
     addresses = [
         EngineAddress(url, role, bootstrap=bootstraps.get(url, "")) for role, urls in roles for url in urls
     ]
-    is_routed = settings.conductor or routes_itself(given)
+    is_routed = settings.conductor or (routes_itself(given) and not settings.conduct)
     if not settings.engines and not settings.decode and not is_routed:
         raise ConfigError("[proxy] has no engines that decode: --engine URL, or --prefill URL --decode URL")
     for address in addresses:
@@ -118,7 +137,7 @@ def proxy_options(given: Settings) -> ProxyOptions:
     if settings.certificate is not None and settings.key is not None:
         certificate = Certificate(settings.certificate, settings.key)
     return ProxyOptions(
-        engines=addresses,
+        engines=() if settings.conduct else addresses,  # a Conductor names those that it has
         hand_over=settings.hand_over,
         bearer_tokens=[token.get_secret_value() for token in settings.tokens],
         certificate=certificate,

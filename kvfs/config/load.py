@@ -55,7 +55,12 @@ def _explain(errors: Iterable[ErrorDetails]) -> Iterable[str]:
             yield _about_credentials(where[2:], error)
         elif error["type"] == "extra_forbidden":
             yield _unknown(where)
-        elif where[0] in ("cold", "conductor", "proxy") and where[1:2] in ([], ["secret_key"], ["tokens"]):
+        elif where[0] in ("cold", "conductor", "proxy") and where[1:2] in (
+            [],
+            ["secret_key"],
+            ["tokens"],
+            ["engine_token"],
+        ):
             # The value is a secret, or holds one.
             yield f"[{' '.join(where[:2])}]: {_limit(where, error)}"
         else:

@@ -40,6 +40,7 @@ from kvfs.limits import (
     MAX_ACCESS_KEY_BYTES,
     MAX_COLD_PREFIX_BYTES,
     MAX_COLD_TIMEOUT_S,
+    MAX_CONDUCTOR_INSTANCES,
     MAX_CONDUCTOR_TOKENS,
     MAX_CREDENTIALS,
     MAX_GATEWAY_CONNECTIONS,
@@ -300,6 +301,11 @@ class EventSettings(_Section):
         return value
 
 
+EngineUrl = Annotated[str, Field(pattern=r"^https?://[^/\s@]+$")]
+AskedUrls = Annotated[tuple[EngineUrl, ...], Field(max_length=MAX_CONDUCTOR_INSTANCES)]
+EngineUrls = Annotated[tuple[EngineUrl, ...], Field(max_length=MAX_PROXY_ENGINES)]
+
+
 class ConductorSettings(_Section):
     """[conductor]: which instance answers which request (docs/conductor.md)."""
 
@@ -314,6 +320,13 @@ class ConductorSettings(_Section):
     """The endpoint, bound, where engines' and services' publishers connect, each with a topic of its own."""
     instances: AbsolutePath | None = None
     """A JSON file of instances, which is read again when it changes."""
+    engines: AskedUrls = ()
+    """Engines that are asked what they are, as http://HOST:PORT or https://HOST:PORT; their roles are what they say."""
+    prefill: AskedUrls = ()
+    decode: AskedUrls = ()
+    """Engines that are asked, for one of both."""
+    engine_token: SecretStr = SecretStr("")
+    """The engines' `--api-key`, which asking them for their models needs."""
     policy: RoutingPolicy = "default"
     queue: QueueDiscipline = "fcfs"
     admission: AdmissionMode = "default"
@@ -333,8 +346,16 @@ class ConductorSettings(_Section):
     relabel: bool = False
     """Whether instances labelled prefill or decode change sides with the load."""
 
+    @property
+    def asked(self) -> dict[str, Literal["prefill", "decode"] | None]:
+        """Return the roles of the engines that are asked what they are; None: what they say."""
+        found: dict[str, Literal["prefill", "decode"] | None] = dict.fromkeys(self.engines)
+        return found | dict.fromkeys(self.prefill, "prefill") | dict.fromkeys(self.decode, "decode")
+
     @model_validator(mode="after")
     def _safe(self) -> ConductorSettings:
+        if len(self.asked) < len(self.engines) + len(self.prefill) + len(self.decode):
+            raise PydanticCustomError("engines", "an engine is named twice")
         if (self.certificate is None) != (self.key is None):
             raise PydanticCustomError("tls", "certificate and key are given together or not at all")
         if not self.tokens and host_and_port(self.listen)[0] not in ("127.0.0.1", "::1", "localhost"):
@@ -344,11 +365,6 @@ class ConductorSettings(_Section):
                 "tokens", "a token has fewer than {least} characters", {"least": MIN_SECRET_KEY_BYTES}
             )
         return self
-
-
-EngineUrls = Annotated[
-    tuple[Annotated[str, Field(pattern=r"^https?://[^/\s@]+$")], ...], Field(max_length=MAX_PROXY_ENGINES)
-]
 
 
 class ProxySettings(_Section):
@@ -370,8 +386,10 @@ class ProxySettings(_Section):
     key: AbsolutePath | None = None
     """PEM files; with both, clients speak TLS. SIGHUP reads them again."""
     connections: Annotated[int, Field(ge=1, le=MAX_PROXY_REQUESTS)] = MAX_PROXY_REQUESTS
+    conduct: bool = False
+    """Whether a Conductor in the process asks these engines what they are, and routes."""
     conductor: Annotated[str, Field(pattern=r"^(https?://[^/\s@]+)?$")] = ""
-    """The URL of the Conductor that routes. Empty: one in the process if [conductor] has instances, else load."""
+    """The URL of the Conductor that routes. Empty: one in the process if it has engines or instances, else load."""
     conductor_token: SecretStr = SecretStr("")
     """One of that Conductor's tokens; $KVFS_CONDUCTOR_TOKEN is another way to give it."""
     authorities: AbsolutePath | None = None
@@ -379,6 +397,17 @@ class ProxySettings(_Section):
 
     @model_validator(mode="after")
     def _safe(self) -> ProxySettings:
+        if self.conduct and self.conductor:
+            raise PydanticCustomError(
+                "conduct", "conduct has a Conductor in the process: leave out conductor"
+            )
+        urls = (*self.engines, *self.prefill, *self.decode)
+        if self.conduct and (len(set(urls)) < len(urls) or len(urls) > MAX_CONDUCTOR_INSTANCES):
+            raise PydanticCustomError(
+                "conduct",
+                "with conduct there are at most {limit} engines, each once",
+                {"limit": MAX_CONDUCTOR_INSTANCES},
+            )
         if (self.certificate is None) != (self.key is None):
             raise PydanticCustomError("tls", "certificate and key are given together or not at all")
         if any(len(token.get_secret_value()) < MIN_SECRET_KEY_BYTES for token in self.tokens):

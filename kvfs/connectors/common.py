@@ -80,6 +80,8 @@ class Link:
         self._closed = threading.Event()
         self._tried = False
         """Whether a block went to the store and back, or failed to while the service answered."""
+        self.published: dict[str, str] = {}
+        """`topic`, `endpoint` and `replay` of the service's KV events, once it was asked; empty: it publishes none."""
 
     @property
     def is_up(self) -> bool:
@@ -184,6 +186,7 @@ class Link:
         if not self.attempt(lambda: _round_trip(blocks), False):
             self._tried = self.is_up
             return
+        self.published = self.attempt(lambda: _published(client), {})
         took_ms = 1e3 * (time.monotonic() - began_s)
         _say(
             self._log,
@@ -276,6 +279,12 @@ def _round_trip(blocks: Blocks) -> bool:
     if sizes != [len(data)] or place != data:
         raise NotFound(f"a block that was stored in bucket {blocks.bucket} is not read back")
     return True
+
+
+def _published(client: Client) -> dict[str, str]:
+    """Return where a service publishes KV events, nothing where it does not."""
+    found = client.status().get("events", {}).get("published", {})
+    return {name: found[name] for name in ("topic", "endpoint", "replay") if found.get(name)}
 
 
 def clear(client: Client, blocks: Blocks) -> int:

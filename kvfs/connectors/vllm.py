@@ -32,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.lora.utils import get_adapter_absolute_path
 
 from kvfs.connectors.adapters import LoadedAdapters
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger("kvfs.connectors")
+_KNOWN_BY = ("namespace", "weights", "role", "store_topic", "store_endpoint", "store_replay")
+"""What a Conductor has to know of an engine: labels of the metric `vllm:kvfs_info`."""
 _CHOICES = {"load": ("async", "layers"), "store": ("all", "prompt")}
 _KEYS = frozenset(("address", "revision", *_CHOICES))
 
@@ -78,6 +81,46 @@ class KVFSReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVFSReport:
         assert isinstance(other, KVFSReport)
         return KVFSReport(max(self.epoch, other.epoch), {**self.adapters, **other.adapters})
+
+
+@dataclass
+class KVFSInfo(KVConnectorStats):  # type: ignore[misc]
+    """From the scheduler to the server's process, whenever it changes: `data` has a text for each of _KNOWN_BY."""
+
+    def reset(self) -> None:
+        self.data.clear()
+
+    def aggregate(self, other: KVConnectorStats) -> KVFSInfo:
+        return KVFSInfo({**self.data, **other.data})
+
+    def reduce(self) -> dict[str, int | float]:
+        return {}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class KVFSInfoMetric(KVConnectorPromMetrics):  # type: ignore[misc]
+    """Show at `/metrics` of each engine what it said last: the sample that is 1."""
+
+    def __init__(
+        self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._gauge = self._gauge_cls(  # vLLM removes metrics with its own name before it makes them again
+            name="vllm:kvfs_info",
+            documentation="What a Conductor knows this engine's blocks by.",
+            multiprocess_mode="mostrecent",
+            labelnames=[*labelnames, *_KNOWN_BY],
+        )
+        self._shown: dict[int, Any] = {}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        if engine_idx in self._shown:
+            self._shown[engine_idx].set(0)
+        values = [str(transfer_stats_data.get(name, "")) for name in _KNOWN_BY]
+        self._shown[engine_idx] = self._gauge.labels(*self.per_engine_labelvalues[engine_idx], *values)
+        self._shown[engine_idx].set(1)
 
 
 def check_config(extra: dict[str, Any]) -> dict[str, str]:
@@ -118,6 +161,9 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._namespace: Namespace | None = None
         self._watch: Watch | None = None
         self._own_cache: Any = None
+        self._known_by: dict[str, str] = {}
+        self._said: dict[str, str] = {}
+        """What the server's process was last told of it."""
         if role == KVConnectorRole.SCHEDULER:
             self._planner = Planner(
                 self._link,
@@ -224,11 +270,37 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
             {rank: Namespace.from_json(each.namespace) for rank, each in ranks}, weights
         )
         if ranks:  # docs/conductor.md
+            role = str(self._vllm_config.kv_transfer_config.kv_role)
+            self._known_by = {"namespace": ranks[0][1].namespace, "weights": weights, "role": role}
             logging.getLogger(VLLM_LOG).info(
                 'kvfs: a Conductor knows these blocks by {"namespace": %s, "weights": "%s"}',
                 ranks[0][1].namespace,
                 weights,
             )
+
+    def has_pending_push_work(self) -> bool:
+        """Return whether vLLM is to take a step without requests, with which statistics leave."""
+        return self._info() != self._said
+
+    def get_kv_connector_stats(self) -> KVFSInfo | None:
+        if (info := self._info()) == self._said:
+            return None
+        self._said = info
+        return KVFSInfo(dict(info))
+
+    def _info(self) -> dict[str, str]:
+        if not self._known_by:
+            return {}
+        published = self._link.published
+        return {**self._known_by, **{f"store_{name}": str(value) for name, value in published.items()}}
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVFSInfo:
+        return KVFSInfo()  # for vLLM's own log, which has it already
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any) -> KVFSInfoMetric:
+        return KVFSInfoMetric(*arguments)
 
     def reset_cache(self) -> bool | None:
         """Begin an epoch, since the weights change; stored blocks stay for engines with the old weights."""

@@ -125,6 +125,10 @@ class Publisher(_Sockets):
             raise
 
     @property
+    def topic(self) -> str:
+        return self._topic.decode()
+
+    @property
     def endpoint(self) -> str:
         return endpoint_of(self._sender)
 

@@ -21,7 +21,9 @@ from kvfs.limits import SESSION_CHUNK_BYTES
 
 
 class GetFailed(Exception):
-    """A server does not answer, or not with what was asked for."""
+    """A server does not answer, or not with what was asked for; `status` is that of another answer than 200."""
+
+    status: int | None = None
 
 
 class _Answer:
@@ -82,5 +84,7 @@ async def _read(stream: trio.abc.ReceiveStream, most_bytes: int) -> bytes:
             # What a callback raises is the cause.
             raise GetFailed(str(error.__context__ or error)) from None
     if parser.get_status_code() != 200:
-        raise GetFailed(f"status {parser.get_status_code()}")
+        failed = GetFailed(f"status {parser.get_status_code()}")
+        failed.status = parser.get_status_code()
+        raise failed
     return bytes(answer.body)

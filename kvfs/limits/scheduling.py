@@ -124,6 +124,16 @@ CONDUCTOR_TICK_S: Final = 0.05
 """How often the Conductor looks at deadlines and queues."""
 INSTANCES_FILE_INTERVAL_S: Final = 2.0
 """How often the file of instances is looked at."""
+ENGINE_ANSWER_S: Final = 5.0
+"""How long an engine may take to say what it is: three small answers, of which one that computes is a second late."""
+ENGINE_ASK_INTERVAL_S: Final = 10.0
+"""How often each engine is asked what it is: one that starts anew takes longer to load its weights."""
+ENGINE_RETRY_S: Final = 0.5
+"""The first pause after an engine did not say what it is, doubled each time up to ENGINE_ASK_INTERVAL_S."""
+MAX_ENGINE_ANSWER_BYTES: Final = 1 * MIB
+"""Its list of models or of publishers: a thousand adapters of 600 bytes, or 256 ranks of 300."""
+DEFAULT_BLOCK_TOKENS: Final = 16
+"""Tokens of a block of an engine that does not say how large they are: vLLM's own default."""
 ROUTE_BATCH_TURN: Final = 16
 """Prompts of a batch that are routed before the event loop has a turn: a few milliseconds."""
 MAX_CONDUCTOR_TOKENS: Final = 64

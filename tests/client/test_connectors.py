@@ -183,6 +183,24 @@ def test_a_program_that_set_up_no_logging_is_told_where_blocks_are_kept(
 
 
 @pytest.mark.mount
+def test_a_link_knows_where_its_store_publishes_events(service: Service, tmp_path: Path) -> None:
+    config = tmp_path / "kvfs.toml"
+    config.write_text('[events]\npublish = "tcp://127.0.0.1:1"\nreplay = "tcp://*:*"\ntopic = "node"\n')
+    with Service(mode="off", arguments=["--config", str(config)]) as publishing:
+        for which, topic in ((publishing, "node"), (service, None)):
+            link = Link(str(which.data), name="engine")
+            assert link.published == {}
+            try:
+                assert link.open(string_namespace("published")) is not None
+            finally:
+                link.close()
+            assert link.published.get("topic") == topic
+            if topic:
+                assert link.published["endpoint"] == "tcp://127.0.0.1:1"
+                assert link.published["replay"].startswith("tcp://0.0.0.0:")
+
+
+@pytest.mark.mount
 def test_a_store_that_keeps_nothing_is_not_said_to_work(
     service: Service, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

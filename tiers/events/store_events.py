@@ -49,6 +49,7 @@ class BlockEvents:
 
     def status(self) -> dict[str, Any]:
         return {
+            "topic": self._publisher.topic,
             "endpoint": self._publisher.endpoint,
             "replay": self._publisher.replay_endpoint,
             "sequence": self._publisher.sequence,

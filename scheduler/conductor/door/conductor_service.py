@@ -31,6 +31,7 @@ from scheduler.conductor.door.api import Api
 from scheduler.conductor.door.conductor_panels import conductor_snapshot
 from scheduler.conductor.door.operations import Context
 from scheduler.conductor.feeds.discovery import InstancesFile
+from scheduler.conductor.feeds.engine_survey import EngineSurvey
 from scheduler.conductor.feeds.feed import Feed
 from scheduler.conductor.feeds.listener import Listener
 from scheduler.conductor.planning.planner import Role
@@ -101,7 +102,7 @@ class ConductorService:
     def __exit__(self, *_: object) -> None:
         self._subscriber.__exit__()
 
-    # --- what a file of instances asks for ----------------------------------------------------------------
+    # --- what a file of instances and engines ask for -----------------------------------------------------
     def add(self, instance: Instance) -> None:
         self.conductor.registry.add(instance)
         self._listener.follow(instance)
@@ -127,6 +128,8 @@ class ConductorService:
             background.start_soon(self._hub.run)
             if self._settings.instances is not None:
                 background.start_soon(InstancesFile(self._settings.instances, self).run)
+            token = self._settings.engine_token.get_secret_value()
+            await background.start(EngineSurvey(self._settings.asked, self, token).run)
             port = sockets[0].getsockname()[1]
             scheme = "http" if self._settings.certificate is None else "https"
             shown = f"[{host}]" if ":" in host else host or "*"

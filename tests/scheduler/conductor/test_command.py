@@ -92,5 +92,7 @@ def test_what_is_wrong_is_a_line_and_an_exit_code(tmp_path: Path) -> None:
     assert (nobody.returncode, nobody.stderr.startswith("kvfs: http://127.0.0.1:1")) == (4, True)
     wrong = kvfs("run", "--config", str(settings(tmp_path, cost_model="gpt-9")))
     assert (wrong.returncode, "'gpt-9' is not in the table" in wrong.stderr) == (2, True)
+    twice = kvfs("run", "--engine", "http://h:1", "--prefill", "http://h:1")
+    assert (twice.returncode, "an engine is named twice" in twice.stderr) == (2, True)
     taken = kvfs("run", "--listen", "127.0.0.1:0", "--events", "tcp://nowhere")
     assert (taken.returncode, "tcp://nowhere" in taken.stderr) == (2, True)

@@ -16,6 +16,7 @@ import openai
 import pytest
 import trio
 
+from tests.support.asked_engines import AskedEngine, models
 from tests.support.certificates import certificate as make_certificate
 from tests.support.processor_waits import within
 from tests.support.service import ROOT
@@ -155,11 +156,36 @@ async def test_the_command_with_tls_and_tokens(tmp_path: Path) -> None:
         nursery.cancel_scope.cancel()
 
 
+async def test_the_command_asks_its_engines_and_routes_by_what_they_say(tmp_path: Path) -> None:
+    config = tmp_path / "kvfs.toml"
+    config.write_text('[conductor]\nlisten = "127.0.0.1:0"\nevents = "tcp://127.0.0.1:*"\n')
+    one, other = AskedEngine(), AskedEngine(models=models("n"))
+    async with trio.open_nursery() as nursery:
+        for engine in (one, other):
+            await nursery.start(engine.run)
+        urls = ("--engine", one.url, "--decode", other.url)
+        async with command("--conduct", *urls, "--config", str(config)) as (_, _, port):
+
+            def use() -> None:
+                with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as api:
+                    for model in ("m", "n", "n"):
+                        api.completions.create(model=model, prompt="p", max_tokens=2)
+                    with pytest.raises(openai.NotFoundError, match="no instance of it"):
+                        api.completions.create(model="x", prompt="p")
+
+            await trio.to_thread.run_sync(use)
+        assert [len(engine.completions) for engine in (one, other)] == [1, 2]
+        nursery.cancel_scope.cancel()
+
+
 WRONG = {
     "no engines": ([], "has no engines that decode"),
     "only prefill": (["--prefill", "http://h:1"], "has no engines that decode"),
     "scheme": (["--engine", "ftp://h:1"], "[proxy] engines"),
     "path": (["--engine", "http://h:99999"], "an engine is http://HOST:PORT"),
+    "nothing to conduct": (["--conduct"], "has no engines that decode"),
+    "two Conductors": (["--conduct", "--engine", "http://h:1", "--conductor", "http://h:2"], "leave out"),
+    "an engine twice": (["--conduct", "--engine", "http://h:1", "--decode", "http://h:1"], "each once"),
     "hand-over": (["--engine", "http://h:1", "--hand-over", "pigeon"], "must be 'store', 'nixl'"),
 }
 

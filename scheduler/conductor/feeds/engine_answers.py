@@ -1,0 +1,235 @@
+"""What an engine's own answers say of it, as the instance that a Conductor registers.
+
+Responsibility: read `/v1/models`, `/kv_event_sources` and `/metrics` of vLLM, of which another engine may lack the last
+two's contents: what nobody says is left out, and named in the notes.
+
+Invariants: an endpoint that nobody here can reach, and a stream that says nothing of where requests are sent to, is
+left out: load decides then, and nothing wrong is predicted.
+
+Concurrency: pure functions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvfs.errors import InvalidNamespace
+from kvfs.limits import DEFAULT_BLOCK_TOKENS
+from kvfs.namespaces import Namespace
+from scheduler.conductor.planning.planner import Role
+from scheduler.conductor.values import Instance
+
+_ROLES: Final[dict[str, Role]] = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
+_EVERYWHERE: Final = ("*", "0.0.0.0", "::", "[::]")
+_LABEL: Final = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\\n]|\\.)*)"')
+_ESCAPED: Final = re.compile(r"\\(.)")
+
+
+class AnswerUnclear(Exception):
+    """An engine's answers do not say what it is, or not yet."""
+
+
+class Answers(NamedTuple):
+    """Bodies of an engine's answers."""
+
+    models: bytes
+    sources: bytes | None
+    """None: it does not know the question."""
+    metrics: str
+
+
+class Described(NamedTuple):
+    """An instance, and what is not known of it."""
+
+    instance: Instance
+    notes: tuple[str, ...]
+
+
+class _Model(msgspec.Struct):
+    id: str
+    parent: str | None = None
+    """Of an adapter: the model that it is for."""
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Source(msgspec.Struct):
+    """A publisher of KV events."""
+
+    topic: str = ""
+    endpoint: str = ""
+    replay_endpoint: str | None = None
+    enable_kv_cache_events: bool = True
+
+
+_models = msgspec.json.Decoder(_Models).decode
+_sources = msgspec.json.Decoder(dict[int, _Source]).decode
+
+
+def describe(url: str, role: Role | None, answers: Answers) -> Described:
+    """Return the instance at `url`. `role`: its own, whatever it says; None: what it says.
+
+    Raises AnswerUnclear, which says why.
+    """
+    parts = urlsplit(url)
+    name, host = parts.netloc, _in_url(parts.hostname or "")
+    notes: list[str] = []
+    model = _model_of(answers.models, notes)
+    info = _labels(answers.metrics, "vllm:kvfs_info")
+    if info is None and "# TYPE vllm:kvfs_info " in answers.metrics:
+        raise AnswerUnclear("its connector has not said yet what its blocks are known by")
+    fields = _blocks(model, info, answers.metrics, notes)
+    fields |= _engine_events(answers.sources, name, host, notes)
+    fields |= _store_events(info or {}, host, notes)
+    chosen = role or _ROLES.get((info or {}).get("role", ""), "both")
+    return Described(Instance(name=name, url=url, model=model, role=chosen, **fields), tuple(notes))
+
+
+def _model_of(data: bytes, notes: list[str]) -> str:
+    try:
+        names = [each.id for each in _models(data).data if each.parent is None]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise AnswerUnclear(f"/v1/models: {error}") from None
+    if not names:
+        raise AnswerUnclear("/v1/models names no model")
+    if names[1:]:
+        notes.append(f"of its model's names only {names[0]!r} is routed, not {names[1]!r}")
+    return names[0]
+
+
+# --- what its blocks are known by ----------------------------------------------------------------------------
+def _blocks(model: str, info: dict[str, str] | None, metrics: str, notes: list[str]) -> dict[str, Any]:
+    """Return the namespace and the weights that kvfs's connector says, else a namespace with the size of blocks."""
+    if info is not None:
+        try:
+            namespace = Namespace.from_json(info.get("namespace", ""))
+        except InvalidNamespace as error:
+            raise AnswerUnclear(f"/metrics: {error}") from None
+        return {"namespace": namespace.as_mapping(), "weights": info.get("weights", "")}
+    notes.append("no connector of kvfs is in it, so nothing is known of what a store below it has")
+    size = (_labels(metrics, "vllm:cache_config_info") or {}).get("block_size", "")
+    if not size.isdecimal():
+        notes.append(f"the size of its blocks is not known: {DEFAULT_BLOCK_TOKENS} tokens are taken for it")
+    tokens = int(size[:9]) if size.isdecimal() else DEFAULT_BLOCK_TOKENS
+    try:
+        alone = Namespace.of_one_device(
+            model=model, revision="any", dtype="bfloat16", layout="LKTHD", block_tokens=tokens
+        )
+    except InvalidNamespace as error:
+        raise AnswerUnclear(str(error)) from None
+    return {"namespace": alone.as_mapping()}
+
+
+def _labels(metrics: str, name: str) -> dict[str, str] | None:
+    """Return the labels of a metric's sample that is 1; None without one."""
+    for line in _lines(metrics, name + "{"):
+        labels, _, value = line.rpartition("} ")
+        if value.split()[:1] in (["1.0"], ["1"]):
+            return {key: _ESCAPED.sub(_unescape, text) for key, text in _LABEL.findall(labels)}
+    return None
+
+
+def _lines(text: str, start: str) -> Iterator[str]:
+    """Yield the lines with this start. A label's value may have what `str.splitlines` takes for an end."""
+    return (line for line in text.split("\n") if line.startswith(start))
+
+
+def _unescape(found: re.Match[str]) -> str:
+    return "\n" if found[1] == "n" else found[1]
+
+
+# --- where its events come from ------------------------------------------------------------------------------
+def _engine_events(data: bytes | None, name: str, host: str, notes: list[str]) -> dict[str, Any]:
+    """Return the fields of the engine's own events."""
+    try:
+        found = {} if data is None else _sources(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise AnswerUnclear(f"/kv_event_sources: {error}") from None
+    ranks = [(rank, each) for rank, each in found.items() if each.enable_kv_cache_events and each.endpoint]
+    if not ranks:
+        notes.append("it publishes no KV events, so nothing is known of its own cache")
+        return {}
+    if len(ranks) > 1:
+        notes.append(
+            f"{len(ranks)} data-parallel ranks are behind its address, and requests cannot be sent to one of them: "
+            "nothing is known of their own caches"
+        )
+        return {}
+    [(rank, source)] = ranks
+    replay = _reached(source.replay_endpoint or "", host)
+    if not replay:
+        notes.append("it replays no KV events: those from before now and those that are lost stay unknown")
+    if _is_bound(source.endpoint):
+        endpoint = _reached(source.endpoint, host)
+        if not endpoint:
+            notes.append(f"its KV events are at {source.endpoint}, which cannot be reached from here")
+            return {}
+        return {"engine_topic": name, "engine_endpoint": endpoint, "engine_replay": replay}
+    if not source.topic:
+        notes.append("its KV events have no topic, so nobody can tell whose they are: --kv-events-config")
+        return {}
+    # Whoever asks for replays adds the rank, which the answer has added, too.
+    return {
+        "engine_topic": source.topic,
+        "engine_rank": rank,
+        "engine_replay": _shifted(replay, -rank),
+    }
+
+
+def _store_events(info: dict[str, str], host: str, notes: list[str]) -> dict[str, Any]:
+    """Return the fields of the events of the service that the engine's connector is on."""
+    endpoint, topic = info.get("store_endpoint", ""), info.get("store_topic", "")
+    if not info or not (endpoint and topic):
+        if info:
+            notes.append(
+                "its store publishes no KV events, so nothing is known of what it holds: [events] publish"
+            )
+        return {}
+    if _is_bound(endpoint):
+        notes.append(
+            "its store's KV events do not come here: [events] publish is to be this Conductor's endpoint"
+        )
+        return {}
+    replay = _reached(info.get("store_replay", ""), host)
+    if not replay:
+        notes.append("its store replays no KV events: what it held before now stays unknown: [events] replay")
+    return {"store_topic": topic, "store_replay": replay}
+
+
+def _is_bound(endpoint: str) -> bool:
+    """Return whether a publisher of this endpoint binds it, as vLLM and kvfs read it."""
+    return "*" in endpoint or "::" in endpoint or _host(endpoint) in _EVERYWHERE or "tcp://" not in endpoint
+
+
+def _reached(endpoint: str, host: str) -> str:
+    """Return where an endpoint that is bound at `host` is reached from here; empty where it is not."""
+    if not endpoint.startswith("tcp://") or not endpoint.rpartition(":")[2].isdecimal():
+        return ""
+    bound = _host(endpoint)
+    if bound in _EVERYWHERE:
+        return f"tcp://{host}:{endpoint.rpartition(':')[2]}"
+    return "" if _is_loopback(bound) and not _is_loopback(host) else endpoint
+
+
+def _host(endpoint: str) -> str:
+    return endpoint.removeprefix("tcp://").rpartition(":")[0]
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.") or host == "[::1]"
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _shifted(endpoint: str, by: int) -> str:
+    start, _, port = endpoint.rpartition(":")
+    return f"{start}:{int(port) + by}" if endpoint and by else endpoint

@@ -1,0 +1,145 @@
+"""Instances of engines that are asked what they are.
+
+Responsibility: ask each engine again and again, and register, change and remove its instance accordingly.
+
+Invariants: an engine that does not answer stays as it is, and is asked on; one that answers otherwise than before is
+registered anew. One that is refused, such as one that does not share its pool's blocks, keeps nobody out, and is asked
+on, too. A label that an instance was given stands until its engine says another role than before. Each trouble is
+logged once. Answers have limits of size and time.
+
+Concurrency: a trio task for each engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import trio
+
+from kvfs.errors import KvfsError
+from kvfs.http.bounded_get import GetFailed, get
+from kvfs.limits import (
+    ENGINE_ANSWER_S,
+    ENGINE_ASK_INTERVAL_S,
+    ENGINE_RETRY_S,
+    MAX_ENGINE_ANSWER_BYTES,
+    MAX_METRICS_BYTES,
+)
+from scheduler.conductor.feeds.discovery import Registrar
+from scheduler.conductor.feeds.engine_answers import Answers, AnswerUnclear, Described, describe
+from scheduler.conductor.planning.planner import Role
+from scheduler.conductor.values import Instance
+
+log = logging.getLogger("kvfs.conductor")
+
+
+class EngineSurvey:
+    """Keep a Conductor's instances as engines say."""
+
+    def __init__(self, engines: Mapping[str, Role | None], registrar: Registrar, token: str = "") -> None:
+        """`engines`: by URL, their roles; None: what they say. `token`: their `--api-key`."""
+        self._engines, self._registrar = engines, registrar
+        self._headers = [f"Authorization: Bearer {token}"] if token else []
+        self._mine: dict[str, Instance] = {}
+        self._troubles: dict[str, str] = {}
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Ask until cancelled; it has started once each engine was asked."""
+        async with trio.open_nursery() as nursery:
+            async with trio.open_nursery() as first:
+                for url in self._engines:
+                    first.start_soon(nursery.start, self._follow, url)
+            task_status.started()
+
+    async def _follow(self, url: str, task_status: trio.TaskStatus[None]) -> None:
+        pause_s = ENGINE_RETRY_S
+        is_first = True
+        while True:
+            if await self.ask(url):
+                pause_s = ENGINE_ASK_INTERVAL_S
+            if is_first:
+                task_status.started()
+                is_first = False
+            await trio.sleep(pause_s)
+            pause_s = min(2 * pause_s, ENGINE_ASK_INTERVAL_S)
+
+    async def ask(self, url: str) -> bool:
+        """Ask an engine once; return whether its instance is as it says."""
+        try:
+            with trio.fail_after(ENGINE_ANSWER_S):
+                described = describe(url, self._engines[url], await self._answers(url))
+            self._apply(url, described)
+        except trio.TooSlowError:
+            self._log(url, f"it does not say what it is in {ENGINE_ANSWER_S:g} s")
+        except (GetFailed, AnswerUnclear, KvfsError) as error:
+            self._log(url, str(error))
+        else:
+            self._troubles.pop(url, None)
+            return True
+        return False
+
+    async def _answers(self, url: str) -> Answers:
+        """Raises GetFailed."""
+        models = await self._get(url, "/v1/models")
+        try:
+            sources = await self._get(url, "/kv_event_sources")
+        except GetFailed as error:
+            if error.status is None:
+                raise
+            sources = None
+        metrics = await self._get(url, "/metrics", MAX_METRICS_BYTES)
+        return Answers(models, sources, metrics.decode(errors="replace"))
+
+    async def _get(self, url: str, path: str, most_bytes: int = MAX_ENGINE_ANSWER_BYTES) -> bytes:
+        try:
+            return await get(url + path, most_bytes, self._headers)
+        except GetFailed as error:
+            failed = GetFailed(f"{path}: {error}")
+            failed.status = error.status
+            raise failed from None
+
+    def _apply(self, url: str, described: Described) -> None:
+        """Register an instance in place of the one before, if it is another. Raises KvfsError."""
+        instance, before = described.instance, self._mine.get(url)
+        if instance == before:
+            return
+        label = None
+        if before is not None:
+            del self._mine[url]
+            label = self._remove(before)
+        self._registrar.add(instance)
+        self._mine[url] = instance
+        if label is not None and before is not None and before.role == instance.role != label:
+            self._registrar.set_role(instance.name, label)
+        _log_registered(described, is_new=before is None)
+
+    def _remove(self, instance: Instance) -> Role | None:
+        """Remove an instance, and return its label; None where somebody else has removed it."""
+        try:
+            label = self._registrar.role(instance.name)
+            self._registrar.remove(instance.name)
+        except KvfsError as error:
+            log.info("%s", error)
+            return None
+        return label
+
+    def _log(self, url: str, trouble: str) -> None:
+        if self._troubles.get(url) != trouble:
+            self._troubles[url] = trouble
+            log.warning("engine %s: %s; it is asked again", url, trouble)
+
+
+def _log_registered(described: Described, *, is_new: bool) -> None:
+    instance = described.instance
+    log.info(
+        "engine %s %s: model %s in blocks of %d tokens, role %s, events of %s",
+        instance.url,
+        "is known" if is_new else "is registered anew, it answers otherwise than before",
+        instance.model,
+        instance.namespace["block_tokens"],
+        instance.role,
+        " and ".join(filter(None, (instance.engine_topic, instance.store_topic))) or "nobody",
+    )
+    for note in described.notes:
+        log.warning("engine %s: %s", instance.url, note)

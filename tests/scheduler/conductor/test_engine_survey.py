@@ -1,0 +1,307 @@
+"""Engines that are asked what they are: what their answers say, and engines that are late, change, or say nonsense."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import trio
+
+from kvfs import limits
+from kvfs.namespaces import Namespace
+from scheduler.conductor.feeds import engine_survey
+from scheduler.conductor.feeds.engine_answers import AnswerUnclear, describe
+from scheduler.conductor.feeds.engine_survey import EngineSurvey
+from scheduler.conductor.values import Instance
+from tests.support.asked_engines import CACHE, HEAD, WEIGHTS, AskedEngine, answers, info, models, sources
+from tests.support.conductors import NAMESPACE, serving
+from tests.support.stub_engines import StubEngine, proxy_stand
+from tests.support.waits import WAIT_S, until
+
+URL = "http://10.0.0.3:8000"
+
+
+def instance(**changes: Any) -> Instance:
+    given = {
+        "name": "10.0.0.3:8000",
+        "url": URL,
+        "model": "m",
+        "namespace": NAMESPACE.as_mapping(),
+        "weights": WEIGHTS,
+        "engine_topic": "vllm-0",
+        "engine_replay": "tcp://10.0.0.3:5570",
+        "store_topic": "node",
+        "store_replay": "tcp://10.0.0.3:5558",
+    }
+    return Instance(**(given | changes))
+
+
+# --- what answers say ----------------------------------------------------------------------------------------
+def test_an_engine_that_connects_with_a_store_below_it() -> None:
+    assert describe(URL, None, answers()) == (instance(), ())
+
+
+def test_an_engine_that_binds_is_connected_to() -> None:
+    found = describe(URL, None, answers(sources=sources(endpoint="tcp://*:5557", topic="")))
+    endpoint = "tcp://10.0.0.3:5557"
+    assert found == (instance(engine_topic="10.0.0.3:8000", engine_endpoint=endpoint), ())
+    v6 = describe(
+        "http://[fd00::3]:8000", None, answers(sources=sources(endpoint="tcp://[::]:5557"))
+    ).instance
+    assert (v6.engine_endpoint, v6.engine_replay) == ("tcp://[fd00::3]:5557", "tcp://[fd00::3]:5570")
+
+
+def test_adapters_are_no_models_and_a_second_name_is_not_routed() -> None:
+    found = describe(URL, None, answers(models=models("m", lora="m")))
+    assert (found.instance.model, found.notes) == ("m", ())
+    found = describe(URL, None, answers(models=models("m", "alias")))
+    assert found.instance.model == "m"
+    assert ["alias" in note for note in found.notes] == [True]
+
+
+ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both", "None": "both"}
+
+
+@pytest.mark.parametrize(("said", "role"), ROLES.items(), ids=ROLES)
+def test_the_connector_says_the_role_unless_it_is_given(said: str, role: str) -> None:
+    metrics = HEAD + info(role=said)
+    assert describe(URL, None, answers(metrics=metrics)).instance.role == role
+    assert describe(URL, "decode", answers(metrics=metrics)).instance.role == "decode"
+
+
+def test_the_sample_that_counts_is_the_one_that_is_1_with_all_its_characters() -> None:
+    odd = Namespace.of_one_device(
+        model='a "model" \\ } 1',
+        revision="1",
+        dtype="bfloat16",
+        layout="LKTHD",
+        block_tokens=16,
+        extra={"x": "\u2028"},
+    )
+    metrics = HEAD + info("0.0", weights="before") + info(namespace=odd.canonical.decode())
+    found = describe(URL, None, answers(metrics=metrics)).instance
+    assert (Namespace.from_mapping(found.namespace), found.weights) == (odd, WEIGHTS)
+
+
+def test_without_kvfs_the_size_of_blocks_is_the_engines_own() -> None:
+    found = describe(URL, None, answers(metrics=CACHE))
+    assert found.instance.namespace["block_tokens"] == 32
+    assert (found.instance.weights, found.instance.store_topic) == ("", "")
+    assert found.instance.engine_topic == "vllm-0"
+    assert ["connector of kvfs" in note for note in found.notes] == [True]
+    unknown = describe(URL, None, answers(metrics="up 1\n", sources=None))
+    assert unknown.instance.namespace["block_tokens"] == limits.DEFAULT_BLOCK_TOKENS
+    assert unknown.instance.engine_topic == ""
+    assert len(unknown.notes) == 3
+
+
+def test_a_rank_of_its_own_and_several_behind_one_address() -> None:
+    one = describe(URL, None, answers(sources=sources(2, replay_endpoint="tcp://*:5572"))).instance
+    assert (one.engine_rank, one.engine_replay) == (2, "tcp://10.0.0.3:5570")  # who asks adds the rank
+    several = describe(URL, None, answers(sources=sources(0) | sources(1)))
+    assert several.instance == instance(engine_topic="", engine_replay="")
+    assert ["2 data-parallel ranks" in note for note in several.notes] == [True]
+
+
+LEFT_OUT: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
+    "no events": ({"sources": {}}, {"engine_topic": "", "engine_replay": ""}, "publishes no KV events"),
+    "events that are off": (
+        {"sources": sources(enable_kv_cache_events=False)},
+        {"engine_topic": "", "engine_replay": ""},
+        "publishes no KV events",
+    ),
+    "no topic": ({"sources": sources(topic="")}, {"engine_topic": "", "engine_replay": ""}, "no topic"),
+    "a file": (
+        {"sources": sources(endpoint="ipc:///tmp/x")},
+        {"engine_topic": "", "engine_replay": ""},
+        "cannot be reached",
+    ),
+    "no replay": ({"sources": sources(replay_endpoint=None)}, {"engine_replay": ""}, "replays no KV events"),
+    "a replay for its own machine": (
+        {"sources": sources(replay_endpoint="tcp://127.0.0.1:5570")},
+        {"engine_replay": ""},
+        "replays no KV events",
+    ),
+    "a replay without a port": (
+        {"sources": sources(replay_endpoint="tcp://*:x")},
+        {"engine_replay": ""},
+        "replays no KV events",
+    ),
+    "a store without events": (
+        {"metrics": info(store_topic="", store_endpoint="", store_replay="")},
+        {"store_topic": "", "store_replay": ""},
+        "its store publishes no KV events",
+    ),
+    "a store that binds": (
+        {"metrics": info(store_endpoint="tcp://0.0.0.0:5557")},
+        {"store_topic": "", "store_replay": ""},
+        "do not come here",
+    ),
+    "a store without replays": (
+        {"metrics": info(store_replay="")},
+        {"store_replay": ""},
+        "its store replays no",
+    ),
+}
+
+
+@pytest.mark.parametrize(("given", "changes", "note"), LEFT_OUT.values(), ids=LEFT_OUT)
+def test_what_cannot_be_known_is_left_out_and_named(
+    given: dict[str, Any], changes: dict[str, str], note: str
+) -> None:
+    found = describe(URL, None, answers(**given))
+    assert found.instance == instance(**changes)
+    assert [note in each for each in found.notes] == [True], found.notes
+
+
+UNCLEAR: dict[str, tuple[dict[str, Any], str]] = {
+    "no JSON": ({"models": b"<html>"}, "/v1/models"),
+    "other JSON": ({"models": b'{"data": 3}'}, "/v1/models"),
+    "no text": ({"models": b'{"data": [{"id": "\xff"}]}'}, "/v1/models"),
+    "nested": ({"models": b"[" * 100_000}, "/v1/models"),
+    "no models": ({"models": b'{"data": []}'}, "names no model"),
+    "adapters alone": ({"models": models(lora="m")}, "names no model"),
+    "sources": ({"sources": b'{"a": {}}'}, "/kv_event_sources"),
+    "a list of sources": ({"sources": b"[]"}, "/kv_event_sources"),
+    "a connector that has not spoken": ({"metrics": HEAD}, "has not said yet"),
+    "no namespace": ({"metrics": info(namespace="{}")}, "namespace field model is missing"),
+    "blocks of nothing": ({"metrics": CACHE.replace('"32"', '"0"')}, "block_tokens"),
+    "blocks of everything": ({"metrics": CACHE.replace('"32"', f'"{"9" * 5000}"')}, "block_tokens"),
+}
+
+
+@pytest.mark.parametrize(("given", "why"), UNCLEAR.values(), ids=UNCLEAR)
+def test_nonsense_is_no_instance(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(AnswerUnclear, match=why):
+        describe(URL, None, answers(**given))
+
+
+# --- engines on sockets --------------------------------------------------------------------------------------
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_survey, "ENGINE_RETRY_S", 0.02)
+    monkeypatch.setattr(engine_survey, "ENGINE_ASK_INTERVAL_S", 0.05)
+    monkeypatch.setattr(engine_survey, "ENGINE_ANSWER_S", 0.5)
+
+
+def names(service: Any) -> set[str]:
+    return {each.name for each in service.conductor.registry.instances()}
+
+
+def name_of(engine: StubEngine) -> str:
+    return f"127.0.0.1:{engine.port}"
+
+
+async def test_engines_that_answer_are_there_at_the_start_and_late_ones_when_they_answer() -> None:
+    here, late = AskedEngine(), AskedEngine()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(here.run)
+        async with serving(engines=[here.url], decode=[late.url], engine_token="a key") as (service, _):
+            assert names(service) == {name_of(here)}
+            await nursery.start(late.run)
+            await until(lambda: names(service) == {name_of(here), name_of(late)})
+            found = {each.url: each.role for each in service.conductor.registry.instances()}
+            assert found == {here.url: "both", late.url: "decode"}
+            assert here.tokens_seen == {b"Bearer a key"}
+        nursery.cancel_scope.cancel()
+
+
+async def test_one_that_starts_anew_with_another_model_is_registered_anew(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "kvfs.conductor")
+    engine = AskedEngine()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(engine.run)
+        async with serving(engines=[engine.url]) as (service, _):
+            registry = service.conductor.registry
+            registry.set_role(name_of(engine), "prefill")
+            engine.die()
+            count = len(engine.asked)
+            await nursery.start(engine.run)
+            await until(lambda: len(engine.asked) > count + 6)  # the same answers change nothing
+            assert registry.member(name_of(engine))[1].role == "prefill"
+            engine.said = engine.said._replace(models=models("other"))
+            await until(lambda: [pool.model for pool in registry.pools()] == ["other"])
+            assert registry.member(name_of(engine))[1].role == "prefill"
+            engine.said = engine.said._replace(metrics=info(store_topic="", role="kv_consumer"))
+            await until(lambda: registry.member(name_of(engine))[1].role == "decode")
+        nursery.cancel_scope.cancel()
+    assert caplog.text.count("is registered anew") == 2
+
+
+async def test_one_of_another_pool_is_refused_with_the_field_and_comes_in_when_it_fits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one, other = AskedEngine(), AskedEngine(metrics=info(store_topic="", weights="memory 99"))
+    async with trio.open_nursery() as nursery:
+        for engine in (one, other):
+            await nursery.start(engine.run)
+        async with serving(engines=[one.url]) as (service, _):
+            survey = EngineSurvey({other.url: None}, service)
+            assert [await survey.ask(other.url) for _ in range(2)] == [False, False]
+            assert names(service) == {name_of(one)}
+            assert caplog.text.count("weights is 'memory 99', but in the pool of 'm'") == 1
+            other.said = one.said
+            assert await survey.ask(other.url)
+            assert names(service) == {name_of(one), name_of(other)}
+        nursery.cancel_scope.cancel()
+
+
+HOSTILE = {
+    "no HTTP": (b"\x00\x01\r\n\r\n", "/v1/models"),
+    "nothing": (b"", "/v1/models"),
+    "an error": (b"HTTP/1.1 500 X\r\nContent-Length: 0\r\n\r\n", "status 500"),
+    "no token": (b"HTTP/1.1 401 X\r\nContent-Length: 0\r\n\r\n", "status 401"),
+    "huge": (b"HTTP/1.1 200 X\r\n\r\n" + b"x" * (limits.MAX_ENGINE_ANSWER_BYTES + 1), "more than"),
+    "a huge head": (b"HTTP/1.1 200 X\r\nX: " + b"y" * (1 << 20), "/v1/models"),
+}
+
+
+@pytest.mark.parametrize(("raw", "why"), HOSTILE.values(), ids=HOSTILE)
+async def test_an_engine_that_misbehaves_keeps_nobody_out(
+    raw: bytes, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, bad = AskedEngine(), AskedEngine()
+    bad.raw = raw
+    async with trio.open_nursery() as nursery:
+        for engine in (good, bad):
+            await nursery.start(engine.run)
+        async with serving(engines=[bad.url, good.url]) as (service, _):
+            assert names(service) == {name_of(good)}
+            assert why in caplog.text
+            bad.raw = None
+            await until(lambda: names(service) == {name_of(good), name_of(bad)})
+        nursery.cancel_scope.cancel()
+
+
+async def test_one_that_never_answers_ends_no_start(caplog: pytest.LogCaptureFixture) -> None:
+    engine = AskedEngine()
+    engine.silent = True
+    async with trio.open_nursery() as nursery:
+        await nursery.start(engine.run)
+        with trio.fail_after(WAIT_S):
+            async with serving(engines=[engine.url]) as (service, _):
+                assert names(service) == set()
+                assert "does not say what it is in 0.5 s" in caplog.text
+                engine.silent = False
+                await until(lambda: names(service) == {name_of(engine)})
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_proxy_with_that_conductor_routes_and_answers_404_for_a_model_that_no_engine_has() -> None:
+    engine = AskedEngine()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(engine.run)
+        async with (
+            serving(engines=[engine.url]) as (service, _),
+            proxy_stand(router=service.conductor) as stand,
+        ):
+            await until(lambda: name_of(engine) in {each.name for each in stand.proxy.engines})
+            body = {"model": "m", "prompt": "p", "max_tokens": 3}
+            assert (await stand.ask("/v1/completions", body)).status == 200
+            assert len(engine.completions) == 1
+            found = await stand.ask("/v1/completions", body | {"model": "none"})
+            assert (found.status, found.json()["error"]["code"]) == (404, "model_not_found")
+        nursery.cancel_scope.cancel()
