@@ -69,6 +69,10 @@ class Server:
         """Requests that it computes."""
         return self._metric("vllm:num_requests_running")
 
+    def generated(self) -> int:
+        """Tokens of all its answers."""
+        return self._metric("vllm:generation_tokens_total")
+
     def _metric(self, name: str) -> int:
         with urllib.request.urlopen(f"{self.url}/metrics") as answer:
             text = answer.read().decode()
@@ -114,7 +118,7 @@ def vllm_server(
 
 PROXY = f"""
 from kvfs import limits
-limits.HEALTH_TIMEOUT_S = {START_S}
+limits.HEALTH_TIMEOUT_S = limits.PROBE_WAIT_S = {START_S}
 from kvfs.cli.main import main
 main()
 """
