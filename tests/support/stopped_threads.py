@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,9 +27,7 @@ def signal_main_thread(pid: int, number: int) -> None:
 @contextmanager
 def native_threads_stopped(pid: int) -> Iterator[None]:
     """Stop the native threads of a service, those that wait for the kernel among them; its event loop goes on."""
-    tasks = list(Path(f"/proc/{pid}/task").iterdir())
-    native = [int(task.name) for task in tasks if (task / "comm").read_text() == "python\n"]
-    native.remove(pid)
+    native = [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir() if _is_native(task)]
     for thread in native:
         _trace(SEIZE, thread)
         _trace(INTERRUPT, thread)
@@ -37,6 +37,13 @@ def native_threads_stopped(pid: int) -> Iterator[None]:
     finally:
         for thread in native:
             _trace(DETACH, thread)
+
+
+def _is_native(task: Path) -> bool:
+    """Return whether a thread takes no signals, as native ones do (kvfs/_native/shared/mutex.h)."""
+    blocked = re.search(r"^SigBlk:\s*(\w+)", (task / "status").read_text(), re.MULTILINE)
+    assert blocked is not None
+    return bool(int(blocked[1], 16) >> signal.SIGTERM - 1 & 1) and (task / "comm").read_text() == "python\n"
 
 
 def _trace(what: int, thread: int) -> None:
