@@ -209,8 +209,9 @@ def test_a_second_turn_finds_what_was_predicted(stand: Stand) -> None:
         _, _, cached_again = chat(api, again)
     decision = stand.decisions()[-1]
     assert decision.outcome == "done"
-    assert decision.predicted_tokens >= tokens // BLOCK_TOKENS * BLOCK_TOKENS
-    assert decision.cached_tokens == cached_again == decision.predicted_tokens
+    assert decision.cached_tokens == cached_again
+    # An answer's last block may be known a moment later.
+    assert tokens // BLOCK_TOKENS * BLOCK_TOKENS <= decision.predicted_tokens <= cached_again
 
 
 @pytest.mark.parametrize("roles", [("both", "both"), ("prefill", "decode")])
@@ -245,8 +246,8 @@ def test_a_client_that_leaves_a_silent_prefill_ends_it(stand: Stand) -> None:
     body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 500, "ignore_eos": True}).encode()
     parts = urlsplit(stand.url)
     with socket.create_connection((parts.hostname, parts.port), timeout=300) as gone:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Length: {len(body)}\r\n\r\n"
-        gone.sendall(head.encode() + body)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
+        gone.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         eventually(lambda: any(server.running() for server in stand.servers), "an engine computes it")
     eventually(lambda: stand.decisions()[-1].outcome == "cancelled", "the decision says that it left")
     eventually(lambda: not any(server.running() for server in stand.servers), "no engine computes it")

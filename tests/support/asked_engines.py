@@ -57,7 +57,7 @@ def info(value: str = "1.0", **changes: str) -> str:
 
 
 def answers(**changes: Any) -> Answers:
-    given = {
+    given: dict[str, Any] = {
         "models": models("m"),
         "sources": json.dumps(sources()).encode(),
         "metrics": HEAD + info() + CACHE,
