@@ -242,6 +242,16 @@ class LowerTiers:
             log.warning("blocks below DRAM do not come up: only what is in DRAM is read until they do")
             self._try(blocks)
 
+    def each_readable(self, blocks: Blocks, keys: bytes) -> list[bool]:
+        """Return for each block whether it is there and can be read."""
+        there = blocks.exists(keys, timeout_s=CONNECTOR_MATCH_S)
+        if self._missed:
+            self._look(blocks)
+        if not self._missed:
+            return there
+        below = blocks.below_dram(keys, timeout_s=CONNECTOR_MATCH_S)
+        return [is_there and not is_below for is_there, is_below in zip(there, below, strict=True)]
+
     def readable(self, blocks: Blocks, keys: bytes) -> int:
         """Return how many of these blocks, all of which are there, can be read from the first on."""
         if self._missed:

@@ -37,7 +37,7 @@ from vllm.lora.utils import get_adapter_absolute_path
 
 from kvfs.connectors.adapters import LoadedAdapters
 from kvfs.connectors.common import VLLM_LOG, Link, address_of
-from kvfs.connectors.vllm_layout import KVLayout, check_parallel, group_layers, namespace_of
+from kvfs.connectors.vllm_layout import Shard, check_parallel, group_layers, shard_of
 from kvfs.connectors.vllm_scheduler import Plan, Planner, Rank, Step
 from kvfs.connectors.vllm_weights import Peers, Watch, adapters_of, calling_worker, models_of
 from kvfs.connectors.vllm_worker import Transfers
@@ -152,25 +152,32 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 "evicted between its lookup and its load"
             )
         check_parallel(vllm_config.parallel_config)
-        self._layer_names = group_layers(kv_cache_config)
+        self._check_model()
         self._link = Link(
             address_of(transfer.kv_connector_extra_config), name="vllm", log=logging.getLogger(VLLM_LOG)
         )
         self._planner: Planner | None = None
         self._transfers: Transfers | None = None
-        self._namespace: Namespace | None = None
+        self._shards: dict[Rank, Shard] = {}
         self._watch: Watch | None = None
         self._own_cache: Any = None
         self._known_by: dict[str, str] = {}
         self._said: dict[str, str] = {}
         """What the server's process was last told of it."""
         if role == KVConnectorRole.SCHEDULER:
-            self._planner = Planner(
-                self._link,
-                kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
-                store_generated=self._chosen["store"] == "all",
-                is_async=self._chosen["load"] == "async",
-            )
+            self._planner = self._new_planner()
+
+    def _check_model(self) -> None:
+        """Refuse a model that cannot be served. Raises InvalidRequest."""
+        group_layers(self._kv_cache_config)
+
+    def _new_planner(self) -> Planner:
+        return Planner(
+            self._link,
+            self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+            store_generated=self._chosen["store"] == "all",
+            is_async=self._chosen["load"] == "async",
+        )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -182,31 +189,32 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     # --- worker -------------------------------------------------------------------------------------------
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        named = {name: kv_caches[name] for name in self._layer_names if name in kv_caches}
-        layout = KVLayout(named, self._kv_cache_config.num_blocks)
-        if self._chosen["load"] == "layers" and not layout.is_on_cpu:
+        self._shards = self._shards_of(kv_caches)
+        if self._chosen["load"] == "layers" and not all(s.layout.is_on_cpu for s in self._shards.values()):
             raise InvalidRequest("load = 'layers' is for KV caches in CPU memory; use 'async'")
-        dtype = next(iter(named.values())).dtype
-        self._namespace = namespace_of(self._vllm_config, self._kv_cache_config, layout, dtype)
-        rank = (self._namespace.pipeline_rank, self._namespace.tensor_rank)
         ranks = self._vllm_config.parallel_config.world_size
         peers = Peers(str(self._vllm_config.kv_transfer_config.engine_id), ranks)
         worker = calling_worker()
         self._watch = Watch(partial(models_of, worker), peers)
         self._transfers = Transfers(
             self._link,
-            self._namespace,
-            rank,
-            layout,
+            self._shards,
             is_async=self._chosen["load"] == "async",
             watch=self._watch,
             adapters=LoadedAdapters(adapters_of(worker), peers, get_adapter_absolute_path),
         )
 
-    def get_handshake_metadata(self) -> KVFSHandshake | None:
-        if self._namespace is None or self._watch is None:
+    def _shards_of(self, kv_caches: dict[str, torch.Tensor]) -> dict[Rank, Shard]:
+        """Return this worker's part of each cache group. Raises InvalidRequest for a cache that is not supported."""
+        [group] = self._kv_cache_config.kv_cache_groups
+        shard = shard_of(self._vllm_config, self._kv_cache_config, group, kv_caches)
+        return {(shard.namespace.pipeline_rank, shard.namespace.tensor_rank): shard}
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        if self._watch is None:
             return None
-        return KVFSHandshake(self._namespace.canonical.decode(), self._watch.sample)
+        [shard] = self._shards.values()
+        return KVFSHandshake(shard.namespace.canonical.decode(), self._watch.sample)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -241,7 +249,7 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._transfers is None:
             return None, None
         self._transfers.adapters.ended(finished_req_ids)
-        return None, self._transfers.take_finished()
+        return None, set(self._transfers.take_finished())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._transfers.take_failed_blocks() if self._transfers is not None else set()
@@ -265,16 +273,19 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Rank, Any]) -> None:
         ranks = sorted(metadata.items())
-        weights = "memory " + hashlib.sha256(b"".join(each.weights for _, each in ranks)).hexdigest()[:32]
-        self.planner.set_namespaces(
-            {rank: Namespace.from_json(each.namespace) for rank, each in ranks}, weights
-        )
-        if ranks:  # docs/conductor.md
+        self._know({rank: each.namespace for rank, each in ranks}, [each.weights for _, each in ranks])
+
+    def _know(self, namespaces: dict[Rank, str], samples: list[bytes]) -> None:
+        """Take the namespaces of all workers, as JSON, and the samples of their weights, in the order of ranks."""
+        weights = "memory " + hashlib.sha256(b"".join(samples)).hexdigest()[:32]
+        found = {rank: Namespace.from_json(namespace) for rank, namespace in namespaces.items()}
+        self.planner.set_namespaces(found, weights)
+        if found:  # docs/conductor.md
             role = str(self._vllm_config.kv_transfer_config.kv_role)
-            self._known_by = {"namespace": ranks[0][1].namespace, "weights": weights, "role": role}
+            self._known_by = {"namespace": next(iter(namespaces.values())), "weights": weights, "role": role}
             logging.getLogger(VLLM_LOG).info(
                 'kvfs: a Conductor knows these blocks by {"namespace": %s, "weights": "%s"}',
-                ranks[0][1].namespace,
+                next(iter(namespaces.values())),
                 weights,
             )
 
@@ -350,4 +361,5 @@ def _steps_of(output: Any) -> Iterator[Step]:
     for request_id, scheduled in output.num_scheduled_tokens.items():
         block_ids = output.kv_connector_block_state.get_block_ids(request_id)
         if block_ids is not None and request_id in before:
-            yield Step(request_id, before[request_id], before[request_id] + scheduled, block_ids[0])
+            after = before[request_id] + scheduled
+            yield Step(request_id, before[request_id], after, block_ids[0], block_ids)

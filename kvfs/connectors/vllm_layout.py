@@ -13,9 +13,11 @@ Invariants: a group of layers that is not plain full attention, and tensors that
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,10 +25,12 @@ import torch
 from kvfs._native.blocks.pieces import Scatter
 from kvfs.connectors.common import architecture_of, config_digest, model_revision
 from kvfs.errors import InvalidRequest
+from kvfs.groups import Group
 from kvfs.namespaces import Namespace
 
 FORMAT = "1"
 """The format of a stored block; another order of bytes gets another one, and so another namespace."""
+_FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _DTYPES = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
@@ -154,6 +158,14 @@ class KVLayout:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A worker's part of the blocks of one cache group."""
+
+    namespace: Namespace
+    layout: KVLayout
+
+
 def group_layers(kv_cache_config: Any) -> list[str]:
     """Return the layers of the only cache group. Raises InvalidRequest for other than plain full attention."""
     groups = list(kv_cache_config.kv_cache_groups)
@@ -162,9 +174,48 @@ def group_layers(kv_cache_config: Any) -> list[str]:
             f"{len(groups)} groups of KV cache: models with several kinds of attention are not supported"
         )
     kind = type(groups[0].kv_cache_spec).__name__
-    if kind not in ("FullAttentionSpec", "MLAAttentionSpec"):
+    if kind not in _FULL:
         raise InvalidRequest(f"KV cache of kind {kind} is not supported, only full attention and MLA are")
     return list(groups[0].layer_names)
+
+
+def groups_of(kv_cache_config: Any) -> list[Group]:
+    """Return the cache groups. Raises InvalidRequest for those that are not supported."""
+    groups = [_group_of(group) for group in kv_cache_config.kv_cache_groups]
+    sizes = sorted({group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups})
+    if len(sizes) > 1:
+        raise InvalidRequest(f"cache groups with blocks of {sizes} tokens: different sizes are not supported")
+    if not groups:
+        raise InvalidRequest("the engine has no KV cache")
+    return groups
+
+
+def _group_of(group: Any) -> Group:
+    spec, kind = group.kv_cache_spec, type(group.kv_cache_spec).__name__
+    if group.is_eagle_group or getattr(spec, "extra_retained_tokens", 0):
+        raise InvalidRequest("a cache group of a draft model (EAGLE, MTP) is not supported")
+    if kind in _FULL:
+        return Group()
+    if kind != "SlidingWindowSpec":
+        raise InvalidRequest(
+            f"KV cache of kind {kind} is not supported, only full attention, MLA and sliding windows are"
+        )
+    if spec.sliding_window < 2:
+        raise InvalidRequest(f"a sliding window of {spec.sliding_window} tokens has no blocks to load")
+    return Group.of_window(spec.sliding_window, spec.block_size)
+
+
+def extra_of(group: Any, groups: Sequence[Any]) -> dict[str, str]:
+    """Return what sets the blocks of a group apart from those of the same model's others, for their namespace; nothing
+    for the only one of full attention."""
+    spec, kind = group.kv_cache_spec, type(group.kv_cache_spec).__name__
+    if len(groups) == 1 and kind in _FULL:
+        return {}
+    return {
+        "group_kind": kind,
+        "group_window": str(getattr(spec, "sliding_window", None) or "none"),
+        "group_layers": hashlib.sha256("\0".join(group.layer_names).encode()).hexdigest()[:32],
+    }
 
 
 def check_parallel(parallel: Any) -> None:
@@ -174,14 +225,20 @@ def check_parallel(parallel: Any) -> None:
             raise InvalidRequest(f"{name} = {getattr(parallel, name)}: context parallelism is not supported")
 
 
-def namespace_of(vllm_config: Any, kv_cache_config: Any, layout: KVLayout, dtype: torch.dtype) -> Namespace:
-    """Return this worker's namespace. Raises InvalidRequest for a cache that cannot be described."""
+def namespace_of(
+    vllm_config: Any,
+    spec: Any,
+    layout: KVLayout,
+    dtype: torch.dtype,
+    extra: Mapping[str, str],
+) -> Namespace:
+    """Return this worker's namespace for the blocks of a cache group; `extra` is what sets these apart from other
+    groups'. Raises InvalidRequest for a cache that cannot be described."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if dtype not in _DTYPES:
         raise InvalidRequest(f"KV cache of {dtype} is not supported")
-    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     tensor_shards = parallel.tensor_parallel_size
-    extra = {
+    decides = {
         "engine": "vllm",
         "format": FORMAT,
         "cache": layout.form,
@@ -190,6 +247,7 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, layout: KVLayout, dtype
         "quantization": str(model.quantization),
         "model_dtype": str(model.dtype),
         "config": config_digest(model.hf_config),
+        **extra,
     }
     return Namespace(
         model=architecture_of(model.hf_config),
@@ -208,8 +266,22 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, layout: KVLayout, dtype
         lora="",
         salt="",
         hash="sha256",
-        extra=extra,
+        extra=decides,
     )
+
+
+def shard_of(
+    vllm_config: Any,
+    kv_cache_config: Any,
+    group: Any,
+    kv_caches: Mapping[str, torch.Tensor],
+    extra: Mapping[str, str] = MappingProxyType({}),
+) -> Shard:
+    """Return this worker's part of a cache group, of the layers that it has. Raises InvalidRequest."""
+    named = {name: kv_caches[name] for name in group.layer_names if name in kv_caches}
+    layout = KVLayout(named, kv_cache_config.num_blocks)
+    dtype = next(iter(named.values())).dtype
+    return Shard(namespace_of(vllm_config, group.kv_cache_spec, layout, dtype, extra), layout)
 
 
 def _backend_of(vllm_config: Any, layer_name: str) -> str:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -44,7 +44,7 @@ log = logging.getLogger(VLLM_LOG)
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """Consecutive blocks of one request. `keys` has, for each rank, their prefix hashes."""
+    """Consecutive blocks of one request and cache group. `keys` has, for each rank, their prefix hashes."""
 
     request_id: str
     block_ids: list[int]
@@ -62,10 +62,13 @@ class Step:
     tokens_before: int
     tokens_after: int
     block_ids: Sequence[int]
+    """Of the first cache group."""
+    by_group: Sequence[Sequence[int]] = ()
+    """Of each group, for those who plan several."""
 
 
-Rank = tuple[int, int]
-"""Pipeline rank, tensor rank."""
+Rank = tuple[int, ...]
+"""Pipeline rank, tensor rank, and the index of the cache group, where there are several."""
 
 
 @dataclass(slots=True)
@@ -83,7 +86,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class _Tracked:
+class Tracked:
     """A request and the hashes of its whole blocks, for each rank."""
 
     request: Any
@@ -130,7 +133,7 @@ class Planner:
         """Whether the workers' weights are those of the epoch."""
         self._has_old_blocks = False
         """Whether the engine's own cache may hold blocks of weights before the epoch's."""
-        self._requests: dict[str, _Tracked] = {}
+        self._requests: dict[str, Tracked] = {}
         self._loads: list[BlockRun] = []
         self._loading: dict[str, BlockRun] = {}
         """The last load of each request."""
@@ -213,7 +216,7 @@ class Planner:
         self._adapter_requests[request.request_id] = lora
         return self._adapters.of(lora), self._adapters.is_mixed(lora)
 
-    def _hits(self, tracked: _Tracked, first: int, last: int) -> int:
+    def _hits(self, tracked: Tracked, first: int, last: int) -> int:
         blocks = self._link.blocks(next(iter(self._namespaces.values())))
         hits = max(last - first, 0)
         if tracked.request.request_id in self._failed:
@@ -229,7 +232,7 @@ class Planner:
         there = blocks.match(keys, timeout_s=CONNECTOR_MATCH_S)
         return self._lower.readable(blocks, keys[: there * HASH_BYTES])
 
-    def _awaits(self, tracked: _Tracked, there: int) -> bool:
+    def _awaits(self, tracked: Tracked, there: int) -> bool:
         """Return whether a prefill engine is still storing more than the first `there` blocks of a request."""
         now_s = self._clock() if self._link.is_up else math.inf
         if tracked.wait is None:
@@ -239,7 +242,7 @@ class Planner:
         self.counts["late_handovers"] += not goes_on and there < named
         return goes_on
 
-    def _handed_over(self, tracked: _Tracked) -> int:
+    def _handed_over(self, tracked: Tracked) -> int:
         """Return how many blocks the request says that a prefill engine has stored, or stores now."""
         handover = Handover.read(tracked.request.kv_transfer_params)
         if handover is None:
@@ -265,7 +268,7 @@ class Planner:
             return
         tracked = self._requests[request.request_id]
         first, count = tracked.matched_from, num_external_tokens // self._block_tokens
-        run = self._run(tracked, first, first + count, block_ids)
+        run = self._run(tracked, tracked.keys, first, first + count, block_ids)
         self._loads.append(run)
         self._loading[request.request_id] = run
         self.counts["hit_blocks"] += count
@@ -301,7 +304,7 @@ class Planner:
                 self._plan_stores(plan, tracked, step)
         return plan
 
-    def _plan_stores(self, plan: Plan, tracked: _Tracked, step: Step) -> None:
+    def _plan_stores(self, plan: Plan, tracked: Tracked, step: Step) -> None:
         request = tracked.request
         known = request.num_tokens if self._store_generated else request.num_prompt_tokens
         # Blocks computed a second time (after a preemption, or a failed load) may have left the store.
@@ -312,18 +315,22 @@ class Planner:
         if last <= first:
             return
         self._extend(tracked, last)
-        missing = self._missing(tracked, first, min(last, tracked.count()))
-        for start, stop in _runs(missing):
-            plan.stores.append(self._run(tracked, start, stop, step.block_ids))
-            self.counts["stored_blocks"] += stop - start
+        for run in self._stores_of(tracked, step, first, min(last, tracked.count())):
+            plan.stores.append(run)
+            self.counts["stored_blocks"] += len(run.block_ids)
 
-    def _missing(self, tracked: _Tracked, first: int, last: int) -> list[int]:
+    def _stores_of(self, tracked: Tracked, step: Step, first: int, last: int) -> Iterator[BlockRun]:
+        """Return what is to be stored of these blocks."""
+        for start, stop in runs_of(self._missing(tracked.keys, first, last)):
+            yield self._run(tracked, tracked.keys, start, stop, step.block_ids)
+
+    def _missing(self, of_ranks: Mapping[Rank, bytearray], first: int, last: int) -> list[int]:
         """Return blocks that some rank does not have in the store."""
         blocks = self._link.blocks(next(iter(self._namespaces.values())))
         if blocks is None:
             return []
         missing: set[int] = set()
-        for keys in tracked.keys.values():
+        for keys in of_ranks.values():
             some = bytes(keys[first * HASH_BYTES : last * HASH_BYTES])
             nothing: list[bool] = []
             there = self._link.attempt(partial(blocks.exists, some, timeout_s=CONNECTOR_MATCH_S), nothing)
@@ -346,14 +353,14 @@ class Planner:
         return answer(Handover(last_block, namespace.digest.hex()))
 
     # --- hashes -------------------------------------------------------------------------------------------
-    def _track(self, request: Any, adapter: Adapter | None) -> _Tracked:
+    def _track(self, request: Any, adapter: Adapter | None) -> Tracked:
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.request is not request or tracked.adapter != adapter:
-            tracked = _Tracked(request, {rank: bytearray() for rank in self._namespaces}, adapter)
+            tracked = Tracked(request, {rank: bytearray() for rank in self._namespaces}, adapter)
             self._requests[request.request_id] = tracked
         return tracked
 
-    def _extend(self, tracked: _Tracked, blocks: int) -> None:
+    def _extend(self, tracked: Tracked, blocks: int) -> None:
         """Hash blocks up to this one; no further for a request whose inputs cannot be put into a key."""
         first = tracked.count()
         if blocks <= first:
@@ -373,7 +380,7 @@ class Planner:
             parent = bytes(keys[-HASH_BYTES:]) if keys else None
             keys += prefix_hashes(self._namespaces[rank], tokens, parent=parent, extra=extra)
 
-    def _extra(self, tracked: _Tracked, first: int, last: int) -> list[bytes | None] | None:
+    def _extra(self, tracked: Tracked, first: int, last: int) -> list[bytes | None] | None:
         """Return what decides each block besides tokens and weights; None for an unknown adapter.
 
         That is adapter, images, salt and embeddings, from vLLM's own hashes; of an adapter these have name and path.
@@ -394,9 +401,16 @@ class Planner:
             found.append(text)
         return found
 
-    def _run(self, tracked: _Tracked, first: int, last: int, block_ids: Sequence[int]) -> BlockRun:
+    def _run(
+        self,
+        tracked: Tracked,
+        of_ranks: Mapping[Rank, bytearray],
+        first: int,
+        last: int,
+        block_ids: Sequence[int],
+    ) -> BlockRun:
         keys, parents = {}, {}
-        for rank, all_keys in tracked.keys.items():
+        for rank, all_keys in of_ranks.items():
             keys[rank] = bytes(all_keys[first * HASH_BYTES : last * HASH_BYTES])
             parents[rank] = bytes(all_keys[(first - 1) * HASH_BYTES : first * HASH_BYTES]) if first else None
         request_id = tracked.request.request_id
@@ -415,7 +429,7 @@ class _WithoutAdapter:
         return getattr(self._request, name)
 
 
-def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+def runs_of(numbers: Sequence[int]) -> list[tuple[int, int]]:
     """Return runs of consecutive numbers as (first, one past the last)."""
     runs: list[tuple[int, int]] = []
     for number in numbers:

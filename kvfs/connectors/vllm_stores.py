@@ -32,7 +32,7 @@ import torch
 from kvfs._native.blocks.writer import Draft
 from kvfs.client.blocks import Blocks
 from kvfs.connectors.common import Link
-from kvfs.connectors.vllm_layout import KVLayout
+from kvfs.connectors.vllm_layout import Shard
 from kvfs.errors import InvalidRequest, KvfsError, NoSpace, QuotaExceeded
 from kvfs.limits import (
     CONNECTOR_LATE_BYTES,
@@ -42,7 +42,6 @@ from kvfs.limits import (
     CONNECTOR_STORE_PARTS,
     CONNECTOR_TIMEOUT_S,
 )
-from kvfs.namespaces import Namespace
 
 T = TypeVar("T")
 log = logging.getLogger("kvfs.connectors")
@@ -50,8 +49,9 @@ log = logging.getLogger("kvfs.connectors")
 
 @dataclass(slots=True)
 class Part:
-    """Blocks of one step that are being stored."""
+    """Blocks of one step, all of one cache group, that are being stored."""
 
+    shard: Shard
     keys: list[bytes]
     parents: list[bytes | None]
     block_ids: list[int]
@@ -67,7 +67,12 @@ class Part:
     def split(self, count: int) -> list[Part]:
         """Return the same blocks in parts of `count`."""
         return [
-            Part(self.keys[i : i + count], self.parents[i : i + count], self.block_ids[i : i + count])
+            Part(
+                self.shard,
+                self.keys[i : i + count],
+                self.parents[i : i + count],
+                self.block_ids[i : i + count],
+            )
             for i in range(0, len(self.keys), count)
         ]
 
@@ -75,9 +80,9 @@ class Part:
 class Stores:
     """Store parts of steps."""
 
-    def __init__(self, link: Link, namespace: Namespace, layout: KVLayout, counts: dict[str, int]) -> None:
+    def __init__(self, link: Link, counts: dict[str, int]) -> None:
         """Add to `counts`: stored_blocks, dropped_blocks, late_blocks."""
-        self._link, self._namespace, self._layout, self._counts = link, namespace, layout, counts
+        self._link, self._counts = link, counts
         self._copier, self._sealer = _Thread("kvfs-stores"), _Thread("kvfs-seals")
         self._turns = threading.BoundedSemaphore(CONNECTOR_STORE_PARTS)
         """Parts that have drafts, or ask for them."""
@@ -102,7 +107,7 @@ class Stores:
     # --- the step -----------------------------------------------------------------------------------------
     def begin(self, part: Part) -> None:
         """Ask for a part's drafts, unless the store is late."""
-        if not (self._is_late or self._blocks() is None or not self._link.is_up):
+        if not (self._is_late or self._blocks(part) is None or not self._link.is_up):
             part.reserved = self._copier.submit(partial(self._reserve, part, self.last))
 
     def copy_layers(self, part: Part, end: int) -> None:
@@ -114,10 +119,10 @@ class Stores:
 
     def finish(self, part: Part) -> None:
         """Copy the rest of a part, and have it stored."""
-        if self._layout.is_on_cpu and self._is_drafted(part):
+        if part.shard.layout.is_on_cpu and self._is_drafted(part):
             self._store_behind(part, None)
         elif self._takes(part):
-            self._store_behind(part, self._layout.gather(part.block_ids))
+            self._store_behind(part, part.shard.layout.gather(part.block_ids))
         else:
             self.give_up(part)
 
@@ -136,7 +141,7 @@ class Stores:
             self.begin(part)
         if part.reserved is None:
             return False
-        self.copy_layers(part, len(self._layout.layers))
+        self.copy_layers(part, len(part.shard.layout.layers))
         if not wait([part.reserved], CONNECTOR_SAVE_S).done or not part.reserved.result():
             self._stop(part)
             return False
@@ -152,7 +157,7 @@ class Stores:
         """Return whether there is room for a copy of a part, which it has then; wait unless the store is late."""
         size = self._size_of(part)
         with self._changed:
-            is_late = self._layout.is_on_cpu or self._is_late or not self._link.is_up
+            is_late = part.shard.layout.is_on_cpu or self._is_late or not self._link.is_up
             fits = self._changed.wait_for(
                 lambda: not self._kept_bytes or self._kept_bytes + size <= CONNECTOR_LATE_BYTES,
                 0 if is_late else CONNECTOR_TIMEOUT_S,
@@ -168,25 +173,25 @@ class Stores:
         return fits
 
     def _size_of(self, part: Part) -> int:
-        return len(part.keys) * self._layout.block_bytes
+        return len(part.keys) * part.shard.layout.block_bytes
 
-    def _blocks(self) -> Blocks | None:
-        return self._link.blocks(self._namespace)
+    def _blocks(self, part: Part) -> Blocks | None:
+        return self._link.blocks(part.shard.namespace)
 
     # --- the copier ---------------------------------------------------------------------------------------
     def _reserve(self, part: Part, before: Future[None] | None) -> bool:
         """Reserve a part's drafts; `before` is the end of the stores under way. Return False where the service does not
         answer."""
-        blocks = self._blocks()
+        blocks = self._blocks(part)
         part.has_turn = self._turns.acquire(timeout=CONNECTOR_LATE_S)
         if blocks is None or not part.has_turn or part.given_up:
             return False
         reserve = partial(
             blocks.reserve,
             part.keys,
-            [self._layout.block_bytes] * len(part.keys),
+            [part.shard.layout.block_bytes] * len(part.keys),
             part.parents,
-            layers=len(self._layout.layers),
+            layers=len(part.shard.layout.layers),
             timeout_s=CONNECTOR_LATE_S,
         )
         try:
@@ -199,7 +204,7 @@ class Stores:
     def _copy(self, part: Part, layer: int) -> None:
         if part.given_up:
             return
-        place = self._layout.layers[layer]
+        place = part.shard.layout.layers[layer]
         try:
             for draft, block in zip(part.drafts, part.block_ids, strict=True):
                 if draft is not None:
@@ -235,7 +240,7 @@ class Stores:
 
     def _seal(self, part: Part) -> int | None:
         """Seal the drafts of a part; return how many were new. None: none is stored, and all drafts are aborted."""
-        blocks = self._blocks()
+        blocks = self._blocks(part)
         if blocks is None:
             return None
         try:
@@ -249,7 +254,7 @@ class Stores:
     def _put(self, part: Part, copies: torch.Tensor) -> int | None:
         """Put copies when the store takes them; return how many were new. None: it refuses them, or this ends."""
         while not self._closing.is_set():
-            blocks = self._blocks()
+            blocks = self._blocks(part)
             if not self._link.wait_up(CONNECTOR_RETRY_S) or blocks is None:
                 continue
             self._abort(blocks, part)

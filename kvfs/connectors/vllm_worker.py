@@ -1,11 +1,14 @@
 """A worker's half of the vLLM connector: copies blocks between the paged KV cache and the store, around each step.
 
+A worker has a shard of each cache group: of the only one, or of several (`kvfs.connectors.hybrid.vllm_hybrid`).
+
 Responsibility: loads, between steps (`is_async`) or layer by layer ahead of the layer that needs them; which blocks of
 a step are stored, layer by layer behind the layer that computed them (`kvfs.connectors.vllm_stores`); and reports of
 both.
 
 Invariants:
-- A failed load is reported, block by block, no later than its request: the engine computes these blocks.
+- A failed load is reported, block by block, no later than its request: the engine computes these blocks. A request
+  whose blocks are of several groups is reported once the last of its loads has ended.
 - A step ends (`wait_for_save`) when its blocks are copied out: the engine may free or reuse them then. Sealing goes on.
 - Nothing is loaded or stored from a step whose weights are not the epoch's until the next epoch; a load that ends in
   another epoch than it began in has failed.
@@ -19,7 +22,7 @@ Concurrency: called by the worker's thread; loads run on the client's threads.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -28,7 +31,7 @@ import torch
 from kvfs.client.layers import Loading
 from kvfs.connectors.adapters import LoadedAdapters
 from kvfs.connectors.common import Link, chain_parents
-from kvfs.connectors.vllm_layout import KVLayout
+from kvfs.connectors.vllm_layout import Shard
 from kvfs.connectors.vllm_scheduler import BlockRun, Plan, Rank, split_keys
 from kvfs.connectors.vllm_stores import Part, Stores
 from kvfs.connectors.vllm_weights import Watch
@@ -41,7 +44,6 @@ from kvfs.limits import (
     CONNECTOR_STORE_BYTES,
     CONNECTOR_TIMEOUT_S,
 )
-from kvfs.namespaces import Namespace
 
 log = logging.getLogger("kvfs.connectors")
 
@@ -61,23 +63,26 @@ class Transfers:
     def __init__(
         self,
         link: Link,
-        namespace: Namespace,
-        rank: Rank,
-        layout: KVLayout,
+        shards: Mapping[Rank, Shard],
         *,
         is_async: bool,
         watch: Watch,
         adapters: LoadedAdapters,
     ) -> None:
-        """Take what compares weights and adapters with those of the plans."""
-        self._link, self._namespace, self._rank, self._layout = link, namespace, rank, layout
-        self._is_async = is_async
+        """Take what compares weights and adapters with those of the plans. `is_async`: loads are between steps, as
+        they must be with several shards."""
+        assert is_async or len(shards) == 1
+        self._link, self._shards, self._is_async = link, dict(shards), is_async
+        self._is_on_cpu = all(shard.layout.is_on_cpu for shard in shards.values())
         self._watch, self.adapters = watch, adapters
         self._epoch = 0
-        self._layer_of = {name: layer for layer, name in enumerate(layout.names)}
-        self._loads: dict[str, _Load] = {}
+        self._layer_of = {
+            name: (shard, layer) for shard in shards.values() for layer, name in enumerate(shard.layout.names)
+        }
+        self._loads: list[_Load] = []
         self._layered: list[tuple[BlockRun, Loading | None]] = []
-        self._finished: set[str] = set()
+        self._finished: dict[str, bool] = {}
+        """Requests of which a load has ended, and whether all blocks are there."""
         self._failed_blocks: set[int] = set()
         self._parts: list[Part] = []
         """Of the step under way, once its first layer is saved."""
@@ -90,8 +95,9 @@ class Transfers:
             "weights_changed": 0,
             "adapters_changed": 0,
         }
-        self.stores = Stores(link, namespace, layout, self.counts)
-        link.open(namespace)
+        self.stores = Stores(link, self.counts)
+        for shard in shards.values():
+            link.open(shard.namespace)
 
     def close(self) -> None:
         self.stores.close()
@@ -130,34 +136,40 @@ class Transfers:
             else:
                 self._layered.append((run, self._begin_layers(run)))
 
+    def _shard_of(self, run: BlockRun) -> tuple[Rank, Shard]:
+        return next((rank, shard) for rank, shard in self._shards.items() if rank in run.keys)
+
     def _begin_load(self, run: BlockRun) -> None:
-        blocks = self._link.blocks(self._namespace)
-        if blocks is None or not self._watch.is_right or len(self._loads) >= CONNECTOR_LOADS:
+        rank, shard = self._shard_of(run)
+        blocks = self._link.blocks(shard.namespace)
+        is_full = len(self._loads) >= CONNECTOR_LOADS * len(self._shards)
+        if blocks is None or not self._watch.is_right or is_full:
             self._finish(run, [-1] * len(run.block_ids))
             return
         staging = None
-        if self._layout.is_on_cpu:
-            places = self._layout.places(run.block_ids)
+        if shard.layout.is_on_cpu:
+            places = shard.layout.places(run.block_ids)
         else:
-            staging = torch.empty((len(run.block_ids), self._layout.block_bytes), dtype=torch.uint8)
+            staging = torch.empty((len(run.block_ids), shard.layout.block_bytes), dtype=torch.uint8)
             places = list(staging)  # type: ignore[assignment]
         try:
-            sizes = blocks.get_into_async(run.keys[self._rank], places, timeout_s=CONNECTOR_TIMEOUT_S)
+            sizes = blocks.get_into_async(run.keys[rank], places, timeout_s=CONNECTOR_TIMEOUT_S)
         except KvfsError as error:
             log.warning("a load did not begin: %s", error)
             self._finish(run, [-1] * len(run.block_ids))
             return
-        self._loads[run.request_id] = _Load(run, sizes, self._epoch, staging)
+        self._loads.append(_Load(run, sizes, self._epoch, staging))
         if run.adapter is not None:
             self.adapters.loading(run.request_id, run.adapter, run.block_ids)
 
     def _begin_layers(self, run: BlockRun) -> Loading | None:
-        blocks = self._link.blocks(self._namespace)
+        rank, shard = self._shard_of(run)
+        blocks = self._link.blocks(shard.namespace)
         if blocks is None or not self._watch.is_right or run.request_id in self.adapters.refused:
             return None
-        layers = [self._layout.places(run.block_ids, layer) for layer in range(len(self._layout.layers))]
+        layers = [shard.layout.places(run.block_ids, layer) for layer in range(len(shard.layout.layers))]
         return self._link.attempt(
-            lambda: blocks.load_layers(run.keys[self._rank], layers, timeout_s=CONNECTOR_TIMEOUT_S), None
+            lambda: blocks.load_layers(run.keys[rank], layers, timeout_s=CONNECTOR_TIMEOUT_S), None
         )
 
     def wait_layer(self, name: str) -> None:
@@ -165,14 +177,14 @@ class Transfers:
 
         Raises DeadlinePassed where a copy does not end: it may still write to these blocks.
         """
-        layer = self._layer_of.get(name)
-        if layer is None or not self._layered:
+        if name not in self._layer_of or not self._layered:
             return
+        shard, layer = self._layer_of[name]
         for run, loading in self._layered:
             hits = [False] * len(run.block_ids)
             if loading is not None:
                 hits = self._wait(loading, layer, hits)
-            if layer == len(self._layout.layers) - 1:
+            if layer == len(shard.layout.layers) - 1:
                 self._count(run, hits)
 
     def _wait(self, loading: Loading, layer: int, missed: list[bool]) -> list[bool]:
@@ -190,13 +202,17 @@ class Transfers:
         self.counts["loaded_blocks"] += len(good) - len(failed)
         self.counts["failed_blocks"] += len(failed)
 
-    def take_finished(self) -> set[str]:
-        """Return requests whose loads have ended or failed since the last call."""
-        for request_id, load in list(self._loads.items()):
+    def take_finished(self) -> dict[str, bool]:
+        """Return requests whose loads have ended or failed since the last call, and whether all blocks are there."""
+        loads, self._loads = self._loads, []
+        for load in loads:
             if load.sizes.done():
-                del self._loads[request_id]
                 self._finish(load.run, self._sizes_of(load), load.staging)
-        finished, self._finished = self._finished, set()
+            else:
+                self._loads.append(load)
+        under_way = {load.run.request_id for load in self._loads}
+        finished = {each: good for each, good in self._finished.items() if each not in under_way}
+        self._finished = {each: good for each, good in self._finished.items() if each in under_way}
         return finished
 
     def take_failed_blocks(self) -> set[int]:
@@ -215,31 +231,37 @@ class Transfers:
             return missed
 
     def _finish(self, run: BlockRun, sizes: list[int], staging: torch.Tensor | None = None) -> None:
-        good = [size == self._layout.block_bytes for size in sizes]
+        _, shard = self._shard_of(run)
+        good = [size == shard.layout.block_bytes for size in sizes]
         if staging is not None and any(good):
             which = [i for i, is_good in enumerate(good) if is_good]
-            self._layout.scatter([run.block_ids[i] for i in which], staging[which])
+            shard.layout.scatter([run.block_ids[i] for i in which], staging[which])
         self._count(run, good)
-        self._finished.add(run.request_id)
+        self._finished[run.request_id] = self._finished.get(run.request_id, True) and all(good)
 
     # --- stores -------------------------------------------------------------------------------------------
     def save_layer(self, plan: Plan, name: str) -> None:
         """Begin to copy out a layer's blocks, once its cache has this step's tokens."""
-        if self._layout.is_on_cpu and plan.stores and self._watch.is_right and name in self._layer_of:
+        if self._is_on_cpu and plan.stores and self._watch.is_right and name in self._layer_of:
             if not self._parts:
                 self._parts = self._parts_of(plan)
                 for part in self._parts[:1]:
                     self.stores.begin(part)
+            shard, layer = self._layer_of[name]
             for part in self._parts[:1]:
-                self.stores.copy_layers(part, self._layer_of[name] + 1)
+                if part.shard is shard:
+                    self.stores.copy_layers(part, layer + 1)
 
     def _parts_of(self, plan: Plan) -> list[Part]:
         """Return the blocks of a step in parts, of which three fit into what the store lets a user write at once."""
         share_bytes = self._link.quota_bytes // CONNECTOR_QUOTA_SHARE or CONNECTOR_STORE_BYTES
         most_bytes = min(CONNECTOR_STORE_BYTES, share_bytes)
-        count = min(CONNECTOR_STORE_BLOCKS, most_bytes // self._layout.block_bytes)
         stores = [run for run in plan.stores if run.request_id not in self.adapters.refused]
-        return _step_of(stores, self._rank).split(max(count, 1))
+        parts = []
+        for rank, shard in self._shards.items():
+            count = min(CONNECTOR_STORE_BLOCKS, most_bytes // shard.layout.block_bytes)
+            parts += _step_of([run for run in stores if rank in run.keys], rank, shard).split(max(count, 1))
+        return parts
 
     def finish(self, plan: Plan) -> None:
         """End a step: copy out the remaining blocks, part by part, and have them sealed."""
@@ -252,9 +274,9 @@ class Transfers:
             store(part)
 
 
-def _step_of(stores: Sequence[BlockRun], rank: Rank) -> Part:
-    """Return all blocks of a step, each once: requests of one step may share a prefix."""
-    step, seen = Part([], [], []), set()
+def _step_of(stores: Sequence[BlockRun], rank: Rank, shard: Shard) -> Part:
+    """Return all blocks of a group and step, each once: requests of one step may share a prefix."""
+    step, seen = Part(shard, [], [], []), set()
     for run in stores:
         keys = split_keys(run.keys[rank])
         for key, parent, block in zip(

@@ -187,6 +187,9 @@ CONNECTOR_STORE_PARTS: Final = 3
 """Parts that have drafts at once: one is filled, one waits, one is sealed."""
 CONNECTOR_QUOTA_SHARE: Final = 8
 """They take at most this part of what the store lets one user write at once: two engines of three times as much fit."""
+CONNECTOR_WINDOWS: Final = 16
+"""Of a prompt's sliding windows one in so many is stored, besides the last one: a long prompt with another end is
+computed from less than that many windows on, for a sixteenth of the bytes."""
 CONNECTOR_LOADS: Final = 256
 """Loads of requests that wait or run in one engine worker; further ones are misses."""
 CONNECTOR_THREADS: Final = 4

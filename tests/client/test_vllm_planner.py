@@ -13,17 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfs import prefix_hashes
-from kvfs.connectors.vllm_scheduler import Planner, Step, split_keys
+from kvfs.connectors.vllm_scheduler import Planner, Rank, Step, split_keys
 from kvfs.errors import DeadlinePassed
 from kvfs.limits import CONNECTOR_HANDOVER_S, CONNECTOR_MATCH_S, CONNECTOR_RETRY_S
 from kvfs.namespaces import Namespace
 from tests.support.stores import NAMESPACE
 
 BLOCK = NAMESPACE.block_tokens
-RANKS = [(0, 0), (0, 1)]
+RANKS: list[Rank] = [(0, 0), (0, 1)]
 
 
-def namespaces() -> dict[tuple[int, int], Namespace]:
+def namespaces() -> dict[Rank, Namespace]:
     fields = {**NAMESPACE.as_mapping(), "tensor_shards": 2}
     return {rank: Namespace.from_mapping({**fields, "tensor_rank": rank[1]}) for rank in RANKS}
 
@@ -106,7 +106,7 @@ def planner(link: FakeLink, *, store_generated: bool = True, clock: Clock | None
     return made
 
 
-def keys_of(tokens: Sequence[int]) -> dict[tuple[int, int], list[bytes]]:
+def keys_of(tokens: Sequence[int]) -> dict[Rank, list[bytes]]:
     return {
         rank: list(split_keys(prefix_hashes(namespace, list(tokens))))
         for rank, namespace in namespaces().items()

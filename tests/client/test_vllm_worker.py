@@ -73,15 +73,14 @@ class Worker:
         adapters: Any = None,
     ) -> None:
         from kvfs.connectors.adapters import LoadedAdapters
-        from kvfs.connectors.vllm_layout import KVLayout
+        from kvfs.connectors.vllm_layout import KVLayout, Shard
         from kvfs.connectors.vllm_worker import Transfers
 
         link, layout = Link(str(service.mount), name="test", timeout_s=60), KVLayout(layers, BLOCKS)
         watch = watch or watch_of(weights())
         adapters = adapters or LoadedAdapters(None, Told(), str)
-        self.transfers = Transfers(
-            link, namespace, RANK, layout, is_async=is_async, watch=watch, adapters=adapters
-        )
+        shards: dict[tuple[int, ...], Shard] = {RANK: Shard(namespace, layout)}
+        self.transfers = Transfers(link, shards, is_async=is_async, watch=watch, adapters=adapters)
 
     def store(self, *runs: Any, by_layer: bool = True, epoch: int = 0) -> None:
         step = plan(stores=list(runs), epoch=epoch)
@@ -171,9 +170,61 @@ def test_layer_by_layer_within_the_step(service: Service) -> None:
         reader.transfers.wait_layer(name)
         assert torch.equal(target[name][[4, 5]], source[name][[1, 2]]), "there when it is waited for"
     assert reader.transfers.take_failed_blocks() == {6}
-    assert reader.transfers.take_finished() == set()
+    assert reader.transfers.take_finished() == {}
     for each in (writer, reader):
         each.transfers.close()
+
+
+def test_a_request_of_several_groups_ends_with_its_last_load_and_fails_with_any(
+    service: Service, device: str
+) -> None:
+    """Two groups with blocks of equal sizes and of equal tokens: each has its own."""
+    from kvfs.connectors.adapters import LoadedAdapters
+    from kvfs.connectors.vllm_layout import KVLayout, Shard
+    from kvfs.connectors.vllm_scheduler import BlockRun
+    from kvfs.connectors.vllm_worker import Transfers
+
+    spaces = [namespace_of(f"group {group} {device}") for group in range(2)]
+    keys = [keys_of(space, 3) for space in spaces]
+
+    def made(caches: list[dict[str, Any]]) -> Transfers:
+        shards: dict[tuple[int, ...], Shard] = {
+            (0, 0, group): Shard(space, KVLayout(caches[group], BLOCKS)) for group, space in enumerate(spaces)
+        }
+        link = Link(str(service.mount), name="test", timeout_s=60)
+        adapters = LoadedAdapters(None, Told(), str)
+        return Transfers(link, shards, is_async=True, watch=watch_of(weights()), adapters=adapters)
+
+    def run(group: int, block_ids: list[int], name: str = "r", count: int = 3) -> BlockRun:
+        return BlockRun(name, block_ids, {(0, 0, group): keys[group][: 16 * count]}, {(0, 0, group): None})
+
+    sources, targets = ([cache(fill) for fill in fills] for fills in ((3, 4), (None, None)))
+    writer, reader = made(sources), made(targets)
+    step = plan(stores=[run(0, [1, 2, 3]), run(1, [4, 5], count=2)])
+    writer.enter(step)
+    writer.finish(step)
+    eventually(lambda: writer.counts["stored_blocks"] == 5, "all is stored")
+    step = plan(
+        loads=[
+            *(run(0, [1, 2], "whole", 2), run(1, [3, 4], "whole", 2)),
+            *(run(0, [5, 6, 7], "lacks one"), run(1, [8, 9, 10], "lacks one")),
+        ]
+    )
+    reader.enter(step)
+    reader.begin(step)
+    ended: dict[str, bool] = {}
+
+    def all_ended() -> bool:
+        ended.update(reader.take_finished())
+        return len(ended) == 2
+
+    eventually(all_ended, "loads have ended")
+    assert ended == {"whole": True, "lacks one": False}
+    for name in NAMES:
+        assert torch.equal(targets[0][name][[1, 2]], sources[0][name][[1, 2]])
+        assert torch.equal(targets[1][name][[3, 4]], sources[1][name][[4, 5]])
+    for each in (writer, reader):
+        each.close()
 
 
 def test_a_service_that_is_gone_costs_nothing_once_it_is_back(service: Service, device: str) -> None:
@@ -393,7 +444,9 @@ def test_what_a_late_store_finds_no_memory_for_is_dropped_and_counted(
     namespace = namespace_of(f"bound {device}")
     source, keys = cache(15), keys_of(namespace, 10)
     worker = Worker(service, source, namespace, is_async=True)
-    monkeypatch.setattr(vllm_stores, "CONNECTOR_LATE_BYTES", 4 * worker.transfers._layout.block_bytes)
+    monkeypatch.setattr(
+        vllm_stores, "CONNECTOR_LATE_BYTES", 4 * worker.transfers._shards[RANK].layout.block_bytes
+    )
     monkeypatch.setattr(vllm_stores, "CONNECTOR_TIMEOUT_S", 0.1)
     slow.begin()
     for at in range(0, 10, 2):

@@ -27,7 +27,7 @@ class WatchedConnector(KVFSConnector):
         metadata = super().build_connector_meta(scheduler_output)
         if metadata.plan.loads:
             self._lose(metadata)
-            _wait_at_gate()
+            wait_at_gate()
         return metadata
 
     def _lose(self, metadata: KVFSMetadata) -> None:
@@ -41,7 +41,7 @@ class WatchedConnector(KVFSConnector):
                 blocks.remove(keys[int(index) * HASH_BYTES :][:HASH_BYTES])
 
 
-def _wait_at_gate() -> None:
+def wait_at_gate() -> None:
     gate = os.environ.pop("KVFS_TEST_GATE", None)
     if gate is not None:
         Path(gate + ".reached").touch()

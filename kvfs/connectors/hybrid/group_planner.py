@@ -1,0 +1,123 @@
+"""The scheduler's half of the vLLM connector for models with several cache groups.
+
+Responsibility: what `Planner` does, for blocks of several groups, whose keys are kept for each rank and group; the
+rules are in `kvfs.groups`.
+
+Invariants:
+- A hit is a hit in all groups and on all ranks, or none: the longest prefix for which each group has all that its
+  layers read. A request of which one load failed computes everything that the engine itself does not have.
+- Of a group of full attention every block is stored; of a sliding window those of the prompt's end and of what is
+  generated, of each CONNECTOR_WINDOWS-th window, and of where a request leaves what others have stored.
+- vLLM puts the null block in the place of blocks that left the window: it is neither loaded nor stored.
+
+Concurrency: the engine's scheduler thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from kvfs.client.blocks import Blocks
+from kvfs.connectors.common import Link
+from kvfs.connectors.vllm_scheduler import BlockRun, Planner, Rank, Step, Tracked, runs_of
+from kvfs.groups import Group, Kept, checkpoint_blocks, longest_prefix
+from kvfs.keys import HASH_BYTES
+from kvfs.limits import CONNECTOR_WINDOWS
+
+NULL_BLOCK = 0
+"""vLLM's block that stands for none, in each group."""
+
+
+class HybridPlanner(Planner):
+    """Plan loads and stores of several groups."""
+
+    def __init__(
+        self, link: Link, block_tokens: int, groups: Sequence[Group], *, store_generated: bool
+    ) -> None:
+        super().__init__(link, block_tokens, store_generated=store_generated, is_async=True)
+        self.groups = list(groups)
+        self._every = checkpoint_blocks(self.groups, CONNECTOR_WINDOWS)
+        self._junctions: dict[str, int] = {}
+        """Where a request leaves what full attention finds, if the windows before that are not there."""
+        self._group_loads: dict[str, list[BlockRun]] = {}
+        """The last load of each request."""
+
+    # --- loads --------------------------------------------------------------------------------------------
+    def _hits(self, tracked: Tracked, first: int, last: int) -> int:
+        blocks = self._link.blocks(next(iter(self._namespaces.values())))
+        request_id = tracked.request.request_id
+        self._junctions.pop(request_id, None)
+        if blocks is None or last <= first or request_id in self._failed:
+            return 0
+        prefix = longest_prefix(self.groups, first, last, partial(self._present, blocks, tracked))
+        if prefix.reach > prefix.boundary:
+            self._junctions[request_id] = prefix.reach
+        return prefix.boundary - first
+
+    def _present(self, blocks: Blocks, tracked: Tracked, group: int, first: int, last: int) -> list[bool]:
+        """Return which blocks of a group can be read on all ranks."""
+        present = [True] * (last - first)
+        for keys in _of_group(tracked.keys, group).values():
+            some = bytes(keys[first * HASH_BYTES : last * HASH_BYTES])
+            missed = [False] * (last - first)
+            there = self._link.attempt(partial(self._lower.each_readable, blocks, some), missed)
+            present = [one and other for one, other in zip(present, there, strict=True)]
+        return present
+
+    def allocated_groups(
+        self, request: Any, by_group: Sequence[Sequence[int]], num_external_tokens: int
+    ) -> None:
+        """Plan a load into the blocks of all groups that the engine has allocated for it."""
+        if num_external_tokens <= 0:
+            return
+        tracked = self._requests[request.request_id]
+        first, count = tracked.matched_from, num_external_tokens // self._block_tokens
+        loads: list[BlockRun] = []
+        for index, group in enumerate(self.groups):
+            needed = [i for i in group.needed(first, first + count) if by_group[index][i] != NULL_BLOCK]
+            loads += list(self._group_runs(tracked, index, needed, by_group[index]))
+        self._loads += loads
+        self._group_loads[request.request_id] = loads
+        self.counts["hit_blocks"] += count
+
+    def failed_requests(self, request_ids: Collection[str]) -> None:
+        """Note requests whose loads have failed: they compute, and ask no more."""
+        blocks = self._link.blocks(next(iter(self._namespaces.values())))
+        for request_id in request_ids:
+            self._failed.add(request_id)
+            for run in self._group_loads.pop(request_id, []):
+                for keys in run.keys.values():
+                    if blocks is not None:
+                        self._link.attempt(partial(self._lower.failed, blocks, keys), None)
+
+    # --- stores -------------------------------------------------------------------------------------------
+    def _stores_of(self, tracked: Tracked, step: Step, first: int, last: int) -> Iterator[BlockRun]:
+        kept = Kept(
+            tail=(tracked.request.num_prompt_tokens - 1) // self._block_tokens,
+            junction=self._junctions.get(step.request_id, 0),
+            every=self._every,
+        )
+        for index, group in enumerate(self.groups):
+            ids = step.by_group[index]
+            wanted = [i for i in range(first, last) if ids[i] != NULL_BLOCK and kept.has(group, i)]
+            for start, stop in runs_of(wanted):
+                missing = self._missing(_of_group(tracked.keys, index), start, stop)
+                yield from self._group_runs(tracked, index, missing, ids)
+
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        self._junctions.pop(request.request_id, None)
+        self._group_loads.pop(request.request_id, None)
+        return super().finished(request)
+
+    def _group_runs(
+        self, tracked: Tracked, group: int, blocks: Sequence[int], block_ids: Sequence[int]
+    ) -> Iterator[BlockRun]:
+        keys = _of_group(tracked.keys, group)
+        return (self._run(tracked, keys, start, stop, block_ids) for start, stop in runs_of(blocks))
+
+
+def _of_group(keys: Mapping[Rank, bytearray], group: int) -> dict[Rank, bytearray]:
+    """Return the keys of a group, for each rank that has some of its layers."""
+    return {rank: some for rank, some in keys.items() if rank[-1] == group}

@@ -1,0 +1,114 @@
+"""Prefixes of models with several kinds of attention: which blocks each group of layers needs, and which are kept.
+
+Responsibility: the rules as pure functions. An engine keeps the KV cache of such a model by groups of layers, whose
+blocks are of the same tokens. From a boundary between two blocks on, layers of full attention read all blocks before
+it, those of a sliding window the blocks that have one of its last `window - 1` tokens.
+
+Invariants: a prefix is a hit only if every group has all that it reads. What `Kept` keeps makes a hit of each of its
+boundaries, and nothing else is kept. Concurrency: immutable values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+_PIECE_BLOCKS: Final = 256
+"""Blocks that are looked up at once: most prefixes end in the first piece."""
+
+Present = Callable[[int, int, int], Sequence[bool]]
+"""Says of a group, by its index, which blocks from a first one to one past the last are there."""
+
+
+class Prefix(NamedTuple):
+    """The longest prefix for which every group has what it needs."""
+
+    boundary: int
+    """Its blocks."""
+    reach: int
+    """Blocks for which the groups of full attention have all; `boundary` where there are no such groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers that share their blocks."""
+
+    window_blocks: int | None = None
+    """Blocks before a boundary that its layers read; None: all of them, full attention."""
+
+    @classmethod
+    def of_window(cls, window_tokens: int, block_tokens: int) -> Group:
+        """Return the group of a sliding window, in which a token reads itself and `window_tokens - 1` before it."""
+        return cls(-(-(window_tokens - 1) // block_tokens))
+
+    def needed(self, first: int, boundary: int) -> range:
+        """Return the blocks from `first` on that a prefix up to `boundary` needs."""
+        if self.window_blocks is None:
+            return range(first, boundary)
+        return range(max(first, boundary - self.window_blocks), boundary)
+
+
+def longest_prefix(groups: Sequence[Group], first: int, last: int, present: Present) -> Prefix:
+    """Return the longest prefix of at most `last` blocks; what is before `first` is there."""
+    reach = last
+    for index, group in enumerate(groups):
+        if group.window_blocks is None:
+            reach = _first_missing(index, first, reach, present)
+    boundary, before = reach, -1
+    while boundary != before:  # each group takes the boundary down to the next one for which it has all
+        before = boundary
+        for index, group in enumerate(groups):
+            if group.window_blocks:
+                boundary = _last_window(index, group.window_blocks, first, boundary, present)
+    has_full = any(group.window_blocks is None for group in groups)
+    return Prefix(boundary, reach if has_full else boundary)
+
+
+def _first_missing(index: int, first: int, last: int, present: Present) -> int:
+    for start in range(first, last, _PIECE_BLOCKS):
+        there = present(index, start, min(start + _PIECE_BLOCKS, last))
+        if not all(there):
+            return start + list(there).index(False)
+    return last
+
+
+def _last_window(index: int, window_blocks: int, first: int, last: int, present: Present) -> int:
+    """Return the last boundary before which the blocks of a window are there, from `first` on."""
+    run, stop = 0, last
+    while stop > first:
+        start = max(first, stop - _PIECE_BLOCKS)
+        there = present(index, start, stop)
+        for block in range(stop - 1, start - 1, -1):
+            run = run + 1 if there[block - start] else 0
+            if run == window_blocks:
+                return block + run
+        stop = start
+    return first + run
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The boundaries of one request that are kept, so that a later one may go on there."""
+
+    tail: int
+    """From this boundary on all are kept: a request goes on anywhere behind its prompt."""
+    junction: int = 0
+    """Where this request leaves what earlier ones have in common with it; 0: nowhere."""
+    every: int = 0
+    """Of the blocks before the tail, each boundary at a multiple of this is kept; 0: none."""
+
+    def has(self, group: Group, block: int) -> bool:
+        """Return whether a block of a group is kept: one of its kept boundaries needs it."""
+        window = group.window_blocks
+        if window is None:
+            return True
+        if window and block >= self.tail - window:
+            return True
+        is_checkpoint = self.every > 0 and -(block + 1) % self.every < window
+        return self.junction - window <= block < self.junction or is_checkpoint
+
+
+def checkpoint_blocks(groups: Sequence[Group], windows: int) -> int:
+    """Return after how many blocks a boundary is kept, such that one of so many windows is; 0 without windows."""
+    return windows * max((group.window_blocks or 0 for group in groups), default=0)

@@ -1,0 +1,297 @@
+"""Prefixes of models with several cache groups, against plain models; the scheduler's half of the hybrid connector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvfs import prefix_hashes
+from kvfs.connectors.hybrid.group_planner import NULL_BLOCK, HybridPlanner
+from kvfs.connectors.vllm_scheduler import Plan, Planner, Rank, Step, split_keys
+from kvfs.errors import InvalidRequest
+from kvfs.groups import Group, Kept, checkpoint_blocks, longest_prefix
+from kvfs.limits import CONNECTOR_WINDOWS
+from kvfs.namespaces import Namespace
+from tests.client.test_vllm_planner import FakeLink, FakeRequest, keys_of, namespaces, tokens_of
+from tests.support.stores import NAMESPACE
+
+BLOCK = NAMESPACE.block_tokens
+GROUPS = [Group.of_window(2 * BLOCK, BLOCK), Group.of_window(3 * BLOCK + 1, BLOCK), Group()]
+RANKS: list[tuple[int, int]] = [(0, 0), (0, 1)]
+
+some_groups = st.lists(st.builds(Group, st.none() | st.integers(0, 5)), min_size=1, max_size=4)
+
+
+@pytest.mark.parametrize(("window_tokens", "blocks"), [(1, 0), (2, 1), (17, 1), (18, 2), (33, 2), (34, 3)])
+def test_a_window_needs_the_blocks_of_all_tokens_that_its_next_one_reads(
+    window_tokens: int, blocks: int
+) -> None:
+    group = Group.of_window(window_tokens, 16)
+    assert group == Group(blocks)
+    read = {token // 16 for token in range(160 - window_tokens + 1, 160)}
+    assert set(group.needed(0, 10)) == read
+
+
+# --- the look-up -------------------------------------------------------------------------------------------------
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_the_longest_prefix_is_that_of_a_model_that_tries_every_length(data: st.DataObject) -> None:
+    groups = data.draw(some_groups)
+    last = data.draw(st.integers(0, 14) | st.integers(250, 530))
+    first = data.draw(st.integers(0, last))
+    missing = data.draw(st.lists(st.sets(st.integers(0, last), max_size=6), min_size=4, max_size=4))
+
+    def present(group: int, start: int, stop: int) -> list[bool]:
+        assert first <= start < stop <= last
+        return [block not in missing[group] for block in range(start, stop)]
+
+    def is_hit(boundary: int) -> bool:
+        return all(
+            block not in missing[i]
+            for i, group in enumerate(groups)
+            for block in range(first, boundary)
+            if group.window_blocks is None or block >= boundary - group.window_blocks
+        )
+
+    found = longest_prefix(groups, first, last, present)
+    assert found.boundary == max(filter(is_hit, range(first, last + 1)))
+    full = [i for i, group in enumerate(groups) if group.window_blocks is None]
+    holes = [block for i in full for block in missing[i] if first <= block < last]
+    assert found.reach == (min(holes, default=last) if full else found.boundary)
+
+
+# --- what is kept ------------------------------------------------------------------------------------------------
+@settings(max_examples=300, deadline=None)
+@given(some_groups, st.integers(0, 60), st.integers(0, 60), st.integers(1, 4))
+def test_each_kept_boundary_is_a_hit_and_nothing_else_is_kept(
+    groups: list[Group], tail: int, junction: int, windows: int
+) -> None:
+    blocks = 70
+    every = checkpoint_blocks(groups, windows)
+    kept = Kept(tail, junction, every)
+    boundaries = {*range(tail, blocks + 1), junction, *(range(every, blocks + 1, every) if every else ())}
+    for group in groups:
+        needed = {block for boundary in boundaries for block in group.needed(0, boundary)}
+        if group.window_blocks is None:
+            needed = set(range(blocks))
+        assert {block for block in range(blocks) if kept.has(group, block)} == needed
+
+
+# --- the planner -------------------------------------------------------------------------------------------------
+def group_namespaces() -> dict[Rank, Namespace]:
+    return {
+        (*rank, group): Namespace.from_mapping(
+            {
+                **NAMESPACE.as_mapping(),
+                "tensor_shards": 2,
+                "tensor_rank": rank[1],
+                "extra": {"group": str(group)},
+            }
+        )
+        for rank in RANKS
+        for group in range(len(GROUPS))
+    }
+
+
+def group_keys(tokens: Sequence[int]) -> dict[Rank, list[bytes]]:
+    return {
+        rank: list(split_keys(prefix_hashes(namespace, list(tokens))))
+        for rank, namespace in group_namespaces().items()
+    }
+
+
+@pytest.fixture(autouse=True)
+def _no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Planner, "_extra", lambda self, tracked, first, last: [None] * (last - first))
+
+
+def hybrid(link: FakeLink, groups: Sequence[Group] = GROUPS) -> HybridPlanner:
+    made = HybridPlanner(link, BLOCK, groups, store_generated=True)  # type: ignore[arg-type]
+    made.set_namespaces(group_namespaces())
+    return made
+
+
+class FakeEngine:
+    """vLLM's block tables: one for each group, with the null block where a window has passed."""
+
+    def __init__(self) -> None:
+        self.tables: list[list[int]] = [[] for _ in GROUPS]
+        self._last = 0
+
+    def extend(self, computed: int, total: int) -> list[list[int]]:
+        """The tables of a request with `computed` tokens, once it has room for `total`."""
+        for group, table in zip(GROUPS, self.tables, strict=True):
+            skipped = 0 if group.window_blocks is None else max(0, computed // BLOCK - group.window_blocks)
+            while len(table) < -(-total // BLOCK):
+                self._last += 1
+                table.append(self._last)
+            table[:skipped] = [NULL_BLOCK] * skipped
+        return [list(table) for table in self.tables]
+
+
+def take(link: FakeLink, plan: Plan) -> None:
+    assert link.store is not None
+    for run in plan.stores:
+        assert NULL_BLOCK not in run.block_ids
+        for keys in run.keys.values():
+            link.store.keys.update(split_keys(keys))
+
+
+def compute(
+    made: HybridPlanner, link: FakeLink, request: Any, chunks: Sequence[int], computed: int = 0
+) -> None:
+    engine = FakeEngine()
+    for chunk in chunks:
+        after = min(computed + chunk, request.num_tokens)
+        tables = engine.extend(computed, after)
+        take(link, made.plan([Step(request.request_id, computed, after, tables[0], tables)]))
+        computed = after
+
+
+def present_in(link: FakeLink, keys: dict[Rank, list[bytes]]) -> Callable[[int, int, int], list[bool]]:
+    store = link.store
+    assert store is not None
+
+    def present(group: int, first: int, last: int) -> list[bool]:
+        return [all(keys[(*rank, group)][i] in store.keys for rank in RANKS) for i in range(first, last)]
+
+    return present
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_what_one_request_stores_another_one_loads_in_all_groups_or_not_at_all(data: st.DataObject) -> None:
+    """Chunks of any size; blocks of any group that are evicted."""
+    link = FakeLink()
+    made = hybrid(link)
+    assert link.store is not None
+    tokens = tokens_of(data.draw(st.integers(1, 12 * BLOCK)))
+    request = FakeRequest("first", tokens)
+    assert made.match(request, 0) == (0, False)
+    compute(made, link, request, [*data.draw(st.lists(st.integers(1, 5 * BLOCK), max_size=6)), len(tokens)])
+    keys = group_keys(tokens)
+    whole, end = len(tokens) // BLOCK, (len(tokens) - 1) // BLOCK
+    for index, group in enumerate(GROUPS):
+        stored = [keys[0, 0, index][i] in link.store.keys for i in range(whole)]
+        kept = Kept(end, 0, checkpoint_blocks(GROUPS, CONNECTOR_WINDOWS))
+        assert stored == [kept.has(group, i) for i in range(whole)]
+    for _ in range(data.draw(st.integers(0, 3))):
+        link.store.keys.discard(
+            data.draw(st.sampled_from([key for each in keys.values() for key in each] or [b""]))
+        )
+    again = FakeRequest("again", tokens)
+    first = data.draw(st.integers(0, end))
+    hits, is_async = made.match(again, first * BLOCK)
+    expected = longest_prefix(GROUPS, first, end, present_in(link, keys)).boundary - first
+    assert (hits, is_async) == (expected * BLOCK, expected > 0)
+    tables = FakeEngine().extend((first + expected) * BLOCK, len(tokens))
+    made.allocated_groups(again, tables, hits or 0)
+    loads = made.plan([]).loads
+    for index, group in enumerate(GROUPS):
+        runs = [run for run in loads if (0, 0, index) in run.keys]
+        needed = group.needed(first, first + expected)
+        assert [id for run in runs for id in run.block_ids] == tables[index][needed.start : needed.stop]
+        for rank in RANKS:
+            wanted = keys[(*rank, index)][needed.start : needed.stop]
+            assert [key for run in runs for key in split_keys(run.keys[(*rank, index)])] == wanted
+
+
+def test_a_request_that_leaves_what_is_stored_keeps_the_window_before_that() -> None:
+    link = FakeLink()
+    made, root = hybrid(link), tokens_of(20 * BLOCK)
+    request = FakeRequest("root", root)
+    made.match(request, 0)
+    compute(made, link, request, [len(root)])
+    branches = [
+        FakeRequest(f"branch {i}", root[: 9 * BLOCK + 1] + tokens_of(5 * BLOCK, seed=i)) for i in (1, 2)
+    ]
+    assert made.match(branches[0], 0) == (0, False)
+    compute(made, link, branches[0], [2 * BLOCK + 3] * 7)
+    assert made.match(branches[1], 0) == (9 * BLOCK, True)
+
+
+def test_a_load_that_failed_is_a_miss_for_its_request() -> None:
+    link = FakeLink()
+    made, tokens = hybrid(link), tokens_of(6 * BLOCK + 2)
+    request = FakeRequest("r", tokens)
+    made.match(request, 0)
+    compute(made, link, request, [len(tokens)])
+    again = FakeRequest("again", tokens)
+    assert made.match(again, 0) == (6 * BLOCK, True)
+    made.allocated_groups(again, FakeEngine().extend(6 * BLOCK, len(tokens)), 6 * BLOCK)
+    made.failed_requests({"again"})
+    assert made.match(again, 0) == (0, False)
+    made.finished(again)
+    assert made.match(again, 0) == (6 * BLOCK, True), "another request of that name"
+
+
+def test_one_group_of_full_attention_has_the_keys_of_the_plain_planner() -> None:
+    tokens, plans = tokens_of(5 * BLOCK + 3), []
+    for is_hybrid in (False, True):
+        link = FakeLink()
+        plain = namespaces()
+        if is_hybrid:
+            made: Planner = HybridPlanner(link, BLOCK, [Group()], store_generated=True)  # type: ignore[arg-type]
+            made.set_namespaces({(*rank, 0): namespace for rank, namespace in plain.items()}, "weights")
+        else:
+            made = Planner(link, BLOCK, store_generated=True, is_async=True)  # type: ignore[arg-type]
+            made.set_namespaces(plain, "weights")
+        request = FakeRequest("r", tokens)
+        made.match(request, 0)
+        ids = [7, 8, 9, 10, 11, 12]
+        [run] = made.plan([Step("r", 0, len(tokens), ids, [ids])]).stores
+        plans.append((run.block_ids, list(run.keys.values()), list(run.parents.values())))
+    assert plans[0] == plans[1]
+    assert list(split_keys(plans[0][1][0])) != keys_of(tokens)[0, 0], "the weights are in the keys"
+
+
+# --- vLLM's groups -----------------------------------------------------------------------------------------------
+def spec_group(kind: str, layers: Sequence[str], **fields: Any) -> Any:
+    spec = type(kind, (), {"block_size": 16, **fields})()
+    return SimpleNamespace(
+        kv_cache_spec=spec, layer_names=list(layers), is_eagle_group=fields.get("eagle", False)
+    )
+
+
+def test_groups_of_vllm_are_those_of_windows_and_full_attention() -> None:
+    pytest.importorskip("torch")
+    from kvfs.connectors.vllm_layout import extra_of, groups_of
+
+    window, other = (spec_group("SlidingWindowSpec", [name], sliding_window=64) for name in "ab")
+    full = spec_group("FullAttentionSpec", ["c"])
+    assert groups_of(SimpleNamespace(kv_cache_groups=[window, other, full])) == [Group(4), Group(4), Group()]
+    groups = [window, other, full]
+    extras = [tuple(extra_of(group, groups).items()) for group in groups]
+    assert len({*extras}) == 3, "two groups of equal bytes have two namespaces"
+    assert extra_of(full, [full]) == {}
+    assert extra_of(window, [window]) != {}
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([], "no KV cache"),
+        ([spec_group("MambaSpec", "a")], "MambaSpec is not supported"),
+        ([spec_group("FullAttentionSpec", "a", eagle=True)], "draft model"),
+        (
+            [spec_group("SlidingWindowSpec", "a", sliding_window=64, extra_retained_tokens=3)],
+            "draft model",
+        ),
+        ([spec_group("SlidingWindowSpec", "a", sliding_window=1)], "sliding window of 1 tokens"),
+        (
+            [spec_group("FullAttentionSpec", "a"), spec_group("FullAttentionSpec", "b", block_size=32)],
+            r"blocks of \[16, 32\] tokens",
+        ),
+    ],
+)
+def test_other_groups_are_refused(groups: list[Any], message: str) -> None:
+    pytest.importorskip("torch")
+    from kvfs.connectors.vllm_layout import groups_of
+
+    with pytest.raises(InvalidRequest, match=message):
+        groups_of(SimpleNamespace(kv_cache_groups=groups))
