@@ -99,8 +99,7 @@ def namespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"revision": "weights-0123"}),
     )
     kind = type(spec, (), {"block_size": TOKENS})()
-    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=kind)])
-    return namespace_of(config, groups, layout, torch.bfloat16)
+    return namespace_of(config, kind, layout, torch.bfloat16, {})
 
 
 def stored(namespaces: dict[Rank, Namespace]) -> dict[str, Any]:
@@ -162,7 +161,9 @@ def text() -> str:
         layout_of((1, 0, 3, 2, 4)),
         layout_of((0, 1, 3, 2, 4)),
     )
-    ranks = {(rank // 2, rank % 2): namespace(blocks_first, rank=rank, shards=2) for rank in range(4)}
+    ranks: dict[Rank, Namespace] = {
+        (rank // 2, rank % 2): namespace(blocks_first, rank=rank, shards=2) for rank in range(4)
+    }
     found = {
         "one rank": described(layers_first, {(0, 0): namespace(layers_first)}),
         "two stages of two ranks": described(blocks_first, ranks),
