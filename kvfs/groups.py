@@ -2,7 +2,8 @@
 
 Responsibility: the rules as pure functions. An engine keeps the KV cache of such a model by groups of layers, whose
 blocks are of the same tokens. From a boundary between two blocks on, layers of full attention read all blocks before
-it, those of a sliding window the blocks that have one of its last `window - 1` tokens.
+it, those of a sliding window the blocks that have one of its last `window - 1` tokens, recurrent layers their state
+behind its last token, which is the block before it.
 
 Invariants: a prefix is a hit only if every group has all that it reads. What `Kept` keeps makes a hit of each of its
 boundaries, and nothing else is kept. Concurrency: immutable values.
@@ -36,6 +37,13 @@ class Group:
 
     window_blocks: int | None = None
     """Blocks before a boundary that its layers read; None: all of them, full attention."""
+    is_state: bool = False
+    """Recurrent layers: a block is their state behind its last token, where the engine has kept it."""
+
+    @classmethod
+    def of_state(cls) -> Group:
+        """Return the group of recurrent layers, which go on from the last state alone."""
+        return cls(1, is_state=True)
 
     @classmethod
     def of_window(cls, window_tokens: int, block_tokens: int) -> Group:
@@ -99,9 +107,10 @@ class Kept:
     """Of the blocks before the tail, each boundary at a multiple of this is kept; 0: none."""
 
     def has(self, group: Group, block: int) -> bool:
-        """Return whether a block of a group is kept: one of its kept boundaries needs it."""
+        """Return whether a block of a group is kept: one of its kept boundaries needs it. Of states all are that an
+        engine keeps: it has few of a prompt."""
         window = group.window_blocks
-        if window is None:
+        if window is None or group.is_state:
             return True
         if window and block >= self.tail - window:
             return True
@@ -111,4 +120,4 @@ class Kept:
 
 def checkpoint_blocks(groups: Sequence[Group], windows: int) -> int:
     """Return after how many blocks a boundary is kept, such that one of so many windows is; 0 without windows."""
-    return windows * max((group.window_blocks or 0 for group in groups), default=0)
+    return windows * max((group.window_blocks or 0 for group in groups if not group.is_state), default=0)

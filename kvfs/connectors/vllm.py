@@ -358,8 +358,10 @@ def _steps_of(output: Any) -> Iterator[Step]:
     before = {each.req_id: each.num_computed_tokens for each in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
     before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    block_state = output.kv_connector_block_state
     for request_id, scheduled in output.num_scheduled_tokens.items():
-        block_ids = output.kv_connector_block_state.get_block_ids(request_id)
+        block_ids = block_state.get_block_ids(request_id)
         if block_ids is not None and request_id in before:
             after = before[request_id] + scheduled
-            yield Step(request_id, before[request_id], after, block_ids[0], block_ids)
+            states = block_state.boundary_state_offloads.get(request_id, ())
+            yield Step(request_id, before[request_id], after, block_ids[0], block_ids, states)

@@ -5,7 +5,8 @@ between them and the store, and everything about them that decides a block's byt
 
 A stored block is its layers one after the other, in the order of the cache group; a layer is the bytes of that block
 in the layer's tensor, in the order of memory. vLLM gives each layer as [rows, heads, tokens, elements], with the
-strides of its backend; a block has one row, or several where the backend's blocks are smaller.
+strides of its backend; a block has one row, or several where the backend's blocks are smaller. Recurrent layers' state
+is the bytes of all its tensors, without what vLLM pads it by.
 
 Invariants: a group of layers that is not plain full attention, and tensors that cannot be described, are refused
 (InvalidRequest). Two engines have one namespace only if the same tokens give the same bytes. Concurrency: immutable.
@@ -31,6 +32,8 @@ from kvfs.namespaces import Namespace
 FORMAT = "1"
 """The format of a stored block; another order of bytes gets another one, and so another namespace."""
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
+_STATE = "MambaSpec"
+"""Of all recurrent layers: Mamba, linear attention, short convolutions."""
 _DTYPES = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
@@ -196,9 +199,17 @@ def _group_of(group: Any) -> Group:
         raise InvalidRequest("a cache group of a draft model (EAGLE, MTP) is not supported")
     if kind in _FULL:
         return Group()
+    if kind == _STATE:
+        if spec.mamba_cache_mode != "align":
+            raise InvalidRequest(
+                f"mamba_cache_mode = {spec.mamba_cache_mode!r} is not supported, only 'align' with prefix caching on, "
+                "which keeps recurrent layers' state at ends of blocks"
+            )
+        return Group.of_state()
     if kind != "SlidingWindowSpec":
         raise InvalidRequest(
-            f"KV cache of kind {kind} is not supported, only full attention, MLA and sliding windows are"
+            f"KV cache of kind {kind} is not supported, only full attention, MLA, sliding windows and recurrent "
+            "state are"
         )
     if spec.sliding_window < 2:
         raise InvalidRequest(f"a sliding window of {spec.sliding_window} tokens has no blocks to load")
@@ -211,11 +222,15 @@ def extra_of(group: Any, groups: Sequence[Any]) -> dict[str, str]:
     spec, kind = group.kv_cache_spec, type(group.kv_cache_spec).__name__
     if len(groups) == 1 and kind in _FULL:
         return {}
-    return {
+    extra = {
         "group_kind": kind,
         "group_window": str(getattr(spec, "sliding_window", None) or "none"),
         "group_layers": hashlib.sha256("\0".join(group.layer_names).encode()).hexdigest()[:32],
     }
+    if kind == _STATE:
+        parts = (f"{dtype} {tuple(shape)}" for dtype, shape in zip(spec.dtypes, spec.shapes, strict=True))
+        extra["group_state"] = f"{spec.mamba_type.name} {', '.join(parts)}"
+    return extra
 
 
 def check_parallel(parallel: Any) -> None:
@@ -257,7 +272,7 @@ def namespace_of(
             model.revision,
         ),
         dtype=_DTYPES[dtype],
-        layout="LTC" if type(spec).__name__ == "MLAAttentionSpec" else "LHTKD",
+        layout="LTC" if type(spec).__name__ in ("MLAAttentionSpec", _STATE) else "LHTKD",
         block_tokens=spec.block_size,
         tensor_shards=tensor_shards,
         tensor_rank=parallel.rank % tensor_shards,

@@ -65,6 +65,8 @@ class Step:
     """Of the first cache group."""
     by_group: Sequence[Sequence[int]] = ()
     """Of each group, for those who plan several."""
+    states: Sequence[tuple[int, int, int]] = ()
+    """Blocks that hold recurrent layers' state when the step ends: cache group, block, and tokens that are in it."""
 
 
 Rank = tuple[int, ...]

@@ -21,10 +21,12 @@ from tests.client.test_vllm_planner import FakeLink, FakeRequest, keys_of, names
 from tests.support.stores import NAMESPACE
 
 BLOCK = NAMESPACE.block_tokens
-GROUPS = [Group.of_window(2 * BLOCK, BLOCK), Group.of_window(3 * BLOCK + 1, BLOCK), Group()]
+GROUPS = [Group.of_window(2 * BLOCK, BLOCK), Group.of_window(3 * BLOCK + 1, BLOCK), Group(), Group.of_state()]
 RANKS: list[tuple[int, int]] = [(0, 0), (0, 1)]
 
-some_groups = st.lists(st.builds(Group, st.none() | st.integers(0, 5)), min_size=1, max_size=4)
+some_groups = st.lists(
+    st.builds(Group, st.none() | st.integers(0, 5)) | st.just(Group.of_state()), min_size=1, max_size=4
+)
 
 
 @pytest.mark.parametrize(("window_tokens", "blocks"), [(1, 0), (2, 1), (17, 1), (18, 2), (33, 2), (34, 3)])
@@ -77,7 +79,7 @@ def test_each_kept_boundary_is_a_hit_and_nothing_else_is_kept(
     boundaries = {*range(tail, blocks + 1), junction, *(range(every, blocks + 1, every) if every else ())}
     for group in groups:
         needed = {block for boundary in boundaries for block in group.needed(0, boundary)}
-        if group.window_blocks is None:
+        if group.window_blocks is None or group.is_state:
             needed = set(range(blocks))
         assert {block for block in range(blocks) if kept.has(group, block)} == needed
 
@@ -117,7 +119,10 @@ def hybrid(link: FakeLink, groups: Sequence[Group] = GROUPS) -> HybridPlanner:
 
 
 class FakeEngine:
-    """vLLM's block tables: one for each group, with the null block where a window has passed."""
+    """vLLM's block tables: one for each group, with the null block where a window has passed.
+
+    The table of recurrent layers has the state that a step begins and the one that it ends with.
+    """
 
     def __init__(self) -> None:
         self.tables: list[list[int]] = [[] for _ in GROUPS]
@@ -133,6 +138,14 @@ class FakeEngine:
             table[:skipped] = [NULL_BLOCK] * skipped
         return [list(table) for table in self.tables]
 
+    def states(self, total: int) -> list[tuple[int, int, int]]:
+        """The states that a step up to `total` tokens leaves: at the end of a whole block."""
+        return [
+            (index, self.tables[index][total // BLOCK - 1], total)
+            for index, group in enumerate(GROUPS)
+            if group.is_state and total % BLOCK == 0
+        ]
+
 
 def take(link: FakeLink, plan: Plan) -> None:
     assert link.store is not None
@@ -144,13 +157,19 @@ def take(link: FakeLink, plan: Plan) -> None:
 
 def compute(
     made: HybridPlanner, link: FakeLink, request: Any, chunks: Sequence[int], computed: int = 0
-) -> None:
-    engine = FakeEngine()
-    for chunk in chunks:
-        after = min(computed + chunk, request.num_tokens)
-        tables = engine.extend(computed, after)
-        take(link, made.plan([Step(request.request_id, computed, after, tables[0], tables)]))
+) -> set[int]:
+    """Compute a request in steps of these sizes, then what is left, with a stop at its last whole block, as vLLM does
+    for recurrent layers. Return where steps ended."""
+    engine, sizes, ends = FakeEngine(), iter(chunks), set[int]()
+    stop = (request.num_tokens - 1) // BLOCK * BLOCK
+    while computed < request.num_tokens:
+        after = min(computed + next(sizes, request.num_tokens), request.num_tokens)
+        after = stop if computed < stop < after else after
+        tables, states = engine.extend(computed, after), engine.states(after)
+        take(link, made.plan([Step(request.request_id, computed, after, tables[0], tables, states)]))
         computed = after
+        ends.add(after)
+    return ends
 
 
 def present_in(link: FakeLink, keys: dict[Rank, list[bytes]]) -> Callable[[int, int, int], list[bool]]:
@@ -173,13 +192,15 @@ def test_what_one_request_stores_another_one_loads_in_all_groups_or_not_at_all(d
     tokens = tokens_of(data.draw(st.integers(1, 12 * BLOCK)))
     request = FakeRequest("first", tokens)
     assert made.match(request, 0) == (0, False)
-    compute(made, link, request, [*data.draw(st.lists(st.integers(1, 5 * BLOCK), max_size=6)), len(tokens)])
+    sizes = st.integers(1, 5 * BLOCK) | st.integers(1, 5).map(lambda blocks: blocks * BLOCK)
+    ends = compute(made, link, request, data.draw(st.lists(sizes, max_size=6)))
     keys = group_keys(tokens)
     whole, end = len(tokens) // BLOCK, (len(tokens) - 1) // BLOCK
     for index, group in enumerate(GROUPS):
         stored = [keys[0, 0, index][i] in link.store.keys for i in range(whole)]
         kept = Kept(end, 0, checkpoint_blocks(GROUPS, CONNECTOR_WINDOWS))
-        assert stored == [kept.has(group, i) for i in range(whole)]
+        has_state = [(i + 1) * BLOCK in ends or not group.is_state for i in range(whole)]
+        assert stored == [kept.has(group, i) and has_state[i] for i in range(whole)]
     for _ in range(data.draw(st.integers(0, 3))):
         link.store.keys.discard(
             data.draw(st.sampled_from([key for each in keys.values() for key in each] or [b""]))
@@ -206,12 +227,12 @@ def test_a_request_that_leaves_what_is_stored_keeps_the_window_before_that() -> 
     made, root = hybrid(link), tokens_of(20 * BLOCK)
     request = FakeRequest("root", root)
     made.match(request, 0)
-    compute(made, link, request, [len(root)])
+    compute(made, link, request, [])
     branches = [
         FakeRequest(f"branch {i}", root[: 9 * BLOCK + 1] + tokens_of(5 * BLOCK, seed=i)) for i in (1, 2)
     ]
     assert made.match(branches[0], 0) == (0, False)
-    compute(made, link, branches[0], [2 * BLOCK + 3] * 7)
+    compute(made, link, branches[0], [9 * BLOCK, 2 * BLOCK + 3])
     assert made.match(branches[1], 0) == (9 * BLOCK, True)
 
 
@@ -220,7 +241,7 @@ def test_a_load_that_failed_is_a_miss_for_its_request() -> None:
     made, tokens = hybrid(link), tokens_of(6 * BLOCK + 2)
     request = FakeRequest("r", tokens)
     made.match(request, 0)
-    compute(made, link, request, [len(tokens)])
+    compute(made, link, request, [])
     again = FakeRequest("again", tokens)
     assert made.match(again, 0) == (6 * BLOCK, True)
     made.allocated_groups(again, FakeEngine().extend(6 * BLOCK, len(tokens)), 6 * BLOCK)
@@ -258,16 +279,24 @@ def spec_group(kind: str, layers: Sequence[str], **fields: Any) -> Any:
     )
 
 
-def test_groups_of_vllm_are_those_of_windows_and_full_attention() -> None:
+def state_group(**fields: Any) -> Any:
+    form = {"dtypes": ("float32",), "shapes": ((4, 128),), "mamba_type": SimpleNamespace(name="SHORT_CONV")}
+    return spec_group("MambaSpec", "d", **{"mamba_cache_mode": "align", **form, **fields})
+
+
+def test_groups_of_vllm_are_those_of_windows_full_attention_and_states() -> None:
     pytest.importorskip("torch")
     from kvfs.connectors.vllm_layout import extra_of, groups_of
 
     window, other = (spec_group("SlidingWindowSpec", [name], sliding_window=64) for name in "ab")
     full = spec_group("FullAttentionSpec", ["c"])
-    assert groups_of(SimpleNamespace(kv_cache_groups=[window, other, full])) == [Group(4), Group(4), Group()]
-    groups = [window, other, full]
+    state = state_group()
+    groups = [window, other, full, state]
+    found = groups_of(SimpleNamespace(kv_cache_groups=groups))
+    assert found == [Group(4), Group(4), Group(), Group.of_state()]
+    groups += [state_group(shapes=((128, 4),)), state_group(dtypes=("bfloat16",))]
     extras = [tuple(extra_of(group, groups).items()) for group in groups]
-    assert len({*extras}) == 3, "two groups of equal bytes have two namespaces"
+    assert len({*extras}) == 6, "two groups of equal bytes have two namespaces"
     assert extra_of(full, [full]) == {}
     assert extra_of(window, [window]) != {}
 
@@ -276,7 +305,9 @@ def test_groups_of_vllm_are_those_of_windows_and_full_attention() -> None:
     ("groups", "message"),
     [
         ([], "no KV cache"),
-        ([spec_group("MambaSpec", "a")], "MambaSpec is not supported"),
+        ([spec_group("ChunkedLocalAttentionSpec", "a")], "ChunkedLocalAttentionSpec is not supported"),
+        ([state_group(mamba_cache_mode="none")], "mamba_cache_mode = 'none' is not supported"),
+        ([state_group(mamba_cache_mode="all")], "mamba_cache_mode = 'all' is not supported"),
         ([spec_group("FullAttentionSpec", "a", eagle=True)], "draft model"),
         (
             [spec_group("SlidingWindowSpec", "a", sliding_window=64, extra_retained_tokens=3)],

@@ -6,14 +6,15 @@ is a request that gets one line in reply:
 
     {"model": directory, "storage": directory or null, "prefix_caching": bool, "connector": settings or null,
      "batched_tokens": int, "cache_blocks": int or null, "events": settings or null,
-     "tensor_parallel": int, "model_tokens": int}
+     "tensor_parallel": int, "model_tokens": int, "native_layers": bool, "retained_tokens": int}
     {"prompts": [[token id, ...], ...], "max_tokens": int, "kv_transfer_params": {...} or null}
     {"change": float, "rank": int or null}    every layer's norms, in place, by this factor; null: on all ranks
     {"reset": true}                           vLLM's reset_prefix_cache(reset_connector=True)
 
 `storage` is handed to vLLM's bundled ExampleConnector, unmodified, as its `shared_storage_path`. `connector` are
 arguments of KVTransferConfig for another one, `events` those of KVEventsConfig. `cache_blocks` makes the KV cache so
-small that requests are preempted. A reply has lists with one entry per prompt:
+small that requests are preempted. With `native_layers` torch computes layers for which vLLM has kernels; of recurrent
+layers one state in `retained_tokens` is kept. A reply has lists with one entry per prompt:
 
     {"tokens": [[id, ...]], "logprobs": [[of each chosen token, ...]], "cached_tokens": [count],
      "loaded": [path of each tensor file that was loaded, in order], "counts": {...},
@@ -89,6 +90,8 @@ def make_engine(settings: dict[str, Any]) -> Any:
         num_gpu_blocks_override=settings.get("cache_blocks"),
         enable_prefix_caching=settings["prefix_caching"],
         tensor_parallel_size=settings.get("tensor_parallel", 1),
+        compilation_config={"custom_ops": ["none"]} if settings.get("native_layers") else None,
+        prefix_cache_retention_interval=settings.get("retained_tokens", 0),
         kv_transfer_config=transfer,
         kv_events_config=events,
         seed=0,

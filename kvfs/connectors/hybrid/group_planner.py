@@ -8,7 +8,10 @@ Invariants:
   layers read. A request of which one load failed computes everything that the engine itself does not have.
 - Of a group of full attention every block is stored; of a sliding window those of the prompt's end and of what is
   generated, of each CONNECTOR_WINDOWS-th window, and of where a request leaves what others have stored.
-- vLLM puts the null block in the place of blocks that left the window: it is neither loaded nor stored.
+- Of recurrent layers every state is stored that vLLM keeps itself and names the exact block of: at a prompt's last
+  whole block, where it leaves what the engine has, and as often as the retention interval says. Their block table has
+  passing states too.
+- vLLM puts the null block in the place of blocks that no layer reads any more: it is not stored, and never loaded.
 
 Concurrency: the engine's scheduler thread.
 """
@@ -76,7 +79,10 @@ class HybridPlanner(Planner):
         first, count = tracked.matched_from, num_external_tokens // self._block_tokens
         loads: list[BlockRun] = []
         for index, group in enumerate(self.groups):
-            needed = [i for i in group.needed(first, first + count) if by_group[index][i] != NULL_BLOCK]
+            needed = group.needed(first, first + count)
+            assert NULL_BLOCK not in by_group[index][needed.start : needed.stop], (
+                "layers read what has no block"
+            )
             loads += list(self._group_runs(tracked, index, needed, by_group[index]))
         self._loads += loads
         self._group_loads[request.request_id] = loads
@@ -100,11 +106,20 @@ class HybridPlanner(Planner):
             every=self._every,
         )
         for index, group in enumerate(self.groups):
-            ids = step.by_group[index]
-            wanted = [i for i in range(first, last) if ids[i] != NULL_BLOCK and kept.has(group, i)]
+            ids = self._states_of(step, index) if group.is_state else step.by_group[index]
+            begin = 0 if group.is_state else first
+            wanted = [i for i in range(begin, last) if ids[i] != NULL_BLOCK and kept.has(group, i)]
             for start, stop in runs_of(wanted):
                 missing = self._missing(_of_group(tracked.keys, index), start, stop)
                 yield from self._group_runs(tracked, index, missing, ids)
+
+    def _states_of(self, step: Step, index: int) -> list[int]:
+        """Return for each block of a recurrent group which one holds the state behind it."""
+        ids = [NULL_BLOCK] * len(step.by_group[index])
+        for group, block_id, tokens in step.states:
+            if group == index and tokens % self._block_tokens == 0:
+                ids[tokens // self._block_tokens - 1] = block_id
+        return ids
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         self._junctions.pop(request.request_id, None)

@@ -1,4 +1,4 @@
-"""`KVFSHybridConnector` for vLLM: models with sliding windows beside full attention, by groups of their KV cache.
+"""`KVFSHybridConnector` for vLLM: models with sliding windows or recurrent layers, by groups of their KV cache.
 
     --kv-transfer-config '{"kv_connector": "KVFSHybridConnector",
                            "kv_connector_module_path": "kvfs.connectors.hybrid.vllm_hybrid",
@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 
 from kvfs.connectors.hybrid.group_planner import HybridPlanner
 from kvfs.connectors.vllm import KVFSConnector
@@ -61,7 +62,11 @@ class KVFSHybridConnector(KVFSConnector, SupportsHMA):  # type: ignore[misc]
                 f"speculative decoding by {speculative.method} is not supported by KVFSHybridConnector: "
                 "its layers read blocks before a window"
             )
-        groups_of(self._kv_cache_config)
+        groups = groups_of(self._kv_cache_config)
+        if speculative is not None and any(group.is_state for group in groups):
+            raise InvalidRequest(
+                "speculative decoding is not supported for recurrent layers: their state is one behind drafts"
+            )
 
     def _new_planner(self) -> HybridPlanner:
         first = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
@@ -79,6 +84,8 @@ class KVFSHybridConnector(KVFSConnector, SupportsHMA):  # type: ignore[misc]
         for index, group in enumerate(groups):
             if any(name in kv_caches for name in group.layer_names):  # a stage of a pipeline may have none
                 extra = extra_of(group, groups)
+                if "group_state" in extra:
+                    extra["group_state"] += f" {get_conv_state_layout()}"
                 shard = shard_of(self._vllm_config, self._kv_cache_config, group, kv_caches, extra)
                 shards[shard.namespace.pipeline_rank, shard.namespace.tensor_rank, index] = shard
         if not shards:
