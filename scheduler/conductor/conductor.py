@@ -31,7 +31,7 @@ from scheduler.conductor.pool import Member, Options, Pool
 from scheduler.conductor.registry import Registry
 from scheduler.conductor.reservations import Reservation, Reservations
 from scheduler.conductor.role_orders import RoleOrders
-from scheduler.conductor.values import Refused, Routed, RouteRequest
+from scheduler.conductor.values import NOTHING_SAID, Refused, Routed, RouteRequest, Usage
 from scheduler.routing.admission import MAX_RETRY_AFTER_S, Admission, Slo, Verdict, admit
 from scheduler.routing.decisions import Decision
 
@@ -224,21 +224,15 @@ class Conductor:
             self._reservations.first_token(found, now_s)
             self.log.first_token(id, now_s)
 
-    def done(
-        self,
-        id: str,
-        *,
-        cached_tokens: int | None = None,
-        output_tokens: int | None = None,
-        prefill_leg: bool = False,
-    ) -> None:
+    def done(self, id: str, usage: Usage = NOTHING_SAID) -> None:
         found = self._report(id)
         if found is None:
             return
         now_s, pool = self._clock(), found.pool
-        member, predicted = found.seen_by(prefill_leg=prefill_leg)
-        self.log.done(id, predicted, cached_tokens, output_tokens, now_s)
-        self._observe_prefill(found, cached_tokens, prefill_leg=prefill_leg)
+        member, predicted = found.seen_by(prefill_leg=usage.prefill_leg)
+        self.log.done(id, predicted, usage, now_s)
+        self._observe_prefill(found, usage)
+        cached_tokens, output_tokens = usage.cached_tokens, usage.output_tokens
         if found.first_token_s is not None and output_tokens is not None:
             self._observe_steps(found, output_tokens, now_s - found.first_token_s, now_s)
         self._reservations.first_token(found, now_s, seen=False)
@@ -277,10 +271,10 @@ class Conductor:
                 load.active_tokens, load.active_requests, took_s / (output_tokens - 1)
             )
 
-    def _observe_prefill(self, found: Reservation, cached_tokens: int | None, *, prefill_leg: bool) -> None:
+    def _observe_prefill(self, found: Reservation, usage: Usage) -> None:
         """Fit the costs to a prefill that somebody saw end, by the cached tokens that its own engine found."""
-        if found.has_leg and not prefill_leg:
-            cached_tokens = found.cached_tokens
+        is_other_leg = found.has_leg and not usage.prefill_leg
+        cached_tokens = found.cached_tokens if is_other_leg else usage.cached_tokens
         if cached_tokens is not None and found.prefill_s and found.is_measured:
             with suppress(InvalidRequest):
                 found.pool.fitter.observe_prefill(

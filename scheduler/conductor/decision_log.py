@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from kvfs.limits import MAX_REMEMBERED_DECISIONS, MAX_STREAMED_DECISIONS
 from kvfs.system.latencies import Latencies
-from scheduler.conductor.values import Refused, Routed
+from scheduler.conductor.values import Refused, Routed, Usage
 from scheduler.routing.admission import Slo
 
 REMOTE: Final = "remote"
@@ -116,19 +116,13 @@ class DecisionLog:
         self._late["ttft"] += found.ttft_s > found.slo.ttft_s
         self._change(found)
 
-    def done(
-        self,
-        id: str,
-        predicted_tokens: int,
-        cached_tokens: int | None,
-        output_tokens: int | None,
-        now_s: float,
-    ) -> None:
-        """Note a request's end; `predicted_tokens`: of the engine that says `cached_tokens`."""
+    def done(self, id: str, predicted_tokens: int, usage: Usage, now_s: float) -> None:
+        """Note a request's end; `predicted_tokens`: of the engine that says `usage.cached_tokens`."""
         found = self._live.get(id)
         if found is None:
             return
-        found.predicted_tokens, found.cached_tokens = predicted_tokens, cached_tokens
+        found.predicted_tokens, found.cached_tokens = predicted_tokens, usage.cached_tokens
+        output_tokens = usage.output_tokens
         if found.first_token_s is not None and output_tokens is not None and output_tokens > 1:
             found.tbt_s = (now_s - found.first_token_s) / (output_tokens - 1)
             self._latencies.observe("tbt", found.tbt_s)

@@ -9,7 +9,7 @@ Concurrency: none; values never change.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Final, Literal, Protocol
 
 import msgspec
 
@@ -130,6 +130,18 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Under which the decision can be explained."""
 
 
+class Usage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What the engine's answer says of the tokens."""
+
+    cached_tokens: Count | None = None
+    output_tokens: Count | None = None
+    prefill_leg: bool = False
+    """Whether the engine of the prefill leg had the cached tokens; else the one that answered."""
+
+
+NOTHING_SAID: Final = Usage()
+
+
 class EngineMetrics(msgspec.Struct, frozen=True):
     """Numbers of one engine; None for what it does not export."""
 
@@ -159,16 +171,8 @@ class Router(Protocol):
         """Note the first token of the answer, when it comes."""
         ...
 
-    def done(
-        self,
-        id: str,
-        *,
-        cached_tokens: int | None = None,
-        output_tokens: int | None = None,
-        prefill_leg: bool = False,
-    ) -> None:
-        """End the request, with what the engines' usage says of its one answer; `prefill_leg`: that the prefill leg's
-        engine had `cached_tokens`, not the one that answered."""
+    def done(self, id: str, usage: Usage = NOTHING_SAID) -> None:
+        """End the request, with what the engines' usage says of its one answer."""
         ...
 
     def cancel(self, id: str) -> None:

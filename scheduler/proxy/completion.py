@@ -31,13 +31,13 @@ from kvfs.config.settings import HandOver
 from kvfs.http.http_exchange import Exchange
 from kvfs.http.server_place import Place, place_of
 from kvfs.http.transports import Gone, Stalled
-from scheduler.conductor.values import Refused, Routed, RouteRequest
+from scheduler.conductor.values import Refused, Routed, RouteRequest, Usage
 from scheduler.proxy import handover
 from scheduler.proxy.bodies import Asked, Members, decode_body, prefill_body
 from scheduler.proxy.handover import Put
 from scheduler.proxy.openai_errors import Failure, as_failure
 from scheduler.proxy.proxy_metrics import Counts
-from scheduler.proxy.relay import COMMENT, NO_USAGE, EventRelay, Usage, usage_of
+from scheduler.proxy.relay import COMMENT, NO_USAGE, EngineUsage, EventRelay, usage_of
 from scheduler.proxy.routers.balance import BY_LOAD
 from scheduler.proxy.routers.fallback import RequestRouter
 from scheduler.proxy.tokens import Prompt
@@ -73,8 +73,8 @@ class Completion:
     failed: list[str] = field(default_factory=list)
     """Engines that the request went to, and is not to go to again."""
     last_error: tuple[int, bytes] | None = None
-    prefill_usage: Usage | None = None
-    usage: Usage = NO_USAGE
+    prefill_usage: EngineUsage | None = None
+    usage: EngineUsage = NO_USAGE
     status: int | None = 200
     """As it was answered; None: it was broken off."""
 
@@ -147,12 +147,7 @@ class Legs:
         # Numbers of several answers are sums: nothing is known of one of them.
         usage = NO_USAGE if request.asked.several else request.usage
         cached_tokens = usage.cached_tokens if prefill is None else prefill.cached_tokens
-        self._router.done(
-            routed.id,
-            cached_tokens=cached_tokens,
-            output_tokens=usage.output_tokens,
-            prefill_leg=prefill is not None,
-        )
+        self._router.done(routed.id, Usage(cached_tokens, usage.output_tokens, prefill is not None))
         # What was predicted is the prefill engine's.
         engine = pair.prefill if prefill is not None else pair.decode if routed.prefill is None else None
         if engine is not None and cached_tokens is not None and routed.degraded != BY_LOAD:

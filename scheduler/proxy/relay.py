@@ -25,7 +25,7 @@ COMMENT = b":\n\n"
 _ENDS = (b"\n\n", b"\r\n\r\n")
 
 
-class Usage(NamedTuple):
+class EngineUsage(NamedTuple):
     """What an engine says that a request took; None where it did not say."""
 
     cached_tokens: int | None = None
@@ -33,7 +33,7 @@ class Usage(NamedTuple):
     output_tokens: int | None = None
 
 
-NO_USAGE = Usage()
+NO_USAGE = EngineUsage()
 
 
 class _Details(msgspec.Struct):
@@ -58,7 +58,7 @@ _BODY = msgspec.json.Decoder(_Body)
 _EVENT = msgspec.json.Decoder(_Event)
 
 
-def usage_of(body: bytes) -> Usage:
+def usage_of(body: bytes) -> EngineUsage:
     """Return the usage in an answer, or an event's data."""
     try:
         found = _BODY.decode(body).usage
@@ -67,7 +67,9 @@ def usage_of(body: bytes) -> Usage:
     if found is None:
         return NO_USAGE
     details = found.prompt_tokens_details
-    return Usage(details.cached_tokens if details else None, found.prompt_tokens, found.completion_tokens)
+    return EngineUsage(
+        details.cached_tokens if details else None, found.prompt_tokens, found.completion_tokens
+    )
 
 
 class EventRelay:
@@ -99,7 +101,7 @@ class EventRelay:
         return rest
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> EngineUsage:
         """Return the last usage that came."""
         for event in reversed(_events(self._last_usage)):
             if _HAS_USAGE(event):

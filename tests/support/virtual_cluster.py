@@ -30,7 +30,7 @@ from scheduler.conductor.conductor import Conductor
 from scheduler.conductor.feeds.feed import Feed
 from scheduler.conductor.pool import NOT_SENT_BYTES_S
 from scheduler.conductor.pool import Options as Deciding
-from scheduler.conductor.values import Instance, Routed, RouteRequest
+from scheduler.conductor.values import Instance, Routed, RouteRequest, Usage
 from scheduler.routing.admission import Mode
 from scheduler.routing.cluster import uniform_cluster
 from scheduler.routing.commitments import Ledger
@@ -313,5 +313,5 @@ class VirtualCluster:
 
     def _done(self, job: _Prefill) -> None:
         cached = job.reused * BLOCK_TOKENS
-        self.conductor.done(job.id, cached_tokens=cached, output_tokens=job.request.output_tokens)
+        self.conductor.done(job.id, Usage(cached_tokens=cached, output_tokens=job.request.output_tokens))
         self._live -= 1

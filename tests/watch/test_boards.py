@@ -15,7 +15,7 @@ from gateway.app.metrics import Connections, Counters, WorkerCollector
 from kvfs.system.latencies import Latencies
 from kvfs.system.metrics import StatusCollector, exposition
 from scheduler.conductor.door.conductor_metrics import ConductorCollector
-from scheduler.conductor.values import Refused, RouteRequest
+from scheduler.conductor.values import Refused, RouteRequest, Usage
 from tests.cli.test_metrics import status_of
 from tests.scheduler.conductor.test_conductor import hears, routed, tokens
 from tests.support.conductors import Clock, conductor, instance
@@ -59,7 +59,7 @@ def of_a_conductor() -> Samples:
     hears(made, "engine-a", prompt)
     id = routed(made, prompt).id
     made.first_token(id)
-    made.done(id, cached_tokens=1, output_tokens=5)
+    made.done(id, Usage(cached_tokens=1, output_tokens=5))
     made.registry.has_topic("stranger")
     made.registry.drain("a", draining=True)
     assert isinstance(made.route(RouteRequest(model="m", tokens=prompt)), Refused)

@@ -30,7 +30,7 @@ from scheduler.conductor.conductor import Conductor
 from scheduler.conductor.door.conductor_panels import conductor_snapshot, decision_panel
 from scheduler.conductor.planning.planner import Role
 from scheduler.conductor.sources import StreamName
-from scheduler.conductor.values import Count, Instance, Refused, Routed, RouteRequest
+from scheduler.conductor.values import NOTHING_SAID, Instance, Refused, Routed, RouteRequest, Usage
 
 
 class Follows(Protocol):
@@ -61,15 +61,6 @@ class BatchAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 class RoutedBatch(msgspec.Struct, frozen=True):
     answers: list[BatchAnswer]
     """In the order of the requests."""
-
-
-class Usage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What the engine's answer says of the tokens."""
-
-    cached_tokens: Count | None = None
-    output_tokens: Count | None = None
-    prefill_leg: bool = False
-    """Whether the engine of the prefill leg had the cached tokens; else the one that answered."""
 
 
 class DrainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -191,16 +182,11 @@ def _first_token(context: Context, id: str, _: object) -> Reply:
 
 def _done(context: Context, id: str, body: Usage | None) -> Reply:
     _live(context, id)
-    usage = body or Usage()
+    usage = body or NOTHING_SAID
     for name in ("cached_tokens", "output_tokens"):
         if not 0 <= (getattr(usage, name) or 0) <= MAX_ROUTE_TOKENS:
             raise LimitExceeded(f"{name} is {getattr(usage, name)}: must be from 0 to {MAX_ROUTE_TOKENS}")
-    context.conductor.done(
-        id,
-        cached_tokens=usage.cached_tokens,
-        output_tokens=usage.output_tokens,
-        prefill_leg=usage.prefill_leg,
-    )
+    context.conductor.done(id, usage)
     return Reply(204)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from kvfs import limits
-from scheduler.conductor.values import Refused, Routed, RouteRequest
+from scheduler.conductor.values import NOTHING_SAID, Refused, Routed, RouteRequest, Usage
 from scheduler.proxy.upstream.engines import Engine, Engines
 
 BY_LOAD = "by load"
@@ -89,14 +89,7 @@ class LoadRouter:
 
     prefill_failed = first_token = prefilled
 
-    def done(
-        self,
-        id: str,
-        *,
-        cached_tokens: int | None = None,
-        output_tokens: int | None = None,
-        prefill_leg: bool = False,
-    ) -> None:
+    def done(self, id: str, usage: Usage = NOTHING_SAID) -> None:
         self.cancel(id)
 
     def cancel(self, id: str) -> None:

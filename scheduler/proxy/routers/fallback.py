@@ -19,7 +19,7 @@ import trio
 
 from kvfs import limits
 from kvfs.errors import KvfsError
-from scheduler.conductor.values import Refused, Routed, Router, RouteRequest
+from scheduler.conductor.values import NOTHING_SAID, Refused, Routed, Router, RouteRequest, Usage
 from scheduler.proxy.upstream.engines import EngineAddress, Engines
 from scheduler.routing.admission import Reason
 
@@ -47,14 +47,7 @@ class RequestRouter(Protocol):
 
     def first_token(self, id: str) -> None: ...
 
-    def done(
-        self,
-        id: str,
-        *,
-        cached_tokens: int | None = None,
-        output_tokens: int | None = None,
-        prefill_leg: bool = False,
-    ) -> None: ...
+    def done(self, id: str, usage: Usage = NOTHING_SAID) -> None: ...
 
     def cancel(self, id: str) -> None: ...
 
@@ -131,21 +124,8 @@ class FallbackRouter:
     def first_token(self, id: str) -> None:
         self._report(self._of(id).first_token, id)
 
-    def done(
-        self,
-        id: str,
-        *,
-        cached_tokens: int | None = None,
-        output_tokens: int | None = None,
-        prefill_leg: bool = False,
-    ) -> None:
-        self._report(
-            self._of(id).done,
-            id,
-            cached_tokens=cached_tokens,
-            output_tokens=output_tokens,
-            prefill_leg=prefill_leg,
-        )
+    def done(self, id: str, usage: Usage = NOTHING_SAID) -> None:
+        self._report(self._of(id).done, id, usage)
         self._by_load.discard(id)
 
     def cancel(self, id: str) -> None:
@@ -159,9 +139,9 @@ class FallbackRouter:
         """Return the router of a request."""
         return self._load if id in self._by_load else self._router
 
-    def _report(self, report: Callable[..., None], *values: str, **usage: int | bool | None) -> None:
+    def _report(self, report: Callable[..., None], *values: str | Usage) -> None:
         try:
-            report(*values, **usage)
+            report(*values)
         except Exception as error:
             self._log(error)
 

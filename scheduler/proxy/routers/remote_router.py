@@ -27,7 +27,7 @@ import trio
 from kvfs import limits
 from kvfs.errors import InvalidRequest, NotFound
 from scheduler.conductor.planning.planner import Role
-from scheduler.conductor.values import Refused, Routed, RouteRequest
+from scheduler.conductor.values import NOTHING_SAID, Refused, Routed, RouteRequest, Usage
 from scheduler.proxy.routers.fallback import RouterDown
 from scheduler.proxy.upstream.connection import Dialer, EngineFailed
 from scheduler.proxy.upstream.engines import Engine, EngineAddress, Engines
@@ -229,22 +229,8 @@ class RemoteRouter:
     def first_token(self, id: str) -> None:
         self._report(id, "POST", "/first_token")
 
-    def done(
-        self,
-        id: str,
-        *,
-        cached_tokens: int | None = None,
-        output_tokens: int | None = None,
-        prefill_leg: bool = False,
-    ) -> None:
-        usage = {
-            "cached_tokens": cached_tokens,
-            "output_tokens": output_tokens,
-            "prefill_leg": prefill_leg or None,
-        }
-        self._report(
-            id, "POST", "/done", _encode({key: value for key, value in usage.items() if value is not None})
-        )
+    def done(self, id: str, usage: Usage = NOTHING_SAID) -> None:
+        self._report(id, "POST", "/done", _encode(usage))
 
     def cancel(self, id: str) -> None:
         self._report(id, "DELETE", "")

@@ -13,7 +13,7 @@ from kvfs.events.kv_events import CPU, GPU, STORAGE
 from kvfs.keys import prefix_hashes
 from scheduler.conductor.conductor import DEGRADED, WITHOUT_TOKENS, Conductor
 from scheduler.conductor.sources import Knowledge, StreamName
-from scheduler.conductor.values import EngineMetrics, Refused, Routed, RouteRequest
+from scheduler.conductor.values import EngineMetrics, Refused, Routed, RouteRequest, Usage
 from tests.support.conductors import BLOCK_TOKENS, NAMESPACE, Clock, conductor, instance
 
 
@@ -271,7 +271,7 @@ def test_fresh_prompts_through_both_legs_cost_neither_instance_its_trust(prefill
         found = routed(made, tokens(n, 8001))
         assert (found.prefill, found.decode) == ("p", "d")
         made.prefilled(found.id)
-        made.done(found.id, cached_tokens=0, prefill_leg=prefill_leg)
+        made.done(found.id, Usage(cached_tokens=0, prefill_leg=prefill_leg))
     assert {each["shortfalls"] for each in made.status()["instances"]} == {0}
     over(made)
 
@@ -286,7 +286,7 @@ def test_each_leg_s_answer_is_compared_with_what_its_own_instance_should_have(pr
         assert (found.prefill, found.decode, found.cached_tokens) == ("p", "d", 16_000)
         made.prefilled(found.id)
         cached = 8000 if prefill_leg else 7000  # under what the one should have, and the other should not
-        made.done(found.id, cached_tokens=cached, prefill_leg=prefill_leg)
+        made.done(found.id, Usage(cached_tokens=cached, prefill_leg=prefill_leg))
     status = {each["name"]: each for each in made.status()["instances"]}
     assert [status[name]["shortfalls"] for name in "pd"] == ([3, 0] if prefill_leg else [0, 3])
     assert [status[name]["distrusted"] for name in "pd"] == [prefill_leg, not prefill_leg]
@@ -302,12 +302,12 @@ def test_an_instance_that_falls_short_three_times_of_ten_is_distrusted_until_it_
     for cached in (16_000, 0, 15_000, 0):
         assert routed(made, prompt).decode == "a"
         for reservation in list(made._reservations):
-            made.done(reservation.id, cached_tokens=cached, output_tokens=5)
-    made.done(routed(made, prompt).id, cached_tokens=0)
+            made.done(reservation.id, Usage(cached_tokens=cached, output_tokens=5))
+    made.done(routed(made, prompt).id, Usage(cached_tokens=0))
     assert made.status()["instances"][0]["distrusted"]
     assert routed(made, prompt).cached_tokens == 0
     for _ in range(8):
-        made.done(routed(made, prompt, exclude=["b"]).id, cached_tokens=16_000)
+        made.done(routed(made, prompt, exclude=["b"]).id, Usage(cached_tokens=16_000))
     assert not made.status()["instances"][0]["distrusted"]
     assert routed(made, prompt).cached_tokens == 16_000
 
@@ -331,7 +331,7 @@ def test_cleared_blocks_are_obeyed_and_begin_a_new_judgement() -> None:
     prompt = tokens(1, 16_001)
     hears(made, "engine-a", prompt)
     for _ in range(3):
-        made.done(routed(made, prompt).id, cached_tokens=0)
+        made.done(routed(made, prompt).id, Usage(cached_tokens=0))
     stream = made.registry.stream(StreamName("engine-a", 0))
     assert stream is not None
     made.registry.cleared(stream, Knowledge.CURRENT)
@@ -417,7 +417,7 @@ def test_a_request_goes_through_its_steps_and_nothing_is_left() -> None:
     [one] = [each for each in made.status()["instances"] if each["requests"]]
     assert (one["queued"], one["active_requests"], one["active_tokens"]) == (0, 1, 4000)
     clock.now_s += 2
-    made.done(found.id, cached_tokens=0, output_tokens=100)
+    made.done(found.id, Usage(cached_tokens=0, output_tokens=100))
     made.done(found.id)
     over(made)
     assert made.status()["counts"]["unknown_ids"] == 1
@@ -486,7 +486,7 @@ def test_costs_follow_what_was_observed() -> None:
         found = routed(made, tokens(n, 4000))
         clock.now_s += 3 * first.ttft_s
         made.first_token(found.id)
-        made.done(found.id, cached_tokens=0, output_tokens=1)
+        made.done(found.id, Usage(cached_tokens=0, output_tokens=1))
         made.tick()
     assert routed(made, tokens(99, 4000)).ttft_s == pytest.approx(3 * first.ttft_s, rel=0.05)
 
@@ -509,7 +509,7 @@ def test_a_failed_prefill_leg_frees_its_queue_makes_nothing_and_is_no_measure() 
     assert made.match(RouteRequest(model="m", tokens=prompt)) == {"p": 0, "d": 0}
     assert {each["name"]: each["queued"] for each in made.status()["instances"]} == {"p": 0, "d": 0}
     made.first_token(first.id)
-    made.done(first.id, cached_tokens=0, output_tokens=5)
+    made.done(first.id, Usage(cached_tokens=0, output_tokens=5))
     assert observed(made) == 0
     assert {each["shortfalls"] for each in made.status()["instances"]} == {0}
     made.cancel(second.id)
@@ -522,14 +522,14 @@ def test_a_prefill_behind_one_whose_end_nobody_saw_is_no_measure() -> None:
     made = conductor(clock, instance("a"))
     first, second, third = (routed(made, tokens(n, 4000)) for n in range(3))
     clock.now_s += 60
-    made.done(first.id, cached_tokens=0, output_tokens=900)
+    made.done(first.id, Usage(cached_tokens=0, output_tokens=900))
     clock.now_s += 0.001
     made.first_token(second.id)
-    made.done(second.id, cached_tokens=0, output_tokens=1)
+    made.done(second.id, Usage(cached_tokens=0, output_tokens=1))
     assert observed(made) == 0
     clock.now_s += 0.3
     made.first_token(third.id)
-    made.done(third.id, cached_tokens=0, output_tokens=1)
+    made.done(third.id, Usage(cached_tokens=0, output_tokens=1))
     assert observed(made) == 1
 
 
@@ -540,7 +540,7 @@ def test_a_length_without_tokens_may_be_an_estimate_and_is_no_measure() -> None:
     assert isinstance(found, Routed)
     clock.now_s += 60
     made.first_token(found.id)
-    made.done(found.id, cached_tokens=0, output_tokens=1)
+    made.done(found.id, Usage(cached_tokens=0, output_tokens=1))
     assert observed(made) == 0
 
 
@@ -556,7 +556,7 @@ def test_the_costs_follow_what_the_prefill_leg_really_had() -> None:
         assert (found.prefill, found.cached_tokens) == ("p", 16_000)
         clock.now_s += before_s
         made.prefilled(found.id)
-        made.done(found.id, cached_tokens=0, prefill_leg=True)
+        made.done(found.id, Usage(cached_tokens=0, prefill_leg=True))
     made.tick()
     assert observed(made) == 2
     assert routed(made, tokens(9, 16_001)).ttft_s == pytest.approx(before_s, rel=0.01)

@@ -15,7 +15,7 @@ from scheduler.conductor import conductor as module
 from scheduler.conductor.decision_log import Logged, by_medium
 from scheduler.conductor.door.conductor_panels import conductor_snapshot, decision_panel
 from scheduler.conductor.reservations import Reservations
-from scheduler.conductor.values import Refused, RouteRequest
+from scheduler.conductor.values import Refused, RouteRequest, Usage
 from tests.scheduler.conductor.test_conductor import hears, routed, tokens
 from tests.support.conductors import BLOCK_TOKENS, Clock, conductor, instance
 
@@ -58,9 +58,9 @@ def test_a_request_from_its_route_to_its_end() -> None:
     clock.now_s += 1
     made.first_token(id)
     assert (logged.outcome, logged.ttft_s) == ("answering", 3.5)
-    made.done(id, cached_tokens=64, output_tokens=21)
+    made.done(id, Usage(cached_tokens=64, output_tokens=21))
     assert (logged.outcome, logged.cached_tokens, logged.tbt_s) == ("done", 64, 0.05)
-    made.done(id, cached_tokens=0, output_tokens=2)
+    made.done(id, Usage(cached_tokens=0, output_tokens=2))
     assert logged.cached_tokens == 64
     found = made.status()["decisions"]
     assert found["late"] == {"ttft": 1, "tbt": 0}

@@ -18,7 +18,7 @@ from scheduler.conductor.conductor import DEGRADED, Conductor
 from scheduler.conductor.planning.native_planner import NativePlanner
 from scheduler.conductor.planning.python_planner import PythonPlanner
 from scheduler.conductor.sources import Knowledge, StreamName
-from scheduler.conductor.values import EngineMetrics, Instance, Refused, Routed, RouteRequest
+from scheduler.conductor.values import EngineMetrics, Instance, Refused, Routed, RouteRequest, Usage
 from scheduler.routing.queues import Discipline
 from tests.support.conductors import BLOCK_TOKENS, NAMESPACE, Clock, conductor, instance
 
@@ -77,10 +77,10 @@ class Twins:
         self.seen["routed" if isinstance(found, Routed) else "refused"] += 1
         return found
 
-    def report(self, at: int, name: str, **usage: int) -> None:
+    def report(self, at: int, name: str, *usage: Usage) -> None:
         one, other, _, _ = self.live[at]
-        getattr(self.native, name)(one, **usage)
-        getattr(self.python, name)(other, **usage)
+        getattr(self.native, name)(one, *usage)
+        getattr(self.python, name)(other, *usage)
         if name in ("done", "cancel"):
             del self.live[at]
 
@@ -166,8 +166,8 @@ class Drawn:
         step = rng.choice(
             ("prefilled", "prefill_failed", "first_token", "first_token", "done", "done", "cancel")
         )
-        usage = {"cached_tokens": rng.choice((0, 0, 4000)), "output_tokens": rng.randint(0, 900)}
-        self.twins.report(at, step, **(usage if step == "done" else {}))
+        usage = Usage(rng.choice((0, 0, 4000)), rng.randint(0, 900))
+        self.twins.report(at, step, *([usage] if step == "done" else []))
 
     def wait(self) -> None:
         self.twins.clock.now_s += self.rng.choice((0.01, 0.3, 2.0, 30.0))
@@ -240,9 +240,7 @@ def test_native_decisions_equal_the_python_ones_over_a_generated_trace(
             twins.hears(f"engine-{held.decode}", GPU, prefix_hashes(NAMESPACE, prompt))
             twins.report(at, "first_token")
             short = held.decode == "i9" and rng.random() < 0.5
-            twins.report(
-                at, "done", cached_tokens=0 if short else len(prompt), output_tokens=rng.randrange(300)
-            )
+            twins.report(at, "done", Usage(0 if short else len(prompt), rng.randrange(300)))
         prompt = rng.choice(sessions) + [rng.randrange(30_000) for _ in range(rng.randrange(10, 200))]
         found = twins.route(RouteRequest(model="m", tokens=prompt))
         assert isinstance(found, Routed)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfs import limits
-from scheduler.conductor.values import Routed, RouteRequest
+from scheduler.conductor.values import Routed, RouteRequest, Usage
 from tests.support.conductors import Clock, conductor, instance
 
 
@@ -62,7 +62,8 @@ def test_every_state_of_the_ledger_is_the_model_s(seed: int, roles: tuple[str, .
                     known.stage, known.deadline_s = "decoding", clock.now_s + limits.DECODE_DEADLINE_S
             case "done":
                 made.done(
-                    id, cached_tokens=rng.choice((None, 0, 500)), output_tokens=rng.choice((None, 0, 9))
+                    id,
+                    Usage(cached_tokens=rng.choice((None, 0, 500)), output_tokens=rng.choice((None, 0, 9))),
                 )
                 if known is not None:
                     end(id)

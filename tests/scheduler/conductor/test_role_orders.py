@@ -15,7 +15,7 @@ from kvfs.limits import CONDUCTOR_TICK_S
 from kvfs.watch.window import Window
 from scheduler.conductor.door.conductor_panels import conductor_snapshot, decision_panel
 from scheduler.conductor.planning.planner import Role
-from scheduler.conductor.values import Routed, RouteRequest
+from scheduler.conductor.values import Routed, RouteRequest, Usage
 from scheduler.routing.admission import Mode, Slo
 from scheduler.routing.cost import table_costs
 from scheduler.routing.roles import Rules
@@ -118,7 +118,7 @@ class Engines:
 
     def _decoded(self, number: int, now_s: float, tbt_s: float) -> None:
         request, found = self._live.pop(number)
-        self.conductor.done(found.id, cached_tokens=0, output_tokens=request.output_tokens)
+        self.conductor.done(found.id, Usage(cached_tokens=0, output_tokens=request.output_tokens))
         self.outcomes["done" if tbt_s <= SLO.tbt_s else "late tokens"] += 1
 
 

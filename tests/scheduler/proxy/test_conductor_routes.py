@@ -17,7 +17,7 @@ import pytest
 import trio
 
 from kvfs import limits
-from scheduler.conductor.values import RouteRequest
+from scheduler.conductor.values import RouteRequest, Usage
 from scheduler.proxy.routers.fallback import RouterDown
 from scheduler.proxy.routers.remote_router import RemoteRouter
 from scheduler.proxy.upstream.engines import Engines
@@ -169,7 +169,7 @@ async def test_reports_wait_bounded_for_a_conductor_that_is_away(monkeypatch: py
         for _ in range(10):
             router.prefilled("r1")
         assert router.counts["dropped_reports"] >= 6
-        router.done("r2", output_tokens=3)
+        router.done("r2", Usage(output_tokens=3))
         await nursery.start(slow.run)
         await until(lambda: slow.noted.count("POST /v1/reservations/r1/prefilled") >= 3)
         assert "POST /v1/reservations/r2/done" not in slow.noted
@@ -182,8 +182,8 @@ async def test_a_report_says_which_leg_had_the_cached_tokens() -> None:
         await nursery.start(slow.run)
         router = RemoteRouter(slow.url, "", Engines((), lambda name: None))
         await nursery.start(router.run)
-        router.done("r1", cached_tokens=3, prefill_leg=True)
-        router.done("r1", cached_tokens=4)
+        router.done("r1", Usage(cached_tokens=3, prefill_leg=True))
+        router.done("r1", Usage(cached_tokens=4))
         await until(lambda: slow.bodies[-1] == b'{"cached_tokens":4}')
         assert b'{"cached_tokens":3,"prefill_leg":true}' in slow.bodies
         nursery.cancel_scope.cancel()

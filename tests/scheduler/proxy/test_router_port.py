@@ -9,7 +9,7 @@ import trio
 
 from kvfs.errors import InvalidRequest, NotFound
 from scheduler.conductor.conductor import WITHOUT_TOKENS
-from scheduler.conductor.values import Refused, Routed, RouteRequest
+from scheduler.conductor.values import NOTHING_SAID, Refused, Routed, RouteRequest, Usage
 from tests.scheduler.conductor.test_conductor import hears
 from tests.scheduler.proxy.test_failures import until
 from tests.support.conductors import Clock, conductor, instance
@@ -63,15 +63,8 @@ class NotingRouter:
     def first_token(self, id: str) -> None:
         self.reports.append(("first_token", id))
 
-    def done(
-        self,
-        id: str,
-        *,
-        cached_tokens: int | None = None,
-        output_tokens: int | None = None,
-        prefill_leg: bool = False,
-    ) -> None:
-        self.reports.append(("done", id, cached_tokens, output_tokens, prefill_leg))
+    def done(self, id: str, usage: Usage = NOTHING_SAID) -> None:
+        self.reports.append(("done", id, usage))
 
     def cancel(self, id: str) -> None:
         self.reports.append(("cancel", id))
@@ -99,7 +92,7 @@ async def test_what_is_reported_of_a_request(stream: bool) -> None:
         # The true number is the prefill engine's: what the decode engine found is what that has just stored.
         # Nobody sees the first token of an answer that comes whole.
         first_token = [("first_token", "r1")] if stream else []
-        assert router.reports == [("prefilled", "r1"), *first_token, ("done", "r1", 320, 3, True)]
+        assert router.reports == [("prefilled", "r1"), *first_token, ("done", "r1", Usage(320, 3, True))]
         assert stand.engines[1].completions[0].body["kv_transfer_params"] == {
             "do_remote_prefill": True,
             "remote_prefill_cached_tokens": 320,
@@ -114,7 +107,7 @@ async def test_a_prefill_leg_that_the_router_names_is_run_however_much_its_engin
         stand.engines[0].cached_tokens = router.cached_tokens = 992
         await stand.ask(CHAT, chat("q"))
         assert [len(engine.completions) for engine in stand.engines] == [1, 1]
-        assert router.reports[-1] == ("done", "r1", 992, 4, True)
+        assert router.reports[-1] == ("done", "r1", Usage(992, 4, True))
 
 
 @pytest.mark.parametrize("behaviour", ["die_before", "busy", "wrong", "die_after"])
@@ -125,7 +118,11 @@ async def test_a_prefill_leg_that_fails_is_reported_as_such(behaviour: str) -> N
         stand.engines[0].behaviour, stand.engines[1].cached_tokens = behaviour, 16
         assert (await stand.ask(CHAT, chat("q", stream=True))).status == 200
         reports = [report for report in router.reports if report[0] != "unreachable"]
-        assert reports == [("prefill_failed", "r1"), ("first_token", "r1"), ("done", "r1", 16, 4, False)]
+        assert reports == [
+            ("prefill_failed", "r1"),
+            ("first_token", "r1"),
+            ("done", "r1", Usage(16, 4, False)),
+        ]
         assert stand.proxy.counts.events["failed_prefills"] == 1
 
 
@@ -135,7 +132,7 @@ async def test_a_prefill_leg_that_is_left_out_is_reported_as_failed() -> None:
         router.stand = stand
         assert (await stand.ask(CHAT, chat("q", prompt_logprobs=0))).status == 200
         assert (router.requests[0].tokens, router.requests[0].length) == (None, 1000)
-        assert router.reports == [("prefill_failed", "r1"), ("done", "r1", 0, 4, False)]
+        assert router.reports == [("prefill_failed", "r1"), ("done", "r1", Usage(0, 4, False))]
 
 
 SEVERAL: dict[str, dict[str, Any]] = {
@@ -152,10 +149,10 @@ async def test_numbers_of_several_answers_are_not_reported_as_those_of_one(body:
     async with proxy_stand("both", "both", router=router) as stand:
         router.stand = stand
         await stand.ask("/v1/completions", body)
-        assert router.reports.pop() == ("done", "r1", 0, None, True)
+        assert router.reports.pop() == ("done", "r1", Usage(0, None, True))
         stand.engines[0].behaviour = "wrong"
         await stand.ask("/v1/completions", body)
-        assert router.reports[-1] == ("done", "r2", None, None, False)
+        assert router.reports[-1] == ("done", "r2", Usage(None, None, False))
 
 
 @pytest.mark.parametrize("body", [{"prompt": ["a"]}, {"prompt": [1, 2], "n": 1}, {"prompt": "[1", "n": None}])
@@ -164,7 +161,7 @@ async def test_one_answer_is_counted_however_it_is_asked_for(body: dict[str, Any
     async with proxy_stand("both", "both", router=router) as stand:
         router.stand = stand
         await stand.ask("/v1/completions", body)
-        assert router.reports[-1] == ("done", "r1", 0, 4, True)
+        assert router.reports[-1] == ("done", "r1", Usage(0, 4, True))
 
 
 async def error_event(engine: StubEngine, stream: trio.SocketStream, asked: Asked) -> bool:
@@ -182,7 +179,7 @@ async def test_a_stream_without_tokens_has_no_first_one(monkeypatch: pytest.Monk
         router.stand = stand
         stand.engines[1].behaviour = "error_event"
         assert (await stand.ask(CHAT, chat("q", stream=True))).status == 200
-        assert router.reports == [("prefilled", "r1"), ("done", "r1", 0, None, True)]
+        assert router.reports == [("prefilled", "r1"), ("done", "r1", Usage(0, None, True))]
 
 
 async def test_an_engine_that_fails_is_excluded_and_reported() -> None:
