@@ -131,7 +131,8 @@ class Conductor:
         chosen = decision.prefill
         assert chosen is not None
         cached = chosen.reused_blocks * block_tokens
-        depths, predicted = self._predict(pool, decision, hashes[: reusable * HASH_BYTES])
+        before_last = hashes[: reusable * HASH_BYTES]
+        depths, predicted = self._predict(pool, decision, before_last)
         made = hashes[chosen.reused_blocks * HASH_BYTES :]
         found = self._reservations.reserve(
             pool,
@@ -145,10 +146,9 @@ class Conductor:
         )
         if self._roles is not None:
             self._roles.committed(pool, weighed.tokens, cached, chosen.prefill_s, weighed.at_s)
-        if self.copies is not None and reusable and hashes:
-            self.copies.routed(pool, chosen.instance, hashes[: reusable * HASH_BYTES])
-        last_block = hashes[(reusable - 1) * HASH_BYTES : reusable * HASH_BYTES].hex() if reusable else None
-        routed = _routed(found, decision, weighed, cached, last_block or None)
+        if self.copies is not None and before_last:
+            self.copies.routed(pool, chosen.instance, before_last)
+        routed = _routed(found, decision, weighed, cached, before_last[(reusable - 1) * HASH_BYTES :])
         reused = by_medium(depths, chosen.reused_blocks) if cached else ()
         self.log.routed(routed, logged, predicted[0], [(medium, n * block_tokens) for medium, n in reused])
         return routed
@@ -370,8 +370,9 @@ def _slo(request: RouteRequest, default: Slo) -> Slo:
 
 
 def _routed(
-    found: Reservation, decision: Decision, weighed: Weighed, cached_tokens: int, last_block: str | None
+    found: Reservation, decision: Decision, weighed: Weighed, cached_tokens: int, last_block: bytes
 ) -> Routed:
+    """Make the answer; `last_block`: the hash, empty where it is not known."""
     decode, has_leg = decision.decode, found.has_leg
     assert decode is not None
     return Routed(
@@ -382,7 +383,7 @@ def _routed(
         prefill_url=found.prefill.instance.url if has_leg else None,
         cached_tokens=cached_tokens,
         ranges=ranges(weighed),
-        last_block=last_block,
+        last_block=last_block.hex() or None,
         ttft_s=decision.ttft_s,
         tbt_s=decode.tbt_s,
         deadline_s=found.deadline_s - weighed.at_s,
