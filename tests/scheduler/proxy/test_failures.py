@@ -10,7 +10,7 @@ import trio
 from kvfs import limits
 from tests.support.processor_waits import within
 from tests.support.stub_engines import PROMPT, WORDS, Stand, StubEngine, proxy_stand
-from tests.support.waits import WAIT_S
+from tests.support.waits import WAIT_S, until
 
 BODY = {"prompt": "p", "max_tokens": 5}
 STREAM = {**BODY, "stream": True}
@@ -26,13 +26,6 @@ def one_of(stand: Stand) -> tuple[StubEngine, StubEngine]:
 def behave(stand: Stand, behaviour: str) -> None:
     for engine in stand.engines:
         engine.behaviour = behaviour
-
-
-async def until(condition: object, within_s: float = WAIT_S) -> None:
-    assert callable(condition)
-    with trio.fail_after(within_s):
-        while not condition():  # noqa: ASYNC110 it notifies nobody
-            await trio.sleep(0.005)
 
 
 async def ended(stand: Stand) -> None:
@@ -246,7 +239,7 @@ async def test_a_client_that_goes_away_ends_its_work_at_once(role: str, how: str
         silent.behaviour = "pause"
         asker = await stand.asker()
         await asker.send("/v1/completions", {**STREAM, "prompt": PROMPT})
-        await until(lambda: silent.completions)
+        await until(lambda: bool(silent.completions))
         await leave(asker.stream, how)
         with within(0.5), trio.fail_after(WAIT_S):
             await silent.completions[0].gone.wait()
@@ -285,7 +278,7 @@ async def test_a_client_that_ends_its_sending_half_is_not_gone(body: dict[str, o
         async with asker.stream:
             await asker.send("/v1/completions", body)
             await asker.stream.send_eof()
-            await until(lambda: engine.completions)
+            await until(lambda: bool(engine.completions))
             with trio.fail_after(WAIT_S):
                 assert await asker.stream.receive_some(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"
             engine.go.set()
@@ -339,7 +332,7 @@ async def test_what_a_client_sends_ahead_is_answered_after() -> None:
         async with asker.stream:
             await asker.send("/v1/completions", BODY)
             await asker.send("/v1/models", method="GET")
-            await until(lambda: engine.completions)
+            await until(lambda: bool(engine.completions))
             engine.go.set()
             data = b""
             while b'"object":"list"' not in data:

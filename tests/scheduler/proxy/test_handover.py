@@ -10,10 +10,10 @@ import trio
 from kvfs.config.settings import HandOver
 from scheduler.proxy import handover
 from scheduler.proxy.upstream.engines import EngineAddress
-from tests.scheduler.proxy.test_failures import ended, until
+from tests.scheduler.proxy.test_failures import ended
 from tests.support.processor_waits import within
 from tests.support.stub_engines import PROMPT, Stand, proxy_stand
-from tests.support.waits import WAIT_S
+from tests.support.waits import WAIT_S, until
 
 NIXL = {
     "do_remote_prefill": True,

@@ -9,9 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from scheduler.proxy.proxy_metrics import _GAUGES, Counts, ProxyCollector, Snapshot
 from scheduler.proxy.upstream.engines import Engines
-from tests.scheduler.proxy.test_failures import until
 from tests.scheduler.proxy.test_router_port import NotingRouter
 from tests.support.stub_engines import PROMPT, Stand, proxy_stand
+from tests.support.waits import until
 
 BODY = {"prompt": "p", "max_tokens": 5}
 STREAM = {**BODY, "stream": True}

@@ -11,7 +11,6 @@ from kvfs.errors import InvalidRequest, NotFound
 from scheduler.conductor.conductor import WITHOUT_TOKENS
 from scheduler.conductor.values import NOTHING_SAID, Refused, Routed, RouteRequest, Usage
 from tests.scheduler.conductor.test_conductor import hears
-from tests.scheduler.proxy.test_failures import until
 from tests.support.conductors import Clock, conductor, instance
 from tests.support.stub_engines import (
     BEHAVIOURS,
@@ -23,6 +22,7 @@ from tests.support.stub_engines import (
     proxy_stand,
     send_chunk,
 )
+from tests.support.waits import until
 
 CHAT = "/v1/chat/completions"
 
@@ -202,7 +202,7 @@ async def test_a_client_that_goes_away_between_the_legs_is_cancelled() -> None:
         stand.engines[0].behaviour = "pause"
         asker = await stand.asker()
         await asker.send(CHAT, chat("q"))
-        await until(lambda: stand.engines[0].completions)
+        await until(lambda: bool(stand.engines[0].completions))
         await trio.aclose_forcefully(asker.stream)
         await until(lambda: ("cancel", "r1") in router.reports)
         assert len(router.requests) == 1
