@@ -117,6 +117,9 @@ PROBE_INTERVAL_S: Final = 2.0
 """How often each instance's metrics are looked at."""
 SILENT_STREAM_S: Final = 30.0
 """After so long without a batch a publisher is asked for what comes next: an idle one answers, a dead one does not."""
+MUTE_STREAM_S: Final = 600.0
+"""How long an engine without replays may say nothing after a prefill that made blocks: engines announce blocks as they
+fill them, so that by then its publisher is gone or its messages do not come here, and nobody can be asked."""
 MANIFEST_TRIES: Final = 5
 """Attempts to get a manifest, with doubling pauses, or all that an engine can replay; then the blocks that come are all
 that is known."""

@@ -171,7 +171,7 @@ class Pool:
     def knows_blocks(self) -> bool:
         """Return whether anything was heard of the caches of any instance."""
         for stream in self._streams:  # noqa: SIM110 (any() takes twice as long)
-            if stream.knowledge is not Knowledge.UNKNOWN:
+            if stream.knowledge not in (Knowledge.UNKNOWN, Knowledge.MUTE):
                 return True
         return False
 

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvfs._native.cluster.index import ClusterIndex
+from kvfs.keys import HASH_BYTES
 from kvfs.limits import (
     DECODE_DEADLINE_S,
     EXPECTED_BLOCKS_S,
@@ -45,7 +46,7 @@ class Reservation:
     decode: Member
     tokens: int
     made: bytes
-    """Hashes of the blocks that its prefill makes."""
+    """Hashes of the blocks that its prefill makes; none once it has failed."""
     cached_tokens: int
     """Tokens that its prefill reuses, as predicted."""
     prefill_predicted_tokens: int
@@ -176,6 +177,7 @@ class Reservations:
         found.prefilled_s = now_s
         found.pool.planner.prefilled(found.number)
         self._unmake(found, now_s)
+        found.made = b""
 
     def _unmake(self, found: Reservation, now_s: float) -> None:
         """Expect nothing of a prefill that ends without its blocks, and start the next."""
@@ -194,10 +196,21 @@ class Reservations:
         if found.first_token_s is not None:
             return
         self.prefilled(found, now_s, seen=seen)
+        self._owe(found, now_s)
         found.first_token_s = now_s
         found.deadline_s = now_s + DECODE_DEADLINE_S
         found.pool.planner.joined(found.number)
         found.pool.planner.add_active(found.decode.slot, 1, found.tokens)
+
+    def _owe(self, found: Reservation, now_s: float) -> None:
+        """Note that an engine is to announce the blocks of a prefill that was seen to end, if it has said nothing since
+        the request came, and has not announced them before."""
+        for stream in found.prefill.streams:
+            if stream.is_store or not found.made or stream.event_s >= found.made_s:
+                continue
+            mask = sum(1 << source for source in stream.sources.values())
+            if self._index.depths(found.made, [mask])[0] * HASH_BYTES < len(found.made):
+                stream.owed_s = min(stream.owed_s, now_s)
 
     def end(self, found: Reservation, now_s: float) -> None:
         """End a reservation, wherever it is."""

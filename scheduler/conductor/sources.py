@@ -38,6 +38,8 @@ class Knowledge(Enum):
     CURRENT = "current"
     PARTIAL = "partial"
     """Batches were lost: what was known is cleared, what came since counts."""
+    MUTE = "mute"
+    """It said nothing of blocks that were made: what was known is cleared, until it speaks."""
 
 
 @dataclass(slots=True)
@@ -53,6 +55,10 @@ class Stream:
     began_s: float = float("-inf")
     """When its events last began anew."""
     heard_s: float = float("-inf")
+    event_s: float = float("-inf")
+    """When its last event came."""
+    owed_s: float = float("inf")
+    """Since when blocks are made of which no event has come, nor any other."""
     sources: dict[str, int] = field(default_factory=dict)
     """By medium."""
     expecting: set[int] = field(default_factory=set)
@@ -101,6 +107,7 @@ class Sources:
             for expected in stream.expecting:
                 if self._may_clear:  # else it fades
                     self._index.clear(expected)
+        stream.owed_s = float("inf")
         stream.epoch += 1
         stream.knowledge = knowledge
         return len(stream.sources) < before

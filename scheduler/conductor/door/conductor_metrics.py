@@ -27,6 +27,7 @@ _COUNTS = {
     "unreachable": "Reports that an instance did not answer.",
     "restarts_seen": "Restarts and sleeps of engines that their metrics showed before any event.",
     "lost_batches": "Batches of events that no replay brought.",
+    "mute_streams": "Publishers that said nothing of blocks which their engines made, and are not believed.",
     "unregistered_batches": "Batches of topics that no instance is registered for.",
     "predicted_tokens": "Cached tokens that were predicted for answers which report them.",
     "cached_tokens": "Cached tokens that these answers report.",
@@ -40,7 +41,7 @@ _INSTANCE = {
     "reachable": "1 unless it failed lately.",
     "draining": "1 where it takes no more requests.",
 }
-_STREAM = ("unknown", "current", "partial")
+_STREAM = ("unknown", "current", "partial", "mute")
 
 
 class ConductorCollector(Collector):

@@ -264,6 +264,8 @@ def _problems(status: Mapping[str, Any], window: Window) -> Iterator[str]:
             yield f"{each['stream']}: batches of events were lost, so not all of its blocks are known"
         elif each["knowledge"] == "unknown":
             yield f"{each['stream']}: nothing was heard of it, so nothing is known of its cache"
+        elif each["knowledge"] == "mute":
+            yield f"{each['stream']}: it said nothing of blocks that its engine made: its blocks do not count"
     for topic, count in status["unregistered"].items():
         yield f"{topic}: {count} batches of events came, but no instance is registered for this topic"
     without = window.growth("without tokens lately", status["counts"].get("without_tokens", 0))

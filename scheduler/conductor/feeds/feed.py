@@ -62,6 +62,14 @@ class Feed:
             self._clear(stream, Knowledge.UNKNOWN)
         self.streams.drop(engine)
 
+    def mute(self, engine: Engine) -> None:
+        """Note that a publisher said nothing of what its engine has made: its blocks do not count until it speaks."""
+        stream = self._registry.stream(StreamName(engine.topic, engine.rank))
+        if stream is not None:
+            self._registry.counts["mute_streams"] += 1
+            # The keys of its hashes stand: its batches may go on where they ended.
+            self._registry.cleared(stream, Knowledge.MUTE)
+
     def caught_up(self, engine: Engine) -> None:
         """Note that a publisher has answered with all that it has published, if only with nothing."""
         stream = self._registry.stream(StreamName(engine.topic, engine.rank))
@@ -96,8 +104,9 @@ class Feed:
         stream = self._registry.stream(StreamName(engine.topic, engine.rank))
         if stream is None:
             return
-        stream.heard_s = self._clock()
-        if stream.knowledge is Knowledge.UNKNOWN:
+        stream.heard_s = stream.event_s = self._clock()
+        stream.owed_s = float("inf")
+        if stream.knowledge in (Knowledge.UNKNOWN, Knowledge.MUTE):
             stream.knowledge = Knowledge.CURRENT
         if isinstance(event, AllBlocksCleared):
             self._clear(stream, Knowledge.CURRENT)

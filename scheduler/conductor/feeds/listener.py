@@ -19,11 +19,11 @@ import trio
 from kvfs.errors import ConfigError
 from kvfs.events.event_streams import Engine
 from kvfs.events.sockets import Subscriber
-from kvfs.limits import MANIFEST_TRIES, PROBE_INTERVAL_S, SILENT_STREAM_S
+from kvfs.limits import MANIFEST_TRIES, MUTE_STREAM_S, PROBE_INTERVAL_S, SILENT_STREAM_S
 from scheduler.conductor.feeds.feed import Feed
 from scheduler.conductor.feeds.probes import ProbeFailed, probe
 from scheduler.conductor.registry import Registry, streams_of
-from scheduler.conductor.sources import StreamName
+from scheduler.conductor.sources import Knowledge, Stream, StreamName
 from scheduler.conductor.values import Instance
 
 log = logging.getLogger("kvfs.conductor")
@@ -107,7 +107,10 @@ class Listener:
         now_s = self._clock()
         for stream in self._registry.streams():
             engine = Engine(*stream.name)
-            if engine in self._asking or engine.topic not in self._replays:
+            if engine.topic not in self._replays:
+                self._doubt_mute(stream, now_s)
+                continue
+            if engine in self._asking:
                 continue
             asked_s = self._asked_s.get(engine, float("-inf"))
             is_wanted = engine in self._feed.wanted and self._tries[engine] < MANIFEST_TRIES
@@ -119,6 +122,17 @@ class Listener:
                 self._asking.add(engine)
                 self._asked_s[engine] = now_s
                 nursery.start_soon(self._start_over if is_wanted else self._catch_up, engine)
+
+    def _doubt_mute(self, stream: Stream, now_s: float) -> None:
+        """Believe a publisher that cannot be asked no more, once it has owed an event for too long."""
+        if stream.knowledge is Knowledge.MUTE or now_s - stream.owed_s < MUTE_STREAM_S:
+            return
+        log.warning(
+            "publisher %s has said nothing for %d s of blocks that its engine made: its blocks do not count",
+            stream.name,
+            MUTE_STREAM_S,
+        )
+        self._feed.mute(Engine(*stream.name))
 
     async def _catch_up(self, engine: Engine) -> bool:
         """Ask for the batches after the last one, and return whether they came; who does not answer is not believed any

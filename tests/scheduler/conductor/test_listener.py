@@ -15,16 +15,16 @@ from kvfs import limits
 from kvfs._native.cluster.index import ClusterIndex
 from kvfs.events.event_streams import Engine, Missing
 from kvfs.events.kv_events import AllBlocksCleared
-from scheduler.conductor.conductor import Conductor
+from scheduler.conductor.conductor import DEGRADED, Conductor
 from scheduler.conductor.feeds import listener as module
 from scheduler.conductor.feeds.feed import Feed
 from scheduler.conductor.feeds.listener import Listener
 from scheduler.conductor.feeds.probes import ProbeFailed, probe
 from scheduler.conductor.pool import Options
 from scheduler.conductor.sources import StreamName
-from scheduler.conductor.values import EngineMetrics, RouteRequest
-from tests.scheduler.conductor.test_feed import PROMPT, message, of_store
-from tests.support.conductors import COSTS, instance
+from scheduler.conductor.values import EngineMetrics, Routed, RouteRequest, Usage
+from tests.scheduler.conductor.test_feed import PROMPT, message, of_store, stored
+from tests.support.conductors import BLOCK_TOKENS, COSTS, instance
 
 NODE = Engine("node", 0)
 
@@ -184,6 +184,69 @@ async def test_who_does_not_answer_is_passed_over_and_a_wake_does_not_probe(
         stand.metrics["http://a.test"] = EngineMetrics()
         await trio.sleep(2.5)
         assert stand.conductor.status()["instances"][0]["reachable"] is True
+
+
+def answer(stand: Stand, prompt: list[int], *, fails: bool = False) -> None:
+    found = stand.conductor.route(RouteRequest(model="m", tokens=prompt))
+    assert isinstance(found, Routed)
+    if fails:
+        stand.conductor.cancel(found.id)
+    else:
+        stand.conductor.done(found.id, Usage(output_tokens=1))
+
+
+def engine_stream(stand: Stand) -> str:
+    [stream] = stand.conductor.status()["streams"]
+    return str(stream["knowledge"])
+
+
+async def test_a_publisher_that_owes_an_event_and_cannot_be_asked_is_believed_no_more_until_it_speaks(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with listening(monkeypatch) as stand:
+        stand.add(store_topic="", store_replay="")
+        stand.feed.receive(message("engine-a", 0, stored([1], PROMPT[:BLOCK_TOKENS])))
+        request = RouteRequest(model="m", tokens=PROMPT)
+        await trio.sleep(1)
+        answer(stand, [7] * 100)
+        await trio.sleep(limits.MUTE_STREAM_S - 5)
+        assert (stand.conductor.match(request), engine_stream(stand)) == ({"a": BLOCK_TOKENS}, "current")
+        await trio.sleep(10)
+        assert (stand.conductor.match(request), engine_stream(stand)) == ({"a": 0}, "mute")
+        answer(stand, [8] * 100)
+        await trio.sleep(limits.MUTE_STREAM_S + 5)
+        assert [each.getMessage() for each in caplog.records if "engine-a" in each.getMessage()] == [
+            "publisher engine-a has said nothing for 600 s of blocks that its engine made: its blocks do not count"
+        ]
+        found = stand.conductor.route(request)
+        assert isinstance(found, Routed)
+        assert found.degraded == DEGRADED
+        stand.conductor.cancel(found.id)
+        stand.feed.receive(message("engine-a", 1, stored([1], PROMPT[:BLOCK_TOKENS])))
+        assert (stand.conductor.match(request), engine_stream(stand)) == ({"a": BLOCK_TOKENS}, "current")
+
+
+@pytest.mark.parametrize("why", ["idle", "announced before", "announced meanwhile", "failed", "asked"])
+async def test_a_quiet_publisher_that_owes_nothing_is_believed(
+    why: str, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    async with listening(monkeypatch) as stand:
+        stand.add(store_topic="", store_replay="", engine_replay="tcp://x:2" if why == "asked" else "")
+        stand.feed.receive(message("engine-a", 0, stored([1], PROMPT[:BLOCK_TOKENS])))
+        await trio.sleep(1)
+        match why:
+            case "announced before":  # of a prompt of whole blocks the last one is computed again
+                answer(stand, PROMPT[:BLOCK_TOKENS])
+            case "announced meanwhile":
+                found = stand.conductor.route(RouteRequest(model="m", tokens=[7] * 100))
+                assert isinstance(found, Routed)
+                stand.feed.receive(message("engine-a", 1, stored([2], [7] * BLOCK_TOKENS)))
+                stand.conductor.done(found.id)
+            case "failed" | "asked":
+                answer(stand, [7] * 100, fails=why == "failed")
+        await trio.sleep(2 * limits.MUTE_STREAM_S)
+        assert stand.conductor.match(RouteRequest(model="m", tokens=PROMPT)) == {"a": BLOCK_TOKENS}
+        assert engine_stream(stand) == "current"
 
 
 async def test_a_removed_instance_s_streams_are_followed_no_more(
