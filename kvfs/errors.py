@@ -140,6 +140,14 @@ class Busy(KvfsError):
     log_level = logging.DEBUG
 
 
+class NotReady(KvfsError):
+    """What is asked for is not known yet: somebody who may have it has not answered since the start."""
+
+    errno = errno.EAGAIN
+    s3_code = "ServiceUnavailable"
+    log_level = logging.DEBUG
+
+
 class QuotaExceeded(KvfsError):
     """A uid holds more bytes or drafts than it may."""
 

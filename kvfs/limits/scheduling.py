@@ -133,6 +133,8 @@ ENGINE_ASK_INTERVAL_S: Final = 10.0
 """How often each engine is asked what it is: one that starts anew takes longer to load its weights."""
 ENGINE_RETRY_S: Final = 0.5
 """The first pause after an engine did not say what it is, doubled each time up to ENGINE_ASK_INTERVAL_S."""
+MAX_NAMED_ENGINES: Final = 8
+"""Engines that the answer to a request for a model names, of those that have not said yet what they serve."""
 MAX_ENGINE_ANSWER_BYTES: Final = 1 * MIB
 """Its list of models or of publishers: a thousand adapters of 600 bytes, or 256 ranks of 300."""
 DEFAULT_BLOCK_TOKENS: Final = 16

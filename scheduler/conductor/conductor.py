@@ -310,6 +310,7 @@ class Conductor:
             "blocks": len(self._index),
             "reservations": len(self._reservations),
             "expired": self._reservations.expired,
+            "awaited": sorted(self.registry.awaited),
             "unregistered": dict(self.registry.unregistered),
             "counts": dict(self.counts),
             "decisions": self.log.status(),

@@ -33,7 +33,7 @@ from kvfs.limits import (
 from scheduler.conductor.planning.planner import Role
 from scheduler.conductor.pool import Member, Options, Pool
 from scheduler.conductor.sources import Knowledge, Sources, Stream, StreamName
-from scheduler.conductor.values import EngineMetrics, Instance
+from scheduler.conductor.values import EngineMetrics, Instance, unless_awaited
 
 log = logging.getLogger("kvfs.conductor")
 
@@ -47,6 +47,8 @@ class Registry:
         self, index: ClusterIndex, options: Options, clock: Callable[[], float], counts: Counter[str]
     ) -> None:
         self.counts = counts
+        self.awaited: set[str] = set()
+        """URLs of engines that are asked what they are and have never said it."""
         self.unregistered: Counter[str] = Counter()
         """Batches of topics without an instance."""
         self._index, self._options, self._clock = index, options, clock
@@ -126,11 +128,12 @@ class Registry:
         return list(self._streams.values())
 
     def pool(self, model: str) -> Pool:
-        """Return the pool of a model. Raises NotFound."""
+        """Return the pool of a model. Raises NotFound, NotReady."""
         try:
             return self._pools[model]
         except KeyError:
-            raise NotFound(f"model {model[:MAX_NAME_BYTES]!r}: no instance of it is registered") from None
+            missing = NotFound(f"model {model[:MAX_NAME_BYTES]!r}: no instance of it is registered")
+            raise unless_awaited(missing, self.awaited) from None
 
     def member(self, name: str) -> tuple[Pool, Member]:
         """Return an instance and its pool. Raises NotFound."""

@@ -8,15 +8,17 @@ Concurrency: none; values never change.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Final, Literal, Protocol
 
 import msgspec
 
+from kvfs.errors import NotFound, NotReady
 from kvfs.limits import (
     MAX_ENGINE_STREAMS,
     MAX_EXCLUDED,
     MAX_NAME_BYTES,
+    MAX_NAMED_ENGINES,
     MAX_ROUTE_HASHES,
     MAX_ROUTE_TOKENS,
     MAX_URL_BYTES,
@@ -152,11 +154,23 @@ class EngineMetrics(msgspec.Struct, frozen=True):
     is_asleep: bool = False
 
 
+def unless_awaited(error: NotFound, awaited: Collection[str]) -> NotFound | NotReady:
+    """Return the error of a model that nobody has; while engines are awaited, that they may have it."""
+    if not awaited:
+        return error
+    names = ", ".join(sorted(awaited)[:MAX_NAMED_ENGINES])
+    more = len(awaited) - MAX_NAMED_ENGINES
+    return NotReady(
+        f"{error}; engines that have not said yet what they serve: {names}{f' and {more} more' if more > 0 else ''}"
+    )
+
+
 class Router(Protocol):
     """Choose instances and follow requests. Calls answer at once. Unknown ids are ignored by all but `route`."""
 
     def route(self, request: RouteRequest) -> Routed | Refused:
-        """Choose instances and reserve them. Raises InvalidRequest, NotFound for a model without a pool."""
+        """Choose instances and reserve them. Raises InvalidRequest, NotFound for a model without a pool, NotReady
+        while an engine that may have it has never answered."""
         ...
 
     def prefilled(self, id: str) -> None:

@@ -22,7 +22,7 @@ import trio
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from kvfs import limits
-from kvfs.errors import InvalidRequest, KvfsError, NotFound
+from kvfs.errors import InvalidRequest, KvfsError, NotFound, NotReady
 from kvfs.http.bearer_tokens import BearerTokens
 from kvfs.http.http_exchange import BodyLost, Exchange, Headers
 from kvfs.http.transports import Buffer, Gone, Stalled, breathe
@@ -304,6 +304,8 @@ def _as_failure(error: Exception) -> Failure:
             return Failure(400, str(error), param=error.param)
         case NotFound():
             return Failure(404, str(error), code="model_not_found", param="model")
+        case NotReady():
+            return Failure(503, str(error), retry_after_s=limits.ENGINE_ASK_INTERVAL_S)
         case InvalidRequest():
             return Failure(400, str(error))
         case BodyLost():

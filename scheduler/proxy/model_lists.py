@@ -25,6 +25,7 @@ import trio
 from kvfs import limits
 from kvfs.errors import NotFound
 from kvfs.http.server_place import place_of
+from scheduler.conductor.values import unless_awaited
 from scheduler.proxy.openai_errors import Failure
 from scheduler.proxy.upstream.connection import EngineFailed
 from scheduler.proxy.upstream.engines import Engine, Engines
@@ -68,7 +69,7 @@ class ModelLists:
 
     # --- for clients ----------------------------------------------------------------------------------------
     async def answer(self, path: bytes, headers: bytes) -> tuple[int, bytes]:
-        """Return the status and the body for a client; `headers` are lines. Raises Failure, NotFound."""
+        """Return the status and the body for a client; `headers` are lines. Raises Failure, NotFound, NotReady."""
         found = await self._ask_all(headers)
         if not found.models and found.refusals:
             return next(iter(found.refusals.values()))
@@ -81,7 +82,8 @@ class ModelLists:
             return 200, bytes(found.models[model])
         if found.silent:
             raise Failure(503, f"engines that may have it failed: {_some(found.silent)}", retry_after_s=1)
-        raise NotFound(f"The model `{model[: limits.MAX_NAME_BYTES]}` does not exist")
+        missing = NotFound(f"The model `{model[: limits.MAX_NAME_BYTES]}` does not exist")
+        raise unless_awaited(missing, self._engines.awaited)
 
     async def _ask_all(self, headers: bytes) -> Listed:
         listed = Listed({}, {}, [])

@@ -121,6 +121,7 @@ def _local(router: Router, engines: Engines) -> RequestRouter:
     if not isinstance(router, Conductor):
         return LocalRouter(router, engines)
     members = router.registry.members
+    engines.awaited = router.registry.awaited  # of which the Conductor takes each that answers
     return LocalRouter(router, engines, lambda: [_address_of(each) for _, each in members()])
 
 

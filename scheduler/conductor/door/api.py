@@ -23,11 +23,17 @@ import msgspec
 import trio
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from kvfs.errors import Exists, InvalidRequest, KvfsError, NotFound
+from kvfs.errors import Exists, InvalidRequest, KvfsError, NotFound, NotReady
 from kvfs.http.bearer_tokens import BearerTokens
 from kvfs.http.http_exchange import BodyLost, Exchange, Headers
 from kvfs.http.transports import Gone, Stalled, breathe
-from kvfs.limits import CONDUCTOR_BODIES_BYTES, DOCUMENT_PIECE_BYTES, MAX_NAME_BYTES, ROUTE_BATCH_TURN
+from kvfs.limits import (
+    CONDUCTOR_BODIES_BYTES,
+    DOCUMENT_PIECE_BYTES,
+    ENGINE_ASK_INTERVAL_S,
+    MAX_NAME_BYTES,
+    ROUTE_BATCH_TURN,
+)
 from kvfs.system.latencies import Latencies
 from kvfs.system.metrics import exposition
 from kvfs.watch.hub import Hub
@@ -54,7 +60,12 @@ log = logging.getLogger("kvfs.conductor")
 _JSON = ("Content-Type", "application/json")
 _TEXT = ("Content-Type", "text/plain; charset=utf-8")
 _METRICS = ("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)
-_STATUSES: tuple[tuple[type[KvfsError], int], ...] = ((NotFound, 404), (Exists, 409), (InvalidRequest, 400))
+_STATUSES: tuple[tuple[type[KvfsError], int], ...] = (
+    (NotFound, 404),
+    (Exists, 409),
+    (InvalidRequest, 400),
+    (NotReady, 503),
+)
 _encode = msgspec.json.Encoder().encode
 Answer = Reply | tuple[Headers, bytes] | None
 """None: the stream of events."""
@@ -91,7 +102,8 @@ class Api:
             code = type(error).__name__
             self.errors[code] += 1
             status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
-            await self._fail(exchange, status, code, str(error))
+            again = [("Retry-After", f"{ENGINE_ASK_INTERVAL_S:.0f}")] if isinstance(error, NotReady) else []
+            await self._fail(exchange, status, code, str(error), again)
         except (Gone, Stalled, BodyLost):
             raise
         except Exception:

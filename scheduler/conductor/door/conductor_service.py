@@ -86,6 +86,7 @@ class ConductorService:
         if settings.certificate is not None and settings.key is not None:
             certificate = Certificate(settings.certificate, settings.key)
         self.conductor = Conductor(ClusterIndex(MAX_INDEXED_BLOCKS), options_of(settings), time.monotonic)
+        self.conductor.registry.awaited.update(settings.asked)
         feed = Feed(self.conductor.registry, time.monotonic)
         self._subscriber = subscriber_type(feed, settings.events)
         self._listener = Listener(self.conductor.registry, feed, self._subscriber, time.monotonic)
@@ -116,6 +117,9 @@ class ConductorService:
 
     def set_role(self, name: str, role: Role) -> None:
         self.conductor.registry.set_role(name, role)
+
+    def answered(self, url: str) -> None:
+        self.conductor.registry.awaited.discard(url)
 
     # --- tasks --------------------------------------------------------------------------------------------
     async def run(self, task_status: trio.TaskStatus[Addresses] = trio.TASK_STATUS_IGNORED) -> None:

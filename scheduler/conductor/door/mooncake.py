@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from kvfs.errors import InvalidRequest, LimitExceeded, NotFound
+from kvfs.errors import InvalidRequest, LimitExceeded, NotFound, NotReady
 from kvfs.events.kv_events import CPU, GPU
 from kvfs.limits import MAX_CONDUCTOR_BODY_BYTES, MAX_ROUTE_HASHES
 from kvfs.namespaces import Namespace
@@ -103,7 +103,7 @@ def _register(context: Context, _: str, body: Registration) -> Reply:
         )
     try:
         pool = registry.pool(model)
-    except NotFound:
+    except (NotFound, NotReady):
         namespace, weights = _namespace(model, body.block_size), ""
     else:
         namespace, weights = pool.namespace.as_mapping(), pool.weights

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Protocol
 
 import trio
 
@@ -34,10 +35,18 @@ from scheduler.conductor.values import Instance
 log = logging.getLogger("kvfs.conductor")
 
 
+class Surveyed(Registrar, Protocol):
+    """A Conductor of engines that are asked."""
+
+    def answered(self, url: str) -> None:
+        """Note that an engine has said what it is."""
+        ...
+
+
 class EngineSurvey:
     """Keep a Conductor's instances as engines say."""
 
-    def __init__(self, engines: Mapping[str, Role | None], registrar: Registrar, token: str = "") -> None:
+    def __init__(self, engines: Mapping[str, Role | None], registrar: Surveyed, token: str = "") -> None:
         """`engines`: by URL, their roles; None: what they say. `token`: their `--api-key`."""
         self._engines, self._registrar = engines, registrar
         self._headers = [f"Authorization: Bearer {token}"] if token else []
@@ -69,6 +78,7 @@ class EngineSurvey:
         try:
             with trio.fail_after(ENGINE_ANSWER_S):
                 described = describe(url, self._engines[url], await self._answers(url))
+            self._registrar.answered(url)
             self._apply(url, described)
         except trio.TooSlowError:
             self._log(url, f"it does not say what it is in {ENGINE_ANSWER_S:g} s")

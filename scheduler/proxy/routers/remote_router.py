@@ -25,7 +25,7 @@ import msgspec
 import trio
 
 from kvfs import limits
-from kvfs.errors import InvalidRequest, NotFound
+from kvfs.errors import InvalidRequest, NotFound, NotReady
 from scheduler.conductor.planning.planner import Role
 from scheduler.conductor.values import NOTHING_SAID, Refused, Routed, RouteRequest, Usage
 from scheduler.proxy.routers.fallback import RouterDown
@@ -54,9 +54,11 @@ class _Known(msgspec.Struct):
 
 class _Status(msgspec.Struct):
     instances: list[_Known]
+    awaited: list[str] = []
 
 
 class _Problem(msgspec.Struct):
+    code: str = ""
     message: str = ""
 
 
@@ -138,14 +140,15 @@ class RemoteRouter:
                 status, data = await self._ask(_Report("GET", "/v1/instances"))
                 if status != 200:
                     raise EngineFailed(f"it answers {status} to /v1/instances")
-                known = _status(data).instances
+                found = _status(data)
             except (EngineFailed, msgspec.MsgspecError) as error:
                 self._go_on_without(str(error))
                 return
         if scope.cancelled_caught:
             self._go_on_without(f"no answer in {limits.HEALTH_TIMEOUT_S:g} s")
             return
-        self._engines.follow(each.as_address() for each in known)
+        self._engines.follow(each.as_address() for each in found.instances)
+        self._engines.awaited = found.awaited
         if self._is_logged or not self._was_up:
             log.warning("the Conductor at %s answers: it routes requests", self._conductor.address.url)
         self.down, self._is_logged, self._was_up = "", False, True
@@ -274,4 +277,6 @@ def _answer(status: int, data: bytes) -> Any:
         return _refused(data)
     if status in (400, 404, 413):
         return (NotFound if status == 404 else InvalidRequest)(_error(data).error.message)
+    if status == 503 and _error(data).error.code == NotReady.__name__:
+        return NotReady(_error(data).error.message)
     raise EngineFailed(f"it answers {status} to /v1/route")

@@ -29,6 +29,7 @@ from kvfs.errors import NotFound
 from kvfs.http.server_place import Place, place_of
 from kvfs.http.transports import Buffer
 from scheduler.conductor.planning.planner import Role
+from scheduler.conductor.values import unless_awaited
 from scheduler.proxy.upstream.connection import Dialer, EngineFailed, UpstreamConnection
 from scheduler.proxy.upstream.connection_pool import Pool
 
@@ -245,6 +246,8 @@ class Engines:
         self._nursery: trio.Nursery | None = None
         self._by_name: dict[str, Engine] = {}
         self._down: set[str] = set()
+        self.awaited: Collection[str] = ()
+        """Engines that a Conductor asks what they are, and that have never said it."""
         for address in addresses:
             self._add(address)
 
@@ -299,9 +302,10 @@ class Engines:
 
     # --- of a model; an empty name is every one's -----------------------------------------------------------
     def check_model(self, model: str) -> None:
-        """Check that there may be an engine for a model. Raises NotFound."""
+        """Check that there may be an engine for a model. Raises NotFound, NotReady."""
         if self._by_name and not self.serving(model):
-            raise NotFound(f"model {model[: limits.MAX_NAME_BYTES]!r}: no engine serves it")
+            missing = NotFound(f"model {model[: limits.MAX_NAME_BYTES]!r}: no engine serves it")
+            raise unless_awaited(missing, self.awaited)
 
     def serving(self, model: str) -> list[Engine]:
         """Return the engines that may serve a model, down ones too.

@@ -15,7 +15,7 @@ from scheduler.conductor.feeds.engine_answers import AnswerUnclear, describe
 from scheduler.conductor.feeds.engine_survey import EngineSurvey
 from scheduler.conductor.values import Instance
 from tests.support.asked_engines import CACHE, HEAD, WEIGHTS, AskedEngine, answers, info, models, sources
-from tests.support.conductors import NAMESPACE, serving
+from tests.support.conductors import NAMESPACE, asking, serving
 from tests.support.stub_engines import StubEngine, proxy_stand
 from tests.support.waits import WAIT_S, until
 
@@ -304,4 +304,45 @@ async def test_a_proxy_with_that_conductor_routes_and_answers_404_for_a_model_th
             assert len(engine.completions) == 1
             found = await stand.ask("/v1/completions", body | {"model": "none"})
             assert (found.status, found.json()["error"]["code"]) == (404, "model_not_found")
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("place", ["in the process", "elsewhere"])
+async def test_a_model_that_a_late_engine_may_have_is_not_ready_and_not_found_once_all_have_answered(
+    place: str,
+) -> None:
+    here, late = AskedEngine(), AskedEngine()
+    unknown = {"model": "none", "prompt": "p"}
+    awaited = f"not said yet what they serve: {late.url}"
+    async with trio.open_nursery() as nursery:
+        await nursery.start(here.run)
+        async with (
+            serving(engines=[here.url, late.url]) as (service, addresses),
+            asking(addresses) as asker,
+            proxy_stand(
+                router=service.conductor if place == "in the process" else None,
+                conductor="" if place == "in the process" else addresses.http,
+            ) as stand,
+        ):
+            await until(lambda: name_of(here) in {each.name for each in stand.proxy.engines})
+            found = await asker.ask("POST", "/v1/route", {"model": "none", "length": 3})
+            assert (found.status, found.json["error"]["code"]) == (503, "NotReady")
+            assert (found.headers["retry-after"], awaited in found.body.decode()) == ("10", True)
+            for answer in [
+                await stand.ask("/v1/completions", unknown),
+                await stand.ask("/v1/models/none", method="GET"),
+            ]:
+                assert (answer.status, answer.headers[b"retry-after"]) == (503, b"10")
+                assert awaited in answer.body.decode()
+            assert (await stand.ask("/v1/completions", {"model": "m", "prompt": "p"})).status == 200
+
+            await nursery.start(late.run)
+            await until(lambda: name_of(late) in {each.name for each in stand.proxy.engines})
+            found = await asker.ask("POST", "/v1/route", {"model": "none", "length": 3})
+            assert (found.status, found.json["error"]["code"]) == (404, "NotFound")
+            for answer in [
+                await stand.ask("/v1/completions", unknown),
+                await stand.ask("/v1/models/none", method="GET"),
+            ]:
+                assert (answer.status, answer.json()["error"]["code"]) == (404, "model_not_found")
         nursery.cancel_scope.cancel()

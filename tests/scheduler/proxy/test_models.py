@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvfs.errors import NotFound
+from kvfs.errors import NotFound, NotReady
 from scheduler.conductor.values import Instance, Refused, RouteRequest
 from scheduler.proxy.routers.balance import LoadRouter
 from scheduler.proxy.upstream.engines import EngineAddress, Engines
@@ -157,6 +157,17 @@ def test_a_model_of_nobody_is_not_found_by_load_but_no_engines_at_all_may_come()
     with pytest.raises(NotFound, match="'x'"):
         LoadRouter(engines(at("a", model="m"))).route(RouteRequest(model="x", length=1))
     assert isinstance(LoadRouter(engines()).route(RouteRequest(model="x", length=1)), Refused)
+
+
+def test_engines_that_are_awaited_may_have_a_model_and_the_first_few_are_named() -> None:
+    known = engines(at("a", model="m"))
+    known.awaited = {f"http://{letter}.test" for letter in "bcdefghijk"}
+    with pytest.raises(NotReady, match=r"'x'.*: http://b\.test, .*http://i\.test and 2 more$"):
+        known.check_model("x")
+    known.check_model("m")
+    known.awaited = ()
+    with pytest.raises(NotFound, match="'x'"):
+        known.check_model("x")
 
 
 # --- engines that say themselves what they serve -------------------------------------------------------------
