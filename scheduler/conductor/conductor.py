@@ -109,8 +109,7 @@ class Conductor:
         self.counts["routed"] += 1
         self.counts["degraded"] += bool(weighed.degraded)
         self.counts["without_tokens"] += weighed.degraded == WITHOUT_TOKENS
-        is_measured = request.tokens is not None or bool(hashes)
-        return self._reserve(pool, plan, weighed, hashes, reusable, logged, is_measured=is_measured)
+        return self._reserve(pool, request, plan, weighed, hashes, reusable, logged)
 
     def _refuse(self, refused: Refused, logged: Logged) -> Refused:
         self.log.refused(refused, logged)
@@ -119,13 +118,12 @@ class Conductor:
     def _reserve(
         self,
         pool: Pool,
+        request: RouteRequest,
         plan: Plan,
         weighed: Weighed,
         hashes: bytes,
         reusable: int,
         logged: Logged,
-        *,
-        is_measured: bool,
     ) -> Routed:
         decision, block_tokens = plan.decision, pool.namespace.block_tokens
         chosen = decision.prefill
@@ -142,7 +140,8 @@ class Conductor:
             (cached, *predicted),
             weighed.at_s,
             promised_s=logged.slo.ttft_s,
-            is_measured=is_measured,
+            is_streamed=request.streamed,
+            is_measured=request.tokens is not None or bool(hashes),
         )
         if self._roles is not None:
             self._roles.committed(pool, weighed.tokens, cached, chosen.prefill_s, weighed.at_s)
@@ -233,7 +232,7 @@ class Conductor:
         self.log.done(id, predicted, usage, now_s)
         self._observe_prefill(found, usage)
         cached_tokens, output_tokens = usage.cached_tokens, usage.output_tokens
-        if found.first_token_s is not None and output_tokens is not None:
+        if found.is_streamed and found.first_token_s is not None and output_tokens is not None:
             self._observe_steps(found, output_tokens, now_s - found.first_token_s, now_s)
         self._reservations.first_token(found, now_s, seen=False)
         if cached_tokens is not None:

@@ -8,6 +8,8 @@ Invariants:
   expected to make is expected no more.
 - Ids are compared whole. They begin with a random part of this process, so that ids from before a restart are unknown,
   never another request's.
+- A request whose answer comes whole counts in its batch from the end of its prefill on, which is predicted where no leg
+  of its own reports it.
 - Each reservation has one entry in the heap of deadlines; entries of ended ones are at most as many as live ones.
 
 Concurrency: one thread; the caller says what time it is.
@@ -54,6 +56,10 @@ class Reservation:
     """Cached tokens that each instance's engine should find; one number where one instance does both."""
     deadline_s: float
     made_s: float
+    service_s: float
+    """How long its prefill was predicted to take."""
+    is_streamed: bool = True
+    """Whether its first token will be reported."""
     is_measured: bool = True
     """Whether its tokens are known, so that its times can be compared with others; else its length is an estimate."""
     started_s: float | None = None
@@ -62,6 +68,7 @@ class Reservation:
     prefill_s: float | None = None
     """How long its prefill took, where its end was seen."""
     first_token_s: float | None = None
+    """Since when it is in its batch."""
 
     @property
     def has_leg(self) -> bool:
@@ -83,6 +90,8 @@ class Reservations:
         self._by_id: dict[str, Reservation] = {}
         self._by_number: dict[int, Reservation] = {}
         self._deadlines: list[tuple[float, int]] = []
+        self._unseen: dict[int, float] = {}
+        """When prefills that run, and whose end nobody sees, were predicted to end: one for each instance."""
         self._fading: deque[tuple[float, int, bytes]] = deque()
         self._next = 0
         self.expired = 0
@@ -120,6 +129,7 @@ class Reservations:
         now_s: float,
         *,
         promised_s: float = float("inf"),
+        is_streamed: bool = True,
         is_measured: bool = True,
     ) -> Reservation:
         """Commit a plan. REQUIRES both instances, and that it is not full.
@@ -144,6 +154,8 @@ class Reservations:
             *predictions,
             deadline_s,
             now_s,
+            decision.prefill.prefill_s,
+            is_streamed,
             is_measured,
         )
         self._next += 1
@@ -161,6 +173,7 @@ class Reservations:
         if found.prefilled_s is not None:
             return
         found.prefilled_s = now_s
+        self._unseen.pop(found.number, None)
         if seen and found.started_s is not None:
             found.prefill_s = now_s - found.started_s
         found.pool.planner.prefilled(found.number)
@@ -169,6 +182,8 @@ class Reservations:
             self._fading.append((now_s + EXPECTED_BLOCKS_S, found.prefill.expected, found.made))
             self._fade(now_s)
         self._start(found.pool, found.prefill.slot, now_s, seen=seen)
+        if not found.is_streamed:
+            self._join(found, now_s)
 
     def prefill_failed(self, found: Reservation, now_s: float) -> None:
         """End a prefill that made nothing, if it has not ended."""
@@ -178,6 +193,8 @@ class Reservations:
         found.pool.planner.prefilled(found.number)
         self._unmake(found, now_s)
         found.made = b""
+        if not found.is_streamed:
+            self._join(found, now_s)
 
     def _unmake(self, found: Reservation, now_s: float) -> None:
         """Expect nothing of a prefill that ends without its blocks, and start the next."""
@@ -188,15 +205,26 @@ class Reservations:
     def _start(self, pool: Pool, slot: int, now_s: float, *, seen: bool = True) -> None:
         """Start the next prefill; `seen`: whether its engine has begun with it just then."""
         number = pool.planner.start(slot, now_s)
-        if number is not None and seen:
-            self._by_number[number].started_s = now_s
+        if number is not None:
+            self._started(self._by_number[number], now_s, seen=seen)
+
+    def _started(self, found: Reservation, now_s: float, *, seen: bool = True) -> None:
+        """Note that a prefill has started, and when it ends if nobody will say so."""
+        if seen:
+            found.started_s = now_s
+        if not found.is_streamed and not found.has_leg:
+            self._unseen[found.number] = now_s + found.service_s
 
     def first_token(self, found: Reservation, now_s: float, *, seen: bool = True) -> None:
-        """Count the request in its batch; doing so twice is harmless. `seen`: see `prefilled`."""
+        """Note that the answer has begun; doing so twice is harmless. `seen`: see `prefilled`."""
+        self._owe(found, now_s)
+        self.prefilled(found, now_s, seen=seen)
+        self._join(found, now_s)
+
+    def _join(self, found: Reservation, now_s: float) -> None:
+        """Count the request in its batch, once."""
         if found.first_token_s is not None:
             return
-        self.prefilled(found, now_s, seen=seen)
-        self._owe(found, now_s)
         found.first_token_s = now_s
         found.deadline_s = now_s + DECODE_DEADLINE_S
         found.pool.planner.joined(found.number)
@@ -215,6 +243,7 @@ class Reservations:
     def end(self, found: Reservation, now_s: float) -> None:
         """End a reservation, wherever it is."""
         del self._by_id[found.id], self._by_number[found.number]
+        self._unseen.pop(found.number, None)
         self._compact()
         for member in {found.prefill, found.decode}:
             member.requests -= 1
@@ -243,12 +272,17 @@ class Reservations:
         return over
 
     def advance(self, pool: Pool, now_s: float) -> None:
-        """Start prefills that may, and take those whose report is overdue as done, so that queues go on."""
+        """Start prefills that may, and take those as done whose end nobody sees, or whose report is overdue, so that
+        queues go on."""
         self._fade(now_s)
+        # Each starts the next at its own end, whose end may be due as well.
+        while due := [(ends_s, number) for number, ends_s in self._unseen.items() if ends_s <= now_s]:
+            for ends_s, number in sorted(due):
+                self.prefilled(self._by_number[number], ends_s, seen=False)
         for number in pool.planner.overdue(now_s, OVERDUE_S):
             self.prefilled(self._by_number[number], now_s, seen=False)
         for number in pool.planner.start_idle(now_s):
-            self._by_number[number].started_s = now_s
+            self._started(self._by_number[number], now_s)
 
     def _fade(self, now_s: float) -> None:
         """Expect finished prefills' blocks no more: their events have come, or never will."""

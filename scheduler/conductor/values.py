@@ -86,6 +86,8 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Limits; None: the configuration's."""
     output_tokens: Count | None = None
     """The most tokens of the answer, where the client says so."""
+    streamed: bool = True
+    """Whether its first token will be reported; of an answer that comes whole nobody sees it."""
     exclude: Annotated[list[str], _shown(maxItems=MAX_EXCLUDED)] = []
     """Instances that must not be chosen, such as those that failed the request already."""
 

@@ -166,6 +166,7 @@ class Legs:
                 length=None if tokens else prompt.length,
                 waited_s=monotonic() - request.arrived_s,
                 output_tokens=request.asked.output_tokens or None,
+                streamed=request.asked.streams,
                 exclude=self._excluded(request),
             )
         )

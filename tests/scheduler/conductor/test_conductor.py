@@ -466,6 +466,56 @@ def test_a_prefill_whose_report_was_lost_does_not_hold_the_queue() -> None:
     over(made)
 
 
+def test_answers_that_come_whole_free_their_queue_at_the_predicted_end_of_each_prefill() -> None:
+    """Nobody sees their first token; they may take longer than a dead client is waited for."""
+    clock = Clock()
+    made = conductor(clock, instance("a"))
+    whole = [routed(made, tokens(n, 4000), streamed=False) for n in range(3)]
+    last = routed(made, tokens(9, 4000))
+    prefill_s = whole[0].ttft_s
+
+    def load() -> tuple[int, int]:
+        made.tick()
+        [one] = made.status()["instances"]
+        return one["queued"], one["active_requests"]
+
+    clock.now_s += 0.9 * prefill_s
+    assert load() == (3, 0)
+    clock.now_s += 0.2 * prefill_s
+    assert load() == (2, 1)
+    clock.now_s += (
+        2 * prefill_s
+    )  # two ends since the last look: the second counts from the first, not from the look
+    assert load() == (0, 3)
+    made.first_token(last.id)
+    clock.now_s += prefill_s + limits.PREFILL_DEADLINE_S
+    assert load() == (0, 4)
+    for each in whole:
+        made.done(each.id, Usage(cached_tokens=0, output_tokens=900))
+    assert (observed(made), steps_observed(made)) == (0, 0), "predicted times are no measures"
+    made.done(last.id)
+    over(made)
+
+
+@pytest.mark.parametrize("report", ["prefilled", "prefill_failed"])
+def test_an_answer_that_comes_whole_is_in_its_batch_from_the_end_of_its_leg_on(report: str) -> None:
+    clock = Clock()
+    made = conductor(clock, instance("p", role="prefill"), instance("d", role="decode"))
+    found = routed(made, tokens(1, 16_001), streamed=False)
+    assert found.prefill == "p"
+    clock.now_s += found.ttft_s / 2
+    made.tick()
+    assert [each["active_requests"] for each in made.status()["instances"]] == [0, 0], (
+        "its leg says when it ends"
+    )
+    getattr(made, report)(found.id)
+    clock.now_s += found.ttft_s + limits.PREFILL_DEADLINE_S
+    made.tick()
+    assert [each["active_requests"] for each in made.status()["instances"]] == [0, 1]
+    made.done(found.id, Usage(output_tokens=900))
+    over(made)
+
+
 def test_reservations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scheduler.conductor.reservations.MAX_RESERVATIONS", 3)
     made = conductor(Clock(), instance("a"))
@@ -495,6 +545,11 @@ def observed(made: Conductor) -> int:
     """How many prefills the costs were fitted to."""
     [pool] = made.registry.pools()
     return pool.fitter._prefill.observations
+
+
+def steps_observed(made: Conductor) -> int:
+    [pool] = made.registry.pools()
+    return pool.fitter._step.observations
 
 
 def test_a_failed_prefill_leg_frees_its_queue_makes_nothing_and_is_no_measure() -> None:

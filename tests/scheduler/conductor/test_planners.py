@@ -148,6 +148,7 @@ class Drawn:
             model="m",
             tokens=self.prompt(session),
             waited_s=rng.choice((0.0, 0.0, 1.5)),
+            streamed=rng.random() < 0.7,
             exclude=rng.sample([*self.names, "nobody"], rng.choice((0, 0, 0, 1, 2)) % (len(self.names) + 1)),
             **(slos if rng.random() < 0.3 else {}),
         )

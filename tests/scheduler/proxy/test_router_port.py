@@ -87,7 +87,7 @@ async def test_what_is_reported_of_a_request(stream: bool) -> None:
         body = chat("q", model="m", max_tokens=3, stream=stream)
         assert (await stand.ask(CHAT, body)).status == 200
         [request] = router.requests
-        assert (request.model, request.output_tokens) == ("m", 3)
+        assert (request.model, request.output_tokens, request.streamed) == ("m", 3, stream)
         assert list(request.tokens or ()) == list(range(1000))
         # The true number is the prefill engine's: what the decode engine found is what that has just stored.
         # Nobody sees the first token of an answer that comes whole.
