@@ -192,10 +192,10 @@ def _members(body: _Asked, pool: Pool) -> list[Member]:
 
 def _identity(member: Member) -> tuple[str, str]:
     """Return the instance and the data-parallel rank that somebody who asks knows it by."""
-    if member.instance.routable:
+    parts = member.instance.name.rsplit("|", 2)
+    if member.instance.routable or len(parts) < 3 or not parts[2].isdecimal():
         return member.instance.name, str(member.instance.engine_rank)
-    instance_id, _, rank = member.instance.name.rsplit("|", 2)
-    return instance_id, rank
+    return parts[0], parts[2]
 
 
 def _keys(context: Context, member: Member, hashes: list[int]) -> Iterator[bytes]:

@@ -227,6 +227,13 @@ async def test_tenants_do_not_see_each_other_and_instances_of_the_conductor_are_
             assert list(await query(asker, model="m")) == ["a", "vllm-prefill-node1"]
 
 
+async def test_an_instance_that_is_not_routable_may_have_any_name() -> None:
+    async with serving() as (service, addresses), asking(addresses) as asker:
+        for name in ("a", "b|c", "d|e|f"):
+            service.add(instance(name, url="", routable=False, engine_topic=f"topic of {name}"))
+        assert list(await query(asker, model="m")) == ["a", "b|c", "d|e|f"]
+
+
 @pytest.mark.parametrize(
     ("path", "changes", "status", "message"),
     [
