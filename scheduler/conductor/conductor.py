@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -204,6 +204,10 @@ class Conductor:
     def depths(self, hashes: bytes, masks: Sequence[int]) -> list[int]:
         """Return how many blocks of a prompt, from the first on, the sources of each mask of the index hold."""
         return self._index.depths(hashes, masks)
+
+    def count_blocks(self, sources: Iterable[int]) -> int:
+        """Count the blocks that sources of the index hold; one of several sources counts once for each."""
+        return sum(map(self._index.source_blocks, sources))
 
     # --- reports of clients -------------------------------------------------------------------------------
     def prefilled(self, id: str) -> None:

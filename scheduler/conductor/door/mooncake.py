@@ -1,11 +1,11 @@
-"""The paths of Mooncake's Conductor indexer, for tools that speak to it: `/register`, `/query`, `/query_by_hash`.
+"""The paths of Mooncake's Conductor indexer, for tools that speak to it: `/register`, `/query`, `/services`, ...
 
 Responsibility: publishers that bind their endpoint become instances that are asked about and sent nothing, one for each
-data-parallel rank; and how much of a prompt each instance holds, by medium and rank. Bodies are JSON or MessagePack, as
-`Content-Type` says; answers are as their questions.
+data-parallel rank; how much of a prompt each instance holds, by medium and rank; and who is registered. Bodies are JSON
+or MessagePack, as `Content-Type` says; answers are as their questions.
 
 Invariants: a tenant's instances are in pools of their own. What is asked with an adapter or a salt is held by nobody,
-since events of such blocks are not indexed. Fields that are not known are passed over: Mooncake's releases add some.
+since events of such blocks are not indexed.
 
 Concurrency: one thread.
 """
@@ -14,76 +14,37 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Any
-
-import msgspec
+from typing import Any, NamedTuple
 
 from kvfs.errors import InvalidRequest, LimitExceeded, NotFound, NotReady
 from kvfs.events.kv_events import CPU, GPU
 from kvfs.limits import MAX_CONDUCTOR_BODY_BYTES, MAX_ROUTE_HASHES
 from kvfs.namespaces import Namespace
+from scheduler.conductor.door.mooncake_bodies import (
+    DEFAULT_TENANT,
+    Asked,
+    GlobalView,
+    HashQuery,
+    ModelContext,
+    Query,
+    Registered,
+    Registration,
+    Service,
+    Services,
+    Unregistered,
+    Unregistration,
+)
 from scheduler.conductor.door.operations import OPERATIONS, Context, Operation, Reply
 from scheduler.conductor.pool import Member, Pool
 from scheduler.conductor.values import Instance, RouteRequest
 
-DEFAULT_TENANT = "default"
 
+class _Identity(NamedTuple):
+    """What somebody who asks knows a member by."""
 
-class Registration(msgspec.Struct, frozen=True, kw_only=True):
-    """A publisher of KV events: one data-parallel rank of an instance."""
-
-    endpoint: str
-    """Where it publishes: tcp://HOST:PORT."""
-    replay_endpoint: str = ""
-    type: str = "vLLM"
-    modelname: str
     instance_id: str
-    block_size: int
-    dp_rank: int
-    tenant_id: str = DEFAULT_TENANT
-
-
-class Registered(msgspec.Struct, frozen=True):
-    status: str
-    instance_id: str
-
-
-class Unregistration(msgspec.Struct, frozen=True, kw_only=True):
-    instance_id: str
-    dp_rank: int
-    tenant_id: str = DEFAULT_TENANT
-
-
-class Unregistered(msgspec.Struct, frozen=True):
-    status: str
-    removed_instances: list[str]
-
-
-class _Asked(msgspec.Struct, frozen=True, kw_only=True):
-    model: str
-    block_size: int
-    tenant_id: str = DEFAULT_TENANT
-    instance_id: str | None = None
-    """The only one that is asked about."""
-    lora_name: str | None = None
-    lora_id: int | None = None
-    cache_salt: str | None = None
-
-    @property
-    def is_salted(self) -> bool:
-        return bool(self.lora_name or self.cache_salt) or self.lora_id is not None
-
-
-class Query(_Asked, frozen=True, kw_only=True):
-    token_ids: list[int] | bytes
-    """Numbers, or 32 bits of each, the lowest byte first."""
-
-
-class HashQuery(_Asked, frozen=True, kw_only=True):
-    seq_hashes: list[int] | None = None
-    """The last 64 bits of the hashes that the engine announced its blocks under."""
-    block_hash: list[int] | None = None
-    """The name that earlier releases gave them."""
+    tenant_id: str
+    dp_rank: str
 
 
 def _name(body: Registration | Unregistration) -> str:
@@ -178,24 +139,25 @@ def _query_by_hash(context: Context, _: str, body: HashQuery) -> Reply:
     return _answered(body, pool, found)
 
 
-def _pool(context: Context, body: _Asked) -> Pool:
+def _pool(context: Context, body: Asked) -> Pool:
     pool = context.conductor.registry.pool(_model(body.model, body.tenant_id))
     _check_block_size(pool, body.block_size)
     return pool
 
 
-def _members(body: _Asked, pool: Pool) -> list[Member]:
+def _members(body: Asked, pool: Pool) -> list[Member]:
     return [
-        member for member in pool.members.values() if body.instance_id in (None, "", _identity(member)[0])
+        member
+        for member in pool.members.values()
+        if body.instance_id in (None, "", _identity(member).instance_id)
     ]
 
 
-def _identity(member: Member) -> tuple[str, str]:
-    """Return the instance and the data-parallel rank that somebody who asks knows it by."""
+def _identity(member: Member) -> _Identity:
     parts = member.instance.name.rsplit("|", 2)
     if member.instance.routable or len(parts) < 3 or not parts[2].isdecimal():
-        return member.instance.name, str(member.instance.engine_rank)
-    return parts[0], parts[2]
+        return _Identity(member.instance.name, DEFAULT_TENANT, str(member.instance.engine_rank))
+    return _Identity(*parts)
 
 
 def _keys(context: Context, member: Member, hashes: list[int]) -> Iterator[bytes]:
@@ -222,16 +184,66 @@ def _tier(medium: str) -> str:
     return "GPU" if medium == GPU else "CPU" if medium.startswith(CPU) else "DISK"
 
 
-def _answered(body: _Asked, pool: Pool, found: list[tuple[Member, dict[str, int]]]) -> Reply:
+def _answered(body: Asked, pool: Pool, found: list[tuple[Member, dict[str, int]]]) -> Reply:
     """Answer by tenant, as Mooncake's page says, and under `instances`, where its proxy looks."""
     instances: dict[str, dict[str, Any]] = {}
     for member, depths in found:
-        instance_id, rank = _identity(member)
+        instance_id, _, rank = _identity(member)
         shown = instances.setdefault(instance_id, {**dict.fromkeys(depths, 0), "DP": {}})
         for tier, tokens in depths.items():
             shown[tier] = max(shown[tier], tokens)
         shown["DP"][rank] = depths["longest_matched"]
     return Reply(200, {body.tenant_id or DEFAULT_TENANT: instances, "instances": instances})
+
+
+# --- who is registered -----------------------------------------------------------------------------------
+def _services(context: Context, _: str, __: object) -> Reply:
+    found = [
+        _service(pool, member)
+        for pool, member in context.conductor.registry.members()
+        if member.instance.engine_topic
+    ]
+    return Reply(200, Services(len(found), found))
+
+
+def _service(pool: Pool, member: Member) -> Service:
+    instance_id, tenant, rank = _identity(member)
+    return Service(
+        endpoint=member.instance.engine_endpoint,
+        replay_endpoint=member.instance.engine_replay,
+        model_name=_own_model(pool.model, tenant),
+        tenant_id=tenant,
+        instance_id=instance_id,
+        block_size=pool.namespace.block_tokens,
+        dp_rank=int(rank),
+    )
+
+
+def _global_view(context: Context, _: str, __: object) -> Reply:
+    found = [_context_of(context, pool) for pool in context.conductor.registry.pools()]
+    return Reply(200, GlobalView(len(found), found))
+
+
+def _context_of(context: Context, pool: Pool) -> ModelContext:
+    identities = [_identity(member) for member in pool.members.values()]
+    instances: dict[str, list[int]] = {}
+    for instance_id, _, rank in identities:
+        instances.setdefault(instance_id, []).append(int(rank))
+    streams = [stream for member in pool.members.values() for stream in member.streams]
+    sources = {source for stream in streams for source in stream.sources.values()}
+    tenant = identities[0].tenant_id  # a pool has a member, and each tenant has pools of its own
+    return ModelContext(
+        model_name=_own_model(pool.model, tenant),
+        block_size=pool.namespace.block_tokens,
+        tenant_id=tenant,
+        prefix_count=context.conductor.count_blocks(sources),
+        instances={name: sorted(ranks) for name, ranks in instances.items()},
+    )
+
+
+def _own_model(model: str, tenant: str) -> str:
+    """Return the model of a pool by the name that its tenant gave it."""
+    return model if tenant == DEFAULT_TENANT else model.removeprefix(f"{tenant}/")
 
 
 ALL_OPERATIONS = (
@@ -281,5 +293,21 @@ ALL_OPERATIONS = (
         (200, 404),
         MAX_CONDUCTOR_BODY_BYTES,
         packs=True,
+    ),
+    Operation(
+        "mooncake_services",
+        "GET",
+        "/services",
+        "List the publishers of KV events that are followed.",
+        _services,
+        answer=Services,
+    ),
+    Operation(
+        "mooncake_global_view",
+        "GET",
+        "/global_view",
+        "List the models, their instances, and how many blocks were announced of each.",
+        _global_view,
+        answer=GlobalView,
     ),
 )

@@ -227,6 +227,73 @@ async def test_tenants_do_not_see_each_other_and_instances_of_the_conductor_are_
             assert list(await query(asker, model="m")) == ["a", "vllm-prefill-node1"]
 
 
+async def test_the_publishers_and_the_models_that_are_known_are_listed() -> None:
+    with publisher() as one, publisher(replay_endpoint="tcp://127.0.0.1:*", replay=Replay()) as two:
+        async with serving() as (service, addresses), asking(addresses) as asker:
+            for path, empty in (
+                ("/services", {"count": 0, "services": []}),
+                ("/global_view", {"context_count": 0, "contexts": []}),
+            ):
+                assert (await asker.ask("GET", path)).json == empty
+            service.add(instance("a", url="http://127.0.0.1:1", model="org/m", engine_rank=3))
+            service.add(instance("b", url="http://127.0.0.1:2", model="org/m", engine_topic=""))
+            for rank, each in enumerate((one, two)):
+                replay = each.replay_endpoint if each is two else ""
+                changes = {"instance_id": "e", "dp_rank": rank, "tenant_id": "t", "replay_endpoint": replay}
+                await asker.ask("POST", "/register", registration(each, **changes))
+
+            found = (await asker.ask("GET", "/services")).json
+            assert (found["count"], [each["InstanceID"] for each in found["services"]]) == (
+                3,
+                ["a", "e", "e"],
+            )
+            assert (
+                found["services"][0] | {"Endpoint": "", "ModelName": "org/m", "DPRank": 3}
+                == found["services"][0]
+            )
+            assert found["services"][2] == {
+                "Endpoint": two.endpoint,
+                "ReplayEndpoint": two.replay_endpoint,
+                "Type": "vLLM",
+                "ModelName": "qwen",
+                "LoraName": "",
+                "TenantID": "t",
+                "InstanceID": "e",
+                "BlockSize": BLOCK,
+                "DPRank": 1,
+                "CacheGroup": None,
+            }
+
+            with trio.fail_after(WAIT_S):
+                while True:
+                    one.publish([stored(TOKENS)])
+                    found = (await asker.ask("GET", "/global_view")).json
+                    if found["contexts"][1]["prefix_count"]:
+                        break
+                    await trio.sleep(0.005)
+            assert found == {
+                "context_count": 2,
+                "contexts": [
+                    {
+                        "model_name": "org/m",
+                        "lora_name": "",
+                        "block_size": BLOCK,
+                        "tenant_id": "default",
+                        "prefix_count": 0,
+                        "instances": {"a": [3], "b": [0]},
+                    },
+                    {
+                        "model_name": "qwen",
+                        "lora_name": "",
+                        "block_size": BLOCK,
+                        "tenant_id": "t",
+                        "prefix_count": len(TOKENS) // BLOCK,
+                        "instances": {"e": [0, 1]},
+                    },
+                ],
+            }
+
+
 async def test_an_instance_that_is_not_routable_may_have_any_name() -> None:
     async with serving() as (service, addresses), asking(addresses) as asker:
         for name in ("a", "b|c", "d|e|f"):
