@@ -239,6 +239,7 @@ class Conductor:
         if found.is_streamed and found.first_token_s is not None and output_tokens is not None:
             self._observe_steps(found, output_tokens, now_s - found.first_token_s, now_s)
         self._reservations.first_token(found, now_s, seen=False)
+        self._reservations.owe(found, cached_tokens if member is found.prefill else None, now_s)
         if cached_tokens is not None:
             self.counts["predicted_tokens"] += predicted
             self.counts["cached_tokens"] += cached_tokens

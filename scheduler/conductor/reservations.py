@@ -217,7 +217,6 @@ class Reservations:
 
     def first_token(self, found: Reservation, now_s: float, *, seen: bool = True) -> None:
         """Note that the answer has begun; doing so twice is harmless. `seen`: see `prefilled`."""
-        self._owe(found, now_s)
         self.prefilled(found, now_s, seen=seen)
         self._join(found, now_s)
 
@@ -230,9 +229,12 @@ class Reservations:
         found.pool.planner.joined(found.number)
         found.pool.planner.add_active(found.decode.slot, 1, found.tokens)
 
-    def _owe(self, found: Reservation, now_s: float) -> None:
-        """Note that an engine is to announce the blocks of a prefill that was seen to end, if it has said nothing since
-        the request came, and has not announced them before."""
+    def owe(self, found: Reservation, cached_tokens: int | None, now_s: float) -> None:
+        """Note that an engine is to announce the blocks of an answered prompt, if it has said nothing since the request
+        came, and has not announced them before. `cached_tokens`: that it says it had; None: it did not say."""
+        block_tokens = found.pool.namespace.block_tokens
+        if cached_tokens is not None and cached_tokens >= (found.tokens - 1) // block_tokens * block_tokens:
+            return
         for stream in found.prefill.streams:
             if stream.is_store or not found.made or stream.event_s >= found.made_s:
                 continue

@@ -58,7 +58,7 @@ class Stream:
     event_s: float = float("-inf")
     """When its last event came."""
     owed_s: float = float("inf")
-    """Since when blocks are made of which no event has come, nor any other."""
+    """Since when an answer needed blocks of which no event has come, nor any other."""
     sources: dict[str, int] = field(default_factory=dict)
     """By medium."""
     expecting: set[int] = field(default_factory=set)

@@ -186,13 +186,13 @@ async def test_who_does_not_answer_is_passed_over_and_a_wake_does_not_probe(
         assert stand.conductor.status()["instances"][0]["reachable"] is True
 
 
-def answer(stand: Stand, prompt: list[int], *, fails: bool = False) -> None:
+def answer(stand: Stand, prompt: list[int], *, fails: bool = False, cached_tokens: int | None = None) -> None:
     found = stand.conductor.route(RouteRequest(model="m", tokens=prompt))
     assert isinstance(found, Routed)
     if fails:
         stand.conductor.cancel(found.id)
     else:
-        stand.conductor.done(found.id, Usage(output_tokens=1))
+        stand.conductor.done(found.id, Usage(cached_tokens=cached_tokens, output_tokens=1))
 
 
 def engine_stream(stand: Stand) -> str:
@@ -208,7 +208,7 @@ async def test_a_publisher_that_owes_an_event_and_cannot_be_asked_is_believed_no
         stand.feed.receive(message("engine-a", 0, stored([1], PROMPT[:BLOCK_TOKENS])))
         request = RouteRequest(model="m", tokens=PROMPT)
         await trio.sleep(1)
-        answer(stand, [7] * 100)
+        answer(stand, [7] * 100, cached_tokens=80)
         await trio.sleep(limits.MUTE_STREAM_S - 5)
         assert (stand.conductor.match(request), engine_stream(stand)) == ({"a": BLOCK_TOKENS}, "current")
         await trio.sleep(10)
@@ -226,7 +226,9 @@ async def test_a_publisher_that_owes_an_event_and_cannot_be_asked_is_believed_no
         assert (stand.conductor.match(request), engine_stream(stand)) == ({"a": BLOCK_TOKENS}, "current")
 
 
-@pytest.mark.parametrize("why", ["idle", "announced before", "announced meanwhile", "failed", "asked"])
+@pytest.mark.parametrize(
+    "why", ["idle", "announced before", "announced meanwhile", "had it all", "failed", "asked"]
+)
 async def test_a_quiet_publisher_that_owes_nothing_is_believed(
     why: str, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
@@ -242,6 +244,8 @@ async def test_a_quiet_publisher_that_owes_nothing_is_believed(
                 assert isinstance(found, Routed)
                 stand.feed.receive(message("engine-a", 1, stored([2], [7] * BLOCK_TOKENS)))
                 stand.conductor.done(found.id)
+            case "had it all":  # from before this Conductor, or before batches were lost
+                answer(stand, [7] * 100, cached_tokens=96)
             case "failed" | "asked":
                 answer(stand, [7] * 100, fails=why == "failed")
         await trio.sleep(2 * limits.MUTE_STREAM_S)
