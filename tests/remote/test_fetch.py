@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -13,8 +15,10 @@ from kvfs.config.settings import ClusterSettings
 from kvfs.errors import ConfigError, InvalidRequest
 from kvfs.keys import block_name
 from kvfs.limits import MIB
+from kvfs.namespaces import Namespace
 from tests.support.cold import FolderBucket, options
 from tests.support.machines import (
+    Machine,
     clustered,
     digest_of,
     free_port,
@@ -24,7 +28,7 @@ from tests.support.machines import (
     write_secret,
 )
 from tests.support.rogue_peers import Proxy, serving
-from tests.support.stores import BOUND, NAMESPACE
+from tests.support.stores import BOUND, NAMESPACE, draft_of
 from tests.support.waits import until
 from tiers.cold.tier import ColdTier
 from tiers.device.threads import thread_device
@@ -130,7 +134,9 @@ async def test_a_checksum_that_is_still_due_is_computed_by_the_server(
         assert second.read(digest) == payload_of(1, MIB)
 
 
-async def test_what_only_nvme_has_is_brought_up_for_a_peer(tmp_path: Path) -> None:
+@asynccontextmanager
+async def served_from_nvme(tmp_path: Path) -> AsyncIterator[tuple[Machine, Machine]]:
+    """A server with an NVMe tier, and a machine that asks it."""
     address = f"127.0.0.1:{free_port()}"
     secret = write_secret(tmp_path / "secret")
     device = thread_device()
@@ -151,17 +157,44 @@ async def test_what_only_nvme_has_is_brought_up_for_a_peer(tmp_path: Path) -> No
                     clustered(store, ClusterSettings(listen=address, secret_file=secret)) as server,
                     machine(tmp_path / "asker", peers=[address]) as asker,
                 ):
-                    digests = server.put(range(1, 9), 65536)
-                    await until(lambda: all(map(partial(is_written, store), digests)))
-                    store.evict(names=[Name(BOUND, block_name(digest)) for digest in digests])
-                    assert {store.lookup_block(digest).tier for digest in digests} == {"nvme"}
-                    assert await asker.fetch(digests) == 8
-                    for number, digest in enumerate(digests, 1):
-                        assert asker.read(digest) == payload_of(number, 65536)
-                    assert store.usage()["promotions"] == 8
+                    yield server, asker
                 nursery.cancel_scope.cancel()
     finally:
         await device.aclose()
+
+
+async def leave_dram(store: Store, digests: list[bytes], bucket: bytes = BOUND) -> None:
+    await until(lambda: all(map(partial(is_written, store), digests)))
+    store.evict(names=[Name(bucket, block_name(digest)) for digest in digests])
+    assert {store.lookup_block(digest).tier for digest in digests} == {"nvme"}
+
+
+async def test_what_only_nvme_has_is_brought_up_for_a_peer(tmp_path: Path) -> None:
+    async with served_from_nvme(tmp_path) as (server, asker):
+        digests = server.put(range(1, 9), 65536)
+        await leave_dram(server.store, digests)
+        assert await asker.fetch(digests) == 8
+        for number, digest in enumerate(digests, 1):
+            assert asker.read(digest) == payload_of(number, 65536)
+        assert server.store.usage()["promotions"] == 8
+
+
+async def test_blocks_below_dram_are_those_of_the_namespace_alone(tmp_path: Path) -> None:
+    other = Namespace(**{**NAMESPACE.as_mapping(), "model": "another"})
+    async with served_from_nvme(tmp_path) as (server, asker):
+        store = server.store
+        store.create_bucket(b"other", uid=0, gid=0, namespace=other)
+        own, others = server.put(range(1, 5)), [digest_of(number) for number in range(5, 9)]
+        for digest in others:
+            store.seal_block(draft_of(store, b"another's"), b"other", digest, parent=None, uid=0)
+        await leave_dram(store, own[1:])
+        await leave_dram(store, others, b"other")
+        match = partial(asker.cluster.match, asker.bucket)
+        assert await match(others) == {}
+        assert await match([*own, *others]) == {server.address: 4}
+        assert await asker.fetch([*own, *others]) == 4
+        assert await asker.fetch(others[:1], hint=server.address) == 0
+        assert store.usage()["promotions"] == 3
 
 
 async def test_what_only_the_own_cold_tier_has_comes_from_a_peer(

@@ -1,7 +1,7 @@
 """The door for other machines: greetings, and the native threads that serve who has proved the secret.
 
 Responsibility: accept, verify, hand connections to `kvfs._native.remote.server`; bring up what only NVMe has and a peer
-asks for; keep the threads' list of namespaces as the store's buckets are.
+asks for, and say whose it is there; keep the threads' list of namespaces as the store's buckets are.
 
 Invariants: limits.MAX_REMOTE_GREETINGS connections at most are not verified yet, limits.MAX_REMOTE_CONNECTIONS are
 served. Each that is refused or ends badly is a count and a line in the log that names the peer.
@@ -19,7 +19,8 @@ import trio
 
 from kvfs import limits
 from kvfs._native.remote.server import Server
-from kvfs.errors import ConfigError, KvfsError
+from kvfs.errors import ConfigError, KvfsError, NotFound
+from kvfs.keys import HASH_BYTES
 from tiers.model.objects import Change
 from tiers.remote.greeting import Identity, accept
 from tiers.store.store import Store
@@ -48,8 +49,8 @@ class Serving:
         """The peer's address, by the native connection's number."""
         self._greetings = trio.CapacityLimiter(limits.MAX_REMOTE_GREETINGS)
         self._refused = 0
-        self._known: set[bytes] = set()
-        """The buckets that the threads' list was made of."""
+        self._namespaces: dict[bytes, bytes | None] = {}
+        """The buckets that the threads' list was made of, and what each is bound to."""
         self._bind()
         store.listeners.append(self._on_change)
 
@@ -106,12 +107,15 @@ class Serving:
             self._greetings.release_on_behalf_of(token)
 
     async def _attend(self, nursery: trio.Nursery) -> None:
-        """Bring up what peers wait for, and close connections that have ended."""
+        """Bring up what peers wait for, answer questions, and close connections that have ended."""
         while True:
             await trio.lowlevel.wait_readable(self._server.fileno())
-            for digest in self._server.take_lifts():
-                nursery.start_soon(self._lift, digest)
+            for digest, namespace in self._server.take_lifts():
+                nursery.start_soon(self._lift, digest, namespace)
             for number in list(self._connections):
+                if (asked := self._server.take_question(number)) is not None:
+                    question, namespace, digests = asked
+                    self._server.answer(number, question, self._leading(digests, namespace))
                 if (error := self._server.reap(number)) is not None:
                     self._ended(self._connections.pop(number), error)
 
@@ -121,20 +125,32 @@ class Serving:
         elif error:
             log.info("%s: connection ended: %s", name, os.strerror(error))
 
-    async def _lift(self, digest: bytes) -> None:
+    def _leading(self, digests: bytes, namespace: bytes) -> int:
+        """Return how many blocks, from the first on, are in the bucket of a namespace."""
+        count = len(digests) // HASH_BYTES
+        each = (digests[at * HASH_BYTES : (at + 1) * HASH_BYTES] for at in range(count))
+        return next((at for at, digest in enumerate(each) if not self._is_of(digest, namespace)), count)
+
+    def _is_of(self, digest: bytes, namespace: bytes) -> bool:
+        bucket = self._store.block_bucket(digest)
+        return bucket is not None and self._namespaces.get(bucket) == namespace
+
+    async def _lift(self, digest: bytes, namespace: bytes) -> None:
         try:
+            if not self._is_of(digest, namespace):
+                raise NotFound(f"no block {digest.hex()} in the namespace {namespace.hex()}")
             await self._store.load(self._store.lookup_block(digest), uid=os.geteuid())
         except (KvfsError, OSError) as error:
             log.debug("block %s was not brought up: %s", digest.hex(), error)
         finally:
-            self._server.lifted(digest)
+            self._server.lifted(digest, namespace)
 
     def _on_change(self, change: Change) -> None:
         """Follow the buckets: what is new shows with its first block, what changes or goes says so itself."""
-        if change.name is not None and (not change.name.key or change.name.bucket not in self._known):
+        if change.name is not None and (not change.name.key or change.name.bucket not in self._namespaces):
             self._bind()
 
     def _bind(self) -> None:
         buckets = self._store.buckets()
-        self._known = {bucket.name for bucket in buckets}
+        self._namespaces = {bucket.name: bucket.namespace for bucket in buckets}
         self._server.bind([(b.namespace, b.bucket_id) for b in buckets if b.namespace is not None])

@@ -5,7 +5,8 @@
  *
  * Invariants:
  * - Only blocks are served, and only those of the bucket that is bound to the request's namespace. A named object's key
- *   is an absent block.
+ *   is an absent block. In DRAM the slot's header names the bucket; below, the event loop is asked, which brings up no
+ *   block of another one.
  * - The open descriptor is the lease, one for each connection at most; the generation is looked at after the open, as
  *   readers do. Bytes that the kernel still has queued when the slot is recycled stay as they were: sendfile sets the
  *   slot's access time, so that its pages are not used again (docs/architecture.md).
@@ -145,27 +146,52 @@ static int open_block(struct kvfs_remote_server *s, const uint8_t *digest, struc
     return -ENOENT;
 }
 
+static struct timespec timespec_of(int64_t ns)
+{
+    return (struct timespec){.tv_sec = ns / 1000000000ll, .tv_nsec = ns % 1000000000ll};
+}
+
+/* How many blocks below DRAM, from the first on, are the namespace's; 0 where the event loop does not say so in time. */
+static uint32_t count_below(struct kvfs_remote_connection *c, const uint8_t *namespace_digest, const uint8_t *digests,
+                            uint32_t count, int64_t deadline_ns)
+{
+    const struct timespec until = timespec_of(deadline_ns);
+    int rc = 0;
+    kvfs_lock(&c->server->lock);
+    c->question = (struct kvfs_remote_question){namespace_digest, digests, count, c->question.number + 1, 0, 1};
+    notify(c->server);
+    while (rc == 0 && !c->server->stopping && c->question.waits)
+        rc = kvfs_wait_until(&c->server->lifted, &c->server->lock, &until);
+    c->question.waits = 0;
+    const uint32_t found = c->question.found;
+    kvfs_unlock(&c->server->lock);
+    return found;
+}
+
 /* --- bringing blocks up ------------------------------------------------------------------------------------------ */
-static struct kvfs_remote_lift *find_lift(struct kvfs_remote_server *s, const uint8_t *digest) REQUIRES(s->lock)
+static struct kvfs_remote_lift *find_lift(struct kvfs_remote_server *s, const uint8_t *digest,
+                                          const uint8_t *namespace_digest) REQUIRES(s->lock)
 {
     for (uint32_t i = 0; i < s->lift_room; i++)
-        if (s->lifts[i].used && memcmp(s->lifts[i].digest, digest, KVFS_KEY_BYTES) == 0)
+        if (s->lifts[i].used && memcmp(s->lifts[i].digest, digest, KVFS_KEY_BYTES) == 0 &&
+            memcmp(s->lifts[i].namespace_digest, namespace_digest, KVFS_KEY_BYTES) == 0)
             return &s->lifts[i];
     return NULL;
 }
 
-/* Asks the event loop for a block; -EBUSY where too many wait. */
-static int ask_for(struct kvfs_remote_server *s, const uint8_t *digest)
+/* Asks the event loop for a block of a namespace; -EBUSY where too many wait. */
+static int ask_for(struct kvfs_remote_server *s, const uint8_t *digest, const uint8_t *namespace_digest)
 {
     int rc = 0, news = 0;
     kvfs_lock(&s->lock);
-    if (find_lift(s, digest) == NULL) {
+    if (find_lift(s, digest, namespace_digest) == NULL) {
         uint32_t i = 0;
         while (i < s->lift_room && s->lifts[i].used)
             i++;
         if (i < s->lift_room) {
             s->lifts[i] = (struct kvfs_remote_lift){.used = 1};
             memcpy(s->lifts[i].digest, digest, KVFS_KEY_BYTES);
+            memcpy(s->lifts[i].namespace_digest, namespace_digest, KVFS_KEY_BYTES);
             news = 1;
         } else {
             rc = -EBUSY;
@@ -178,12 +204,13 @@ static int ask_for(struct kvfs_remote_server *s, const uint8_t *digest)
 }
 
 /* Waits until the event loop is through with a block. 0, or -EBUSY at the deadline. */
-static int wait_for(struct kvfs_remote_server *s, const uint8_t *digest, int64_t deadline_ns)
+static int wait_for(struct kvfs_remote_server *s, const uint8_t *digest, const uint8_t *namespace_digest,
+                    int64_t deadline_ns)
 {
-    const struct timespec until = {.tv_sec = deadline_ns / 1000000000ll, .tv_nsec = deadline_ns % 1000000000ll};
+    const struct timespec until = timespec_of(deadline_ns);
     int rc = 0;
     kvfs_lock(&s->lock);
-    while (rc == 0 && !s->stopping && find_lift(s, digest) != NULL)
+    while (rc == 0 && !s->stopping && find_lift(s, digest, namespace_digest) != NULL)
         rc = kvfs_wait_until(&s->lifted, &s->lock, &until);
     if (s->stopping)
         rc = -EBUSY;
@@ -191,14 +218,15 @@ static int wait_for(struct kvfs_remote_server *s, const uint8_t *digest, int64_t
     return rc == 0 ? 0 : -EBUSY;
 }
 
-static int open_or_lift(struct kvfs_remote_server *s, const uint8_t *digest, struct kvfs_slot_header *header,
-                        int64_t deadline_ns)
+static int open_or_lift(struct kvfs_remote_server *s, const uint8_t *digest, const uint8_t *namespace_digest,
+                        struct kvfs_slot_header *header, int64_t deadline_ns)
 {
     int fd = open_block(s, digest, header);
     if (fd != -EAGAIN)
         return fd;
     const int64_t latest_ns = kvfs_clock_ns(CLOCK_MONOTONIC) + s->lift_wait_ns;
-    if (ask_for(s, digest) < 0 || wait_for(s, digest, deadline_ns < latest_ns ? deadline_ns : latest_ns) < 0)
+    if (ask_for(s, digest, namespace_digest) < 0 ||
+        wait_for(s, digest, namespace_digest, deadline_ns < latest_ns ? deadline_ns : latest_ns) < 0)
         return -EBUSY;
     fd = open_block(s, digest, header);
     return fd == -EAGAIN ? -EBUSY : fd;
@@ -239,7 +267,7 @@ static int answer_want(struct kvfs_remote_connection *c, const struct kvfs_remot
     struct kvfs_slot_header header;
     int slot = -EBUSY, rc = 0;
     if (kvfs_clock_ns(CLOCK_MONOTONIC) < deadline_ns)
-        slot = open_or_lift(s, want->digest, &header, deadline_ns);
+        slot = open_or_lift(s, want->digest, request->namespace_digest, &header, deadline_ns);
     if (slot < 0)
         item.status = slot == -ENOENT ? KVFS_REMOTE_ABSENT : KVFS_REMOTE_BUSY;
     else if (!is_bound(c, request->namespace_digest, header.bucket_id))
@@ -275,7 +303,7 @@ static int serve_read(struct kvfs_remote_connection *c, const struct kvfs_remote
     const int64_t deadline_ns = kvfs_clock_ns(CLOCK_MONOTONIC) + (int64_t)request->wait_ms * 1000000ll;
     for (uint32_t i = 1; i < request->count; i++) /* side by side, while the first is sent */
         if (look_up(s->table, wants[i].digest, &view) && !(view.tiers & KVFS_TIER_DRAM))
-            (void)ask_for(s, wants[i].digest);
+            (void)ask_for(s, wants[i].digest, request->namespace_digest);
     int rc = 0;
     const int small = has_small(request, wants);
     if (small)
@@ -287,22 +315,44 @@ static int serve_read(struct kvfs_remote_connection *c, const struct kvfs_remote
     return rc;
 }
 
+/* How many blocks of the request's namespace are there, from the first on, and their sizes. */
+static uint32_t match(struct kvfs_remote_connection *c, const struct kvfs_remote_request *request,
+                      const uint8_t *digests, uint64_t *sizes)
+{
+    uint8_t below[KVFS_REMOTE_MATCHES * KVFS_KEY_BYTES];
+    uint32_t places[KVFS_REMOTE_MATCHES], below_count = 0, count = 0;
+    struct kvfs_slot_header header;
+    struct kvfs_entry_view view;
+    const struct kvfs_table *t = c->server->table;
+    for (; count < request->count; count++) {
+        const uint8_t *digest = digests + (size_t)count * KVFS_KEY_BYTES;
+        if (!look_up(t, digest, &view))
+            break;
+        if (!(view.tiers & KVFS_TIER_DRAM)) {
+            memcpy(below + (size_t)below_count * KVFS_KEY_BYTES, digest, KVFS_KEY_BYTES);
+            places[below_count++] = count;
+        } else if (kvfs_slot_header_read(t, view.slot, &header) == 0 &&
+                   !is_bound(c, request->namespace_digest, header.bucket_id)) {
+            break;
+        }
+        sizes[count] = view.size_bytes;
+    }
+    if (below_count == 0)
+        return count;
+    /* half of the asker's wait: an answer with less comes in time */
+    const int64_t wait_ns = (int64_t)request->wait_ms * 500000ll;
+    const int64_t deadline_ns = kvfs_clock_ns(CLOCK_MONOTONIC) +
+                                (wait_ns < c->server->lift_wait_ns ? wait_ns : c->server->lift_wait_ns);
+    const uint32_t own = count_below(c, request->namespace_digest, below, below_count, deadline_ns);
+    return own < below_count ? places[own] : count;
+}
+
 static int serve_match(struct kvfs_remote_connection *c, const struct kvfs_remote_request *request,
                        const uint8_t *digests)
 {
     struct kvfs_remote_matched head = {.magic = KVFS_REMOTE_MATCHED, .number = request->number};
-    struct kvfs_slot_header header;
-    struct kvfs_entry_view view;
     uint64_t sizes[KVFS_REMOTE_MATCHES];
-    const struct kvfs_table *t = c->server->table;
-    for (; head.count < request->count; head.count++) {
-        if (!look_up(t, digests + head.count * KVFS_KEY_BYTES, &view))
-            break;
-        if ((view.tiers & KVFS_TIER_DRAM) && kvfs_slot_header_read(t, view.slot, &header) == 0 &&
-            !is_bound(c, request->namespace_digest, header.bucket_id))
-            break;
-        sizes[head.count] = view.size_bytes;
-    }
+    head.count = match(c, request, digests, sizes);
     int rc = send_all(c->fd, &head, sizeof head, head.count ? MSG_MORE : 0);
     if (rc == 0)
         rc = send_all(c->fd, sizes, head.count * sizeof *sizes, 0);
@@ -473,8 +523,8 @@ int kvfs_remote_bind(struct kvfs_remote_server *s, const struct kvfs_remote_bind
     return 0;
 }
 
-/* Moves out the digests that nobody has begun to bring up; clears the notification. */
-uint32_t kvfs_remote_take_lifts(struct kvfs_remote_server *s, uint8_t *digests, uint32_t most)
+/* Moves out the blocks that nobody has begun to bring up, digest and namespace of each; clears the notification. */
+uint32_t kvfs_remote_take_lifts(struct kvfs_remote_server *s, uint8_t *pairs, uint32_t most)
 {
     uint64_t seen;
     uint32_t n = 0;
@@ -483,21 +533,56 @@ uint32_t kvfs_remote_take_lifts(struct kvfs_remote_server *s, uint8_t *digests, 
     for (uint32_t i = 0; i < s->lift_room && n < most; i++)
         if (s->lifts[i].used && !s->lifts[i].taken) {
             s->lifts[i].taken = 1;
-            memcpy(digests + (size_t)n++ * KVFS_KEY_BYTES, s->lifts[i].digest, KVFS_KEY_BYTES);
+            memcpy(pairs + (size_t)n * 2 * KVFS_KEY_BYTES, s->lifts[i].digest, KVFS_KEY_BYTES);
+            memcpy(pairs + ((size_t)n++ * 2 + 1) * KVFS_KEY_BYTES, s->lifts[i].namespace_digest, KVFS_KEY_BYTES);
         }
     kvfs_unlock(&s->lock);
     return n;
 }
 
 /* Ends the wait for a block, whether it was brought up or not. */
-void kvfs_remote_lifted(struct kvfs_remote_server *s, const uint8_t *digest)
+void kvfs_remote_lifted(struct kvfs_remote_server *s, const uint8_t *digest, const uint8_t *namespace_digest)
 {
     kvfs_lock(&s->lock);
-    struct kvfs_remote_lift *lift = find_lift(s, digest);
+    struct kvfs_remote_lift *lift = find_lift(s, digest, namespace_digest);
     if (lift != NULL)
         lift->used = 0;
     pthread_cond_broadcast(&s->lifted);
     kvfs_unlock(&s->lock);
+}
+
+/* Copies a connection's question out: the namespace, and behind it the digests, with room for KVFS_REMOTE_MATCHES. The
+ * question's number, or 0 where none waits. */
+uint64_t kvfs_remote_take_question(struct kvfs_remote_server *s, uint32_t connection, uint8_t *keys, uint32_t *count)
+{
+    uint64_t number = 0;
+    if (connection >= s->connection_count || !s->connections[connection].used)
+        return 0;
+    struct kvfs_remote_connection *c = &s->connections[connection];
+    kvfs_lock(&c->server->lock);
+    if (c->question.waits) {
+        number = c->question.number;
+        *count = c->question.count;
+        memcpy(keys, c->question.namespace_digest, KVFS_KEY_BYTES);
+        memcpy(keys + KVFS_KEY_BYTES, c->question.digests, (size_t)c->question.count * KVFS_KEY_BYTES);
+    }
+    kvfs_unlock(&c->server->lock);
+    return number;
+}
+
+/* Answers a question that was taken, unless its time is up. */
+void kvfs_remote_answer(struct kvfs_remote_server *s, uint32_t connection, uint64_t number, uint32_t found)
+{
+    if (connection >= s->connection_count || !s->connections[connection].used)
+        return;
+    struct kvfs_remote_connection *c = &s->connections[connection];
+    kvfs_lock(&c->server->lock);
+    if (c->question.waits && c->question.number == number) {
+        c->question.found = found;
+        c->question.waits = 0;
+        pthread_cond_broadcast(&c->server->lifted);
+    }
+    kvfs_unlock(&c->server->lock);
 }
 
 void kvfs_remote_read_counts(struct kvfs_remote_server *s, struct kvfs_remote_counts *into)

@@ -14,9 +14,20 @@ struct kvfs_remote_binding {
     uint32_t bucket_id;
 };
 
-/* A block that a lower tier has and the event loop is to bring up. */
+/* Blocks below DRAM that a MATCH asks for: the event loop says how many of them, from the first on, are in the bucket of
+ * the namespace. The keys are the waiting thread's own. */
+struct kvfs_remote_question {
+    const uint8_t *namespace_digest, *digests;
+    uint32_t count;
+    uint64_t number; /* tells an answer to this question from one that is too late */
+    uint32_t found;
+    uint8_t waits;
+};
+
+/* A block that a lower tier has and the event loop is to bring up, if it is the namespace's. */
 struct kvfs_remote_lift {
     uint8_t digest[KVFS_KEY_BYTES];
+    uint8_t namespace_digest[KVFS_KEY_BYTES];
     uint8_t used, taken;
 };
 
@@ -30,13 +41,13 @@ struct kvfs_remote_server {
     const struct kvfs_table *table;
     int (*hash)(int fd, uint64_t *checksum, uint64_t *bytes);
     int dirfd;
-    int notify_fd; /* readable while lifts or ended connections wait for the event loop */
+    int notify_fd; /* readable while lifts, questions or ended connections wait for the event loop */
     int started;
     int64_t lift_wait_ns;
     struct kvfs_remote_connection *connections; /* the event loop's, as is their number */
     uint32_t connection_count, lift_room;
     struct kvfs_mutex lock;
-    pthread_cond_t lifted;
+    pthread_cond_t lifted; /* or a question was answered */
     struct kvfs_remote_binding *bindings GUARDED_BY(lock);
     uint32_t binding_count GUARDED_BY(lock);
     struct kvfs_remote_lift *lifts GUARDED_BY(lock);
@@ -50,7 +61,8 @@ struct kvfs_remote_connection {
     int used; /* the event loop's */
     int fd;
     uint32_t number;
-    uint32_t bound_bucket;              /* the thread's: that of the request's last block, 0 before there was one */
+    uint32_t bound_bucket; /* the thread's: that of the request's last block, 0 before there was one */
+    struct kvfs_remote_question question GUARDED_BY(server->lock);
     int ended GUARDED_BY(server->lock); /* 0, or 1 once the thread has done its last step */
     int error GUARDED_BY(server->lock); /* why it ended: 0 or -errno */
 };
@@ -61,8 +73,10 @@ void kvfs_remote_stop(struct kvfs_remote_server *s);
 int64_t kvfs_remote_open(struct kvfs_remote_server *s, int fd);
 int kvfs_remote_reap(struct kvfs_remote_server *s, uint32_t number, int *error);
 int kvfs_remote_bind(struct kvfs_remote_server *s, const struct kvfs_remote_binding *bindings, uint32_t count);
-uint32_t kvfs_remote_take_lifts(struct kvfs_remote_server *s, uint8_t *digests, uint32_t most);
-void kvfs_remote_lifted(struct kvfs_remote_server *s, const uint8_t *digest);
+uint32_t kvfs_remote_take_lifts(struct kvfs_remote_server *s, uint8_t *pairs, uint32_t most);
+void kvfs_remote_lifted(struct kvfs_remote_server *s, const uint8_t *digest, const uint8_t *namespace_digest);
+uint64_t kvfs_remote_take_question(struct kvfs_remote_server *s, uint32_t connection, uint8_t *keys, uint32_t *count);
+void kvfs_remote_answer(struct kvfs_remote_server *s, uint32_t connection, uint64_t number, uint32_t found);
 void kvfs_remote_read_counts(struct kvfs_remote_server *s, struct kvfs_remote_counts *into);
 
 #endif

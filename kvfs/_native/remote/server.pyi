@@ -24,7 +24,7 @@ class Server:
         asks that they be brought up. Raises OSError."""
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while there are lifts to take or connections to reap."""
+        """Return a descriptor that is readable while there are lifts or questions to take or connections to reap."""
 
     def open(self, fd: int) -> int:
         """Take over the socket of a peer that was verified; return the connection's number. Raises LimitExceeded."""
@@ -36,11 +36,18 @@ class Server:
     def bind(self, pairs: list[tuple[bytes, int]]) -> None:
         """Serve these alone: (digest of a namespace, id of the bucket that is bound to it)."""
 
-    def take_lifts(self) -> list[bytes]:
-        """Return blocks to bring up, each once; `lifted` ends the wait for one."""
+    def take_lifts(self) -> list[tuple[bytes, bytes]]:
+        """Return blocks to bring up, each once, with the namespace that asks for it; `lifted` ends the wait for one."""
 
-    def lifted(self, digest: bytes) -> None:
+    def lifted(self, digest: bytes, namespace: bytes) -> None:
         """End the wait for a block, which was brought up or not."""
+
+    def take_question(self, connection: int) -> tuple[int, bytes, bytes] | None:
+        """Return what a connection waits for, if it does: the question's number, the digest of a namespace, and of
+        blocks below DRAM, 16 bytes each, for `answer`."""
+
+    def answer(self, connection: int, number: int, count: int) -> None:
+        """Say how many of a question's blocks, from the first on, are the namespace's."""
 
     def counts(self) -> dict[str, int]:
         """Return `requests`, `matches`, `found`, `absent`, `too_large`, `busy`, `bytes` and `broken`."""

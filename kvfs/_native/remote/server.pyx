@@ -18,7 +18,9 @@ from kvfs._native.shared.slots cimport hash_descriptor
 from kvfs._native.shared.table cimport Table, kvfs_table
 
 cdef extern from "remote/serve_core.h" nogil:
-    int KVFS_REMOTE_READS, KVFS_REMOTE_MATCHES, KVFS_REMOTE_WAIT_MS
+    int KVFS_REMOTE_READS, KVFS_REMOTE_WAIT_MS
+    enum:
+        KVFS_REMOTE_MATCHES
 
     struct kvfs_remote_binding:
         uint8_t namespace_digest[16]
@@ -46,8 +48,10 @@ cdef extern from "remote/serve_core.h" nogil:
     int64_t kvfs_remote_open(kvfs_remote_server *s, int fd)
     int kvfs_remote_reap(kvfs_remote_server *s, uint32_t number, int *error)
     int kvfs_remote_bind(kvfs_remote_server *s, const kvfs_remote_binding *bindings, uint32_t count)
-    uint32_t kvfs_remote_take_lifts(kvfs_remote_server *s, uint8_t *digests, uint32_t most)
-    void kvfs_remote_lifted(kvfs_remote_server *s, const uint8_t *digest)
+    uint32_t kvfs_remote_take_lifts(kvfs_remote_server *s, uint8_t *pairs, uint32_t most)
+    void kvfs_remote_lifted(kvfs_remote_server *s, const uint8_t *digest, const uint8_t *namespace_digest)
+    uint64_t kvfs_remote_take_question(kvfs_remote_server *s, uint32_t connection, uint8_t *keys, uint32_t *count)
+    void kvfs_remote_answer(kvfs_remote_server *s, uint32_t connection, uint64_t number, uint32_t found)
     void kvfs_remote_read_counts(kvfs_remote_server *s, kvfs_remote_counts *into)
 
 READS_AT_ONCE = KVFS_REMOTE_READS
@@ -131,17 +135,32 @@ cdef class Server:
             raise from_errno(rc, "bind namespaces")
 
     def take_lifts(self):
-        cdef uint8_t some[64 * 16]
+        cdef uint8_t some[64 * 32]
         cdef uint32_t n, i
+        cdef const char *pairs = <const char *>some
         self._need()
         n = kvfs_remote_take_lifts(&self._s, some, 64)
-        return [(<const char *>some)[i * 16:(i + 1) * 16] for i in range(n)]
+        return [(pairs[i * 32:i * 32 + 16], pairs[i * 32 + 16:i * 32 + 32]) for i in range(n)]
 
-    def lifted(self, bytes digest not None):
+    def lifted(self, bytes digest not None, bytes namespace not None):
         self._need()
-        if PyBytes_GET_SIZE(digest) != 16:
-            raise InvalidRequest("a prefix hash has 16 bytes")
-        kvfs_remote_lifted(&self._s, <const uint8_t *>PyBytes_AS_STRING(digest))
+        if PyBytes_GET_SIZE(digest) != 16 or PyBytes_GET_SIZE(namespace) != 16:
+            raise InvalidRequest("a prefix hash and a namespace's digest have 16 bytes")
+        kvfs_remote_lifted(&self._s, <const uint8_t *>PyBytes_AS_STRING(digest),
+                           <const uint8_t *>PyBytes_AS_STRING(namespace))
+
+    def take_question(self, uint32_t connection):
+        cdef uint8_t keys[(1 + KVFS_REMOTE_MATCHES) * 16]
+        cdef const char *found = <const char *>keys
+        cdef uint32_t count = 0
+        cdef uint64_t number
+        self._need()
+        number = kvfs_remote_take_question(&self._s, connection, keys, &count)
+        return (number, found[:16], found[16:16 + count * 16]) if number else None
+
+    def answer(self, uint32_t connection, uint64_t number, uint32_t count):
+        self._need()
+        kvfs_remote_answer(&self._s, connection, number, count)
 
     def counts(self):
         cdef kvfs_remote_counts counts
