@@ -20,11 +20,11 @@ import trio
 
 from kvfs import limits
 from kvfs.errors import ConfigError, KvfsError, NotFound, TierUnreachable
+from kvfs.system.pauses import Pause
 from tiers.cold.bucket import ColdBucket
 from tiers.cold.format import OWNER
 from tiers.cold.reconcile import compare
 from tiers.cold.tier import ColdTier
-from tiers.cold.uploader import Backoff
 
 log = logging.getLogger("kvfs.cold")
 
@@ -34,7 +34,7 @@ _FORMAT = 1
 async def keep_up(tier: ColdTier) -> None:
     """Check the endpoint until cancelled."""
     recheck = trio.Event()
-    backoff = Backoff()
+    pause = Pause(limits.COLD_BACKOFF_S, limits.MAX_COLD_BACKOFF_S)
     compare_at = -float("inf")
 
     tier.on_failure = lambda: recheck.set()
@@ -48,7 +48,7 @@ async def keep_up(tier: ColdTier) -> None:
             if str(error) != reported:
                 log.warning("cold tier %s: %s", tier.bucket.place, error)
                 reported = str(error)
-            await backoff.wait()
+            await trio.sleep(pause.failed(trio.current_time()))
             continue
         tier.recovered()
         reported = ""
@@ -58,14 +58,14 @@ async def keep_up(tier: ColdTier) -> None:
                 compare_at = trio.current_time() + limits.COLD_COMPARE_S
             except KvfsError as error:
                 log.warning("cold tier: its listing was not gone through: %s", error)
-                await backoff.wait()
+                await trio.sleep(pause.failed(trio.current_time()))
                 continue
         with trio.move_on_after(limits.COLD_CHECK_S) as scope:
             await recheck.wait()
         if scope.cancelled_caught:
-            backoff.reset()
+            pause.succeeded()
         else:
-            await backoff.wait()
+            await trio.sleep(pause.failed(trio.current_time()))
 
 
 async def _look(tier: ColdTier) -> None:

@@ -43,19 +43,6 @@ class _NotYet(Exception):
     """Says that an object has no checksum so far, or is not verified after a start, and is sent later."""
 
 
-class Backoff:
-    """Waits before the next request, longer after each failure in a row."""
-
-    def __init__(self) -> None:
-        self._pause = Pause(limits.COLD_BACKOFF_S, limits.MAX_COLD_BACKOFF_S)
-
-    def reset(self) -> None:
-        self._pause.succeeded()
-
-    async def wait(self) -> None:
-        await trio.sleep(self._pause.failed(trio.current_time()))
-
-
 @dataclass(slots=True, eq=False)
 class Uploader:
     """Runs the tasks that send and delete, for one tier."""
@@ -90,20 +77,20 @@ class Uploader:
                 return
 
     async def _send_all(self) -> None:
-        backoff = Backoff()
+        pause = Pause(limits.COLD_BACKOFF_S, limits.MAX_COLD_BACKOFF_S)
         while True:
             while not (self.tier.is_up and self.tier.queue):
                 await self._work.wait()
             digest, _ = self.tier.queue.popitem(last=False)
             try:
                 await self._send(digest)
-                backoff.reset()
+                pause.succeeded()
             except (TierUnreachable, NoSpace) as error:
                 self.tier.counts.errors += 1
                 log.warning("cold tier: nothing is sent for a while: %s", error)
                 self.tier.enqueue(digest)
                 self.tier.on_failure()
-                await backoff.wait()
+                await trio.sleep(pause.failed(trio.current_time()))
             except InvalidRequest as error:
                 self.tier.counts.refused += 1
                 self.tier.pass_over(digest)
@@ -215,7 +202,8 @@ class Uploader:
         tier.counts.uploaded_bytes += info.size_bytes
 
     async def _delete_all(self) -> None:
-        tier, backoff = self.tier, Backoff()
+        tier = self.tier
+        pause = Pause(limits.COLD_BACKOFF_S, limits.MAX_COLD_BACKOFF_S)
         while True:
             while not (tier.is_up and tier.deleting):
                 await self._work.wait()
@@ -226,7 +214,7 @@ class Uploader:
                 tier.counts.errors += 1
                 log.warning("cold tier: %d objects are not deleted yet: %s", len(tier.deleting), error)
                 tier.on_failure()
-                await backoff.wait()
+                await trio.sleep(pause.failed(trio.current_time()))
                 continue
             crashpoints.reach("cold.after_delete")
             for name in names:
@@ -237,9 +225,9 @@ class Uploader:
             self._room = trio.Event()
             if left:
                 log.warning("cold tier: %d objects could not be deleted, such as %s", len(left), min(left))
-                await backoff.wait()
+                await trio.sleep(pause.failed(trio.current_time()))
             else:
-                backoff.reset()
+                pause.succeeded()
 
 
 def _mapped(descriptor: int, size_bytes: int) -> memoryview:
