@@ -126,7 +126,8 @@ MAX_REMOTE_BACKOFF_S: Final = 30.0
 MAX_REMOTE_LIFTS: Final = 64
 """Blocks that peers wait for while they come from NVMe; further ones are busy."""
 REMOTE_LIFT_WAIT_S: Final = 1.0
-"""How long a peer's request waits for a block to come from NVMe."""
+"""How long a peer's request waits for its blocks to come from NVMe, all together, and each of them for the drive: who
+hears by then what is not there has most of REMOTE_READ_S left, and asks another peer."""
 MAX_CLUSTER_NODES: Final = 64
 """Machines in one directory: each keeps links to those that it reads from, and each beat lists all."""
 DIRECTORY_LEASE_S: Final = 10.0

@@ -17,6 +17,7 @@ from kvfs.keys import block_name
 from kvfs.limits import MIB
 from kvfs.namespaces import Namespace
 from tests.support.cold import FolderBucket, options
+from tests.support.faulty_device import silent_device
 from tests.support.machines import (
     Machine,
     clustered,
@@ -29,14 +30,18 @@ from tests.support.machines import (
 )
 from tests.support.rogue_peers import Proxy, serving
 from tests.support.stores import BOUND, NAMESPACE, draft_of
-from tests.support.waits import until
+from tests.support.waits import WAIT_S, until
 from tiers.cold.tier import ColdTier
+from tiers.device.device import Device
 from tiers.device.threads import thread_device
 from tiers.model.objects import Name
 from tiers.recovery.start import NvmeOptions, StoreOptions, open_store, start_store
 from tiers.remote import wire
 from tiers.remote.cluster import read_secret
 from tiers.store.store import Store
+
+DEPTH = 4
+"""Operations at once of a drive that is slow."""
 
 
 async def test_blocks_of_a_peer_are_fetched_once_and_whole(tmp_path: Path) -> None:
@@ -135,11 +140,13 @@ async def test_a_checksum_that_is_still_due_is_computed_by_the_server(
 
 
 @asynccontextmanager
-async def served_from_nvme(tmp_path: Path) -> AsyncIterator[tuple[Machine, Machine]]:
+async def served_from_nvme(
+    tmp_path: Path, device: Device | None = None
+) -> AsyncIterator[tuple[Machine, Machine]]:
     """A server with an NVMe tier, and a machine that asks it."""
     address = f"127.0.0.1:{free_port()}"
     secret = write_secret(tmp_path / "secret")
-    device = thread_device()
+    device = device or thread_device()
     try:
         store = await start_store(
             StoreOptions(
@@ -195,6 +202,29 @@ async def test_blocks_below_dram_are_those_of_the_namespace_alone(tmp_path: Path
         assert await asker.fetch([*own, *others]) == 4
         assert await asker.fetch(others[:1], hint=server.address) == 0
         assert store.usage()["promotions"] == 3
+
+
+async def test_a_slow_drive_costs_a_peer_misses_and_no_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slower than a peer waits, and not so slow that it counts as away."""
+    monkeypatch.setattr(limits, "NVME_READ_S", WAIT_S)
+    device, operations = silent_device(DEPTH)
+    async with served_from_nvme(tmp_path, device) as (server, asker):
+        digests = server.put(range(1, limits.MAX_REMOTE_LIFTS + 1))
+        await leave_dram(server.store, digests)
+        operations.silence(lambda operation: not operation.changes)
+        assert await asker.fetch(digests) == 0
+        [peer] = asker.cluster.status()["peers"]
+        assert (peer["misses"], peer["deadlines"], peer["is_up"]) == (len(digests), 0, True)
+        assert len(operations.kept) == DEPTH
+        await until(lambda: server.drafts() <= DEPTH)
+        operations.speak()
+        await until(lambda: server.drafts() == 0)
+        assert server.store.usage()["promotions"] <= DEPTH
+        assert await asker.fetch(digests) == len(digests)
+        for number, digest in enumerate(digests, 1):
+            assert asker.read(digest) == payload_of(number, 4096)
 
 
 async def test_what_only_the_own_cold_tier_has_comes_from_a_peer(

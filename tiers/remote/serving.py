@@ -136,10 +136,12 @@ class Serving:
         return bucket is not None and self._namespaces.get(bucket) == namespace
 
     async def _lift(self, digest: bytes, namespace: bytes) -> None:
+        """Bring a block up while a peer waits for it."""
         try:
             if not self._is_of(digest, namespace):
                 raise NotFound(f"no block {digest.hex()} in the namespace {namespace.hex()}")
-            await self._store.load(self._store.lookup_block(digest), uid=os.geteuid())
+            with trio.move_on_after(limits.REMOTE_LIFT_WAIT_S):
+                await self._store.load(self._store.lookup_block(digest), uid=os.geteuid())
         except (KvfsError, OSError) as error:
             log.debug("block %s was not brought up: %s", digest.hex(), error)
         finally:

@@ -153,9 +153,9 @@ static struct timespec timespec_of(int64_t ns)
 
 /* How many blocks below DRAM, from the first on, are the namespace's; 0 where the event loop does not say so in time. */
 static uint32_t count_below(struct kvfs_remote_connection *c, const uint8_t *namespace_digest, const uint8_t *digests,
-                            uint32_t count, int64_t deadline_ns)
+                            uint32_t count)
 {
-    const struct timespec until = timespec_of(deadline_ns);
+    const struct timespec until = timespec_of(c->below_deadline_ns);
     int rc = 0;
     kvfs_lock(&c->server->lock);
     c->question = (struct kvfs_remote_question){namespace_digest, digests, count, c->question.number + 1, 0, 1};
@@ -218,15 +218,14 @@ static int wait_for(struct kvfs_remote_server *s, const uint8_t *digest, const u
     return rc == 0 ? 0 : -EBUSY;
 }
 
-static int open_or_lift(struct kvfs_remote_server *s, const uint8_t *digest, const uint8_t *namespace_digest,
-                        struct kvfs_slot_header *header, int64_t deadline_ns)
+static int open_or_lift(struct kvfs_remote_connection *c, const uint8_t *digest, const uint8_t *namespace_digest,
+                        struct kvfs_slot_header *header)
 {
+    struct kvfs_remote_server *s = c->server;
     int fd = open_block(s, digest, header);
     if (fd != -EAGAIN)
         return fd;
-    const int64_t latest_ns = kvfs_clock_ns(CLOCK_MONOTONIC) + s->lift_wait_ns;
-    if (ask_for(s, digest, namespace_digest) < 0 ||
-        wait_for(s, digest, namespace_digest, deadline_ns < latest_ns ? deadline_ns : latest_ns) < 0)
+    if (ask_for(s, digest, namespace_digest) < 0 || wait_for(s, digest, namespace_digest, c->below_deadline_ns) < 0)
         return -EBUSY;
     fd = open_block(s, digest, header);
     return fd == -EAGAIN ? -EBUSY : fd;
@@ -260,14 +259,14 @@ static int describe(struct kvfs_remote_server *s, int slot, const struct kvfs_sl
 }
 
 static int answer_want(struct kvfs_remote_connection *c, const struct kvfs_remote_request *request, uint32_t index,
-                       const struct kvfs_remote_want *want, int64_t deadline_ns)
+                       const struct kvfs_remote_want *want)
 {
     struct kvfs_remote_server *s = c->server;
     struct kvfs_remote_item item = {.magic = KVFS_REMOTE_ITEM, .number = request->number, .index = index};
     struct kvfs_slot_header header;
     int slot = -EBUSY, rc = 0;
-    if (kvfs_clock_ns(CLOCK_MONOTONIC) < deadline_ns)
-        slot = open_or_lift(s, want->digest, request->namespace_digest, &header, deadline_ns);
+    if (kvfs_clock_ns(CLOCK_MONOTONIC) < c->deadline_ns)
+        slot = open_or_lift(c, want->digest, request->namespace_digest, &header);
     if (slot < 0)
         item.status = slot == -ENOENT ? KVFS_REMOTE_ABSENT : KVFS_REMOTE_BUSY;
     else if (!is_bound(c, request->namespace_digest, header.bucket_id))
@@ -300,7 +299,6 @@ static int serve_read(struct kvfs_remote_connection *c, const struct kvfs_remote
 {
     struct kvfs_remote_server *s = c->server;
     struct kvfs_entry_view view;
-    const int64_t deadline_ns = kvfs_clock_ns(CLOCK_MONOTONIC) + (int64_t)request->wait_ms * 1000000ll;
     for (uint32_t i = 1; i < request->count; i++) /* side by side, while the first is sent */
         if (look_up(s->table, wants[i].digest, &view) && !(view.tiers & KVFS_TIER_DRAM))
             (void)ask_for(s, wants[i].digest, request->namespace_digest);
@@ -309,7 +307,7 @@ static int serve_read(struct kvfs_remote_connection *c, const struct kvfs_remote
     if (small)
         set_cork(c->fd, 1);
     for (uint32_t i = 0; rc == 0 && i < request->count; i++)
-        rc = answer_want(c, request, i, &wants[i], deadline_ns);
+        rc = answer_want(c, request, i, &wants[i]);
     if (small)
         set_cork(c->fd, 0);
     return rc;
@@ -339,11 +337,7 @@ static uint32_t match(struct kvfs_remote_connection *c, const struct kvfs_remote
     }
     if (below_count == 0)
         return count;
-    /* half of the asker's wait: an answer with less comes in time */
-    const int64_t wait_ns = (int64_t)request->wait_ms * 500000ll;
-    const int64_t deadline_ns = kvfs_clock_ns(CLOCK_MONOTONIC) +
-                                (wait_ns < c->server->lift_wait_ns ? wait_ns : c->server->lift_wait_ns);
-    const uint32_t own = count_below(c, request->namespace_digest, below, below_count, deadline_ns);
+    const uint32_t own = count_below(c, request->namespace_digest, below, below_count);
     return own < below_count ? places[own] : count;
 }
 
@@ -360,6 +354,17 @@ static int serve_match(struct kvfs_remote_connection *c, const struct kvfs_remot
     c->server->counts.matches++;
     kvfs_unlock(&c->server->lock);
     return rc;
+}
+
+/* Sets what holds for this request. An answer that says less, as it waits no longer for what is below DRAM, is to come
+ * before the asker gives up on all of it. */
+static void begin_request(struct kvfs_remote_connection *c, const struct kvfs_remote_request *request)
+{
+    const int64_t now_ns = kvfs_clock_ns(CLOCK_MONOTONIC);
+    const int64_t half_ns = (int64_t)request->wait_ms * 500000ll;
+    c->bound_bucket = 0;
+    c->deadline_ns = now_ns + 2 * half_ns;
+    c->below_deadline_ns = now_ns + (half_ns < c->server->lift_wait_ns ? half_ns : c->server->lift_wait_ns);
 }
 
 /* One request: 0, 1 at the end of the stream, or -errno. */
@@ -382,7 +387,7 @@ static int serve_one(struct kvfs_remote_connection *c, uint64_t *body)
     rc = receive_all(c->fd, body, (size_t)bytes);
     if (rc < 0)
         return rc;
-    c->bound_bucket = 0;
+    begin_request(c, &request);
     kvfs_lock(&c->server->lock);
     c->server->counts.requests++;
     kvfs_unlock(&c->server->lock);

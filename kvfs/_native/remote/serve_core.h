@@ -61,7 +61,10 @@ struct kvfs_remote_connection {
     int used; /* the event loop's */
     int fd;
     uint32_t number;
-    uint32_t bound_bucket; /* the thread's: that of the request's last block, 0 before there was one */
+    /* The thread's, for the request that it answers. */
+    uint32_t bound_bucket;     /* that of the last block, 0 before there was one */
+    int64_t deadline_ns;       /* the asker waits no longer */
+    int64_t below_deadline_ns; /* until then it waits for what is below DRAM, for all its blocks together */
     struct kvfs_remote_question question GUARDED_BY(server->lock);
     int ended GUARDED_BY(server->lock); /* 0, or 1 once the thread has done its last step */
     int error GUARDED_BY(server->lock); /* why it ended: 0 or -errno */
