@@ -127,6 +127,7 @@ class Backend:
         An object that is not in DRAM is promoted. Raises BucketNotFound, NoSpace, QuotaExceeded, Superseded (of a key
         that changes all the time).
         """
+        failed_id = 0
         for _ in range(_OPEN_ATTEMPTS):
             found = await self.find(bucket, key)
             if found is None or found.marker or found.target:
@@ -140,8 +141,9 @@ class Backend:
             descriptor = await self._open_by_session(bucket, key, found)
             if descriptor >= 0:
                 return found, descriptor
-            if found.tier == "cold":  # the bucket elsewhere does not answer: it is a miss until it does
-                return None
+            if found.tier == "cold" or (found.tier == "nvme" and found.object_id == failed_id):
+                return None  # the bucket elsewhere, or the drive, does not answer: it is a miss until it does
+            failed_id = found.object_id
         raise Superseded(f"{bucket}/{key} was replaced {_OPEN_ATTEMPTS} times while it was opened")
 
     async def _open_by_session(self, bucket: str, key: str, found: ObjectLookup) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -114,9 +114,11 @@ def gateway(
     dram: str = "256MiB",
     nvme: str = "0",
     arguments: Sequence[str] = (),
+    module: str = "kvfs",
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Gateway]:
-    """`settings`: more of the section [s3], in TOML; `sections`: others."""
-    service = Service(mode=mode, dram=dram, nvme=nvme)
+    """`settings`: more of the section [s3], in TOML; `sections`: others; `module`: what is run."""
+    service = Service(mode=mode, dram=dram, nvme=nvme, environment=environment, module=module)
     file = service.base / "kvfs.toml"
     tls = ""
     if certificate is not None:

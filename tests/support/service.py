@@ -90,10 +90,12 @@ class Service:
         arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         base: Path | None = None,
+        module: str = "kvfs",
     ) -> None:
         self.mode = mode
         self.dram = dram
         self.nvme = nvme
+        self.module = module
         self.arguments = list(arguments)
         self.environment = dict(environment or {})
         # Not under pytest's tmp_path: a Unix socket's path has 107 bytes.
@@ -112,7 +114,7 @@ class Service:
 
     # --- life ---------------------------------------------------------------------------------------------
     def command(self) -> list[str]:
-        serve = [sys.executable, "-m", "kvfs", "serve", "--data", str(self.data)]
+        serve = [sys.executable, "-m", self.module, "serve", "--data", str(self.data)]
         mount = ["--mount", str(self.mount), "--mode", self.mode]
         sizes = ["--dram", self.dram, "--nvme", self.nvme]
         return [*serve, *(["--no-mount"] if self.mode == "off" else mount), *sizes, *self.arguments]
