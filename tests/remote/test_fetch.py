@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -279,6 +280,25 @@ async def test_a_peer_that_closes_costs_no_deadline(tmp_path: Path, monkeypatch:
             assert await asker.fetch(digests[:1]) == 1
         assert await asker.fetch(digests) == 1
         assert asker.cluster.status()["deadlines"] == 0
+
+
+async def test_a_machine_with_a_copied_data_directory_is_not_taken_for_this_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    addresses = [f"127.0.0.{number}:{free_port()}" for number in (1, 2)]
+    async with AsyncExitStack() as stack:
+        one = await stack.enter_async_context(machine(first, listen=addresses[0], peers=addresses))
+        (second / "data").mkdir(parents=True)
+        shutil.copy(first / "data/format.json", second / "data")
+        two = await stack.enter_async_context(machine(second, listen=addresses[1], peers=addresses))
+        for own, other in ((one, 1), (two, 0)):
+            peers = partial(lambda own: own.cluster.status()["peers"], own)
+            await until(
+                lambda peers=peers: all(each["is_self"] or "copy" in each["trouble"] for each in peers())
+            )
+            assert [each["is_self"] for each in peers()] == [other == 1, other == 0]
+            assert f"{addresses[other]}: its data directory is a copy" in caplog.text
 
 
 def is_written(store: Store, digest: bytes) -> bool:

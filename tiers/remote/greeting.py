@@ -3,7 +3,8 @@
 Responsibility: the exchange of `tiers.remote.wire`'s messages, at both ends. Whoever does not prove the secret is told
 nothing but a nonce.
 
-Invariants: a greeting ends within limits.REMOTE_GREETING_S; a socket that was not returned is closed.
+Invariants: a greeting ends within limits.REMOTE_GREETING_S; a socket that was not returned is closed. A machine with
+this one's store id is this one only where its own door has seen the greeting.
 Concurrency: the service's trio thread.
 """
 
@@ -11,12 +12,12 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import trio
 
 from kvfs import limits
-from kvfs.errors import DeadlinePassed, ProtocolError
+from kvfs.errors import DeadlinePassed, NotPermitted, ProtocolError
 from tiers.remote.wire import (
     HELLO_BYTES,
     NONCE_BYTES,
@@ -34,6 +35,8 @@ class Identity:
 
     store_id: bytes
     secret: bytes
+    unseen: set[bytes] = field(default_factory=set, compare=False)
+    """Nonces of the greetings that this machine makes now and its own door has not seen."""
 
 
 async def connect(host: str, port: int, own: Identity) -> tuple[socket.socket, bytes]:
@@ -57,10 +60,17 @@ async def connect(host: str, port: int, own: Identity) -> tuple[socket.socket, b
 
 async def _ask(peer: trio.socket.SocketType, own: Identity) -> bytes:
     hello = Hello(own.store_id, os.urandom(NONCE_BYTES))
-    await _send(peer, hello.encode())
-    proofs = Proofs(own.secret, hello, await _receive(peer, NONCE_BYTES))
-    await _send(peer, proofs.of_asker())
-    return proofs.check_welcome(await _receive(peer, WELCOME_BYTES))
+    own.unseen.add(hello.nonce)
+    try:
+        await _send(peer, hello.encode())
+        proofs = Proofs(own.secret, hello, await _receive(peer, NONCE_BYTES))
+        await _send(peer, proofs.of_asker())
+        store_id = proofs.check_welcome(await _receive(peer, WELCOME_BYTES))
+        if store_id == own.store_id and hello.nonce in own.unseen:
+            raise NotPermitted("its data directory is a copy of this machine's: give it one of its own")
+        return store_id
+    finally:
+        own.unseen.discard(hello.nonce)
 
 
 async def accept(peer: trio.socket.SocketType, own: Identity) -> tuple[socket.socket, bytes]:
@@ -71,6 +81,7 @@ async def accept(peer: trio.socket.SocketType, own: Identity) -> tuple[socket.so
             proofs = Proofs(own.secret, hello, os.urandom(NONCE_BYTES))
             await _send(peer, proofs.server_nonce)
             proofs.check_asker(await _receive(peer, PROOF_BYTES))
+            own.unseen.discard(hello.nonce)
             await _send(peer, proofs.welcome(own.store_id))
             return _taken(peer), hello.store_id
         except BaseException:
