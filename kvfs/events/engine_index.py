@@ -1,8 +1,11 @@
 """The blocks in engines' own memory, by their KV events.
 
-Responsibility: find the engines that hold a block. `kvfs.events.event_streams` puts their events in order.
+Responsibility: find the engines that hold a block, and how long a prefix is that they can go on from.
+`kvfs.events.event_streams` puts their events in order, `kvfs.groups` has the rules for models whose layers have several
+caches.
 
-Invariants: at most `max_blocks` of each stream are remembered; what is not is counted.
+Invariants: at most `max_blocks` of each stream are remembered; what is not is counted. What layers a group has is what
+the last event of its blocks said, and full attention where it said nothing.
 
 Concurrency: plain state for one thread, without a clock.
 """
@@ -10,14 +13,27 @@ Concurrency: plain state for one thread, without a clock.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from kvfs.events.event_streams import Engine, EventStreams, Missing
 from kvfs.events.kv_events import GPU, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
+from kvfs.groups import Group, longest_prefix
 from kvfs.limits import MAX_ENGINE_BLOCKS
 
 Place = tuple[str, int | None]
 """A medium, and the engine's group of layers: models with several kinds of attention have a cache for each."""
+_WINDOWS: Final = frozenset(("sliding_window", "sliding_window_mla"))
+_STATES: Final = frozenset(("mamba",))
+"""Names of vLLM's KVCacheSpecKind."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """What an engine has in one place."""
+
+    group: Group
+    blocks: set[BlockHash] = field(default_factory=set)
 
 
 class EngineIndex:
@@ -25,7 +41,7 @@ class EngineIndex:
 
     def __init__(self, max_blocks: int = MAX_ENGINE_BLOCKS) -> None:
         self._streams = EventStreams(self)
-        self._places: dict[Engine, dict[Place, set[BlockHash]]] = {}
+        self._places: dict[Engine, dict[Place, _Held]] = {}
         self._clears: defaultdict[Engine, int] = defaultdict(int)
         self._max_blocks = max_blocks
         self._over_limit = 0
@@ -40,11 +56,16 @@ class EngineIndex:
         return [engine for engine in self._places if self._holds(engine, block, medium)]
 
     def match(self, engine: Engine, blocks: list[BlockHash], medium: str = GPU) -> int:
-        """Return how many of these blocks an engine holds without a gap from the first on."""
-        for count, block in enumerate(blocks):
-            if not self._holds(engine, block, medium):
-                return count
-        return len(blocks)
+        """Return how many of these blocks, from the first on, an engine can go on from: each of its groups has what its
+        layers read."""
+        groups = [held for (where, _), held in self._places.get(engine, {}).items() if where == medium]
+
+        def present(group: int, first: int, last: int) -> list[bool]:
+            return [block in groups[group].blocks for block in blocks[first:last]]
+
+        if not groups:
+            return 0
+        return longest_prefix([held.group for held in groups], 0, len(blocks), present).boundary
 
     def status(self) -> dict[str, Any]:
         """Return counters and streams, as JSON values."""
@@ -52,7 +73,7 @@ class EngineIndex:
             {
                 "topic": engine.topic,
                 "rank": engine.rank,
-                "blocks": sum(map(len, places.values())),
+                "blocks": _count(places),
                 "next": self._streams.next_of(engine),
                 "clears": self._clears[engine],
             }
@@ -62,7 +83,7 @@ class EngineIndex:
 
     def _holds(self, engine: Engine, block: BlockHash, medium: str) -> bool:
         places = self._places.get(engine, {})
-        return any(block in held for (where, _), held in places.items() if where == medium)
+        return any(block in held.blocks for (where, _), held in places.items() if where == medium)
 
     # --- what comes in ------------------------------------------------------------------------------------
     def receive(self, frames: list[bytes]) -> Missing | None:
@@ -94,12 +115,25 @@ class EngineIndex:
         else:
             held = self._places[engine].get(_place(event))
             if held is not None:
-                held.difference_update(event.block_hashes)
+                held.blocks.difference_update(event.block_hashes)
 
-    def _store(self, places: dict[Place, set[BlockHash]], event: BlockStored) -> None:
-        room = self._max_blocks - sum(map(len, places.values()))
+    def _store(self, places: dict[Place, _Held], event: BlockStored) -> None:
+        room = self._max_blocks - _count(places)
         self._over_limit += max(len(event.block_hashes) - room, 0)
-        places.setdefault(_place(event), set()).update(event.block_hashes[: max(room, 0)])
+        if blocks := event.block_hashes[: max(room, 0)]:
+            held = places.setdefault(_place(event), _Held(Group()))
+            held.group = _group(event)
+            held.blocks.update(blocks)
+
+
+def _count(places: dict[Place, _Held]) -> int:
+    return sum(len(held.blocks) for held in places.values())
+
+
+def _group(event: BlockStored) -> Group:
+    if event.kv_cache_spec_kind in _WINDOWS and event.kv_cache_spec_sliding_window:
+        return Group.of_window(event.kv_cache_spec_sliding_window, max(event.block_size, 1))
+    return Group.of_state() if event.kv_cache_spec_kind in _STATES else Group()
 
 
 def _place(event: BlockStored | BlockRemoved) -> Place:

@@ -59,6 +59,8 @@ class Stream:
     """When its last event came."""
     owed_s: float = float("inf")
     """Since when an answer needed blocks of which no event has come, nor any other."""
+    group: int | None = None
+    """The engine's group of layers whose blocks count, once it has said what they are."""
     sources: dict[str, int] = field(default_factory=dict)
     """By medium."""
     expecting: set[int] = field(default_factory=set)

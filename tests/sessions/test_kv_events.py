@@ -341,7 +341,7 @@ def test_streams_and_media_and_groups_are_told_apart() -> None:
     assert index.holders(1) == [Engine("a", 0), Engine(TOPIC, 2)], "the other group still has it"
     index.receive(message(3, BlockRemoved([1], GPU, group_idx=1), rank=2))
     assert index.holders(1) == [Engine("a", 0)]
-    assert index.match(Engine(TOPIC, 2), [2, 1]) == 1
+    assert index.match(Engine(TOPIC, 2), [2, 1]) == 0, "the other group has not the block that it reads"
 
 
 def test_an_index_has_limits() -> None:

@@ -7,6 +7,8 @@ Invariants:
 - A batch of a topic without an instance touches nothing but its count.
 - A stream that lost batches is cleared before what comes after the gap. If a kvfs service publishes it, its manifest is
   wanted; an engine has none, so that it is asked for all that it can replay, or its blocks are known from then on.
+- Of an engine whose layers have several caches the blocks of one of full attention count. What its sliding windows or
+  recurrent layers have let go of makes its hits shorter than that.
 
 Concurrency: one thread; I/O is in `scheduler.conductor.feeds.listener`.
 """
@@ -14,6 +16,7 @@ Concurrency: one thread; I/O is in `scheduler.conductor.feeds.listener`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from kvfs.events.event_streams import Engine, EventStreams, Missing
 from kvfs.events.kv_events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
@@ -21,6 +24,9 @@ from kvfs.keys import HASH_BYTES
 from scheduler.conductor.feeds.engine_hashes import EngineHashes
 from scheduler.conductor.registry import Registry
 from scheduler.conductor.sources import Knowledge, Stream, StreamName
+
+_FULL: Final = frozenset(("full_attention", "mla_attention", "sink_full_attention"))
+"""Names of vLLM's KVCacheSpecKind."""
 
 
 class Feed:
@@ -110,12 +116,23 @@ class Feed:
             stream.knowledge = Knowledge.CURRENT
         if isinstance(event, AllBlocksCleared):
             self._clear(stream, Knowledge.CURRENT)
-        elif event.group_idx:
+        elif not self._is_followed(stream, event):
             self._registry.counts["other_group_events"] += 1
         elif stream.is_store:
             self._of_store(stream, event)
         else:
             self._of_engine(stream, event)
+
+    def _is_followed(self, stream: Stream, event: BlockStored | BlockRemoved) -> bool:
+        """Return whether an event is of the group of layers whose blocks count: one of full attention, which reads all
+        blocks of a prefix; the first group where an engine does not say what it has."""
+        group = event.group_idx or 0
+        if isinstance(event, BlockStored) and event.kv_cache_spec_kind is not None:
+            if event.kv_cache_spec_kind not in _FULL:
+                return False
+            if stream.group is None:
+                stream.group = group
+        return group == (stream.group or 0)
 
     def _of_store(self, stream: Stream, event: BlockStored | BlockRemoved) -> None:
         keys = [each for each in event.block_hashes if isinstance(each, bytes) and len(each) == HASH_BYTES]

@@ -114,6 +114,21 @@ def test_what_has_no_key_is_counted_and_is_a_miss(event: BlockStored, count: str
     assert stand.conductor.counts[count] > 0
 
 
+def test_blocks_of_full_attention_count_in_whatever_group_they_are() -> None:
+    stand = Stand()
+    events: list[KVEvent] = [
+        stored([1, 2, 3], PROMPT[:48], group_idx=0, kv_cache_spec_kind="sliding_window"),
+        stored([1, 2], PROMPT[:32], group_idx=2, kv_cache_spec_kind="full_attention"),
+        stored([1, 2, 3], PROMPT[:48], group_idx=3, kv_cache_spec_kind="full_attention"),
+        BlockRemoved([1, 2, 3], GPU, group_idx=0),
+    ]
+    stand.feed.receive(message("engine-a", 0, *events))
+    assert stand.held(PROMPT) == 2
+    assert stand.conductor.counts["other_group_events"] == 3
+    stand.feed.receive(message("engine-a", 1, BlockRemoved([2], GPU, group_idx=2)))
+    assert stand.held(PROMPT) == 1
+
+
 def test_extra_keys_that_say_nothing_do_not_matter() -> None:
     stand = Stand()
     stand.feed.receive(message("engine-a", 0, stored([1, 2], PROMPT[:32], extra_keys=[None, None])))

@@ -1,0 +1,77 @@
+"""Prefixes of engines whose layers have several caches, as their KV events say it, against a plain model."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvfs.events.engine_index import EngineIndex
+from kvfs.events.event_streams import Engine
+from kvfs.events.kv_events import CPU, GPU, BlockRemoved, BlockStored, KVEvent
+from tests.sessions.test_kv_events import TOPIC, message
+
+ENGINE = Engine(TOPIC, 0)
+BLOCK = 16
+KINDS = (
+    ("full_attention", None),
+    ("sliding_window", 3 * BLOCK + 1),
+    ("mamba", None),
+    ("mla_attention", None),
+)
+
+
+def stored(group: int, blocks: list[int], medium: str = GPU) -> BlockStored:
+    kind, window = KINDS[group]
+    return BlockStored(
+        list(blocks),
+        None,
+        [],
+        BLOCK,
+        None,
+        medium,
+        None,
+        group_idx=group,
+        kv_cache_spec_kind=kind,
+        kv_cache_spec_sliding_window=window,
+    )
+
+
+def index_of(*events: KVEvent) -> EngineIndex:
+    index = EngineIndex()
+    for sequence, event in enumerate(events):
+        assert index.receive(message(sequence, event)) is None
+    return index
+
+
+def reads(group: int, boundary: int) -> set[int]:
+    """The blocks that the layers of a group read from a boundary on."""
+    tokens = {0: boundary * BLOCK, 1: 3 * BLOCK, 2: 1, 3: boundary * BLOCK}[group]
+    return {token // BLOCK for token in range(max(boundary * BLOCK - tokens, 0), boundary * BLOCK)}
+
+
+@given(st.lists(st.sets(st.integers(0, 9)), min_size=4, max_size=4), st.sets(st.integers(0, 3), min_size=1))
+def test_a_prefix_is_as_long_as_each_group_has_what_its_layers_read(
+    held: list[set[int]], groups: set[int]
+) -> None:
+    events: list[KVEvent] = []
+    for group in sorted(groups):
+        events += [
+            stored(group, list(range(10))),
+            BlockRemoved(sorted(set(range(10)) - held[group]), GPU, group_idx=group),
+        ]
+    lengths = [n for n in range(11) if all(reads(group, n) <= held[group] for group in groups)]
+    assert index_of(*events).match(ENGINE, list(range(10))) == max(lengths)
+
+
+def test_groups_of_another_medium_are_not_asked() -> None:
+    index = index_of(stored(0, [1, 2]), stored(2, [2], CPU))
+    assert index.match(ENGINE, [1, 2]) == 2
+    assert index.match(ENGINE, [1, 2], CPU) == 2, "a state is of all tokens before it"
+
+
+@pytest.mark.parametrize("kind", [None, "unknown", "a kind of a later release"])
+def test_a_group_that_does_not_say_what_it_is_reads_all_blocks(kind: str | None) -> None:
+    event = BlockStored([2], None, [], BLOCK, None, GPU, None, kv_cache_spec_kind=kind)
+    assert index_of(event).match(ENGINE, [1, 2]) == 0
+    assert index_of(event).match(ENGINE, [2, 1]) == 1
