@@ -8,6 +8,9 @@ Responsibility: vLLM's interface (KVConnectorBase_V1); `Planner` works in the sc
 worker's. Further keys of kv_connector_extra_config: `revision` (of the weights; else their files identify them), `load`
 (`async`, between steps, or `layers`, within the step), `store` (`all` or `prompt`).
 
+Layers of one kind are a cache group with blocks, keys and a namespace of its own: many models have one group, of full
+attention; for those with sliding windows or recurrent layers vLLM's hybrid KV cache manager stays on.
+
 Weights: keys have a digest of all ranks' weights in memory. `reset_cache` begins an epoch, whose number goes to the
 workers with each step's plan: in each step a worker compares its weights with those of the epoch before anything is
 loaded or stored.
@@ -30,14 +33,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.lora.utils import get_adapter_absolute_path
+from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 
 from kvfs.connectors.adapters import LoadedAdapters
 from kvfs.connectors.common import VLLM_LOG, Link, address_of
-from kvfs.connectors.vllm_layout import Shard, check_parallel, group_layers, shard_of
+from kvfs.connectors.vllm_group_planner import GroupPlanner
+from kvfs.connectors.vllm_layout import Shard, check_parallel, shard_of
+from kvfs.connectors.vllm_rules.cache_groups import check_settings, extra_of, groups_of, is_plain
 from kvfs.connectors.vllm_scheduler import Plan, Planner, Rank, Step
 from kvfs.connectors.vllm_weights import Peers, Watch, adapters_of, calling_worker, models_of
 from kvfs.connectors.vllm_worker import Transfers
@@ -63,9 +71,10 @@ class KVFSMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class KVFSHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """From each worker to the scheduler, once: its namespace, as JSON, and the sample of its weights in memory."""
+    """From each worker to the scheduler, once: its namespaces by cache group, as JSON, and the sample of its weights in
+    memory."""
 
-    namespace: str
+    namespaces: dict[int, str]
     weights: bytes
 
 
@@ -139,7 +148,7 @@ def check_config(extra: dict[str, Any]) -> dict[str, str]:
     return chosen
 
 
-class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class KVFSConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Connect vLLM's scheduler or one of its workers."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -152,7 +161,10 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 "evicted between its lookup and its load"
             )
         check_parallel(vllm_config.parallel_config)
-        self._check_model()
+        self._groups = groups_of(kv_cache_config)
+        self._is_plain = is_plain(kv_cache_config.kv_cache_groups)
+        if not self._is_plain:
+            check_settings(self._groups, vllm_config, self._chosen["load"])
         self._link = Link(
             address_of(transfer.kv_connector_extra_config), name="vllm", log=logging.getLogger(VLLM_LOG)
         )
@@ -167,17 +179,13 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if role == KVConnectorRole.SCHEDULER:
             self._planner = self._new_planner()
 
-    def _check_model(self) -> None:
-        """Refuse a model that cannot be served. Raises InvalidRequest."""
-        group_layers(self._kv_cache_config)
-
     def _new_planner(self) -> Planner:
-        return Planner(
-            self._link,
-            self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
-            store_generated=self._chosen["store"] == "all",
-            is_async=self._chosen["load"] == "async",
-        )
+        block_tokens = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        store_generated = self._chosen["store"] == "all"
+        if not self._is_plain:
+            return GroupPlanner(self._link, block_tokens, self._groups, store_generated=store_generated)
+        is_async = self._chosen["load"] == "async"
+        return Planner(self._link, block_tokens, store_generated=store_generated, is_async=is_async)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -206,15 +214,24 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def _shards_of(self, kv_caches: dict[str, torch.Tensor]) -> dict[Rank, Shard]:
         """Return this worker's part of each cache group. Raises InvalidRequest for a cache that is not supported."""
-        [group] = self._kv_cache_config.kv_cache_groups
-        shard = shard_of(self._vllm_config, self._kv_cache_config, group, kv_caches)
-        return {(shard.namespace.pipeline_rank, shard.namespace.tensor_rank): shard}
+        groups = self._kv_cache_config.kv_cache_groups
+        shards: dict[Rank, Shard] = {}
+        for index, group in enumerate(groups):
+            if any(name in kv_caches for name in group.layer_names):  # a stage of a pipeline may have none
+                extra = extra_of(group, groups)
+                if self._groups[index].is_state:
+                    extra["group_state"] += f" {get_conv_state_layout()}"
+                shard = shard_of(self._vllm_config, self._kv_cache_config, group, kv_caches, extra)
+                shards[shard.namespace.pipeline_rank, shard.namespace.tensor_rank, index] = shard
+        if not shards:
+            raise InvalidRequest("the engine has no KV cache")
+        return shards
 
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+    def get_handshake_metadata(self) -> KVFSHandshake | None:
         if self._watch is None:
             return None
-        [shard] = self._shards.values()
-        return KVFSHandshake(shard.namespace.canonical.decode(), self._watch.sample)
+        namespaces = {rank[-1]: shard.namespace.canonical.decode() for rank, shard in self._shards.items()}
+        return KVFSHandshake(namespaces, self._watch.sample)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -251,8 +268,19 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._transfers.adapters.ended(finished_req_ids)
         return None, set(self._transfers.take_finished())
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Report loads that have ended; of several groups those that failed by their requests, not by their blocks."""
+        if self._is_plain or self._transfers is None:
+            return super().get_transfer_results(finished_req_ids)
+        finished = self._transfers.take_finished()
+        self._transfers.take_failed_blocks()
+        failed = {request_id for request_id, is_good in finished.items() if not is_good}
+        return KVConnectorTransferResults(finished_recving=set(finished), failed_recving=failed)
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._transfers.take_failed_blocks() if self._transfers is not None else set()
+        if self._transfers is None or not self._is_plain:
+            return set()
+        return self._transfers.take_failed_blocks()
 
     def shutdown(self) -> None:
         if self._transfers is not None:
@@ -272,20 +300,21 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._planner
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Rank, Any]) -> None:
+        """Take the namespaces of all workers and their weights. Groups of full attention come first: a prefill engine
+        names its blocks, and a Conductor knows them."""
         ranks = sorted(metadata.items())
-        self._know({rank: each.namespace for rank, each in ranks}, [each.weights for _, each in ranks])
-
-    def _know(self, namespaces: dict[Rank, str], samples: list[bytes]) -> None:
-        """Take the namespaces of all workers, as JSON, and the samples of their weights, in the order of ranks."""
-        weights = "memory " + hashlib.sha256(b"".join(samples)).hexdigest()[:32]
-        found = {rank: Namespace.from_json(namespace) for rank, namespace in namespaces.items()}
+        named = [((*rank, group), each) for rank, every in ranks for group, each in every.namespaces.items()]
+        named.sort(key=lambda item: (self._groups[item[0][-1]].window_blocks is not None, item[0]))
+        found = {rank: Namespace.from_json(namespace) for rank, namespace in named}
+        samples = hashlib.sha256(b"".join(each.weights for _, each in ranks))
+        weights = "memory " + samples.hexdigest()[:32]
         self.planner.set_namespaces(found, weights)
         if found:  # docs/conductor.md
             role = str(self._vllm_config.kv_transfer_config.kv_role)
-            self._known_by = {"namespace": next(iter(namespaces.values())), "weights": weights, "role": role}
+            self._known_by = {"namespace": named[0][1], "weights": weights, "role": role}
             logging.getLogger(VLLM_LOG).info(
                 'kvfs: a Conductor knows these blocks by {"namespace": %s, "weights": "%s"}',
-                next(iter(namespaces.values())),
+                named[0][1],
                 weights,
             )
 
@@ -330,6 +359,7 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         if connector_output.invalid_block_ids:
             self.planner.failed(connector_output.invalid_block_ids)
+        self.planner.failed_requests(connector_output.failed_recving or ())
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, KVFSReport):
             self.planner.end_epoch(report.epoch)
@@ -345,13 +375,18 @@ class KVFSConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self.planner.match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self.planner.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self.planner.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVFSMetadata:
         return KVFSMetadata(self.planner.plan(_steps_of(scheduler_output)))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return False, self.planner.finished(request)  # its blocks were copied out when its last step ended
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
 
 
 def _steps_of(output: Any) -> Iterator[Step]:

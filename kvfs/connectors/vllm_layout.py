@@ -8,13 +8,12 @@ in the layer's tensor, in the order of memory. vLLM gives each layer as [rows, h
 strides of its backend; a block has one row, or several where the backend's blocks are smaller. Recurrent layers' state
 is the bytes of all its tensors, without what vLLM pads it by.
 
-Invariants: a group of layers that is not plain full attention, and tensors that cannot be described, are refused
-(InvalidRequest). Two engines have one namespace only if the same tokens give the same bytes. Concurrency: immutable.
+Invariants: tensors that cannot be described are refused (InvalidRequest). Two engines have one namespace only if the
+same tokens give the same bytes. Concurrency: immutable.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,14 +25,12 @@ import torch
 from kvfs._native.blocks.pieces import Scatter
 from kvfs.connectors.common import architecture_of, config_digest, model_revision
 from kvfs.errors import InvalidRequest
-from kvfs.groups import Group
 from kvfs.namespaces import Namespace
 
 FORMAT = "1"
 """The format of a stored block; another order of bytes gets another one, and so another namespace."""
-_FULL = ("FullAttentionSpec", "MLAAttentionSpec")
-_STATE = "MambaSpec"
-"""Of all recurrent layers: Mamba, linear attention, short convolutions."""
+_COMPRESSED = ("MLAAttentionSpec", "MambaSpec")
+"""Kinds of cache whose blocks have neither heads nor keys and values."""
 _DTYPES = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
@@ -169,70 +166,6 @@ class Shard:
     layout: KVLayout
 
 
-def group_layers(kv_cache_config: Any) -> list[str]:
-    """Return the layers of the only cache group. Raises InvalidRequest for other than plain full attention."""
-    groups = list(kv_cache_config.kv_cache_groups)
-    if len(groups) != 1:
-        raise InvalidRequest(
-            f"{len(groups)} groups of KV cache: models with several kinds of attention are not supported"
-        )
-    kind = type(groups[0].kv_cache_spec).__name__
-    if kind not in _FULL:
-        raise InvalidRequest(f"KV cache of kind {kind} is not supported, only full attention and MLA are")
-    return list(groups[0].layer_names)
-
-
-def groups_of(kv_cache_config: Any) -> list[Group]:
-    """Return the cache groups. Raises InvalidRequest for those that are not supported."""
-    groups = [_group_of(group) for group in kv_cache_config.kv_cache_groups]
-    sizes = sorted({group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups})
-    if len(sizes) > 1:
-        raise InvalidRequest(f"cache groups with blocks of {sizes} tokens: different sizes are not supported")
-    if not groups:
-        raise InvalidRequest("the engine has no KV cache")
-    return groups
-
-
-def _group_of(group: Any) -> Group:
-    spec, kind = group.kv_cache_spec, type(group.kv_cache_spec).__name__
-    if group.is_eagle_group or getattr(spec, "extra_retained_tokens", 0):
-        raise InvalidRequest("a cache group of a draft model (EAGLE, MTP) is not supported")
-    if kind in _FULL:
-        return Group()
-    if kind == _STATE:
-        if spec.mamba_cache_mode != "align":
-            raise InvalidRequest(
-                f"mamba_cache_mode = {spec.mamba_cache_mode!r} is not supported, only 'align' with prefix caching on, "
-                "which keeps recurrent layers' state at ends of blocks"
-            )
-        return Group.of_state()
-    if kind != "SlidingWindowSpec":
-        raise InvalidRequest(
-            f"KV cache of kind {kind} is not supported, only full attention, MLA, sliding windows and recurrent "
-            "state are"
-        )
-    if spec.sliding_window < 2:
-        raise InvalidRequest(f"a sliding window of {spec.sliding_window} tokens has no blocks to load")
-    return Group.of_window(spec.sliding_window, spec.block_size)
-
-
-def extra_of(group: Any, groups: Sequence[Any]) -> dict[str, str]:
-    """Return what sets the blocks of a group apart from those of the same model's others, for their namespace; nothing
-    for the only one of full attention."""
-    spec, kind = group.kv_cache_spec, type(group.kv_cache_spec).__name__
-    if len(groups) == 1 and kind in _FULL:
-        return {}
-    extra = {
-        "group_kind": kind,
-        "group_window": str(getattr(spec, "sliding_window", None) or "none"),
-        "group_layers": hashlib.sha256("\0".join(group.layer_names).encode()).hexdigest()[:32],
-    }
-    if kind == _STATE:
-        parts = (f"{dtype} {tuple(shape)}" for dtype, shape in zip(spec.dtypes, spec.shapes, strict=True))
-        extra["group_state"] = f"{spec.mamba_type.name} {', '.join(parts)}"
-    return extra
-
-
 def check_parallel(parallel: Any) -> None:
     """Check vLLM's ParallelConfig. Raises InvalidRequest for context parallelism, whose ranks have parts of a block."""
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -272,7 +205,7 @@ def namespace_of(
             model.revision,
         ),
         dtype=_DTYPES[dtype],
-        layout="LTC" if type(spec).__name__ in ("MLAAttentionSpec", _STATE) else "LHTKD",
+        layout="LTC" if type(spec).__name__ in _COMPRESSED else "LHTKD",
         block_tokens=spec.block_size,
         tensor_shards=tensor_shards,
         tensor_rank=parallel.rank % tensor_shards,

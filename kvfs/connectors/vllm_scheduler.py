@@ -34,7 +34,7 @@ import numpy as np
 from kvfs.client.blocks import Blocks
 from kvfs.connectors.adapters import Adapter, Adapters
 from kvfs.connectors.common import VLLM_LOG, Link, LowerTiers, new_epoch
-from kvfs.connectors.vllm_handover import Handover, Wait, answer, is_asked_for
+from kvfs.connectors.vllm_rules.handover import Handover, Wait, answer, is_asked_for
 from kvfs.keys import HASH_BYTES, prefix_hashes
 from kvfs.limits import CONNECTOR_MATCH_S, MAX_EXTRA_BYTES
 from kvfs.namespaces import Namespace
@@ -137,7 +137,7 @@ class Planner:
         """Whether the engine's own cache may hold blocks of weights before the epoch's."""
         self._requests: dict[str, Tracked] = {}
         self._loads: list[BlockRun] = []
-        self._loading: dict[str, BlockRun] = {}
+        self._loading: dict[str, list[BlockRun]] = {}
         """The last load of each request."""
         self._failed: set[str] = set()
         """Requests of which a load has failed."""
@@ -264,28 +264,44 @@ class Planner:
             )
         return 0
 
-    def allocated(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """Plan a load into the blocks that the engine has allocated for it."""
+    def allocated(self, request: Any, by_group: Sequence[Sequence[int]], num_external_tokens: int) -> None:
+        """Plan a load into the blocks that the engine has allocated for it, of each cache group."""
         if num_external_tokens <= 0:
             return
         tracked = self._requests[request.request_id]
         first, count = tracked.matched_from, num_external_tokens // self._block_tokens
-        run = self._run(tracked, tracked.keys, first, first + count, block_ids)
-        self._loads.append(run)
-        self._loading[request.request_id] = run
+        loads = list(self._loads_of(tracked, first, first + count, by_group))
+        self._loads += loads
+        self._loading[request.request_id] = loads
         self.counts["hit_blocks"] += count
+
+    def _loads_of(
+        self, tracked: Tracked, first: int, last: int, by_group: Sequence[Sequence[int]]
+    ) -> Iterator[BlockRun]:
+        """Return what a request needs to go on behind its first `last` blocks, of which it has the first `first`."""
+        yield self._run(tracked, tracked.keys, first, last, by_group[0])
 
     def failed(self, block_ids: Set[int]) -> None:
         """Note blocks of the engine's cache that were not loaded: their requests compute them, and ask no more."""
-        blocks = self._link.blocks(next(iter(self._namespaces.values())))
-        for request_id, run in list(self._loading.items()):
+        for request_id, [run] in list(self._loading.items()):
             which = [i for i, block in enumerate(run.block_ids) if block in block_ids]
-            if not which:
-                continue
-            del self._loading[request_id]
-            self._failed.add(request_id)
+            if which:
+                self._failed_load(request_id, which)
+
+    def failed_requests(self, request_ids: Iterable[str]) -> None:
+        """Note requests of which a load failed: the engine begins them anew, and they ask no more."""
+        for request_id in request_ids:
+            self._failed_load(request_id, None)
+
+    def _failed_load(self, request_id: str, which: Sequence[int] | None) -> None:
+        """Note that blocks of a load were not loaded; None: perhaps none of them was."""
+        self._failed.add(request_id)
+        blocks = self._link.blocks(next(iter(self._namespaces.values())))
+        for run in self._loading.pop(request_id, []):
             for keys in run.keys.values():
-                missed = b"".join(keys[i * HASH_BYTES : (i + 1) * HASH_BYTES] for i in which)
+                missed = keys
+                if which is not None:
+                    missed = b"".join(keys[i * HASH_BYTES : (i + 1) * HASH_BYTES] for i in which)
                 if blocks is not None:
                     self._link.attempt(partial(self._lower.failed, blocks, missed), None)
 

@@ -1,6 +1,6 @@
 """A worker's half of the vLLM connector: copies blocks between the paged KV cache and the store, around each step.
 
-A worker has a shard of each cache group: of the only one, or of several (`kvfs.connectors.hybrid.vllm_hybrid`).
+A worker has a shard of each cache group: of the only one, or of several (`kvfs.connectors.vllm_group_planner`).
 
 Responsibility: loads, between steps (`is_async`) or layer by layer ahead of the layer that needs them; which blocks of
 a step are stored, layer by layer behind the layer that computed them (`kvfs.connectors.vllm_stores`); and reports of

@@ -223,7 +223,7 @@ class Engine:
         had = len(request.by)
         tokens, _ = self.planner.match(request, had * BLOCK)
         assert tokens is not None
-        self.planner.allocated(request, list(range(WHOLE + 1)), tokens)
+        self.planner.allocated(request, [list(range(WHOLE + 1))], tokens)
         for run in self.planner.plan([]).loads:
             assert run.adapter is not None
             self.loaded.loading(request.request_id, run.adapter, run.block_ids)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -328,22 +327,6 @@ def test_caches_that_cannot_be_described_are_refused(layers: dict[str, Any], mes
 
     with pytest.raises(InvalidRequest, match=message):
         KVLayout(layers, BLOCKS)
-
-
-@pytest.mark.parametrize(
-    ("groups", "message"),
-    [
-        ([], "0 groups"),
-        (["FullAttentionSpec"] * 2, "2 groups"),
-        (["MambaSpec"], "MambaSpec is not supported"),
-    ],
-)
-def test_groups_that_are_not_plain_attention_are_refused(groups: list[str], message: str) -> None:
-    from kvfs.connectors.vllm_layout import group_layers
-
-    specs = [SimpleNamespace(kv_cache_spec=type(name, (), {})(), layer_names=["a"]) for name in groups]
-    with pytest.raises(InvalidRequest, match=message):
-        group_layers(SimpleNamespace(kv_cache_groups=specs))
 
 
 def test_layers_that_share_memory_count_once() -> None:

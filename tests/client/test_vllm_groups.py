@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfs import prefix_hashes
-from kvfs.connectors.hybrid.group_planner import NULL_BLOCK, HybridPlanner
+from kvfs.connectors.vllm_group_planner import NULL_BLOCK, GroupPlanner
 from kvfs.connectors.vllm_scheduler import Plan, Planner, Rank, Step, split_keys
 from kvfs.errors import InvalidRequest
 from kvfs.groups import Group, Kept, checkpoint_blocks, longest_prefix
@@ -112,8 +112,8 @@ def _no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Planner, "_extra", lambda self, tracked, first, last: [None] * (last - first))
 
 
-def hybrid(link: FakeLink, groups: Sequence[Group] = GROUPS) -> HybridPlanner:
-    made = HybridPlanner(link, BLOCK, groups, store_generated=True)  # type: ignore[arg-type]
+def hybrid(link: FakeLink, groups: Sequence[Group] = GROUPS) -> GroupPlanner:
+    made = GroupPlanner(link, BLOCK, groups, store_generated=True)  # type: ignore[arg-type]
     made.set_namespaces(group_namespaces())
     return made
 
@@ -156,7 +156,7 @@ def take(link: FakeLink, plan: Plan) -> None:
 
 
 def compute(
-    made: HybridPlanner, link: FakeLink, request: Any, chunks: Sequence[int], computed: int = 0
+    made: GroupPlanner, link: FakeLink, request: Any, chunks: Sequence[int], computed: int = 0
 ) -> set[int]:
     """Compute a request in steps of these sizes, then what is left, with a stop at its last whole block, as vLLM does
     for recurrent layers. Return where steps ended."""
@@ -211,7 +211,7 @@ def test_what_one_request_stores_another_one_loads_in_all_groups_or_not_at_all(d
     expected = longest_prefix(GROUPS, first, end, present_in(link, keys)).boundary - first
     assert (hits, is_async) == (expected * BLOCK, expected > 0)
     tables = FakeEngine().extend((first + expected) * BLOCK, len(tokens))
-    made.allocated_groups(again, tables, hits or 0)
+    made.allocated(again, tables, hits or 0)
     loads = made.plan([]).loads
     for index, group in enumerate(GROUPS):
         runs = [run for run in loads if (0, 0, index) in run.keys]
@@ -244,7 +244,7 @@ def test_a_load_that_failed_is_a_miss_for_its_request() -> None:
     compute(made, link, request, [])
     again = FakeRequest("again", tokens)
     assert made.match(again, 0) == (6 * BLOCK, True)
-    made.allocated_groups(again, FakeEngine().extend(6 * BLOCK, len(tokens)), 6 * BLOCK)
+    made.allocated(again, FakeEngine().extend(6 * BLOCK, len(tokens)), 6 * BLOCK)
     made.failed_requests({"again"})
     assert made.match(again, 0) == (0, False)
     made.finished(again)
@@ -257,7 +257,7 @@ def test_one_group_of_full_attention_has_the_keys_of_the_plain_planner() -> None
         link = FakeLink()
         plain = namespaces()
         if is_hybrid:
-            made: Planner = HybridPlanner(link, BLOCK, [Group()], store_generated=True)  # type: ignore[arg-type]
+            made: Planner = GroupPlanner(link, BLOCK, [Group()], store_generated=True)  # type: ignore[arg-type]
             made.set_namespaces({(*rank, 0): namespace for rank, namespace in plain.items()}, "weights")
         else:
             made = Planner(link, BLOCK, store_generated=True, is_async=True)  # type: ignore[arg-type]
@@ -286,7 +286,7 @@ def state_group(**fields: Any) -> Any:
 
 def test_groups_of_vllm_are_those_of_windows_full_attention_and_states() -> None:
     pytest.importorskip("torch")
-    from kvfs.connectors.vllm_layout import extra_of, groups_of
+    from kvfs.connectors.vllm_rules.cache_groups import extra_of, groups_of
 
     window, other = (spec_group("SlidingWindowSpec", [name], sliding_window=64) for name in "ab")
     full = spec_group("FullAttentionSpec", ["c"])
@@ -308,7 +308,10 @@ def test_groups_of_vllm_are_those_of_windows_full_attention_and_states() -> None
         ([spec_group("ChunkedLocalAttentionSpec", "a")], "ChunkedLocalAttentionSpec is not supported"),
         ([state_group(mamba_cache_mode="none")], "mamba_cache_mode = 'none' is not supported"),
         ([state_group(mamba_cache_mode="all")], "mamba_cache_mode = 'all' is not supported"),
-        ([spec_group("FullAttentionSpec", "a", eagle=True)], "draft model"),
+        (
+            [spec_group("FullAttentionSpec", "a"), spec_group("FullAttentionSpec", "b", eagle=True)],
+            "draft model",
+        ),
         (
             [spec_group("SlidingWindowSpec", "a", sliding_window=64, extra_retained_tokens=3)],
             "draft model",
@@ -322,7 +325,43 @@ def test_groups_of_vllm_are_those_of_windows_full_attention_and_states() -> None
 )
 def test_other_groups_are_refused(groups: list[Any], message: str) -> None:
     pytest.importorskip("torch")
-    from kvfs.connectors.vllm_layout import groups_of
+    from kvfs.connectors.vllm_rules.cache_groups import groups_of
 
     with pytest.raises(InvalidRequest, match=message):
         groups_of(SimpleNamespace(kv_cache_groups=groups))
+
+
+def test_one_group_of_full_attention_may_have_a_draft_models_layers() -> None:
+    from kvfs.connectors.vllm_rules.cache_groups import groups_of, is_plain
+
+    groups = [spec_group("FullAttentionSpec", "ab", eagle=True)]
+    assert is_plain(groups)
+    assert groups_of(SimpleNamespace(kv_cache_groups=groups)) == [Group()]
+
+
+@pytest.mark.parametrize("state", [False, True], ids=["windows", "states"])
+@pytest.mark.parametrize(
+    ("load", "setting", "message"),
+    [
+        ("layers", {}, "load = 'layers' is not supported for several cache groups"),
+        ("async", {"lora_config": object()}, r"adapters \(LoRA\) are not supported"),
+        ("async", {"speculative_config": "eagle"}, "speculative decoding by eagle is not supported"),
+        ("async", {"speculative_config": "ngram"}, "speculative decoding by ngram is not supported"),
+        ("async", {}, ""),
+    ],
+)
+def test_settings_that_do_not_go_with_several_groups_are_refused(
+    load: str, setting: dict[str, Any], message: str, state: bool
+) -> None:
+    from kvfs.connectors.vllm_rules.cache_groups import check_settings
+
+    method = setting.get("speculative_config")
+    speculative = method and SimpleNamespace(method=method, use_eagle=lambda: method == "eagle")
+    config = SimpleNamespace(**{"lora_config": None, **setting, "speculative_config": speculative})
+    groups = [Group.of_state() if state else Group(4), Group()]
+    if not message or (method == "ngram" and not state):
+        check_settings(groups, config, load)
+        return
+    with pytest.raises(InvalidRequest, match=message) as refused:
+        check_settings(groups, config, load)
+    assert ("--disable-hybrid-kv-cache-manager" in str(refused.value)) != state

@@ -132,7 +132,7 @@ def test_a_hit_is_a_hit_on_every_rank() -> None:
     assert made.match(request, 2 * BLOCK) == (BLOCK, True)
     assert made.match(request, 3 * BLOCK) == (0, False)
     made.match(request, BLOCK)
-    made.allocated(request, [10, 11, 12, 13, 14, 15], 2 * BLOCK)
+    made.allocated(request, [[10, 11, 12, 13, 14, 15]], 2 * BLOCK)
     [load] = made.plan([]).loads
     assert load.block_ids == [11, 12]
     assert {rank: list(split_keys(k)) for rank, k in load.keys.items()} == {r: keys[r][1:3] for r in RANKS}
@@ -224,7 +224,7 @@ def loading(made: Planner, name: str, tokens: Sequence[int]) -> Any:
     request = FakeRequest(name, tokens)
     hits, _ = made.match(request, 0)
     assert hits is not None
-    made.allocated(request, list(range(10, 20)), hits)
+    made.allocated(request, [list(range(10, 20))], hits)
     return request, made.plan([]).loads
 
 
@@ -459,7 +459,7 @@ def test_blocks_of_one_epoch_are_never_those_of_another(data: st.DataObject) -> 
             request = FakeRequest(f"r{next(names)}", data.draw(st.sampled_from(prompts)))
             hits, _ = made.match(request, 0)
             assert hits is not None
-            made.allocated(request, list(range(6)), hits)
+            made.allocated(request, [list(range(6))], hits)
             taken = {
                 key for run in made.plan([]).loads for keys in run.keys.values() for key in split_keys(keys)
             }

@@ -6,7 +6,8 @@ is a request that gets one line in reply:
 
     {"model": directory, "storage": directory or null, "prefix_caching": bool, "connector": settings or null,
      "batched_tokens": int, "cache_blocks": int or null, "events": settings or null,
-     "tensor_parallel": int, "model_tokens": int, "native_layers": bool, "retained_tokens": int}
+     "tensor_parallel": int, "model_tokens": int, "native_layers": bool, "retained_tokens": int,
+     "one_cache": bool}
     {"prompts": [[token id, ...], ...], "max_tokens": int, "kv_transfer_params": {...} or null}
     {"change": float, "rank": int or null}    every layer's norms, in place, by this factor; null: on all ranks
     {"reset": true}                           vLLM's reset_prefix_cache(reset_connector=True)
@@ -14,7 +15,8 @@ is a request that gets one line in reply:
 `storage` is handed to vLLM's bundled ExampleConnector, unmodified, as its `shared_storage_path`. `connector` are
 arguments of KVTransferConfig for another one, `events` those of KVEventsConfig. `cache_blocks` makes the KV cache so
 small that requests are preempted. With `native_layers` torch computes layers for which vLLM has kernels; of recurrent
-layers one state in `retained_tokens` is kept. A reply has lists with one entry per prompt:
+layers one state in `retained_tokens` is kept; with `one_cache` all layers have one cache group. A reply has lists with
+one entry per prompt:
 
     {"tokens": [[id, ...]], "logprobs": [[of each chosen token, ...]], "cached_tokens": [count],
      "loaded": [path of each tensor file that was loaded, in order], "counts": {...},
@@ -91,6 +93,7 @@ def make_engine(settings: dict[str, Any]) -> Any:
         enable_prefix_caching=settings["prefix_caching"],
         tensor_parallel_size=settings.get("tensor_parallel", 1),
         compilation_config={"custom_ops": ["none"]} if settings.get("native_layers") else None,
+        disable_hybrid_kv_cache_manager=settings.get("one_cache"),
         prefix_cache_retention_interval=settings.get("retained_tokens", 0),
         kv_transfer_config=transfer,
         kv_events_config=events,

@@ -1,4 +1,4 @@
-"""vLLM with `KVFSHybridConnector`: a Gemma 3 with sliding windows beside full attention, by cache groups.
+"""vLLM with `KVFSConnector`: a Gemma 3 with sliding windows beside full attention, by cache groups.
 
 Two engines live through the whole module. `filler` computes in steps of 96 tokens, which is more than the window, and
 less than its prompts; `hitter`, which has no prefix cache of its own, loads. Outputs are those of an engine without any
@@ -29,7 +29,6 @@ pytestmark = [
     pytest.mark.skipif(ON_DIRECTORY, reason="only on the service"),
 ]
 
-MODULE = "kvfs.connectors.hybrid.vllm_hybrid"
 GROUPS = 3
 BLOCK_BYTES = LAYERS // GROUPS * 2 * KV_HEADS * HEAD_DIM * BLOCK_TOKENS * 4
 """Of one group; with one group for all layers a block is three times as large."""
@@ -64,15 +63,12 @@ CROWD_ANSWER = 70
 
 def connector(service: Service, *, watched: bool = False, **extra: str) -> dict[str, Any]:
     return {
-        "kv_connector": "WatchedHybridConnector" if watched else "KVFSHybridConnector",
-        "kv_connector_module_path": "tests.engines.watched_hybrid" if watched else MODULE,
+        "kv_connector": "WatchedConnector" if watched else "KVFSConnector",
+        "kv_connector_module_path": "tests.engines.watched_connector" if watched else "kvfs.connectors.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"address": str(service.mount), **extra},
     }
-
-
-SINGLE = {"kv_connector": "KVFSConnector", "kv_connector_module_path": "kvfs.connectors.vllm"}
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +212,7 @@ def test_blocks_of_one_group_that_are_evicted_make_a_miss_of_all(
 def test_a_token_of_a_long_prompt_takes_two_fifths_of_the_bytes_of_all_layers(
     gemma: Engines, both: tuple[Engine, Engine], runs: dict[str, Run], service: Service, before: set[str]
 ) -> None:
-    """Against `KVFSConnector`, for which vLLM turns its hybrid KV cache manager off."""
+    """Against one cache for all layers, which a user may ask vLLM for."""
     _, hitter = both
     had = total_bytes(new_blocks(service, before))
     assert wrong(hitter.generate(LONG, max_tokens=ANSWER), runs) == []
@@ -225,8 +221,8 @@ def test_a_token_of_a_long_prompt_takes_two_fifths_of_the_bytes_of_all_layers(
     windows = generated + WINDOW_BLOCKS + blocks // (CHECKPOINT // BLOCK_TOKENS) * WINDOW_BLOCKS
     expected = (blocks + (GROUPS - 1) * windows) * BLOCK_BYTES
     eventually(lambda: total_bytes(new_blocks(service, before)) - had == expected, "all is sealed")
-    single, there = {**connector(service), **SINGLE}, set(contents(service))
-    with start(gemma, "single", single) as engine:
+    there = set(contents(service))
+    with start(gemma, "single", connector(service), one_cache=True) as engine:
         assert wrong(engine.generate(LONG, max_tokens=ANSWER), runs) == []
         whole = blocks * GROUPS * BLOCK_BYTES
         eventually(lambda: total_bytes(new_blocks(service, there)) == whole, "all is sealed")
@@ -238,7 +234,7 @@ def test_a_block_that_goes_between_match_and_load_begins_its_request_anew(
 ) -> None:
     """Of a window's group, and of full attention's, in turn; afterwards the engine, which began after all was stored,
     loads what engines before it stored."""
-    settings, lose = connector(service, watched=True), {"KVFS_TEST_LOSE": "0,2"}
+    settings, lose = connector(service, watched=True), {"KVFS_TEST_LOSE_GROUPS": "0,2"}
     with start(gemma, "losing", settings, environment=lose) as engine:
         run = engine.generate(STORED, max_tokens=ANSWER)
         assert run.counts["failed_blocks"] == len(STORED)

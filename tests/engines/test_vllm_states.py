@@ -1,4 +1,4 @@
-"""vLLM with `KVFSHybridConnector`: an LFM2 with short convolutions beside full attention, whose state is kept.
+"""vLLM with `KVFSConnector`: an LFM2 with short convolutions beside full attention, whose state is kept.
 
 `filler` computes in steps of 96 tokens and keeps the state of each, beside that of a prompt's last whole block;
 `hitter` loads. vLLM keeps states only with a prefix cache of its own, so each engine that is to load is a new one.
@@ -141,7 +141,7 @@ def test_a_block_that_goes_between_match_and_load_begins_its_request_anew(
     lfm2: Engines, service: Service, runs: dict[str, Run]
 ) -> None:
     """Of each group in turn."""
-    settings, lose = connector(service, watched=True), {"KVFS_TEST_LOSE": "0,1,2"}
+    settings, lose = connector(service, watched=True), {"KVFS_TEST_LOSE_GROUPS": "0,1,2"}
     with start(lfm2, "state losing", settings, environment=lose) as engine:
         run = engine.generate(STORED, max_tokens=ANSWER)
     assert run.counts["failed_blocks"] == len(STORED)

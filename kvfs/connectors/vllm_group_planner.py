@@ -18,7 +18,7 @@ Concurrency: the engine's scheduler thread.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,7 @@ NULL_BLOCK = 0
 """vLLM's block that stands for none, in each group."""
 
 
-class HybridPlanner(Planner):
+class GroupPlanner(Planner):
     """Plan loads and stores of several groups."""
 
     def __init__(
@@ -44,8 +44,6 @@ class HybridPlanner(Planner):
         self._every = checkpoint_blocks(self.groups, CONNECTOR_WINDOWS)
         self._junctions: dict[str, int] = {}
         """Where a request leaves what full attention finds, if the windows before that are not there."""
-        self._group_loads: dict[str, list[BlockRun]] = {}
-        """The last load of each request."""
 
     # --- loads --------------------------------------------------------------------------------------------
     def _hits(self, tracked: Tracked, first: int, last: int) -> int:
@@ -69,34 +67,15 @@ class HybridPlanner(Planner):
             present = [one and other for one, other in zip(present, there, strict=True)]
         return present
 
-    def allocated_groups(
-        self, request: Any, by_group: Sequence[Sequence[int]], num_external_tokens: int
-    ) -> None:
-        """Plan a load into the blocks of all groups that the engine has allocated for it."""
-        if num_external_tokens <= 0:
-            return
-        tracked = self._requests[request.request_id]
-        first, count = tracked.matched_from, num_external_tokens // self._block_tokens
-        loads: list[BlockRun] = []
+    def _loads_of(
+        self, tracked: Tracked, first: int, last: int, by_group: Sequence[Sequence[int]]
+    ) -> Iterator[BlockRun]:
         for index, group in enumerate(self.groups):
-            needed = group.needed(first, first + count)
+            needed = group.needed(first, last)
             assert NULL_BLOCK not in by_group[index][needed.start : needed.stop], (
                 "layers read what has no block"
             )
-            loads += list(self._group_runs(tracked, index, needed, by_group[index]))
-        self._loads += loads
-        self._group_loads[request.request_id] = loads
-        self.counts["hit_blocks"] += count
-
-    def failed_requests(self, request_ids: Collection[str]) -> None:
-        """Note requests whose loads have failed: they compute, and ask no more."""
-        blocks = self._link.blocks(next(iter(self._namespaces.values())))
-        for request_id in request_ids:
-            self._failed.add(request_id)
-            for run in self._group_loads.pop(request_id, []):
-                for keys in run.keys.values():
-                    if blocks is not None:
-                        self._link.attempt(partial(self._lower.failed, blocks, keys), None)
+            yield from self._group_runs(tracked, index, needed, by_group[index])
 
     # --- stores -------------------------------------------------------------------------------------------
     def _stores_of(self, tracked: Tracked, step: Step, first: int, last: int) -> Iterator[BlockRun]:
@@ -123,7 +102,6 @@ class HybridPlanner(Planner):
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         self._junctions.pop(request.request_id, None)
-        self._group_loads.pop(request.request_id, None)
         return super().finished(request)
 
     def _group_runs(

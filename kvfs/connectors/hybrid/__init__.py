@@ -1,1 +1,0 @@
-"""Connectors for models whose KV cache is kept in several groups of layers."""
