@@ -205,10 +205,14 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
         self, keys: list[str], pool_transfers: list[Any] | None = None, extra_info: Any = None
     ) -> Any:
         """Return the longest prefix of which KV and every side pool have the pages that its policy wants; none where a
-        policy is unknown."""
+        policy is unknown. A pool of block groups says how many pages these cover, and bounds no prefix."""
         pages = self.batch_exists(keys, extra_info)
         hits, restorable = ({PoolName.KV: pages} if pages else {}), set(range(1, pages + 1))
         for transfer in pool_transfers or []:
+            if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
+                if covered := self._covered(transfer):
+                    hits[transfer.name] = covered
+                continue
             nothing: list[bool] = [False] * pages
             there = self._do(
                 _side(transfer.name),
@@ -224,6 +228,17 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
                 hits[transfer.name] = max(lengths)
             restorable &= lengths
         return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
+
+    def _covered(self, transfer: Any) -> int:
+        """Return how many pages of KV a pool's leading whole groups of keys cover."""
+        keys, group = list(transfer.keys or ()), max(transfer.group_pages, 1)
+        there = self._do(
+            _side(transfer.name),
+            lambda blocks, digests: blocks.match(digests, timeout_s=CONNECTOR_MATCH_S),
+            keys,
+            0,
+        )
+        return int(there // group * transfer.block_pages)
 
     def _warn_of_policy(self, transfer: Any) -> None:
         if transfer.hit_policy not in self._unknown_policies:

@@ -209,8 +209,14 @@ def check_side_pools(address: str) -> dict[str, Any]:
     short = transfer("indexer", [0, 1])
     short.host_indices = indices([0])
     found["places that do not fit"] = reader.batch_get_v2([short])
-    unknown = [transfer("indexer", [0], policy) for policy in (PoolHitPolicy.BLOCK_GROUPS, "of later")]
-    found["unknown policies"] = [exists(each) for each in [*unknown, *unknown]]
+    unknown = transfer("indexer", [0], "of later")
+    found["unknown policies"] = [exists(unknown), exists(unknown)]
+    groups = []
+    for pages, group_pages in ((4, 2), (PAGES, 2), (3, 2), (4, 3), (PAGES, 5), (1, 2)):
+        of_groups = transfer("indexer", range(pages), PoolHitPolicy.BLOCK_GROUPS)
+        of_groups.block_pages, of_groups.group_pages = 3, group_pages
+        groups.append(exists(of_groups))
+    found["block groups"] = groups
     writer.clear()
     found["cleared"] = exists(transfer("indexer", range(PAGES)))
     return found

@@ -41,7 +41,7 @@ class Spec(OffloadingSpec):
         raise NotImplementedError
 
 
-def spec(*, tp_size: int = 1) -> Spec:
+def spec(*, tp_size: int = 1, groups: int = 1) -> Spec:
     parallel = OffloadingParallelConfig(
         rank=0,
         world_size=tp_size,
@@ -56,7 +56,10 @@ def spec(*, tp_size: int = 1) -> Spec:
     )
     return Spec(
         OffloadingConfig(
-            groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("layer",), group_id=0),),
+            groups=tuple(
+                OffloadingGroupConfig(tokens_per_block=16, layer_names=(f"layer {i}",), group_id=i)
+                for i in range(groups)
+            ),
             worker_kv_bytes_per_block=CHUNK_BYTES,
             enable_kv_cache_events=False,
             extra_config={},
@@ -68,14 +71,14 @@ def spec(*, tp_size: int = 1) -> Spec:
     )
 
 
-def tier(address: str, memory: np.ndarray[Any, Any], *, revision: str = "1", tp_size: int = 1) -> Any:
+def tier(address: str, memory: np.ndarray[Any, Any], *, revision: str = "1", **settings: int) -> Any:
     config = {
         "type": "KVFSTier",
         "module_path": "kvfs.connectors.vllm_tier",
         "address": address,
         "revision": revision,
     }
-    return SecondaryTierFactory.create_secondary_tier(config, memory.data, spec(tp_size=tp_size))
+    return SecondaryTierFactory.create_secondary_tier(config, memory.data, spec(**settings))
 
 
 def job(number: int, keys: list[Any], chunks: list[int], *, load: bool) -> TransferJob:
@@ -93,8 +96,29 @@ def finished(which: Any) -> dict[int, Any]:
     return found
 
 
-def hits(which: Any) -> list[str]:
-    return [which.lookup(key, REQUEST).name for key in KEYS]
+def hits(which: Any, keys: list[Any] = KEYS) -> list[str]:
+    return [which.lookup(key, REQUEST).name for key in keys]
+
+
+def groups(address: str, source: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """Chunks of one hash in two cache groups, whose bytes differ."""
+    target = np.zeros_like(source)
+    writer, reader = tier(address, source, groups=2), tier(address, target, groups=2)
+    first, second = (make_offload_key(bytes([77]) * 32, group) for group in range(2))
+    writer.submit_store(job(1, [first], [0], load=False))
+    finished(writer)
+    found: dict[str, Any] = {
+        "one": hits(reader, [first, second]),
+        "other groups": hits(tier(address, target), [first])[0],
+    }
+    writer.submit_store(job(2, [second], [1], load=False))
+    finished(writer)
+    reader.submit_load(job(3, [second, first], [2, 3], load=True))
+    found["both"] = finished(reader)[3].success
+    found["equal"] = [bool((target[2] == source[1]).all()), bool((target[3] == source[0]).all())]
+    for each in (writer, reader):
+        each.shutdown()
+    return found
 
 
 def main() -> None:
@@ -128,6 +152,7 @@ def main() -> None:
         "tensor parallel": hits(tier(address, target, tp_size=2))[0],
         "chunk size": hits(tier(address, np.zeros((4, 4096), dtype=np.uint8)))[0],
     }
+    found["groups"] = groups(address, source)
     away = tier("/nowhere/kvfs.sock", target)
     away.submit_store(job(5, KEYS[:1], [0], load=False))
     away.submit_load(job(6, KEYS[:1], [0], load=True))

@@ -30,6 +30,8 @@ def test_chunks_go_round(engine_python: str, work: Path, service: Service) -> No
     assert found["load after eviction"] == [False, [0, 2]]
     assert found["equal after eviction"] == [True, False, True]
     assert found["others"] == {"weights": "MISS", "tensor parallel": "MISS", "chunk size": "MISS"}
+    groups = {"one": ["HIT", "MISS"], "other groups": "MISS", "both": True, "equal": [True, True]}
+    assert found["groups"] == groups
     assert found["without a service"] == ["MISS", False, False]
     assert found["drained"] == [7]
     assert found["reset"] == ["MISS", "HIT"], "others go on with what they have"
