@@ -225,7 +225,10 @@ class KVFSConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 shards[shard.namespace.pipeline_rank, shard.namespace.tensor_rank, index] = shard
         if not shards:
             raise InvalidRequest("the engine has no KV cache")
-        return shards
+        # Full attention first, whose blocks are the parents of the others.
+        return dict(
+            sorted(shards.items(), key=lambda each: self._groups[each[0][-1]].window_blocks is not None)
+        )
 
     def get_handshake_metadata(self) -> KVFSHandshake | None:
         if self._watch is None:

@@ -11,6 +11,8 @@ Invariants:
 - Of recurrent layers every state is stored that vLLM keeps itself and names the exact block of: at a prompt's last
   whole block, where it leaves what the engine has, and as often as the retention interval says. Their block table has
   passing states too.
+- Blocks of windows and states follow in the store the block of full attention that is of the same tokens, without which
+  they are worth nothing, where the rank has one: they go before it, and it goes as it would without them.
 - vLLM puts the null block in the place of blocks that no layer reads any more: it is not stored, and never loaded.
 
 Concurrency: the engine's scheduler thread.
@@ -19,6 +21,7 @@ Concurrency: the engine's scheduler thread.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -72,10 +75,10 @@ class GroupPlanner(Planner):
     ) -> Iterator[BlockRun]:
         for index, group in enumerate(self.groups):
             needed = group.needed(first, last)
-            assert NULL_BLOCK not in by_group[index][needed.start : needed.stop], (
-                "layers read what has no block"
-            )
-            yield from self._group_runs(tracked, index, needed, by_group[index])
+            ids = by_group[index]
+            assert NULL_BLOCK not in ids[needed.start : needed.stop], "layers read what has no block"
+            if needed:
+                yield self._run(tracked, _of_group(tracked.keys, index), needed.start, needed.stop, ids)
 
     # --- stores -------------------------------------------------------------------------------------------
     def _stores_of(self, tracked: Tracked, step: Step, first: int, last: int) -> Iterator[BlockRun]:
@@ -90,7 +93,8 @@ class GroupPlanner(Planner):
             wanted = [i for i in range(begin, last) if ids[i] != NULL_BLOCK and kept.has(group, i)]
             for start, stop in runs_of(wanted):
                 missing = self._missing(_of_group(tracked.keys, index), start, stop)
-                yield from self._group_runs(tracked, index, missing, ids)
+                for run_first, run_last in runs_of(missing):
+                    yield self._stored_run(tracked, index, run_first, run_last, ids)
 
     def _states_of(self, step: Step, index: int) -> list[int]:
         """Return for each block of a recurrent group which one holds the state behind it."""
@@ -104,11 +108,23 @@ class GroupPlanner(Planner):
         self._junctions.pop(request.request_id, None)
         return super().finished(request)
 
-    def _group_runs(
-        self, tracked: Tracked, group: int, blocks: Sequence[int], block_ids: Sequence[int]
-    ) -> Iterator[BlockRun]:
-        keys = _of_group(tracked.keys, group)
-        return (self._run(tracked, keys, start, stop, block_ids) for start, stop in runs_of(blocks))
+    def _stored_run(
+        self, tracked: Tracked, index: int, first: int, last: int, block_ids: Sequence[int]
+    ) -> BlockRun:
+        run = self._run(tracked, _of_group(tracked.keys, index), first, last, block_ids)
+        if self.groups[index].window_blocks is None:
+            return run
+        anchors = {}
+        for rank in run.keys:
+            full = next((each for each in tracked.keys if self._is_full_part(each, rank)), None)
+            if full is None:
+                return run
+            anchors[rank] = bytes(tracked.keys[full][first * HASH_BYTES : last * HASH_BYTES])
+        return replace(run, anchors=anchors)
+
+    def _is_full_part(self, one: Rank, other: Rank) -> bool:
+        """Return whether one rank is of full attention, and of the same worker as another."""
+        return one[:-1] == other[:-1] and self.groups[one[-1]].window_blocks is None
 
 
 def _of_group(keys: Mapping[Rank, bytearray], group: int) -> dict[Rank, bytearray]:

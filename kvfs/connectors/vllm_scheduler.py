@@ -52,6 +52,8 @@ class BlockRun:
     parents: dict[Rank, bytes | None]
     """The hash before the first block."""
     adapter: Adapter | None = None
+    anchors: dict[Rank, bytes] | None = None
+    """The parents of the blocks, where these are not each the block before."""
 
 
 @dataclass(frozen=True, slots=True)

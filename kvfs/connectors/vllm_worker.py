@@ -279,9 +279,9 @@ def _step_of(stores: Sequence[BlockRun], rank: Rank, shard: Shard) -> Part:
     step, seen = Part(shard, [], [], []), set()
     for run in stores:
         keys = split_keys(run.keys[rank])
-        for key, parent, block in zip(
-            keys, chain_parents(keys, run.parents[rank]), run.block_ids, strict=True
-        ):
+        anchors = None if run.anchors is None else split_keys(run.anchors[rank])
+        parents = chain_parents(keys, run.parents[rank]) if anchors is None else anchors
+        for key, parent, block in zip(keys, parents, run.block_ids, strict=True):
             if key not in seen:
                 seen.add(key)
                 step.keys.append(key)

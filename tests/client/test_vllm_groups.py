@@ -22,6 +22,7 @@ from tests.support.stores import NAMESPACE
 
 BLOCK = NAMESPACE.block_tokens
 GROUPS = [Group.of_window(2 * BLOCK, BLOCK), Group.of_window(3 * BLOCK + 1, BLOCK), Group(), Group.of_state()]
+FULL = GROUPS.index(Group())
 RANKS: list[tuple[int, int]] = [(0, 0), (0, 1)]
 
 some_groups = st.lists(
@@ -148,9 +149,13 @@ class FakeEngine:
 
 
 def take(link: FakeLink, plan: Plan) -> None:
+    """Store what a plan says; blocks of windows and states follow those of full attention."""
     assert link.store is not None
     for run in plan.stores:
         assert NULL_BLOCK not in run.block_ids
+        assert (run.anchors is None) == (FULL in [rank[-1] for rank in run.keys])
+        for rank, anchors in (run.anchors or {}).items():
+            link.parents.update(zip(split_keys(run.keys[rank]), split_keys(anchors), strict=True))
         for keys in run.keys.values():
             link.store.keys.update(split_keys(keys))
 
@@ -201,6 +206,10 @@ def test_what_one_request_stores_another_one_loads_in_all_groups_or_not_at_all(d
         kept = Kept(end, 0, checkpoint_blocks(GROUPS, CONNECTOR_WINDOWS))
         has_state = [(i + 1) * BLOCK in ends or not group.is_state for i in range(whole)]
         assert stored == [kept.has(group, i) and has_state[i] for i in range(whole)]
+        for rank in RANKS:
+            followed = [link.parents.get(keys[(*rank, index)][i]) for i in range(whole) if stored[i]]
+            anchors = [keys[(*rank, FULL)][i] for i in range(whole) if stored[i]]
+            assert followed == (anchors if index != FULL else [None] * len(anchors))
     for _ in range(data.draw(st.integers(0, 3))):
         link.store.keys.discard(
             data.draw(st.sampled_from([key for each in keys.values() for key in each] or [b""]))

@@ -56,6 +56,8 @@ class FakeBlocks:
 class FakeLink:
     def __init__(self) -> None:
         self.store: FakeBlocks | None = FakeBlocks()
+        self.parents: dict[bytes, bytes] = {}
+        """Of blocks that are not stored behind the one before."""
         self.is_up = True
 
     def open(self, namespace: Namespace) -> FakeBlocks | None:

@@ -251,6 +251,17 @@ def test_a_service_that_is_gone_costs_nothing_once_it_is_back(service: Service, 
         eventually(lambda: client.status()["open_drafts"] == 0, "no draft stays behind")
 
 
+def test_blocks_follow_their_anchors_where_a_run_names_them() -> None:
+    from kvfs.connectors.vllm_scheduler import BlockRun, split_keys
+    from kvfs.connectors.vllm_worker import _step_of
+
+    keys, anchors = bytes(range(32)), bytes(range(32, 64))
+    chain = BlockRun("chain", [1, 2], {RANK: keys}, {RANK: bytes(16)})
+    anchored = BlockRun("anchored", [3, 4], {RANK: anchors}, {RANK: None}, anchors={RANK: keys})
+    step = _step_of([chain, anchored], RANK, None)  # type: ignore[arg-type]
+    assert step.parents == [bytes(16), keys[:16], *split_keys(keys)]
+
+
 @pytest.mark.parametrize("by_layer", [True, False])
 def test_a_step_of_many_blocks_goes_out_part_by_part(
     service: Service, device: str, by_layer: bool, monkeypatch: pytest.MonkeyPatch
