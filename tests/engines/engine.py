@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tests.engines.forked import Forked, imported
 from tests.engines.tiny_llama import VOCABULARY
 from tests.support.leftovers import held_memory
 from tests.support.service import ROOT
@@ -21,6 +22,8 @@ from tests.support.service import ROOT
 BLOCK_TOKENS = 32
 MAX_TOKENS = 32
 END_WAIT_S = 30.0
+_REPLIES = 100
+"""The descriptor of an engine that its replies go to; lower ones may be its own."""
 LOGPROB_TOLERANCE = 1e-3
 """Computing only the tail of a prompt sums in another order: differences of about 1e-5 were seen, where one
 changed token makes at least 1e-2."""
@@ -97,28 +100,22 @@ class Engine:
         self._label = label
         self._log = work / f"{label}.log"
         source, sink = os.pipe()
+        # kvfs itself only where its connector is asked for: ExampleConnector's engine is an unmodified program.
+        path = [str(ROOT)] if settings.get("connector") else []
         with self._log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [python, str(ROOT / "tests/engines/run_engine.py"), str(sink)],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=work,
-                # kvfs itself only where its connector is asked for: ExampleConnector's engine is an unmodified program.
-                env={
-                    **os.environ,
-                    "PYTHONPATH": str(ROOT) if settings.get("connector") else "",
-                    **settings.get("environment", {}),
-                },
-                pass_fds=[sink],
-                start_new_session=True,
+            self._process = imported(python).fork(
+                [str(ROOT / "tests/engines/run_engine.py"), str(_REPLIES)],
+                path=path,
+                environment={**os.environ, "PYTHONPATH": ":".join(path), **settings.get("environment", {})},
+                work=work,
+                output=output,
+                pass_fds={_REPLIES: sink},
             )
         os.close(sink)
         self._replies = os.fdopen(source)
         self._send(settings)
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
         self._process.stdin.flush()
 
@@ -162,7 +159,6 @@ class Engine:
     ) -> None:
         shared = shared_by(self._process)
         self._replies.close()
-        assert self._process.stdin is not None
         self._process.stdin.close()
         try:
             self._process.wait(END_WAIT_S if error is None else 0)
@@ -173,7 +169,7 @@ class Engine:
             path.unlink(missing_ok=True)
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: Forked) -> None:
     """Kill an engine with all processes of its group, and remove what they shared, as they cannot any more."""
     group = [
         pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if _group(pid) == process.pid
@@ -185,7 +181,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
         path.unlink(missing_ok=True)
 
 
-def shared_by(process: subprocess.Popen[bytes]) -> set[Path]:
+def shared_by(process: Forked) -> set[Path]:
     """Return the shared memory of an engine, which leads a group of processes."""
     pids = map(int, filter(str.isdecimal, os.listdir("/proc")))
     return held_memory(pid for pid in pids if _group(pid) == process.pid)

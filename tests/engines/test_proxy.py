@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from tests.engines.engine import MAX_TOKENS, Engines, Run, kill, whole_blocks
+from tests.engines.forked import Forked, imported
 from tests.engines.run_engine import ENVIRONMENT
 from tests.engines.test_vllm_connector import connector
 from tests.engines.test_vllm_events import free_port
@@ -49,7 +50,7 @@ PROMPTS = {
 class Server:
     """One engine's server."""
 
-    process: subprocess.Popen[bytes]
+    process: Forked
     url: str
     log: Path
 
@@ -92,22 +93,19 @@ def vllm_server(
     `model`: a directory that has a tokenizer too.
     """
     port = free_port()
-    command = [engines.python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
+    command = ["-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--model", str(engines.work / (model or "model"))]
     command += [] if model else ["--skip-tokenizer-init"]
     command += ["--enforce-eager", "--dtype", "float32", "--block-size", "32", "--max-model-len", "1024"]
     command += ["--enable-prompt-tokens-details", "--served-model-name", "tiny", "--seed", "0"]
     command += ["--kv-transfer-config", json.dumps(settings), *more]
-    environment = {key: value for key, value in ENVIRONMENT.items() if "MULTIPROCESSING" not in key}
+    own = {key: value for key, value in ENVIRONMENT.items() if "MULTIPROCESSING" not in key}
+    environment = {**os.environ, **own, "PYTHONPATH": str(ROOT)}
     with (engines.work / f"{name}.log").open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            cwd=engines.work,
-            env={**os.environ, **environment, "PYTHONPATH": str(ROOT)},
-            start_new_session=True,
+        process = imported(engines.python).fork(
+            command, path=[str(ROOT)], environment=environment, work=engines.work, output=log
         )
+    process.stdin.close()
     server = Server(process, f"http://127.0.0.1:{port}", engines.work / f"{name}.log")
     try:
         yield server
