@@ -81,7 +81,8 @@ class Link:
         self._tried = False
         """Whether a block went to the store and back, or failed to while the service answered."""
         self.published: dict[str, str] = {}
-        """`topic`, `endpoint` and `replay` of the service's KV events, once it was asked; empty: it publishes none."""
+        """`topic`, `endpoint` and `replay` of the service's KV events, and `peer`, where other machines read its
+        blocks, once it was asked; without what it does not have."""
 
     @property
     def is_up(self) -> bool:
@@ -292,9 +293,13 @@ def _round_trip(blocks: Blocks) -> bool:
 
 
 def _published(client: Client) -> dict[str, str]:
-    """Return where a service publishes KV events, nothing where it does not."""
-    found = client.status().get("events", {}).get("published", {})
-    return {name: found[name] for name in ("topic", "endpoint", "replay") if found.get(name)}
+    """Return where a service publishes KV events and where other machines read its blocks, as far as it does."""
+    status = client.status()
+    found = {
+        **status.get("events", {}).get("published", {}),
+        "peer": status.get("cluster", {}).get("address"),
+    }
+    return {name: found[name] for name in ("topic", "endpoint", "replay", "peer") if found.get(name)}
 
 
 def clear(client: Client, blocks: Blocks) -> int:

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger("kvfs.connectors")
-_KNOWN_BY = ("namespace", "weights", "role", "store_topic", "store_endpoint", "store_replay")
+_KNOWN_BY = ("namespace", "weights", "role", "store_topic", "store_endpoint", "store_replay", "store_peer")
 """What a Conductor has to know of an engine: labels of the metric `vllm:kvfs_info`."""
 _CHOICES = {"load": ("async", "layers"), "store": ("all", "prompt")}
 _KEYS = frozenset(("address", "revision", *_CHOICES))

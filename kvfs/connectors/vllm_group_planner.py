@@ -70,6 +70,13 @@ class GroupPlanner(Planner):
             present = [one and other for one, other in zip(present, there, strict=True)]
         return present
 
+    def _needed(self, tracked: Tracked, there: int, last: int) -> Iterator[tuple[Rank, bytes]]:
+        for index, group in enumerate(self.groups):
+            needed = group.needed(there, last)
+            for rank, keys in _of_group(tracked.keys, index).items():
+                if needed:
+                    yield rank, bytes(keys[needed.start * HASH_BYTES : needed.stop * HASH_BYTES])
+
     def _loads_of(
         self, tracked: Tracked, first: int, last: int, by_group: Sequence[Sequence[int]]
     ) -> Iterator[BlockRun]:

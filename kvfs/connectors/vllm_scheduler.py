@@ -6,7 +6,7 @@ step into its metadata. It copies no bytes.
 Invariants:
 - Nothing here waits: matching reads shared memory, and during an outage nothing matches. (A user outside the service's
   group asks the service, for CONNECTOR_MATCH_S at most; then it is a miss.) Where a prefill engine is still storing a
-  request's blocks, vLLM is told to ask again in its next step.
+  request's blocks, or the service fetches them from another machine, vLLM is told to ask again in its next step.
 - Every key depends on the weights: the first block's hash has the samples of all ranks at the start or, after a
   reset, a name that no other engine has. A request that began before a reset is not stored after it: its first blocks
   are of the old weights. So it is with a request's adapter, whose name is in each of its hashes (adapters.py).
@@ -34,7 +34,8 @@ import numpy as np
 from kvfs.client.blocks import Blocks
 from kvfs.connectors.adapters import Adapter, Adapters
 from kvfs.connectors.common import VLLM_LOG, Link, LowerTiers, new_epoch
-from kvfs.connectors.vllm_rules.handover import Handover, Wait, answer, is_asked_for
+from kvfs.connectors.remote.vllm_fetches import Fetch, PeerFetches
+from kvfs.connectors.vllm_rules.handover import Handover, Wait, answer, is_asked_for, source_of
 from kvfs.keys import HASH_BYTES, prefix_hashes
 from kvfs.limits import CONNECTOR_MATCH_S, MAX_EXTRA_BYTES
 from kvfs.namespaces import Namespace
@@ -104,6 +105,8 @@ class Tracked:
     """Blocks that earlier steps have planned."""
     wait: Wait | None = None
     """For blocks that a prefill engine stores; None before the first match."""
+    fetch: Fetch | None = None
+    """Of blocks that another machine has; None where none began."""
 
     def count(self) -> int:
         return min(len(keys) for keys in self.keys.values()) // HASH_BYTES
@@ -154,6 +157,7 @@ class Planner:
             "handovers": 0,
             "late_handovers": 0,
         }
+        self._fetches = PeerFetches(link, self.counts, log)
 
     def set_namespaces(self, namespaces: dict[Rank, Namespace], weights: str = "") -> None:
         """Set the namespaces of all workers, each from its own cache, and the identity of their weights."""
@@ -195,7 +199,7 @@ class Planner:
     def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded after those computed, and whether between steps.
 
-        None asks vLLM to call again: a prefill engine is still storing blocks of this request.
+        None asks vLLM to call again: blocks of this request are still being stored, or fetched.
         """
         adapter, is_mixed = self._adapter_of(request)
         has_others = num_computed_tokens > 0 and (self._has_old_blocks or is_mixed)
@@ -203,11 +207,18 @@ class Planner:
             self._requests.pop(request.request_id, None)
             return 0, False
         tracked = self._track(request, adapter)
+        now_s = self._clock() if self._link.is_up else math.inf  # during an outage nothing is on its way
+        if tracked.fetch is not None and self._fetches.goes_on(tracked.fetch, now_s):
+            return None, False
         first = tracked.matched_from = num_computed_tokens // self._block_tokens
         last = (request.num_tokens - 1) // self._block_tokens
         self._extend(tracked, last)
-        hits = self._hits(tracked, first, min(last, tracked.count()))
-        if self._awaits(tracked, first + hits):
+        last = min(last, tracked.count())
+        hits = self._hits(tracked, first, last)
+        wait = tracked.wait = tracked.wait or Wait(self._handed_over(tracked), now_s)
+        if self._fetches_rest(tracked, wait, first + hits, last, now_s):
+            return None, False
+        if self._awaits(wait, first + hits, now_s):
             return None, False
         self.counts["queries"] += 1
         return hits * self._block_tokens, self._is_async and hits > 0
@@ -236,13 +247,32 @@ class Planner:
         there = blocks.match(keys, timeout_s=CONNECTOR_MATCH_S)
         return self._lower.readable(blocks, keys[: there * HASH_BYTES])
 
-    def _awaits(self, tracked: Tracked, there: int) -> bool:
+    def _fetches_rest(self, tracked: Tracked, wait: Wait, there: int, last: int, now_s: float) -> bool:
+        """Return whether blocks after the first `there` are being fetched from the machine that the request names.
+
+        Once for each request; once more where its prefill engine was still storing blocks that it has named.
+        """
+        fetch, source = tracked.fetch, source_of(tracked.request.kv_transfer_params)
+        if fetch is not None:
+            self._fetches.settle(fetch, there)
+        is_due = fetch is None or (wait.is_late(there, now_s) and fetch.may_go_again(now_s))
+        is_left_alone = now_s == math.inf or tracked.request.request_id in self._failed
+        if not source or there >= last or not is_due or is_left_alone:
+            return False
+        wanted = {self._namespaces[rank]: keys for rank, keys in self._needed(tracked, there, last)}
+        begun = self._fetches.begin(fetch, source, wanted, there, now_s)
+        tracked.fetch = begun
+        return begun is not None and self._fetches.goes_on(begun, now_s)
+
+    def _needed(self, tracked: Tracked, there: int, last: int) -> Iterator[tuple[Rank, bytes]]:
+        """Return the keys that a hit of `last` blocks needs of each rank, besides a hit of `there`."""
+        for rank, keys in tracked.keys.items():
+            yield rank, bytes(keys[there * HASH_BYTES : last * HASH_BYTES])
+
+    def _awaits(self, wait: Wait, there: int, now_s: float) -> bool:
         """Return whether a prefill engine is still storing more than the first `there` blocks of a request."""
-        now_s = self._clock() if self._link.is_up else math.inf
-        if tracked.wait is None:
-            tracked.wait = Wait(self._handed_over(tracked), now_s)
-        named = tracked.wait.blocks
-        goes_on = tracked.wait.goes_on(there, now_s)
+        named = wait.blocks
+        goes_on = wait.goes_on(there, now_s)
         self.counts["late_handovers"] += not goes_on and there < named
         return goes_on
 
@@ -363,6 +393,8 @@ class Planner:
         self._adapter_requests.pop(request.request_id, None)
         self._loading.pop(request.request_id, None)
         self._failed.discard(request.request_id)
+        if tracked is not None and tracked.fetch is not None:
+            tracked.fetch.end()
         if not is_asked_for(request.kv_transfer_params):
             return None
         last = (request.num_prompt_tokens - 1) // self._block_tokens

@@ -167,6 +167,11 @@ CONNECTOR_MATCH_S: Final = 0.05
 CONNECTOR_HANDOVER_S: Final = 0.05
 """How long a request waits for the last block that its prefill engine has named: seals trail the answer by
 milliseconds, and what is not there by then is sooner computed."""
+CONNECTOR_FETCH_S: Final = 5.0
+"""How long a request waits for blocks of another machine, as for its load: REMOTE_READ_S, or 10 GB at 16 Gbit/s."""
+CONNECTOR_FETCHES: Final = 16
+"""Requests of one engine that blocks are fetched for at once: a namespace has one session for them, so that more would
+only wait in line."""
 CONNECTOR_SAVE_S: Final = 0.5
 """How long a step of an engine may wait for drafts; then its blocks are copied into memory and stored later."""
 CONNECTOR_LATE_S: Final = 30.0

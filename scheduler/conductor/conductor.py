@@ -31,7 +31,7 @@ from scheduler.conductor.pool import Member, Options, Pool
 from scheduler.conductor.registry import Registry
 from scheduler.conductor.reservations import Reservation, Reservations
 from scheduler.conductor.role_orders import RoleOrders
-from scheduler.conductor.values import NOTHING_SAID, Refused, Routed, RouteRequest, Usage
+from scheduler.conductor.values import NOTHING_SAID, Refused, Routed, RouteRequest, Usage, peer_between
 from scheduler.routing.admission import MAX_RETRY_AFTER_S, Admission, Slo, Verdict, admit
 from scheduler.routing.decisions import Decision
 
@@ -386,6 +386,7 @@ def _routed(
         decode_url=found.decode.instance.url,
         prefill=found.prefill.instance.name if has_leg else None,
         prefill_url=found.prefill.instance.url if has_leg else None,
+        prefill_peer=peer_between(found.prefill.instance, found.decode.instance) if has_leg else "",
         cached_tokens=cached_tokens,
         ranges=ranges(weighed),
         last_block=last_block.hex() or None,

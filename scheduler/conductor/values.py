@@ -70,6 +70,12 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     """Whether requests are sent to it; else it is only asked about, and needs no `url`."""
 
 
+def peer_between(holder: Instance, reader: Instance) -> str:
+    """Return where the node of `reader` reads the blocks of another node's store; empty where there is none."""
+    shares = reader.store_topic == holder.store_topic != "" or reader.store_peer == holder.store_peer
+    return "" if shares else holder.store_peer
+
+
 class RouteRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A prompt that is to be routed: by its `tokens`, or by the `hashes` of its whole blocks and its `length`."""
 
@@ -112,6 +118,9 @@ class Routed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefill: str | None = None
     """The instance that prefills first; None: `decode` does both."""
     prefill_url: str | None = None
+    prefill_peer: str = ""
+    """`HOST:PORT` where the node of `decode` reads what `prefill` stores; empty: they share a store, or no other one is
+    known."""
     cached_tokens: int = 0
     """Tokens of the prompt that the prefilling instance is predicted not to compute."""
     ranges: tuple[Range, ...] = ()

@@ -85,6 +85,8 @@ class _Pair(NamedTuple):
     id: str
     decode: Engine
     prefill: Engine | None
+    peer: str = ""
+    """Where the decode engine's store reads what the prefill engine stores, if that is another machine's."""
 
 
 class _Attempt:
@@ -197,7 +199,7 @@ class Legs:
             return _Pair(routed.id, decode, None)
         self.counts.events["prefill_legs"] += 1
         prefill = self._engine(request, routed.prefill or "", routed.prefill_url or "")
-        return _Pair(routed.id, decode, prefill)
+        return _Pair(routed.id, decode, prefill, routed.prefill_peer)
 
     def _engine(self, request: Completion, name: str, url: str) -> Engine:
         """Return the engine that a router names. Raises EngineFailed with its name, which is excluded then."""
@@ -233,7 +235,7 @@ class Legs:
             return self._prefill_failed(pair, f"engine {engine.name}: it answered {answer.status}")
         self._router.prefilled(pair.id)
         request.prefill_usage = usage_of(data)
-        return handover.after_prefill(data, request.prefill_usage.cached_tokens)
+        return handover.after_prefill(data, request.prefill_usage.cached_tokens, pair.peer)
 
     def _prefill_failed(self, pair: _Pair, reason: str) -> Put:
         """Have the decode engine compute the prompt; return what it is to know: nothing."""

@@ -4,7 +4,8 @@ Responsibility: the members that each leg's body gets, as pure functions of the 
 engine answered.
 
 - `store`: both engines are on one kvfs store, and the decode engine finds the blocks by their hashes. The prefill
-  engine's connector is asked to name the last one, for which the decode engine then waits a moment.
+  engine's connector is asked to name the last one, for which the decode engine then waits a moment. Where they are on
+  the stores of two machines, the decode engine is told whose store has the blocks.
 - `nixl`: vLLM's NixlConnector. The first leg asks for a remote decode, its answer says where the blocks are.
 - `mooncake`: vLLM's MooncakeConnector. Both legs at once, joined by a transfer id; the decode engine is told the
   prefill engine's bootstrap server and id.
@@ -51,8 +52,8 @@ def prefill(kind: HandOver) -> Put:
     return {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False, **nobody}}
 
 
-def after_prefill(answer: bytes, cached_tokens: int | None) -> Put:
-    """Return what a decode leg gets of the prefill leg's answer.
+def after_prefill(answer: bytes, cached_tokens: int | None, peer: str = "") -> Put:
+    """Return what a decode leg gets of the prefill leg's answer. `peer`: where its blocks are read, if not here.
 
     Where the answer says nothing but its usage, vLLM still reports the prefill engine's `cached_tokens` as the usage.
     """
@@ -61,6 +62,9 @@ def after_prefill(answer: bytes, cached_tokens: int | None) -> Put:
     except msgspec.DecodeError:
         return {}
     if params:
+        named = params.get("kvfs")
+        if peer and isinstance(named, dict):
+            params["kvfs"] = {**named, "source": peer}
         return {"kv_transfer_params": params}
     if cached_tokens is None:
         return {}

@@ -30,6 +30,7 @@ from kvfs.connectors.common import (
 from kvfs.errors import DeadlinePassed, InvalidRequest
 from kvfs.limits import CONNECTOR_MATCH_S
 from tests.support.door import need_mount
+from tests.support.machines import free_port, write_secret
 from tests.support.service import ROOT, Service
 from tests.support.small_store import checksums
 from tests.support.waits import WAIT_S, eventually
@@ -197,6 +198,22 @@ def test_a_link_knows_where_its_store_publishes_events(service: Service, tmp_pat
             if topic:
                 assert link.published["endpoint"] == "tcp://127.0.0.1:1"
                 assert link.published["replay"].startswith("tcp://0.0.0.0:")
+
+
+@pytest.mark.mount
+def test_a_link_knows_where_other_machines_read_its_store(service: Service, tmp_path: Path) -> None:
+    config, secret = tmp_path / "kvfs.toml", write_secret(tmp_path / "secret")
+    address = f"127.0.0.1:{free_port()}"
+    cluster = f"[cluster]\nlisten = '0.0.0.0:{address.partition(':')[2]}'\naddress = '{address}'\n"
+    config.write_text(f"{cluster}secret_file = '{secret}'\n")
+    with Service(mode="off", arguments=["--config", str(config)]) as served:
+        for which, known in ((served, {"peer": address}), (service, {})):
+            link = Link(str(which.data), name="engine")
+            try:
+                assert link.open(string_namespace("read by others")) is not None
+            finally:
+                link.close()
+            assert link.published == known
 
 
 @pytest.mark.mount

@@ -260,6 +260,25 @@ def test_a_load_that_failed_is_a_miss_for_its_request() -> None:
     assert made.match(again, 0) == (6 * BLOCK, True), "another request of that name"
 
 
+def test_what_each_group_needs_of_a_prompt_is_fetched_from_the_machine_that_has_it() -> None:
+    """That machine has what an engine there has stored: of a window, and of states, no more than its end."""
+    here, there, tokens = FakeLink(), FakeLink(), tokens_of(6 * BLOCK + 2)
+    prefill, made = hybrid(there), hybrid(here)
+    request = FakeRequest("r", tokens)
+    prefill.match(request, 0)
+    compute(prefill, there, request, [])
+    assert here.store is not None
+    assert there.store is not None
+    again = FakeRequest("again", tokens, {"kvfs": {"source": "10.0.0.1:9400"}})
+    assert made.match(again, 0) == (None, False)
+    assert len(here.store.fetches) == len(RANKS) * len(GROUPS)
+    for asked in here.store.fetches:
+        assert there.store.keys.issuperset(asked.keys)
+        here.store.bring(asked)
+    assert made.match(again, 0) == (6 * BLOCK, True)
+    assert made.counts == {**made.counts, "fetches": 1, "fetched_blocks": 6, "failed_fetches": 0}
+
+
 def test_one_group_of_full_attention_has_the_keys_of_the_plain_planner() -> None:
     tokens, plans = tokens_of(5 * BLOCK + 3), []
     for is_hybrid in (False, True):

@@ -48,6 +48,7 @@ def info(value: str = "1.0", **changes: str) -> str:
         "store_topic": "node",
         "store_endpoint": "tcp://10.0.0.1:5561",
         "store_replay": "tcp://0.0.0.0:5558",
+        "store_peer": "10.0.0.3:9400",
     }
     escaped = {
         key: text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -58,6 +58,7 @@ class Cluster:
         assert settings.secret_file is not None
         self._own = own = Identity(store.store_id, read_secret(settings.secret_file))
         self._listen, self._opener, self._store = settings.listen, opener, store
+        self._advertised = settings.advertised
         self._directory = directory or NoDirectory()
         self.peers = [self._peer(address) for address in settings.peers]
         self._members: dict[str, Peer] = {}
@@ -114,6 +115,7 @@ class Cluster:
         summed = ("blocks", "bytes", "misses", "mismatches", "deadlines", "failures", "matches")
         return {
             "listen": self._listen,
+            "address": self._advertised,
             "peers": peers,
             "peers_configured": len(others),
             "peers_up": sum(peer["is_up"] for peer in others),

@@ -3,14 +3,16 @@
     to the prefill engine    {"do_remote_decode": true}
     its answer               {"do_remote_prefill": true, "remote_prefill_cached_tokens": TOKENS,
                               "kvfs": {"namespace": HEX, "last_block": HEX}}
-    to the decode engine     the same
+    to the decode engine     the same, with "source": ADDRESS in "kvfs" where its store is another machine's
 
 Responsibility: make and read these fields (docs/engines.md), and say how long a decode engine waits for the block that
-they name. vLLM adds `remote_prefill_cached_tokens` to an answer with `do_remote_prefill`, and reports that number
-as the usage of the request that has both.
+they name. `source`, which a router adds, is the machine whose store has the blocks; without the other fields it is a
+hint for any request. vLLM adds `remote_prefill_cached_tokens` to an answer with `do_remote_prefill`, and reports that
+number as the usage of the request that has both.
 
 Invariants: the fields come from whoever sends requests: whatever they are, nothing is raised, and a request waits for
-CONNECTOR_HANDOVER_S at most, once. Concurrency: the engine's scheduler thread.
+CONNECTOR_HANDOVER_S at most, once, for its last block, and CONNECTOR_FETCH_S at most for fetches from `source`.
+Concurrency: the engine's scheduler thread.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from typing import Any, Self
 from kvfs.keys import HASH_BYTES
 from kvfs.limits import CONNECTOR_HANDOVER_S
 from kvfs.namespaces import DIGEST_BYTES
+
+MAX_SOURCE_CHARACTERS = 300
+"""A host's name, 253 at most, and a port."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,13 @@ class Handover:
         return cls(last_block, namespace) if len(last_block) == HASH_BYTES else None
 
 
+def source_of(params: Any) -> str:
+    """Return the address of the machine that is said to have blocks of a request; empty where none is."""
+    fields = params.get("kvfs") if isinstance(params, Mapping) else None
+    source = fields.get("source") if isinstance(fields, Mapping) else None
+    return source if isinstance(source, str) and len(source) <= MAX_SOURCE_CHARACTERS else ""
+
+
 def is_asked_for(params: Any) -> bool:
     """Return whether a request asks its prefill engine to name what it stores."""
     return isinstance(params, Mapping) and bool(params.get("do_remote_decode"))
@@ -66,6 +78,10 @@ class Wait:
     def __init__(self, blocks: int, now_s: float) -> None:
         self.blocks = blocks
         self._until_s = now_s + CONNECTOR_HANDOVER_S
+
+    def is_late(self, there: int, now_s: float) -> bool:
+        """Return whether the time is over, and blocks are missing."""
+        return there < self.blocks and now_s >= self._until_s
 
     def goes_on(self, there: int, now_s: float) -> bool:
         """Return whether to ask again, `there` blocks being stored; once it was False it stays so."""

@@ -88,6 +88,7 @@ def describe(url: str, role: Role | None, answers: Answers) -> Described:
     fields = _blocks(model, info, answers.metrics, notes)
     fields |= _engine_events(answers.sources, name, host, notes)
     fields |= _store_events(info or {}, host, notes)
+    fields |= _store_peer(info or {}, notes)
     chosen = role or _ROLES.get((info or {}).get("role", ""), "both")
     return Described(Instance(name=name, url=url, model=model, role=chosen, **fields), tuple(notes))
 
@@ -201,6 +202,17 @@ def _store_events(info: dict[str, str], host: str, notes: list[str]) -> dict[str
     if not replay:
         notes.append("its store replays no KV events: what it held before now stays unknown: [events] replay")
     return {"store_topic": topic, "store_replay": replay}
+
+
+def _store_peer(info: dict[str, str], notes: list[str]) -> dict[str, str]:
+    """Return where other machines read the blocks of that service, by the name that they know it by."""
+    peer = info.get("store_peer", "")
+    if peer and _host(peer) in ("", *_EVERYWHERE):
+        notes.append(
+            f"its store is read by other machines at {peer}, which is the name of none: [cluster] address"
+        )
+        return {}
+    return {"store_peer": peer}
 
 
 def _is_bound(endpoint: str) -> bool:

@@ -230,6 +230,28 @@ def test_prefill_and_decode_apart_and_short_prompts_without_a_leg(order: tuple[s
     assert (short.prefill, short.decode) == (None, "d")
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode", "peer"),
+    [
+        ({"store_peer": "10.0.0.1:9400"}, {"store_peer": "10.0.0.2:9400"}, "10.0.0.1:9400"),
+        ({"store_peer": "10.0.0.1:9400"}, {}, "10.0.0.1:9400"),
+        ({"store_peer": "10.0.0.1:9400"}, {"store_peer": "10.0.0.1:9400"}, ""),
+        ({"store_peer": "10.0.0.1:9400", "store_topic": "n"}, {"store_topic": "n"}, ""),
+        ({}, {"store_peer": "10.0.0.2:9400"}, ""),
+        ({}, {}, ""),
+    ],
+)
+def test_a_pair_on_two_stores_is_told_where_the_prefilled_blocks_are(
+    prefill: dict[str, str], decode: dict[str, str], peer: str
+) -> None:
+    made = conductor(
+        Clock(), instance("p", role="prefill", **prefill), instance("d", role="decode", **decode)
+    )
+    long, short = routed(made, tokens(1, 20_000)), routed(made, tokens(2, 300))
+    assert (long.prefill, long.prefill_peer) == ("p", peer)
+    assert (short.prefill, short.prefill_peer) == (None, "")
+
+
 @pytest.mark.parametrize("order", [("p", "b"), ("b", "p")])
 def test_short_prompts_beside_an_instance_that_does_both_get_no_leg(order: tuple[str, str]) -> None:
     roles = {"p": "prefill", "b": "both"}

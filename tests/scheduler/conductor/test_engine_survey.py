@@ -33,6 +33,7 @@ def instance(**changes: Any) -> Instance:
         "engine_replay": "tcp://10.0.0.3:5570",
         "store_topic": "node",
         "store_replay": "tcp://10.0.0.3:5558",
+        "store_peer": "10.0.0.3:9400",
     }
     return Instance(**(given | changes))
 
@@ -142,6 +143,11 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
         {"metrics": info(store_replay="")},
         {"store_replay": ""},
         "its store replays no",
+    ),
+    "a store that others reach by any name": (
+        {"metrics": info(store_peer="0.0.0.0:9400")},
+        {"store_peer": ""},
+        "[cluster] address",
     ),
 }
 

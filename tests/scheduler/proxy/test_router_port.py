@@ -35,6 +35,7 @@ class NotingRouter:
         self.requests: list[RouteRequest] = []
         self.reports: list[tuple[Any, ...]] = []
         self.cached_tokens = 0
+        self.prefill_peer = ""
         self.answer: Routed | Refused | Exception | None = None
 
     def route(self, request: RouteRequest) -> Routed | Refused:
@@ -51,6 +52,7 @@ class NotingRouter:
             decode_url=decode.url,
             prefill="P",
             prefill_url=prefill.url,
+            prefill_peer=self.prefill_peer,
             cached_tokens=self.cached_tokens,
         )
 
@@ -97,6 +99,23 @@ async def test_what_is_reported_of_a_request(stream: bool) -> None:
             "do_remote_prefill": True,
             "remote_prefill_cached_tokens": 320,
         }
+
+
+@pytest.mark.parametrize("peer", ["", "10.0.0.1:9400"])
+async def test_a_decode_engine_is_told_whose_store_has_the_blocks(peer: str) -> None:
+    """By the router: what a client says of it goes nowhere."""
+    router, named = NotingRouter(), {"namespace": "ab", "last_block": "cd"}
+    async with proxy_stand("both", "both", router=router) as stand:
+        router.stand, router.prefill_peer = stand, peer
+        stand.engines[0].prefill_params = {"do_remote_prefill": True, "kvfs": named}
+        body = chat("q", kv_transfer_params={"kvfs": {"source": "10.0.0.9:9400"}})
+        assert (await stand.ask(CHAT, body)).status == 200
+        told = stand.engines[1].completions[0].body["kv_transfer_params"]
+        assert told == {"do_remote_prefill": True, "kvfs": {**named, **({"source": peer} if peer else {})}}
+        # An engine that has not stored all of it names nothing, so there is nothing to fetch.
+        stand.engines[0].prefill_params = {"do_remote_prefill": True}
+        assert (await stand.ask(CHAT, body)).status == 200
+        assert stand.engines[1].completions[1].body["kv_transfer_params"] == {"do_remote_prefill": True}
 
 
 async def test_a_prefill_leg_that_the_router_names_is_run_however_much_its_engine_has() -> None:

@@ -1,0 +1,1 @@
+"""What connectors have the service fetch from other machines."""
