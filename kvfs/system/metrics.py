@@ -200,6 +200,7 @@ _PARTS: Final[dict[str, list[tuple[str, str, str]]]] = {
             "refused_total",
             "Connections whose peer did not prove the secret, and those past the limit.",
         ),
+        ("lifts", "lifts", "Blocks that come from NVMe while other machines wait for them."),
         ("served_requests", "served_requests_total", "Requests of other machines."),
         ("served_matches", "served_matches_total", "Those that asked what is here."),
         ("served_found", "served_blocks_total", "Blocks served to other machines."),

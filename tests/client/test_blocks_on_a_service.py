@@ -18,7 +18,7 @@ from kvfs.client.write_path import seal_rest
 from kvfs.connectors.common import LowerTiers
 from kvfs.keys import block_name
 from tests.support.door import ON_DIRECTORY, need_mount
-from tests.support.service import Service, run_kvfs
+from tests.support.service import Service, has_written, run_kvfs
 from tests.support.small_store import checksums
 from tests.support.stores import NAMESPACE
 from tests.support.waits import WAIT_S, eventually
@@ -60,12 +60,7 @@ def names_of(blocks: kvfs.Blocks, keys: list[bytes]) -> list[str]:
 
 def sink(client: kvfs.Client, blocks: kvfs.Blocks, keys: list[bytes]) -> None:
     """Leave these blocks on NVMe only."""
-
-    def is_written() -> bool:
-        nvme = client.status()["tiers"][1]
-        return bool(nvme["objects_written"] >= len(keys) and nvme["write_behind"] + nvme["backlog"] == 0)
-
-    eventually(is_written, "everything is on NVMe")
+    eventually(lambda: has_written(client, len(keys)), "everything is on NVMe")
     client.evict(*names_of(blocks, keys))
     assert {client.stat(name).tier for name in names_of(blocks, keys)} == {"nvme"}
 

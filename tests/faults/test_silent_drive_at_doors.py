@@ -16,7 +16,7 @@ from kvfs.errors import DeviceAway, KvfsError, NotFound
 from kvfs.keys import block_name
 from tests.support.door import ON_DIRECTORY
 from tests.support.gateway import Gateway, gateway
-from tests.support.service import Service
+from tests.support.service import Service, has_written
 from tests.support.silent_service import MODULE, VARIABLE
 from tests.support.small_store import watched
 from tests.support.stores import NAMESPACE
@@ -83,14 +83,11 @@ def answer(read: Read, door: Gateway, name: str) -> object:
 
 
 def only_on_nvme(service: Service) -> None:
-    """Have the objects leave DRAM, once the drive has them."""
-
-    def have_left() -> bool:
-        with service.client() as client:
-            client.evict(*DATA)
-            return all(client.stat(name).tier == "nvme" for name in DATA)
-
-    eventually(have_left, "the objects are on NVMe alone")
+    """Have the objects leave DRAM, once the drive has them: what is evicted before that is gone."""
+    with service.client() as client:
+        eventually(lambda: has_written(client, len(DATA)), "the drive has the objects")
+        client.evict(*DATA)
+        assert {client.stat(name).tier for name in DATA} == {"nvme"}
 
 
 def is_away(service: Service) -> bool:

@@ -17,7 +17,7 @@ import pytest
 from kvfs.system import linux
 from tests.support.door import ON_DIRECTORY, TEST_MODES
 from tests.support.posix import opened, pattern, start_child, wait_child
-from tests.support.service import Service
+from tests.support.service import Service, has_written
 from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
@@ -58,8 +58,7 @@ def tier(path: Path) -> bytes:
 def until_written(service: Service, count: int) -> None:
     def is_written() -> bool:
         with service.client() as client:
-            nvme = client.status()["tiers"][1]
-        return bool(nvme["objects_written"] >= count and nvme["write_behind"] + nvme["backlog"] == 0)
+            return has_written(client, count)
 
     eventually(is_written, "everything is on NVMe")
 

@@ -219,9 +219,11 @@ async def test_a_slow_drive_costs_a_peer_misses_and_no_deadline(
         [peer] = asker.cluster.status()["peers"]
         assert (peer["misses"], peer["deadlines"], peer["is_up"]) == (len(digests), 0, True)
         assert len(operations.kept) == DEPTH
-        await until(lambda: server.drafts() <= DEPTH)
+        await until(lambda: server.cluster.status()["lifts"] == DEPTH)
+        assert server.drafts() == DEPTH
         operations.speak()
-        await until(lambda: server.drafts() == 0)
+        await until(lambda: server.cluster.status()["lifts"] == 0)
+        assert server.drafts() == 0
         assert server.store.usage()["promotions"] <= DEPTH
         assert await asker.fetch(digests) == len(digests)
         for number, digest in enumerate(digests, 1):

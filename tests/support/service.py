@@ -59,6 +59,12 @@ def detach_mounts(directory: Path) -> list[str]:
     return found
 
 
+def has_written(client: Client, count: int) -> bool:
+    """Whether so many objects are on NVMe, and nothing waits to be written there."""
+    nvme = client.status()["tiers"][1]
+    return bool(nvme["objects_written"] >= count and nvme["write_behind"] + nvme["backlog"] == 0)
+
+
 def run_kvfs(
     *arguments: str,
     timeout_s: float = 30.0,

@@ -48,7 +48,7 @@ class Serving:
         self._connections: dict[int, str] = {}
         """The peer's address, by the native connection's number."""
         self._greetings = trio.CapacityLimiter(limits.MAX_REMOTE_GREETINGS)
-        self._refused = 0
+        self._refused = self._lifts = 0
         self._namespaces: dict[bytes, bytes | None] = {}
         """The buckets that the threads' list was made of, and what each is bound to."""
         self._bind()
@@ -72,6 +72,7 @@ class Serving:
         return {
             "connections": len(self._connections),
             "refused": self._refused,
+            "lifts": self._lifts,
             **{f"served_{name}": count for name, count in self._server.counts().items()},
         }
 
@@ -137,6 +138,7 @@ class Serving:
 
     async def _lift(self, digest: bytes, namespace: bytes) -> None:
         """Bring a block up while a peer waits for it."""
+        self._lifts += 1
         try:
             if not self._is_of(digest, namespace):
                 raise NotFound(f"no block {digest.hex()} in the namespace {namespace.hex()}")
@@ -145,6 +147,7 @@ class Serving:
         except (KvfsError, OSError) as error:
             log.debug("block %s was not brought up: %s", digest.hex(), error)
         finally:
+            self._lifts -= 1
             self._server.lifted(digest, namespace)
 
     def _on_change(self, change: Change) -> None:
