@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
@@ -11,12 +12,15 @@ import trio
 
 from kvfs._native.cluster.index import ClusterIndex
 from kvfs.config.settings import ConductorSettings
+from kvfs.events.kv_events import GPU
+from kvfs.keys import prefix_hashes
 from kvfs.limits import MAX_INDEXED_BLOCKS
 from kvfs.namespaces import Namespace
 from scheduler.conductor.conductor import Conductor
 from scheduler.conductor.door.conductor_service import Addresses, ConductorService
 from scheduler.conductor.pool import Options
-from scheduler.conductor.values import Instance
+from scheduler.conductor.sources import Knowledge, StreamName
+from scheduler.conductor.values import Instance, Routed, RouteRequest
 from scheduler.routing.cost import table_costs
 
 BLOCK_TOKENS = 16
@@ -57,6 +61,54 @@ def conductor(clock: Clock, *instances: Instance, **options: Any) -> Conductor:
     for each in instances:
         made.registry.add(each)
     return made
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    """Return a prompt that the seed decides."""
+    rng = random.Random(seed)
+    return [rng.randrange(30_000) for _ in range(count)]
+
+
+def hears(made: Conductor, topic: str, prompt: list[int], medium: str = GPU) -> bytes:
+    """Let a stream say that it holds a prompt's blocks, and return their hashes."""
+    stream = made.registry.stream(StreamName(topic, 0))
+    assert stream is not None
+    stream.knowledge = Knowledge.CURRENT
+    hashes = prefix_hashes(NAMESPACE, prompt)
+    made.registry.stored(stream, medium, hashes, None)
+    return hashes
+
+
+def routed(made: Conductor, prompt: list[int], **values: Any) -> Routed:
+    """Route a prompt that no instance may refuse."""
+    found = made.route(RouteRequest(model="m", tokens=prompt, **values))
+    assert isinstance(found, Routed), found
+    return found
+
+
+def over(made: Conductor) -> None:
+    """Assert that nothing is left of any request."""
+    status = made.status()
+    assert status["reservations"] == 0
+    for each in status["instances"]:
+        assert (each["requests"], each["queued"], each["queue_s"]) == (0, 0, 0.0)
+        assert (each["active_requests"], each["active_tokens"]) == (0, 0)
+    for pool in made.registry.pools():
+        assert len(pool.planner) == 0
+        loads = [pool.planner.load(slot, 0.0) for slot in range(len(pool.slots))]
+        assert [(load.committed_requests, load.committed_tokens) for load in loads] == [(0, 0)] * len(loads)
+
+
+def prefills_observed(made: Conductor) -> int:
+    """Return how many prefills the costs were fitted to."""
+    [pool] = made.registry.pools()
+    return pool.fitter._prefill.observations
+
+
+def steps_observed(made: Conductor) -> int:
+    """Return how many steps the costs were fitted to."""
+    [pool] = made.registry.pools()
+    return pool.fitter._step.observations
 
 
 class Answer(NamedTuple):

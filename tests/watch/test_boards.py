@@ -17,8 +17,7 @@ from kvfs.system.metrics import StatusCollector, exposition
 from scheduler.conductor.door.conductor_metrics import ConductorCollector
 from scheduler.conductor.values import Refused, RouteRequest, Usage
 from tests.cli.test_metrics import status_of
-from tests.scheduler.conductor.test_conductor import hears, routed, tokens
-from tests.support.conductors import Clock, conductor, instance
+from tests.support.conductors import Clock, conductor, hears, instance, routed, tokens
 from tests.support.service import ROOT
 
 BOARDS: Final = sorted((ROOT / "packaging" / "grafana").glob("*.json"))

@@ -16,8 +16,7 @@ from scheduler.conductor.decision_log import Logged, by_medium
 from scheduler.conductor.door.conductor_panels import conductor_snapshot, decision_panel
 from scheduler.conductor.reservations import Reservations
 from scheduler.conductor.values import Refused, RouteRequest, Usage
-from tests.scheduler.conductor.test_conductor import hears, routed, tokens
-from tests.support.conductors import BLOCK_TOKENS, Clock, conductor, instance
+from tests.support.conductors import BLOCK_TOKENS, Clock, conductor, hears, instance, routed, tokens
 
 PROMPT = tokens(1, 10 * BLOCK_TOKENS + 3)
 

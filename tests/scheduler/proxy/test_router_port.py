@@ -10,8 +10,7 @@ import trio
 from kvfs.errors import InvalidRequest, NotFound
 from scheduler.conductor.conductor import WITHOUT_TOKENS
 from scheduler.conductor.values import NOTHING_SAID, Refused, Routed, RouteRequest, Usage
-from tests.scheduler.conductor.test_conductor import hears
-from tests.support.conductors import Clock, conductor, instance
+from tests.support.conductors import Clock, conductor, hears, instance
 from tests.support.stub_engines import (
     BEHAVIOURS,
     Asked,
