@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvfs.events.engine_index import EngineIndex
 from kvfs.events.event_streams import Engine
 from kvfs.events.kv_events import CPU, GPU, BlockRemoved, BlockStored, KVEvent
-from tests.sessions.test_kv_events import TOPIC, message
+from tests.support.kv_events import TOPIC, message
 
 ENGINE = Engine(TOPIC, 0)
 BLOCK = 16
