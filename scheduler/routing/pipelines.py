@@ -216,7 +216,7 @@ def _piece(
 ) -> tuple[PrefillCandidate, int] | None:
     """Return what an instance can make of a prompt before a job of its queue has its blocks; None for too little."""
     instance = cluster.prefill[first.instance]
-    free_s, held_s, _ = instance.queue.openings(instance.free_s(now_s))[-1]
+    free_s, held_s, *_ = instance.queue.openings(instance.free_s(now_s))[-1]
     begin_s = max(free_s - now_s, first.ready_s)
     room_s = held_s - now_s - begin_s
     if held_s == INFINITY or room_s <= 0.0:

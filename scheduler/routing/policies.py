@@ -118,7 +118,7 @@ def _place(view: View, n: int, prefill_s: float, ready_s: float) -> tuple[float,
     rank = instance.queue.discipline.rank(view.prompt.arrival_s, prefill_s)
     openings = instance.queue.openings(instance.free_s(view.now_s))
     place = instance.queue.place(rank, prefill_s, view.now_s + ready_s, openings)
-    return rank, place, start_s(openings[place], prefill_s) - view.now_s
+    return rank, place, start_s(openings[place], prefill_s, view.now_s + ready_s) - view.now_s
 
 
 def _prefill_s(view: View, blocks: int) -> float:
@@ -248,7 +248,7 @@ def _best_cut(view: View, n: int) -> PrefillCandidate:
         prefill_s = costs.prefill_s(prompt.tokens, min(cut.blocks * prompt.block_tokens, prompt.tokens))
         rank = queue.discipline.rank(prompt.arrival_s, prefill_s)
         place = queue.place(rank, prefill_s, now_s + cut.ready_s, openings)
-        queue_s = start_s(openings[place], prefill_s) - now_s
+        queue_s = start_s(openings[place], prefill_s, now_s + cut.ready_s) - now_s
         begin_s = queue_s if queue_s > cut.ready_s else cut.ready_s
         delay_s = (len(openings) - 1 - place) * (begin_s - queue_s + prefill_s)
         score = cost_to_all(begin_s + prefill_s + delay_s, prefill_s, cut.load_s)

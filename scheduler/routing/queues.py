@@ -7,10 +7,15 @@ waiting counts as being short.
 Invariants:
 - No job starves. A rank never changes, so a job of service s that arrived at t is overtaken only by jobs that
   arrive before t + AGEING x s: finitely many, however long the overload lasts.
-- Nobody overtakes a job whose promised TTFT that would break. A job's slack is what its predicted finish leaves of the
-  promise; whoever goes before it takes its service time of that. Without this rule, at 3 x the arrivals of the public
-  conversation trace, requests admitted for 30 s waited for up to 82 s. The prediction counts what jobs ahead wait for
-  their blocks: without that it was up to 32 s.
+- Nobody overtakes a job whose promised TTFT that would break, nor one behind which that is. A job's slack is what its
+  predicted finish leaves of the promise, or the gap that it starts in where that is less. Who goes before it takes its
+  service time of that, and what it waits itself for its blocks. Without this rule, at 3 x the arrivals of the public
+  conversation trace, requests admitted for 30 s waited for up to 82 s. Each job that is added is followed by new
+  predictions of when all end.
+- A job whose blocks nobody has begun to make is passed as long as its promise, and those of the jobs before it that
+  wait too, stay possible. So a queue that has work may stand still, until such a promise can be kept no more at most.
+- Both bound what was predicted, not what happens: a promise may break where a prefill elsewhere starts later than
+  predicted, and where several jobs of a queue wait for their blocks at a time.
 - A job may start when its blocks are there: its transfers are over (`loaded_s`), and the prefills whose blocks
   it reads are done (`after`).
 - A job that comes next in order and waits for a transfer or for a prefill that runs is not pushed back: a
@@ -36,11 +41,12 @@ AGEING = 2.0
 
 INFINITY = float("inf")
 
-Opening = tuple[float, float, float]
-"""When an instance is free, when the blocks of the job that holds it are there, and when it is free after that job.
-Another starts first if it ends before those blocks are there."""
-_Waiting = tuple[float, float, float]
-"""A job that waits for its blocks: when they are there, from when on it holds others up, and its service."""
+Opening = tuple[float, float, float, float]
+"""When an instance is free, by when a job has to end that starts then, when the instance is free for those that
+end later, and how much later the job at this place may become."""
+_Waiting = tuple[float, float, float, float, int]
+"""A job that waits for its blocks: when they are there, from when on it holds others up, its service, when it has to
+end at the latest, and its place."""
 
 
 class Discipline(Enum):
@@ -121,33 +127,20 @@ class PrefillQueue:
         return self._ranks[-1] if self._ranks else -INFINITY
 
     def openings(self, free_s: float) -> list[Opening]:
-        """Return the opening at each place of an instance that is free then, the last one behind all jobs.
-
-        A job that waits for its blocks is passed as `next` does it: by all until it holds others up, then by those that
-        end before its blocks are there.
-        """
-        openings: list[Opening] = []
-        waiting: list[_Waiting] = []
-        for job in self._jobs:
-            openings.append(_opening(waiting, free_s) if waiting else (free_s, INFINITY, free_s))
-            free_s = openings[-1][0]
-            ready_s, holds_s = job.blocks_s() if job.after else (job.loaded_s, 0.0)
-            if ready_s > free_s:
-                waiting.append((ready_s, holds_s, job.service_s))
-            else:
-                free_s = _advance(waiting, free_s, job.service_s) + job.service_s
-        openings.append(_opening(waiting, free_s))
-        return openings
+        """Return the opening at each place of an instance that is free then, the last one behind all jobs."""
+        return self._walk(free_s)[0]
 
     def place(self, rank: float, service_s: float, ready_s: float, openings: list[Opening]) -> int:
-        """Return where such a job would go: by rank, but behind every job without the slack to let it pass.
+        """Return where such a job would go: by rank, but behind each job that, or one behind it, cannot let it pass.
 
         `ready_s`: when its blocks are there.
         """
-        place, first = len(self._jobs), bisect_right(self._ranks, rank)
+        place, first, slack_s = len(self._jobs), bisect_right(self._ranks, rank), INFINITY
         while place > first:
-            wait_s = ready_s - start_s(openings[place - 1], service_s)
-            if self._jobs[place - 1].slack_s < (service_s + wait_s if wait_s > 0.0 else service_s):
+            opening = openings[place - 1]
+            wait_s = ready_s - start_s(opening, service_s, ready_s)
+            slack_s = min(slack_s, opening[3])
+            if slack_s < (service_s + wait_s if wait_s > 0.0 else service_s):
                 break
             place -= 1
         return place
@@ -157,74 +150,131 @@ class PrefillQueue:
         return sum(job.service_s for job in self._jobs[:place])
 
     def add(self, job: Job, free_s: float) -> None:
-        """Put a job into its place in an instance that is free then; those behind become later by its service, and by
-        what it waits for its blocks."""
-        openings, ready_s = self.openings(free_s), job.blocks_s()[0]
-        place = self.place(job.rank, job.service_s, ready_s, openings)
+        """Put a job into its place in an instance that is free then, and predict anew when each job ends."""
+        place = self.place(job.rank, job.service_s, job.blocks_s()[0], self.openings(free_s))
         if place:
             job.rank = max(job.rank, self._ranks[place - 1])
-        wait_s = max(ready_s - start_s(openings[place], job.service_s), 0.0)
-        self._delay(place, wait_s + job.service_s)
         self._ranks.insert(place, job.rank)
         self._jobs.insert(place, job)
+        for each, end_s in zip(self._jobs, self._walk(free_s)[1], strict=True):
+            each.slack_s -= end_s - each.finish_s
+            each.finish_s = end_s
 
     def remove(self, job: Job) -> None:
         """Remove a job that will not run. Raises ValueError for one that is not here."""
         place = self._jobs.index(job)
         self._pop(place)
-        self._delay(place, -job.service_s)
+        for behind in self._jobs[place:]:
+            behind.slack_s += job.service_s
+            behind.finish_s -= job.service_s
 
     def next(self, now_s: float) -> Job | None:
         """Remove and return the job to start now; None where none may."""
-        held_s: float | None = None
+        held_s, passed_s, is_held = INFINITY, 0.0, False
         for place, job in enumerate(self._jobs):
-            if job.loaded_s <= now_s and not job.after:
-                if held_s is None or now_s + job.service_s <= held_s:
-                    return self._pop(place)
-            elif held_s is None and all(other.started_s is not None for other in job.after):
-                held_s = max([job.loaded_s, *(other.finish_s for other in job.after)])
+            is_ready = job.loaded_s <= now_s and not job.after
+            if is_ready and now_s + job.service_s <= held_s:
+                return self._pop(place)
+            if is_held:
+                continue
+            if not is_ready and all(other.started_s is not None for other in job.after):
+                held_s = min(held_s, max([job.loaded_s, *(other.finish_s for other in job.after)]))
+                is_held = True
+                continue
+            passed_s += job.service_s
+            latest_s = job.finish_s + job.slack_s - passed_s
+            if latest_s >= max(now_s, job.blocks_s()[0]):
+                held_s = min(held_s, latest_s)
         return None
 
-    def _delay(self, place: int, seconds: float) -> None:
-        for job in self._jobs[place:]:
-            job.slack_s -= seconds
-            job.finish_s += seconds
+    def _walk(self, free_s: float) -> tuple[list[Opening], list[float]]:
+        """Return the opening at each place of an instance that is free then, and when each job ends.
+
+        A job that waits for its blocks is passed as `next` does it.
+        """
+        gaps: list[tuple[float, float, float]] = []
+        ends_s, margins_s = [0.0] * len(self._jobs), [INFINITY] * len(self._jobs)
+        waiting: list[_Waiting] = []
+        for place, job in enumerate(self._jobs):
+            gaps.append(_gap(waiting, free_s, ends_s) if waiting else (free_s, INFINITY, free_s))
+            free_s = gaps[-1][0]
+            ready_s, holds_s = job.blocks_s() if job.after else (job.loaded_s, 0.0)
+            if ready_s > free_s:
+                waiting.append((ready_s, holds_s, job.service_s, job.finish_s + job.slack_s, place))
+                continue
+            if waiting:
+                free_s = _advance(waiting, free_s, job.service_s, ends_s)
+                if job.slack_s < INFINITY:
+                    margins_s[place] = _margin_s(waiting, free_s, job.service_s)
+            free_s += job.service_s
+            ends_s[place] = free_s
+        gaps.append(_gap(waiting, free_s, ends_s))
+        free_s = _advance(waiting, gaps[-1][0], INFINITY, ends_s)
+        for ready_s, _, service_s, _, place in waiting:
+            free_s = max(ready_s, free_s) + service_s
+            ends_s[place] = free_s
+        openings = [
+            (*gap, min(margin_s, job.slack_s - (end_s - job.finish_s)))
+            for gap, margin_s, job, end_s in zip(gaps, margins_s, self._jobs, ends_s, strict=False)
+        ]
+        openings.append((*gaps[-1], INFINITY))
+        return openings, ends_s
 
     def _pop(self, place: int) -> Job:
         del self._ranks[place]
         return self._jobs.pop(place)
 
 
-def start_s(opening: Opening, service_s: float) -> float:
-    """Return when a job of this service starts that has its blocks."""
-    free_s, held_s, later_s = opening
-    return free_s if free_s + service_s <= held_s else later_s
+def start_s(opening: Opening, service_s: float, ready_s: float) -> float:
+    """Return when an instance is free for a job of this service whose blocks are there at `ready_s`."""
+    free_s, held_s, later_s, _ = opening
+    return free_s if max(free_s, ready_s) + service_s <= held_s else later_s
 
 
-def _opening(waiting: list[_Waiting], free_s: float) -> Opening:
-    free_s = _advance(waiting, free_s, 0.0)
+def _gap(waiting: list[_Waiting], free_s: float, ends_s: list[float]) -> tuple[float, float, float]:
+    free_s = _advance(waiting, free_s, 0.0, ends_s)
     held_s = _held_s(waiting, free_s)
-    later_s = free_s if held_s == INFINITY else _advance(waiting.copy(), free_s, INFINITY)
+    later_s = free_s if held_s == INFINITY else _advance(waiting.copy(), free_s, INFINITY, ends_s.copy())
     return free_s, held_s, later_s
 
 
 def _held_s(waiting: list[_Waiting], free_s: float) -> float:
-    """Return when the blocks are there of the job that holds others up; infinity where none does."""
-    for ready_s, holds_s, _ in waiting:
+    """Return by when a job has to end that goes before those that wait; infinity where it may take any time."""
+    held_s, passed_s = INFINITY, 0.0
+    for ready_s, holds_s, service_s, due_s, _ in waiting:
         if holds_s <= free_s:
-            return ready_s
-    return INFINITY
+            return min(held_s, ready_s)
+        passed_s += service_s
+        if due_s - passed_s >= ready_s:
+            held_s = min(held_s, due_s - passed_s)
+    return held_s
 
 
-def _advance(waiting: list[_Waiting], free_s: float, service_s: float) -> float:
+def _advance(waiting: list[_Waiting], free_s: float, service_s: float, ends_s: list[float]) -> float:
     """Start the jobs that go before one of this service, removing them, and return when it starts itself."""
-    place = 0
+    place, passed_s = 0, 0.0
     while place < len(waiting):
-        ready_s, holds_s, waiting_service_s = waiting[place]
-        if ready_s <= free_s or (holds_s <= free_s and free_s + service_s > ready_s):
+        ready_s, holds_s, waiting_service_s, due_s, at = waiting[place]
+        passed_s += waiting_service_s
+        latest_s = ready_s if holds_s <= free_s else due_s - passed_s
+        if ready_s <= free_s or free_s + service_s > latest_s >= ready_s:
             free_s = max(ready_s, free_s) + waiting_service_s
+            ends_s[at] = free_s
             del waiting[place]
-            place = 0
+            place, passed_s = 0, 0.0
         else:
             place += 1
     return free_s
+
+
+def _margin_s(waiting: list[_Waiting], free_s: float, service_s: float) -> float:
+    """Return how much later a job of this service may start and still go before those that wait."""
+    margin_s, passed_s, end_s = INFINITY, 0.0, free_s + service_s
+    for ready_s, holds_s, waiting_service_s, due_s, _ in waiting:
+        if holds_s <= free_s:
+            return min(margin_s, ready_s - end_s)
+        passed_s += waiting_service_s
+        if due_s - passed_s >= ready_s:
+            margin_s = min(margin_s, due_s - passed_s - end_s)
+        margin_s = min(margin_s, max(ready_s - end_s, holds_s - free_s))
+    return margin_s

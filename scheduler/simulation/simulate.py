@@ -271,6 +271,9 @@ class Simulation:
         for each in (job, *helpers):
             if each.loaded_s > now_s:
                 self._events.at(each.loaded_s, self._start, each.instance)
+            due_s = each.finish_s + each.slack_s
+            if each.after and now_s < due_s < float("inf"):
+                self._events.at(due_s, self._start, each.instance)  # it holds others up no longer
             self._start(each.instance)
 
     def _commit_helpers(self, number: int, prompt: Prompt, decision: Decision, wide: Spread) -> list[Job]:

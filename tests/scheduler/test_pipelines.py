@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -183,13 +184,19 @@ def test_every_request_ends_once(
 def test_groups_lower_the_ttft_where_there_is_room_and_do_no_harm_where_there_is_none(
     family: str, speed: float
 ) -> None:
-    trace = FAMILIES[family](11, 300)
+    """On the mean of several draws: a single one is up to 7 % worse or 28 % better."""
+    traces = [FAMILIES[family](seed, 300) for seed in range(11, 17)]
     for discipline in Discipline:
         base = Options(speed=speed, discipline=discipline)
-        single, spread = (simulate(trace, replace(base, group=group)) for group in (1, 4))
-        assert spread.counts.spread > 0
-        assert spread.figures()["ttft_mean_s"] < single.figures()["ttft_mean_s"] * 1.01
-        assert spread.figures()["prefill_s"] < single.figures()["prefill_s"] * 1.06
+        single, spread = (
+            [simulate(trace, replace(base, group=group)) for trace in traces] for group in (1, 4)
+        )
+        assert all(result.counts.spread > 0 for result in spread)
+        for figure, bound in (("ttft_mean_s", 1.01), ("prefill_s", 1.06)):
+            before, with_groups = (
+                fmean(each.figures()[figure] for each in some) for some in (single, spread)
+            )
+            assert with_groups < before * bound, (discipline, figure)
 
 
 @pytest.mark.parametrize(

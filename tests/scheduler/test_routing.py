@@ -327,7 +327,7 @@ def test_a_promise_is_kept_whoever_comes_later(
         job = _job(number, service_s=service_s, arrival_s=arrival_s, discipline=discipline)
         openings = queue.openings(free_s)
         place = queue.place(job.rank, service_s, arrival_s, openings)
-        job.slack_s = promised_s - (start_s(openings[place], service_s) + service_s - arrival_s)
+        job.slack_s = promised_s - (start_s(openings[place], service_s, arrival_s) + service_s - arrival_s)
         if job.slack_s >= 0:
             queue.add(job, free_s)
         if len(queue) and removed.random() < 0.2:
@@ -345,7 +345,7 @@ def test_an_opening_is_the_service_of_what_goes_first(arrivals: list[tuple[float
     openings = queue.openings(100.0)
     place = queue.place(rank, arrivals[0][1], 0.0, openings)
     ahead_s = sum(job.service_s for job in queue.jobs() if job.rank <= rank)
-    assert start_s(openings[place], 1.0) == pytest.approx(100.0 + ahead_s)
+    assert start_s(openings[place], 1.0, 0.0) == pytest.approx(100.0 + ahead_s)
     assert len(openings) - 1 - place == sum(job.rank > rank for job in queue.jobs())
 
 
@@ -365,7 +365,7 @@ def test_an_opening_behind_all_is_when_a_job_starts(
         job = _job(number, service_s=job_s)
         job.loaded_s = loaded_s if number == loading else 0.0
         queue.add(job, 1.0)
-    expected_s = start_s(queue.openings(1.0)[-1], service_s)
+    expected_s = start_s(queue.openings(1.0)[-1], service_s, 1.0)
     last = _job(99, service_s=service_s)
     queue.add(last, 1.0)
     now_s = 1.0
@@ -389,8 +389,8 @@ def test_a_job_whose_producer_is_elsewhere_is_waited_for_once_that_runs() -> Non
     queue.add(Job(0, 0, arrival_s=0, service_s=1, loaded_s=0, finish_s=11, rank=0, after={producer}), 0.0)
     queue.add(_job(1, service_s=8.0), 0.0)
     openings = queue.openings(0.0)
-    assert [start_s(opening, 1.5) for opening in openings] == [0.0, 0.0, 8.0]
-    assert [start_s(opening, 2.5) for opening in openings] == [0.0, 0.0, 11.0]
+    assert [start_s(opening, 1.5, 0.0) for opening in openings] == [0.0, 0.0, 8.0]
+    assert [start_s(opening, 2.5, 0.0) for opening in openings] == [0.0, 0.0, 11.0]
 
 
 def test_a_job_behind_becomes_later_by_what_the_one_before_it_waits_for() -> None:

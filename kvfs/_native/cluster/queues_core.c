@@ -18,9 +18,11 @@
 
 #define AGEING 2.0
 
-/* A job that waits for its blocks: when they are there, from when on it holds others up, and its service. */
+/* A job that waits for its blocks: when they are there, from when on it holds others up, its service, when it has to end
+ * at the latest, and its place. */
 struct kvfs_waiting {
-    double ready_s, holds_s, service_s;
+    double ready_s, holds_s, service_s, due_s;
+    uint32_t place;
 };
 
 struct waiting_list {
@@ -163,7 +165,7 @@ void kvfs_job_release(struct kvfs_jobs *jobs, uint32_t job)
 /* When its blocks are there, as predicted, and from when on it holds others up for them. */
 static struct kvfs_waiting blocks_s(const struct kvfs_jobs *jobs, const struct kvfs_job *job)
 {
-    struct kvfs_waiting waiting = {job->loaded_s, 0.0, job->service_s};
+    struct kvfs_waiting waiting = {job->loaded_s, 0.0, job->service_s, job->finish_s + job->slack_s, 0};
     for (uint32_t i = 0; i < job->after_count; i++) {
         const struct kvfs_job *other = &jobs->at[job->after[i]];
         if (other->instance != job->instance) {
@@ -176,16 +178,24 @@ static struct kvfs_waiting blocks_s(const struct kvfs_jobs *jobs, const struct k
 }
 
 /* --- openings ----------------------------------------------------------------------------------------------------- */
-/* Start the jobs that go before one of this service, removing them; when it starts itself. */
-static double advance(struct waiting_list *waiting, double free_s, double service_s)
+static double sooner(double a, double b) { return b < a ? b : a; }
+
+/* Start the jobs that go before one of this service, removing them; when it starts itself. `ends_s` may be NULL. */
+static double advance(struct waiting_list *waiting, double free_s, double service_s, double *ends_s)
 {
+    double passed_s = 0.0;
     for (uint32_t place = 0; place < waiting->count;) {
         const struct kvfs_waiting w = waiting->at[place];
-        if (w.ready_s <= free_s || (w.holds_s <= free_s && free_s + service_s > w.ready_s)) {
+        passed_s += w.service_s;
+        const double latest_s = w.holds_s <= free_s ? w.ready_s : w.due_s - passed_s;
+        if (w.ready_s <= free_s || (free_s + service_s > latest_s && latest_s >= w.ready_s)) {
             free_s = kvfs_later(w.ready_s, free_s) + w.service_s;
+            if (ends_s)
+                ends_s[w.place] = free_s;
             waiting->count--;
             memmove(&waiting->at[place], &waiting->at[place + 1], (waiting->count - place) * sizeof w);
             place = 0;
+            passed_s = 0.0;
         } else {
             place++;
         }
@@ -193,28 +203,61 @@ static double advance(struct waiting_list *waiting, double free_s, double servic
     return free_s;
 }
 
-/* When the blocks are there of the job that holds others up; infinity where none does. */
+/* By when a job has to end that goes before those that wait; infinity where it may take any time. */
 static double held_s(const struct waiting_list *waiting, double free_s)
 {
-    for (uint32_t i = 0; i < waiting->count; i++)
-        if (waiting->at[i].holds_s <= free_s)
-            return waiting->at[i].ready_s;
-    return INFINITY;
+    double held = INFINITY, passed_s = 0.0;
+    for (uint32_t i = 0; i < waiting->count; i++) {
+        const struct kvfs_waiting *w = &waiting->at[i];
+        if (w->holds_s <= free_s)
+            return sooner(held, w->ready_s);
+        passed_s += w->service_s;
+        if (w->due_s - passed_s >= w->ready_s)
+            held = sooner(held, w->due_s - passed_s);
+    }
+    return held;
 }
 
-static struct kvfs_opening opening(struct waiting_list *waiting, double free_s, struct kvfs_waiting *room)
+/* How much later a job of this service may start and still go before those that wait. */
+static double margin_s(const struct waiting_list *waiting, double free_s, double service_s)
+{
+    double margin = INFINITY, passed_s = 0.0;
+    const double end_s = free_s + service_s;
+    for (uint32_t i = 0; i < waiting->count; i++) {
+        const struct kvfs_waiting *w = &waiting->at[i];
+        if (w->holds_s <= free_s)
+            return sooner(margin, w->ready_s - end_s);
+        passed_s += w->service_s;
+        if (w->due_s - passed_s >= w->ready_s)
+            margin = sooner(margin, w->due_s - passed_s - end_s);
+        margin = sooner(margin, kvfs_later(w->ready_s - end_s, w->holds_s - free_s));
+    }
+    return margin;
+}
+
+/* The opening behind the jobs so far, without a slack. */
+static struct kvfs_opening gap(struct waiting_list *waiting, double free_s, struct kvfs_openings *o)
 {
     if (!waiting->count)
-        return (struct kvfs_opening){free_s, INFINITY, free_s};
-    free_s = advance(waiting, free_s, 0.0);
+        return (struct kvfs_opening){free_s, INFINITY, free_s, INFINITY};
+    free_s = advance(waiting, free_s, 0.0, o->ends_s);
     const double held = held_s(waiting, free_s);
     double later = free_s;
     if (held != INFINITY) {
-        struct waiting_list copy = {room, waiting->count};
-        memcpy(room, waiting->at, waiting->count * sizeof *room);
-        later = advance(&copy, free_s, INFINITY);
+        struct waiting_list copy = {o->copy, waiting->count};
+        memcpy(o->copy, waiting->at, waiting->count * sizeof *o->copy);
+        later = advance(&copy, free_s, INFINITY, NULL);
     }
-    return (struct kvfs_opening){free_s, held, later};
+    return (struct kvfs_opening){free_s, held, later, INFINITY};
+}
+
+static void end_all(struct waiting_list *waiting, double free_s, double *ends_s)
+{
+    free_s = advance(waiting, free_s, INFINITY, ends_s);
+    for (uint32_t i = 0; i < waiting->count; i++) {
+        free_s = kvfs_later(waiting->at[i].ready_s, free_s) + waiting->at[i].service_s;
+        ends_s[waiting->at[i].place] = free_s;
+    }
 }
 
 static int grow_openings(struct kvfs_openings *o, uint32_t wanted)
@@ -228,7 +271,9 @@ static int grow_openings(struct kvfs_openings *o, uint32_t wanted)
     o->waiting = waiting ? waiting : o->waiting;
     void *copy = realloc(o->copy, room * sizeof *o->copy);
     o->copy = copy ? copy : o->copy;
-    if (!at || !waiting || !copy)
+    void *ends_s = realloc(o->ends_s, room * sizeof *o->ends_s);
+    o->ends_s = ends_s ? ends_s : o->ends_s;
+    if (!at || !waiting || !copy || !ends_s)
         return -ENOMEM;
     o->room = room;
     return 0;
@@ -252,15 +297,28 @@ int kvfs_queue_openings(const struct kvfs_jobs *jobs, const struct kvfs_prefill 
     struct waiting_list waiting = {o->waiting, 0};
     for (uint32_t i = 0; i < prefill->count; i++) {
         const struct kvfs_job *job = &jobs->at[prefill->jobs[i]];
-        o->at[i] = opening(&waiting, free_s, o->copy);
+        o->at[i] = gap(&waiting, free_s, o);
         free_s = o->at[i].free_s;
-        const struct kvfs_waiting blocks = blocks_s(jobs, job);
-        if (blocks.ready_s > free_s)
+        struct kvfs_waiting blocks = blocks_s(jobs, job);
+        if (blocks.ready_s > free_s) {
+            blocks.place = i;
             waiting.at[waiting.count++] = blocks;
-        else
-            free_s = (waiting.count ? advance(&waiting, free_s, job->service_s) : free_s) + job->service_s;
+            continue;
+        }
+        if (waiting.count) {
+            free_s = advance(&waiting, free_s, job->service_s, o->ends_s);
+            if (job->slack_s < INFINITY)
+                o->at[i].slack_s = margin_s(&waiting, free_s, job->service_s);
+        }
+        free_s += job->service_s;
+        o->ends_s[i] = free_s;
     }
-    o->at[prefill->count] = opening(&waiting, free_s, o->copy);
+    o->at[prefill->count] = gap(&waiting, free_s, o);
+    end_all(&waiting, o->at[prefill->count].free_s, o->ends_s);
+    for (uint32_t i = 0; i < prefill->count; i++) {
+        const struct kvfs_job *job = &jobs->at[prefill->jobs[i]];
+        o->at[i].slack_s = sooner(o->at[i].slack_s, job->slack_s - (o->ends_s[i] - job->finish_s));
+    }
     return 0;
 }
 
@@ -276,20 +334,15 @@ uint32_t kvfs_queue_place(const struct kvfs_jobs *jobs, const struct kvfs_prefil
         else
             first = middle + 1;
     }
+    double slack_s = INFINITY;
     for (; place > first; place--) {
-        const double wait_s = ready_s - kvfs_start_s(&openings[place - 1], service_s);
-        if (jobs->at[prefill->jobs[place - 1]].slack_s < (wait_s > 0.0 ? service_s + wait_s : service_s))
+        const struct kvfs_opening *opening = &openings[place - 1];
+        const double wait_s = ready_s - kvfs_start_s(opening, service_s, ready_s);
+        slack_s = sooner(slack_s, opening->slack_s);
+        if (slack_s < (wait_s > 0.0 ? service_s + wait_s : service_s))
             break;
     }
     return place;
-}
-
-static void delay(struct kvfs_jobs *jobs, const struct kvfs_prefill *prefill, uint32_t place, double seconds)
-{
-    for (; place < prefill->count; place++) {
-        jobs->at[prefill->jobs[place]].slack_s -= seconds;
-        jobs->at[prefill->jobs[place]].finish_s += seconds;
-    }
 }
 
 static void pop(struct kvfs_prefill *prefill, uint32_t place)
@@ -312,11 +365,18 @@ int kvfs_queue_add(struct kvfs_jobs *jobs, struct kvfs_prefill *prefill, uint32_
     const uint32_t place = kvfs_queue_place(jobs, prefill, j->rank, j->service_s, ready_s, openings->at);
     if (place)
         j->rank = kvfs_later(j->rank, jobs->at[prefill->jobs[place - 1]].rank);
-    const double wait_s = kvfs_later(ready_s - kvfs_start_s(&openings->at[place], j->service_s), 0.0);
-    delay(jobs, prefill, place, wait_s + j->service_s);
     memmove(&prefill->jobs[place + 1], &prefill->jobs[place], (prefill->count - place) * sizeof *prefill->jobs);
     prefill->jobs[place] = job;
     prefill->count++;
+    if (kvfs_queue_openings(jobs, prefill, free_s, openings) < 0) {
+        pop(prefill, place);
+        return -ENOMEM;
+    }
+    for (uint32_t i = 0; i < prefill->count; i++) {
+        j = &jobs->at[prefill->jobs[i]];
+        j->slack_s -= openings->ends_s[i] - j->finish_s;
+        j->finish_s = openings->ends_s[i];
+    }
     return 0;
 }
 
@@ -325,7 +385,10 @@ int kvfs_queue_remove(struct kvfs_jobs *jobs, struct kvfs_prefill *prefill, uint
     for (uint32_t place = 0; place < prefill->count; place++) {
         if (prefill->jobs[place] == job) {
             pop(prefill, place);
-            delay(jobs, prefill, place, -jobs->at[job].service_s);
+            for (; place < prefill->count; place++) {
+                jobs->at[prefill->jobs[place]].slack_s += jobs->at[job].service_s;
+                jobs->at[prefill->jobs[place]].finish_s -= jobs->at[job].service_s;
+            }
             return 1;
         }
     }
@@ -346,17 +409,28 @@ static double held_until(const struct kvfs_jobs *jobs, const struct kvfs_job *jo
 
 uint32_t kvfs_queue_next(struct kvfs_jobs *jobs, struct kvfs_prefill *prefill, double now_s)
 {
-    double until_s = INFINITY;
+    double until_s = INFINITY, passed_s = 0.0;
+    int is_held = 0;
     for (uint32_t place = 0; place < prefill->count; place++) {
         const uint32_t job = prefill->jobs[place];
         const struct kvfs_job *j = &jobs->at[job];
-        if (j->loaded_s > now_s || j->after_count) {
-            if (until_s == INFINITY)
-                until_s = held_until(jobs, j);
-        } else if (now_s + j->service_s <= until_s) {
+        const int is_ready = j->loaded_s <= now_s && !j->after_count;
+        if (is_ready && now_s + j->service_s <= until_s) {
             pop(prefill, place);
             return job;
         }
+        if (is_held)
+            continue;
+        const double held = is_ready ? INFINITY : held_until(jobs, j);
+        if (held != INFINITY) {
+            until_s = sooner(until_s, held);
+            is_held = 1;
+            continue;
+        }
+        passed_s += j->service_s;
+        const double latest_s = j->finish_s + j->slack_s - passed_s;
+        if (latest_s >= kvfs_later(now_s, blocks_s(jobs, j).ready_s))
+            until_s = sooner(until_s, latest_s);
     }
     return KVFS_NO_JOB;
 }

@@ -35,15 +35,17 @@ struct kvfs_prefill {
     uint8_t is_length_aware, is_draining, is_there;
 };
 
-/* When an instance is free, when the blocks of the job that holds it are there, and when it is free after that one. */
+/* When an instance is free, by when a job has to end that starts then, when the instance is free for those that end
+ * later, and how much later the job at this place may become. */
 struct kvfs_opening {
-    double free_s, held_s, later_s;
+    double free_s, held_s, later_s, slack_s;
 };
 
 /* Room for what `kvfs_queue_openings` works on. */
 struct kvfs_openings {
     struct kvfs_opening *at;
     struct kvfs_waiting *waiting, *copy;
+    double *ends_s; /* of each job, as predicted */
     uint32_t room;
 };
 
@@ -60,7 +62,7 @@ void kvfs_job_release(struct kvfs_jobs *jobs, uint32_t job);
 
 double kvfs_prefill_free_s(const struct kvfs_jobs *jobs, const struct kvfs_prefill *prefill, double now_s);
 double kvfs_queue_rank(const struct kvfs_prefill *prefill, double arrival_s, double service_s);
-/* Writes the opening at each place, one more than there are jobs: 0 or -ENOMEM. */
+/* Writes the opening at each place, one more than there are jobs, and when each job ends: 0 or -ENOMEM. */
 int kvfs_queue_openings(const struct kvfs_jobs *jobs, const struct kvfs_prefill *prefill, double free_s,
                         struct kvfs_openings *openings);
 uint32_t kvfs_queue_place(const struct kvfs_jobs *jobs, const struct kvfs_prefill *prefill, double rank,
@@ -74,9 +76,11 @@ uint32_t kvfs_queue_next(struct kvfs_jobs *jobs, struct kvfs_prefill *prefill, d
 
 static inline double kvfs_later(double a, double b) { return b > a ? b : a; }
 
-static inline double kvfs_start_s(const struct kvfs_opening *opening, double service_s)
+/* When an instance is free for a job of this service whose blocks are there at `ready_s`. */
+static inline double kvfs_start_s(const struct kvfs_opening *opening, double service_s, double ready_s)
 {
-    return opening->free_s + service_s <= opening->held_s ? opening->free_s : opening->later_s;
+    const double start_s = kvfs_later(opening->free_s, ready_s);
+    return start_s + service_s <= opening->held_s ? opening->free_s : opening->later_s;
 }
 
 #endif

@@ -56,6 +56,7 @@ void kvfs_router_free(struct kvfs_router *r)
     free(r->openings.at);
     free(r->openings.waiting);
     free(r->openings.copy);
+    free(r->openings.ends_s);
     free(r->places);
     free(r->runs.at);
     free(r->steps);
@@ -204,7 +205,7 @@ static void weigh_cut(const struct kvfs_router *r, const struct kvfs_prompt *p, 
     const double rank = kvfs_queue_rank(prefill, p->arrival_s, cut->prefill_s);
     const uint32_t place = kvfs_queue_place(&r->jobs, prefill, rank, cut->prefill_s, p->now_s + cut->ready_s,
                                             r->openings.at);
-    const double queue_s = kvfs_start_s(&r->openings.at[place], cut->prefill_s) - p->now_s;
+    const double queue_s = kvfs_start_s(&r->openings.at[place], cut->prefill_s, p->now_s + cut->ready_s) - p->now_s;
     const double begin_s = queue_s > cut->ready_s ? queue_s : cut->ready_s;
     const double delay_s = (double)(prefill->count - place) * (begin_s - queue_s + cut->prefill_s);
     const double score = begin_s + cut->prefill_s + delay_s + COMPUTE_WEIGHT * cut->prefill_s +
