@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.crash_harness import fast_directory
 from tests.support.door import door, mode_service
+from tests.support.forked import end_imported
 from tests.support.leftovers import Run
 from tests.support.seeds import SEED, repeat_command
 
@@ -69,6 +70,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first; the others, and the tests of a file, stay in order."""
     places = {ROOT / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def pytest_sessionfinish() -> None:
+    """End what processes were forked from."""
+    end_imported()
 
 
 @pytest.hookimpl(wrapper=True)

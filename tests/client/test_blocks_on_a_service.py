@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -95,14 +94,11 @@ def test_what_does_not_come_up_is_a_miss_until_it_does(service: Service, client:
         assert blocks.prefetch(keys[:2]).result(WAIT_S) == 2
         assert blocks.below_dram(keys) == [False] * 2 + [True] * 4
         assert lower.readable(blocks, joined) == 6
-        os.kill(service.pid, signal.SIGSTOP)
-        try:
+        with service.paused():
             into = [bytearray(64 * KIB) for _ in keys]
             assert blocks.get_into(keys, into, timeout_s=1.0) == [64 * KIB] * 2 + [-1] * 4
             lower.failed(blocks, b"".join(keys[2:]))
             assert lower.readable(blocks, joined) == 2
-        finally:
-            os.kill(service.pid, signal.SIGCONT)
         eventually(lambda: lower.readable(blocks, joined) == 6, "what was missed comes up again")
         assert blocks.get_into(keys, into) == [64 * KIB] * 6
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import wait
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -387,17 +384,6 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     made.end()
 
 
-@contextmanager
-def stopped(service: Service) -> Iterator[None]:
-    pid = service.running.pid
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
 def reused(layers: dict[str, Any]) -> dict[str, Any]:
     """What the engine's blocks held; now they hold others' tokens."""
     held = {name: layer.clone() for name, layer in layers.items()}
@@ -491,7 +477,7 @@ def test_a_service_that_stops_for_a_while_gets_every_block(
             worker.transfers.save_layer(step, name)
         for part in worker.transfers._parts:
             wait(part.copies)
-    with stopped(service):
+    with service.paused():
         worker.transfers.finish(step)
         worker.store(run_of(keys[16 * 5 : 16 * 8], [5, 6, 7]))
         worker.store(run_of(keys[16 * 8 :], [8, 9, 10, 11]))

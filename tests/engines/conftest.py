@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from tests.engines.engine import PROMPTS, STORED, VARIANTS, Engines, Run
-from tests.engines.forked import end_imported
 from tests.engines.tiny_llama import write_model
 from tests.support.door import BUCKET, ON_DIRECTORY, TEST_PATH, need_mount
 from tests.support.service import ROOT, Service
@@ -27,12 +26,6 @@ def engine_python() -> str:
     if not os.path.exists(python):
         pytest.skip("no engines' environment: make test-engines")
     return python
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _forked_engines() -> Iterator[None]:
-    yield
-    end_imported()
 
 
 @pytest.fixture(scope="session")

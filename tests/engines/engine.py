@@ -14,14 +14,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tests.engines.forked import Forked, imported
+from tests.engines.run_engine import ENVIRONMENT
 from tests.engines.tiny_llama import VOCABULARY
+from tests.support.forked import Forked, Imported, imported
 from tests.support.leftovers import held_memory
 from tests.support.service import ROOT
 
 BLOCK_TOKENS = 32
 MAX_TOKENS = 32
 END_WAIT_S = 30.0
+_VLLM = ("vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")
 _REPLIES = 100
 """The descriptor of an engine that its replies go to; lower ones may be its own."""
 LOGPROB_TOLERANCE = 1e-3
@@ -93,6 +95,11 @@ def same_output(one: tuple[list[int], list[float]], two: tuple[list[int], list[f
 
 
 # --- running the engine ------------------------------------------------------------------------------------
+def vllm(python: str) -> Imported:
+    """Return this run's process that has imported vLLM."""
+    return imported(python, _VLLM, {**ENVIRONMENT, "PYTHONPATH": ""})
+
+
 class Engine:
     """One engine process, for as long as the `with` block; it answers one list of prompts after another."""
 
@@ -100,24 +107,26 @@ class Engine:
         self._label = label
         self._log = work / f"{label}.log"
         source, sink = os.pipe()
+        requests, begin = os.pipe()
         # kvfs itself only where its connector is asked for: ExampleConnector's engine is an unmodified program.
         path = [str(ROOT)] if settings.get("connector") else []
         with self._log.open("wb") as output:
-            self._process = imported(python).fork(
+            self._process = vllm(python).fork(
                 [str(ROOT / "tests/engines/run_engine.py"), str(_REPLIES)],
                 path=path,
                 environment={**os.environ, "PYTHONPATH": ":".join(path), **settings.get("environment", {})},
                 work=work,
                 output=output,
-                pass_fds={_REPLIES: sink},
+                pass_fds={0: requests, _REPLIES: sink},
             )
         os.close(sink)
-        self._replies = os.fdopen(source)
+        os.close(requests)
+        self._replies, self._requests = os.fdopen(source), os.fdopen(begin, "w")
         self._send(settings)
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        self._process.stdin.write(json.dumps(message).encode() + b"\n")
-        self._process.stdin.flush()
+        self._requests.write(json.dumps(message) + "\n")
+        self._requests.flush()
 
     def generate(
         self,
@@ -159,7 +168,7 @@ class Engine:
     ) -> None:
         shared = shared_by(self._process)
         self._replies.close()
-        self._process.stdin.close()
+        self._requests.close()
         try:
             self._process.wait(END_WAIT_S if error is None else 0)
         except subprocess.TimeoutExpired:

@@ -22,13 +22,13 @@ from typing import Any
 
 import pytest
 
-from tests.engines.engine import MAX_TOKENS, Engines, Run, kill, whole_blocks
-from tests.engines.forked import Forked, imported
+from tests.engines.engine import MAX_TOKENS, Engines, Run, kill, vllm, whole_blocks
 from tests.engines.run_engine import ENVIRONMENT
 from tests.engines.test_vllm_connector import connector
 from tests.engines.test_vllm_events import free_port
 from tests.engines.tiny_llama import VOCABULARY
 from tests.support.door import ON_DIRECTORY
+from tests.support.forked import Forked
 from tests.support.service import ROOT, Service
 from tests.support.waits import eventually
 
@@ -102,10 +102,9 @@ def vllm_server(
     own = {key: value for key, value in ENVIRONMENT.items() if "MULTIPROCESSING" not in key}
     environment = {**os.environ, **own, "PYTHONPATH": str(ROOT)}
     with (engines.work / f"{name}.log").open("wb") as log:
-        process = imported(engines.python).fork(
+        process = vllm(engines.python).fork(
             command, path=[str(ROOT)], environment=environment, work=engines.work, output=log
         )
-    process.stdin.close()
     server = Server(process, f"http://127.0.0.1:{port}", engines.work / f"{name}.log")
     try:
         yield server

@@ -14,6 +14,7 @@ import pytest
 from tests.support.door import BUCKET, ON_DIRECTORY, TEST_MODES
 from tests.support.holder import DIED, ERROR, RIGHT, Holder
 from tests.support.posix import expect_errno, opened, pattern, start_child, wait_child, write_all
+from tests.support.processes import task_state
 from tests.support.service import Service
 from tests.support.small_store import MIB, check, refill, small_service, state, write_sealed
 from tests.support.waits import WAIT_S, eventually
@@ -186,9 +187,7 @@ def test_a_process_that_waits_for_a_stopped_service_can_be_interrupted(
         except KeyboardInterrupt:
             os._exit(42)
 
-    os.kill(service.pid, signal.SIGSTOP)
-    eventually(lambda: stopped(service.pid), "every thread of the service is stopped")
-    try:
+    with service.paused():
         interrupted = start_child(lambda: wait_for_service("interrupted"))
         killed = start_child(lambda: wait_for_service("killed"))
         assert os.read(started, 1) + os.read(started, 1) == b".."
@@ -199,10 +198,8 @@ def test_a_process_that_waits_for_a_stopped_service_can_be_interrupted(
         # A request that nobody has read yet is taken back at once; one that was read waits for its answer,
         # unless its process is killed.
         assert wait_child(killed) == -signal.SIGKILL
-    finally:
-        os.kill(service.pid, signal.SIGCONT)
-        os.close(started)
-        os.close(child_started)
+    os.close(started)
+    os.close(child_started)
     # Its mkdir was made, or was interrupted before it was.
     assert wait_child(interrupted) in (0, 42)
     assert (bucket / "file").read_bytes() == b"content"
@@ -213,9 +210,6 @@ def test_a_process_that_waits_for_a_stopped_service_can_be_interrupted(
 
 def test_an_unmount_ends_the_calls_that_wait_for_a_stopped_service(service: Service, bucket: Path) -> None:
     """Nothing else does: they have no deadline."""
-    pid = service.running.pid
-    os.kill(pid, signal.SIGSTOP)
-    eventually(lambda: stopped(pid), "every thread of the service is stopped")
 
     def wait_for_service() -> None:
         try:
@@ -225,25 +219,14 @@ def test_an_unmount_ends_the_calls_that_wait_for_a_stopped_service(service: Serv
         else:
             raise AssertionError("it was answered")
 
-    try:
+    with service.paused():
         waiting = start_child(wait_for_service)
         eventually(lambda: sleeps(waiting), "the child waits for the service")
         assert service.cli("umount", str(service.mount)).returncode == 0
         assert wait_child(waiting) == 0
-    finally:
-        os.kill(pid, signal.SIGCONT)
     assert service.running.wait(WAIT_S) == 0, "a service without its mount stops"
-
-
-def task_state(task: Path) -> str:
-    return (task / "stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
 def sleeps(pid: int) -> bool:
     """Whether the process waits for something in the kernel."""
     return task_state(Path(f"/proc/{pid}")) in "SD"
-
-
-def stopped(pid: int) -> bool:
-    """Whether SIGSTOP has reached each thread: one that is still in read() would take a request along."""
-    return {task_state(task) for task in Path(f"/proc/{pid}/task").iterdir()} == {"T"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -97,19 +96,13 @@ def test_a_killed_and_a_stopped_peer_cost_a_bounded_wait_and_a_miss(services: li
     with kvfs.connect(second.data) as there, there.blocks(NAMESPACE) as blocks:
         wait_for_peers(there, 2)
         assert blocks.fetch(digests[:1], hint=there.status()["cluster"]["peers"][0]["address"]).result() == 1
-        assert first.process is not None
-        first.process.send_signal(signal.SIGSTOP)
-        _, status = os.waitpid(first.process.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status)
-        try:
+        with first.paused():
             began = time.monotonic()
             assert blocks.fetch(digests[1:]).result() == 3  # of the other holder
             assert time.monotonic() - began < limits.REMOTE_READ_S
             cluster = there.status()["cluster"]
             assert cluster["deadlines"] >= 1
             assert cluster["peers_up"] == 1
-        finally:
-            first.process.send_signal(signal.SIGCONT)
         first.kill()
         assert blocks.fetch(digests).result() == 4
         assert there.status()["open_drafts"] == 0

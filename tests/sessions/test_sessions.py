@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -233,13 +232,8 @@ def test_a_mount_is_address_enough_and_given_up_when_it_hangs() -> None:
             assert client.get("b/c") == b"by path"
         with pytest.raises(errors.SessionClosed, match=r"no kvfs mount"):
             kvfs.connect(service.mount / "b")
-        service.running.send_signal(signal.SIGSTOP)
-        assert os.WIFSTOPPED(os.waitpid(service.pid, os.WUNTRACED)[1])  # all of its threads
-        try:
-            with pytest.raises(errors.DeadlinePassed, match=str(service.mount)):
-                kvfs.connect(service.mount, timeout_s=0.2)
-        finally:
-            service.running.send_signal(signal.SIGCONT)
+        with service.paused(), pytest.raises(errors.DeadlinePassed, match=str(service.mount)):
+            kvfs.connect(service.mount, timeout_s=0.2)
 
 
 def test_an_address_without_a_service_says_so(tmp_path: Path) -> None:

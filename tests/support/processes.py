@@ -11,6 +11,11 @@ from types import TracebackType
 from typing import Self
 
 
+def task_state(task: Path) -> str:
+    """The state of a process or a thread, by its folder in /proc."""
+    return (task / "stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
 class Helper:
     """A process that runs `code` (a snippet) or a program; the two sides talk in lines. Killed at the end."""
 

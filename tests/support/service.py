@@ -20,22 +20,26 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self
+from typing import IO, TYPE_CHECKING, Final, Self
 
 if TYPE_CHECKING:
     from kvfs.client import Client
 
 from kvfs.system import linux
+from tests.support.forked import Forked, imported
+from tests.support.processes import task_state
+from tests.support.waits import eventually
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 READY_WAIT_S: Final = 120.0
 STOP_WAIT_S: Final = 20.0
 KILL_WAIT_S: Final = 10.0
 MODES: Final = ("passthrough", "native", "plain")
+_SERVED: Final = ("kvfs.cli.main", "kvfs.service")
 DEFAULT_DRAM: Final = "256MiB"
 DEFAULT_NVME: Final = "0"
 
@@ -109,7 +113,7 @@ class Service:
         self.mount = self.base / "mnt"
         self.data = self.base / "data"
         self.log_path = self.base / "service.log"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | Forked | None = None
         self.told: list[str] = []
         """What the service told its manager since its last start, one assignment each."""
         self._notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -134,19 +138,28 @@ class Service:
         self.told.clear()
         with self.log_path.open("ab") as log:
             self._notify.bind(str(path))
-            python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-            environment = {"NOTIFY_SOCKET": str(path), "PYTHONPATH": python_path, **self.environment}
-            self.process = subprocess.Popen(
-                self.command(),
-                cwd=ROOT,  # `python -m` looks there first
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **environment},
-                start_new_session=True,
-            )
+            self.process = self._begin(log, path)
             self.wait_told("READY=1")
         return self
+
+    def _begin(self, log: IO[bytes], notify: Path) -> subprocess.Popen[bytes] | Forked:
+        """Start Python for what has a command or variables of its own, and fork it from one with its imports else."""
+        python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        own = {"NOTIFY_SOCKET": str(notify), "PYTHONPATH": python_path, **self.environment}
+        environment = {**os.environ, **own}
+        python, *arguments = command = self.command()
+        if arguments[:2] == ["-m", "kvfs"] and not self.environment:
+            ready = imported(python, _SERVED, {"PYTHONPATH": python_path})
+            return ready.fork(arguments, path=[str(ROOT)], environment=environment, work=ROOT, output=log)
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,  # `python -m` looks there first
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+        )
 
     def wait_told(self, state: str) -> str:
         """The assignment starting with `state` that the service tells its manager, waiting for it.
@@ -181,7 +194,7 @@ class Service:
         return found
 
     @property
-    def running(self) -> subprocess.Popen[bytes]:
+    def running(self) -> subprocess.Popen[bytes] | Forked:
         assert self.process is not None, "the service was not started"
         return self.process
 
@@ -242,6 +255,20 @@ class Service:
         """The log where it holds an error or an exception that nobody handled, else nothing."""
         log = self.log()
         return log if "Traceback (most recent call last)" in log or " ERROR " in log else ""
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop each of its threads: one that is still in read() would take a request along."""
+        pid = self.pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            tasks = Path(f"/proc/{pid}/task")
+            eventually(
+                lambda: {task_state(task) for task in tasks.iterdir()} == {"T"}, "all threads are stopped"
+            )
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
     def cli(self, *arguments: str, timeout_s: float = 30.0) -> subprocess.CompletedProcess[str]:
         """Run `kvfs ARGUMENTS`; the caller looks at its return code."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,8 +113,5 @@ def test_a_service_that_does_not_answer_is_shown_as_one() -> None:
     with gateway(mode="off", settings='admin = "127.0.0.1:0"') as door:
         with urllib.request.urlopen(page_url(door) + "v1/panels") as answer:
             assert answer.headers["Content-Type"] == "application/json"
-        os.kill(door.service.pid, signal.SIGSTOP)
-        try:
+        with door.service.paused():
             assert panels_of(door)["problems"] == ["the service does not answer within 2 s"]
-        finally:
-            os.kill(door.service.pid, signal.SIGCONT)
