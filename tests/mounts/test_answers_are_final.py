@@ -20,18 +20,12 @@ from kvfs.system import linux
 from tests.support.door import ON_DIRECTORY, TEST_MODES, need_mount
 from tests.support.posix import in_flight, mapped_pages, opened, pattern
 from tests.support.seeds import SEED
-from tests.support.service import STOP_WAIT_S, Service, mounts_under
+from tests.support.service import BUCKET_KINDS, STOP_WAIT_S, Service, mounts_under
 from tests.support.stopped_threads import native_threads_stopped, signal_main_thread
 from tests.support.waits import WAIT_S, eventually
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
 
-BUCKETS = {
-    "cache": [],
-    "large": ["--large"],
-    "durable": ["--class", "durable"],
-    "durable-large": ["--class", "durable", "--large"],
-}
 ROUNDS = int(os.environ.get("KVFS_TEST_ROUNDS", "4"))
 """Kills in each mode; the index is removed with every other one."""
 
@@ -40,9 +34,8 @@ ROUNDS = int(os.environ.get("KVFS_TEST_ROUNDS", "4"))
 def service(request: pytest.FixtureRequest) -> Iterator[Service]:
     need_mount()
     with Service(mode=request.param, dram="64MiB", nvme="256MiB") as running:
-        for bucket, options in BUCKETS.items():
-            made = running.cli("bucket", "create", "--at", str(running.mount), *options, bucket)
-            assert made.returncode == 0, made.stderr
+        for kind, options in BUCKET_KINDS.items():
+            running.create_bucket(kind, **options)
         yield running
 
 
@@ -132,7 +125,9 @@ class Worker:
 @pytest.mark.seeded
 def test_no_kill_undoes_what_was_answered(service: Service) -> None:
     generator = random.Random(SEED)
-    workers = [Worker(service.mount / bucket, SEED + number) for number, bucket in enumerate([*BUCKETS] * 2)]
+    workers = [
+        Worker(service.mount / bucket, SEED + number) for number, bucket in enumerate([*BUCKET_KINDS] * 2)
+    ]
     for number in range(ROUNDS):
         threads = [threading.Thread(target=worker.run, daemon=True) for worker in workers]
         for thread in threads:
@@ -153,7 +148,7 @@ def test_no_kill_undoes_what_was_answered(service: Service) -> None:
 
 def test_of_two_doors_the_one_that_was_answered_last_wins(service: Service) -> None:
     with service.client() as client:
-        for bucket in BUCKETS:
+        for bucket in BUCKET_KINDS:
             for number in range(12):
                 path = service.mount / bucket / f"file{number % 5}"
                 path.write_bytes(b"path %d" % number)
@@ -172,7 +167,7 @@ def test_of_two_doors_the_one_that_was_answered_last_wins(service: Service) -> N
 
 def test_what_another_door_renames_over_a_file_or_removes_stays_so(service: Service) -> None:
     with service.client() as client:
-        for bucket in BUCKETS:
+        for bucket in BUCKET_KINDS:
             for number in range(24):
                 path, before = service.mount / bucket / f"file{number}", service.mount / bucket / "before"
                 path.write_bytes(b"path")

@@ -40,9 +40,7 @@ def service(request: pytest.FixtureRequest) -> Iterator[Service]:
         watchdog.daemon = True
         watchdog.start()
         try:
-            assert (
-                running.cli("bucket", "create", "--at", str(running.mount), "--large", "big").returncode == 0
-            )
+            running.create_bucket("big", large=True)
             yield running
         finally:
             watchdog.cancel()
@@ -416,14 +414,9 @@ def test_a_killed_writer_leaves_nothing(service: Service, how: str) -> None:
 def test_a_killed_service_has_what_was_synced_and_nothing_of_the_rest(
     service: Service, keep_index: bool
 ) -> None:
-    assert (
-        service.cli(
-            "bucket", "create", "--at", str(service.mount), "--large", "--class", "durable", "safe"
-        ).returncode
-        == 0
-    )
+    bucket = service.create_bucket("safe", durable=True, large=True)
     data = random.Random(5).randbytes(2 * DRAM)
-    closed, synced, unsynced = (service.mount / "safe" / name for name in ("closed", "synced", "unsynced"))
+    closed, synced, unsynced = (bucket / name for name in ("closed", "synced", "unsynced"))
     closed.write_bytes(data)
     handles = [os.open(path, os.O_WRONLY | os.O_CREAT) for path in (synced, unsynced)]
     for handle in handles:

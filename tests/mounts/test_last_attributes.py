@@ -13,20 +13,14 @@ from typing import Final
 import pytest
 
 from tests.support.door import ON_DIRECTORY, TEST_MODES, need_mount
-from tests.support.service import Service
+from tests.support.service import BUCKET_KINDS, Service
 from tests.support.small_store import state, watched, write_sealed
 from tests.support.waits import WAIT_S, eventually
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
 
-BUCKETS: Final = {
-    "cache": (),
-    "durable": ("--class", "durable"),
-    "large": ("--large",),
-    "large-durable": ("--large", "--class", "durable"),
-}
 ROUNDS: Final = 3
-CHANGES: Final = {"cache": 40, "durable": 10, "large": 40, "large-durable": 10}
+CHANGES: Final = {"cache": 40, "durable": 10, "large": 40, "durable-large": 10}
 """Of a file after its close: the first of them come before it is published, the last after that."""
 
 
@@ -34,9 +28,8 @@ CHANGES: Final = {"cache": 40, "durable": 10, "large": 40, "large-durable": 10}
 def shared(request: pytest.FixtureRequest) -> Iterator[Service]:
     need_mount()
     with Service(mode=request.param, dram="32MiB", nvme="256MiB") as service:
-        for name, arguments in BUCKETS.items():
-            made = service.cli("bucket", "create", "--at", str(service.mount), *arguments, name)
-            assert made.returncode == 0, made.stderr
+        for kind, options in BUCKET_KINDS.items():
+            service.create_bucket(kind, **options)
         yield service
 
 
@@ -89,7 +82,7 @@ class Changes:
 
 @pytest.mark.parametrize("hole", [False, True], ids=["whole", "hole"])
 @pytest.mark.parametrize("has_reader", [False, True], ids=["alone", "read"])
-@pytest.mark.parametrize("kind", BUCKETS)
+@pytest.mark.parametrize("kind", BUCKET_KINDS)
 def test_the_last_one_set_counts(running: Service, kind: str, has_reader: bool, hole: bool) -> None:
     for seed in range(ROUNDS):
         path = running.mount / kind / f"{has_reader}-{hole}-{seed}"
@@ -120,7 +113,7 @@ def test_the_last_one_set_counts(running: Service, kind: str, has_reader: bool, 
         path.unlink()
 
 
-@pytest.fixture(params=BUCKETS)
+@pytest.fixture(params=BUCKET_KINDS)
 def path(running: Service, request: pytest.FixtureRequest) -> Iterator[Path]:
     """A sealed file."""
     path = running.mount / request.param / "sealed"

@@ -25,17 +25,10 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, 
 
 from tests.support.door import ON_DIRECTORY, TEST_MODES, Door, need_mount
 from tests.support.posix import opened, pattern
-from tests.support.service import Service
+from tests.support.service import BUCKET_KINDS, Service
 
 pytestmark = pytest.mark.mount
 
-KINDS = {
-    "cache": [],
-    "durable": ["--class", "durable"],
-    "large": ["--large"],
-    "durable-large": ["--class", "durable", "--large"],
-}
-"""Each kind of bucket, with the options that make it."""
 NAMES = ["a", "b", "d/a", "d/b"]
 MAX_SIZE = 150_000
 EXAMPLES = int(os.environ.get("KVFS_TEST_EXAMPLES", "20"))
@@ -55,9 +48,8 @@ def mode_service(request: pytest.FixtureRequest) -> Iterator[Service | None]:
         return
     need_mount()
     with Service(mode=request.param, nvme="512MiB") as service:
-        for kind, options in {**KINDS, "bucket": []}.items():
-            made = service.cli("bucket", "create", "--at", str(service.mount), *options, kind)
-            assert made.returncode == 0, made.stderr
+        for kind, options in {**BUCKET_KINDS, "bucket": {}}.items():
+            service.create_bucket(kind, **options)
         yield service
 
 
@@ -368,7 +360,7 @@ class Files(RuleBasedStateMachine):
 
 
 @pytest.mark.seeded
-@pytest.mark.parametrize("kind", ["cache"] if ON_DIRECTORY else KINDS)
+@pytest.mark.parametrize("kind", ["cache"] if ON_DIRECTORY else BUCKET_KINDS)
 def test_files_follow_the_model(door: Door, kind: str) -> None:
     parent = door.path if door.service is None else door.service.mount / kind
     run_state_machine_as_test(

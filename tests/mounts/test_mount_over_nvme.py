@@ -128,10 +128,7 @@ def test_a_killed_service_comes_back_with_its_files(
 
 
 def test_a_durable_bucket_has_what_was_closed(service: Service) -> None:
-    assert (
-        service.cli("bucket", "create", "--at", str(service.mount), "--class", "durable", "d").returncode == 0
-    )
-    assert os.getxattr(service.mount / "d", "user.kvfs.class") == b"durable"
+    assert os.getxattr(service.create_bucket("d", durable=True), "user.kvfs.class") == b"durable"
     paths = write_all(service.mount / "d" / "deep")
     (service.mount / "d" / "deep" / "tmp").write_bytes(b"over")
     (service.mount / "d" / "deep" / "tmp").rename(paths[5])
@@ -219,12 +216,6 @@ def test_fsync_of_a_sealed_file_and_of_a_directory(service: Service) -> None:
     assert not moved.exists()
 
 
-def durable_bucket(service: Service, *options: str) -> Path:
-    made = service.cli("bucket", "create", "--at", str(service.mount), "--class", "durable", *options, "full")
-    assert made.returncode == 0, made.stderr
-    return service.mount / "full"
-
-
 def put_or_refuse(path: Path, data: bytes) -> tuple[bytes, int] | None:
     """Write and close a file: what it is to hold, and how much of that at least; None where close was refused. Both
     may be refused with ENOSPC, and a file whose write was refused has what was written before."""
@@ -246,7 +237,7 @@ def put_or_refuse(path: Path, data: bytes) -> tuple[bytes, int] | None:
 @pytest.mark.parametrize("large", [False, True])
 def test_a_full_tier_says_so_at_the_close(service: Service, large: bool) -> None:
     """Several writers at once, files of one extent and of many: what was answered is there, what was refused is not."""
-    bucket = durable_bucket(service, *(["--large"] if large else []))
+    bucket = service.create_bucket("full", durable=True, large=large)
     sizes = [70_000, MIB, 5 * MIB + 3]
 
     def write(writer: int) -> dict[Path, tuple[bytes, int] | None]:
@@ -288,7 +279,7 @@ def test_a_full_tier_says_so_at_the_close(service: Service, large: bool) -> None
 def test_links_outlive_a_kill(service: Service, durable: bool, lost: str) -> None:
     """Right after the call that made them: without DRAM, and in a durable bucket without the index. Of a cache without
     both, a name may be missing, or what it was before."""
-    bucket = durable_bucket(service) if durable else service.mount / "b"
+    bucket = service.create_bucket("full", durable=True) if durable else service.mount / "b"
     bucket.mkdir(exist_ok=True)
     os.symlink("first", bucket / "link")
     os.symlink("second", bucket / "beside")
@@ -318,7 +309,7 @@ def test_links_outlive_a_kill(service: Service, durable: bool, lost: str) -> Non
 @pytest.mark.parametrize("large", [False, True], ids=["", "large"])
 def test_what_a_killed_writer_wrote_is_not_made_durable(service: Service, large: bool) -> None:
     """Nor does it take the place of what was there, though somebody else has the file open when the service dies."""
-    bucket = durable_bucket(service, *(["--large"] if large else []))
+    bucket = service.create_bucket("full", durable=True, large=large)
     path = bucket / "file"
     path.write_bytes(b"whole")
     with path.open("r+b", buffering=0) as other:
@@ -345,9 +336,7 @@ def test_what_a_killed_writer_wrote_is_not_made_durable(service: Service, large:
 
 
 def test_a_stop_in_the_middle_of_a_synced_rewrite_is_no_damage(service: Service) -> None:
-    made = service.cli("bucket", "create", "--at", str(service.mount), "--class", "durable", "kept")
-    assert made.returncode == 0, made.stderr
-    path = service.mount / "kept" / "file"
+    path = service.create_bucket("kept", durable=True) / "file"
     path.write_bytes(b"first ")
     eventually(lambda: os.getxattr(path, "user.kvfs.state") == b"sealed", "it is published")
     fd = os.open(path, os.O_WRONLY | os.O_APPEND)

@@ -33,10 +33,9 @@ def service(request: pytest.FixtureRequest) -> Iterator[Service]:
     need_mount()
     with Service(mode=request.param, dram="64MiB", nvme="256MiB") as running:
         for name in ("cache", "durable"):
-            made = running.cli("bucket", "create", "--at", str(running.mount), "--class", name, name)
-            assert made.returncode == 0, made.stderr
+            bucket = running.create_bucket(name, durable=name == "durable")
             for directory in ("a", "b"):
-                (running.mount / name / directory).mkdir()
+                (bucket / directory).mkdir()
         yield running
 
 

@@ -53,9 +53,7 @@ def rewrite(bucket: Path, files: int, seed: int, *, syncs: bool) -> None:
 def test_room_is_not_short_where_a_file_is_emptied_while_it_is_copied(
     running: Service, kind: str, files: int
 ) -> None:
-    bucket = running.mount / f"{kind}-{files}"
-    made = running.cli("bucket", "create", "--at", str(running.mount), "--class", kind, bucket.name)
-    assert made.returncode == 0, made.stderr
+    bucket = running.create_bucket(f"{kind}-{files}", durable=kind == "durable")
     writers = [
         start_child(partial(rewrite, bucket, files, seed, syncs=kind == "cache")) for seed in range(WRITERS)
     ]

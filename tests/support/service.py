@@ -39,6 +39,13 @@ READY_WAIT_S: Final = 120.0
 STOP_WAIT_S: Final = 20.0
 KILL_WAIT_S: Final = 10.0
 MODES: Final = ("passthrough", "native", "plain")
+BUCKET_KINDS: Final = {
+    "cache": {},
+    "durable": {"durable": True},
+    "large": {"large": True},
+    "durable-large": {"durable": True, "large": True},
+}
+"""Each kind of bucket, with what `Service.create_bucket` makes it of."""
 _SERVED: Final = ("kvfs.cli.main", "kvfs.service")
 DEFAULT_DRAM: Final = "256MiB"
 DEFAULT_NVME: Final = "0"
@@ -279,6 +286,12 @@ class Service:
         from kvfs.client import connect
 
         return connect(self.mount)
+
+    def create_bucket(self, name: str, *, durable: bool = False, large: bool = False) -> Path:
+        """Make a bucket; its path on the mount."""
+        with self.client() as client:
+            client.create_bucket(name, durable=durable, large=large)
+        return self.mount / name
 
     def name(self, path: Path) -> str:
         """`bucket/key` of a path on the mount."""

@@ -36,9 +36,7 @@ def door(kind: str) -> Iterator[Gateway]:
 @pytest.fixture
 def bucket(door: Gateway, kind: str, request: pytest.FixtureRequest) -> Path:
     name = "t-" + hashlib.md5(request.node.name.encode()).hexdigest()[:20]
-    made = door.service.cli("bucket", "create", "--at", str(door.service.mount), "--class", kind, name)
-    assert made.returncode == 0, made.stderr
-    return door.service.mount / name
+    return door.service.create_bucket(name, durable=kind == "durable")
 
 
 @pytest.fixture(scope="module")
