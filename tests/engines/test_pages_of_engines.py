@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.engine import Engines
-from tests.engines.scripts import run_script
+from tests.engines.scripts import run_vllm_script
 from tests.support.door import ON_DIRECTORY
 from tests.support.pages import blocks_of
 from tests.support.service import ROOT, Service
@@ -35,7 +35,7 @@ def test_what_the_page_shows_works(
         "transformers": prompt_cache.replace("/mnt/kvfs", str(service.mount)),
         "vllm": [json.loads(text) for text in transfers],
     }
-    reply = run_script(engine_python, work, "pages", request)
+    reply = run_vllm_script(engine_python, work, "pages", request)
     assert reply == {
         "known": [0, 128],
         "connectors": ["KVFSConnector", "OffloadingConnector"],

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.engines.engine import BLOCK_TOKENS, Engines, whole_blocks
-from tests.engines.scripts import run_script
+from tests.engines.scripts import run_vllm_script
 from tests.engines.test_vllm_connector import connector
 from tests.engines.tiny_llama import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, VOCABULARY
 from tests.support.door import ON_DIRECTORY
@@ -61,7 +61,7 @@ def test_an_adapter_that_is_loaded_in_place_is_what_its_files_are(
             "prompt": PROMPT,
             "max_tokens": 24,
         }
-        return run_script(engine_python, tmp_path, "adapters", request)
+        return dict(run_vllm_script(engine_python, tmp_path, "adapters", request))
 
     settings = connector(service, revision="adapters")  # a namespace of its own
     plain, cached = run(None), run(settings)

@@ -32,7 +32,7 @@ from tests.engines.engine import (
     same_output,
     whole_blocks,
 )
-from tests.engines.scripts import run_script, said_to_work
+from tests.engines.scripts import run_vllm_script, said_to_work
 from tests.engines.test_vllm_events import free_port
 from tests.engines.tiny_llama import HEAD_DIM, KV_HEADS, LAYERS, VOCABULARY
 from tests.support.door import ON_DIRECTORY
@@ -304,7 +304,7 @@ def stored_blocks(service: Service) -> int:
 def test_context_parallelism_is_refused_by_scheduler_and_workers(
     engine_python: str, work: Path, service: Service
 ) -> None:
-    found = run_script(engine_python, work, "refusals", {"address": str(service.mount)})
+    found = run_vllm_script(engine_python, work, "refusals", {"address": str(service.mount)})
     assert found.pop("plain") == {"SCHEDULER": "", "WORKER": ""}
     assert found == {
         setting: dict.fromkeys(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from kvfs.events.engine_index import EngineIndex
 from kvfs.events.event_streams import Engine
 from kvfs.events.kv_events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, encode_batch
 from kvfs.events.sockets import Subscriber
-from tests.support.service import ROOT
+from tests.engines.scripts import fork_script
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -56,18 +55,12 @@ async def test_vllm_reads_our_batches_and_we_follow_its_publisher(engine_python:
             "topic": engine.topic,
             "batches": BATCHES,
         }
+        asked, begin = os.pipe()
         with (work / "events.log").open("wb") as log:
-            process = subprocess.Popen(  # noqa: ASYNC220 (starting one takes a moment, and nothing else runs)
-                [engine_python, str(ROOT / "tests/engines/run_events.py"), str(reply)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "PYTHONPATH": "", "VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1"},
-            )
-        assert process.stdin is not None
+            process = fork_script(engine_python, work, "events", reply, path=(), output=log, asked=asked)
+        os.close(asked)
         try:
-            process.stdin.write(json.dumps(request).encode() + b"\n")
-            process.stdin.flush()
+            os.write(begin, json.dumps(request).encode() + b"\n")
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(subscriber.run)
                 with trio.fail_after(WAIT_S):
@@ -76,7 +69,7 @@ async def test_vllm_reads_our_batches_and_we_follow_its_publisher(engine_python:
                         await trio.sleep(0.05)
                 nursery.cancel_scope.cancel()
         finally:
-            process.stdin.close()
+            os.close(begin)
             process.wait()
 
     answer = json.loads(reply.read_text())

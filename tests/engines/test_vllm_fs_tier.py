@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.service import ROOT
+from tests.engines.scripts import run_vllm_script
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -23,18 +20,8 @@ FLIPPED = 5
 
 
 def run(python: str, work: Path, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One process that does all of `requests`."""
-    reply = work / "reply.json"
-    done = subprocess.run(
-        [python, str(ROOT / "tests/engines/run_fs_tier.py"), str(reply)],
-        input=json.dumps(requests),
-        text=True,
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return list(json.loads(reply.read_text()))
+    """One process that does all of `requests`, without kvfs."""
+    return list(run_vllm_script(python, work, "fs_tier", requests, path=()))
 
 
 def request(action: str, directory: Path, *, native: bool) -> dict[str, Any]:

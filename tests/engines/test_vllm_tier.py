@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.scripts import run_script
+from tests.engines.scripts import run_vllm_script
 from tests.support.door import ON_DIRECTORY
 from tests.support.service import Service
 
@@ -21,7 +21,7 @@ CHUNK_BYTES = 12_288
 
 
 def test_chunks_go_round(engine_python: str, work: Path, service: Service) -> None:
-    found = run_script(engine_python, work, "vllm_tier", {"address": str(service.mount)})
+    found = run_vllm_script(engine_python, work, "vllm_tier", {"address": str(service.mount)})
     assert found["before"] == ["MISS"] * 8
     assert found["store"] == [True, True]
     assert found["lookup"] == ["HIT"] * 5 + ["MISS"] * 3
