@@ -5,8 +5,11 @@
  * SCHED_IDLE: whoever else is woken there runs at once. On machines of more than FL_AWAKE_CPUS there are none: nobody
  * knows which processors the callers will be on.
  */
-#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include "state.h"
 
@@ -44,19 +47,28 @@ static void spin(struct fuse_loop *loop) {
     }
 }
 
+/* No mutex and no condition: whoever has the lock of one, or is woken by the other, may be one of these threads, which get
+ * a processor seconds later where others use them up. A request waited 0.8 s for that. */
+static void wake_all(struct fuse_loop *loop) {
+    __atomic_fetch_add(&loop->awake_round, 1, __ATOMIC_SEQ_CST);
+    syscall(SYS_futex, &loop->awake_round, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+}
+
+static int is_stopping(struct fuse_loop *loop) { return __atomic_load_n(&loop->awake_stop, __ATOMIC_SEQ_CST); }
+
 static void *stay_awake(void *argument) {
     struct fuse_loop *loop = (struct fuse_loop *)argument;
-    kvfs_lock(&loop->awake_lock);
-    int stays = settle_on(loop->awake_threads++) == 0;
-    while (stays && !loop->awake_stop) {
+    int stays = settle_on(__atomic_fetch_add(&loop->awake_threads, 1, __ATOMIC_RELAXED)) == 0;
+    while (stays && !is_stopping(loop)) {
         __atomic_fetch_add(&loop->asleep, 1, __ATOMIC_SEQ_CST);
-        while (is_over(loop) && !loop->awake_stop) kvfs_wait(&loop->awake_begin, &loop->awake_lock);
+        for (;;) {
+            uint32_t round = __atomic_load_n(&loop->awake_round, __ATOMIC_SEQ_CST);
+            if (!is_over(loop) || is_stopping(loop)) break;
+            syscall(SYS_futex, &loop->awake_round, FUTEX_WAIT_PRIVATE, round, NULL, NULL, 0);
+        }
         __atomic_fetch_sub(&loop->asleep, 1, __ATOMIC_SEQ_CST);
-        kvfs_unlock(&loop->awake_lock);
         spin(loop);
-        kvfs_lock(&loop->awake_lock);
     }
-    kvfs_unlock(&loop->awake_lock);
     return NULL;
 }
 
@@ -69,18 +81,13 @@ void fl_awake_start(struct fuse_loop *loop) {
 }
 
 void fl_awake_stop(struct fuse_loop *loop) {
-    kvfs_lock(&loop->awake_lock);
-    loop->awake_stop = 1;
-    pthread_cond_broadcast(&loop->awake_begin);
-    kvfs_unlock(&loop->awake_lock);
+    __atomic_store_n(&loop->awake_stop, 1, __ATOMIC_SEQ_CST);
+    wake_all(loop);
 }
 
 static void keep_awake(struct fuse_loop *loop, int64_t now_ns) {
     __atomic_store_n(&loop->awake_until_ns, now_ns + AWAKE_NS, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&loop->asleep, __ATOMIC_SEQ_CST) == 0) return;
-    kvfs_lock(&loop->awake_lock);
-    pthread_cond_broadcast(&loop->awake_begin);
-    kvfs_unlock(&loop->awake_lock);
+    if (__atomic_load_n(&loop->asleep, __ATOMIC_SEQ_CST) != 0) wake_all(loop);
 }
 
 /* --- where the reader is ------------------------------------------------------------------------------ */

@@ -265,14 +265,12 @@ int fl_create(const struct fl_config *config, struct fuse_loop **out) UNCHECKED 
     kvfs_mutex_init(&loop->calls_lock);
     kvfs_mutex_init(&loop->locks_lock);
     kvfs_mutex_init(&loop->listings_lock);
-    kvfs_mutex_init(&loop->awake_lock);
     loop->listings = calloc(1u << FL_LISTING_FILE_BITS, sizeof *loop->listings);
     loop->lock_files = calloc(1u << FL_LOCK_FILE_BITS, sizeof *loop->lock_files);
     loop->locked_keys = calloc(1u << FL_LOCKED_KEY_BITS, sizeof *loop->locked_keys);
     pthread_cond_init(&loop->notice_ready, NULL);
     pthread_cond_init(&loop->reader_free, NULL);
     pthread_cond_init(&loop->ticket_done, NULL);
-    pthread_cond_init(&loop->awake_begin, NULL);
     loop->pending = calloc(1u << FL_PENDING_BITS, sizeof *loop->pending);
     loop->records = calloc(FL_OPEN_RECORDS, sizeof *loop->records);
     loop->notices = calloc(FL_NOTICES, sizeof *loop->notices);

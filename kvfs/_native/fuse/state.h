@@ -122,7 +122,7 @@ struct fuse_loop {
     uint32_t offered_flags, offered_flags2;
     uint32_t request_size;
     uint64_t largest_object;
-    pthread_cond_t notice_ready, reader_free, ticket_done, awake_begin;
+    pthread_cond_t notice_ready, reader_free, ticket_done;
 
     struct kvfs_mutex nodes_lock;
     struct fl_node *chunks[FL_CHUNKS] GUARDED_BY(nodes_lock);
@@ -169,11 +169,11 @@ struct fuse_loop {
     pthread_t threads[FL_MAX_THREADS + 2 + FL_AWAKE_CPUS] GUARDED_BY(reader_lock);
     int running GUARDED_BY(reader_lock);
 
-    struct kvfs_mutex awake_lock;
-    int awake_threads GUARDED_BY(awake_lock), awake_stop GUARDED_BY(awake_lock);
-    int asleep;             /* of those threads; atomic */
-    int64_t awake_until_ns; /* atomic */
-    cpu_set_t processors;   /* that threads may run on; set before they start, as is the next */
+    int awake_threads, awake_stop; /* atomic */
+    int asleep;                    /* of those threads; atomic */
+    uint32_t awake_round;          /* changes where they are to wake; atomic, a futex */
+    int64_t awake_until_ns;        /* atomic */
+    cpu_set_t processors;          /* that threads may run on; set before they start, as is the next */
     int avoids_watcher;
     int watcher_cpu; /* processor of the thread that watches for calls, from 1 on; 0: none. Atomic */
 
