@@ -232,8 +232,9 @@ DETACH_WAIT_S: Final = 1.0
 """How long a hard stop waits for the kernel to detach the mount."""
 ANSWER_WAIT_S: Final = 2.0
 """How long a mount may take to answer statfs before it counts as dead."""
-KILLED_WAIT_S: Final = 5.0
-"""How long a start waits for a killed service, after it has aborted its requests, to release the data."""
+KILLED_WAIT_S: Final = 30.0
+"""How long a start waits for a killed service, after it has aborted its requests, to release the data: its threads
+of the least priority end seconds later on a busy machine (5 s were not enough beside ten others on two processors)."""
 MAINTAIN_INTERVAL_S: Final = 1.0
 """Upkeep of the store runs at least this often; a seal brings it forward."""
 MAINTAIN_PAUSE_S: Final = 0.02

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.support.processes import Helper
-from tests.support.processor_waits import waited_s, within
+from tests.support.processor_waits import Waits, within
 
 
 def work(cpu_s: float) -> None:
@@ -32,10 +32,35 @@ def test_what_others_take_does_not() -> None:
     try:
         with Helper("print('works', flush=True)\nwhile True: pass") as other:
             other.expect("works")
-            before_s, began_s = waited_s(), time.monotonic()
+            waits, began_s = Waits(), time.monotonic()
             with within(0.6):
                 work(0.4)
             assert time.monotonic() - began_s > 0.6
-            assert waited_s() - before_s > 0.2
+            assert waits.kept_s() > 0.2
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def test_a_thread_that_ends_makes_no_bound_shorter() -> None:
+    """Its count, of all its life, is gone with it."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    ends = threading.Event()
+    try:
+        with Helper("print('works', flush=True)\nwhile True: pass") as other:
+            other.expect("works")
+
+            def live() -> None:
+                work(0.4)
+                ends.wait()
+
+            thread = threading.Thread(target=live)
+            thread.start()
+            waits = Waits()
+            work(0.4)
+            assert waits.kept_s() > 0.2
+            with within(0.6, os.getpid()):
+                ends.set()
+                thread.join()
     finally:
         os.sched_setaffinity(0, allowed)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support.gateway import ACCESS, SECRET, Gateway
-from tests.support.processor_waits import waited_s
+from tests.support.processor_waits import Waits
 from tests.support.raw_s3 import UNSIGNED, RawClient, Response, raw_client, signed_head
 
 MIB = 1 << 20
@@ -160,7 +160,7 @@ def read_small(door: Gateway, bucket: str, key: str, fared: Fared, stop: Callabl
     pids = door.worker_pids()
     with raw_client(door) as client:
         while not stop():
-            began_s = time.monotonic() - waited_s(pids)
+            waits, began_s = Waits(*pids), time.monotonic()
             try:
                 answer = client.ask("GET", f"/{bucket}/{key}")
             except (OSError, EOFError) as error:
@@ -168,7 +168,7 @@ def read_small(door: Gateway, bucket: str, key: str, fared: Fared, stop: Callabl
                 return
             if answer.status != 200:
                 fared.failures.append(f"{answer.status} {answer.code}")
-            fared.times_s.append(time.monotonic() - waited_s(pids) - began_s)
+            fared.times_s.append(time.monotonic() - began_s - waits.kept_s())
             time.sleep(0.01)
 
 

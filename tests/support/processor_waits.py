@@ -8,30 +8,44 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
-def waited_s(pids: Sequence[int] = ()) -> float:
-    """Return how long this thread, and all threads of the processes, were kept waiting for a processor."""
-    tasks = [Path(f"/proc/self/task/{threading.get_native_id()}")]
-    for pid in pids:
-        tasks += Path(f"/proc/{pid}/task").iterdir()
-    found = 0
-    for task in tasks:
-        with suppress(FileNotFoundError, ProcessLookupError):  # ended since
-            found += int((task / "schedstat").read_text().split()[1])
-    return found / 1e9
+class Waits:
+    """How long this thread, and all threads of the processes, are kept waiting for a processor from here on.
+
+    A thread that ends takes its count along.
+    """
+
+    def __init__(self, *pids: int) -> None:
+        self._pids = pids
+        self._before_ns = self._counts_ns()
+
+    def kept_s(self) -> float:
+        now_ns = self._counts_ns()
+        return sum(count - self._before_ns.get(task, 0) for task, count in now_ns.items()) / 1e9
+
+    def _counts_ns(self) -> dict[Path, int]:
+        tasks = [Path(f"/proc/self/task/{threading.get_native_id()}")]
+        for pid in self._pids:
+            tasks += Path(f"/proc/{pid}/task").iterdir()
+        found = {}
+        for task in tasks:
+            with suppress(FileNotFoundError, ProcessLookupError):  # ended since
+                found[task] = int((task / "schedstat").read_text().split()[1])
+        return found
 
 
 @contextmanager
 def within(bound_s: float, *pids: int) -> Iterator[None]:
     """Assert that the body ends in time; `pids`: processes that take part in it."""
-    began_s, before_s = time.monotonic(), waited_s(pids)
+    waits, began_s = Waits(*pids), time.monotonic()
     try:
         yield
     finally:
-        took_s, kept_s = time.monotonic() - began_s, waited_s(pids) - before_s
+        took_s = time.monotonic() - began_s
+        kept_s = waits.kept_s()
         said = f"{took_s:.2f} s, {kept_s:.2f} s of it for a processor; the bound is {bound_s} s"
         assert took_s - kept_s < bound_s, said
