@@ -30,10 +30,11 @@ class Waits:
     def _counts_ns(self) -> dict[Path, int]:
         tasks = [Path(f"/proc/self/task/{threading.get_native_id()}")]
         for pid in self._pids:
-            tasks += Path(f"/proc/{pid}/task").iterdir()
+            with suppress(FileNotFoundError, ProcessLookupError):  # ended since
+                tasks += Path(f"/proc/{pid}/task").iterdir()
         found = {}
         for task in tasks:
-            with suppress(FileNotFoundError, ProcessLookupError):  # ended since
+            with suppress(FileNotFoundError, ProcessLookupError):
                 found[task] = int((task / "schedstat").read_text().split()[1])
         return found
 
