@@ -152,7 +152,8 @@ class Replay:
         self.dead = self.found.dead
         self.dead.update(ended.objects)
         self.bucket_places: dict[int, tuple[BucketRow, tuple[Location, int]]] = {}
-        self.next_sequence = 1 + max(ended.highest_sequence, ended.durable_sequence)
+        # A removal may be repeated under the sequence of its record before that is written: it is not skipped.
+        self.next_sequence = max(ended.highest_sequence, 1 + ended.durable_sequence)
         self.renamed: set[int] = set()
         """Objects of which the log had a name before the one that counts."""
         self._deleted: dict[int, int] = {}
