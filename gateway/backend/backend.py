@@ -42,6 +42,7 @@ from kvfs.errors import (
     Superseded,
     status_error,
 )
+from kvfs.keys import parse_block_name
 from kvfs.protocol.messages import (
     DigestBatch,
     Op,
@@ -167,6 +168,19 @@ class Backend:
             raise
         os.close(descriptor)
         return -1
+
+    async def fetch(self, bucket: str, key: str) -> bool:
+        """Have a block that is not here fetched from another machine; return whether one was asked: look again then.
+
+        Only of a cache: what is fetched into a durable bucket stays there. Raises BucketNotFound, SessionClosed.
+        """
+        digest = parse_block_name(untext(key))
+        if digest is None:
+            return False
+        found = await self.bucket(bucket)
+        if found.namespace is None or found.durable:
+            return False
+        return await (await self.sessions.link()).fetches.ask((found, digest))
 
     # --- changing ----------------------------------------------------------------------------------------
     async def match(self, bucket: BucketInfo, digests: Sequence[bytes]) -> int:

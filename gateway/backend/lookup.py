@@ -22,6 +22,7 @@ class BucketInfo:
     created_ns: int
     namespace: bytes | None
     """The digest of the namespace that it is bound to."""
+    durable: bool = False
 
 
 class ObjectLookup(NamedTuple):
@@ -58,6 +59,7 @@ def bucket_of_row(row: BucketRow) -> BucketInfo:
         row.bucket_id,
         row.created_ns,
         row.namespace,
+        row.class_ == "durable",
     )
 
 
@@ -68,6 +70,7 @@ def bucket_of_values(values: dict[str, Any]) -> BucketInfo:
         0,
         values["created_ns"],
         None if namespace is None else bytes.fromhex(namespace),
+        values["durable"],
     )
 
 

@@ -5,7 +5,7 @@ Responsibility: connect and connect again; with each session come the files that
 service are reported here.
 
 Invariants: what is tied to a session ends with it. Promotions from NVMe have a session of their own, since a session
-serves one request after the other; if either ends, both do.
+serves one request after the other; if either ends, both do. So have fetches from other machines, once one is wanted.
 
 Concurrency: one trio thread. `run` keeps the sessions, with a task for each thing that is tied to them.
 """
@@ -13,6 +13,7 @@ Concurrency: one trio thread. `run` keeps the sessions, with a task for each thi
 from __future__ import annotations
 
 import logging
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +28,7 @@ from gateway.backend.lookup import BucketInfo
 from gateway.backend.session import Session
 from gateway.backend.spare_drafts import SpareDrafts
 from kvfs import limits
-from kvfs.errors import KvfsError, SessionClosed
+from kvfs.errors import KvfsError, SessionClosed, Unsupported
 from kvfs.protocol.messages import DigestBatch, ExtentResult, NameSeal, Op, OpenNames, Result, SealNames
 
 log = logging.getLogger("kvfs.gateway")
@@ -49,12 +50,14 @@ class Link:
     spares: SpareDrafts
     seals: Batcher[NameSeal, Result]
     opens: Batcher[tuple[bytes, bytes], tuple[ExtentResult, int | None]]
+    fetches: Batcher[tuple[BucketInfo, bytes], bool]
+    """Whether other machines were asked for a block of a bucket."""
     namespaces: dict[str, int] = field(default_factory=dict)
     """The session's handles of bound buckets, by name."""
 
     def close(self) -> None:
         """End both sessions; what waits for them fails."""
-        for each in (self.session, self.slow, self.local, self.spares, self.seals, self.opens):
+        for each in (self.session, self.slow, self.local, self.spares, self.seals, self.opens, self.fetches):
             if each is not None:
                 each.close()
 
@@ -84,7 +87,7 @@ class ReconnectingSession:
                     slow = await Session.connect(self._path, _CLIENT, nursery)
                     link = self._link = self._make_link(session, slow, nursery)
                     self._changed.set()
-                    for task in (link.spares.run, link.seals.run, link.opens.run):
+                    for task in (link.spares.run, link.seals.run, link.opens.run, link.fetches.run):
                         nursery.start_soon(task)
                     nursery.start_soon(self._report_hits, session)
                     nursery.start_soon(_end_with, session, slow)
@@ -120,6 +123,7 @@ class ReconnectingSession:
             SpareDrafts(session),
             Batcher(partial(_send_seals, session)),
             Batcher(lambda names: slow.opened(OpenNames(tuple(names)))),
+            Batcher(_Fetching(self).send),
         )
 
     def _drop(self) -> None:
@@ -184,11 +188,7 @@ class ReconnectingSession:
         link = self.link_of(session)
         known = link.namespaces.get(bucket.name) if link is not None else None
         if known is None:
-            assert bucket.namespace is not None
-            opened = await session.control(
-                Op.OPEN_NAMESPACE, digest=bucket.namespace.hex(), bucket=bucket.name
-            )
-            known = int(opened["handle"])
+            known = await open_namespace(session, bucket)
             if link is not None:
                 link.namespaces[bucket.name] = known
         return known
@@ -208,6 +208,53 @@ class ReconnectingSession:
                     await session.count(DigestBatch(Op.TOUCH, 0, b"".join(keys)))
                 except KvfsError as error:
                     log.debug("hits were not reported: %s", error)
+
+
+class _Fetching:
+    """Has the service fetch blocks from other machines, for one link."""
+
+    def __init__(self, sessions: ReconnectingSession) -> None:
+        self._sessions = sessions
+        self._session: Session | None = None
+        self._handles: dict[str, int] = {}
+        self._is_alone = False
+        """The service said that it knows no other machines."""
+
+    async def send(self, wanted: Sequence[tuple[BucketInfo, bytes]]) -> list[bool]:
+        """Fetch blocks, bucket by bucket; return for each whether others were asked. Raises SessionClosed."""
+        digests: dict[str, list[bytes]] = {}
+        for bucket, digest in wanted:
+            digests.setdefault(bucket.name, []).append(digest)
+        buckets = {bucket.name: bucket for bucket, _ in wanted}
+        asked = {name: await self._fetch(buckets[name], some) for name, some in digests.items()}
+        return [asked[bucket.name] for bucket, _ in wanted]
+
+    async def _fetch(self, bucket: BucketInfo, digests: Sequence[bytes]) -> bool:
+        if self._is_alone:
+            return False
+        if self._session is None:  # ends with the link, as its `run` does
+            self._session = await self._sessions.extra_session()
+        try:
+            handle = self._handles.get(bucket.name)
+            if handle is None:
+                handle = self._handles[bucket.name] = await open_namespace(self._session, bucket)
+            joined = b64encode(b"".join(digests)).decode()
+            await self._session.control(Op.FETCH, namespace=handle, digests=joined)
+        except SessionClosed:
+            raise
+        except Unsupported:
+            self._is_alone = True
+        except KvfsError as error:  # the bucket was made anew, or has no room
+            self._handles.pop(bucket.name, None)
+            log.debug("blocks of %s were not fetched: %s", bucket.name, error)
+        return not self._is_alone
+
+
+async def open_namespace(session: Session, bucket: BucketInfo) -> int:
+    """Return a session's new handle of a bound bucket."""
+    assert bucket.namespace is not None
+    opened = await session.control(Op.OPEN_NAMESPACE, digest=bucket.namespace.hex(), bucket=bucket.name)
+    return int(opened["handle"])
 
 
 async def _send_seals(session: Session, seals: Sequence[NameSeal]) -> list[Result]:

@@ -46,6 +46,8 @@ _OBJECT_ATTRIBUTES = ("ETag", "Checksum", "ObjectParts", "StorageClass", "Object
 async def get_object(call: Call) -> AnyAnswer | LargeAnswer:
     try:
         opened = await call.backend.open(call.bucket, call.key)
+        if opened is None and await call.backend.fetch(call.bucket, call.key):
+            opened = await call.backend.open(call.bucket, call.key)
     except ObjectTooLarge:
         return await _get_large(call)
     if opened is None:
@@ -76,6 +78,8 @@ async def _get_large(call: Call) -> LargeAnswer:
 
 async def head_object(call: Call) -> AnyAnswer:
     found = await call.backend.find(call.bucket, call.key)
+    if found is None and await call.backend.fetch(call.bucket, call.key):
+        found = await call.backend.find(call.bucket, call.key)
     if found is None:
         raise no_such_key(call.key)
     _, status, span, headers = _look_at(call, found)

@@ -285,7 +285,7 @@ class Service:
         """A session of the native client; the caller closes it."""
         from kvfs.client import connect
 
-        return connect(self.mount)
+        return connect(self.data if self.mode == "off" else self.mount)
 
     def create_bucket(self, name: str, *, durable: bool = False, large: bool = False) -> Path:
         """Make a bucket; its path on the mount."""
