@@ -6,7 +6,8 @@
 
 Responsibility: vLLM's interface (KVConnectorBase_V1); `Planner` works in the scheduler's process, `Transfers` in each
 worker's. Further keys of kv_connector_extra_config: `revision` (of the weights; else their files identify them), `load`
-(`async`, between steps, or `layers`, within the step), `store` (`all` or `prompt`).
+(`async`, between steps, or `layers`, within the step), `store` (`all` or `prompt`), `fetch` (blocks of other machines:
+of those that a request `named`, or of `any`).
 
 Layers of one kind are a cache group with blocks, keys and a namespace of its own: many models have one group, of full
 attention; for those with sliding windows or recurrent layers vLLM's hybrid KV cache manager stays on.
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvfs.connectors")
 _KNOWN_BY = ("namespace", "weights", "role", "store_topic", "store_endpoint", "store_replay", "store_peer")
 """What a Conductor has to know of an engine: labels of the metric `vllm:kvfs_info`."""
-_CHOICES = {"load": ("async", "layers"), "store": ("all", "prompt")}
+_CHOICES = {"load": ("async", "layers"), "store": ("all", "prompt"), "fetch": ("named", "any")}
 _KEYS = frozenset(("address", "revision", *_CHOICES))
 
 
@@ -181,11 +182,22 @@ class KVFSConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _new_planner(self) -> Planner:
         block_tokens = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        store_generated = self._chosen["store"] == "all"
+        store_generated, fetches_any = self._chosen["store"] == "all", self._chosen["fetch"] == "any"
         if not self._is_plain:
-            return GroupPlanner(self._link, block_tokens, self._groups, store_generated=store_generated)
-        is_async = self._chosen["load"] == "async"
-        return Planner(self._link, block_tokens, store_generated=store_generated, is_async=is_async)
+            return GroupPlanner(
+                self._link,
+                block_tokens,
+                self._groups,
+                store_generated=store_generated,
+                fetches_any=fetches_any,
+            )
+        return Planner(
+            self._link,
+            block_tokens,
+            store_generated=store_generated,
+            is_async=self._chosen["load"] == "async",
+            fetches_any=fetches_any,
+        )
 
     @property
     def requires_kv_delivery(self) -> bool:

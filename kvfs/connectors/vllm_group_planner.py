@@ -40,9 +40,17 @@ class GroupPlanner(Planner):
     """Plan loads and stores of several groups."""
 
     def __init__(
-        self, link: Link, block_tokens: int, groups: Sequence[Group], *, store_generated: bool
+        self,
+        link: Link,
+        block_tokens: int,
+        groups: Sequence[Group],
+        *,
+        store_generated: bool,
+        fetches_any: bool = False,
     ) -> None:
-        super().__init__(link, block_tokens, store_generated=store_generated, is_async=True)
+        super().__init__(
+            link, block_tokens, store_generated=store_generated, is_async=True, fetches_any=fetches_any
+        )
         self.groups = list(groups)
         self._every = checkpoint_blocks(self.groups, CONNECTOR_WINDOWS)
         self._junctions: dict[str, int] = {}

@@ -122,6 +122,7 @@ class Planner:
         *,
         store_generated: bool,
         is_async: bool,
+        fetches_any: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._link = link
@@ -129,6 +130,8 @@ class Planner:
         self._block_tokens = block_tokens
         self._store_generated = store_generated
         self._is_async = is_async
+        self._fetches_any = fetches_any
+        """Whether other machines are asked for blocks of requests that name none."""
         self._namespaces: dict[Rank, Namespace] = {}
         self._adapters = Adapters()
         self._adapter_requests: dict[str, Any] = {}
@@ -248,7 +251,7 @@ class Planner:
         return self._lower.readable(blocks, keys[: there * HASH_BYTES])
 
     def _fetches_rest(self, tracked: Tracked, wait: Wait, there: int, last: int, now_s: float) -> bool:
-        """Return whether blocks after the first `there` are being fetched from the machine that the request names.
+        """Return whether blocks after the first `there` are being fetched, from the machine that the request names.
 
         Once for each request; once more where its prefill engine was still storing blocks that it has named.
         """
@@ -257,7 +260,7 @@ class Planner:
             self._fetches.settle(fetch, there)
         is_due = fetch is None or (wait.is_late(there, now_s) and fetch.may_go_again(now_s))
         is_left_alone = now_s == math.inf or tracked.request.request_id in self._failed
-        if not source or there >= last or not is_due or is_left_alone:
+        if not (source or self._fetches_any) or there >= last or not is_due or is_left_alone:
             return False
         wanted = {self._namespaces[rank]: keys for rank, keys in self._needed(tracked, there, last)}
         begun = self._fetches.begin(fetch, source, wanted, there, now_s)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvfs import prefix_hashes
 from kvfs.connectors.vllm_scheduler import Planner, Rank, Step, split_keys
-from kvfs.errors import AccessDenied, DeadlinePassed
+from kvfs.errors import AccessDenied, DeadlinePassed, Unsupported
 from kvfs.limits import (
     CONNECTOR_FETCH_S,
     CONNECTOR_FETCHES,
@@ -38,7 +38,7 @@ def namespaces() -> dict[Rank, Namespace]:
 
 class AskedFetch(NamedTuple):
     keys: list[bytes]
-    hint: str
+    hint: str | None
     timeout_s: float
     future: Future[int]
 
@@ -68,7 +68,7 @@ class FakeBlocks:
         self.trials.append(Future())
         return self.trials[-1]
 
-    def fetch(self, keys: bytes, *, hint: str, timeout_s: float) -> Future[int]:
+    def fetch(self, keys: bytes, *, hint: str | None, timeout_s: float) -> Future[int]:
         self.fetches.append(AskedFetch(list(split_keys(keys)), hint, timeout_s, Future()))
         return self.fetches[-1].future
 
@@ -122,12 +122,19 @@ class Clock:
         return self.now_s
 
 
-def planner(link: FakeLink, *, store_generated: bool = True, clock: Clock | None = None) -> Planner:
+def planner(
+    link: FakeLink,
+    *,
+    store_generated: bool = True,
+    fetches_any: bool = False,
+    clock: Clock | None = None,
+) -> Planner:
     made = Planner(
         link,  # type: ignore[arg-type]
         BLOCK,
         store_generated=store_generated,
         is_async=True,
+        fetches_any=fetches_any,
         clock=clock or Clock(),
     )
     made.set_namespaces(namespaces())
@@ -477,6 +484,31 @@ def test_what_another_machine_has_is_fetched_and_then_loaded() -> None:
     store.keys = {key for each in keys.values() for key in each}
     assert made.match(FakeRequest("t", tokens, hinted()), 0) == (5 * BLOCK, True)
     assert len(store.fetches) == 2
+
+
+def test_blocks_of_any_machine_are_fetched_where_the_engine_is_to(caplog: pytest.LogCaptureFixture) -> None:
+    """A prompt that nobody has is a miss like any other, and nothing to warn of; a service without others is."""
+    link, tokens = FakeLink(), tokens_of(5 * BLOCK + 3)
+    made, keys, store = planner(link, fetches_any=True), keys_of(tokens), link.store
+    assert store is not None
+    store.keys = {*keys[0, 0][:2], *keys[0, 1][:2]}
+    request = FakeRequest("r", tokens)
+    assert made.match(request, 0) == (None, False)
+    assert [(asked.keys, asked.hint) for asked in store.fetches] == [(keys[rank][2:], None) for rank in RANKS]
+    for asked in store.fetches:
+        store.bring(asked)
+    assert made.match(request, 0) == (5 * BLOCK, True)
+    assert made.match(FakeRequest("hinted", tokens_of(3 * BLOCK, 7), hinted()), 0) == (None, False)
+    assert {asked.hint for asked in store.fetches[2:]} == {SOURCE}
+    for name, outcome in (("nobody", None), ("alone", Unsupported("this service has no [cluster]"))):
+        request = FakeRequest(name, tokens_of(3 * BLOCK, len(name)))
+        assert made.match(request, 0) == (None, False)
+        for asked in store.fetches[-2:]:
+            asked.future.set_result(0) if outcome is None else asked.future.set_exception(outcome)
+        assert made.match(request, 0) == (0, False)
+    [record] = caplog.records
+    assert "no [cluster]" in record.getMessage()
+    assert made.counts == {**made.counts, "fetches": 4, "fetched_blocks": 3, "failed_fetches": 2}
 
 
 def test_a_fetch_that_fails_is_a_miss_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:

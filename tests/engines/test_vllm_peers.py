@@ -34,8 +34,9 @@ pytestmark = [
 _rng = random.Random(91)
 PROMPTS = {
     name: [_rng.randrange(2, VOCABULARY) for _ in range(900)]
-    for name in ("handed over", "hinted", "hung", "killed")
+    for name in ("handed over", "hinted", "anyone's", "hung", "killed")
 }
+NOBODYS = [_rng.randrange(2, VOCABULARY) for _ in range(900)]
 BLOCKS = whole_blocks(PROMPTS["hinted"]) // BLOCK_TOKENS
 
 
@@ -115,6 +116,19 @@ def test_a_prompt_is_loaded_that_an_engine_on_another_machine_has_computed(
     run, counts = ask(machines, "hinted")
     assert run.cached("hinted") == BLOCKS * BLOCK_TOKENS
     assert counts["fetches"] == 0, "now they are here"
+
+
+def test_an_engine_that_fetches_of_any_machine_needs_no_word(
+    engines: Engines, machines: Machines, reference: Run
+) -> None:
+    settings = unmounted(machines.services[1])
+    settings["kv_connector_extra_config"]["fetch"] = "any"
+    with engines.start("any", None, connector=settings) as engine:
+        run = engine.generate({"anyone's": PROMPTS["anyone's"], "nobody's": NOBODYS})
+    assert run.cached_tokens == [BLOCKS * BLOCK_TOKENS, 0]
+    assert same_output(run.output("anyone's"), reference.output("anyone's"))
+    assert run.counts == {**run.counts, "fetches": 2, "fetched_blocks": BLOCKS, "failed_fetches": 1}
+    assert "no block was fetched" not in engine.log()
 
 
 def test_a_hand_over_reaches_an_engine_on_another_machine(machines: Machines, reference: Run) -> None:

@@ -1,7 +1,7 @@
 """Fetches of blocks from other machines for an engine's scheduler: begun, looked at and ended, never waited for.
 
-Responsibility: have the service fetch the blocks of a request, of all ranks, from the machine that the request names.
-The service reads only from machines of its own cluster.
+Responsibility: have the service fetch the blocks of a request, of all ranks, from the machine that the request names,
+or from whichever has them. The service reads only from machines of its own cluster.
 
 Invariants:
 - A request's fetches, its second one included, are over CONNECTOR_FETCH_S after the first began, whatever the service
@@ -47,6 +47,7 @@ class Fetch:
     """The fetches of one request, one after the other."""
 
     source: str
+    """The machine to read from; "" for any."""
     until_s: float
     tries: int = 0
     there: int = 0
@@ -129,10 +130,12 @@ class PeerFetches:
         brought = max(there - fetch.there, 0)
         self._counts["fetched_blocks"] += brought
         self._counts["failed_fetches"] += not brought
+        if not brought and not (fetch.source or fetch.error):
+            return  # nobody has them: most prompts are new
         if not brought and not self._is_said:
             self._log.warning(
-                "no block was fetched from %r: %s (logged once until some are)",
-                fetch.source,
+                "no block was fetched from %s: %s (logged once until some are)",
+                repr(fetch.source) if fetch.source else "any machine",
                 fetch.error or "it has none, or does not answer",
             )
         self._is_said = not brought
@@ -145,7 +148,9 @@ class PeerFetches:
                 continue
             del fetch.waiting[namespace]
             try:
-                fetch.futures.append(blocks.fetch(keys, hint=fetch.source, timeout_s=fetch.until_s - now_s))
+                fetch.futures.append(
+                    blocks.fetch(keys, hint=fetch.source or None, timeout_s=fetch.until_s - now_s)
+                )
             except KvfsError as error:
                 fetch.error = str(error)
         if not fetch.waiting or was_opening:
