@@ -314,10 +314,10 @@ void fl_stop(struct fuse_loop *loop) UNCHECKED /* `running` and `threads` stay a
     ssize_t written = write(loop->stop_fd, &one, sizeof one);
     (void)written;
     fl_notice_stop(loop);
-    /* Those of the least priority would end, or free their lock, seconds later on a busy machine. */
+    fl_awake_stop(loop);
+    /* Those of the least priority would end seconds later on a busy machine. */
     const struct sched_param usual = {0};
     for (int i = 0; i < loop->running; i++) (void)pthread_setschedparam(loop->threads[i], SCHED_OTHER, &usual);
-    fl_awake_stop(loop);
     for (int i = 0; i < loop->running; i++) pthread_join(loop->threads[i], NULL);
     loop->running = 0;
 }
