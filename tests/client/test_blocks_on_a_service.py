@@ -17,7 +17,7 @@ from kvfs.client.write_path import seal_rest
 from kvfs.connectors.common import LowerTiers
 from kvfs.keys import block_name
 from tests.support.door import ON_DIRECTORY, need_mount
-from tests.support.service import Service, has_written, run_kvfs
+from tests.support.service import Service, run_kvfs, sink
 from tests.support.small_store import checksums
 from tests.support.stores import NAMESPACE
 from tests.support.waits import WAIT_S, eventually
@@ -57,19 +57,12 @@ def names_of(blocks: kvfs.Blocks, keys: list[bytes]) -> list[str]:
     return [f"{blocks.bucket}/{block_name(key).decode()}" for key in keys]
 
 
-def sink(client: kvfs.Client, blocks: kvfs.Blocks, keys: list[bytes]) -> None:
-    """Leave these blocks on NVMe only."""
-    eventually(lambda: has_written(client, len(keys)), "everything is on NVMe")
-    client.evict(*names_of(blocks, keys))
-    assert {client.stat(name).tier for name in names_of(blocks, keys)} == {"nvme"}
-
-
 # --- both tiers ------------------------------------------------------------------------------------------
 def test_what_is_on_nvme_only_is_a_hit(client: kvfs.Client) -> None:
     with client.blocks(NAMESPACE) as blocks:
         keys = keys_of(12)
         put(blocks, keys)
-        sink(client, blocks, keys)
+        sink(client, names_of(blocks, keys))
         assert blocks.match(keys) == 12
         into = [bytearray(64 * KIB) for _ in range(13)]
         assert blocks.get_into([*keys[:3], bytes(16)], into[:4], timeout_s=0) == [-1] * 4
@@ -90,7 +83,7 @@ def test_what_does_not_come_up_is_a_miss_until_it_does(service: Service, client:
         keys, lower = keys_of(6), LowerTiers()
         joined = b"".join(keys)
         put(blocks, keys)
-        sink(client, blocks, keys)
+        sink(client, names_of(blocks, keys))
         assert blocks.prefetch(keys[:2]).result(WAIT_S) == 2
         assert blocks.below_dram(keys) == [False] * 2 + [True] * 4
         assert lower.readable(blocks, joined) == 6
@@ -255,7 +248,7 @@ def test_futures_end_when_the_service_does(service: Service, client: kvfs.Client
     with client.blocks(NAMESPACE) as blocks:
         keys = keys_of(4)
         put(blocks, keys)
-        sink(client, blocks, keys)
+        sink(client, names_of(blocks, keys))
         service.kill()
         into = [bytearray(64 * KIB) for _ in keys]
         read: Future[list[int]] = blocks.get_into_async(keys, into, timeout_s=1.0)

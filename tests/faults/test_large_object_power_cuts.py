@@ -24,12 +24,11 @@ from mounts.kernel.nodes import Node, NodeTable
 from mounts.kernel.open_draft import OpenDraft
 from tests.support.crash_power import forget
 from tests.support.faulty_device import LossyDevice, PowerLost
-from tests.support.one_store import DURABLE, look
+from tests.support.one_store import DURABLE, look, start
 from tests.support.seeds import SEED
 from tiers.device.threads import thread_device
 from tiers.model.objects import Name
 from tiers.nvme.large_draft import LargeDraft
-from tiers.recovery.start import NvmeOptions, StoreOptions, start_store
 
 OUTCOMES: Final = 6
 """Of what was not synced at each cut."""
@@ -43,14 +42,7 @@ Change = Callable[[DraftKeeper, Node, OpenDraft], Awaitable[None]]
 
 async def _life(path: Path, device: LossyDevice, change: Change, cut_at: int) -> None:
     """Sync a file, and lose power at the cut_at-th change of the device from then on."""
-    store = await start_store(
-        StoreOptions(
-            path,
-            dram_bytes=16 * MIB,
-            backing="directory",
-            nvme=NvmeOptions(device, 16 * MIB, segment_bytes=MIB),
-        )
-    )
+    store = await start(path, device)
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(store.run)
@@ -134,10 +126,10 @@ def test_what_is_written_again_after_a_sync_is_old_or_new_by_the_extent(tmp_path
     whole = SYNCED[:at] + new + SYNCED[at + len(new) :]
     for data in found_after_cuts(tmp_path / "data", write):
         assert len(data) == len(SYNCED)
-        for start in range(0, len(data), EXTENT):
-            part = slice(start, start + EXTENT)
+        for first in range(0, len(data), EXTENT):
+            part = slice(first, first + EXTENT)
             assert data[part] in (SYNCED[part], whole[part]), (
-                f"extent {start // EXTENT} of {_described(data)}"
+                f"extent {first // EXTENT} of {_described(data)}"
             )
 
 

@@ -50,7 +50,7 @@ from tests.support.fuse_stand import (
     read_in,
     write_in,
 )
-from tests.support.processes import Helper
+from tests.support.processes import Helper, task_state
 from tests.support.processor_waits import within
 from tests.support.waits import WAIT_S, eventually
 
@@ -304,9 +304,7 @@ def idle_threads() -> list[str]:
     """The states of this process's threads that take only what time is left."""
     threads = [int(name) for name in os.listdir("/proc/self/task")]
     idle = [thread for thread in threads if os.sched_getscheduler(thread) == os.SCHED_IDLE]
-    return [
-        Path(f"/proc/self/task/{thread}/stat").read_text().rsplit(")", 1)[1].split()[0] for thread in idle
-    ]
+    return [task_state(Path(f"/proc/self/task/{thread}")) for thread in idle]
 
 
 def usual_waits_s() -> float:

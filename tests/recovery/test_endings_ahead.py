@@ -10,7 +10,7 @@ import trio
 
 from kvfs.cli.fsck_command import _check
 from kvfs.system import crashpoints
-from tests.support.one_store import CACHE, DURABLE, life
+from tests.support.one_store import DURABLE, Killed, life
 from tests.support.stores import draft_of
 from tests.support.waits import WAIT_S
 from tiers.device.threads import thread_device
@@ -18,10 +18,6 @@ from tiers.model.objects import Attributes, Name
 from tiers.store.store import Store
 
 FIRST, SECOND, THIRD = (Name(DURABLE, key) for key in (b"first", b"second", b"third"))
-
-
-class Killed(BaseException):
-    """The process ends here."""
 
 
 def seal(store: Store, name: Name) -> None:
@@ -35,8 +31,7 @@ async def remove_first_within_a_sync(path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         try:
             async with life(path, device) as store:
-                for bucket in (CACHE, DURABLE):
-                    store.create_bucket(bucket, uid=0, gid=0, durable=bucket == DURABLE)
+                store.create_bucket(DURABLE, uid=0, gid=0, durable=True)
                 seal(store, FIRST)
                 await store.journal.settle()
 

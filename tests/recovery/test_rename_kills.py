@@ -22,7 +22,7 @@ from mounts.kernel.backing import PlainBackings
 from mounts.kernel.call_queue import NoCalls
 from mounts.tree import name_ops
 from mounts.tree.view import View
-from tests.support.one_store import CACHE, DURABLE, abandon, fill, life, look, start, sync_draft
+from tests.support.one_store import CACHE, DURABLE, Killed, abandon, fill, life, look, start, sync_draft
 from tests.support.seeds import SEED
 from tests.support.stores import draft_of
 from tests.support.waits import WAIT_S
@@ -33,10 +33,6 @@ from tiers.store.store import Store
 KILLS: Final = int(os.environ.get("KVFS_TEST_KILLS", "5"))
 SIZE: Final = 5_000
 BEFORE, SYNCED, SEALED = (bytes([number]) * SIZE for number in (1, 2, 3))
-
-
-class Killed(BaseException):
-    """The process ends here."""
 
 
 async def killed_life(path: Path, change: Callable[[Store], Awaitable[None]], instant: int) -> bool:

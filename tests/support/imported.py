@@ -1,6 +1,6 @@
 """A process that has imported what others begin with, from which they are forked: `imported.py DESCRIPTOR MODULE ...`.
 
-An import takes three quarters of the processor time of an engine's start (17 of 23 s) and of a service's (0.8 s), and
+An import takes three quarters of the processor time of an engine's start (17 of 23 s) and of a service's (0.6 s), and
 is the same for all. It runs under the engines' python as well, and needs nothing but the standard library.
 
 Reads messages from the socket of that descriptor: JSON, with the descriptors that the new process has as its standard

@@ -42,6 +42,10 @@ KEYS: Final = [
 DIGESTS: Final = [bytes([number + 1]) * 16 for number in range(4)]
 
 
+class Killed(BaseException):
+    """The process ends here."""
+
+
 async def start(path: Path, device: Device, *, times: int = 1) -> Store:
     """Start a store, so many times as large as the others."""
     return await start_store(

@@ -76,6 +76,13 @@ def has_written(client: Client, count: int) -> bool:
     return bool(nvme["objects_written"] >= count and nvme["write_behind"] + nvme["backlog"] == 0)
 
 
+def sink(client: Client, names: Sequence[str]) -> None:
+    """Leave objects on NVMe alone, once they are there: what is evicted before that is gone."""
+    eventually(lambda: has_written(client, len(names)), "the objects are on NVMe")
+    client.evict(*names)
+    assert {client.stat(name).tier for name in names} == {"nvme"}
+
+
 def run_kvfs(
     *arguments: str,
     timeout_s: float = 30.0,
