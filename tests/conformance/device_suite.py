@@ -334,6 +334,7 @@ class DeviceSuite:
                 nursery.start_soon(read)
             await trio.testing.wait_all_tasks_blocked()
             await device.aclose()
+            await trio.testing.wait_all_tasks_blocked()  # whose operation has ended may run after the close
             assert done == 4
 
     async def test_a_closed_device_refuses(self, device: Device, fd: int, tmp_path: Path) -> None:
