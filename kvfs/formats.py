@@ -375,6 +375,28 @@ SEGMENT_TRAILER: Final = Layout(
 
 
 # --- endings beside the segments -------------------------------------------------------------------------
+DEVICE_LABEL_MAGIC: Final = b"KVFSBDEV"
+DEVICE_LABEL_COPIES: Final = (0, 4096)
+DEVICE_SEGMENTS_START: Final = 1 << 20
+"""Where the first segment of a block device begins: a multiple of any erase block's share that a partition respects."""
+DEVICE_NUMBER_SHIFT: Final = 16
+"""A segment on a block device has the device's number above these bits, and its place there below."""
+
+DEVICE_LABEL: Final = Layout(
+    "device label",
+    (
+        ("magic", "8s"),
+        ("version", "I"),
+        ("device_number", "I"),
+        ("store_id", "16s"),
+        ("segment_bytes", "Q"),
+        ("segments", "Q"),
+        ("first_sequence", "Q"),
+        ("written_ns", "Q"),
+        ("label_checksum", "Q"),
+    ),
+)
+
 ENDINGS_MAGIC: Final = b"KVFSENDS"
 ENDINGS_PAGE_BYTES: Final = 4096
 

@@ -67,7 +67,8 @@ class Takes:
     dram_bytes: int
     nvme_bytes: int
     """0 without an NVMe tier."""
-    nvme_path: Path
+    nvme_where: str
+    """The directory, or the block devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,10 @@ def check_room(settings: Settings) -> None:
     """Check that the machine has what the tiers are to take. Raises ConfigError."""
     if settings.dram.backing != "directory":
         check_dram_bytes(settings.dram.capacity)
-    check_nvme_bytes(settings.nvme_bytes, settings.nvme_path)
+    if not settings.nvme.device:
+        check_nvme_bytes(settings.nvme_bytes, settings.nvme_path)
+    elif settings.nvme.capacity is not None:
+        raise ConfigError("[nvme] device: devices are used whole, so capacity cannot be given")
 
 
 def prepare_mountpoint(path: Path) -> Path:
@@ -196,6 +200,7 @@ async def _start_store(settings: Settings, device: Device | None, nvme_bytes: in
             device,
             nvme_bytes,
             directory=settings.nvme_path,
+            devices=settings.nvme.device,
             segment_bytes=settings.nvme.segment,
             trim=settings.nvme.trim,
         )
@@ -273,7 +278,8 @@ async def run(
     check_places(settings)
     check_room(settings)
     workers = _workers(settings)
-    takes(Takes(settings.dram.capacity, settings.nvme_bytes, settings.nvme_path))
+    where = ", ".join(map(str, settings.nvme.device)) or str(settings.nvme_path)
+    takes(Takes(settings.dram.capacity, settings.nvme_bytes, where))
     raise_file_limit()
     stop = trio.CancelScope()
     with Watchdog(settings.mountpoint) as watchdog:

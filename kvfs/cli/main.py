@@ -3,7 +3,7 @@
 Responsibility: the list of commands and their modules. A failure is one line on stderr, `kvfs: ...`, and an exit code.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 no such name, 4 no service there, 130
-interrupted. `kvfs fsck` has its own (`kvfs.cli.fsck_command`).
+interrupted. `kvfs fsck` has its own (`kvfs.cli.offline.fsck_command`).
 
 Concurrency: none. A command's module is imported when the command is called (`kvfs.cli.lazy`): `kvfs status` must
 answer in 0.3 s, and trio, pydantic and rich together take most of that.
@@ -29,7 +29,7 @@ _COMMANDS = {
         "umount": "Unmount; the service behind it, where there is one, stops cleanly.",
         "drop": "Free the memory of the objects that a stopped service keeps for its next start.",
     },
-    "fsck_command": {
+    "offline.fsck_command": {
         "fsck": "Verify every checksum in a data directory that no service uses, and repair what is damaged."
     },
     "measure_commands": {
@@ -58,17 +58,21 @@ _COMMANDS = {
     },
 }
 _GROUPS = {
-    "bucket": "Make, list and remove buckets.",
-    "conductor": "Choose the instance for each request; run it, or show what it knows.",
-    "credentials": "Add, list and remove access keys of the S3 door.",
+    "bucket_command": ("bucket", "Make, list and remove buckets."),
+    "conductor_command": (
+        "conductor",
+        "Choose the instance for each request; run it, or show what it knows.",
+    ),
+    "credentials_command": ("credentials", "Add, list and remove access keys of the S3 door."),
+    "offline.device_command": ("device", "Show and empty block devices for the NVMe tier."),
 }
 COMMANDS = [
     LazyCommand(name, f"kvfs.cli.{module}", help_line)
     for module, commands in _COMMANDS.items()
     for name, help_line in commands.items()
 ] + [
-    LazyCommand(name, f"kvfs.cli.{name}_command", help_line, is_group=True)
-    for name, help_line in _GROUPS.items()
+    LazyCommand(name, f"kvfs.cli.{module}", help_line, is_group=True)
+    for module, (name, help_line) in _GROUPS.items()
 ]
 
 app = application(

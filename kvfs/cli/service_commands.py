@@ -104,7 +104,7 @@ def _run(function: Callable[..., Awaitable[None]], *arguments: object) -> None:
 
 def _show_takes(takes: Takes) -> None:
     disk = (
-        f"{format_size(takes.nvme_bytes)} of disk in {takes.nvme_path}"
+        f"{format_size(takes.nvme_bytes)} of disk in {takes.nvme_where}"
         if takes.nvme_bytes
         else "no NVMe tier"
     )

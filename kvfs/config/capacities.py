@@ -8,6 +8,8 @@ Concurrency: reads /proc and the filesystem once, at start-up.
 from __future__ import annotations
 
 import os
+import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvfs.config.sizes import format_size
@@ -76,6 +78,24 @@ def check_nvme_bytes(capacity_bytes: int, directory: Path) -> None:
         f"[nvme] capacity = '{format_size(capacity_bytes)}': the filesystem of {directory} has "
         f"{format_size(free_bytes)} free, and {format_size(taken_bytes)} in segment files; {advice}"
     )
+
+
+def block_devices_bytes(paths: Sequence[Path]) -> int:
+    """Return what block devices have together. Raises ConfigError."""
+    return sum(_device_bytes(path) for path in paths)
+
+
+def _device_bytes(path: Path) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise ConfigError(f"[nvme] device = '{path}': {error.strerror}") from None
+    try:
+        if not stat.S_ISBLK(os.fstat(descriptor).st_mode):
+            raise ConfigError(f"[nvme] device = '{path}': no block device")
+        return os.lseek(descriptor, 0, os.SEEK_END)
+    finally:
+        os.close(descriptor)
 
 
 def _segment_sizes_bytes(directory: Path) -> list[int]:

@@ -28,7 +28,12 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from kvfs.config.capacities import default_dram_bytes, default_nvme_bytes, default_slots
+from kvfs.config.capacities import (
+    block_devices_bytes,
+    default_dram_bytes,
+    default_nvme_bytes,
+    default_slots,
+)
 from kvfs.config.credentials import Credential
 from kvfs.config.sizes import format_size, parse_size
 from kvfs.errors import InvalidRequest
@@ -45,6 +50,7 @@ from kvfs.limits import (
     MAX_CREDENTIALS,
     MAX_GATEWAY_CONNECTIONS,
     MAX_GATEWAY_WORKERS,
+    MAX_NVME_DEVICES,
     MAX_PEERS,
     MAX_PROXY_ENGINES,
     MAX_PROXY_REQUESTS,
@@ -129,6 +135,12 @@ def _redis_url(value: SecretStr) -> SecretStr:
 
 
 Size = Annotated[int, BeforeValidator(_size)]
+
+
+def _one_or_more(value: object) -> object:
+    return [value] if isinstance(value, str | Path) else value
+
+
 AbsolutePath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_absolute)]
 
 
@@ -169,9 +181,13 @@ class NvmeSettings(_Section):
     capacity: Size | None = None
     """Bytes, preallocated; 0: no tier. None: as at an earlier start, else a quarter of the free space, up to 4 GiB."""
     path: AbsolutePath | None = None
-    """Directory of the segment files. None: `nvme` in the data directory."""
+    """Directory of the segment files, and of what is written beside segments. None: `nvme` in the data directory."""
+    device: Annotated[
+        tuple[AbsolutePath, ...], BeforeValidator(_one_or_more), Field(max_length=MAX_NVME_DEVICES)
+    ] = ()
+    """Block devices, whole, in place of segment files: a path, or a list of paths."""
     segment: Size | None = None
-    """Bytes of one segment file, fixed when the first is made. None: a 64th of the capacity."""
+    """Bytes of one segment, fixed when the first is made. None: a 64th of the capacity."""
     io: DeviceIo = "auto"
     """`auto` takes io_uring where the kernel allows it."""
     trim: bool = False
@@ -508,7 +524,9 @@ class Settings(_Section):
 
     @property
     def nvme_bytes(self) -> int:
-        """Return the NVMe tier's capacity, 0 without one."""
+        """Return the NVMe tier's capacity, 0 without one. Raises ConfigError for a device that is not there."""
+        if self.nvme.device:
+            return block_devices_bytes(self.nvme.device)
         if self.nvme.capacity is not None:
             return self.nvme.capacity
         return default_nvme_bytes(self.nvme_path)

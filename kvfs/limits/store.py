@@ -147,6 +147,8 @@ MIN_SEGMENTS: Final = 8
 """With fewer, the reserve would be most of the tier."""
 MAX_SEGMENTS: Final = 1 << 16
 """Each segment keeps a descriptor open."""
+MAX_NVME_DEVICES: Final = 16
+"""Block devices of one tier: each has 65,536 numbers for its segments, of which there are MAX_SEGMENTS in all."""
 RESERVED_SEGMENTS: Final = 2
 """Free segments for reclaim alone: it writes what it keeps to one, to the other where the device fails that."""
 REAPPEND_SHARE: Final = 4

@@ -14,7 +14,7 @@ from typing import Any, Final
 import pytest
 import trio
 
-from kvfs.cli.fsck_command import Exit, _check
+from kvfs.cli.offline.fsck_command import Exit, _check
 from kvfs.errors import KvfsError, NoSpace, NotFound
 from kvfs.formats import (
     RECORD_HEADER,

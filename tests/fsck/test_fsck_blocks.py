@@ -13,7 +13,7 @@ from typing import Any, Final
 import pytest
 import trio
 
-from kvfs.cli.fsck_command import Exit, _check
+from kvfs.cli.offline.fsck_command import Exit, _check
 from kvfs.errors import NotFound
 from kvfs.keys import block_name
 from kvfs.limits import MIB

@@ -12,7 +12,7 @@ from typing import Any, Final
 import pytest
 import trio
 
-from kvfs.cli.fsck_command import Exit, _check
+from kvfs.cli.offline.fsck_command import Exit, _check
 from kvfs.limits import MIB
 from tests.support.damage import damage_one_place, damage_payload, damage_rows, damage_slot
 from tests.support.one_store import Life, look

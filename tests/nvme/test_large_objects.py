@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import tiers.nvme.large_buffers
 from kvfs import limits
-from kvfs.cli.fsck_command import _check as fsck
+from kvfs.cli.offline.fsck_command import _check as fsck
 from kvfs.errors import DeviceMissing, NoSpace, NotFound, ObjectTooLarge, WriterActive
 from kvfs.limits import MIB
 from tests.store.test_store_over_nvme import put, running

@@ -23,6 +23,7 @@ from tiers.log.segments import Listing, Segment
 from tiers.model.tier import Kind, StoreKey, object_key
 from tiers.nvme.stored import Piece, Stored, StoredObjects
 from tiers.nvme.tier import NvmeTier
+from tiers.places.segment_files import SegmentFiles
 from tiers.recovery.log_replay import Replay
 
 IDS = st.integers(1, 12)
@@ -247,7 +248,8 @@ def records(draw: st.DrawFn) -> tuple[dict[str, Any], bytes]:
 def replayed(
     items: list[tuple[dict[str, Any], bytes]], ended: Ended, path: Path, *, natively: bool
 ) -> Replay:
-    pool = SegmentPool(cast(Device, None), path, bytes(16), SEGMENT_BYTES)
+    no_device = cast(Device, None)
+    pool = SegmentPool(no_device, path, SegmentFiles(no_device, path, SEGMENT_BYTES), bytes(16))
     pool.segments = [Segment(number, -1, 1 + number, SegmentState.IN_USE) for number in range(2)]
     replay = Replay(NvmeTier(pool), ended)
     for number, segment in enumerate(pool.segments):

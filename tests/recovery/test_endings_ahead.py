@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from kvfs.cli.fsck_command import _check
+from kvfs.cli.offline.fsck_command import _check
 from kvfs.system import crashpoints
 from tests.support.one_store import DURABLE, Killed, life
 from tests.support.stores import draft_of

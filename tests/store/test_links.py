@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from kvfs import limits
-from kvfs.cli.fsck_command import Exit
+from kvfs.cli.offline.fsck_command import Exit
 from kvfs.errors import (
     Exists,
     InvalidRequest,

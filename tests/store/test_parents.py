@@ -15,7 +15,7 @@ import pytest
 import trio
 
 from kvfs._native.shared.table import TIER_NVME
-from kvfs.cli.fsck_command import Exit, _check
+from kvfs.cli.offline.fsck_command import Exit, _check
 from kvfs.errors import NotFound
 from kvfs.keys import block_name
 from kvfs.limits import MIB

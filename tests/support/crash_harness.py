@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from kvfs.cli.fsck_command import _check
+from kvfs.cli.offline.fsck_command import _check
 from kvfs.limits import MIB
 from kvfs.system import crashpoints
 from tests.support.crash_model import Model, Value

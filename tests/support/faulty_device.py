@@ -41,6 +41,7 @@ class WrappedDevice:
     def __init__(self, inner: Device) -> None:
         self.inner = inner
         self.paths: dict[int, Path] = {}
+        self.starts: dict[int, int] = {}
 
     @property
     def backend(self) -> str:
@@ -65,14 +66,14 @@ class WrappedDevice:
     def is_changing(self, fd: int) -> bool:
         return self.inner.is_changing(fd)
 
-    def open_file(self, path: Path) -> int:
-        fd = self.inner.open_file(path)
-        self.paths[fd] = path
+    def open_file(self, path: Path, start: int = 0, *, exclusive: bool = False) -> int:
+        fd = self.inner.open_file(path, start, exclusive=exclusive)
+        self.paths[fd], self.starts[fd] = path, start
         return fd
 
     async def create_file(self, path: Path, size_bytes: int) -> int:
         fd = await self.inner.create_file(path, size_bytes)
-        self.paths[fd] = path
+        self.paths[fd], self.starts[fd] = path, 0
         return fd
 
     async def allocate(self, path: Path, size_bytes: int) -> None:
@@ -80,7 +81,7 @@ class WrappedDevice:
 
     def close_file(self, fd: int) -> None:
         self.inner.close_file(fd)
-        del self.paths[fd]
+        del self.paths[fd], self.starts[fd]
 
     async def discard(self, fd: int, offset: int, length: int) -> None:
         await self.inner.discard(fd, offset, length)
@@ -160,9 +161,9 @@ class LossyDevice(WrappedDevice):
         return sum(len(write.new) for write in self._unsynced)
 
     # --- changes -----------------------------------------------------------------------------------------
-    def open_file(self, path: Path) -> int:
+    def open_file(self, path: Path, start: int = 0, *, exclusive: bool = False) -> int:
         self._check_power()
-        return super().open_file(path)
+        return super().open_file(path, start, exclusive=exclusive)
 
     async def create_file(self, path: Path, size_bytes: int) -> int:
         within_cut = self._count()
@@ -175,9 +176,10 @@ class LossyDevice(WrappedDevice):
     async def discard(self, fd: int, offset: int, length: int) -> None:
         within_cut = self._count()
         buffered = os.open(self.paths[fd], os.O_RDONLY)
-        old = os.pread(buffered, length, offset)
+        at = self.starts[fd] + offset
+        old = os.pread(buffered, length, at)
         os.close(buffered)
-        self._unsynced.append(_Write(self.paths[fd], offset, old, bytes(length), not within_cut))
+        self._unsynced.append(_Write(self.paths[fd], at, old, bytes(length), not within_cut))
         await super().discard(fd, offset, length)
         if within_cut:
             raise PowerLost
@@ -191,7 +193,7 @@ class LossyDevice(WrappedDevice):
         self._in_flight += 1
         try:
             old = await self._read_sectors(fd, offset, data.nbytes)
-            write = _Write(self.paths[fd], offset, old, bytes(data))
+            write = _Write(self.paths[fd], self.starts[fd] + offset, old, bytes(data))
             self._unsynced.append(write)
             await super().write(fd, offset, data)
         finally:
@@ -243,7 +245,7 @@ class LossyDevice(WrappedDevice):
     async def _read_sectors(self, fd: int, offset: int, length: int) -> bytes:
         if length == 0:
             return b""
-        size_bytes = os.fstat(fd).st_size
+        size_bytes = os.lseek(fd, 0, os.SEEK_END) - self.starts[fd]
         assert offset + length <= size_bytes, f"a write past the end of {self.paths[fd]}"
         first = offset // SECTOR_BYTES * SECTOR_BYTES
         end = min(-(-(offset + length) // SECTOR_BYTES) * SECTOR_BYTES, size_bytes)
@@ -370,9 +372,9 @@ class FailingDevice(WrappedDevice):
         """No more errors: space has returned, the cable is in again."""
         self._faults.clear()
 
-    def open_file(self, path: Path) -> int:
+    def open_file(self, path: Path, start: int = 0, *, exclusive: bool = False) -> int:
         self._raise("open_file", path, 0, 0)
-        return super().open_file(path)
+        return super().open_file(path, start, exclusive=exclusive)
 
     async def create_file(self, path: Path, size_bytes: int) -> int:
         self._raise("create_file", path, 0, size_bytes)

@@ -46,14 +46,14 @@ class Killed(BaseException):
     """The process ends here."""
 
 
-async def start(path: Path, device: Device, *, times: int = 1) -> Store:
-    """Start a store, so many times as large as the others."""
+async def start(path: Path, device: Device, *, times: int = 1, devices: tuple[Path, ...] = ()) -> Store:
+    """Start a store, so many times as large as the others, or on block devices."""
     return await start_store(
         StoreOptions(
             path,
             dram_bytes=times * 16 * MIB,
             backing="directory",
-            nvme=NvmeOptions(device, times * NVME_BYTES, segment_bytes=MIB),
+            nvme=NvmeOptions(device, times * NVME_BYTES, devices=devices, segment_bytes=MIB),
         )
     )
 
@@ -67,9 +67,11 @@ def abandon(store: Store) -> None:
 
 
 @asynccontextmanager
-async def life(path: Path, device: Device, *, times: int = 1) -> AsyncIterator[Store]:
+async def life(
+    path: Path, device: Device, *, times: int = 1, devices: tuple[Path, ...] = ()
+) -> AsyncIterator[Store]:
     """A store that runs, and is left as a kill leaves it. The device stays open."""
-    store = await start(path, device, times=times)
+    store = await start(path, device, times=times, devices=devices)
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(store.run)
@@ -134,8 +136,9 @@ def _version(value: bytes) -> str:
 class Life:
     """Random changes of one store, from `start` to a stop or a kill."""
 
-    def __init__(self, path: Path, seed: int) -> None:
+    def __init__(self, path: Path, seed: int, devices: tuple[Path, ...] = ()) -> None:
         self.path = path
+        self.devices = devices
         self.chance = random.Random(seed)
         self.expected = Expected()
         self.history: list[str] = []
@@ -149,7 +152,7 @@ class Life:
         """One life. Killed: after the last change, which is acknowledged or not; or `settled`, once all of it is on the
         device: until then the log alone shows names of a cache as they were."""
         device = thread_device()
-        store = await start(self.path, device)
+        store = await start(self.path, device, devices=self.devices)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(store.run)
@@ -357,12 +360,12 @@ async def sync_draft(store: Store, draft: Draft, name: Name, previous: int | Non
     return snapshot
 
 
-async def look(path: Path) -> dict[Name, bytes]:
+async def look(path: Path, devices: tuple[Path, ...] = ()) -> dict[Name, bytes]:
     """What a start shows, read whole; what cannot be read is not there."""
     device = thread_device()
     found: dict[Name, bytes] = {}
     try:
-        async with life(path, device) as store:
+        async with life(path, device, devices=devices) as store:
             for bucket in store.buckets():
                 for key, info in store.list(bucket.name).entries:
                     if isinstance(info, ObjectInfo):

@@ -110,7 +110,7 @@ class Service:
         *,
         mode: str = MODES[0],
         dram: str = DEFAULT_DRAM,
-        nvme: str = DEFAULT_NVME,
+        nvme: str | None = DEFAULT_NVME,
         arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         base: Path | None = None,
@@ -140,7 +140,7 @@ class Service:
     def command(self) -> list[str]:
         serve = [sys.executable, "-m", self.module, "serve", "--data", str(self.data)]
         mount = ["--mount", str(self.mount), "--mode", self.mode]
-        sizes = ["--dram", self.dram, "--nvme", self.nvme]
+        sizes = ["--dram", self.dram, *(["--nvme", self.nvme] if self.nvme is not None else [])]
         return [*serve, *(["--no-mount"] if self.mode == "off" else mount), *sizes, *self.arguments]
 
     def start(self) -> Self:

@@ -27,7 +27,7 @@ from typing import Any, Final
 import boto3
 from botocore.config import Config
 
-from kvfs.cli.fsck_command import _check
+from kvfs.cli.offline.fsck_command import _check
 from kvfs.client import Client, connect
 from kvfs.errors import KvfsError, NoSpace, NotFound, QuotaExceeded
 from kvfs.keys import block_name

@@ -68,8 +68,10 @@ class Device(Protocol):
         """Whether a write or discard that nobody waits for any more may still change the file: nothing written there
         counts until it cannot."""
 
-    def open_file(self, path: Path) -> int:
-        """Open a file for reading and writing, direct where the filesystem allows it. Raises NotFound, DeviceFailed."""
+    def open_file(self, path: Path, start: int = 0, *, exclusive: bool = False) -> int:
+        """Open a file for reading and writing, direct where the filesystem allows it. Offsets count from its byte
+        `start`, a multiple of limits.DEVICE_ALIGNMENT_BYTES. `exclusive`: a block device, which nobody else may use
+        until this descriptor is closed. Raises NotFound, DeviceFailed."""
 
     async def create_file(self, path: Path, size_bytes: int) -> int:
         """Make a file, which must not exist, with all its bytes allocated, durable with its name; open it.

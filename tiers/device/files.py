@@ -56,6 +56,8 @@ class FileDevice:
         self._direct = True
         self._closed = False
         self._paths: dict[int, Path] = {}
+        self._starts: dict[int, int] = {}
+        """Descriptors whose bytes do not begin at the first one of their block device."""
         self._buffer_permits = trio.Semaphore(limits.DEVICE_BUFFERS, max_value=limits.DEVICE_BUFFERS)
         self._free_buffers: list[memoryview] = []
         self._late_buffers: list[memoryview] = []
@@ -75,16 +77,18 @@ class FileDevice:
     def late_operations(self) -> int:
         return self._watch.late
 
-    def open_file(self, path: Path) -> int:
+    def open_file(self, path: Path, start: int = 0, *, exclusive: bool = False) -> int:
         self._check_open()
         try:
-            descriptor, direct = _open_direct(path)
+            descriptor, direct = _open_direct(path, os.O_EXCL if exclusive else 0)
         except OSError as error:
             raise from_device_errno(error.errno or errno.EIO, f"open {path}") from error
         if not direct and self._direct:
             _log.warning("%s: this filesystem has no O_DIRECT; bytes also pass the page cache", path)
             self._direct = False
         self._paths[descriptor] = path
+        if start:
+            self._starts[descriptor] = start
         return descriptor
 
     async def create_file(self, path: Path, size_bytes: int) -> int:
@@ -110,6 +114,7 @@ class FileDevice:
     def close_file(self, fd: int) -> None:
         if self._paths.pop(fd, None) is None:
             raise InvalidRequest(f"descriptor {fd}: this device did not open it")
+        self._starts.pop(fd, None)
         if self._watch.uses(fd):
             self._late_files.append(fd)
         else:
@@ -121,11 +126,16 @@ class FileDevice:
     async def discard(self, fd: int, offset: int, length: int) -> None:
         operation = Operation(f"discard {length} bytes of {self._name(fd)} at {offset}", fd, changes=True)
         with suppress(DeviceAway):  # what is late may still come: `is_changing` says so
-            await self._call(operation, partial(_discard, fd, offset, length, operation.what))
+            await self._call(operation, partial(_discard, fd, self._at(fd, offset), length, operation.what))
 
     def _name(self, fd: int) -> str:
-        path = self._paths.get(fd)
-        return f"descriptor {fd}" if path is None else str(path)
+        path, start = self._paths.get(fd), self._starts.get(fd)
+        name = f"descriptor {fd}" if path is None else str(path)
+        return name if start is None else f"{name} from {start}"
+
+    def _at(self, fd: int, offset: int) -> int:
+        """Return where a byte of what was opened is in its file or block device."""
+        return self._starts.get(fd, 0) + offset
 
     @asynccontextmanager
     async def buffer(self) -> AsyncIterator[memoryview]:
@@ -191,7 +201,7 @@ class FileDevice:
             raise InvalidRequest(f"{what}: a payload of {payload} bytes does not fit")
         if into.readonly:
             raise InvalidRequest(f"{what}: into a read-only buffer")
-        operation = Operation(what, fd, offset, into, patience_s=limits.NVME_READ_S)
+        operation = Operation(what, fd, self._at(fd, offset), into, patience_s=limits.NVME_READ_S)
         found = await self._run(operation, partial(self.operations.begin_read, payload_bytes=payload))
         if checksum is not None and found != checksum:
             raise Corrupt(f"{what}: checksum {found:016x}, not {checksum:016x}")
@@ -200,7 +210,8 @@ class FileDevice:
     async def write(self, fd: int, offset: int, data: memoryview) -> None:
         what = f"write {data.nbytes} bytes of {self._name(fd)} at {offset}"
         _check_range(what, offset, data)
-        operation = Operation(what, fd, offset, data, patience_s=limits.NVME_WRITE_S, changes=True)
+        at = self._at(fd, offset)
+        operation = Operation(what, fd, at, data, patience_s=limits.NVME_WRITE_S, changes=True)
         try:
             await self._run(operation, self.operations.begin_write)
         except NoSpace as error:
@@ -224,13 +235,15 @@ class FileDevice:
         return await operation.wait()
 
     async def _probe(self) -> None:
-        """Read the first page of a file that is open, past the page cache where the filesystem allows it."""
+        """Read the first page of what the last late operation was on, else of any open file, past the page cache where
+        the filesystem allows it: files may lie on several drives."""
         self._check_open()
-        fd = next(iter(self._paths), None)
+        late = self._watch.late_fd
+        fd = late if late in self._paths else next(iter(self._paths), None)
         if fd is None:
             raise DeviceFailed("no file is open")
         page = memoryview(mmap.mmap(-1, limits.DEVICE_ALIGNMENT_BYTES))
-        operation = Operation(f"probe {self._name(fd)}", fd, 0, page, patience_s=math.inf)
+        operation = Operation(f"probe {self._name(fd)}", fd, self._at(fd, 0), page, patience_s=math.inf)
         await self._watch.probe(operation, partial(self.operations.begin_read, payload_bytes=0))
 
     async def aclose(self) -> None:
@@ -257,9 +270,9 @@ def _check_range(what: str, offset: int, view: memoryview) -> None:
         raise InvalidRequest(f"{what}: not a contiguous run of at most {limits.MAX_DEVICE_IO_BYTES} bytes")
 
 
-def _open_direct(path: Path) -> tuple[int, bool]:
+def _open_direct(path: Path, more_flags: int) -> tuple[int, bool]:
     """Open a file; return the descriptor and whether it is direct. Raises OSError."""
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | more_flags
     try:
         return os.open(path, flags | os.O_DIRECT), True
     except OSError as error:
@@ -269,7 +282,10 @@ def _open_direct(path: Path) -> tuple[int, bool]:
 
 
 def _discard(fd: int, offset: int, length: int, what: str) -> None:
-    for mode in (_PUNCH_HOLE | _KEEP_SIZE, 0):
+    modes = [_PUNCH_HOLE | _KEEP_SIZE]
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        modes.append(0)  # allocated again
+    for mode in modes:
         if _libc.fallocate(fd, mode, offset, length) != 0:
             _log.info("%s: %s", what, os.strerror(ctypes.get_errno()))
             return

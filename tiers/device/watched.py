@@ -145,6 +145,8 @@ class Watch:
         self._late: set[Operation] = set()
         self._probe: Operation | None = None
         self._is_looking = False
+        self.late_fd = -1
+        """The descriptor of the last operation that was late; -1 before one was."""
 
     @property
     def late(self) -> int:
@@ -210,6 +212,7 @@ class Watch:
         """Answer a late operation in the drive's place."""
         self._running.discard(operation)
         self._late.add(operation)
+        self.late_fd = operation.fd
         why = f"{operation.what}: no answer for {silent_s:.1f} s"
         self._drive.leave(silent_s, why)
         operation.answer(DeviceAway(why))

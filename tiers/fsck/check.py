@@ -18,6 +18,7 @@ Concurrency: one task per segment, limits.FSCK_SEGMENTS at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -60,14 +61,17 @@ class Progress(Protocol):
         """Note that so many further bytes were verified."""
 
 
-async def examine(home: Home, device: Device, segments: Path, progress: Progress) -> Findings:
-    """Verify everything in a data directory whose lock the caller has.
+async def examine(
+    home: Home, device: Device, segments: Path, progress: Progress, devices: Sequence[Path] = ()
+) -> Findings:
+    """Verify everything in a data directory whose lock the caller has. `segments`: the directory of the NVMe tier;
+    `devices`: its block devices, where they are not named as `pool.json` there says.
 
     Raises NotFound where durable objects have no segments, FormatMismatch for another store's segments and for newer
     formats, DeviceFailed, OSError.
     """
     index = check_index(home)  # forks: before there are threads
-    pool = look_at_pool(device, segments, home.store_id)
+    pool = await look_at_pool(device, segments, home.store_id, devices)
     if pool is None and any(row.class_ == "durable" for row in index.buckets.values()):
         raise NotFound(f"{segments}: no segments there, but the store has durable buckets")
     verified = 0

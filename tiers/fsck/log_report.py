@@ -43,7 +43,7 @@ class LogReport:
         self._torn_durables()
 
     def _segment(self, check: SegmentCheck) -> None:
-        where = f"segment {check.path.name}"
+        where = f"segment {check.place.name}"
         consequence, cost = "what it holds is moved to another segment", Cost.NOTHING
         if check.hopeless:
             consequence, cost = "set aside as *.bad, all in it is lost", Cost.CACHED

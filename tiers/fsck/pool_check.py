@@ -1,4 +1,4 @@
-"""The files of a pool that no service uses: opened, with what their headers say and what is wrong with them.
+"""The segments of a pool that no service uses: opened, with what their headers say and what is wrong with them.
 
 Responsibility: both copies of each segment's header, the size of a segment, and which life each file is in. Records
 are `tiers.fsck.segment_check`. It changes nothing.
@@ -8,6 +8,7 @@ Concurrency: blocking reads of a few pages a file.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,11 @@ from kvfs.formats import (
 )
 from tiers.device.device import Device
 from tiers.log.pool import SegmentPool
-from tiers.log.pool_files import GEOMETRY, read_geometry
 from tiers.log.segments import PAGE_BYTES, LoggedRecord, Segment
+from tiers.places.block_devices import open_block_devices
+from tiers.places.geometry import GEOMETRY, Geometry, read_geometry
+from tiers.places.place import Place, Places
+from tiers.places.segment_files import SegmentFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +50,14 @@ class BadRecord:
 
 @dataclass(slots=True)
 class SegmentCheck:
-    """Collects what one file holds, and what is wrong with it."""
+    """Collects what one segment holds, and what is wrong with it."""
 
     segment: Segment
-    path: Path
+    place: Place
+    size_bytes: int
+    """Of it that are there."""
     faults: list[str] = field(default_factory=list)
-    """Of the file as a whole: header copies, trailer, footer."""
+    """Of the segment as a whole: header copies, trailer, footer."""
     records: list[LoggedRecord] = field(default_factory=list)
     """Those whose header is known, in order; also those whose payload is damaged."""
     bad: list[BadRecord] = field(default_factory=list)
@@ -79,12 +85,14 @@ class SegmentCheck:
 
 @dataclass(slots=True)
 class PoolCheck:
-    """Holds all files of a directory, and its geometry."""
+    """Holds all segments of a tier, and their geometry."""
 
     pool: SegmentPool
     checks: list[SegmentCheck]
+    geometry: Geometry
+    """As `pool.json` should say it."""
     geometry_fault: str = ""
-    """What is wrong with the file that says the segments' size."""
+    """What is wrong with that file."""
 
     @property
     def bytes_to_verify(self) -> int:
@@ -93,51 +101,68 @@ class PoolCheck:
         return used * self.pool.segment_bytes
 
 
-def look_at_pool(device: Device, directory: Path, store_id: bytes) -> PoolCheck | None:
-    """Open the files of a directory, with what their headers say; return None where there is no pool.
+async def look_at_pool(
+    device: Device, directory: Path, store_id: bytes, devices: Sequence[Path] = ()
+) -> PoolCheck | None:
+    """Open the segments of a directory, or of block devices, with what their headers say; return None where there is no
+    pool. `devices`: where `pool.json` does not name them rightly.
 
-    Raises FormatMismatch for another store's pool, or where nothing says how large segments are.
+    Raises FormatMismatch for another store's pool, or where nothing says how large segments are; ConfigError for
+    devices that cannot be used.
     """
-    paths = sorted(path for path in directory.glob("*.seg") if path.is_file())
-    if not paths and not (directory / GEOMETRY).exists():
+    said = _read_geometry(directory)
+    devices = devices or (said.devices if isinstance(said, Geometry) else ())
+    if devices:
+        look = await _look_at_devices(device, devices, store_id, said)
+    elif _has_files(directory):
+        look = _look_at_files(device, directory, store_id, said)
+    else:
         return None
-    copies = {path: [_copy(path, at) for at in SEGMENT_HEADER_COPIES] for path in paths}
-    segment_bytes, fault = _geometry(directory, store_id, [raw for raws in copies.values() for raw in raws])
-    pool = SegmentPool(device, directory, store_id, segment_bytes)
+    places, geometry, fault, copies = look
+    pool = SegmentPool(device, directory, places, store_id)
     checks = []
     try:
-        for path in paths:
-            check = _open(pool, path, store_id)
+        for number in places.numbers():
+            check = _open(pool, number)
             checks.append(check)
-            _check_header(check, pool, copies[path])
+            _check_header(check, pool, copies[number])
     except BaseException:
         pool.close_files()
         raise
-    pool.next_sequence = 1 + max((segment.sequence for segment in pool.segments), default=0)
-    pool.free.extend(s for s in pool.segments if s.state is SegmentState.FREE and not s.bad)
-    return PoolCheck(pool, checks, fault)
+    pool.begin()
+    return PoolCheck(pool, checks, geometry, fault)
 
 
-def _open(pool: SegmentPool, path: Path, store_id: bytes) -> SegmentCheck:
-    fd = pool.device.open_file(path)
-    segment = Segment(int(path.stem, 16), fd)
-    pool.segments.append(segment)
-    check = SegmentCheck(segment, path)
-    if path.stat().st_size != pool.segment_bytes:
-        check.faults.append(f"has {path.stat().st_size} bytes instead of {pool.segment_bytes}")
+def _open(pool: SegmentPool, number: int) -> SegmentCheck:
+    segment = pool.add(number, pool.places.open(number))
+    check = SegmentCheck(segment, pool.places.place(number), pool.places.size_bytes(number))
+    if check.size_bytes != pool.segment_bytes:
+        check.faults.append(f"has {check.size_bytes} bytes instead of {pool.segment_bytes}")
         check.worn = segment.bad = True
     return check
 
 
 _Copy = dict[str, Any] | str | None
 """A copy of a segment's header, what is wrong with it, or None where there never was one."""
+_Copies = dict[int, list[_Copy]]
+_Look = tuple[Places, Geometry, str, _Copies]
+"""Where segments are, what `pool.json` should say, what is wrong with it, and their headers."""
 
 
-def _copy(path: Path, at: int) -> _Copy:
+def _has_files(directory: Path) -> bool:
+    return any(directory.glob("*.seg")) or (directory / GEOMETRY).exists()
+
+
+def _copies(places: Places) -> _Copies:
+    return {
+        number: [_copy(places.place(number), at) for at in SEGMENT_HEADER_COPIES]
+        for number in places.numbers()
+    }
+
+
+def _copy(place: Place, at: int) -> _Copy:
     try:
-        with path.open("rb", buffering=0) as file:
-            file.seek(at)
-            data = file.read(PAGE_BYTES)
+        data = place.read(at, PAGE_BYTES)
         if len(data) == PAGE_BYTES and not any(data):
             return None
         raw = formats.decode_page(SEGMENT_HEADER, formats.SEGMENT_MAGIC, data)
@@ -146,20 +171,41 @@ def _copy(path: Path, at: int) -> _Copy:
     return raw if raw["state"] in (1, 2) else f"{SEGMENT_HEADER.name}: state {raw['state']}"
 
 
-def _geometry(directory: Path, store_id: bytes, copies: list[_Copy]) -> tuple[int, str]:
-    """Return (bytes of a segment, the fault of the file that says it). Headers outvote it: they have checksums."""
-    raws = [raw for raw in copies if isinstance(raw, dict)]
+def _read_geometry(directory: Path) -> Geometry | str:
+    """Return what `pool.json` says, or why it says nothing."""
+    try:
+        return read_geometry(directory)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"does not say what the segment files are: {error}"
+
+
+async def _look_at_devices(
+    device: Device, devices: Sequence[Path], store_id: bytes, said: Geometry | str
+) -> _Look:
+    """Open block devices. Their labels outvote `pool.json`, which is the one to say how many there are."""
+    known = said if isinstance(said, Geometry) and said.store_id == store_id else None
+    places = await open_block_devices(
+        device, devices, store_id=store_id, segment_bytes=0, known=known, takes=False
+    )
+    geometry = Geometry(store_id, places.segment_bytes, places.paths)
+    fault = said if isinstance(said, str) else "" if known else f"says store {said.store_id.hex()}"
+    return places, geometry, fault, _copies(places)
+
+
+def _look_at_files(device: Device, directory: Path, store_id: bytes, said: Geometry | str) -> _Look:
+    """Find the size of segment files. Headers outvote `pool.json`: they have checksums."""
+    copies = _copies(SegmentFiles(device, directory, 0))
+    raws = [raw for pair in copies.values() for raw in pair if isinstance(raw, dict)]
     if raws and not any(raw["store_id"] == store_id for raw in raws):
         raise FormatMismatch(
             f"{directory} holds the segments of store {raws[0]['store_id'].hex()}, not of {store_id.hex()}"
         )
     sizes = [raw["segment_bytes"] for raw in raws if raw["store_id"] == store_id]
     path = directory / GEOMETRY
-    try:
-        version, owner, size = read_geometry(directory)
-        fault = "" if owner == store_id else f"says store {owner.hex()}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        version, size, fault = 0, 0, f"does not say what the segment files are: {error}"
+    version, size, fault = 0, 0, said if isinstance(said, str) else ""
+    if isinstance(said, Geometry):
+        version, size = said.version, said.segment_bytes
+        fault = "" if said.store_id == store_id else f"says store {said.store_id.hex()}"
     if version > formats.SEGMENT_VERSION and not sizes:
         raise FormatMismatch(f"{path} says format {version}, this kvfs reads up to {formats.SEGMENT_VERSION}")
     if not fault and version != formats.SEGMENT_VERSION:
@@ -168,10 +214,10 @@ def _geometry(directory: Path, store_id: bytes, copies: list[_Copy]) -> tuple[in
         voted = max(set(sizes), key=sizes.count)
         if not fault and voted != size:
             fault = f"says segments of {size} bytes, the segments themselves say {voted}"
-        return voted, fault
-    if fault:
+        size = voted
+    elif fault:
         raise FormatMismatch(f"{path} {fault}, and no segment is readable that could say it")
-    return size, ""
+    return SegmentFiles(device, directory, size), Geometry(store_id, size), fault, copies
 
 
 def _check_header(check: SegmentCheck, pool: SegmentPool, copies: list[_Copy]) -> None:
@@ -191,13 +237,11 @@ def _check_header(check: SegmentCheck, pool: SegmentPool, copies: list[_Copy]) -
             check.faults.append("a copy of its header is empty")
         raw = max(good, key=lambda raw: (raw["segment_sequence"], -raw["state"]))
         segment.sequence, segment.state = raw["segment_sequence"], SegmentState(raw["state"])
-    elif check.faults or _begins_with_a_record(check.path):
+    elif check.faults or _begins_with_a_record(check.place):
         check.hopeless = segment.bad = True
         if not check.faults:
             check.faults.append("its header is empty, but records follow")
 
 
-def _begins_with_a_record(path: Path) -> bool:
-    with path.open("rb", buffering=0) as file:
-        file.seek(SEGMENT_DATA_START)
-        return file.read(len(RECORD_MAGIC)) == RECORD_MAGIC
+def _begins_with_a_record(place: Place) -> bool:
+    return place.read(SEGMENT_DATA_START, len(RECORD_MAGIC)) == RECORD_MAGIC

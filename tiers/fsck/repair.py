@@ -4,8 +4,9 @@ Responsibility: the changes, in an order in which a kill does no more damage tha
 
 What is done, in this order:
 - What is lost is noted (`tiers.fsck.loss_note`): the steps below end the records that tell.
-- Files of the pool whose header is gone are renamed `*.bad`, and so are files that are short or that the device fails
-  to read, once what counts in them is elsewhere. They are kept for inspection; the next start makes others.
+- Segment files whose header is gone are renamed `*.bad`, and so are files that are short or that the device fails
+  to read, once what counts in them is elsewhere. They are kept for inspection; the next start makes others. Segments on
+  a block device are emptied instead.
 - Objects that are lost get a TOMBSTONE; names and buckets that the log lacks are written to it.
 - What counts in a segment with any fault is written again elsewhere, durably; then the segment is freed. So every
   damaged header, footer and payload is gone with it.
@@ -25,14 +26,13 @@ from kvfs.formats import SegmentState
 from kvfs.index.environment import highest_id
 from kvfs.index.names import NameIndex
 from kvfs.index.rows import BucketRow
-from tiers.device.files import sync_directory
 from tiers.fsck.findings import CheckedLog, Findings
 from tiers.fsck.loss_note import write_losses
 from tiers.fsck.pool_check import SegmentCheck
 from tiers.fsck.slot_check import free_slots
 from tiers.log.entries import Deletion
-from tiers.log.pool_files import write_geometry
 from tiers.nvme.reclaimer import Reclaimer
+from tiers.places.geometry import write_geometry
 from tiers.recovery.index_check import MARK, IndexReader
 from tiers.recovery.index_rebuild import clear_snapshot, skip_ids
 from tiers.recovery.index_salvage import add_logged, clear_index, keep_cold, keep_rows, replace_index
@@ -63,7 +63,7 @@ async def _repair_log(log: CheckedLog) -> None:
     endings.durable_sequence = tier.pool.last_sequence
     await endings.begin(list(log.replay.unrepeated()))
     if log.pool.geometry_fault:
-        write_geometry(tier.pool.directory, tier.pool.store_id, tier.pool.segment_bytes)
+        write_geometry(tier.pool.directory, log.pool.geometry)
     for check in log.pool.checks:
         if check.hopeless:
             _set_aside(log, check)
@@ -113,13 +113,7 @@ async def _clear(log: CheckedLog, check: SegmentCheck) -> None:
 
 def _set_aside(log: CheckedLog, check: SegmentCheck) -> None:
     pool = log.pool.pool
-    target = check.path.with_name(check.path.name + ".bad")
-    count = 1
-    while target.exists():
-        count += 1
-        target = check.path.with_name(f"{check.path.name}.{count}.bad")
-    check.path.rename(target)
-    sync_directory(pool.directory)
+    pool.places.set_aside(check.segment.number)
     check.segment.bad = True
     check.segment.state = SegmentState.FREE
     with suppress(ValueError):

@@ -53,7 +53,7 @@ class _Reader:
         self.pool = pool
         self.check = check
         self.segment = check.segment
-        self._file_bytes = check.path.stat().st_size
+        self._file_bytes = check.size_bytes
         self.limit = min(pool.segment_bytes - SEGMENT_TRAILER_BYTES, page_up(self._file_bytes))
         self._view = view
         self._tick = tick
@@ -88,9 +88,7 @@ class _Reader:
 
     def _read_end(self, base: int, size: int) -> None:
         """Read the end of a file within a page, followed by zeros: a start extends the file, and reads that."""
-        with self.check.path.open("rb") as file:
-            file.seek(base)
-            data = file.read(size)
+        data = self.check.place.read(base, size)
         self._view[:size] = data + bytes(size - len(data))
         self._base, self._length = base, size
 
@@ -102,7 +100,7 @@ class _Reader:
                 await self._compare(found, head)
         else:
             await self._scan()
-            self.check.is_cut = self.check.path.stat().st_size < self.pool.segment_bytes
+            self.check.is_cut = self._file_bytes < self.pool.segment_bytes
         if self.check.records:
             self.segment.first_sequence = self.check.records[0].header["sequence"]
             self.segment.last_sequence = self.check.records[-1].header["sequence"]

@@ -1,13 +1,14 @@
-"""The segment files of the NVMe tier: taken, closed with a footer, and freed.
+"""The segments of the NVMe tier: taken, closed with a footer, and freed.
 
-Responsibility: what one segment file holds besides records: its header (twice), its footer and trailer, and
-the pool of all of them. Made by `tiers.log.pool_files`, read back by `tiers.log.segment_reader`.
+Responsibility: what one segment holds besides records: its header (twice), its footer and trailer, and
+the pool of all of them. Made by `tiers.log.pool_files`, read back by `tiers.log.segment_reader`; where segments lie is
+`tiers.places`'.
 
 Invariants:
-- A file's header says in which life (segment_sequence) it is. Records, footer and trailer of another life are
+- A segment's header says in which life (segment_sequence) it is. Records, footer and trailer of another life are
   not read. A new life starts only after the file was marked FREE durably, so nothing of an old one returns.
 - Records lie without gaps from SEGMENT_DATA_START on; a footer, when there is one, lists all of them.
-- Files are preallocated in full: capacity is taken from the filesystem when the pool is made, not later.
+- Places are taken in full when the pool is made, not later: files are preallocated, block devices used by nobody else.
 
 Concurrency: the service's trio thread; whatever reads or writes a file is async and goes through the device.
 """
@@ -36,25 +37,28 @@ from tiers.log.endings import Endings, Span
 from tiers.log.records import encode_footer
 from tiers.log.segment_reader import SegmentReader
 from tiers.log.segments import Segment
+from tiers.places.place import Places
 
 _ANY_SEQUENCE = 1 << 64
 
 
 class SegmentPool:
-    """Takes, closes and frees the segment files of one directory. Made by `open_pool`."""
+    """Takes, closes and frees the segments of one tier. Made by `open_pool`."""
 
     def __init__(
-        self, device: Device, directory: Path, store_id: bytes, segment_bytes: int, *, trims: bool = False
+        self, device: Device, directory: Path, places: Places, store_id: bytes, *, trims: bool = False
     ) -> None:
+        """`directory`: of what is written beside the segments, and of those that are files."""
         self.device = device
         self.directory = directory
+        self.places = places
         self.store_id = store_id
-        self.segment_bytes = segment_bytes
-        self.extent_bytes = min(limits.MAX_EXTENT_BYTES, segment_bytes // limits.EXTENT_SHARE_OF_SEGMENT)
+        self.segment_bytes = places.segment_bytes
+        self.extent_bytes = min(limits.MAX_EXTENT_BYTES, self.segment_bytes // limits.EXTENT_SHARE_OF_SEGMENT)
         self.segments: list[Segment] = []
         self.free: deque[Segment] = deque()
         self.endings = Endings(device, directory, store_id, self._spans)
-        self.reader = SegmentReader(device, store_id, segment_bytes)
+        self.reader = SegmentReader(device, store_id, self.segment_bytes)
         self.next_sequence = 1
         self.live_bytes = 0
         self.kept_bytes = 0
@@ -99,14 +103,22 @@ class SegmentPool:
         footer = segment.footer_bytes(more_records, more_body_bytes)
         return self.segment_bytes - SEGMENT_TRAILER_BYTES - footer - segment.end
 
-    def path(self, segment: Segment) -> Path:
-        return self.directory / f"{segment.number:08x}.seg"
+    def add(self, number: int, fd: int) -> Segment:
+        """Add a segment that is open."""
+        segment = Segment(number, fd)
+        self.segments.append(segment)
+        return segment
+
+    def begin(self) -> None:
+        """Have lives begin after all that there were, in segments that are free. REQUIRES that all were added."""
+        lives = [segment.sequence for segment in self.segments]
+        self.next_sequence = max([*(1 + life for life in lives), self.places.first_sequence])
+        self.free = deque(s for s in self.segments if s.state is SegmentState.FREE and not s.bad)
 
     async def grow(self) -> Segment:
-        """Make one more file, free. Raises NoSpace, DeviceFailed."""
-        segment = Segment(1 + max((s.number for s in self.segments), default=-1), -1)
-        segment.fd = await self.device.create_file(self.path(segment), self.segment_bytes)
-        self.segments.append(segment)
+        """Make one more segment, free. Raises NoSpace, DeviceFailed."""
+        number = self.places.spare([segment.number for segment in self.segments])
+        segment = self.add(number, await self.places.create(number))
         self.free.append(segment)
         return segment
 
@@ -201,3 +213,4 @@ class SegmentPool:
         self.endings.close_files()
         for segment in self.segments:
             self.device.close_file(segment.fd)
+        self.places.close()

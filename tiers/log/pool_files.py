@@ -1,18 +1,15 @@
-"""Opens the directory of a segment pool: its geometry, and every file as its header says.
+"""Opens the segments of a pool: in a directory or on block devices, every one as its header says.
 
 Responsibility: files are made where they are missing and removed past the wanted capacity; what cannot be read is set
-aside. `pool.json` says whose the segments are, and how large.
+aside. Where segments lie is `tiers.places`'.
 
 Concurrency: the service's trio thread, at a start.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,10 +20,12 @@ from kvfs.formats import SEGMENT_DATA_START, SEGMENT_HEADER, SEGMENT_HEADER_COPI
 from tiers.device.device import Device
 from tiers.log.pool import SegmentPool
 from tiers.log.segments import PAGE_BYTES, Segment
+from tiers.places.block_devices import open_block_devices
+from tiers.places.geometry import Geometry, known_geometry, write_geometry
+from tiers.places.place import Places
+from tiers.places.segment_files import SegmentFiles
 
 _log = logging.getLogger("kvfs.nvme")
-
-GEOMETRY = "pool.json"
 
 
 async def open_pool(
@@ -35,22 +34,31 @@ async def open_pool(
     *,
     store_id: bytes,
     capacity_bytes: int,
+    devices: Sequence[Path] = (),
     segment_bytes: int | None = None,
     trims: bool = False,
 ) -> SegmentPool:
-    """Open the segment files of `directory` in the state that their headers say; make those that are missing.
+    """Open the segments of `directory`, or of block `devices`, in the state that their headers say; make those that are
+    missing.
 
-    A directory that has files keeps their size. Raises ConfigError for a capacity out of bounds, NoSpace when the
-    filesystem cannot hold it, FormatMismatch for the files of another store or a newer format, DeviceAway; nothing is
-    left of what was made until then.
+    A tier that has segments keeps their size. Raises ConfigError for a capacity out of bounds and for devices that
+    cannot be used, NoSpace when the filesystem cannot hold it, FormatMismatch for the segments of another store or a
+    newer format, DeviceAway; no file is left of what was made until then.
     """
     with _whole_or_nothing(directory):
-        return await _open_files(device, directory, store_id, capacity_bytes, segment_bytes, trims)
+        wanted_bytes = segment_bytes or default_segment_bytes(capacity_bytes)
+        known = known_geometry(directory, store_id)
+        if known is None:
+            _check_segment_bytes(wanted_bytes)
+        places = await _open_places(device, directory, store_id, capacity_bytes, wanted_bytes, devices, known)
+        return await _open_segments(SegmentPool(device, directory, places, store_id, trims=trims))
 
 
 @contextmanager
 def _whole_or_nothing(directory: Path) -> Iterator[None]:
-    """Remove what an opening that fails has made: files too large would stand in the way of a smaller pool."""
+    """Make the directory; remove what an opening that fails has made in it: files too large would stand in the way of a
+    smaller pool."""
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     before = set(directory.glob("*"))
     try:
         yield
@@ -60,31 +68,51 @@ def _whole_or_nothing(directory: Path) -> Iterator[None]:
         raise
 
 
-async def _open_files(
+async def _open_places(
     device: Device,
     directory: Path,
     store_id: bytes,
     capacity_bytes: int,
-    segment_bytes: int | None,
-    trims: bool,
-) -> SegmentPool:
-    wanted_bytes = segment_bytes or default_segment_bytes(capacity_bytes)
-    segment_bytes, highest = _look(directory, store_id, wanted_bytes)
+    segment_bytes: int,
+    devices: Sequence[Path],
+    known: Geometry | None,
+) -> Places:
+    """Take the places that the capacity asks for, and write down where they are."""
+    if known is not None and bool(known.devices) != bool(devices):
+        where = ", ".join(map(str, known.devices)) or f"files in {directory}"
+        raise ConfigError(f"[nvme] device: the store's segments are {where}, which it cannot move from")
+    if devices:
+        places = await open_block_devices(
+            device, devices, store_id=store_id, segment_bytes=segment_bytes, known=known
+        )
+        geometry = Geometry(store_id, places.segment_bytes, places.paths)
+        try:
+            if geometry != known:
+                write_geometry(directory, geometry)
+        except BaseException:
+            places.close()
+            raise
+        return places
+    segment_bytes = segment_bytes if known is None else known.segment_bytes
     count = capacity_bytes // segment_bytes
     if not limits.MIN_SEGMENTS <= count <= limits.MAX_SEGMENTS:
         raise ConfigError(
             f"NVMe capacity of {capacity_bytes} bytes makes {count} segments of {segment_bytes}: "
             f"{limits.MIN_SEGMENTS} to {limits.MAX_SEGMENTS} are possible"
         )
-    pool = SegmentPool(device, directory, store_id, segment_bytes, trims=trims)
+    if known is None:
+        write_geometry(directory, Geometry(store_id, segment_bytes))
+    return SegmentFiles(device, directory, segment_bytes, count)
+
+
+async def _open_segments(pool: SegmentPool) -> SegmentPool:
     try:
-        for number in range(max(count, highest + 1)):
-            await _open_segment(pool, number, wanted=number < count)
+        for number in pool.places.numbers():
+            await _open_segment(pool, number)
     except BaseException:
         pool.close_files()
         raise
-    pool.next_sequence = 1 + max((s.sequence for s in pool.segments), default=0)
-    pool.free = deque(s for s in pool.segments if s.state is SegmentState.FREE and not s.bad)
+    pool.begin()
     pool.endings.size_for(pool.capacity_bytes)
     return pool
 
@@ -95,94 +123,39 @@ def default_segment_bytes(capacity_bytes: int) -> int:
     return min(max(1 << share.bit_length() - 1, limits.MIN_SEGMENT_BYTES), limits.MAX_SEGMENT_BYTES)
 
 
-def _look(directory: Path, store_id: bytes, segment_bytes: int) -> tuple[int, int]:
-    """Return (bytes of a segment, highest file number) of the directory, which is made where it is missing."""
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    size = _geometry(directory, store_id, segment_bytes)
-    return size, max((int(path.stem, 16) for path in directory.glob("*.seg")), default=-1)
-
-
-def _geometry(directory: Path, store_id: bytes, segment_bytes: int) -> int:
-    """Return the size of the files there, or write the wanted one down. Raises ConfigError, FormatMismatch."""
-    path = directory / GEOMETRY
-    try:
-        version, owner, size = read_geometry(directory)
-    except FileNotFoundError:
-        if segment_bytes % PAGE_BYTES or not (
-            limits.MIN_SEGMENT_BYTES <= segment_bytes <= limits.MAX_SEGMENT_BYTES
-        ):
-            raise ConfigError(
-                f"segments of {segment_bytes} bytes: whole pages from {limits.MIN_SEGMENT_BYTES} to "
-                f"{limits.MAX_SEGMENT_BYTES} are possible"
-            ) from None
-        if any(directory.glob("*.seg")):
-            raise FormatMismatch(f"{directory} holds segment files, but no {GEOMETRY}") from None
-        write_geometry(directory, store_id, segment_bytes)
-        return segment_bytes
-    except (ValueError, KeyError, TypeError) as error:
-        raise FormatMismatch(f"{path} does not say what the segment files are: {error}") from None
-    if version > formats.SEGMENT_VERSION:
-        raise FormatMismatch(f"{path} says format {version}, this kvfs reads up to {formats.SEGMENT_VERSION}")
-    if owner != store_id:
-        raise FormatMismatch(
-            f"{directory} holds the segments of store {owner.hex()}, not of {store_id.hex()}"
+def _check_segment_bytes(segment_bytes: int) -> None:
+    if segment_bytes % PAGE_BYTES or not (
+        limits.MIN_SEGMENT_BYTES <= segment_bytes <= limits.MAX_SEGMENT_BYTES
+    ):
+        raise ConfigError(
+            f"segments of {segment_bytes} bytes: whole pages from {limits.MIN_SEGMENT_BYTES} to "
+            f"{limits.MAX_SEGMENT_BYTES} are possible"
         )
-    return size
 
 
-def read_geometry(directory: Path) -> tuple[int, bytes, int]:
-    """Return (format version, store id, bytes of a segment). Raises OSError, ValueError, KeyError, TypeError."""
-    said = json.loads((directory / GEOMETRY).read_text())
-    return int(said["format"]), bytes.fromhex(said["store_id"]), int(said["segment_bytes"])
-
-
-def write_geometry(directory: Path, store_id: bytes, segment_bytes: int) -> None:
-    """Write down whose the segments are, and how large."""
-    text = json.dumps(
-        {"format": formats.SEGMENT_VERSION, "store_id": store_id.hex(), "segment_bytes": segment_bytes}
-    )
-    temporary = directory / (GEOMETRY + ".new")
-    temporary.write_text(text + "\n")
-    with temporary.open() as file:
-        os.fsync(file.fileno())
-    temporary.rename(directory / GEOMETRY)
-
-
-async def _open_segment(pool: SegmentPool, number: int, *, wanted: bool) -> None:
-    """Add one file to the pool; one past the wanted capacity only where it is in use."""
-    path = pool.directory / f"{number:08x}.seg"
-    exists = path.exists()
-    if not exists and not wanted:
+async def _open_segment(pool: SegmentPool, number: int) -> None:
+    """Add one segment to the pool; one past the wanted capacity only where it is in use."""
+    places = pool.places
+    if not places.exists(number):
+        pool.add(number, await places.create(number))
         return
-    fd = pool.device.open_file(path) if exists else await pool.device.create_file(path, pool.segment_bytes)
-    segment = Segment(number, fd)
-    pool.segments.append(segment)
-    if not exists:
-        return
+    segment = pool.add(number, places.open(number))
     try:
-        await _lengthen(pool, path)
+        await places.lengthen(number)
         raw = await _read_header(pool, segment)
     except DeviceAway:
         raise
     except (OSError, KvfsError) as error:
-        _log.error("segment file %s is set aside: %s", path, error)
+        _log.error("segment %s is set aside: %s", places.place(number).name, error)
         segment.bad = True
         return
     if raw is not None:
         segment.sequence = raw["segment_sequence"]
         segment.state = SegmentState(raw["state"])
-    if not wanted and segment.state is SegmentState.FREE:
+    if segment.state is SegmentState.FREE and not places.is_wanted(number):
         pool.segments.pop()
-        pool.device.close_file(fd)
-        path.unlink()
-
-
-async def _lengthen(pool: SegmentPool, path: Path) -> None:
-    """Extend a file that was cut, so that the rest of it can be read: zeros are no records."""
-    missing = pool.segment_bytes - os.stat(path).st_size
-    if missing > 0:
-        _log.error("segment file %s is %d bytes short: what they held is lost", path, missing)
-        await pool.device.allocate(path, pool.segment_bytes)
+        pool.device.close_file(segment.fd)
+        places.remove(number)
 
 
 async def _read_header(pool: SegmentPool, segment: Segment) -> dict[str, Any] | None:

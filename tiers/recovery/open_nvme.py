@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -68,10 +68,11 @@ async def open_nvme(
     *,
     store_id: bytes,
     capacity_bytes: int,
+    devices: Sequence[Path] = (),
     segment_bytes: int | None = None,
     trim: bool = False,
 ) -> tuple[NvmeTier, Replayed]:
-    """Open the tier in `directory` with all that its records say. Raises what `open_pool` does.
+    """Open the tier in `directory`, or on block `devices`, with all that its records say. Raises what `open_pool` does.
 
     A segment that the device fails, or whose records make no sense, is set aside: its objects are misses. A drive that
     does not answer says nothing of them: the start fails.
@@ -82,6 +83,7 @@ async def open_nvme(
         directory,
         store_id=store_id,
         capacity_bytes=capacity_bytes,
+        devices=devices,
         segment_bytes=segment_bytes,
         trims=trim,
     )

@@ -40,7 +40,9 @@ class NvmeOptions:
     device: Device
     capacity_bytes: int
     directory: Path | None = None
-    """None: in the data directory."""
+    """Of the segment files and what is written beside segments. None: in the data directory."""
+    devices: tuple[Path, ...] = ()
+    """Block devices in place of segment files."""
     segment_bytes: int | None = None
     trim: bool = False
     """Whether freed segments are trimmed on the device."""
@@ -112,6 +114,7 @@ async def _open_lower(home: Home, nvme: NvmeOptions) -> Lower:
             nvme.directory or home.segments,
             store_id=home.store_id,
             capacity_bytes=nvme.capacity_bytes,
+            devices=nvme.devices,
             segment_bytes=nvme.segment_bytes,
             trim=nvme.trim,
         )

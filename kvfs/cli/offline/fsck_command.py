@@ -82,7 +82,11 @@ def fsck(
     settings = load(config, {("store", "data"): data, ("nvme", "path"): nvme})
     try:
         found = _check(
-            settings.store.data, settings.nvme_path, repair, print_json if as_json else check_report
+            settings.store.data,
+            settings.nvme_path,
+            repair,
+            print_json if as_json else check_report,
+            settings.nvme.device,
         )
     except (KvfsError, OSError) as error:
         print(f"kvfs: {error}", file=sys.stderr)
@@ -98,7 +102,11 @@ def _unprinted(_: dict[str, Any]) -> None:
 
 
 def _check(
-    data: Path, segments: Path, repair: bool, tell: Callable[[dict[str, Any]], None] = _unprinted
+    data: Path,
+    segments: Path,
+    repair: bool,
+    tell: Callable[[dict[str, Any]], None] = _unprinted,
+    devices: tuple[Path, ...] = (),
 ) -> dict[str, Any]:
     """Check, and repair if asked; tell and return the report. What is lost is noted until it was told.
 
@@ -113,7 +121,7 @@ def _check(
             began = time.monotonic()
             try:
                 with _Bar() as bar:
-                    findings = await examine(home, device, segments, bar)
+                    findings = await examine(home, device, segments, bar, devices)
             except BaseException:
                 home.close(clean=False)
                 raise

@@ -1,0 +1,1 @@
+"""Commands on data directories and drives that no service uses."""
