@@ -157,12 +157,15 @@ class Blocks:
         return [max(result, MISS) for result in results]
 
     def get_async(self, keys: Keys, *, timeout_s: float | None = None) -> Future[list[View | None]]:
-        return self._workers.submit(lambda: self.get(keys, timeout_s=timeout_s))
+        deadline = self._deadline(timeout_s)
+        return self._workers.submit(lambda: self.get(keys, timeout_s=deadline.left_s))
 
     def get_into_async(
         self, keys: Keys, buffers: Places, *, timeout_s: float | None = None
     ) -> Future[list[int]]:
-        return self._workers.submit(lambda: self.get_into(keys, buffers, timeout_s=timeout_s))
+        """Read in a thread, by a deadline that counts from now; a load whose turn comes later finds what is in DRAM."""
+        deadline = self._deadline(timeout_s)
+        return self._workers.submit(lambda: self.get_into(keys, buffers, timeout_s=deadline.left_s))
 
     def load_layers(self, keys: Keys, layers: Sequence[Places], *, timeout_s: float | None = None) -> Loading:
         """Copy blocks layer by layer into `layers[i]`, in the background: see `Loading.wait_layer`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -94,6 +95,29 @@ def test_what_does_not_come_up_is_a_miss_until_it_does(service: Service, client:
             assert lower.readable(blocks, joined) == 2
         eventually(lambda: lower.readable(blocks, joined) == 6, "what was missed comes up again")
         assert blocks.get_into(keys, into) == [64 * KIB] * 6
+
+
+def test_loads_that_do_not_come_up_take_one_deadline_together(service: Service, client: kvfs.Client) -> None:
+    """Four threads run them: ten deadlines, one after the other, were each to count from its own turn."""
+    with client.blocks(NAMESPACE) as blocks:
+        sunk, [there] = keys_of(40), keys_of(1)
+        put(blocks, sunk)
+        sink(client, names_of(blocks, sunk))
+        put(blocks, [there])
+        into = bytearray(64 * KIB)
+        with service.paused():
+            began = time.monotonic()
+            half = len(sunk) // 2
+            loads = [
+                blocks.get_into_async([key], [bytearray(64 * KIB)], timeout_s=1.0) for key in sunk[:half]
+            ]
+            views = [blocks.get_async([key], timeout_s=1.0) for key in sunk[half:]]
+            last = blocks.get_into_async([there], [into], timeout_s=1.0)
+            assert [load.result(WAIT_S) for load in loads] == [[-1]] * half
+            assert [view.result(WAIT_S) for view in views] == [[None]] * half
+            assert last.result(WAIT_S) == [64 * KIB]
+            assert time.monotonic() - began < 6
+        assert bytes(into) == data_of(there)
 
 
 def test_blocks_of_a_durable_bucket_are_durable_when_put_returns(client: kvfs.Client) -> None:
