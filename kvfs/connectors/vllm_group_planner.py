@@ -20,7 +20,8 @@ Concurrency: the engine's scheduler thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,9 +48,15 @@ class GroupPlanner(Planner):
         *,
         store_generated: bool,
         fetches_any: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(
-            link, block_tokens, store_generated=store_generated, is_async=True, fetches_any=fetches_any
+            link,
+            block_tokens,
+            store_generated=store_generated,
+            is_async=True,
+            fetches_any=fetches_any,
+            clock=clock,
         )
         self.groups = list(groups)
         self._every = checkpoint_blocks(self.groups, CONNECTOR_WINDOWS)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from kvfs import prefix_hashes
 from kvfs.connectors.vllm_group_planner import NULL_BLOCK, GroupPlanner
 from kvfs.connectors.vllm_scheduler import Plan, Planner, Rank, Step, split_keys
-from kvfs.errors import InvalidRequest
+from kvfs.errors import DeadlinePassed, InvalidRequest
 from kvfs.groups import Group, Kept, checkpoint_blocks, longest_prefix
-from kvfs.limits import CONNECTOR_WINDOWS
+from kvfs.limits import CONNECTOR_RETRY_S, CONNECTOR_WINDOWS
 from kvfs.namespaces import Namespace
-from tests.client.test_vllm_planner import FakeLink, FakeRequest, keys_of, namespaces, tokens_of
+from tests.client.test_vllm_planner import Clock, FakeLink, FakeRequest, keys_of, namespaces, tokens_of
 from tests.support.stores import NAMESPACE
 
 BLOCK = NAMESPACE.block_tokens
@@ -113,8 +113,8 @@ def _no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Planner, "_extra", lambda self, tracked, first, last: [None] * (last - first))
 
 
-def hybrid(link: FakeLink, groups: Sequence[Group] = GROUPS) -> GroupPlanner:
-    made = GroupPlanner(link, BLOCK, groups, store_generated=True)  # type: ignore[arg-type]
+def hybrid(link: FakeLink, groups: Sequence[Group] = GROUPS, *, clock: Clock | None = None) -> GroupPlanner:
+    made = GroupPlanner(link, BLOCK, groups, store_generated=True, clock=clock or Clock())  # type: ignore[arg-type]
     made.set_namespaces(group_namespaces())
     return made
 
@@ -258,6 +258,41 @@ def test_a_load_that_failed_is_a_miss_for_its_request() -> None:
     assert made.match(again, 0) == (0, False)
     made.finished(again)
     assert made.match(again, 0) == (6 * BLOCK, True), "another request of that name"
+
+
+def test_lower_tiers_are_a_miss_in_all_groups_until_they_work_again() -> None:
+    """One block of a window, on one rank, that does not come up; what is in DRAM whole is still a hit."""
+    link, clock = FakeLink(), Clock()
+    made, prompts = hybrid(link, clock=clock), [tokens_of(6 * BLOCK + 2, seed) for seed in (1, 2)]
+    store = link.store
+    assert store is not None
+    for i, tokens in enumerate(prompts):
+        request = FakeRequest(f"r{i}", tokens)
+        made.match(request, 0)
+        compute(made, link, request, [])
+    store.below = {group_keys(prompts[0])[0, 1, 1][5]}
+    assert store.below < store.keys
+
+    def hits(name: str, tokens: Sequence[int]) -> int | None:
+        return made.match(FakeRequest(name, tokens), 0)[0]
+
+    assert hits("failing", prompts[0]) == 6 * BLOCK
+    made.allocated(
+        FakeRequest("failing", prompts[0]), FakeEngine().extend(6 * BLOCK, len(prompts[0])), 6 * BLOCK
+    )
+    made.failed_requests({"failing"})
+    [trial] = store.trials
+    for name in "ab":
+        assert hits(name, prompts[0]) == 0
+        assert hits(f"{name} in DRAM", prompts[1]) == 6 * BLOCK
+    trial.set_exception(DeadlinePassed("no answer"))
+    assert hits("c", prompts[0]) == 0
+    clock.now_s += CONNECTOR_RETRY_S
+    assert hits("d", prompts[0]) == 0
+    assert len(store.trials) == 2
+    store.trials[1].set_result(1)
+    assert hits("e", prompts[0]) == 6 * BLOCK
+    assert hits("failing", prompts[0]) == 0, "its request asks no more"
 
 
 def test_what_each_group_needs_of_a_prompt_is_fetched_from_the_machine_that_has_it() -> None:
