@@ -7,17 +7,19 @@ import errno
 import fcntl
 import mmap
 import os
+import struct
 from pathlib import Path
 from typing import Final
 
 import pytest
 
 from tests.support.door import Door
-from tests.support.posix import expect_errno, opened, write_all
+from tests.support.posix import expect_errno, in_child, opened, write_all
 from tests.support.waits import eventually
 
 pytestmark = pytest.mark.mount
 
+REFUSED: Final = 11
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
@@ -78,6 +80,57 @@ def test_the_kernel_shows_no_locks_of_the_mount(door: Door) -> None:
         found = os.fstat(fd)
         place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino} "
         assert place not in Path("/proc/locks").read_text()
+
+
+# --- locks of open file descriptions -----------------------------------------------------------------------
+def lock_description(fd: int, kind: int) -> None:
+    """Lock all bytes with F_OFD_SETLK; in `struct flock` the process is 0 then."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi0q", kind, os.SEEK_SET, 0, 0, 0))
+
+
+def is_locked(path: Path, kind: int = fcntl.F_WRLCK) -> bool:
+    """Whether another process is refused such a lock."""
+
+    def attempt() -> None:
+        with opened(path, os.O_RDWR) as fd:
+            try:
+                lock_description(fd, kind)
+            except BlockingIOError:
+                os._exit(REFUSED)
+
+    found = in_child(attempt)
+    assert found in (0, REFUSED)
+    return found == REFUSED
+
+
+def test_a_lock_of_a_description_ends_with_its_last_descriptor(door: Door) -> None:
+    path = door.path / "file"
+    with opened(path, os.O_RDWR | os.O_CREAT) as first:
+        lock_description(first, fcntl.F_WRLCK)
+        copy = os.dup(first)
+    assert is_locked(path)
+    assert in_child(lambda: os.close(copy)) == 0
+    assert is_locked(path), "its own descriptor of it is open"
+    os.close(copy)
+    eventually(lambda: not is_locked(path), "RELEASE ends it")
+
+
+def test_a_lock_of_a_description_of_sealed_bytes_ends_with_all_that_have_them_open(door: Door) -> None:
+    if door.mode == "plain":
+        pytest.skip("the kernel keeps the locks, each version's apart")
+    path = door.path / "file"
+    path.write_bytes(b"first")
+    sealed(door, path)
+    with opened(path, os.O_RDONLY) as other:
+        with opened(path, os.O_RDONLY) as reader:
+            lock_description(reader, fcntl.F_RDLCK)
+            assert is_locked(path)
+            assert not is_locked(path, fcntl.F_RDLCK)
+            lock_description(reader, fcntl.F_UNLCK)
+            assert not is_locked(path), "by the unlock"
+            lock_description(reader, fcntl.F_RDLCK)
+        assert os.read(other, 5) == b"first"
+    eventually(lambda: not is_locked(path), "RELEASE of the last one ends it, where that of its own did not")
 
 
 def test_a_handle_ends_with_the_node(door: Door) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.support.fuse_stand import FLUSH, INTERRUPT, RELEASE, Stand
+from tests.support.fuse_stand import FLUSH, INTERRUPT, OPEN, RELEASE, Stand, open_in, release_in
 from tests.support.seeds import SEED
 
 GETLK, SETLK, SETLKW = 31, 32, 33
@@ -138,6 +138,20 @@ def test_locks_end_with_their_handle(stand: Stand) -> None:
     stand.reply()
     for whole in (False, True):
         stand.ask(SETLK, NODE, lk_in(2, 0, 0, R, whole=whole, handle=6))
+
+
+def test_locks_of_descriptions_of_sealed_bytes_end_with_the_last_that_has_these_open(stand: Stand) -> None:
+    """All opens of them have one handle; a description's lock has an owner of its own, of which FLUSH says nothing."""
+    stand.sealed(NODE, b"bytes")
+    [handle, other] = [struct.unpack_from("<Q", stand.ask(OPEN, NODE, open_in()))[0] for _ in range(2)]
+    assert handle == other
+    stand.ask(SETLK, NODE, lk_in(1, 0, END, R, handle=handle))
+    stand.ask(FLUSH, NODE, struct.pack("<QIIQ", handle, 0, 0, 7))
+    for _ in range(2):
+        with pytest.raises(OSError, match="unavailable"):
+            stand.ask(SETLK, NODE, lk_in(2, 0, 0, W))
+        stand.ask(RELEASE, NODE, release_in(handle))
+    stand.ask(SETLK, NODE, lk_in(2, 0, 0, W))
 
 
 def test_versions_of_a_file_have_one_lock(stand: Stand) -> None:
