@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -18,7 +19,17 @@ from kvfs.cli import service_commands
 from kvfs.errors import AccessDenied, NotPermitted
 from tests.support.crash_harness import fast_directory
 from tests.support.door import Door
-from tests.support.posix import NOBODY, Directory, expect_errno, opened, run_as, write_all
+from tests.support.posix import (
+    FALLOC_FL_KEEP_SIZE,
+    FALLOC_FL_PUNCH_HOLE,
+    NOBODY,
+    Directory,
+    expect_errno,
+    fallocate,
+    opened,
+    run_as,
+    write_all,
+)
 from tests.support.waits import eventually
 
 pytestmark = pytest.mark.mount
@@ -91,27 +102,43 @@ def test_a_setgid_directory_gives_its_group(door: Door, count: int) -> None:
     assert (found.st_gid, found.st_mode & stat.S_ISGID) == (4242, 0)
 
 
+def punch(fd: int) -> None:
+    fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, 4096)
+
+
+CHANGES: Final[dict[str, Callable[[int], object]]] = {
+    "write": lambda fd: os.pwrite(fd, b"P", 0),
+    "fallocate": lambda fd: fallocate(fd, 0, 0, 8192),
+    "punch": punch,
+}
+
+
 @pytest.mark.parametrize("mode", [0o4755, 0o2755, 0o6777, 0o2666, 0o6666])
-def test_privileges_end_with_a_write(door: Door, mode: int) -> None:
+@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.parametrize("who", [NOBODY, 0], ids=["owner", "root"])
+def test_privileges_end_with_a_write(door: Door, mode: int, how: str, who: int) -> None:
+    if how != "write" and door.mode == "plain":
+        pytest.skip("no fallocate there")
     path = door.path / "file"
     with opened(path, os.O_WRONLY | os.O_CREAT) as fd:
-        write_all(fd, b"program")
+        write_all(fd, b"program" * 1000)
         os.fchown(fd, NOBODY, 4242)
         os.fchmod(fd, mode)
     sealed(door, path)
     assert stat.S_IMODE(path.stat().st_mode) == mode, "as install(1) makes it"
 
-    def rewrite() -> int:
+    def change() -> int:
         with opened(path, os.O_RDWR) as fd:
-            os.pwrite(fd, b"P", 0)
+            CHANGES[how](fd)
             return os.fstat(fd).st_mode & (stat.S_ISUID | stat.S_ISGID)
 
     path.chmod(mode | 0o222)
     os.chown(path, NOBODY, 4242)
     path.chmod(mode | 0o222)
-    assert run_as(NOBODY, rewrite) == 0
+    kept = mode & (stat.S_ISUID | stat.S_ISGID) if door.mode == "dir" and who == 0 else 0
+    assert run_as(who, change) == kept
     sealed(door, path)
-    assert path.stat().st_mode & (stat.S_ISUID | stat.S_ISGID) == 0
+    assert path.stat().st_mode & (stat.S_ISUID | stat.S_ISGID) == kept
 
 
 # --- directories -------------------------------------------------------------------------------------------
