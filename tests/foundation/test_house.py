@@ -19,6 +19,8 @@ MOST_MODULES: Final = 14
 MOST_LINES: Final = 600
 MOST_FUNCTION_LINES: Final = 50
 LOADS_BY_NAME: Final = {"kvfs/cli/lazy.py"}
+BEGINS_TRANSACTIONS: Final = {"kvfs/index/environment.py", "tiers/recovery/index_check.py"}
+"""Modules that begin transactions of LMDB, and free their slots; all others read through them."""
 PARALLEL: Final = {"__init__", "tier", "large"}
 """File names of rooms that have the same parts."""
 
@@ -71,6 +73,26 @@ def test_no_import_hides_in_a_function_or_behind_type_checking() -> None:
             if isinstance(node, ast.stmt) and id(node) not in top and any(map(is_own, imported_by(node)))
         ]
     assert hidden == []
+
+
+def test_transactions_of_lmdb_begin_where_their_slots_are_freed() -> None:
+    """An environment is called `env`; `write=` and `buffers=` are arguments of its `begin`, and of no other here."""
+    found = {
+        str(path.relative_to(ROOT))
+        for path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and begins_transaction(node)
+    }
+    assert found == BEGINS_TRANSACTIONS
+
+
+def begins_transaction(call: ast.Call) -> bool:
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    owner = ast.unparse(call.func.value).rpartition(".")[2].lower()
+    named = {argument.arg for argument in call.keywords}
+    is_begin = call.func.attr == "begin" and ("env" in owner or bool(named & {"write", "buffers", "parent"}))
+    return is_begin or ast.unparse(call.func) == "lmdb.Transaction"
 
 
 def test_no_rooms_are_in_a_circle() -> None:
