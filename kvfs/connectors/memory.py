@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Set
 from enum import Enum
 from functools import partial
+from types import ModuleType
 from typing import Any, Final
 
 import torch
@@ -115,7 +116,7 @@ def _gathered(areas: Iterable[torch.Tensor], chosen: Iterable[list[int]]) -> Ite
 class Contents:
     """What a model computes with, wherever its modules keep it: tensors to be sampled, and a description of the rest.
 
-    What nobody can look into is refused. Functions are known by their names.
+    What nobody can look into is refused. Functions are known by their names, bound methods by their objects as well.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -180,7 +181,10 @@ class Contents:
         if isinstance(value, partial):
             parts: dict[str, Any] = {"func": value.func, "args": value.args, "keywords": value.keywords}
         elif hasattr(value, "__qualname__"):  # a function, a method, a class
-            self.description.append(f"{where}={value.__module__}.{value.__qualname__}")
+            self.description.append(f"{where}={getattr(value, '__module__', None)}.{value.__qualname__}")
+            bound = getattr(value, "__self__", None)
+            if bound is not None and not isinstance(bound, type | ModuleType):  # which functions in C have
+                self._add(module, f"{where} of", bound)
             return
         elif hasattr(value, "__dict__"):
             parts = vars(value)

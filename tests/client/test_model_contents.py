@@ -45,6 +45,17 @@ def triple(x: Any) -> Any:
     return 3 * x
 
 
+class Scale:
+    """An ordinary object whose method is a hook, or in place of a model's own; it knows that method itself."""
+
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+        self.itself = self.apply
+
+    def apply(self, x: Any) -> Any:
+        return self.factor * x
+
+
 CHANGES: dict[str, Callable[[Any], object]] = {
     "a weight": lambda model: model[0].weight.data[3].mul_(2),
     "a buffer": lambda model: model.cache.add_(1),
@@ -61,6 +72,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a function": lambda model: setattr(model[2], "act", double),
     "a function in place of its own": lambda model: setattr(model[2], "forward", double),
     "a function's arguments": lambda model: setattr(model[2], "act", functools.partial(double, x=2.0)),
+    "a hook that is a method": lambda model: model[0].register_forward_hook(Scale(2).apply),
     "a hook": lambda model: model[0].register_forward_hook(lambda *given: None),
     "a module of another kind": lambda model: setattr(model, "3", torch.nn.ReLU()),
     "the mode": lambda model: model.train(),
@@ -87,6 +99,11 @@ def test_a_change_is_seen(change: str) -> None:
         (double, triple),
         (functools.partial(double, x=1.0), functools.partial(double, x=2.0)),
         (SimpleNamespace(deep=SimpleNamespace(factor=1)), SimpleNamespace(deep=SimpleNamespace(factor=2))),
+        (Scale(2).apply, Scale(3).apply),
+        ([Scale(2).apply], [Scale(3).apply]),
+        (functools.partial(Scale(2).apply, 1), functools.partial(Scale(3).apply, 1)),
+        ({"scale": 2}.get, {"scale": 3}.get),
+        ((2.0).__mul__, (3.0).__mul__),
     ],
 )
 def test_what_an_attribute_is_counts(one: Any, other: Any) -> None:
@@ -156,6 +173,9 @@ def test_packed_weights_are_unpacked_once(monkeypatch: pytest.MonkeyPatch) -> No
 class Opaque:
     __slots__ = ()
 
+    def apply(self, x: Any) -> Any:
+        return x
+
 
 def test_what_nobody_can_look_into_is_refused() -> None:
     model = make_model()
@@ -164,6 +184,25 @@ def test_what_nobody_can_look_into_is_refused() -> None:
         InvalidRequest, match=r"module '1' \(torch.*LayerNorm\) computes with '1.engine', .*Opaque"
     ):
         digest(model)
+
+
+def test_a_method_of_what_nobody_can_look_into_is_refused() -> None:
+    model = make_model()
+    model[1].engine = Opaque().apply
+    with pytest.raises(InvalidRequest, match=r"computes with '1.engine of', .*Opaque"):
+        digest(model)
+
+
+def test_hooks_that_are_methods_of_ordinary_objects_are_taken() -> None:
+    """Of an object beside the model, of a module in it, of a class; functions of C, which have a module or class."""
+    model, scale = make_model(), Scale(2)
+    model[0].register_forward_hook(scale.apply)
+    model.register_forward_pre_hook(model[1].forward)
+    model[2].kept = [model.forward, dict.fromkeys, torch.relu, len]
+    before = digest(model)
+    assert digest(model) == before
+    scale.factor = 3
+    assert digest(model) != before
 
 
 def test_a_circle_of_objects_ends() -> None:
