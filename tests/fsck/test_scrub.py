@@ -16,8 +16,12 @@ from kvfs.errors import Corrupt, NotFound
 from kvfs.limits import KIB, MIB
 from tests.store.test_store_over_nvme import data_of, flip, put, put_block, read, running, until_written
 from tests.support import stores
+from tests.support.block_batches import Block, open_blocks
+from tests.support.door import need_mount
+from tests.support.service import Service
+from tests.support.small_store import checksums
 from tests.support.stores import NAMESPACE, small_store
-from tests.support.waits import WAIT_S
+from tests.support.waits import WAIT_S, eventually, until
 from tiers.fsck.scrub import Scrub
 from tiers.model.objects import Name, ObjectInfo
 from tiers.nvme.write_behind import NvmeJournal
@@ -120,6 +124,41 @@ async def test_a_damaged_slot_is_read_from_nvme_instead(tmp_path: Path) -> None:
         assert isinstance(found, ObjectInfo)
         assert found.tier == "nvme"
         assert await read(store, name) == data_of(name, 50_000)
+
+
+async def test_dram_is_read_before_nvme(tmp_path: Path) -> None:
+    """At a byte a second, only the first that is read is read today."""
+    name = Name(b"b", b"x")
+    async with running(tmp_path) as store:
+        store.create_bucket(b"b", uid=0, gid=0)
+        info = put(store, name, 50_000)
+        await until_written(store, 1)
+        store.dram.checksums.wait(WAIT_S)
+        flip_slot(store, info)
+        flip(tmp_path / "nvme", data_of(name, 50_000))
+        scrub = Scrub(store, 1)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(scrub.run)
+            await until(lambda: scrub.status()["verified_bytes"] > 0)
+            nursery.cancel_scope.cancel()
+        status = scrub.status()
+        assert (status["damaged_slots"], status["damaged_extents"]) == (1, 0)
+
+
+@pytest.mark.mount
+def test_a_service_as_it_is_reads_dram_alone() -> None:
+    need_mount()
+    with Service(mode="off", nvme="0") as service:
+        with service.client() as client:
+            open_blocks(client, NAMESPACE).put([Block(b"\1" * 16, bytes(50_000))])
+        eventually(lambda: all(checksums(service)), "every slot has its checksum")
+        service.stop()
+        service.restart()
+        with service.client() as client:
+            eventually(lambda: client.status()["scrub"]["passes"] == 1, "the first pass ends")
+            scrub = client.status()["scrub"]
+            assert scrub["rate_bytes_s"] == limits.DEFAULT_SCRUB_BYTES_S
+            assert scrub["verified_bytes"] == 50_000
 
 
 async def test_a_damaged_slot_without_another_copy_is_a_miss(tmp_path: Path) -> None:

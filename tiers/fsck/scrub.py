@@ -1,6 +1,6 @@
 """The scrub: stored bytes are read and verified before a reader needs them.
 
-Responsibility: go through every extent on NVMe and every slot in DRAM that has its checksum, at a bounded rate, again
+Responsibility: go through every slot in DRAM that has its checksum and every extent on NVMe, at a bounded rate, again
 and again; have what is damaged dropped, and report its progress.
 
 Invariants:
@@ -8,6 +8,7 @@ Invariants:
   device and the processor are free in between.
 - The owner of the bytes deals with damage, as when a reader meets it: the NVMe tier drops the object and writes it
   again from DRAM (`ExtentReader.verify_extent`); a slot is dropped, and the object read from NVMe (`Store.drop_slot`).
+- DRAM is read first: nothing else verifies what is read there, and a large NVMe tier takes hours.
 - What was sealed or moved since a pass began may wait for the next one; what was removed meanwhile is no damage.
 
 Concurrency: one task of the service's nursery, on trio's clock; slots are hashed by a worker thread. While a slot is
@@ -81,10 +82,11 @@ class Scrub:
         self._total_bytes = self._store.dram.sealed_bytes
         if isinstance(journal, NvmeJournal):
             self._total_bytes += journal.nvme.pool.live_bytes
-            for stored in journal.nvme.objects.values():  # in the order of their writing, the device's
-                await self._object(journal, stored)
         for slot in self._store.dram.sealed_slots():
             await self._slot(slot)
+        if isinstance(journal, NvmeJournal):
+            for stored in journal.nvme.objects.values():  # in the order of their writing, the device's
+                await self._object(journal, stored)
 
     async def _pace(self, size_bytes: int) -> None:
         """Wait until so many more bytes may be read."""
