@@ -49,8 +49,9 @@ async def _delete_all(call: Call, request: DeleteRequest) -> Answer:
             deleted.append((each.key, each.version_id))
         else:
             why = from_kvfs(outcome, f"{call.bucket}/{each.key}")
-            if why.status >= 500:  # the answer, a 200, says nothing of its cause
-                log.error("request %s: %s", call.request_id, outcome)
+            if why.status >= 500:
+                # The answer, a 200, says nothing of its cause; the service's log has the trace of that.
+                log.error("request %s: %s", call.request_id, outcome, exc_info=outcome)
             failed.append((each.key, each.version_id, why))
     return document_answer(200, (), responses.delete_result([] if request.quiet else deleted, failed))
 

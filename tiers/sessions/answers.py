@@ -75,9 +75,13 @@ def _in_one_turn(items: Sequence[T], do: Callable[[T], R], failed: Callable[[int
 
 
 def log_refusal(error: KvfsError) -> None:
-    """Log an error that is a client's answer: at its level where the store itself is at fault, else for debugging."""
+    """Log an error that is a client's answer: at its level and with its trace where the store itself is at fault, else
+    for debugging."""
     level = type(error).log_level
-    log.log(level if level >= logging.ERROR else logging.DEBUG, "%s", error)
+    if level >= logging.ERROR:
+        log.log(level, "%s", error, exc_info=error)
+    else:
+        log.debug("%s", error)
 
 
 async def send_results(

@@ -15,6 +15,7 @@ from kvfs.protocol.encode import encode_object
 from kvfs.protocol.messages import Op, text
 from kvfs.rights import READ, SEARCH
 from tiers.model.objects import Attributes, Name
+from tiers.sessions.answers import log_refusal
 from tiers.sessions.arguments import Arguments, entry_object
 from tiers.sessions.state import Session
 
@@ -85,6 +86,7 @@ def remove_names(session: Session, arguments: Arguments, busy: Mapping[Name, Bus
             else:
                 session.store.remove(name, expected_id=expected_id)
         except KvfsError as error:
+            log_refusal(error)
             statuses.append(error.errno)
         else:
             statuses.append(0)

@@ -45,8 +45,8 @@ def damage(door: Gateway, key: str) -> None:
             txn.put(name, bytes([row[0]]) + bytes([row[8] ^ 1]) + row[2:], db=names)
 
 
-def said_of(door: Gateway, request_id: str, before: int) -> list[str]:
-    """The entries of the log since `before` that name a request, each with the lines of its trace."""
+def entries_of(door: Gateway, before: int) -> list[str]:
+    """The entries of the log since `before`, each with the lines of its trace."""
     log = door.service.log()[before:]
     entries: list[str] = []
     for line in log.splitlines():
@@ -54,7 +54,12 @@ def said_of(door: Gateway, request_id: str, before: int) -> list[str]:
             entries.append(line)
         elif entries:
             entries[-1] += "\n" + line
-    return [entry for entry in entries if request_id in entry]
+    return entries
+
+
+def said_of(door: Gateway, request_id: str, before: int) -> list[str]:
+    """The entries of the log since `before` that name a request, each with the lines of its trace."""
+    return [entry for entry in entries_of(door, before) if request_id in entry]
 
 
 def test_a_damaged_row_is_in_the_log_under_the_request_id(door: Gateway, s3: Any) -> None:
@@ -85,6 +90,9 @@ def test_a_key_of_many_that_cannot_be_deleted_is_in_the_log(door: Gateway, s3: A
     assert [(each["Key"], each["Code"]) for each in answer["Errors"]] == [("many/b", "InternalError")]
     [entry] = said_of(door, answer["ResponseMetadata"]["RequestId"], before)
     assert "many/b" in entry
+    assert "Corrupt: " in entry
+    said = [entry for entry in entries_of(door, before) if TRACE in entry]
+    assert ["many/b" in entry and "Corrupt: " in entry for entry in said] == [True], "where it was met"
 
 
 def test_what_a_client_is_told_is_not_in_the_log(door: Gateway, s3: Any) -> None:
