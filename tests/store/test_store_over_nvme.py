@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import re
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,19 @@ import trio
 
 from kvfs import limits
 from kvfs._native.shared.slots import xxh3_64
-from kvfs.errors import ConfigError, Corrupt, DeviceFailed, DeviceMissing, NoSpace, NotFound, WrongChecksum
+from kvfs.errors import (
+    ConfigError,
+    Corrupt,
+    DeviceFailed,
+    DeviceMissing,
+    KvfsError,
+    NoSpace,
+    NotFound,
+    WrongChecksum,
+)
 from kvfs.formats import RECORD_MAGIC, RecordType
 from kvfs.limits import MIB
+from mounts.kernel.errnos import errno_of
 from tests.support.crash_load import audit
 from tests.support.faulty_device import FailingDevice
 from tests.support.stores import NAMESPACE
@@ -440,6 +452,33 @@ async def test_what_was_made_durable_of_a_draft_counts_before_what_it_replaces(
             store.evict(names=[name])
             assert await read(store, name) == b"draft" * 20
             assert store.object_count == 1
+
+
+@pytest.mark.parametrize("error", [DeviceFailed, Corrupt])
+@pytest.mark.parametrize("what", ["a draft", "a file"])
+async def test_a_failed_read_of_what_is_to_be_durable_is_no_lack_of_room(
+    tmp_path: Path, what: str, error: type[KvfsError]
+) -> None:
+    """fsync(2) says EREMOTEIO; who reads ENOSPC makes room, for nothing."""
+    device, name = FailingDevice(thread_device()), Name(b"b", b"x")
+    async with running(tmp_path, device=device) as store:
+        store.create_bucket(b"b", uid=0, gid=0)
+        journal = store.journal
+        assert isinstance(journal, NvmeJournal)
+        device.fail("read", error, when=lambda call: call.path is None, times=None)  # of a slot
+        if what == "a draft":
+            draft = store.reserve(100, uid=0)
+            fill(store, draft, b"draft" * 20)
+            snapshot = store.put_snapshot(draft, name, Attributes())
+            assert snapshot is not None
+            settle = partial(store.settle_snapshot, snapshot, None)
+        else:
+            settle = partial(journal.persist, put(store, name, 5_000).object_id)
+        with pytest.raises(DeviceFailed) as caught, trio.fail_after(WAIT_S):
+            await settle()
+        assert device.raised
+        assert errno_of(caught.value, "fsync") in (errno.EIO, errno.EREMOTEIO)
+        device.heal()
 
 
 # --- bytes that are not those of their checksum -------------------------------------------------------------
