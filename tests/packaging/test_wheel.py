@@ -29,6 +29,7 @@ SERVICE_COMMANDS: Final = (
     "umount",
     "drop",
     "fsck",
+    "device",
     "top",
     "bench",
     "simulate",
