@@ -131,6 +131,21 @@ def test_a_device_that_is_taken_has_lives_of_its_own(sizes: list[int], labelled:
     assert 0 < labels[0].first_sequence <= labels[-1].first_sequence < 1 << 62
 
 
+def test_a_store_has_no_more_segments_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has stays, whatever is added."""
+    monkeypatch.setattr(limits, "MAX_SEGMENTS", 40)
+    devices = [
+        found("a", label(0, 10)),
+        found("b", label(1, 16)),
+        found("c", None, 30 * MIB),
+        found("d", None),
+    ]
+    labels = [given for _, given in new_labels(devices, STORE, MIB)]
+    assert [each.segments for each in labels] == [16, 16, 8, 0]
+    devices = [replace(each, label=given) for each, given in zip(devices, labels, strict=True)]
+    assert [given for _, given in new_labels(devices, STORE, MIB)] == labels
+
+
 # --- on loop devices -------------------------------------------------------------------------------------
 async def test_offsets_count_from_where_a_segment_begins(make_loop: MakeLoop) -> None:
     loop, device = make_loop(DISK), thread_device()

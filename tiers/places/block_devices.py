@@ -101,15 +101,9 @@ class BlockDevices:
         self.paths = tuple(each.path for each, _ in labelled)
         self._device = device
         self._claims = claims
-        every = [
-            (index, label.number)
-            for _, label in labelled
-            for index in range(min(label.segments, limits.MAX_SEGMENTS))
-        ]
+        every = [(index, label.number) for _, label in labelled for index in range(label.segments)]
         """By place first: what is written one after the other is spread over the devices."""
-        self._numbers = [number << DEVICE_NUMBER_SHIFT | index for index, number in sorted(every)][
-            : limits.MAX_SEGMENTS
-        ]
+        self._numbers = [number << DEVICE_NUMBER_SHIFT | index for index, number in sorted(every)]
         self._spare = max(self._numbers, default=-1)
 
     def numbers(self) -> Sequence[int]:

@@ -141,14 +141,18 @@ def _check(device: BlockDevice, label: Label, store_id: bytes) -> None:
 def new_labels(
     devices: Sequence[BlockDevice], store_id: bytes, segment_bytes: int
 ) -> list[tuple[BlockDevice, Label]]:
-    """Give each device of `in_order` the label that it is to have: a number where it has none, and all its room."""
+    """Give each device of `in_order` the label that it is to have: a number where it has none, and all its room, as
+    far as the store may have more segments."""
     wanted = []
+    left = limits.MAX_SEGMENTS - sum(each.label.segments for each in devices if each.label)
     first = max((each.label.first_sequence for each in devices if each.label), default=secrets.randbits(60))
     for number, each in enumerate(devices):
-        room = each.room(segment_bytes)
+        has = 0 if each.label is None else each.label.segments
+        segments = has + min(each.room(segment_bytes) - has, left)
+        left -= segments - has
         if each.label is None:
             first += (1 << _LIVES_BITS) + secrets.randbits(_LIVES_BITS)
-            wanted.append((each, Label(store_id, number, segment_bytes, room, first)))
+            wanted.append((each, Label(store_id, number, segment_bytes, segments, first)))
         else:
-            wanted.append((each, replace(each.label, segments=room)))
+            wanted.append((each, replace(each.label, segments=segments)))
     return wanted
