@@ -7,6 +7,7 @@
 #   make wheel           dist/*.whl for each Python that is here, of 3.11 to 3.13    (WHEEL_PYTHONS="3.12 /path/to/python")
 #   make test-wheel      each wheel in a fresh environment, as a client of a service
 #   make test-asan       native tests with checks of memory and undefined behaviour; test-tsan: of data races
+#   make test-rig        what needs a kernel with NVMe over Fabrics, in a virtual machine
 #   make fuzz            the native parsers against changed bytes                  (FUZZ_S=20 SEED=n)
 #   make soak            new seeds for all that draws, red ones to ./soak          (SOAK_S=3600 ARGS="--only crash,faults")
 #   make routing-runs    the default routing against the others on 200 drawn runs  (ARGS="--seed n --runs 20 --jobs 2")
@@ -40,7 +41,7 @@ FORMATTED := $(wildcard kvfs/_native/*/*.[ch] kvfs/_native/*/*/*.[ch] tests/nati
 GUARDED := $(shell grep -lwE 'kvfs_lock|REQUIRES' kvfs/_native/*/*.c)
 NATIVE_MODULES := $(subst /,.,$(basename $(wildcard kvfs/_native/*/*.pyx)))
 
-.PHONY: help build serve wheel test test-wheel test-asan test-tsan fuzz soak routing-runs lint annotations types imports stubs pytest bench clean
+.PHONY: help build serve wheel test test-wheel test-asan test-tsan test-rig fuzz soak routing-runs lint annotations types imports stubs pytest bench clean
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -132,6 +133,19 @@ KVFS_TEST_LOAD_S ?= $(if $(CI),20,8)
 pytest: export KVFS_TEST_LOAD_S := $(KVFS_TEST_LOAD_S)
 pytest: $(STAMPS)/dev $(STAMPS)/native | $(STAMPS)/system-test
 	$(BIN)/pytest -m "not engine" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# In a virtual machine (packaging/rig), some twenty times slower: without the plugins and fixtures that these do not use.
+$(STAMPS)/system-rig: packaging/system packaging/rig | $(STAMPS)/system
+	@packaging/system packages rig
+	@packaging/rig true
+	@touch $@
+
+RIG_TESTS ?= tests/rig
+test-rig: export RIG_S ?= 600
+test-rig: $(STAMPS)/dev $(STAMPS)/native | $(STAMPS)/system-rig
+	packaging/rig env PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONDONTWRITEBYTECODE=1 \
+	    $(CURDIR)/$(BIN)/python -m pytest -q --noconftest -p pytest_trio.plugin -p pytest_timeout -p no:cacheprovider \
+	    --color=no --durations 5 $(RIG_TESTS) $(ARGS)
 
 # Native code under sanitizers, out of tree (packaging/sanitized); FUZZ_S seconds for each fuzz target.
 FUZZ_S ?= 20

@@ -65,6 +65,10 @@ _GROUPS = {
     ),
     "credentials_command": ("credentials", "Add, list and remove access keys of the S3 door."),
     "offline.device_command": ("device", "Show and empty block devices for the NVMe tier."),
+    "offline.nvmeof_command": (
+        "nvmeof",
+        "Connect to devices that other machines export by NVMe over Fabrics.",
+    ),
 }
 COMMANDS = [
     LazyCommand(name, f"kvfs.cli.{module}", help_line)

@@ -30,6 +30,7 @@ SERVICE_COMMANDS: Final = (
     "drop",
     "fsck",
     "device",
+    "nvmeof",
     "top",
     "bench",
     "simulate",
