@@ -3,11 +3,11 @@
 Reads a JSON request from standard input, writes a JSON reply to the path given as the only argument:
 
     {"model": directory, "adapters": [directory, ...], "latest": directory, "connector": settings or null,
-     "prompt": [token id], "max_tokens": int}
+     "prompt": [token id], "max_tokens": int, "resets": bool}
 
 The first adapter is loaded from its own directory; the files of each further one are copied to `latest` and loaded in
-place, all under number 1. The prompt is generated twice with each, vLLM's own prefix cache being emptied before. At
-last it is generated with the first adapter from its own directory, under another name.
+place, all under number 1. The prompt is generated twice with each, vLLM's own prefix cache being emptied before where
+`resets` says so. At last it is generated with the first adapter from its own directory, under another name.
 Reply: {"tokens": [[id]], "cached": [count]}, two of each adapter and one of the last.
 """
 
@@ -47,7 +47,8 @@ def generate(engine: Any, request: dict[str, Any], lora: Any) -> Any:
     sampling = SamplingParams(
         temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True, detokenize=False
     )
-    engine.reset_prefix_cache()
+    if request["resets"]:
+        engine.reset_prefix_cache()
     [output] = engine.generate(
         [{"prompt_token_ids": request["prompt"]}], sampling, lora_request=lora, use_tqdm=False
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
@@ -47,25 +48,59 @@ def write_lora(directory: Path, seed: int) -> str:
     return str(directory)
 
 
-def test_an_adapter_that_is_loaded_in_place_is_what_its_files_are(
-    engine_python: str, engines: Engines, service: Service, tmp_path: Path
-) -> None:
-    adapters = [write_lora(tmp_path / f"adapter {seed}", seed) for seed in range(ADAPTERS)]
+class Trainer(Protocol):
+    """Runs an engine whose adapter is replaced; returns the reply of `run_adapters`."""
 
-    def run(settings: dict[str, Any] | None) -> dict[str, Any]:
+    def __call__(self, settings: dict[str, Any] | None, *, resets: bool = True) -> dict[str, Any]: ...
+
+
+@pytest.fixture(scope="module")
+def trainer(engine_python: str, engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    folder = tmp_path_factory.mktemp("adapters")
+    adapters = [write_lora(folder / f"adapter {seed}", seed) for seed in range(ADAPTERS)]
+    numbers = count()
+
+    def run(settings: dict[str, Any] | None, *, resets: bool = True) -> dict[str, Any]:
         request = {
             "model": str(engines.work / "model"),
             "adapters": adapters,
-            "latest": str(tmp_path / f"latest {settings is None}"),
+            "latest": str(folder / f"latest {next(numbers)}"),
             "connector": settings,
             "prompt": PROMPT,
             "max_tokens": 24,
+            "resets": resets,
         }
-        return dict(run_vllm_script(engine_python, tmp_path, "adapters", request))
+        return dict(run_vllm_script(engine_python, folder, "adapters", request))
 
-    settings = connector(service, revision="adapters")  # a namespace of its own
-    plain, cached = run(None), run(settings)
+    return run
+
+
+@pytest.fixture(scope="module")
+def plain(trainer: Trainer) -> dict[str, Any]:
+    """What an engine without a cache answers."""
+    return trainer(None)
+
+
+def test_an_adapter_that_is_loaded_in_place_is_what_its_files_are(
+    trainer: Trainer, plain: dict[str, Any], service: Service
+) -> None:
+    cached = trainer(connector(service, revision="adapters"))  # a namespace of its own
     assert len({tuple(tokens) for tokens in plain["tokens"]}) == ADAPTERS, "each adapter has its own output"
     assert plain["cached"] == [0] * (2 * ADAPTERS + 1)
     assert cached["tokens"] == plain["tokens"]
     assert cached["cached"] == [0, whole_blocks(PROMPT)] * ADAPTERS + [whole_blocks(PROMPT)]
+
+
+def test_what_vllm_keeps_itself_of_an_adapter_is_not_stored_for_the_next(
+    trainer: Trainer, plain: dict[str, Any], service: Service
+) -> None:
+    """vLLM knows an adapter by name and path: of one that is replaced there it goes on with the cache of the first."""
+    settings = connector(service, revision="adapters that vLLM keeps")
+    alone, beside = trainer(None, resets=False), trainer(settings, resets=False)
+    first, replaced = plain["tokens"][2], plain["tokens"][4]
+    assert alone["tokens"][4] != replaced, "vLLM alone"
+    assert beside["tokens"] == alone["tokens"]
+    assert beside["cached"][2:-1] == alone["cached"][2:-1]
+    after = trainer(settings)
+    assert after["tokens"] == plain["tokens"]
+    assert first != replaced

@@ -36,7 +36,7 @@ from tests.engines.scripts import run_vllm_script, said_to_work
 from tests.engines.test_vllm_events import free_port
 from tests.engines.tiny_llama import HEAD_DIM, KV_HEADS, LAYERS, VOCABULARY
 from tests.support.door import ON_DIRECTORY
-from tests.support.service import Service
+from tests.support.service import Service, has_written
 from tests.support.waits import eventually
 
 pytestmark = [
@@ -336,6 +336,31 @@ def test_a_block_that_goes_between_match_and_load_is_computed(
     assert run.counts["failed_blocks"] > 0
     assert wrong(run, runs) == []
     assert set(run.finish) == {"length"}
+
+
+def test_blocks_that_do_not_come_up_are_computed(
+    engines: Engines, service: Service, runs: dict[str, Run], both: tuple[Engine, Engine], work: Path
+) -> None:
+    """They lie on NVMe alone, and the service stops answering after their requests were told that they are hits."""
+    both[1].generate(SHARED)  # what an earlier test removed is there again
+    with service.client() as client:
+        eventually(lambda: has_written(client, len(SHARED)), "blocks are on NVMe")
+        dram = client.status()["tiers"][0]
+        assert client.evict(size_bytes=dram["capacity_bytes"]) > 0
+    gate, settings = work / "silent", connector(service, watched=True)
+    at_gate = {"KVFS_TEST_GATE": str(gate)}
+    with (
+        engines.start("silent", None, connector=settings, environment=at_gate) as engine,
+        ThreadPoolExecutor() as pool,
+    ):
+        loading = pool.submit(engine.generate, SHARED)
+        eventually(Path(f"{gate}.reached").exists, "the engine is about to load", 90)
+        with service.paused():
+            Path(f"{gate}.go").touch()
+            run = loading.result()
+    assert wrong(run, runs) == []
+    assert set(run.finish) == {"length"}
+    assert all_hits(both[1].generate(SHARED), SHARED)
 
 
 def test_the_service_is_killed_in_the_middle_of_a_batch(
