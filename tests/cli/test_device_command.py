@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -43,8 +42,7 @@ def test_a_service_lives_on_a_device(tmp_path: Path, make_loop: MakeLoop) -> Non
 def test_a_device_is_shown_and_emptied(make_loop: MakeLoop) -> None:
     loop = make_loop(16 * MIB)
     assert run_kvfs("device", "show", str(loop.path)).stdout == f"{loop.path}: 16 MiB, holds nothing\n"
-    with loop.path.open("r+b", buffering=0) as device:
-        os.pwrite(device.fileno(), b"theirs", 1024)
+    loop.write(1024, b"theirs")
     shown = run_kvfs("device", "show", "--json", str(loop.path))
     said = {"device": str(loop.path), "size_bytes": 16 * MIB, "holds": "something that is not of kvfs"}
     assert json.loads(shown.stdout) == said

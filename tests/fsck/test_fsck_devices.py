@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 from pathlib import Path
@@ -42,12 +41,6 @@ def shown(life: Life) -> dict[Any, bytes]:
     return found
 
 
-def write(loop: LoopDevice, at: int, data: bytes) -> None:
-    with loop.path.open("r+b", buffering=0) as device:
-        os.pwrite(device.fileno(), data, at)
-        os.fsync(device.fileno())
-
-
 def segments_of(loop: LoopDevice) -> list[int]:
     """Where the segments begin that were written to, the one with the most bytes first."""
     held = loop.file.read_bytes()
@@ -73,7 +66,7 @@ def test_a_payload_that_changed_costs_its_object(lived: tuple[Life, list[LoopDev
     start = segments_of(loop)[0]
     chance = random.Random(5)
     for _ in range(4):
-        write(loop, start + chance.randrange(3 * 4096, MIB // 2), chance.randbytes(64))
+        loop.write(start + chance.randrange(3 * 4096, MIB // 2), chance.randbytes(64))
     report = fsck(life)
     assert report["exit_code"] in (Exit.REPAIRED, Exit.DURABLE_LOST), report
     place = f"{loop.path} from {start}"
@@ -87,7 +80,7 @@ def test_a_segment_without_a_header_is_emptied(lived: tuple[Life, list[LoopDevic
     loop = max(loops, key=lambda loop: len(segments_of(loop)))
     start = segments_of(loop)[0]
     for at in formats.SEGMENT_HEADER_COPIES:
-        write(loop, start + at + 20, b"\xff\xff")
+        loop.write(start + at + 20, b"\xff\xff")
     assert fsck(life)["exit_code"] in (Exit.REPAIRED, Exit.DURABLE_LOST)
     assert not any(loop.file.read_bytes()[start : start + 3 * 4096])
     assert fsck(life)["exit_code"] == Exit.CLEAN

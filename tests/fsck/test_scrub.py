@@ -110,14 +110,19 @@ def flip_slot(store: Store, info: ObjectInfo) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
+async def put_damaged(store: Store, name: Name) -> None:
+    """An object on NVMe, whose slot in DRAM is damaged."""
+    store.create_bucket(name.bucket, uid=0, gid=0)
+    info = put(store, name, 50_000)
+    await until_written(store, 1)
+    store.dram.checksums.wait(WAIT_S)
+    flip_slot(store, info)
+
+
 async def test_a_damaged_slot_is_read_from_nvme_instead(tmp_path: Path) -> None:
     name = Name(b"b", b"x")
     async with running(tmp_path) as store:
-        store.create_bucket(b"b", uid=0, gid=0)
-        info = put(store, name, 50_000)
-        await until_written(store, 1)
-        store.dram.checksums.wait(WAIT_S)
-        flip_slot(store, info)
+        await put_damaged(store, name)
         scrub = await one_pass(store)
         assert scrub.status()["damaged_slots"] == 1
         found = store.lookup(name)
@@ -130,11 +135,7 @@ async def test_dram_is_read_before_nvme(tmp_path: Path) -> None:
     """At a byte a second, only the first that is read is read today."""
     name = Name(b"b", b"x")
     async with running(tmp_path) as store:
-        store.create_bucket(b"b", uid=0, gid=0)
-        info = put(store, name, 50_000)
-        await until_written(store, 1)
-        store.dram.checksums.wait(WAIT_S)
-        flip_slot(store, info)
+        await put_damaged(store, name)
         flip(tmp_path / "nvme", data_of(name, 50_000))
         scrub = Scrub(store, 1)
         async with trio.open_nursery() as nursery:

@@ -223,24 +223,18 @@ async def test_one_copy_of_a_label_is_enough(tmp_path: Path, make_loop: MakeLoop
     await numbers_of(path, [loop])
     for at in formats.DEVICE_LABEL_COPIES:
         kept = loop.file.read_bytes()
-        write(loop, at, b"\xff" * 64)
+        loop.write(at, b"\xff" * 64)
         assert await numbers_of(path, [loop]) == list(range(15))
-        write(loop, 0, kept[:8192])
+        loop.write(0, kept[:8192])
     for at in formats.DEVICE_LABEL_COPIES:
-        write(loop, at + 20, b"\xff")
+        loop.write(at + 20, b"\xff")
     assert "in both copies" in await refused(path, [loop])
-
-
-def write(loop: LoopDevice, at: int, data: bytes) -> None:
-    with loop.path.open("r+b", buffering=0) as device:
-        os.pwrite(device.fileno(), data, at)
-        os.fsync(device.fileno())
 
 
 @pytest.mark.parametrize("at", [1080, DISK - 4096])
 async def test_what_is_somebody_elses_is_not_touched(tmp_path: Path, make_loop: MakeLoop, at: int) -> None:
     loop, path = make_loop(DISK), tmp_path / "nvme"
-    write(loop, at, b"theirs")
+    loop.write(at, b"theirs")
     assert "holds something that is not of kvfs" in await refused(path, [loop])
     with pytest.raises(FormatMismatch, match="--force empties it"):
         clear(loop.path, forced=False)
@@ -356,7 +350,7 @@ def test_damage_costs_what_it_hits(tmp_path: Path, make_loop: MakeLoop, seed: in
     loop = chance.choice(loops)
     held = loop.file.read_bytes()
     used = [at for at in range(MIB, DISK, PAGE) if any(held[at : at + PAGE])]
-    write(loop, chance.choice(used), chance.randbytes(PAGE))
+    loop.write(chance.choice(used), chance.randbytes(PAGE))
     for _ in range(2):
         shown = trio.run(look, tmp_path / "data", disks)
         assert not life.expected.judge(shown, damaged=True), life.history

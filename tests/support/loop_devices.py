@@ -25,6 +25,12 @@ class LoopDevice:
         os.truncate(self.file, size_bytes)
         _losetup("--set-capacity", str(self.path))
 
+    def write(self, at: int, data: bytes) -> None:
+        """Write past who uses the device, durably."""
+        with self.path.open("r+b", buffering=0) as device:
+            os.pwrite(device.fileno(), data, at)
+            os.fsync(device.fileno())
+
 
 MakeLoop = Callable[..., LoopDevice]
 """Takes the bytes of a new device, or the `file` that it is to show."""

@@ -110,12 +110,12 @@ async def look_at_pool(
     Raises FormatMismatch for another store's pool, or where nothing says how large segments are; ConfigError for
     devices that cannot be used.
     """
-    said = _read_geometry(directory)
-    devices = devices or (said.devices if isinstance(said, Geometry) else ())
+    said, fault = _read_geometry(directory, store_id)
+    devices = devices or (said.devices if said else ())
     if devices:
-        look = await _look_at_devices(device, devices, store_id, said)
+        look = await _look_at_devices(device, devices, store_id, said, fault)
     elif _has_files(directory):
-        look = _look_at_files(device, directory, store_id, said)
+        look = _look_at_files(device, directory, store_id, said, fault)
     else:
         return None
     places, geometry, fault, copies = look
@@ -171,28 +171,30 @@ def _copy(place: Place, at: int) -> _Copy:
     return raw if raw["state"] in (1, 2) else f"{SEGMENT_HEADER.name}: state {raw['state']}"
 
 
-def _read_geometry(directory: Path) -> Geometry | str:
-    """Return what `pool.json` says, or why it says nothing."""
+def _read_geometry(directory: Path, store_id: bytes) -> tuple[Geometry | None, str]:
+    """Return what `pool.json` says, and what is wrong with it."""
     try:
-        return read_geometry(directory)
+        said = read_geometry(directory)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"does not say what the segment files are: {error}"
+        return None, f"does not say what the segment files are: {error}"
+    return said, "" if said.store_id == store_id else f"says store {said.store_id.hex()}"
 
 
 async def _look_at_devices(
-    device: Device, devices: Sequence[Path], store_id: bytes, said: Geometry | str
+    device: Device, devices: Sequence[Path], store_id: bytes, said: Geometry | None, fault: str
 ) -> _Look:
     """Open block devices. Their labels outvote `pool.json`, which is the one to say how many there are."""
-    known = said if isinstance(said, Geometry) and said.store_id == store_id else None
+    known = None if fault else said
     places = await open_block_devices(
         device, devices, store_id=store_id, segment_bytes=0, known=known, takes=False
     )
     geometry = Geometry(store_id, places.segment_bytes, places.paths)
-    fault = said if isinstance(said, str) else "" if known else f"says store {said.store_id.hex()}"
     return places, geometry, fault, _copies(places)
 
 
-def _look_at_files(device: Device, directory: Path, store_id: bytes, said: Geometry | str) -> _Look:
+def _look_at_files(
+    device: Device, directory: Path, store_id: bytes, said: Geometry | None, fault: str
+) -> _Look:
     """Find the size of segment files. Headers outvote `pool.json`: they have checksums."""
     copies = _copies(SegmentFiles(device, directory, 0))
     raws = [raw for pair in copies.values() for raw in pair if isinstance(raw, dict)]
@@ -202,10 +204,7 @@ def _look_at_files(device: Device, directory: Path, store_id: bytes, said: Geome
         )
     sizes = [raw["segment_bytes"] for raw in raws if raw["store_id"] == store_id]
     path = directory / GEOMETRY
-    version, size, fault = 0, 0, said if isinstance(said, str) else ""
-    if isinstance(said, Geometry):
-        version, size = said.version, said.segment_bytes
-        fault = "" if said.store_id == store_id else f"says store {said.store_id.hex()}"
+    version, size = (said.version, said.segment_bytes) if said else (0, 0)
     if version > formats.SEGMENT_VERSION and not sizes:
         raise FormatMismatch(f"{path} says format {version}, this kvfs reads up to {formats.SEGMENT_VERSION}")
     if not fault and version != formats.SEGMENT_VERSION:

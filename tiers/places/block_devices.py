@@ -178,9 +178,8 @@ async def open_block_devices(
             on_failure.callback(device.close_file, claims[-1])
             found.append(await _look(device, claims[-1], real, size_bytes))
         devices = in_order(found, store_id, known)
-        labels = [each.label for each in devices if each.label is not None]
-        segment_bytes = labels[0].segment_bytes if labels else segment_bytes
         labelled = [(each, each.label) for each in devices if each.label is not None]
+        segment_bytes = labelled[0][1].segment_bytes if labelled else segment_bytes
         if takes:
             labelled = new_labels(devices, store_id, segment_bytes)
             _check_count(labelled)
