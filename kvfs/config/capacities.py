@@ -7,9 +7,11 @@ Concurrency: reads /proc and the filesystem once, at start-up.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvfs.config.sizes import format_size
@@ -82,18 +84,27 @@ def check_nvme_bytes(capacity_bytes: int, directory: Path) -> None:
 
 def block_devices_bytes(paths: Sequence[Path]) -> int:
     """Return what block devices have together. Raises ConfigError."""
-    return sum(_device_bytes(path) for path in paths)
+    total_bytes = 0
+    for path in paths:
+        with block_device(path, os.O_RDONLY) as (_, size_bytes):
+            total_bytes += size_bytes
+    return total_bytes
 
 
-def _device_bytes(path: Path) -> int:
+@contextmanager
+def block_device(path: Path, flags: int) -> Iterator[tuple[int, int]]:
+    """Open a block device; yield its descriptor and its size in bytes. Raises ConfigError where it is none, cannot be
+    opened, or, with O_EXCL, is in use."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise ConfigError(f"[nvme] device = '{path}': {error.strerror}") from None
+        in_use = "it is mounted, part of another device, or used by another process"
+        why = in_use if error.errno == errno.EBUSY else error.strerror
+        raise ConfigError(f"[nvme] device = '{path}': {why}") from None
     try:
         if not stat.S_ISBLK(os.fstat(descriptor).st_mode):
             raise ConfigError(f"[nvme] device = '{path}': no block device")
-        return os.lseek(descriptor, 0, os.SEEK_END)
+        yield descriptor, os.lseek(descriptor, 0, os.SEEK_END)
     finally:
         os.close(descriptor)
 

@@ -13,11 +13,9 @@ Concurrency: the service's trio thread, at a start; opening a device that does n
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
 import os
-import stat
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,6 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from kvfs import limits
+from kvfs.config.capacities import block_device
 from kvfs.config.sizes import format_size
 from kvfs.errors import ConfigError, Corrupt, FormatMismatch, NoSpace
 from kvfs.formats import (
@@ -63,26 +62,16 @@ _log = logging.getLogger("kvfs.nvme")
 def claimed(path: Path) -> Iterator[tuple[int, int]]:
     """Have a block device to oneself; yield its descriptor and its size in bytes.
 
-    Raises ConfigError where it is none, cannot be opened, or is in use.
+    Raises ConfigError where it is none, cannot be opened or used, or is in use.
     """
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_EXCL | os.O_CLOEXEC)
-    except OSError as error:
-        in_use = "it is mounted, part of another device, or used by another process"
-        why = in_use if error.errno == errno.EBUSY else error.strerror
-        raise ConfigError(f"[nvme] device = '{path}': {why}") from None
-    try:
-        if not stat.S_ISBLK(os.fstat(fd).st_mode):
-            raise ConfigError(f"[nvme] device = '{path}': no block device")
+    with block_device(path, os.O_RDWR | os.O_EXCL) as (fd, size_bytes):
         sector_bytes: int = struct.unpack("i", fcntl.ioctl(fd, _BLKSSZGET, bytes(4)))[0]
         if limits.DEVICE_ALIGNMENT_BYTES % sector_bytes:
             raise ConfigError(
                 f"[nvme] device = '{path}': logical blocks of {sector_bytes} bytes, not up to "
                 f"{limits.DEVICE_ALIGNMENT_BYTES}"
             )
-        yield fd, os.lseek(fd, 0, os.SEEK_END)
-    finally:
-        os.close(fd)
+        yield fd, size_bytes
 
 
 class BlockDevices:
