@@ -113,7 +113,7 @@ def native_modules() -> list[Extension]:
         [native_module(name, sources) for name, sources in MODULES.items()],
         build_dir=os.environ.get("KVFS_CYTHON_DIR", "build/cython"),
         # Another start method runs this file again in each process.
-        nthreads=2 if multiprocessing.get_start_method() == "fork" else 0,
+        nthreads=len(os.sched_getaffinity(0)) if multiprocessing.get_start_method() == "fork" else 0,
         compiler_directives={"language_level": "3str", "boundscheck": False, "wraparound": False},
     )
 
