@@ -81,14 +81,15 @@ class PromptCache:
         hits = next((i for i, size in enumerate(sizes) if size != block_bytes), hits)
         if not hits:
             return cache, 0
-        # [layer, key or value, head, token, element], the tokens of all blocks in a row.
+        # [layer, key or value, head, token, element], the tokens of all blocks in a row: put in order on the device.
         whole = (
             stored[:hits]
+            .to(self._device)
             .permute(1, 2, 4, 0, 3, 5)
             .reshape(self._layers, 2, 1, self._heads, -1, self._elements)
         )
         for layer in range(self._layers):
-            key, value = whole[layer].to(self._device)
+            key, value = whole[layer]
             cache.update(key.contiguous(), value.contiguous(), layer)
         return cache, hits * tokens
 
