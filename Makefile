@@ -8,6 +8,7 @@
 #   make test-wheel      each wheel in a fresh environment, as a client of a service
 #   make test-asan       native tests with checks of memory and undefined behaviour; test-tsan: of data races
 #   make test-rig        what needs a kernel with NVMe over Fabrics, in a virtual machine
+#   make test-gpu        tests/gpu on this machine's GPU, with the PYTHON that is there (docs/hardware.md)
 #   make fuzz            the native parsers against changed bytes                  (FUZZ_S=20 SEED=n)
 #   make soak            new seeds for all that draws, red ones to ./soak          (SOAK_S=3600 ARGS="--only crash,faults")
 #   make routing-runs    the default routing against the others on 200 drawn runs  (ARGS="--seed n --runs 20 --jobs 2")
@@ -41,7 +42,7 @@ FORMATTED := $(wildcard kvfs/_native/*/*.[ch] kvfs/_native/*/*/*.[ch] tests/nati
 GUARDED := $(shell grep -lwE 'kvfs_lock|REQUIRES' kvfs/_native/*/*.c)
 NATIVE_MODULES := $(subst /,.,$(basename $(wildcard kvfs/_native/*/*.pyx)))
 
-.PHONY: help build serve wheel test test-wheel test-asan test-tsan test-rig fuzz soak routing-runs lint annotations types imports stubs pytest bench clean
+.PHONY: help build serve wheel test test-wheel test-asan test-tsan test-rig test-gpu fuzz soak routing-runs lint annotations types imports stubs pytest bench clean
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -146,6 +147,12 @@ test-rig: $(STAMPS)/dev $(STAMPS)/native | $(STAMPS)/system-rig
 	packaging/rig env PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONDONTWRITEBYTECODE=1 \
 	    $(CURDIR)/$(BIN)/python -m pytest -q --noconftest -p pytest_trio.plugin -p pytest_timeout -p no:cacheprovider \
 	    --color=no --durations 5 $(RIG_TESTS) $(ARGS)
+
+# On images for GPUs, whose Python has what is built for their driver: no .venv, no packages installed.
+GPU_PYTHON = $(or $(PYTHON),python3)
+test-gpu:
+	$(GPU_PYTHON) setup.py --quiet build_ext --inplace --parallel "$$(nproc)"
+	KVFS_TEST_GPU=1 $(GPU_PYTHON) -m pytest -n 0 --confcutdir=tests/gpu -p no:cacheprovider tests/gpu $(ARGS)
 
 # Native code under sanitizers, out of tree (packaging/sanitized); FUZZ_S seconds for each fuzz target.
 FUZZ_S ?= 20

@@ -1,4 +1,4 @@
-"""XXH3-64 as the kernel computes it, by its twin in C on the stand-in; the kernel itself never ran on a GPU."""
+"""XXH3-64 as the kernel computes it, by its twin in C on the stand-in; tests/gpu runs the kernel."""
 
 from __future__ import annotations
 

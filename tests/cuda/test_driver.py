@@ -1,4 +1,4 @@
-"""The CUDA binding's calls and faults, on a stand-in for the driver: no GPU ran any of this."""
+"""The CUDA binding's calls and faults, on a stand-in for the driver: what a GPU does is in tests/gpu."""
 
 from __future__ import annotations
 

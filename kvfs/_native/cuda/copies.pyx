@@ -6,14 +6,29 @@ Concurrency: planning and starting run without the GIL; a stream and an event be
 
 from cython cimport no_gc
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
-from libc.stdint cimport uint64_t
+from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
+import ctypes
 import errno
+import mmap
 
 from kvfs import limits
-from kvfs._native.cuda.driver cimport CUcontext, CUdeviceptr, CUevent, CUresult, CUstream, Event, Stream, kvfs_cuda
+from kvfs._native.cuda.driver cimport (
+    Context,
+    CUcontext,
+    CUdeviceptr,
+    CUevent,
+    CUfunction,
+    CUresult,
+    CUstream,
+    Event,
+    Module,
+    Registration,
+    Stream,
+    kvfs_cuda,
+)
 from kvfs.errors import InvalidRequest, LimitExceeded
 
 cdef extern from "cuda/copies_core.h" nogil:
@@ -33,10 +48,23 @@ cdef extern from "cuda/copies_core.h" nogil:
         size_t *bytes
         size_t count
 
+    enum:
+        KVFS_COPIER_TURNS
+        KVFS_COPIER_BYTES
+    struct kvfs_copier_turn:
+        kvfs_copy *pieces
+        CUdeviceptr device
+        CUevent read
+    struct kvfs_copier:
+        CUfunction kernel
+        kvfs_copier_turn turns[16]
+
     int kvfs_regions_sort(kvfs_regions regions)
     int kvfs_copies_plan(kvfs_copy *copies, size_t *count, kvfs_regions to, kvfs_regions source, size_t *bad)
     CUresult kvfs_copies_start(const kvfs_cuda *d, CUcontext context, const kvfs_copies *copies, CUstream stream,
                                CUevent after, CUevent done)
+    CUresult kvfs_copier_start(const kvfs_cuda *d, CUcontext context, kvfs_copier *copier, const kvfs_copies *copies,
+                               unsigned int blocks, CUstream stream, CUevent after, CUevent done)
 
 
 cdef int take_regions(kvfs_regions *out, given, str side) except -1:
@@ -93,6 +121,12 @@ cdef class Plan:
         self._copies.count = count
         return 0
 
+    cdef bint _is_engines(self, bint within_device) noexcept:
+        cdef size_t i, total = 0
+        for i in range(self._copies.count):
+            total += self._copies.bytes[i]
+        return self._copies.count <= 1 or (not within_device and total >= self._copies.count * <size_t>ENGINE_BYTES)
+
     def __len__(self):
         return self._copies.count
 
@@ -115,6 +149,64 @@ cdef class Plan:
         with nogil:
             rc = kvfs_copies_start(&stream._context._driver._d, stream._context._context, &self._copies, side, begin, end)
         stream._context._driver.check(rc, f"{self._copies.count} copies")
+
+
+LINK_BLOCKS = 2
+DEVICE_BLOCKS = 264
+ENGINE_BYTES = 1 << 20
+
+
+@no_gc
+cdef class Copier:
+    cdef kvfs_copier _copier
+    cdef Module _module
+    cdef list _events
+    cdef list _lists
+
+    def __init__(self, Context context not None, bytes image not None):
+        cdef Registration registration
+        cdef Event read
+        cdef size_t i
+        if self._module is not None:
+            raise TypeError("a Copier is made once")
+        self._module = context.load_module(image)
+        self._copier.kernel = <CUfunction><void *>self._module._find("kvfs_copy")
+        self._events, self._lists = [], []
+        for i in range(<size_t>KVFS_COPIER_TURNS):
+            pages = mmap.mmap(-1, KVFS_COPIER_BYTES)
+            host = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+            registration, read = context.register(host, KVFS_COPIER_BYTES), context.event()
+            self._copier.turns[i].pieces = <kvfs_copy *><uintptr_t>host
+            self._copier.turns[i].device, self._copier.turns[i].read = registration.address, read._event
+            self._events.append(read)
+            self._lists.append((pages, registration))  # a tuple's last item goes first
+
+    def start(self, Plan plan not None, Stream stream not None, Event done not None, Event after=None, *,
+              bint within_device=False):
+        cdef CUstream side = stream.get()
+        cdef CUevent end = done.get()
+        cdef CUevent begin = NULL
+        cdef unsigned int blocks = DEVICE_BLOCKS if within_device else LINK_BLOCKS
+        cdef CUresult rc
+        if not self._lists:
+            raise InvalidRequest("the copier was closed")
+        if after is not None:
+            begin = after.get()
+        if plan._is_engines(within_device):
+            plan.start(stream, done, after)
+            return
+        with nogil:
+            rc = kvfs_copier_start(&stream._context._driver._d, stream._context._context, &self._copier, &plan._copies,
+                                   blocks, side, begin, end)
+        stream._context._driver.check(rc, f"{plan._copies.count} copies")
+
+    def close(self):
+        while self._lists:
+            read = self._events.pop()
+            read.synchronize()
+            read.destroy()
+            self._lists.pop()[1].unregister()
+        self._module.unload()
 
 
 cdef kvfs_copy *take_pieces(object pieces, size_t *count) except NULL:

@@ -119,21 +119,95 @@ static CUresult start(const struct kvfs_cuda *d, const struct kvfs_copies *c, CU
     return rc;
 }
 
+/* A walk over copies in parts. */
+struct walk {
+    size_t copy, at_once; /* pieces of the next launch */
+    uint64_t offset, part_bytes;
+};
+
+enum { THREADS = 512, WARP = 32, STEP_BYTES = 4 << 10, MOST_BYTES = 64 << 10, ENOUGH = 1024, FIRST = 1024 };
+
+/* Bytes that a warp is given at once: whole steps of the kernel, so few that every warp has some or ENOUGH warps have. */
+static uint64_t part_bytes(const struct kvfs_copies *c, unsigned int blocks)
+{
+    uint64_t total = 0, warps = (uint64_t)blocks * (THREADS / WARP);
+    for (size_t i = 0; i < c->count; i++)
+        total += c->bytes[i];
+    uint64_t even = total / (warps < ENOUGH ? warps : ENOUGH) / STEP_BYTES * STEP_BYTES;
+    return even < STEP_BYTES ? STEP_BYTES : even < MOST_BYTES ? even : MOST_BYTES;
+}
+
+/* Fills a list from `*at` on; returns how many pieces that are. */
+static size_t fill(struct kvfs_copy *pieces, const struct kvfs_copies *c, struct walk *at)
+{
+    size_t count = 0;
+    for (; at->copy < c->count && count < at->at_once; count++) {
+        uint64_t left = c->bytes[at->copy] - at->offset;
+        uint64_t part = left < at->part_bytes ? left : at->part_bytes;
+        pieces[count] = (struct kvfs_copy){c->to[at->copy] + at->offset, c->from[at->copy] + at->offset, part};
+        at->offset += part;
+        if (part == left) {
+            at->copy++;
+            at->offset = 0;
+        }
+    }
+    return count;
+}
+
+static CUresult launch(const struct kvfs_cuda *d, struct kvfs_copier *copier, const struct kvfs_copies *copies,
+                       struct walk *at, unsigned int blocks, CUstream stream)
+{
+    struct kvfs_copier_turn *turn = &copier->turns[copier->next++ % KVFS_COPIER_TURNS];
+    CUresult rc = d->cuEventSynchronize(turn->read);
+    if (rc)
+        return rc;
+    uint64_t count = fill(turn->pieces, copies, at);
+    void *parameters[] = {&turn->device, &count};
+    rc = d->cuLaunchKernel(copier->kernel, blocks, 1, 1, THREADS, 1, 1, 0, stream, parameters, NULL);
+    return rc ? rc : d->cuEventRecord(turn->read, stream);
+}
+
+/* The first launch is small: the device copies while the list of the next is written, 5 ns a piece. */
+static CUresult launch_all(const struct kvfs_cuda *d, struct kvfs_copier *copier, const struct kvfs_copies *copies,
+                           unsigned int blocks, CUstream stream)
+{
+    struct walk at = {.at_once = FIRST, .part_bytes = part_bytes(copies, blocks)};
+    CUresult rc = CUDA_SUCCESS;
+    while (at.copy < copies->count && !rc) {
+        rc = launch(d, copier, copies, &at, blocks, stream);
+        at.at_once = at.at_once * 4 < KVFS_COPIER_PIECES ? at.at_once * 4 : KVFS_COPIER_PIECES;
+    }
+    return rc;
+}
+
+/* Runs `start` between two events, in the context. */
+#define BETWEEN(start)                                    \
+    do {                                                  \
+        CUcontext before_;                                \
+        CUresult rc_ = d->cuCtxPushCurrent(context);      \
+        if (rc_)                                          \
+            return rc_;                                   \
+        if (after)                                        \
+            rc_ = d->cuStreamWaitEvent(stream, after, 0); \
+        if (!rc_)                                         \
+            rc_ = (start);                                \
+        if (!rc_)                                         \
+            rc_ = d->cuEventRecord(done, stream);         \
+        if (rc_)                                          \
+            (void)d->cuStreamSynchronize(stream);         \
+        (void)d->cuCtxPopCurrent(&before_);               \
+        return rc_;                                       \
+    } while (0)
+
 CUresult kvfs_copies_start(const struct kvfs_cuda *d, CUcontext context, const struct kvfs_copies *copies,
                            CUstream stream, CUevent after, CUevent done)
 {
-    CUcontext before;
-    CUresult rc = d->cuCtxPushCurrent(context);
-    if (rc)
-        return rc;
-    if (after)
-        rc = d->cuStreamWaitEvent(stream, after, 0);
-    if (!rc)
-        rc = start(d, copies, stream);
-    if (!rc)
-        rc = d->cuEventRecord(done, stream);
-    if (rc)
-        (void)d->cuStreamSynchronize(stream);
-    (void)d->cuCtxPopCurrent(&before);
-    return rc;
+    BETWEEN(start(d, copies, stream));
+}
+
+CUresult kvfs_copier_start(const struct kvfs_cuda *d, CUcontext context, struct kvfs_copier *copier,
+                           const struct kvfs_copies *copies, unsigned int blocks, CUstream stream, CUevent after,
+                           CUevent done)
+{
+    BETWEEN(launch_all(d, copier, copies, blocks, stream));
 }

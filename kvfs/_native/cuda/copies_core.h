@@ -32,9 +32,32 @@ struct kvfs_copies {
     size_t *bytes, count;
 };
 
-/* Starts all copies on `stream`, behind `after` (NULL: nothing), and records `done` behind them. Where it fails nothing
+/* Starts all copies on `stream` as a batch of the driver's, behind `after` (NULL: nothing), and records `done` behind them. Where it fails nothing
  * of it is in flight any more, and what the destinations hold is not known. */
 CUresult kvfs_copies_start(const struct kvfs_cuda *d, CUcontext context, const struct kvfs_copies *copies,
                            CUstream stream, CUevent after, CUevent done);
+
+/* A launch's list of pieces lies in registered memory, which is its own until `read` is reached. */
+enum {
+    KVFS_COPIER_TURNS = 16,
+    KVFS_COPIER_PIECES = 1 << 14,
+    KVFS_COPIER_BYTES = KVFS_COPIER_PIECES * sizeof(struct kvfs_copy)
+};
+
+struct kvfs_copier {
+    CUfunction kernel; /* kvfs_copy of kernels/copy.cu */
+    struct kvfs_copier_turn {
+        struct kvfs_copy *pieces; /* KVFS_COPIER_BYTES */
+        CUdeviceptr device;
+        CUevent read;
+    } turns[KVFS_COPIER_TURNS];
+    size_t next;
+};
+
+/* As kvfs_copies_start, by the kernel with `blocks` thread blocks. Waits for the kernel of KVFS_COPIER_TURNS launches
+ * before. A copier belongs to one thread at a time. */
+CUresult kvfs_copier_start(const struct kvfs_cuda *d, CUcontext context, struct kvfs_copier *copier,
+                           const struct kvfs_copies *copies, unsigned int blocks, CUstream stream, CUevent after,
+                           CUevent done);
 
 #endif

@@ -141,7 +141,8 @@ CUresult
     (void)flags;
     LOCKED(cuMemExportToShareableHandle, {
         struct memory *m = held(handle);
-        if (!m || type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+        /* What was imported is not exported again: as driver 580 says on an H100. */
+        if (!m || !m->charged || type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
             rc = CUDA_ERROR_INVALID_VALUE;
         else if ((*(int *)out = dup(m->fd)) < 0)
             rc = CUDA_ERROR_OUT_OF_MEMORY;

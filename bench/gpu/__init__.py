@@ -1,0 +1,1 @@
+"""Measurements on a GPU: `python -m bench.gpu.copies`, `python -m bench.gpu.facts`."""
