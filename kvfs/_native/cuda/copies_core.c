@@ -121,11 +121,11 @@ static CUresult start(const struct kvfs_cuda *d, const struct kvfs_copies *c, CU
 
 /* A walk over copies in parts. */
 struct walk {
-    size_t copy, at_once; /* pieces of the next launch */
+    size_t copy;
     uint64_t offset, part_bytes;
 };
 
-enum { THREADS = 512, WARP = 32, STEP_BYTES = 4 << 10, MOST_BYTES = 64 << 10, ENOUGH = 1024, FIRST = 1024 };
+enum { THREADS = 512, WARP = 32, STEP_BYTES = 4 << 10, MOST_BYTES = 64 << 10, ENOUGH = 1024 };
 
 /* Bytes that a warp is given at once: whole steps of the kernel, so few that every warp has some or ENOUGH warps have. */
 static uint64_t part_bytes(const struct kvfs_copies *c, unsigned int blocks)
@@ -141,7 +141,7 @@ static uint64_t part_bytes(const struct kvfs_copies *c, unsigned int blocks)
 static size_t fill(struct kvfs_copy *pieces, const struct kvfs_copies *c, struct walk *at)
 {
     size_t count = 0;
-    for (; at->copy < c->count && count < at->at_once; count++) {
+    for (; at->copy < c->count && count < KVFS_COPIER_PIECES; count++) {
         uint64_t left = c->bytes[at->copy] - at->offset;
         uint64_t part = left < at->part_bytes ? left : at->part_bytes;
         pieces[count] = (struct kvfs_copy){c->to[at->copy] + at->offset, c->from[at->copy] + at->offset, part};
@@ -167,16 +167,14 @@ static CUresult launch(const struct kvfs_cuda *d, struct kvfs_copier *copier, co
     return rc ? rc : d->cuEventRecord(turn->read, stream);
 }
 
-/* The first launch is small: the device copies while the list of the next is written, 5 ns a piece. */
+/* As few launches as there can be: beside a model each waits for its turn on the device (half the rate with three). */
 static CUresult launch_all(const struct kvfs_cuda *d, struct kvfs_copier *copier, const struct kvfs_copies *copies,
                            unsigned int blocks, CUstream stream)
 {
-    struct walk at = {.at_once = FIRST, .part_bytes = part_bytes(copies, blocks)};
+    struct walk at = {.part_bytes = part_bytes(copies, blocks)};
     CUresult rc = CUDA_SUCCESS;
-    while (at.copy < copies->count && !rc) {
+    while (at.copy < copies->count && !rc)
         rc = launch(d, copier, copies, &at, blocks, stream);
-        at.at_once = at.at_once * 4 < KVFS_COPIER_PIECES ? at.at_once * 4 : KVFS_COPIER_PIECES;
-    }
     return rc;
 }
 
