@@ -24,6 +24,7 @@ import torch
 
 from kvfs._native.blocks.pieces import Scatter
 from kvfs.connectors.common import architecture_of, config_digest, model_revision
+from kvfs.connectors.device.loads import DevicePlaces
 from kvfs.errors import InvalidRequest
 from kvfs.namespaces import Namespace
 
@@ -132,6 +133,17 @@ class KVLayout:
         blocks = torch.tensor(block_ids, dtype=torch.int64) * first.block_stride_bytes
         offsets = blocks[:, None] + torch.tensor(first.run_offsets, dtype=torch.int64)
         return Scatter([place.memory for place in layers], offsets.numpy(), first.run_bytes)
+
+    def device_places(self, block_ids: Sequence[int]) -> DevicePlaces:
+        """Return the places of blocks in memory on a device."""
+        first = self.layers[0]
+        layers = torch.tensor([place.memory.data_ptr() for place in self.layers], dtype=torch.int64)
+        blocks = torch.tensor(block_ids, dtype=torch.int64) * first.block_stride_bytes
+        runs = torch.tensor(first.run_offsets, dtype=torch.int64)
+        addresses = blocks[:, None, None] + layers[:, None] + runs
+        storages = [place.memory.untyped_storage() for place in self.layers]
+        regions = sorted({(storage.data_ptr(), storage.nbytes()) for storage in storages})
+        return DevicePlaces(addresses.reshape(len(block_ids), -1), first.run_bytes, regions)
 
     def gather(self, block_ids: Sequence[int]) -> torch.Tensor:
         """Copy blocks of a cache on a device to the CPU: uint8, [blocks, block_bytes]."""

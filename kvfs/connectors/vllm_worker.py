@@ -28,10 +28,12 @@ from dataclasses import dataclass
 
 import torch
 
+from kvfs.client.blocks import Blocks
 from kvfs.client.layers import Loading
 from kvfs.connectors.adapters import LoadedAdapters
 from kvfs.connectors.common import Link, chain_parents
-from kvfs.connectors.vllm_layout import Shard
+from kvfs.connectors.device.loads import DeviceLoads
+from kvfs.connectors.vllm_layout import KVLayout, Shard
 from kvfs.connectors.vllm_scheduler import BlockRun, Plan, Rank, split_keys
 from kvfs.connectors.vllm_stores import Part, Stores
 from kvfs.connectors.vllm_weights import Watch
@@ -68,11 +70,13 @@ class Transfers:
         is_async: bool,
         watch: Watch,
         adapters: LoadedAdapters,
+        device_loads: DeviceLoads | None = None,
     ) -> None:
-        """Take what compares weights and adapters with those of the plans. `is_async`: loads are between steps, as
-        they must be with several shards."""
+        """Take what compares weights and adapters with those of the plans, and what loads onto the caches' device.
+        `is_async`: loads are between steps, as they must be with several shards."""
         assert is_async or len(shards) == 1
         self._link, self._shards, self._is_async = link, dict(shards), is_async
+        self._device_loads = device_loads
         self._is_on_cpu = all(shard.layout.is_on_cpu for shard in shards.values())
         self._watch, self.adapters = watch, adapters
         self._epoch = 0
@@ -100,6 +104,8 @@ class Transfers:
             link.open(shard.namespace)
 
     def close(self) -> None:
+        if self._device_loads is not None:
+            self._device_loads.close()
         self.stores.close()
 
     # --- weights ------------------------------------------------------------------------------------------
@@ -147,13 +153,10 @@ class Transfers:
             self._finish(run, [-1] * len(run.block_ids))
             return
         staging = None
-        if shard.layout.is_on_cpu:
-            places = shard.layout.places(run.block_ids)
-        else:
+        if not shard.layout.is_on_cpu and self._device_loads is None:
             staging = torch.empty((len(run.block_ids), shard.layout.block_bytes), dtype=torch.uint8)
-            places = list(staging)  # type: ignore[assignment]
         try:
-            sizes = blocks.get_into_async(run.keys[rank], places, timeout_s=CONNECTOR_TIMEOUT_S)
+            sizes = self._read(blocks, run.keys[rank], shard.layout, run.block_ids, staging)
         except KvfsError as error:
             log.warning("a load did not begin: %s", error)
             self._finish(run, [-1] * len(run.block_ids))
@@ -161,6 +164,26 @@ class Transfers:
         self._loads.append(_Load(run, sizes, self._epoch, staging))
         if run.adapter is not None:
             self.adapters.loading(run.request_id, run.adapter, run.block_ids)
+
+    def _read(
+        self,
+        blocks: Blocks,
+        keys: bytes,
+        layout: KVLayout,
+        block_ids: Sequence[int],
+        staging: torch.Tensor | None,
+    ) -> Future[list[int]]:
+        """Read blocks into the cache, or on their way there into `staging`."""
+        if staging is not None:
+            return blocks.get_into_async(keys, list(staging), timeout_s=CONNECTOR_TIMEOUT_S)
+        if layout.is_on_cpu or self._device_loads is None:
+            return blocks.get_into_async(keys, layout.places(block_ids), timeout_s=CONNECTOR_TIMEOUT_S)
+        return self._device_loads.submit(
+            lambda some, places, left_s: blocks.get_into(some, places, timeout_s=left_s),
+            keys,
+            layout.device_places(block_ids),
+            timeout_s=CONNECTOR_TIMEOUT_S,
+        )
 
     def _begin_layers(self, run: BlockRun) -> Loading | None:
         rank, shard = self._shard_of(run)

@@ -198,6 +198,10 @@ CONNECTOR_WINDOWS: Final = 16
 computed from less than that many windows on, for a sixteenth of the bytes."""
 CONNECTOR_LOADS: Final = 256
 """Loads of requests that wait or run in one engine worker; further ones are misses."""
+CONNECTOR_STAGING_BYTES: Final = 32 * MIB
+"""Blocks of a load that are in registered memory at once, on their way to a device: one buffer's."""
+CONNECTOR_STAGING_BUFFERS: Final = 4
+"""Buffers of an engine worker: two loads that fill one while another is copied."""
 CONNECTOR_THREADS: Final = 4
 """Threads of a connector that copies for an engine that has none of its own."""
 CONNECTOR_LOCKS: Final = 4_096

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import logging
 import os
@@ -292,6 +293,13 @@ def test_a_blocks_bytes_are_found_in_any_order_of_memory(order: tuple[int, ...])
     gathered = source_layout.gather([3, 0])
     assert gathered.shape == (2, source_layout.block_bytes)
     assert source_layout.block_bytes == 3 * BLOCK_HEADS * BLOCK_TOKENS * ELEMENTS * 4
+    places = source_layout.device_places([3, 0])
+    assert places.block_bytes == source_layout.block_bytes
+    for row, addresses in zip(gathered, places.addresses.tolist(), strict=True):
+        pieces = [ctypes.string_at(address, places.piece_bytes) for address in addresses]
+        assert b"".join(pieces) == row.numpy().tobytes()
+        for address in addresses:
+            assert any(at <= address <= at + size - places.piece_bytes for at, size in places.regions)
     source_layout.scatter([1, 4], gathered)
     for name, tensor in source.items():
         assert torch.equal(tensor[1], copy[name][3])

@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import wait
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvfs import Namespace, prefix_hashes
+from kvfs._native.cuda.driver import Context, open_driver
 from kvfs.connectors.common import Link
 from kvfs.errors import DeadlinePassed, QuotaExceeded
+from tests.support.cuda_standin import build_standin
 from tests.support.door import need_mount
 from tests.support.service import Service
 from tests.support.stores import NAMESPACE
@@ -77,7 +80,9 @@ class Worker:
         watch = watch or watch_of(weights())
         adapters = adapters or LoadedAdapters(None, Told(), str)
         shards: dict[tuple[int, ...], Shard] = {RANK: Shard(namespace, layout)}
-        self.transfers = Transfers(link, shards, is_async=is_async, watch=watch, adapters=adapters)
+        self.transfers = Transfers(
+            link, shards, is_async=is_async, watch=watch, adapters=adapters, device_loads=loads_of(layout)
+        )
 
     def store(self, *runs: Any, by_layer: bool = True, epoch: int = 0) -> None:
         step = plan(stores=list(runs), epoch=epoch)
@@ -108,14 +113,38 @@ class Worker:
         return finished, self.transfers.take_failed_blocks()
 
 
-@pytest.fixture(params=["in place", "staged"])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A cache in CPU memory, and one that has to be copied there first."""
+STANDIN: list[Context] = []
+"""The context of the stand-in for a device, while a test has its caches there."""
+
+
+def loads_of(layout: Any) -> Any:
+    """What loads onto the stand-in; None where caches are in CPU memory, or copied by PyTorch."""
+    from kvfs.connectors.device.loads import DeviceLoads
+
+    if not STANDIN:
+        return None
+    stream = STANDIN[0].stream()
+    return DeviceLoads(STANDIN[0], layout.block_bytes, lambda: stream.handle)
+
+
+@pytest.fixture(scope="module")
+def standin_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_standin(tmp_path_factory.mktemp("standin"))
+
+
+@pytest.fixture(params=["in place", "staged", "by the stand-in"])
+def device(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, standin_path: Path
+) -> Iterator[str]:
+    """A cache in CPU memory, and two that are on a device: copied by PyTorch, and by the driver's copies."""
     from kvfs.connectors.vllm_layout import KVLayout
 
-    if request.param == "staged":
+    if request.param != "in place":
         monkeypatch.setattr(KVLayout, "is_on_cpu", property(lambda _: False))
-    return str(request.param)
+    if request.param == "by the stand-in":
+        STANDIN.append(open_driver(str(standin_path)).devices()[0].retain_context())
+    yield str(request.param)
+    STANDIN.clear()
 
 
 def namespace_of(name: str) -> Namespace:
@@ -190,7 +219,14 @@ def test_a_request_of_several_groups_ends_with_its_last_load_and_fails_with_any(
         }
         link = Link(str(service.mount), name="test", timeout_s=60)
         adapters = LoadedAdapters(None, Told(), str)
-        return Transfers(link, shards, is_async=True, watch=watch_of(weights()), adapters=adapters)
+        return Transfers(
+            link,
+            shards,
+            is_async=True,
+            watch=watch_of(weights()),
+            adapters=adapters,
+            device_loads=loads_of(shards[0, 0, 0].layout),
+        )
 
     def run(group: int, block_ids: list[int], name: str = "r", count: int = 3) -> BlockRun:
         return BlockRun(name, block_ids, {(0, 0, group): keys[group][: 16 * count]}, {(0, 0, group): None})

@@ -42,6 +42,7 @@ cdef extern from "cuda/driver_core.h" nogil:
 
     enum:
         CUDA_SUCCESS
+        CU_STREAM_LEGACY
         CUDA_ERROR_NOT_READY
         CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
@@ -142,6 +143,7 @@ cdef class Registration:
 cdef class Stream:
     cdef Context _context
     cdef CUstream _stream
+    cdef bint _borrowed
     cdef CUstream get(self) except NULL
     cdef CUresult _end(self)
 

@@ -112,6 +112,9 @@ class Context:
         """Return the device's memory: (free, total)."""
 
     def stream(self) -> Stream: ...
+    def borrow_stream(self, handle: int) -> Stream:
+        """Take the driver's handle of a stream that is somebody else's, who outlives its use; 0: the default stream."""
+
     def event(self) -> Event: ...
     def register(self, address: int, size_bytes: int, *, read_only: bool = False) -> Registration:
         """Pin memory of this process for the device's copies; the pages must stay. Raises Unsupported."""
@@ -156,6 +159,10 @@ class Registration:
 @final
 class Stream:
     """Run copies and kernels one after the other, beside other streams."""
+
+    @property
+    def handle(self) -> int:
+        """Return the driver's handle."""
 
     def copy(self, destination: int, source: int, size_bytes: int) -> None:
         """Start a copy, in whichever direction the addresses say."""

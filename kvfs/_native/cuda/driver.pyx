@@ -255,6 +255,14 @@ cdef class Context:
         self._driver.check(rc, "cuStreamCreate")
         return stream
 
+    def borrow_stream(self, uintptr_t handle):
+        cdef Stream stream = Stream.__new__(Stream)
+        self.get()
+        stream._context = self
+        stream._stream = <CUstream><void *>(handle or <uintptr_t>CU_STREAM_LEGACY)
+        stream._borrowed = True
+        return stream
+
     def event(self):
         cdef Event event = Event.__new__(Event)
         cdef CUcontext context = self.get()
@@ -390,7 +398,7 @@ cdef class Stream:
         raise TypeError("a Stream comes from Context.stream()")
 
     def __dealloc__(self):
-        if self._stream and self._context._context:
+        if self._stream and not self._borrowed and self._context._context:
             self._end()
 
     cdef CUresult _end(self):
@@ -408,6 +416,10 @@ cdef class Stream:
         if not self._stream:
             raise InvalidRequest("the stream was destroyed")
         return self._stream
+
+    @property
+    def handle(self):
+        return <uintptr_t>self.get()
 
     def copy(self, CUdeviceptr destination, CUdeviceptr source, size_t size_bytes):
         cdef CUstream stream = self.get()
@@ -443,6 +455,8 @@ cdef class Stream:
         self._context._driver.check(rc, "cuStreamSynchronize")
 
     def destroy(self):
+        if self._borrowed:
+            self._stream = NULL
         if self._stream:
             self._context.get()
             self._context._driver.check(self._end(), "cuStreamDestroy")

@@ -1,0 +1,135 @@
+"""Blocks of a store into a paged cache on a GPU: python -m bench.gpu.loads ADDRESS [--blocks N]
+
+Responsibility: loads as the vLLM connector does them, beside PyTorch's copies through pageable memory, the read into
+memory of the CPU alone, and one copy of the same bytes from pinned memory. ADDRESS is a service's; blocks are 2 MiB, in
+the shape of Llama 3.1 8B's: 32 layers of 64 KiB, each in a tensor of its own.
+
+All ways take turns, the first one last in every other round; a figure is the median of the rounds, each until the
+bytes are there. What was loaded is compared, byte by byte, in the first round.
+
+Concurrency: one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+
+import torch
+
+import kvfs
+from kvfs import Namespace, prefix_hashes
+from kvfs.client.blocks import Blocks
+from kvfs.connectors.device.loads import loads_onto
+from kvfs.connectors.vllm_layout import KVLayout
+from kvfs.errors import DeviceMissing
+from kvfs.limits import MIB
+
+LAYERS, TOKENS, HEADS, ELEMENTS = 32, 16, 8, 128
+BLOCK_BYTES = 2 * MIB
+CACHE_BLOCKS = 1024
+ROUNDS = 7
+NAMESPACE = Namespace.of_one_device(
+    model="llama", revision="bench", dtype="bfloat16", layout="LHTKD", block_tokens=TOKENS
+)
+Way = Callable[[], object]
+
+
+class Loads:
+    """The blocks, the cache, and the ways from one to the other."""
+
+    def __init__(self, blocks: Blocks, count: int) -> None:
+        self._blocks = blocks
+        whole = torch.zeros(
+            LAYERS, CACHE_BLOCKS, HEADS, TOKENS, 2 * ELEMENTS, dtype=torch.bfloat16, device="cuda"
+        )
+        self._layout = KVLayout({f"layer {i}": whole[i] for i in range(LAYERS)}, CACHE_BLOCKS)
+        assert self._layout.block_bytes == BLOCK_BYTES
+        self._keys = prefix_hashes(NAMESPACE, list(range(count * TOKENS)))
+        self._ids = random.Random(1).sample(range(CACHE_BLOCKS), count)
+        torch.manual_seed(1)
+        self.content = torch.randint(0, 256, (count, BLOCK_BYTES), dtype=torch.uint8)
+        split = [self._keys[at : at + 16] for at in range(0, len(self._keys), 16)]
+        for at in range(0, count, 16):
+            blocks.put(split[at : at + 16], list(self.content[at : at + 16]))
+        self._staging = torch.empty_like(self.content)
+        self._pinned = self.content.pin_memory()
+        self._target = torch.empty_like(self.content, device="cuda")
+        made = loads_onto(self._layout.device, BLOCK_BYTES)
+        if made is None:
+            raise DeviceMissing("the CUDA driver has no device to load onto")
+        self._loads = made
+
+    def ways(self) -> dict[str, Way]:
+        return {
+            "the connector's loads": self.by_connector,
+            "PyTorch's copies": self.by_pytorch,
+            "into memory of the CPU": self.into_memory,
+            "one copy from pinned memory": self.in_one_copy,
+        }
+
+    def by_connector(self) -> None:
+        places = self._layout.device_places(self._ids)
+        sizes = self._loads.submit(
+            lambda keys, places, left_s: self._blocks.get_into(keys, places, timeout_s=left_s),
+            self._keys,
+            places,
+            timeout_s=60,
+        ).result()
+        assert min(sizes) == BLOCK_BYTES
+
+    def by_pytorch(self) -> None:
+        self.into_memory()
+        self._layout.scatter(self._ids, self._staging)
+        torch.cuda.synchronize()
+
+    def into_memory(self) -> None:
+        assert min(self._blocks.get_into(self._keys, list(self._staging), timeout_s=60)) == BLOCK_BYTES
+
+    def in_one_copy(self) -> None:
+        self._target.copy_(self._pinned, non_blocking=True)
+        torch.cuda.synchronize()
+
+    def clear(self) -> None:
+        for place in self._layout.layers:
+            place.memory.zero_()
+        torch.cuda.synchronize()
+
+    def is_there(self) -> bool:
+        return torch.equal(self._layout.gather(self._ids), self.content)
+
+
+def measure(loads: Loads) -> dict[str, float]:
+    """Return the GB/s of each way."""
+    ways = loads.ways()
+    for name in ("the connector's loads", "PyTorch's copies"):
+        loads.clear()
+        ways[name]()
+        assert loads.is_there(), name
+    seen: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(ROUNDS):
+        for name in ways if turn % 2 else reversed(ways):
+            began = perf_counter()
+            ways[name]()
+            seen[name].append(perf_counter() - began)
+    moved = loads.content.nbytes
+    return {name: moved / median(samples) / 1e9 for name, samples in seen.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu.loads", description=__doc__)
+    parser.add_argument("address", help="a mount, a data directory or a socket")
+    parser.add_argument("--blocks", type=int, default=256)
+    options = parser.parse_args()
+    with kvfs.connect(options.address) as client, client.blocks(NAMESPACE) as blocks:
+        rates = measure(Loads(blocks, options.blocks))
+    limit = list(rates.values())[-1]
+    for name, rate in rates.items():
+        print(f"{options.blocks} blocks of 2 MiB, {name:28} {rate:6.1f} GB/s  x {rate / limit:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Paged caches in the memory of a CUDA device."""

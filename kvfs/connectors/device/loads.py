@@ -1,0 +1,182 @@
+"""Loads of blocks into a paged cache on a CUDA device.
+
+Responsibility: read blocks into registered memory, part by part, and copy each part to its places on a stream of this
+object's own while the next one is read.
+
+Invariants:
+- Nothing is written to the cache before what the engine's stream was given when the load was submitted has ended; and
+  nothing any more once the load's future is done.
+- A buffer is used again after the copies from it have ended. Who waits for one holds none, or waits for its own
+  copies.
+
+Concurrency: submitted by any thread; loads run on a few threads, whose copies start one after the other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib.resources import files
+
+import torch
+
+from kvfs._native.blocks.pieces import Scatter
+from kvfs._native.cuda.copies import Copier, Plan
+from kvfs._native.cuda.driver import Context, Event, open_driver
+from kvfs.client.transport import Deadline
+from kvfs.client.workers import Workers
+from kvfs.errors import DeviceMissing, KvfsError
+from kvfs.limits import CONNECTOR_STAGING_BUFFERS, CONNECTOR_STAGING_BYTES, CONNECTOR_TIMEOUT_S
+from kvfs.protocol.messages import DIGEST_BYTES
+
+Read = Callable[[bytes, Scatter, float], list[int]]
+"""Copies the blocks of these keys to their places within so many seconds; returns the bytes of each, -1 for a miss."""
+_MISS = -1
+log = logging.getLogger("kvfs.connectors")
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlaces:
+    """Where blocks are to be on a device."""
+
+    addresses: torch.Tensor
+    """int64 [blocks, pieces of a block], in the order of a block's bytes."""
+    piece_bytes: int
+    regions: list[tuple[int, int]]
+    """Memory (address, bytes) that the cache is in."""
+
+    @property
+    def block_bytes(self) -> int:
+        return self.addresses.shape[1] * self.piece_bytes
+
+
+class _Buffer:
+    def __init__(self, context: Context, size_bytes: int) -> None:
+        self.pages = mmap.mmap(-1, size_bytes)
+        self._registration = context.register(
+            ctypes.addressof(ctypes.c_char.from_buffer(self.pages)), size_bytes
+        )
+        self.region = (self._registration.address, size_bytes)
+        self.copied = context.event()
+
+    def close(self) -> None:
+        self._registration.unregister()
+        self.copied.destroy()
+
+
+class DeviceLoads:
+    """Load blocks into the caches of one device."""
+
+    def __init__(self, context: Context, block_bytes: int, compute_stream: Callable[[], int]) -> None:
+        """Register memory for blocks of up to `block_bytes`. `compute_stream` returns the driver's handle of the stream
+        that the calling thread computes on. Raises what `kvfs.errors.from_cuda` does."""
+        self._context, self._compute_stream = context, compute_stream
+        kernel = files("kvfs._native.cuda") / "kernels" / "copy.ptx"
+        self._copier, self._stream = Copier(context, kernel.read_bytes()), context.stream()
+        self._starting = threading.Lock()
+        self._workers = Workers()
+        self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
+        self._buffer_bytes = -(-max(CONNECTOR_STAGING_BYTES, block_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._buffers = CONNECTOR_STAGING_BUFFERS
+        for _ in range(self._buffers):
+            self._free.put(_Buffer(context, self._buffer_bytes))
+
+    def close(self) -> None:
+        """Begin no load any more, and give the memory back once those under way have ended, or wait no longer."""
+        self._workers.close()
+        deadline = Deadline.after(CONNECTOR_TIMEOUT_S)
+        with suppress(queue.Empty, KvfsError):  # a lost context has given all back
+            for _ in range(self._buffers):
+                self._free.get(timeout=max(deadline.left_s, 0)).close()
+            self._copier.close()
+            self._stream.destroy()
+
+    def submit(self, read: Read, keys: bytes, places: DevicePlaces, *, timeout_s: float) -> Future[list[int]]:
+        """Load blocks; the result is what `read` returned, once all of it is at its places. Raises LimitExceeded."""
+        before = self._context.event()
+        before.record(self._context.borrow_stream(self._compute_stream()))
+        deadline = Deadline.after(timeout_s)
+        return self._workers.submit(partial(self._load, read, keys, places, before, deadline))
+
+    def _load(
+        self, read: Read, keys: bytes, places: DevicePlaces, before: Event, deadline: Deadline
+    ) -> list[int]:
+        sizes: list[int] = []
+        used: deque[_Buffer] = deque()
+        count, at_once = len(places.addresses), self._buffer_bytes // places.block_bytes
+        try:
+            for first in range(0, count, at_once):
+                buffer = self._take(used, deadline)
+                if buffer is None:
+                    break
+                used.append(buffer)
+                part = DevicePlaces(
+                    places.addresses[first : first + at_once], places.piece_bytes, places.regions
+                )
+                some = keys[first * DIGEST_BYTES : (first + at_once) * DIGEST_BYTES]
+                sizes += self._read_part(read, some, part, buffer, before, deadline)
+        finally:
+            for buffer in used:
+                with suppress(KvfsError):  # a lost context copies nothing more
+                    buffer.copied.synchronize()
+                self._free.put(buffer)
+        return sizes + [_MISS] * (count - len(sizes))
+
+    def _take(self, used: deque[_Buffer], deadline: Deadline) -> _Buffer | None:
+        """Take a buffer, of those this load has used if others have the rest; None: there is none in time."""
+        with suppress(queue.Empty):
+            return self._free.get_nowait()
+        if used:
+            used[0].copied.synchronize()
+            return used.popleft()
+        with suppress(queue.Empty):
+            return self._free.get(timeout=max(deadline.left_s, 0))
+        return None
+
+    def _read_part(
+        self,
+        read: Read,
+        keys: bytes,
+        places: DevicePlaces,
+        buffer: _Buffer,
+        before: Event,
+        deadline: Deadline,
+    ) -> list[int]:
+        """Read blocks into a buffer and start their copies."""
+        starts = [row * places.block_bytes for row in range(len(places.addresses))]
+        sizes = read(keys, Scatter(buffer.pages, starts, places.block_bytes), deadline.left_s)
+        good = torch.tensor([size == places.block_bytes for size in sizes])
+        pieces = torch.arange(places.addresses.shape[1]) * places.piece_bytes
+        sources = buffer.region[0] + torch.tensor(starts)[good][:, None] + pieces
+        targets = places.addresses[good]
+        listed = torch.stack((targets, sources, torch.full_like(targets, places.piece_bytes)), dim=-1)
+        plan = Plan(listed.numpy().data, places.regions, [buffer.region])
+        with self._starting:
+            self._copier.start(plan, self._stream, buffer.copied, before)
+        return sizes
+
+
+def loads_onto(device: torch.device, block_bytes: int) -> DeviceLoads | None:
+    """Return what loads blocks of up to so many bytes onto a device; None, which the log explains, for a device that
+    PyTorch's own copies are for."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    try:
+        known = {each.uuid: each for each in open_driver().devices()}
+        if uuid not in known:
+            raise DeviceMissing(f"the CUDA driver knows no device {uuid}")
+        stream_of = partial(torch.cuda.current_stream, device)
+        return DeviceLoads(known[uuid].retain_context(), block_bytes, lambda: stream_of().cuda_stream)
+    except KvfsError as error:
+        log.warning("blocks are loaded by PyTorch's copies, which stall a step: %s", error)
+        return None
