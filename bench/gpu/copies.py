@@ -24,9 +24,10 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-from bench.gpu.memory import Area, Listed, device_area, exported_area, host_area, kernel_image
+from bench.gpu.memory import Area, Listed, device_area, exported_area, host_area
 from kvfs._native.cuda.copies import Copier, Plan
 from kvfs._native.cuda.driver import Context, Event, Module, Stream, open_driver
+from kvfs._native.cuda.images import CHECKSUM_THREADS, COPY_THREADS, kernel_image
 from kvfs.limits import KIB, MIB
 
 ROUNDS = 15
@@ -37,8 +38,6 @@ FEW_PIECES = 64
 SIZES = [4 * KIB, 8 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 256 * KIB, MIB, 2 * MIB]
 LINK_BLOCKS = [1, 2, 4, 8]
 DEVICE_BLOCKS = [132, 264]
-THREADS = 512
-HASH_THREADS = 288
 Start = Callable[[], None]
 
 
@@ -69,14 +68,14 @@ class Gpu:
         self._checksums: Module = context.load_module(kernel_image("xxh3"))
 
     def copy_by_kernel(self, pieces: Listed, blocks: int) -> None:
-        self._copies.launch("kvfs_copy", self.stream, blocks, THREADS, [pieces.address, pieces.rows])
+        self._copies.launch("kvfs_copy", self.stream, blocks, COPY_THREADS, [pieces.address, pieces.rows])
         self.done.record(self.stream)
 
     def hash(self, columns: Listed) -> None:
         """Start checksums of objects in columns: addresses, sizes, and where the checksums go."""
         count = columns.rows
         parts = [columns.address + 8 * count * column for column in range(3)]
-        self._checksums.launch("kvfs_xxh3", self.stream, count, HASH_THREADS, parts)
+        self._checksums.launch("kvfs_xxh3", self.stream, count, CHECKSUM_THREADS, parts)
         self.done.record(self.stream)
 
     def copy(self, to: int, source: int, size_bytes: int) -> None:

@@ -11,10 +11,8 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
-from kvfs._native import cuda
 from kvfs._native.cuda.driver import Context, open_driver
 
 MADV_POPULATE_WRITE = 23
@@ -88,8 +86,3 @@ class Listed:
 
     def __exit__(self, *_: object) -> None:
         self._area.close()
-
-
-def kernel_image(name: str) -> bytes:
-    """Return the PTX of one of the package's kernels."""
-    return (Path(cuda.__file__).parent / "kernels" / f"{name}.ptx").read_bytes()

@@ -129,21 +129,22 @@ class KVLayout:
     def places(self, block_ids: Sequence[int], layer: int | None = None) -> Scatter:
         """Return the places of blocks, or of one layer of them, in memory on the CPU."""
         layers = self.layers if layer is None else [self.layers[layer]]
-        first = layers[0]
-        blocks = torch.tensor(block_ids, dtype=torch.int64) * first.block_stride_bytes
-        offsets = blocks[:, None] + torch.tensor(first.run_offsets, dtype=torch.int64)
-        return Scatter([place.memory for place in layers], offsets.numpy(), first.run_bytes)
+        offsets = self._offsets(block_ids).numpy()
+        return Scatter([place.memory for place in layers], offsets, layers[0].run_bytes)
 
     def device_places(self, block_ids: Sequence[int]) -> DevicePlaces:
         """Return the places of blocks in memory on a device."""
-        first = self.layers[0]
         layers = torch.tensor([place.memory.data_ptr() for place in self.layers], dtype=torch.int64)
-        blocks = torch.tensor(block_ids, dtype=torch.int64) * first.block_stride_bytes
-        runs = torch.tensor(first.run_offsets, dtype=torch.int64)
-        addresses = blocks[:, None, None] + layers[:, None] + runs
+        addresses = layers[:, None] + self._offsets(block_ids)[:, None]
         storages = [place.memory.untyped_storage() for place in self.layers]
         regions = sorted({(storage.data_ptr(), storage.nbytes()) for storage in storages})
-        return DevicePlaces(addresses.reshape(len(block_ids), -1), first.run_bytes, regions)
+        return DevicePlaces(addresses.reshape(len(block_ids), -1), self.layers[0].run_bytes, regions)
+
+    def _offsets(self, block_ids: Sequence[int]) -> torch.Tensor:
+        """Return where each run of blocks begins in each layer: int64 [blocks, runs], bytes."""
+        first = self.layers[0]
+        blocks = torch.tensor(block_ids, dtype=torch.int64) * first.block_stride_bytes
+        return blocks[:, None] + torch.tensor(first.run_offsets, dtype=torch.int64)
 
     def gather(self, block_ids: Sequence[int]) -> torch.Tensor:
         """Copy blocks of a cache on a device to the CPU: uint8, [blocks, block_bytes]."""

@@ -152,11 +152,8 @@ class Transfers:
         if blocks is None or not self._watch.is_right or is_full:
             self._finish(run, [-1] * len(run.block_ids))
             return
-        staging = None
-        if not shard.layout.is_on_cpu and self._device_loads is None:
-            staging = torch.empty((len(run.block_ids), shard.layout.block_bytes), dtype=torch.uint8)
         try:
-            sizes = self._read(blocks, run.keys[rank], shard.layout, run.block_ids, staging)
+            sizes, staging = self._read(blocks, run.keys[rank], shard.layout, run.block_ids)
         except KvfsError as error:
             log.warning("a load did not begin: %s", error)
             self._finish(run, [-1] * len(run.block_ids))
@@ -166,24 +163,21 @@ class Transfers:
             self.adapters.loading(run.request_id, run.adapter, run.block_ids)
 
     def _read(
-        self,
-        blocks: Blocks,
-        keys: bytes,
-        layout: KVLayout,
-        block_ids: Sequence[int],
-        staging: torch.Tensor | None,
-    ) -> Future[list[int]]:
-        """Read blocks into the cache, or on their way there into `staging`."""
-        if staging is not None:
-            return blocks.get_into_async(keys, list(staging), timeout_s=CONNECTOR_TIMEOUT_S)
-        if layout.is_on_cpu or self._device_loads is None:
-            return blocks.get_into_async(keys, layout.places(block_ids), timeout_s=CONNECTOR_TIMEOUT_S)
-        return self._device_loads.submit(
+        self, blocks: Blocks, keys: bytes, layout: KVLayout, block_ids: Sequence[int]
+    ) -> tuple[Future[list[int]], torch.Tensor | None]:
+        """Read blocks into the cache, or on their way there into the memory that is returned."""
+        if layout.is_on_cpu:
+            return blocks.get_into_async(keys, layout.places(block_ids), timeout_s=CONNECTOR_TIMEOUT_S), None
+        if self._device_loads is None:
+            staging = torch.empty((len(block_ids), layout.block_bytes), dtype=torch.uint8)
+            return blocks.get_into_async(keys, list(staging), timeout_s=CONNECTOR_TIMEOUT_S), staging
+        sizes = self._device_loads.submit(
             lambda some, places, left_s: blocks.get_into(some, places, timeout_s=left_s),
             keys,
             layout.device_places(block_ids),
             timeout_s=CONNECTOR_TIMEOUT_S,
         )
+        return sizes, None
 
     def _begin_layers(self, run: BlockRun) -> Loading | None:
         rank, shard = self._shard_of(run)

@@ -6,12 +6,11 @@ import array
 import ctypes
 import mmap
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Self
 
-from kvfs._native import cuda
 from kvfs._native.cuda.copies import Copier, Plan
 from kvfs._native.cuda.driver import Allocation, Context, LegacyMemory
+from kvfs._native.cuda.images import CHECKSUM_THREADS, COPY_THREADS, kernel_image
 
 Piece = tuple[int, int, int]
 """Destination, source, bytes."""
@@ -102,14 +101,11 @@ class Kernels:
     """The package's kernels, one call at a time."""
 
     def __init__(self, context: Context) -> None:
-        images = {
-            name: (Path(cuda.__file__).parent / f"kernels/{name}.ptx").read_bytes()
-            for name in ("xxh3", "copy")
-        }
         self._context = context
         self._stream, self._done = context.stream(), context.event()
-        self._checksums, self._copies = (context.load_module(image) for image in images.values())
-        self.copier = Copier(context, images["copy"])
+        self._checksums = context.load_module(kernel_image("xxh3"))
+        self._copies = context.load_module(kernel_image("copy"))
+        self.copier = Copier(context, kernel_image("copy"))
 
     def run(self, plan: Plan, *, within_device: bool = False) -> None:
         """Copy by the copier, and wait until that is done."""
@@ -120,14 +116,16 @@ class Kernels:
         """Return the XXH3-64 of objects (address, bytes) of more than 240 bytes."""
         columns = [[address for address, _ in objects], [size for _, size in objects], [0] * len(objects)]
         with Columns(self._context, columns) as held:
-            self._checksums.launch("kvfs_xxh3", self._stream, len(objects), 288, held.addresses)
+            self._checksums.launch("kvfs_xxh3", self._stream, len(objects), CHECKSUM_THREADS, held.addresses)
             self._stream.synchronize()
             return held.column(2)
 
     def copy(self, pieces: Sequence[Piece], grid: int = 8) -> None:
         """Copy pieces, and wait until that is done."""
         with Columns(self._context, pieces) as held:
-            self._copies.launch("kvfs_copy", self._stream, grid, 512, [held.addresses[0], len(pieces)])
+            self._copies.launch(
+                "kvfs_copy", self._stream, grid, COPY_THREADS, [held.addresses[0], len(pieces)]
+            )
             self._stream.synchronize()
 
 

@@ -61,6 +61,7 @@ cdef extern from "cuda/copies_core.h" nogil:
 
     int kvfs_regions_sort(kvfs_regions regions)
     int kvfs_copies_plan(kvfs_copy *copies, size_t *count, kvfs_regions to, kvfs_regions source, size_t *bad)
+    uint64_t kvfs_copies_bytes(const kvfs_copies *copies)
     CUresult kvfs_copies_start(const kvfs_cuda *d, CUcontext context, const kvfs_copies *copies, CUstream stream,
                                CUevent after, CUevent done)
     CUresult kvfs_copier_start(const kvfs_cuda *d, CUcontext context, kvfs_copier *copier, const kvfs_copies *copies,
@@ -122,17 +123,16 @@ cdef class Plan:
         return 0
 
     cdef bint _is_engines(self, bint within_device) noexcept:
-        cdef size_t i, total = 0
-        for i in range(self._copies.count):
-            total += self._copies.bytes[i]
-        return self._copies.count <= 1 or (not within_device and total >= self._copies.count * <size_t>ENGINE_BYTES)
+        if self._copies.count <= 1:
+            return True
+        return not within_device and kvfs_copies_bytes(&self._copies) >= self._copies.count * <uint64_t>ENGINE_BYTES
 
     def __len__(self):
         return self._copies.count
 
     @property
     def total_bytes(self):
-        return sum(self._copies.bytes[i] for i in range(self._copies.count))
+        return kvfs_copies_bytes(&self._copies)
 
     def copies(self):
         return [

@@ -107,6 +107,14 @@ int kvfs_copies_plan(struct kvfs_copy *copies, size_t *count, struct kvfs_region
     return 0;
 }
 
+uint64_t kvfs_copies_bytes(const struct kvfs_copies *copies)
+{
+    uint64_t total = 0;
+    for (size_t i = 0; i < copies->count; i++)
+        total += copies->bytes[i];
+    return total;
+}
+
 static CUresult start(const struct kvfs_cuda *d, const struct kvfs_copies *c, CUstream stream)
 {
     CUmemcpyAttributes attributes = {.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM};
@@ -130,10 +138,8 @@ enum { THREADS = 512, WARP = 32, STEP_BYTES = 4 << 10, MOST_BYTES = 64 << 10, EN
 /* Bytes that a warp is given at once: whole steps of the kernel, so few that every warp has some or ENOUGH warps have. */
 static uint64_t part_bytes(const struct kvfs_copies *c, unsigned int blocks)
 {
-    uint64_t total = 0, warps = (uint64_t)blocks * (THREADS / WARP);
-    for (size_t i = 0; i < c->count; i++)
-        total += c->bytes[i];
-    uint64_t even = total / (warps < ENOUGH ? warps : ENOUGH) / STEP_BYTES * STEP_BYTES;
+    uint64_t warps = (uint64_t)blocks * (THREADS / WARP);
+    uint64_t even = kvfs_copies_bytes(c) / (warps < ENOUGH ? warps : ENOUGH) / STEP_BYTES * STEP_BYTES;
     return even < STEP_BYTES ? STEP_BYTES : even < MOST_BYTES ? even : MOST_BYTES;
 }
 
@@ -178,34 +184,44 @@ static CUresult launch_all(const struct kvfs_cuda *d, struct kvfs_copier *copier
     return rc;
 }
 
-/* Runs `start` between two events, in the context. */
-#define BETWEEN(start)                                    \
-    do {                                                  \
-        CUcontext before_;                                \
-        CUresult rc_ = d->cuCtxPushCurrent(context);      \
-        if (rc_)                                          \
-            return rc_;                                   \
-        if (after)                                        \
-            rc_ = d->cuStreamWaitEvent(stream, after, 0); \
-        if (!rc_)                                         \
-            rc_ = (start);                                \
-        if (!rc_)                                         \
-            rc_ = d->cuEventRecord(done, stream);         \
-        if (rc_)                                          \
-            (void)d->cuStreamSynchronize(stream);         \
-        (void)d->cuCtxPopCurrent(&before_);               \
-        return rc_;                                       \
-    } while (0)
+static CUresult begin(const struct kvfs_cuda *d, CUstream stream, CUevent after)
+{
+    return after ? d->cuStreamWaitEvent(stream, after, 0) : CUDA_SUCCESS;
+}
+
+/* Where starting failed with `rc`, what was started ends. */
+static CUresult end(const struct kvfs_cuda *d, CUresult rc, CUstream stream, CUevent done)
+{
+    if (!rc)
+        rc = d->cuEventRecord(done, stream);
+    if (rc)
+        (void)d->cuStreamSynchronize(stream);
+    return rc;
+}
+
+static CUresult start_batch(const struct kvfs_cuda *d, const struct kvfs_copies *copies, CUstream stream, CUevent after,
+                            CUevent done)
+{
+    CUresult rc = begin(d, stream, after);
+    return end(d, rc ? rc : start(d, copies, stream), stream, done);
+}
+
+static CUresult start_kernel(const struct kvfs_cuda *d, struct kvfs_copier *copier, const struct kvfs_copies *copies,
+                             unsigned int blocks, CUstream stream, CUevent after, CUevent done)
+{
+    CUresult rc = begin(d, stream, after);
+    return end(d, rc ? rc : launch_all(d, copier, copies, blocks, stream), stream, done);
+}
 
 CUresult kvfs_copies_start(const struct kvfs_cuda *d, CUcontext context, const struct kvfs_copies *copies,
                            CUstream stream, CUevent after, CUevent done)
 {
-    BETWEEN(start(d, copies, stream));
+    IN_CONTEXT(start_batch(d, copies, stream, after, done));
 }
 
 CUresult kvfs_copier_start(const struct kvfs_cuda *d, CUcontext context, struct kvfs_copier *copier,
                            const struct kvfs_copies *copies, unsigned int blocks, CUstream stream, CUevent after,
                            CUevent done)
 {
-    BETWEEN(launch_all(d, copier, copies, blocks, stream));
+    IN_CONTEXT(start_kernel(d, copier, copies, blocks, stream, after, done));
 }

@@ -32,8 +32,10 @@ struct kvfs_copies {
     size_t *bytes, count;
 };
 
-/* Starts all copies on `stream` as a batch of the driver's, behind `after` (NULL: nothing), and records `done` behind them. Where it fails nothing
- * of it is in flight any more, and what the destinations hold is not known. */
+uint64_t kvfs_copies_bytes(const struct kvfs_copies *copies);
+
+/* Starts all copies on `stream` as a batch of the driver's, behind `after` (NULL: nothing), and records `done` behind
+ * them. Where it fails nothing of it is in flight any more, and what the destinations hold is not known. */
 CUresult kvfs_copies_start(const struct kvfs_cuda *d, CUcontext context, const struct kvfs_copies *copies,
                            CUstream stream, CUevent after, CUevent done);
 

@@ -103,17 +103,6 @@ CUresult kvfs_cuda_unmap(const struct kvfs_cuda *d, CUdeviceptr address, size_t 
     return rc ? rc : d->cuMemAddressFree(address, bytes);
 }
 
-#define IN_CONTEXT(call)                             \
-    do {                                             \
-        CUcontext before_;                           \
-        CUresult rc_ = d->cuCtxPushCurrent(context); \
-        if (rc_)                                     \
-            return rc_;                              \
-        rc_ = (call);                                \
-        (void)d->cuCtxPopCurrent(&before_);          \
-        return rc_;                                  \
-    } while (0)
-
 CUresult kvfs_cuda_memory(const struct kvfs_cuda *d, CUcontext context, size_t *available, size_t *total)
 {
     IN_CONTEXT(d->cuMemGetInfo(available, total));

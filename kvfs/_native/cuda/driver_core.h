@@ -61,4 +61,16 @@ CUresult kvfs_cuda_module_function(const struct kvfs_cuda *d, CUcontext context,
 CUresult kvfs_cuda_launch(const struct kvfs_cuda *d, CUcontext context, CUfunction function, CUstream stream,
                           const struct kvfs_cuda_grid *launch);
 
+/* Returns what `call` of the driver `d` gives in the `context`, with the thread's own put back. */
+#define IN_CONTEXT(call)                             \
+    do {                                             \
+        CUcontext before_;                           \
+        CUresult rc_ = d->cuCtxPushCurrent(context); \
+        if (rc_)                                     \
+            return rc_;                              \
+        rc_ = (call);                                \
+        (void)d->cuCtxPopCurrent(&before_);          \
+        return rc_;                                  \
+    } while (0)
+
 #endif

@@ -25,13 +25,13 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.resources import files
 
 import torch
 
 from kvfs._native.blocks.pieces import Scatter
 from kvfs._native.cuda.copies import Copier, Plan
 from kvfs._native.cuda.driver import Context, Event, open_driver
+from kvfs._native.cuda.images import kernel_image
 from kvfs.client.transport import Deadline
 from kvfs.client.workers import Workers
 from kvfs.errors import DeviceMissing, KvfsError
@@ -80,8 +80,7 @@ class DeviceLoads:
         """Register memory for blocks of up to `block_bytes`. `compute_stream` returns the driver's handle of the stream
         that the calling thread computes on. Raises what `kvfs.errors.from_cuda` does."""
         self._context, self._compute_stream = context, compute_stream
-        kernel = files("kvfs._native.cuda") / "kernels" / "copy.ptx"
-        self._copier, self._stream = Copier(context, kernel.read_bytes()), context.stream()
+        self._copier, self._stream = Copier(context, kernel_image("copy")), context.stream()
         self._starting = threading.Lock()
         self._workers = Workers()
         self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
@@ -96,7 +95,7 @@ class DeviceLoads:
         deadline = Deadline.after(CONNECTOR_TIMEOUT_S)
         with suppress(queue.Empty, KvfsError):  # a lost context has given all back
             for _ in range(self._buffers):
-                self._free.get(timeout=max(deadline.left_s, 0)).close()
+                self._free.get(timeout=deadline.left_s).close()
             self._copier.close()
             self._stream.destroy()
 
@@ -139,7 +138,7 @@ class DeviceLoads:
             used[0].copied.synchronize()
             return used.popleft()
         with suppress(queue.Empty):
-            return self._free.get(timeout=max(deadline.left_s, 0))
+            return self._free.get(timeout=deadline.left_s)
         return None
 
     def _read_part(
