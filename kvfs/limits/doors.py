@@ -280,4 +280,7 @@ DIRECTORY_TIMES_AT_ONCE: Final = 256
 MAX_STALE_RETRIES: Final = 256
 """Threads that are about to look a name up again: each is in an open(2) that lost a race."""
 STALE_RETRY_S: Final = 5.0
-"""How long the result of such a look-up is kept for its thread, which returns at once unless stopped or killed."""
+"""How long the result of such a look-up is kept for its thread, which returns at once unless it is stopped, killed, or
+gets no processor."""
+STALE_RETRY_MOST_S: Final = 60.0
+"""How long it is kept for one that gets none: on busy processors, threads of the idle class were seen to wait 5 s."""

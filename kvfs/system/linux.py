@@ -102,3 +102,12 @@ def raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def is_going(thread: int) -> bool:
+    """Return whether a thread of any process is there, and neither stopped nor ended."""
+    try:
+        state = Path(f"/proc/{thread}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "TtZX"

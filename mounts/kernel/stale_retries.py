@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import trio
 
 from kvfs import limits
+from kvfs.system.linux import is_going
 from mounts.kernel.backing import Backings
 from mounts.kernel.nodes import Node
 from tiers.nvme.large_objects import LargeReader
@@ -102,6 +103,10 @@ class StaleRetries:
             retry.end()
 
     async def _expire(self, thread: int, retry: StaleRetry) -> None:
-        await trio.sleep(limits.STALE_RETRY_S)
-        if self._by_thread.get(thread) is retry:
-            self.end(thread)
+        deadline = trio.current_time() + limits.STALE_RETRY_MOST_S
+        while self._by_thread.get(thread) is retry:
+            await trio.sleep(limits.STALE_RETRY_S)
+            if trio.current_time() < deadline and is_going(thread):
+                continue
+            if self._by_thread.get(thread) is retry:
+                self.end(thread)
