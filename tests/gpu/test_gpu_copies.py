@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from typing import Literal
@@ -149,8 +150,6 @@ def test_a_plan_starts_behind_an_event_of_another_stream(
 
 
 def test_files_of_memory_are_registered_and_copied(context: Context, on_device: MakeDevice) -> None:
-    import os
-
     fd = os.memfd_create("slots")
     os.ftruncate(fd, SIZE)
     os.pwrite(fd, data := random.Random(2).randbytes(SIZE), 0)
