@@ -190,7 +190,8 @@ class Fleet:
         assert (await self.call(engine.port, "POST", "/fault", faults)).status == 200
 
     async def ask(self, prompt: list[int], conductor: int = 0) -> None:
-        """Route a prompt, send it, and report; without a Conductor by turns. Every failure is counted."""
+        """Route a prompt, send it, and report; without a Conductor, or an engine that it finds up, by turns. Every
+        failure is counted."""
         port, tried = self.ports[conductor], list[str]()
         keys = keys_of(prompt)
         self._requests += 1
@@ -207,12 +208,14 @@ class Fleet:
                     engine = next(each for each in self.engines if each.name == found.json["decode"])
                     cached = found.json.get("cached_tokens", 0) // BLOCK_TOKENS
                     self.counts["routed"] += 1
+                else:  # where others have the processors, all engines may answer late
+                    self.counts["nobody up"] += 1
             except (OSError, trio.TooSlowError, ConnectionError):
+                self.counts["unanswered"] += 1
                 for each in self.engines:  # it may have been chosen, and the answer lost
                     each.tell(keys, number)
             del self._routing[number]
             if engine is None:
-                self.counts["by turns"] += 1
                 self._fallback += 1
                 engine = self.engines[self._fallback % len(self.engines)]
             engine.tell(keys, number)
