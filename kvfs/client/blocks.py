@@ -284,7 +284,8 @@ class Blocks:
         timeout_s: float | None = None,
     ) -> Future[list[bool]]:
         """Put in a thread; the caller keeps the buffers unchanged until the future is done."""
-        return self._workers.submit(lambda: self.put(keys, buffers, parents, timeout_s=timeout_s))
+        deadline = self._deadline(timeout_s)
+        return self._workers.submit(lambda: self.put(keys, buffers, parents, timeout_s=deadline.left_s))
 
     def reserve(
         self,

@@ -123,7 +123,8 @@ class Contents:
         """Read all modules of a model. Raises InvalidRequest that names the module."""
         self.tensors: list[Named] = []
         self.description: list[str] = []
-        self._seen: set[int] = set()
+        self._seen: dict[int, tuple[str, object]] = {}
+        """By id: where each was met first, and itself, so that nothing else takes its id meanwhile."""
         self._module("", model)
 
     def digest(self) -> bytes:
@@ -131,18 +132,24 @@ class Contents:
         digest.update("\0".join(self.description).encode("utf-8", "surrogateescape"))
         return digest.digest()
 
+    def _is_known(self, where: str, value: object) -> bool:
+        """Note where a value was met; one that was met before counts as that one, by where it was first."""
+        if (known := self._seen.get(id(value))) is not None:
+            self.description.append(f"{where} is {known[0]}")
+            return True
+        self._seen[id(value)] = where, value
+        return False
+
     def _module(self, where: str, module: torch.nn.Module) -> None:
-        for name, each in module.named_modules(memo=None, prefix=where):
-            if id(each) in self._seen:
-                continue
-            self._seen.add(id(each))
-            self.description.append(f"{name}: {_kind(each)}")
-            for kept in (each._parameters, each._buffers):
-                for key, tensor in kept.items():
-                    self._add(each, f"{name}.{key}", tensor)
-            for key, value in vars(each).items():
-                if key not in _NOT_COMPUTED_WITH:
-                    self._add(each, f"{name}.{key}", value)
+        if self._is_known(where, module):
+            return
+        self.description.append(f"{where}: {_kind(module)}")
+        for key, value in vars(module).items():
+            if key not in _NOT_COMPUTED_WITH:
+                self._add(module, f"{where}.{key}", value)
+        for kept in (module._parameters, module._buffers, module._modules):
+            for key, value in kept.items():
+                self._add(module, f"{where}.{key}" if where else key, value)
 
     def _add(self, module: torch.nn.Module, where: str, value: Any) -> None:
         if isinstance(value, _PLAIN):
@@ -168,9 +175,8 @@ class Contents:
             self._object(module, where, value)
 
     def _tensor(self, module: torch.nn.Module, where: str, tensor: torch.Tensor) -> None:
-        if id(tensor) in self._seen:
+        if self._is_known(where, tensor):
             return
-        self._seen.add(id(tensor))
         self.tensors.extend(_plain(where, tensor))
         if hasattr(tensor, "__tensor_flatten__"):
             self._add(module, f"{where} is", tensor.__tensor_flatten__()[1])
@@ -193,9 +199,8 @@ class Contents:
                 f"module {where.rpartition('.')[0]!r} ({_kind(module)}) computes with {where!r}, a {_kind(value)} that "
                 "cannot be looked into: its cache would not be told from that of other weights"
             )
-        if id(value) in self._seen:
+        if self._is_known(where, value):
             return
-        self._seen.add(id(value))
         self.description.append(f"{where}: {_kind(value)}")
         for key, each in parts.items():
             if key not in _NOT_COMPUTED_WITH:

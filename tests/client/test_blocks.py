@@ -241,6 +241,15 @@ def test_futures_do_the_same(blocks: kvfs.Blocks) -> None:
     assert blocks.prefetch([*keys, bytes(16)]).result(WAIT_S) == 2
 
 
+def test_a_put_that_waits_for_its_thread_has_its_deadline_from_the_call_on(
+    blocks: kvfs.Blocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[float] = []
+    monkeypatch.setattr(blocks, "put", lambda *_, timeout_s: left.append(timeout_s))
+    blocks.put_async(keys_of(1), [b"x"], timeout_s=WAIT_S).result(WAIT_S)
+    assert left[0] < WAIT_S
+
+
 def test_pins_and_hits_reach_the_service(server: Server, blocks: kvfs.Blocks) -> None:
     keys = keys_of(2)
     blocks.put(keys, [b"a", b"b"])

@@ -115,6 +115,27 @@ def test_what_an_attribute_is_counts(one: Any, other: Any) -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.nn.Linear(2, 2),
+        lambda: torch.ones(3),
+        lambda: torch.nn.Parameter(torch.ones(3)),
+        lambda: Scale(2),
+    ],
+    ids=["modules", "tensors", "parameters", "objects"],
+)
+def test_which_of_two_an_alias_is_counts(make: Callable[[], Any]) -> None:
+    def with_alias(chosen: str) -> bytes:
+        model = torch.nn.Module()
+        torch.manual_seed(5)
+        model.one, model.other = make(), make()
+        model.used = getattr(model, chosen)
+        return digest(model)
+
+    assert with_alias("one") == with_alias("one") != with_alias("other")
+
+
 @pytest.mark.filterwarnings("ignore:torch.quantize_per")
 def test_the_scales_of_quantised_tensors_count() -> None:
     one = torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.qint8)
