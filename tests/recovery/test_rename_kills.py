@@ -16,6 +16,7 @@ from typing import Final
 import pytest
 import trio
 
+from kvfs.cli.offline.fsck_command import Exit, _check
 from kvfs.index.rows import RETIRED
 from kvfs.system import crashpoints
 from mounts.kernel.backing import PlainBackings
@@ -172,8 +173,12 @@ async def _fill_directory(path: Path, bucket: bytes) -> None:
     await device.aclose()
 
 
+@pytest.mark.parametrize("checked", [False, True])
 @pytest.mark.parametrize("bucket", [CACHE, DURABLE])
-async def test_a_directory_has_one_name_without_the_index(fast_path: Path, bucket: bytes) -> None:
+async def test_a_directory_has_one_name_without_the_index(
+    fast_path: Path, bucket: bytes, checked: bool
+) -> None:
+    """`checked`: fsck comes before the next start."""
     original, path = fast_path / "original", fast_path / "data"
     await _fill_directory(original, bucket)
 
@@ -191,6 +196,10 @@ async def test_a_directory_has_one_name_without_the_index(fast_path: Path, bucke
         killed = await killed_life(path, change, instant)
         shutil.rmtree(path / "index")
         shutil.rmtree(path / "dram", ignore_errors=True)
+        if checked:
+            for expected in ((Exit.CLEAN, Exit.REPAIRED), (Exit.CLEAN,)):
+                report = await trio.to_thread.run_sync(_check, path, path / "nvme", True)
+                assert report["exit_code"] in expected, f"killed at {instant}: {report}"
         for _ in range(2):
             found = await look(path)
             assert found in (content(OLD), content(NEW)), f"killed at {instant}: {sorted(map(str, found))}"
