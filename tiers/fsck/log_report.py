@@ -46,7 +46,7 @@ class LogReport:
         where = f"segment {check.place.name}"
         consequence, cost = "what it holds is moved to another segment", Cost.NOTHING
         if check.hopeless:
-            consequence, cost = "set aside as *.bad, all in it is lost", Cost.CACHED
+            consequence, cost = "set aside, all in it is lost", Cost.CACHED
         elif check.segment.state is SegmentState.FREE:
             consequence = "holds nothing"
         elif check.is_cut:
