@@ -50,6 +50,12 @@ PIECES, FLAT = "pieces", "flat"
 """The order of a page's bytes: as the pool lists its pieces of memory (the v1 forms), or as a tensor of the page
 (the others). They differ for the layout `layer_first`, so each form has a namespace of its own."""
 
+REPLICATED_POOLS = frozenset(
+    ("MLATokenToKVPoolHost", "DSAIndexerPoolHost", "DeepSeekV4PagedHostPool", "DeepSeekV4StateHostPool")
+)
+"""Classes of side pools that are equal on all tensor-parallel ranks of a model with MLA: no heads are divided, and
+SGLang has the first rank alone write them (0.5.23, `should_backup` and `is_storage_writer`). All others are by rank."""
+
 
 class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
     """Store HiCache's pages as blocks. `extra_config` may name `address` and `revision` (of the weights)."""
@@ -115,11 +121,17 @@ class KVFSHiCache(HiCacheStorage):  # type: ignore[misc]
                 "layout": str(getattr(host_pool, "layout", "-")),
                 "page": f"{getattr(host_pool, 'page_size', 1)} tokens, {page.nbytes} bytes of {page.dtype}",
                 "tag": str(self._extra.get("extra_backend_tag", "")),
-                # Whether ranks hold the same bytes differs by pool: they never share.
-                "rank": f"{self._config.tp_rank}/{self._config.tp_size} {self._config.pp_rank}/{self._config.pp_size}",
+                "rank": f"{self._tensor_rank(host_pool)} {self._config.pp_rank}/{self._config.pp_size}",
                 **_context_ranks(self._config),
             },
         )
+
+    def _tensor_rank(self, host_pool: Any) -> str:
+        """Return the tensor-parallel rank whose bytes a side pool holds, `all` where each rank has the same."""
+        names = {base.__name__ for base in type(host_pool).__mro__}
+        if self._config.is_mla_model and names & REPLICATED_POOLS:
+            return "all"
+        return f"{self._config.tp_rank}/{self._config.tp_size}"
 
     # --- pages in the host pool ---------------------------------------------------------------------------
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:

@@ -249,6 +249,39 @@ def check_context_parallelism(address: str) -> dict[str, Any]:
     return found
 
 
+def check_replicated_pools(address: str) -> dict[str, Any]:
+    """What a rank finds in a side pool that the first rank alone has written."""
+    from sglang.srt.mem_cache import memory_pool_host
+    from sglang.srt.mem_cache.hicache_storage import PoolTransfer
+    from sglang.srt.mem_cache.pool_host import dsa, mla
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+    from kvfs.connectors.sglang import REPLICATED_POOLS
+
+    modules = (memory_pool_host, dsa, mla)
+    found: dict[str, Any] = {
+        "unknown": [name for name in REPLICATED_POOLS if not any(hasattr(each, name) for each in modules)]
+    }
+    indexer = type("Indexer", (MHATokenToKVPoolHost, dsa.DSAIndexerPoolHost), {})
+    transfer = PoolTransfer(name="indexer", host_indices=indices([0]), keys=KEYS[:1])
+    for latent in (True, False):
+        for replicated in (True, False):
+            hits = []
+            for rank in (0, 1):
+                side = host_pool("page_first", fill=21)
+                side.__class__ = indexer if replicated else MHATokenToKVPoolHost
+                storage = backend(
+                    config(address, rank=rank, mla=latent, revision="replicated"), host_pool("page_first")
+                )
+                storage.register_mem_host_pool_v2(side, "indexer")
+                if rank == 0:
+                    storage.batch_set_v2([transfer])
+                hits += storage.batch_get_v2([transfer])["indexer"]
+                storage.close()
+            found[f"latent {latent}, replicated {replicated}"] = hits
+    return found
+
+
 def evict(storage: Any, key: str) -> None:
     from kvfs.connectors.common import string_keys
 
@@ -362,6 +395,7 @@ def main() -> None:
         "namespaces": check_namespaces(address),
         "side pools": check_side_pools(address),
         "context parallelism": check_context_parallelism(address),
+        "replicated pools": check_replicated_pools(address),
         "weights": check_weights(address),
         "outage": check_outage(address),
         "mooncake": check_mooncake(address),

@@ -107,6 +107,17 @@ def test_ranks_of_context_parallelism_have_pages_of_their_own(answers: dict[str,
     }
 
 
+def test_ranks_with_equal_side_pools_share_them(answers: dict[str, Any]) -> None:
+    """The first rank of a model with MLA writes them for all; what is divided by heads is never shared."""
+    assert answers["replicated pools"] == {
+        "unknown": [],
+        "latent True, replicated True": [True, True],
+        "latent True, replicated False": [True, False],
+        "latent False, replicated True": [True, False],
+        "latent False, replicated False": [True, False],
+    }
+
+
 def test_without_a_service_everything_is_a_miss(answers: dict[str, Any]) -> None:
     nothing = [False] * 6
     assert answers["outage"] == {"exists": 0, "set": nothing, "get": nothing, "generic": [False, True]}
