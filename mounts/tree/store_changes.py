@@ -3,7 +3,8 @@
 Responsibility: for each change of the store, what is invalidated in the kernel, which nodes and drafts are replaced,
 and which directories end with their last name.
 
-Invariants: a name that another door made is marked unresolved, or its node replaced, before that door answers.
+Invariants: a name that another door made is marked unresolved, or its node replaced, before that door answers. A
+directory stays as it is when a file changes that it hides (keys `a` and `a/b`: the path shows the directory `a`).
 
 Concurrency: the service's trio thread; nothing here awaits.
 """
@@ -45,7 +46,7 @@ class StoreChanges:
         if change.key is not None and change.kind is ChangeKind.REMOVED:
             node = self._nodes.of_object(change.key.digest)
         elif change.name is not None:
-            node = self._nodes.resolve(change.name)
+            node = self._shown(change.name)
         else:
             node = None
         if change.kind is ChangeKind.ATTRIBUTES:
@@ -62,13 +63,26 @@ class StoreChanges:
                 self._drafts.publisher.overtake(node)
             self._note_made(change.name, node)
         elif change.kind is ChangeKind.RENAMED:
-            target = self._nodes.resolve(change.new_name) if change.new_name is not None else None
+            target = self._shown(change.new_name) if change.new_name is not None else None
             if target is not None:
                 self._view.invalidate_name(target)
                 self._drafts.publisher.overtake(target)
             self._note_made(change.new_name, target)
         if change.kind is not ChangeKind.SEALED and change.name is not None:
             self._note_removed(change.name, node)
+
+    def _shown(self, name: Name) -> Node | None:
+        """Find the node that shows what has this name; None where a directory hides a file of the name."""
+        node = self._nodes.resolve(name)
+        is_file = name.key[-1:] not in (b"", b"/")
+        is_hidden = is_file and node is not None and node.directory and self._is_directory(node)
+        return None if is_hidden else node
+
+    def _is_directory(self, node: Node) -> bool:
+        """Return whether the path still shows a directory there: in the store, or above files being written."""
+        assert node.parent is not None
+        found = self._view.find_sealed(node.parent, node.component)
+        return isinstance(found, Directory) or self._nodes.has_drafts_below(node)
 
     def _note_made(self, name: Name | None, node: Node | None) -> None:
         """Note a name that another door made; a directory of that name takes the place of a file."""
@@ -103,11 +117,9 @@ class StoreChanges:
     def _check_above(self, gone: Name) -> None:
         """Invalidate the directories that were only common prefixes and whose last name was removed."""
         for above in self._nodes_above(gone):
-            assert above.parent is not None
-            if isinstance(self._view.find_sealed(above.parent, above.component), Directory):
+            if self._is_directory(above):
                 return
-            if not self._nodes.has_drafts_below(above):
-                self._view.invalidate_name(above)
+            self._view.invalidate_name(above)
 
     def _nodes_above(self, name: Name | None) -> Iterator[Node]:
         """Yield the known nodes between a name and its bucket, the lowest first."""

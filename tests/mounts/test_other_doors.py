@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -104,6 +105,30 @@ def test_where_a_file_becomes_a_directory_the_path_shows_the_directory(
         client.remove(service.name(path) + "/below")
         eventually(path.is_file, "the file again")
         assert path.read_bytes() == b"file"
+
+
+def test_a_directory_stays_as_it_is_when_a_file_changes_that_it_hides(service: Service, bucket: Path) -> None:
+    path = bucket / "both"
+    hidden, elsewhere = service.name(path), service.name(bucket / "elsewhere")
+    (path / "inner").mkdir(parents=True)
+    with service.client() as client, opened(path, os.O_RDONLY | os.O_DIRECTORY) as directory:
+        client.put(hidden + "/below", b"below")
+        changes: list[Callable[[], object]] = [
+            lambda: client.put(hidden, b"file"),
+            lambda: client.put(hidden, b"another"),
+            lambda: client.set_attributes(hidden, mode=0o600),
+            lambda: client.rename(hidden, elsewhere),
+            lambda: client.put(hidden, b"a third"),
+            lambda: client.evict(hidden),
+            lambda: client.symlink("elsewhere", hidden),
+            lambda: client.remove(hidden),
+        ]
+        for change in changes:
+            change()
+            assert sorted(os.listdir(directory)) == ["below", "inner"]
+            os.close(os.open("below", os.O_RDONLY, dir_fd=directory))
+            assert os.stat("inner", dir_fd=directory).st_ino == (path / "inner").stat().st_ino
+            assert os.fstat(directory).st_ino == path.stat().st_ino
 
 
 @pytest.mark.parametrize("taken_away", ["removed", "renamed"])
