@@ -4,8 +4,8 @@ Responsibility: nodeids, lookup counts, and the tree of (parent, component) edge
 the tree, so that renaming a directory moves one edge. No I/O, no store.
 
 Invariants:
-- A nodeid is `generation << 24 | index`; the generation moves with every reuse of an index, so a nodeid
-  never comes back with other bytes.
+- A nodeid is `generation << 24 | index`; the generation moves with every node and begins at random, so that a nodeid
+  never comes back with other bytes, nor does one of an earlier start, which handles may still have (open_by_handle_at).
 - A node stays while the kernel has lookups of it, a handle or draft of it is open, or a child is kept.
 - At most one node is linked under a (parent, component).
 - A name whose node is dropped while it may still lead somewhere is marked unresolved at the mirror.
@@ -15,6 +15,7 @@ Concurrency: the service's trio thread.
 
 from __future__ import annotations
 
+import secrets
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from tiers.model.objects import Name, ObjectInfo
 
 ROOT_ID = 1
 INDEX_BITS = 24
+GENERATIONS = 1 << 39
+"""The highest bit of a nodeid is free: it marks the handles that the native loop gives out, which are nodeids."""
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +100,7 @@ class NodeTable:
     """Inode numbers of the versions that came after a node's, by nodeid."""
     _free: list[int] = field(default_factory=list)
     _next_index: int = 2
-    _generation: int = 0
+    _generation: int = field(default_factory=lambda: secrets.randbelow(GENERATIONS))
 
     def __post_init__(self) -> None:
         self._by_id[ROOT_ID] = self.root
@@ -158,7 +161,7 @@ class NodeTable:
         index = self._free.pop() if self._free else self._next_index
         if index == self._next_index:
             self._next_index += 1
-        self._generation += 1
+        self._generation = (self._generation + 1) % GENERATIONS
         return self._generation << INDEX_BITS | index
 
     def free(self, nodeid: int) -> None:

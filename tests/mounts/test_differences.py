@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -14,24 +13,17 @@ from typing import Final
 import pytest
 
 from tests.support.door import Door
-from tests.support.posix import expect_errno, in_child, opened, write_all
+from tests.support.posix import expect_errno, handle_of, in_child, open_handle, opened, write_all
 from tests.support.waits import eventually
 
 pytestmark = pytest.mark.mount
 
 REFUSED: Final = 11
-_libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
 def sealed(door: Door, path: Path) -> None:
     if door.service is not None:
         eventually(lambda: os.getxattr(path, "user.kvfs.state") == b"sealed", "sealed")
-
-
-class FileHandle(ctypes.Structure):
-    """`struct file_handle` of name_to_handle_at(2)."""
-
-    _fields_ = [("bytes", ctypes.c_uint), ("type", ctypes.c_int), ("handle", ctypes.c_ubyte * 128)]
 
 
 def test_a_rename_leaves_the_change_time(door: Door) -> None:
@@ -139,17 +131,12 @@ def test_a_handle_ends_with_the_node(door: Door) -> None:
     path = door.path / "file"
     path.write_bytes(b"first")
     sealed(door, path)
-    handle, mount_id = FileHandle(bytes=128), ctypes.c_int()
-    at_fdcwd = -100
-    assert (
-        _libc.name_to_handle_at(at_fdcwd, os.fsencode(path), ctypes.byref(handle), ctypes.byref(mount_id), 0)
-        == 0
-    )
+    handle = handle_of(path)
     with opened(door.path, os.O_RDONLY) as on_mount:
-        found = _libc.open_by_handle_at(on_mount, ctypes.byref(handle), os.O_RDONLY)
+        found = open_handle(on_mount, handle)
         assert os.read(found, 10) == b"first"
         os.close(found)
         path.write_bytes(b"another")  # in the place of the node, or of the file
         path.unlink()
-        assert _libc.open_by_handle_at(on_mount, ctypes.byref(handle), os.O_RDONLY) == -1
-    assert ctypes.get_errno() == errno.ESTALE
+        with expect_errno(errno.ESTALE):
+            open_handle(on_mount, handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -18,7 +19,7 @@ from kvfs.client import discovery
 from tests.support.block_batches import Block, open_blocks
 from tests.support.door import BUCKET, ON_DIRECTORY, TEST_MODES
 from tests.support.holder import RIGHT, Holder
-from tests.support.posix import pattern
+from tests.support.posix import expect_errno, handle_of, open_handle, opened, pattern
 from tests.support.seeds import SEED
 from tests.support.service import Service, mounts_under, run_kvfs
 from tests.support.small_store import MIB, check, checksums, refill, small_service, write_sealed
@@ -116,6 +117,26 @@ def test_readers_over_a_kill_and_hits_after_it(service: Service, bucket: Path) -
         if service.mode == "passthrough":
             assert reader.look() == RIGHT
             assert mapped.look() == RIGHT
+
+
+def test_handles_from_before_lead_to_no_other_file(service: Service, bucket: Path) -> None:
+    """The same steps after each start: where numbers of nodes began alike, a handle would lead to what has it now."""
+    paths = [bucket / f"file-{i}" for i in range(8)]
+    for path in paths:
+        write_sealed(path, path.name.encode())
+    handles = [handle_of(path) for path in paths]
+    service.stop()
+    service.restart()
+    for path in reversed(paths):
+        path.stat()
+    with opened(bucket, os.O_RDONLY) as on_mount:
+        for path in paths:
+            found = open_handle(on_mount, handle_of(path))
+            assert os.read(found, 100) == path.name.encode()
+            os.close(found)
+        for handle in handles:
+            with expect_errno(errno.ESTALE):
+                os.close(open_handle(on_mount, handle))
 
 
 def test_blocks_of_a_session_are_there_again(service: Service) -> None:

@@ -58,6 +58,12 @@ class _Dirent(ctypes.Structure):
 _libc.readdir64.restype = ctypes.POINTER(_Dirent)
 
 
+class FileHandle(ctypes.Structure):
+    """`struct file_handle` of name_to_handle_at(2)."""
+
+    _fields_ = (("handle_bytes", ctypes.c_uint), ("type", ctypes.c_int), ("handle", ctypes.c_ubyte * 128))
+
+
 def _check(result: int) -> None:
     if result < 0:
         number = ctypes.get_errno()
@@ -228,3 +234,20 @@ def pattern(seed: int, size_bytes: int) -> bytes:
     words = (size_bytes + 7) // 8
     start = (seed & 0xFFFF_FFFF) << 32
     return (np.arange(words, dtype=np.uint64) + np.uint64(start)).tobytes()[:size_bytes]
+
+
+def handle_of(path: Path) -> FileHandle:
+    """name_to_handle_at(2)."""
+    handle, mount_id = FileHandle(handle_bytes=128), ctypes.c_int()
+    made = _libc.name_to_handle_at(
+        AT_FDCWD, os.fsencode(path), ctypes.byref(handle), ctypes.byref(mount_id), 0
+    )
+    _check(made)
+    return handle
+
+
+def open_handle(on_mount: int, handle: FileHandle) -> int:
+    """open_by_handle_at(2), for reading; `on_mount` is a descriptor of anything on its mount."""
+    found: int = _libc.open_by_handle_at(on_mount, ctypes.byref(handle), os.O_RDONLY)
+    _check(found)
+    return found
