@@ -25,6 +25,7 @@ from bench import (
     cold,
     conductor,
     conductor_http,
+    conductor_queries,
     doors,
     keys,
     large_table,
@@ -65,6 +66,11 @@ OF_A_CLUSTER: dict[str, Callable[[float], Result]] = {
     "conductor.bytes_per_block": conductor.bytes_per_block,
 }
 """Take a gigabyte of memory for a million blocks, twice."""
+OF_QUERIES: dict[str, Callable[[float], Result]] = {
+    **{f"conductor.query_{case}": partial(conductor_queries.query, case) for case in conductor_queries.CASES},
+    "conductor.query_readers64": conductor_queries.query_readers64,
+}
+"""Ask indexes of some thousand blocks."""
 AT_DOORS: dict[str, Callable[[Places, float], Result]] = {
     "tmpfs.pread_1m": doors.tmpfs_pread_1m,
     "mount.pread_1m": doors.mount_pread_1m,
@@ -134,11 +140,12 @@ OF_A_MILLION: dict[str, Callable[[float], Result]] = {
     "memory.object_nvme": start.memory_object_nvme,
 }
 """Take gigabytes of memory; all but the first come from one run of a service with a million blocks."""
-ALONE = IN_MEMORY | OF_A_CLUSTER | AT_S3 | OF_MACHINES | OF_DIRECTORY | OF_PROXY | OF_A_MILLION
+ALONE = IN_MEMORY | OF_A_CLUSTER | OF_QUERIES | AT_S3 | OF_MACHINES | OF_DIRECTORY | OF_PROXY | OF_A_MILLION
 """Need nothing that others need, too."""
 NAMES = [
     *IN_MEMORY,
     *OF_A_CLUSTER,
+    *OF_QUERIES,
     *AT_DOORS,
     *OVER_NVME,
     *ON_DEVICE,
@@ -172,6 +179,7 @@ BASELINES = {
     "table.match_64_10m": "one million",
     "conductor.decisions": "the Python policy",
     "conductor.match_256": "the Python index",
+    **dict.fromkeys(OF_QUERIES, "the Python index"),
     "s3.get_1m": "nginx, sendfile",
     "s3.get_4k": "nginx, sendfile",
     "s3.put_1m_crc64": "the GET",
