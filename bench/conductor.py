@@ -20,7 +20,7 @@ from bench.measure import Plan, Result, Side, compare
 from kvfs._native.cluster.index import ClusterIndex
 from kvfs._native.cluster.route import Choice, Router
 from kvfs.errors import DeviceMissing
-from kvfs.limits import GIB
+from kvfs.limits import GIB, MAX_BLOCK_SOURCES, MAX_CONDUCTOR_INSTANCES
 from scheduler.routing.cluster import Cluster, uniform_cluster
 from scheduler.routing.commitments import Ledger
 from scheduler.routing.cost import NETWORK_BYTES_S, table_costs
@@ -43,6 +43,7 @@ UPDATES_S: Final = 20_000
 """Blocks that are added or removed in a second."""
 UPDATE_BLOCKS: Final = 64
 """Blocks of one event."""
+TIERS: Final = MAX_BLOCK_SOURCES // MAX_CONDUCTOR_INSTANCES
 LEAST_FREE_BYTES: Final = 2 * GIB
 HASH_BYTES: Final = 16
 COSTS: Final = table_costs()
@@ -104,16 +105,27 @@ def decision_p99(seconds: float) -> Result:
 
 
 def bytes_per_block(_: float) -> Result:
-    """Count the bytes of an index of ten million blocks, held by sources of 64 instances."""
+    """Count the bytes of an index of ten million blocks and as many sources as there may be."""
     if os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE") < LEAST_FREE_BYTES:
         raise DeviceMissing("bench: an index of ten million blocks needs 2 GiB of free memory")
-    draw, index = Random(2), ClusterIndex(MANY_BLOCKS)
-    for _at in range(0, MANY_BLOCKS, PROMPT_BLOCKS):
-        count = min(PROMPT_BLOCKS, MANY_BLOCKS - len(index))
-        hashes = draw.randbytes(HASH_BYTES * count)
-        for source in draw.sample(range(INSTANCES), draw.choice((1, 1, 2, 3))):
-            index.add(source, hashes)
+    index = ClusterIndex(MANY_BLOCKS)
+    fill_tiers(index, MANY_BLOCKS)
     return Result("conductor.bytes_per_block", index.size_bytes / len(index), "bytes")
+
+
+def fill_tiers(index: ClusterIndex, blocks: int) -> None:
+    """Add blocks in prompts of 256, each held by one to three instances: by one tier whole, by the others its begin.
+
+    So most prompts have sets of sources of their own.
+    """
+    draw = Random(2)
+    while len(index) < blocks:
+        hashes = draw.randbytes(HASH_BYTES * min(PROMPT_BLOCKS, blocks - len(index)))
+        for instance in draw.sample(range(MAX_CONDUCTOR_INSTANCES), draw.choice((1, 1, 2, 3))):
+            first, *others = range(instance * TIERS, (instance + 1) * TIERS)
+            index.add(first, hashes)
+            for source in others:
+                index.add(source, hashes[: HASH_BYTES * draw.randint(0, PROMPT_BLOCKS)])
 
 
 # --- the cluster -----------------------------------------------------------------------------------------

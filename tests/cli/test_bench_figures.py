@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from bench import command, conductor_queries
-from kvfs._native.cluster.index import ClusterIndex
+from bench import command, conductor, conductor_queries
+from kvfs._native.cluster.index import MAX_SOURCES, ClusterIndex
 from scheduler.routing.prefix_index import PrefixIndex
 from tests.support.pages import PAGES
 
@@ -30,6 +30,15 @@ def test_pages_name_the_figures_of_the_conductor_and_the_proxy() -> None:
     text = "\n".join(page.read_text() for page in PAGES)
     figures = [name for name in command.NAMES if name.startswith(("conductor.", "proxy."))]
     assert [name for name in figures if name not in text] == []
+
+
+def test_bytes_of_a_block_are_counted_with_all_the_sources_there_may_be() -> None:
+    index = ClusterIndex(1 << 19)
+    conductor.fill_tiers(index, 1 << 19)
+    blocks = [index.source_blocks(source) for source in range(MAX_SOURCES)]
+    assert len(index) == 1 << 19
+    assert min(blocks) > 0
+    assert sum(blocks) > 3 * len(index)
 
 
 # --- queries ---------------------------------------------------------------------------------------------
