@@ -22,7 +22,7 @@ from kvfs.http.server import Certificate
 from kvfs.system.notify import set_up_logging
 from scheduler.conductor.planning.planner import Role
 from scheduler.proxy.proxy import ProxyOptions, run
-from scheduler.proxy.upstream.engines import EngineAddress, is_engine_url
+from scheduler.proxy.upstream.engines import EngineAddress
 
 app = typer.Typer()
 
@@ -130,9 +130,6 @@ def proxy_options(given: Settings) -> ProxyOptions:
     is_routed = settings.conductor or (routes_itself(given) and not settings.conduct)
     if not settings.engines and not settings.decode and not is_routed:
         raise ConfigError("[proxy] has no engines that decode: --engine URL, or --prefill URL --decode URL")
-    for address in addresses:
-        if not is_engine_url(address.url):
-            raise ConfigError(f"[proxy] {address.url}: an engine is http://HOST:PORT or https://HOST:PORT")
     certificate = None
     if settings.certificate is not None and settings.key is not None:
         certificate = Certificate(settings.certificate, settings.key)

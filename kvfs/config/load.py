@@ -8,6 +8,7 @@ Concurrency: pure but for reading the file.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -64,7 +65,13 @@ def _explain(errors: Iterable[ErrorDetails]) -> Iterable[str]:
             # The value is a secret, or holds one.
             yield f"[{' '.join(where[:2])}]: {_limit(where, error)}"
         else:
-            yield f"[{where[0]}] {'.'.join(where[1:2])} = {error['input']!r}: {_limit(where, error)}"
+            yield f"[{where[0]}] {'.'.join(where[1:2])} = {_shown(error)}: {_limit(where, error)}"
+
+
+def _shown(error: ErrorDetails) -> str:
+    """Return the wrong value, of a URL without its user, whose password may stand there."""
+    value = repr(error["input"])
+    return re.sub("//.*@", "//...@", value) if error["type"] == "url" else value
 
 
 def _about_credentials(where: list[str], error: ErrorDetails) -> str:

@@ -35,6 +35,7 @@ from kvfs.config.capacities import (
     default_slots,
 )
 from kvfs.config.credentials import Credential
+from kvfs.config.server_urls import check_named_once, check_server_url
 from kvfs.config.sizes import format_size, parse_size
 from kvfs.errors import InvalidRequest
 from kvfs.limits import (
@@ -120,6 +121,24 @@ def _host_and_port(text: str) -> str:
     if not colon or not port.isdigit() or int(port) > 65535 or (":" in host and not host.startswith("[")):
         raise PydanticCustomError("endpoint", "must be HOST:PORT, such as 127.0.0.1:9000 or [::]:9000")
     return text
+
+
+def _server_url(url: str) -> str:
+    try:
+        return check_server_url(url)
+    except ValueError as error:
+        raise PydanticCustomError("url", "{reason}", {"reason": str(error)}) from None
+
+
+def _server_url_or_none(url: str) -> str:
+    return _server_url(url) if url else ""
+
+
+def _named_once(**urls: tuple[str, ...]) -> None:
+    try:
+        check_named_once(urls)
+    except ValueError as error:
+        raise PydanticCustomError("engines", "{reason}", {"reason": str(error)}) from None
 
 
 def host_and_port(text: str) -> tuple[str, int]:
@@ -317,7 +336,8 @@ class EventSettings(_Section):
         return value
 
 
-EngineUrl = Annotated[str, Field(pattern=r"^https?://[^/\s@]+$")]
+EngineUrl = Annotated[str, AfterValidator(_server_url)]
+ConductorUrl = Annotated[str, AfterValidator(_server_url_or_none)]
 AskedUrls = Annotated[tuple[EngineUrl, ...], Field(max_length=MAX_CONDUCTOR_INSTANCES)]
 EngineUrls = Annotated[tuple[EngineUrl, ...], Field(max_length=MAX_PROXY_ENGINES)]
 
@@ -370,8 +390,7 @@ class ConductorSettings(_Section):
 
     @model_validator(mode="after")
     def _safe(self) -> ConductorSettings:
-        if len(self.asked) < len(self.engines) + len(self.prefill) + len(self.decode):
-            raise PydanticCustomError("engines", "an engine is named twice")
+        _named_once(engines=self.engines, prefill=self.prefill, decode=self.decode)
         if (self.certificate is None) != (self.key is None):
             raise PydanticCustomError("tls", "certificate and key are given together or not at all")
         if not self.tokens and host_and_port(self.listen)[0] not in ("127.0.0.1", "::1", "localhost"):
@@ -404,7 +423,7 @@ class ProxySettings(_Section):
     connections: Annotated[int, Field(ge=1, le=MAX_PROXY_REQUESTS)] = MAX_PROXY_REQUESTS
     conduct: bool = False
     """Whether a Conductor in the process asks these engines what they are, and routes."""
-    conductor: Annotated[str, Field(pattern=r"^(https?://[^/\s@]+)?$")] = ""
+    conductor: ConductorUrl = ""
     """The URL of the Conductor that routes. Empty: one in the process if it has engines or instances, else load."""
     conductor_token: SecretStr = SecretStr("")
     """One of that Conductor's tokens; $KVFS_CONDUCTOR_TOKEN is another way to give it."""
@@ -417,11 +436,12 @@ class ProxySettings(_Section):
             raise PydanticCustomError(
                 "conduct", "conduct has a Conductor in the process: leave out conductor"
             )
-        urls = (*self.engines, *self.prefill, *self.decode)
-        if self.conduct and (len(set(urls)) < len(urls) or len(urls) > MAX_CONDUCTOR_INSTANCES):
+        _named_once(engines=self.engines, prefill=self.prefill, decode=self.decode)
+        engines = len(self.engines) + len(self.prefill) + len(self.decode)
+        if self.conduct and engines > MAX_CONDUCTOR_INSTANCES:
             raise PydanticCustomError(
                 "conduct",
-                "with conduct there are at most {limit} engines, each once",
+                "with conduct there are at most {limit} engines",
                 {"limit": MAX_CONDUCTOR_INSTANCES},
             )
         if (self.certificate is None) != (self.key is None):
@@ -451,7 +471,7 @@ class ClusterSettings(_Section):
     """`redis://HOST:PORT/DB` of the server that says who has which block. None: all peers are asked."""
     address: Annotated[str, AfterValidator(_host_and_port)] | None = None
     """`HOST:PORT` under which other machines reach `listen`. None: `listen` itself."""
-    conductor: Annotated[str, Field(pattern=r"^(https?://[^/\s@]+)?$")] = ""
+    conductor: ConductorUrl = ""
     """The URL of the Conductor that orders copies of hot prefixes. Empty: none is asked."""
     conductor_token: SecretStr = SecretStr("")
     """One of that Conductor's tokens."""

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 import trio
 
 from kvfs import limits
+from kvfs.config.server_urls import check_server_url
 from kvfs.errors import NotFound
 from kvfs.http.server_place import Place, place_of
 from kvfs.http.transports import Buffer
@@ -52,13 +53,12 @@ class EngineAddress(NamedTuple):
 
 
 def is_engine_url(url: str) -> bool:
-    """Return whether `url` is http://HOST:PORT or https://HOST:PORT, or without the port."""
+    """Return whether `url`, which a router names, is one that settings may name, but for a "/" at its end."""
     try:
-        parts = urlsplit(url)
-        is_root = bool(parts.hostname) and parts.path in ("", "/") and parts.port != 0
-        return parts.scheme in ("http", "https") and is_root
+        check_server_url(url.removesuffix("/"))
     except ValueError:
         return False
+    return True
 
 
 class Engine:

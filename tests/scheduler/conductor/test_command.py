@@ -16,7 +16,12 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import msgspec
+import pytest
+import trio
 
+from kvfs.config.load import load
+from kvfs.errors import ConfigError
+from tests.support.asked_engines import AskedEngine
 from tests.support.certificates import certificate
 from tests.support.conductors import instance
 from tests.support.service import ROOT
@@ -87,12 +92,97 @@ def test_it_stops_when_it_is_asked_to_and_speaks_tls(tmp_path: Path) -> None:
         assert process.wait(WAIT_S) == 0
 
 
+async def test_engines_of_a_file_are_asked_and_routed_to(tmp_path: Path) -> None:
+    engines = [AskedEngine(), AskedEngine()]
+    config = settings(tmp_path, engines=[each.url for each in engines])
+
+    def route() -> set[str]:
+        with running(config) as (_, url):
+            bodies = [{"model": "m", "tokens": [n] * 2000} for n in range(8)]
+            asked = [Request(f"{url}/v1/route", json.dumps(body).encode()) for body in bodies]
+            return {json.load(urlopen(each, timeout=WAIT_S))["decode_url"] for each in asked}
+
+    async with trio.open_nursery() as nursery:
+        for engine in engines:
+            await nursery.start(engine.run)
+        assert await trio.to_thread.run_sync(route) == {each.url for each in engines}
+        nursery.cancel_scope.cancel()
+
+
+WRONG_URLS = {
+    "scheme": "ftp://h:1",
+    "no host": "http://:1",
+    "no port": "http://h:0",
+    "a high port": "http://h:65536",
+    "no number": "http://h:x",
+    "a path": "http://h:1/v1",
+    "a slash": "http://h:1/",
+    "a query": "http://h:1?x",
+    "a fragment": "http://h:1#x",
+    "a blank": "http://h :1",
+    "a line": "http://h:1\n",
+    "a letter that no host has": "http://h\u00e9:1",
+    "no IPv6 address": "http://[::::]:1",
+    "IPv6 without brackets": "http://fd00::3:1",
+}
+
+
+@pytest.mark.parametrize("section", ["conductor", "proxy"])
+@pytest.mark.parametrize("key", ["engines", "prefill", "decode"])
+@pytest.mark.parametrize("url", WRONG_URLS.values(), ids=WRONG_URLS)
+def test_an_engine_s_url_is_checked_in_the_file_and_on_the_command_line(
+    section: str, key: str, url: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "kvfs.toml"
+    file.write_text(f"[{section}]\n{key} = {json.dumps(['http://good:1', url])}\n")
+    for path, flags in ((file, None), (None, {(section, key): ["http://good:1", url]})):
+        with pytest.raises(ConfigError) as caught:
+            load(path, flags)
+        assert f"[{section}] {key} = {url!r}: must be http://HOST:PORT or https://" in str(caught.value)
+
+
+def test_a_user_in_a_url_is_refused_and_not_shown() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, {("conductor", "engines"): ["http://me:a secret@h:1"]})
+    assert "[conductor] engines = 'http://...@h:1': must be http://HOST:PORT" in str(caught.value)
+
+
+@pytest.mark.parametrize("section", ["conductor", "proxy"])
+@pytest.mark.parametrize(
+    "urls",
+    [
+        ("http://h:1", "http://h:1"),
+        ("http://h", "http://H:80"),
+        ("http://h:443", "https://h"),
+        ("http://[fd00::3]:1", "http://[fd00:0::3]:1"),
+    ],
+)
+def test_no_address_is_named_twice(section: str, urls: tuple[str, str]) -> None:
+    first, second = urls
+    for keys in (("engines", "engines"), ("prefill", "decode")):
+        flags: dict[tuple[str, str], list[str]] = {}
+        for key, url in zip(keys, urls, strict=True):
+            flags.setdefault((section, key), []).append(url)
+        with pytest.raises(ConfigError) as caught:
+            load(None, flags)
+        said = f"[{section}]: {keys[1]} = {second!r}: the address of {keys[0]} = {first!r}; each engine"
+        assert said in str(caught.value)
+
+
+def test_addresses_that_differ_are_taken() -> None:
+    urls = ("http://h", "http://h:81", "https://h", "http://h_1.x-y:1", "http://[::1]:80", "http://127.0.0.1")
+    for section in ("conductor", "proxy"):
+        settings = load(None, {(section, "engines"): urls})
+        assert getattr(settings, section).engines == urls
+
+
 def test_what_is_wrong_is_a_line_and_an_exit_code(tmp_path: Path) -> None:
     nobody = kvfs("status", "--at", "http://127.0.0.1:1")
     assert (nobody.returncode, nobody.stderr.startswith("kvfs: http://127.0.0.1:1")) == (4, True)
     wrong = kvfs("run", "--config", str(settings(tmp_path, cost_model="gpt-9")))
     assert (wrong.returncode, "'gpt-9' is not in the table" in wrong.stderr) == (2, True)
     twice = kvfs("run", "--engine", "http://h:1", "--prefill", "http://h:1")
-    assert (twice.returncode, "an engine is named twice" in twice.stderr) == (2, True)
+    named = "prefill = 'http://h:1': the address of engines = 'http://h:1'"
+    assert (twice.returncode, named in twice.stderr) == (2, True), twice.stderr
     taken = kvfs("run", "--listen", "127.0.0.1:0", "--events", "tcp://nowhere")
     assert (taken.returncode, "tcp://nowhere" in taken.stderr) == (2, True)

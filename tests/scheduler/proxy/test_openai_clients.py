@@ -182,10 +182,10 @@ WRONG = {
     "no engines": ([], "has no engines that decode"),
     "only prefill": (["--prefill", "http://h:1"], "has no engines that decode"),
     "scheme": (["--engine", "ftp://h:1"], "[proxy] engines"),
-    "path": (["--engine", "http://h:99999"], "an engine is http://HOST:PORT"),
+    "path": (["--engine", "http://h:99999"], "must be http://HOST:PORT"),
     "nothing to conduct": (["--conduct"], "has no engines that decode"),
     "two Conductors": (["--conduct", "--engine", "http://h:1", "--conductor", "http://h:2"], "leave out"),
-    "an engine twice": (["--conduct", "--engine", "http://h:1", "--decode", "http://h:1"], "each once"),
+    "an engine twice": (["--conduct", "--engine", "http://h:1", "--decode", "http://h:1"], "named once"),
     "hand-over": (["--engine", "http://h:1", "--hand-over", "pigeon"], "must be 'store', 'nixl'"),
 }
 
