@@ -24,7 +24,6 @@ Transport = Literal["tcp", "rdma"]
 SYSFS: Final = Path("/sys/class")
 MAX_NQN_BYTES: Final = 223
 """include/linux/nvme.h, NVMF_NQN_FIELD_LEN less what closes the text."""
-DISCOVERY_NQN: Final = "nqn.2014-08.org.nvmexpress.discovery"
 DEFAULT_PORT: Final = 4420
 _CONNECT_S: Final = 5.0
 """How long a target may take to accept a connection: a switch that relearns a path takes a second."""

@@ -1,9 +1,9 @@
 """The cost model fitted online to what prefills, transfers and decode steps really took.
 
 Responsibility: `CostFitter` starts from a table's CostModel and takes observations one by one; `costs()` is the
-model fitted so far, and each prediction has an error bar. Three linear fits: prefill over (n^2 - p^2, n - p, 1),
-transfers over (bytes), decode steps over (1, context, requests), each by least squares of the relative error, since
-a prefill takes between 20 ms and 30 s and all of them matter.
+model fitted so far, and `prefill_error_s` is the error bar of a prefill. Three linear fits: prefill over
+(n^2 - p^2, n - p, 1), transfers over (bytes), decode steps over (1, context, requests), each by least squares of the
+relative error, since a prefill takes between 20 ms and 30 s and all of them matter.
 
 Invariants: with no observation the table's coefficients stand. Older observations fade by DECAY each, so that the
 fit follows a driver update or a throttled device. No coefficient is negative.
@@ -136,12 +136,6 @@ class CostFitter:
     def prefill_error_s(self, tokens: int, cached: int) -> float:
         """Return one standard deviation of the time of such a prefill."""
         return self._prefill.error(_prefill_features(tokens, cached))
-
-    def transfer_error_s(self, size_bytes: int) -> float:
-        return self._transfer.error((size_bytes,))
-
-    def step_error_s(self, context_tokens: int, requests: int) -> float:
-        return self._step.error((1.0, context_tokens, requests))
 
 
 def _prefill_features(tokens: int, cached: int) -> tuple[float, float, float]:
