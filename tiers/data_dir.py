@@ -58,11 +58,12 @@ class Home:
 
     @property
     def store_id(self) -> bytes:
+        """Return the 16 bytes that name this store for as long as the directory lives."""
         return self._found.store_id
 
     @property
     def clean(self) -> bool:
-        """Whether the last service that used it stopped cleanly."""
+        """Return whether the last service that used it stopped cleanly."""
         return self._found.clean
 
     @property
@@ -72,14 +73,17 @@ class Home:
 
     @property
     def dram(self) -> Path:
+        """Return the directory on which the DRAM tier's tmpfs is mounted."""
         return self.path / "dram"
 
     @property
     def index(self) -> Path:
+        """Return the directory of the name index (LMDB)."""
         return self.path / "index"
 
     @property
     def segments(self) -> Path:
+        """Return the directory of the NVMe tier's segment files."""
         return self.path / "nvme"
 
     def note_segments(self, directory: Path) -> None:
@@ -97,15 +101,16 @@ class Home:
 
     @property
     def socket(self) -> Path:
+        """Return the path of the sessions' socket."""
         return self.path / "kvfs.sock"
 
     @property
     def index_is_durable(self) -> bool:
-        """Whether what the last service wrote to its index is what a file of it holds now."""
+        """Return whether what the last service wrote to its index is what a file of it holds now."""
         return self._found.clean or self._found.boot_id == linux.boot_id()
 
     def knows_mark(self, mark: str) -> bool:
-        """Whether the last start left this mark in the index."""
+        """Return whether the last start left this mark in the index."""
         return mark != "" and mark in (self._found.start, self._found.previous_start)
 
     def begin(self, mark: str) -> None:

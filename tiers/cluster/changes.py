@@ -52,6 +52,7 @@ class PendingChanges:
         return taken
 
     def clear(self) -> None:
+        """Drop all changes."""
         self._changes.clear()
 
     def lag_s(self, now_s: float) -> float:
@@ -78,6 +79,7 @@ class Manifest:
 
     @property
     def is_sent(self) -> bool:
+        """Return whether every part was taken."""
         return self.first >= BUCKETS
 
     def note(self, digests: Iterable[bytes]) -> None:

@@ -23,15 +23,19 @@ _CLUSTER, _DIRECTORY = "tiers.remote.cluster", "tiers.cluster.directory"
 class RunningCluster(Protocol):
     """Serves and fetches blocks; see `tiers.remote.cluster`."""
 
-    async def run(self, task_status: trio.TaskStatus[None]) -> None: ...
+    async def run(self, task_status: trio.TaskStatus[None]) -> None:
+        """Serve and fetch blocks until cancelled; started once connections are accepted. Raises ConfigError."""
 
     async def fetch(
         self, bucket: Bucket, digests: Sequence[bytes], *, uid: int, hint: str | None, urgent: bool
-    ) -> int: ...
+    ) -> int:
+        """Fetch blocks that are not here; return how many are here then. Raises InvalidRequest of an unknown hint."""
 
-    async def match(self, bucket: Bucket, digests: Sequence[bytes]) -> dict[str, int]: ...
+    async def match(self, bucket: Bucket, digests: Sequence[bytes]) -> dict[str, int]:
+        """Return by machine how many blocks it has, from the first on; those that have none are left out."""
 
-    def status(self) -> dict[str, Any]: ...
+    def status(self) -> dict[str, Any]:
+        """Describe peers, the directory and what was served, as JSON values."""
 
 
 def make_cluster(settings: ClusterSettings, store: Store) -> RunningCluster | None:

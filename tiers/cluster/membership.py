@@ -55,6 +55,7 @@ class Membership:
 
     @property
     def is_joined(self) -> bool:
+        """Return whether the machine is a member that serves blocks."""
         return self.state == "joined"
 
     def arguments(self, report: dict[str, Any]) -> list[bytes]:

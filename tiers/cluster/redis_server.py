@@ -65,6 +65,7 @@ class RedisServer:
 
     @property
     def is_up(self) -> bool:
+        """Return whether there is a connection."""
         return self._connection is not None
 
     async def run(self) -> None:

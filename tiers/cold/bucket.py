@@ -66,7 +66,7 @@ def open_bucket(settings: ColdSettings) -> ColdBucket:
 
 
 class S3Bucket:
-    """Calls one bucket and prefix through boto3."""
+    """Implements `ColdBucket` for one bucket and prefix, through boto3."""
 
     def __init__(self, settings: ColdSettings) -> None:
         assert settings.bucket is not None

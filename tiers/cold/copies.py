@@ -26,13 +26,16 @@ class ColdStore(Residents, Protocol):
     """Finds objects of the store for the cold tier (`tiers.store.placement.Placement`)."""
 
     @property
-    def lookup_object(self) -> Callable[[StoreKey], ObjectInfo | None]: ...
+    def lookup_object(self) -> Callable[[StoreKey], ObjectInfo | None]:
+        """Return a function that returns the object of a key, or None."""
 
     @property
-    def cold_name(self) -> Callable[[bytes], ColdName | None]: ...
+    def cold_name(self) -> Callable[[bytes], ColdName | None]:
+        """Return a function that returns an object's name in the cold tier by the digest of its key, or None."""
 
     @property
-    def is_large(self) -> Callable[[ObjectInfo], bool]: ...
+    def is_large(self) -> Callable[[ObjectInfo], bool]:
+        """Return a function that says of an object whether it is too large for DRAM and read in place."""
 
     def adopt_cold_block(self, digest: bytes, block: Block) -> bool:
         """Enter a block that only the cold tier has; return False where it is known already, or there is no room."""

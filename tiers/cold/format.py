@@ -45,6 +45,7 @@ class ColdName:
 
     @property
     def parent_or_none(self) -> bytes | None:
+        """Return the hash of the block before this one; None for a first block or a named object."""
         return self.parent if any(self.parent) else None
 
     def __str__(self) -> str:

@@ -50,6 +50,7 @@ class ColdRow:
     sealed_at_ns: int
 
     def encode(self) -> bytes:
+        """Encode the row as its value in the index, without the name."""
         return _ROW.pack(_VERSION, self.uid, self.size_bytes, self.sealed_at_ns)
 
     @classmethod
@@ -100,6 +101,7 @@ class ColdIndex:
         self._env.write(lambda txn: txn.put(_FORBIDDEN + digest, b"", db=self._db))
 
     def is_forbidden(self, digest: bytes) -> bool:
+        """Return whether no block of this prefix hash may be adopted from the bucket."""
         return self._env.read(lambda txn: txn.get(_FORBIDDEN + digest, db=self._db)) is not None
 
     def _allow_all(self, txn: Txn) -> None:
@@ -108,10 +110,12 @@ class ColdIndex:
             cursor.delete()
 
     def put(self, name: str, row: ColdRow) -> None:
+        """Write a row under a remote name, in place of an earlier one."""
         key = name.encode()
         self._env.write(lambda txn: txn.put(key, store_row(key, row.encode()), db=self._db))
 
     def remove(self, name: str) -> None:
+        """Remove the row of a remote name, there or not."""
         self._env.write(lambda txn: txn.delete(name.encode(), db=self._db))
 
     def page(self, after: str, until: str | None, limit: int) -> list[tuple[str, ColdRow | None]]:

@@ -126,10 +126,12 @@ class ColdTier(ColdCopies):
 
     @property
     def used_bytes(self) -> int:
+        """Return the bytes of the bucket's objects, of those on their way there, and of those still to be deleted."""
         return self._order.total_bytes + sum(self.writing.values()) + self.deleting_bytes
 
     @property
     def largest_object_bytes(self) -> int:
+        """Return the size above which an object is not copied: a share of the capacity, and a fixed limit."""
         return min(self.capacity_bytes // limits.OBJECT_SHARE_OF_COLD, limits.MAX_COLD_OBJECT_BYTES)
 
     def usage(self) -> list[dict[str, Any]]:

@@ -65,8 +65,8 @@ class Device(Protocol):
         """Return how many operations are unanswered that nobody waits for any more; at most `depth`."""
 
     def is_changing(self, fd: int) -> bool:
-        """Whether a write or discard that nobody waits for any more may still change the file: nothing written there
-        counts until it cannot."""
+        """Return whether a write or discard that nobody waits for any more may still change the file: nothing written
+        there counts until it cannot."""
 
     def open_file(self, path: Path, start: int = 0, *, exclusive: bool = False) -> int:
         """Open a file for reading and writing, direct where the filesystem allows it. Offsets count from its byte

@@ -48,6 +48,7 @@ class Drive:
 
     @property
     def is_away(self) -> bool:
+        """Return whether operations are refused, since the drive left one without an answer for too long."""
         return self.away_since_ns is not None
 
     def check(self) -> None:

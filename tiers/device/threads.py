@@ -23,7 +23,7 @@ def thread_device(depth: int = limits.DEVICE_DEPTH, *, has_deadlines: bool = Tru
 
 
 class ThreadOperations:
-    """Makes system calls in trio's worker threads."""
+    """Implements `Operations` by system calls in trio's worker threads."""
 
     backend = "threads"
 

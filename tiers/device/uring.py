@@ -29,7 +29,7 @@ def uring_device(depth: int = limits.DEVICE_DEPTH, *, has_deadlines: bool = True
 
 
 class RingOperations:
-    """Submits requests to one native ring."""
+    """Implements `Operations` by requests to one native ring."""
 
     backend = "io_uring"
 

@@ -218,15 +218,15 @@ class Watch:
         operation.answer(DeviceAway(why))
 
     def uses(self, fd: int) -> bool:
-        """Whether an operation that nobody waits for is still on this descriptor."""
+        """Return whether an operation that nobody waits for is still on this descriptor."""
         return any(each.fd == fd for each in self._late) or (self._probe is not None and self._probe.fd == fd)
 
     def changes(self, fd: int) -> bool:
-        """Whether a late operation may still change bytes of this file."""
+        """Return whether a late operation may still change bytes of this file."""
         return any(each.fd == fd and each.changes for each in self._late)
 
     def has_memory(self, view: memoryview) -> bool:
-        """Whether a late operation may still use the memory that this view is of."""
+        """Return whether a late operation may still use the memory that this view is of."""
         return any(each.memory.obj is view.obj for each in self._late)
 
     async def drain(self) -> None:

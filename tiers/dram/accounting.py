@@ -49,6 +49,7 @@ class SealedSlots:
         return (slot for slot, count in enumerate(self._counts) if count)
 
     def add(self, slot: int, physical_bytes: int) -> None:
+        """Note a slot as sealed, with so many physical bytes, a multiple of 512."""
         if slot >= len(self._counts):
             self._counts.extend(bytes(slot + 1 - len(self._counts)))
         self._counts[slot] = physical_bytes // 512 + 1
@@ -76,6 +77,7 @@ class SlotReaders:
         self._uids = array("I")
 
     def note(self, slot: int, uid: int) -> None:
+        """Remember `uid` as the last one who opened the slot."""
         if slot >= len(self._uids):
             self._uids.extend([_NOBODY] * (slot + 1 - len(self._uids)))
         self._uids[slot] = uid
@@ -112,6 +114,7 @@ class KeptSlots:
 
     @property
     def count(self) -> int:
+        """Return how many free slots keep their pages."""
         return sum(map(len, self.by_size.values()))
 
     def ask(self, size_bytes: int) -> int | None:
@@ -139,9 +142,11 @@ class KeptSlots:
         return next(sizes, 0) if physical_bytes >= limits.MIN_KEPT_SLOT_BYTES else 0
 
     def has_room(self, size_bytes: int) -> bool:
+        """Return whether another slot of this size may keep its pages."""
         return self.total + self.drafts_total + whole_pages(size_bytes) <= self.most_bytes
 
     def add(self, slot: int, size_bytes: int) -> None:
+        """Take in a free slot that keeps the pages of an object of this size."""
         self.by_size[size_bytes].append(slot)
         self.total += whole_pages(size_bytes)
 
@@ -154,10 +159,12 @@ class KeptSlots:
         return None
 
     def add_draft(self, slot: int, size_bytes: int) -> None:
+        """Note a draft made of a slot that kept its pages."""
         self.drafts[slot] = size_bytes
         self.drafts_total += whole_pages(size_bytes)
 
     def drop_draft(self, slot: int) -> None:
+        """Stop counting such a draft; of any other slot nothing changes."""
         self.drafts_total -= whole_pages(self.drafts.pop(slot, 0))
 
 
@@ -187,13 +194,16 @@ class Accounting:
 
     @property
     def free_slots(self) -> int:
+        """Return how many slots a draft could take, those without a file included."""
         return len(self.free) + self.kept.count + len(self.bare) + self.max_slots - self.fresh
 
     def open_draft(self, slot: int, reserved_bytes: int) -> None:
+        """Note a draft in this slot, with the bytes that are reserved for it."""
         self.drafts[slot] = reserved_bytes
         self.reserved_bytes += reserved_bytes
 
     def close_draft(self, slot: int) -> None:
+        """Stop counting a draft, and what is reserved for it."""
         self.reserved_bytes -= self.drafts.pop(slot)
         self.kept.drop_draft(slot)
 
@@ -208,6 +218,7 @@ class Accounting:
         self.drafts[slot] = 0
 
     def add_sealed(self, slot: int, physical_bytes: int) -> None:
+        """Count a sealed slot and its physical bytes."""
         self.sealed.add(slot, physical_bytes)
         self.sealed_total += physical_bytes
 
@@ -218,6 +229,7 @@ class Accounting:
         return physical_bytes
 
     def charge(self, uid: int, change_bytes: int) -> None:
+        """Change what a uid pays for held bytes; `change_bytes` may be negative."""
         self.held_total += change_bytes
         left = self.charged.get(uid, 0) + change_bytes
         if left:
@@ -226,10 +238,12 @@ class Accounting:
             self.charged.pop(uid, None)
 
     def add_held(self, held: Held) -> None:
+        """Note an unlinked slot that somebody still holds, and charge its bytes to who does."""
         self.held.append(held)
         self.charge(held.uid, held.physical_bytes)
 
     def add_zombie(self, slot: int, uid: int, physical_bytes: int) -> None:
+        """Note a retired slot that can be neither emptied nor detached yet, and charge its bytes to its holder."""
         self.zombies[slot] = (uid, physical_bytes)
         self.charge(uid, physical_bytes)
 

@@ -50,6 +50,7 @@ class ReadAround:
 
     @property
     def held_bytes(self) -> int:
+        """Return the bytes of all copies that somebody still reads."""
         return sum(copy.size_bytes for copy in self._copies)
 
     async def read(self, size_bytes: int, fill: Callable[[int], Awaitable[object]], *, uid: int) -> int:

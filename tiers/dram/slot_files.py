@@ -102,7 +102,8 @@ class SlotFiles:
             ) from error
 
     def shows_reads(self) -> bool:
-        """Whether the kernel notes reads of slots, by which pages are seen that somebody may have references to."""
+        """Return whether the kernel notes reads of slots, by which pages are seen that somebody may have references
+        to."""
         return native.shows_reads(self.fd)
 
     def close(self) -> None:
@@ -120,6 +121,7 @@ class DramLease:
         self.size_bytes = size_bytes
 
     def fileno(self) -> int:
+        """Return the descriptor, which stays the lease's; -1 once it is closed."""
         return self._fd
 
     async def read_into(self, offset: int, buffer: memoryview) -> int:
@@ -128,6 +130,7 @@ class DramLease:
         return os.preadv(self._fd, [buffer], offset)
 
     def close(self) -> None:
+        """Close the descriptor, which ends the lease. Closing twice is harmless."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

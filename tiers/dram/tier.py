@@ -325,8 +325,8 @@ class DramTier:
             os.close(descriptor)
 
     def matches(self, extent: Extent) -> bool:
-        """Whether a slot that was taken over has the payload of its header, hashed here and now; any thread. What it
-        says counts while the slot has that generation."""
+        """Return whether a slot that was taken over has the payload of its header, hashed here and now; any thread.
+        What it says counts while the slot has that generation."""
         header = self.table.read_header(extent.slot)
         return header.checksum is not None and slot_matches(
             self._files.fd, extent.slot, header.size_bytes, header.checksum
@@ -343,7 +343,7 @@ class DramTier:
         return DramLease(fd, os.fstat(fd).st_size)
 
     def held(self, extent: Extent) -> bool:
-        """Whether anyone but the service has the extent open or mapped now (or that is not known)."""
+        """Return whether anyone but the service has the extent open or mapped now (or that is not known)."""
         self._check_sealed(extent)
         if not self.checksums.thread.pause(extent.slot):
             return True

@@ -42,7 +42,7 @@ def _mount(root: Path, flags: int, options: str) -> None:
 
 
 def is_mounted(root: Path) -> bool:
-    """Whether the topmost mount at `root` is a tmpfs that a kvfs service mounted."""
+    """Return whether the topmost mount at `root` is a tmpfs that a kvfs service mounted."""
     wanted = os.fsencode(os.path.realpath(root))
     top = False
     for line in Path("/proc/self/mountinfo").read_bytes().splitlines():

@@ -25,9 +25,11 @@ _SOCKETS = "tiers.events.event_sockets"
 class EventPart(Protocol):
     """Runs one open socket, and describes it as JSON values."""
 
-    async def run(self) -> None: ...
+    async def run(self) -> None:
+        """Publish or follow events until cancelled."""
 
-    def status(self) -> dict[str, Any]: ...
+    def status(self) -> dict[str, Any]:
+        """Describe the part as JSON values."""
 
 
 @dataclass(frozen=True, slots=True)

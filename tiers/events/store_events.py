@@ -48,6 +48,7 @@ class BlockEvents:
         self.published = 0
 
     def status(self) -> dict[str, Any]:
+        """Describe the topic, the sockets and what was published, as JSON values."""
         return {
             "topic": self._publisher.topic,
             "endpoint": self._publisher.endpoint,

@@ -26,7 +26,7 @@ class GhostQueue:
         return len(self._keys)
 
     def admits(self, key: int) -> bool:
-        """Whether `key` was here before; it is then dropped, else remembered."""
+        """Return whether `key` was here before; it is then dropped, else remembered."""
         if key in self._keys:
             del self._keys[key]
             return True

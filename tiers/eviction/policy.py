@@ -69,7 +69,8 @@ class EvictionPolicy(Protocol[K]):
     def __len__(self) -> int: ...
 
     @property
-    def total_bytes(self) -> int: ...
+    def total_bytes(self) -> int:
+        """Return the bytes of all keys that are counted."""
 
 
 POLICY_NAMES = KINDS

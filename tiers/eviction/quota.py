@@ -42,7 +42,7 @@ class SpaceBook:
 
     @property
     def is_share_near(self) -> bool:
-        """Whether some uid is so near to its share of the slots that spare drafts could lead it past that."""
+        """Return whether some uid is so near to its share of the slots that spare drafts could lead it past that."""
         return bool(self._near_share)
 
     @property

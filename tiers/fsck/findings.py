@@ -94,7 +94,7 @@ class CheckedLog:
                 yield object_id, found.torn[object_id][:2]
 
     def is_durable(self, object_id: int) -> bool:
-        """Whether a record that holds says that the object's bucket is durable."""
+        """Return whether a record that holds says that the object's bucket is durable."""
         return self.tier.buckets.is_durable(self.bucket_of(object_id))
 
     def bucket_of(self, object_id: int) -> int:
@@ -103,7 +103,7 @@ class CheckedLog:
         return 0 if stored is None else stored.bucket_id
 
     def holds(self, object_id: int) -> bool:
-        """Whether the object can be read."""
+        """Return whether the object can be read."""
         gone = object_id in self.lost or object_id in self.weak or object_id in self.unnamed
         return object_id in self.tier.objects and not gone
 
@@ -135,14 +135,17 @@ class Findings:
 
     @property
     def cost(self) -> Cost:
+        """Return the highest cost of all problems."""
         return max((problem.cost for problem in self.problems), default=Cost.NOTHING)
 
     @property
     def was_stopped(self) -> bool:
-        """Whether the last to write was a service that was stopped, which closes its last segment with a footer."""
+        """Return whether the last to write was a service that was stopped, which closes its last segment with a
+        footer."""
         return self.home.clean and not (self.home.path / LOSS_NOTE).exists()
 
     def add(self, where: str, what: str, consequence: str, cost: Cost = Cost.NOTHING) -> None:
+        """Note a problem: where it is, what is wrong, what follows from it, and what that costs."""
         self.problems.append(Problem(where, what, consequence, cost))
 
     def close(self) -> None:

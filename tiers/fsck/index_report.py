@@ -167,7 +167,7 @@ def _add_rows_without_bytes(findings: Findings) -> None:
 
 
 def _has_unnamed(findings: Findings) -> bool:
-    """Whether there may be objects that nothing but the lost index named."""
+    """Return whether there may be objects that nothing but the lost index named."""
     log, slots = findings.log, findings.slots
     if log is None:
         return bool(slots.whole)
@@ -177,13 +177,13 @@ def _has_unnamed(findings: Findings) -> bool:
 
 
 def _is_torn(check: SegmentCheck, bad: BadRecord) -> bool:
-    """Whether a kill in a write may have left the record so."""
+    """Return whether a kill in a write may have left the record so."""
     return not check.has_footer and all(bad.offset > each.offset for each in check.records)
 
 
 def has_blind_holes(log: CheckedLog, *, was_clean: bool, torn: bool = True) -> bool:
-    """Whether a record is gone with its header, or may be: at the end of a segment, which its footer would list. A
-    segment that was open at a kill has none, and then its last record is not known. Without `torn` what a kill may
+    """Return whether a record is gone with its header, or may be: at the end of a segment, which its footer would list.
+    A segment that was open at a kill has none, and then its last record is not known. Without `torn` what a kill may
     have torn does not count: nobody was told of it."""
     if log.is_short or any(
         check.hopeless

@@ -99,7 +99,7 @@ class LogReport:
         return f"{what}: {consequence}", cost
 
     def _is_served(self, stored: Stored) -> bool:
-        """Whether a start would restore the object: not where the index counts and does not name it."""
+        """Return whether a start would restore the object: not where the index counts and does not name it."""
         listed, object_id = self.objects.listed, stored.object_id
         if stored.key.kind is Kind.BLOCK or listed is None:
             return True

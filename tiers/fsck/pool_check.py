@@ -45,6 +45,7 @@ class BadRecord:
 
     @property
     def type(self) -> RecordType | None:
+        """Return the record's type; None where its header is unreadable."""
         return None if self.header is None else RecordType(self.header["type"])
 
 
@@ -71,11 +72,12 @@ class SegmentCheck:
 
     @property
     def is_clean(self) -> bool:
+        """Return whether nothing is wrong with the segment."""
         return not (self.faults or self.bad or self.hopeless)
 
     @property
     def has_holes(self) -> bool:
-        """Whether a record was lost of which nobody knows what it said."""
+        """Return whether a record was lost of which nobody knows what it said."""
         return (
             self.hopeless
             or self.is_cut

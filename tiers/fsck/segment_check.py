@@ -247,7 +247,7 @@ def _magics(view: memoryview, start: int) -> Iterator[int]:
 
 
 def _resembles(data: bytes) -> bool:
-    """Whether a header that does not match its checksum was one: most of what never changes is there."""
+    """Return whether a header that does not match its checksum was one: most of what never changes is there."""
     raw = RECORD_HEADER.decode(data)
     fixed = ((raw["magic"], RECORD_MAGIC), (raw["version"], formats.RECORD_VERSION))
     same = sum(found == wanted for found, wanted in fixed) + (raw["header_bytes"] == RECORD_HEADER.size)

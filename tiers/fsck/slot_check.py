@@ -63,7 +63,7 @@ class SlotsCheck:
     bad: list[BadSlot] = field(default_factory=list)
 
     def has(self, object_id: int, size_bytes: int) -> bool:
-        """Whether a whole slot has the object."""
+        """Return whether a whole slot has the object."""
         slot = self.whole.get(object_id)
         return slot is not None and slot.size_bytes == size_bytes
 

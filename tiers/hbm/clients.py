@@ -69,7 +69,7 @@ class PoolClient:
             self.ended_s = self.exited_s
 
     def has_leased(self, slot: int, generation: int) -> bool:
-        """Whether it has a retired slot leased."""
+        """Return whether it has a retired slot leased."""
         return self.exited_s is None and self.hazards.name(slot, generation)
 
     def standing(self, holders: frozenset[int] | None, now_s: float) -> Standing:

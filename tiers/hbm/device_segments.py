@@ -83,6 +83,7 @@ class DeviceSegments:
         return segment
 
     def get(self, number: int) -> DeviceSegment | None:
+        """Return the segment of this number; None where there is none."""
         return self._segments.get(number)
 
     def of_token(self, token: bytes) -> DeviceSegment | None:

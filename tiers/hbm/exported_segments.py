@@ -32,11 +32,17 @@ class ExportingDevice(Protocol):
     """A device of a driver."""
 
     @property
-    def uuid(self) -> str: ...
+    def uuid(self) -> str:
+        """Return the device's UUID as text."""
+
     @property
-    def granularity_bytes(self) -> int: ...
+    def granularity_bytes(self) -> int:
+        """Return the unit of allocations in bytes: a segment's size is a multiple of it."""
+
     @property
-    def shares_memory(self) -> bool: ...
+    def shares_memory(self) -> bool:
+        """Return whether other processes can map what is exported."""
+
     def create(self, size_bytes: int) -> Exported:
         """Allocate memory that can be exported. Raises OutOfResources."""
         ...

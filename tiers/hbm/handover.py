@@ -31,7 +31,7 @@ class HandedBlock:
 
 
 def is_adoptable(block: HandedBlock, slot_bytes: int, segment_bytes: int, expected: ExpectedChecksum) -> bool:
-    """Whether a block is in a slot of its segment, which has slots of one size, and has the store's checksum."""
+    """Return whether a block is in a slot of its segment, which has slots of one size, and has the store's checksum."""
     fits = block.size_bytes >= 0 and slot_bytes_for(block.size_bytes) == slot_bytes
     inside = 0 <= block.offset_bytes <= segment_bytes - slot_bytes and block.offset_bytes % slot_bytes == 0
     return fits and inside and expected(block.header.key) == block.checksum

@@ -213,7 +213,7 @@ class HbmTier:
         return sealed
 
     def held(self, extent: Extent) -> bool:
-        """Whether anybody has the extent leased now. Raises Superseded."""
+        """Return whether anybody has the extent leased now. Raises Superseded."""
         self._checked(extent)
         return self._is_leased(extent.slot, extent.generation)
 

@@ -87,6 +87,7 @@ class Ended:
 def encode_page(
     store_id: bytes, epoch: int, page: int, first_pages: int, durable_sequence: int, endings: Sequence[Ending]
 ) -> bytes:
+    """Encode one page of endings, padded to the size of a page, with its checksum."""
     body = b"".join(
         ENDING.struct.pack(each.object_id, each.first_sequence, each.sequence, each.kind, each.extent_number)
         for each in endings

@@ -91,6 +91,7 @@ class Endings:
 
     @property
     def has_pending(self) -> bool:
+        """Return whether endings were noted that are not written yet."""
         return bool(self._pending)
 
     def size_for(self, capacity_bytes: int) -> None:
@@ -152,6 +153,7 @@ class Endings:
             return None
 
     def close_files(self) -> None:
+        """Close both files. Closing twice is harmless."""
         for file in self._files:
             if file.fd >= 0:
                 self._device.close_file(file.fd)
@@ -196,7 +198,8 @@ class Endings:
         await self.sync()
 
     def _is_changing(self, file: _File) -> bool:
-        """Whether a late write may still change the file: then it is as it may be, and none of it is written again."""
+        """Return whether a late write may still change the file: then it is as it may be, and none of it is written
+        again."""
         return file.fd >= 0 and self._device.is_changing(file.fd)
 
     async def _add_page(self, file: _File, endings: Sequence[Ending]) -> None:

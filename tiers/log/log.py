@@ -149,7 +149,7 @@ class Log:
 
     @property
     def _has_hurry(self) -> bool:
-        """Whether what is queued is to be written now: somebody waits for it, or it is many."""
+        """Return whether what is queued is to be written now: somebody waits for it, or it is many."""
         return self._wanted > self.durable_ticket or self.backlog >= GATHERED
 
     async def _wait_for_work(self) -> None:

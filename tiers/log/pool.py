@@ -68,6 +68,7 @@ class SegmentPool:
 
     @property
     def capacity_bytes(self) -> int:
+        """Return the bytes of all segments, used or free."""
         return len(self.segments) * self.segment_bytes
 
     def used(self) -> list[Segment]:
@@ -210,6 +211,7 @@ class SegmentPool:
                 await self.device.write(segment.fd, offset + start, part)
 
     def close_files(self) -> None:
+        """Close the endings, every segment's file, and the places."""
         self.endings.close_files()
         for segment in self.segments:
             self.device.close_file(segment.fd)

@@ -66,10 +66,12 @@ class MetaBody:
     row: NameRow
 
     def encode(self) -> bytes:
+        """Encode the body of a META record."""
         return _pack_strings(bucket=self.bucket, key=self.key, row=self.row.encode())
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
+        """Decode the body of a META record. Raises Corrupt."""
         bucket, key, row = _unpack_strings(body, "bucket", "key", "row")
         return cls(bucket, key, NameRow.decode(row))
 
@@ -98,10 +100,12 @@ class RenameBody:
     """(bucket, key) of the directory; the key ends in '/'."""
 
     def encode(self) -> bytes:
+        """Encode the body of a RENAME record."""
         return b"".join(_pack_strings(bucket=b, key=k) for b, k in (self.source, self.target))
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
+        """Decode the body of a RENAME record. Raises Corrupt."""
         source, source_key, target, target_key = _unpack_strings(body, "bucket", "key", "bucket", "key")
         return cls((source, source_key), (target, target_key))
 
@@ -117,10 +121,12 @@ class BucketBody:
     row: BucketRow
 
     def encode(self) -> bytes:
+        """Encode the body of a BUCKET record."""
         return _pack_strings(bucket=self.row.name, row=self.row.encode())
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
+        """Decode the body of a BUCKET record. Raises Corrupt."""
         name, row = _unpack_strings(body, "bucket", "row")
         return cls(BucketRow.decode(name, row))
 
@@ -134,6 +140,7 @@ class TombstoneBody:
     object_ids: tuple[int, ...]
 
     def encode(self) -> bytes:
+        """Encode the body of a TOMBSTONE record. Raises InvalidRequest for no ids, or too many."""
         count = len(self.object_ids)
         if not 0 < count <= limits.MAX_TOMBSTONE_IDS:
             raise InvalidRequest(f"tombstone of {count} ids: 1 to {limits.MAX_TOMBSTONE_IDS} are possible")
@@ -141,6 +148,7 @@ class TombstoneBody:
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
+        """Decode the body of a TOMBSTONE record. Raises Corrupt."""
         if len(body) < _TOMBSTONE.size:
             raise Corrupt(f"record body: {len(body)} bytes where {_TOMBSTONE.size} are needed")
         deleted, count = _TOMBSTONE.unpack_from(body)

@@ -64,6 +64,7 @@ class Segment:
         self.last_sequence = sequence
 
     def drop_records(self) -> None:
+        """Drop the headers and bodies that were kept for the footer."""
         self.headers, self.bodies, self.bodies_bytes = [], [], 0
 
 

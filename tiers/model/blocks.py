@@ -53,6 +53,7 @@ class BlockCatalog:
         return (bytes(keys[at : at + 16]) for at in range(0, len(keys), 16))
 
     def get(self, digest: bytes) -> Block | None:
+        """Return a block's attributes; None where it is not sealed here."""
         fields = self.index.get(digest)
         return None if fields is None else Block(self._names[fields[0]], *fields[1:])
 
@@ -73,6 +74,7 @@ class BlockCatalog:
         return number
 
     def add(self, digest: bytes, block: Block) -> None:
+        """Enter a sealed block under its prefix hash, in place of an earlier one."""
         self.index.add(
             digest,
             self.bucket_number(block.bucket),
@@ -90,6 +92,7 @@ class BlockCatalog:
         self.index.pin(digest, pinned)
 
     def remove(self, digest: bytes) -> Block | None:
+        """Take a block out and return its attributes, or None; a bucket's number ends with its last block."""
         fields = self.index.remove(digest)
         if fields is None:
             return None
@@ -105,10 +108,12 @@ class BlockCatalog:
         return self.index.descendants(digest)
 
     def count(self, bucket: bytes) -> int:
+        """Return how many blocks a bucket has."""
         number = self._numbers.get(bucket)
         return 0 if number is None else self.index.bucket_blocks(number)
 
     def size_bytes(self, bucket: bytes) -> int:
+        """Return the bytes of a bucket's blocks."""
         number = self._numbers.get(bucket)
         return 0 if number is None else self.index.bucket_bytes(number)
 

@@ -141,6 +141,8 @@ class Draft:
 
 
 class ChangeKind(Enum):
+    """Says what happened to an object or a name."""
+
     SEALED = "sealed"
     MOVED = "moved"
     """To or from DRAM: the same object, elsewhere."""

@@ -34,7 +34,8 @@ class Lease(Protocol):
         """Fill `buffer` from `offset`; return the count read, short only at the end."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the lease."""
 
     def __enter__(self) -> Self: ...
 
@@ -75,7 +76,7 @@ class ReadableTier(Protocol):
         ...
 
     def held(self, extent: Extent) -> bool:
-        """Whether anyone but the service has the extent open or mapped now."""
+        """Return whether anyone but the service has the extent open or mapped now."""
         ...
 
     def free(self, extent: Extent, *, charge_uid: int = 0) -> int:
@@ -103,7 +104,8 @@ class LowerTier(Protocol):
     """Keeps copies of sealed objects, and evicts some for others."""
 
     @property
-    def capacity_bytes(self) -> int: ...
+    def capacity_bytes(self) -> int:
+        """Return the limit of `used_bytes`."""
 
     @property
     def used_bytes(self) -> int:

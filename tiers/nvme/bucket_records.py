@@ -34,7 +34,7 @@ class BucketRecords:
         self._buckets: dict[int, _Bucket] = {}
 
     def is_durable(self, bucket_id: int) -> bool:
-        """Whether this bucket's objects are durable."""
+        """Return whether this bucket's objects are durable."""
         bucket = self._buckets.get(bucket_id)
         return bucket is not None and bucket.row.class_ == "durable"
 

@@ -41,26 +41,35 @@ class Resident:
 class Residents(Protocol):
     """Finds objects of the store and notes their copies (`tiers.store.placement.Placement`)."""
 
-    def in_dram(self, object_id: int) -> Resident | None: ...
+    def in_dram(self, object_id: int) -> Resident | None:
+        """Return an object of DRAM with all that a lower tier needs for a copy; None if it is not there."""
 
     @property
-    def bucket(self) -> Callable[[bytes], Bucket]: ...
+    def bucket(self) -> Callable[[bytes], Bucket]:
+        """Return a function that returns a bucket by name."""
 
     @property
-    def object_id_of(self) -> Callable[[bytes], int | None]: ...
+    def object_id_of(self) -> Callable[[bytes], int | None]:
+        """Return a function that returns the object id of a key's digest, or None."""
 
     @property
-    def key_of(self) -> Callable[[bytes], StoreKey]: ...
+    def key_of(self) -> Callable[[bytes], StoreKey]:
+        """Return a function that returns the key of a digest."""
 
-    def hits(self, digest: bytes) -> int: ...
+    def hits(self, digest: bytes) -> int:
+        """Return how often the object of this key was read so far."""
 
-    def note_copy(self, key: StoreKey, tier: int, location: int | None = None) -> None: ...
+    def note_copy(self, key: StoreKey, tier: int, location: int | None = None) -> None:
+        """Record that a lower tier (TIER_NVME, at this place, or TIER_COLD) has the object."""
 
-    def drop_copy(self, key: StoreKey, tier: int) -> list[int]: ...
+    def drop_copy(self, key: StoreKey, tier: int) -> list[int]:
+        """Record that a lower tier has the object no more; return the ids of all that was evicted with the copy."""
 
-    def drop_damaged(self, key: StoreKey) -> list[int]: ...
+    def drop_damaged(self, key: StoreKey) -> list[int]:
+        """Record that the NVMe copy is damaged; return ids as `drop_copy` does."""
 
-    def cascade_evict(self, key: StoreKey) -> list[int]: ...
+    def cascade_evict(self, key: StoreKey) -> list[int]:
+        """Take an object out of all tiers, with what is of no use without it; return the ids of all of them."""
 
 
 class Journal:
@@ -108,11 +117,11 @@ class Journal:
         """Check that these objects can all become durable. Raises NoSpace."""
 
     def holds(self, object_id: int) -> bool:
-        """Whether a copy outside of DRAM can be read."""
+        """Return whether a copy outside of DRAM can be read."""
         return False
 
     def is_writing(self, object_id: int) -> bool:
-        """Whether an object is queued for a device, and not yet readable there."""
+        """Return whether an object is queued for a device, and not yet readable there."""
         return False
 
     def expendable(self) -> Iterable[StoreKey]:
@@ -120,11 +129,11 @@ class Journal:
         return ()
 
     def is_needed(self, object_id: int) -> bool:
-        """Whether the copy in DRAM may not go yet, since the object is durable and not on the device."""
+        """Return whether the copy in DRAM may not go yet, since the object is durable and not on the device."""
         return False
 
     def is_kept(self, object_id: int) -> bool:
-        """Whether changes of an object wait for a device, whatever its bucket and row say."""
+        """Return whether changes of an object wait for a device, whatever its bucket and row say."""
         return False
 
     def sealed(self, found: Resident, *, replaced: int | None = None, snapshot: int | None = None) -> None:
@@ -192,7 +201,7 @@ class Journal:
         return 0
 
     def has_settled(self, ticket: int) -> bool:
-        """Whether everything up to this ticket is durable."""
+        """Return whether everything up to this ticket is durable."""
         return True
 
     async def settle(self, since: int = -1) -> None:

@@ -41,12 +41,14 @@ class Buffer:
     used: int = 0
 
     def put(self, start: int, data: memoryview) -> None:
+        """Write `data` at `start`; a gap before it becomes zeros."""
         if start > self.used:
             self.view[self.used : start] = bytes(start - self.used)
         self.view[start : start + len(data)] = data
         self.used = max(self.used, start + len(data))
 
     def copy(self, start: int, count: int) -> bytes:
+        """Return `count` bytes from `start`; those past `used` are zeros."""
         found = bytes(self.view[start : min(start + count, self.used)]) if start < self.used else b""
         return found + bytes(count - len(found))
 
@@ -63,6 +65,7 @@ class BufferPayload:
     piece: Piece | None = None
 
     async def read_into(self, view: memoryview) -> int:
+        """Copy the buffer, or read what the log has of it by now. Raises Superseded."""
         if self.buffer is not None:
             view[: self.size_bytes] = self.buffer.view[: self.size_bytes]
             return xxh3_64(view[: self.size_bytes])
@@ -82,6 +85,7 @@ class BasePayload:
     checksum: int | None = None
 
     async def read_into(self, view: memoryview) -> int:
+        """Copy the extent of the object that is rewritten, by way of the cache."""
         view[: self.size_bytes] = await self.cache.copy(self.stored, self.number, 0, self.size_bytes)
         return xxh3_64(view[: self.size_bytes])
 
@@ -129,6 +133,7 @@ class LargeBuffers:
             await self.wait()
 
     def give(self, view: memoryview) -> None:
+        """Take back a buffer that nobody uses any more, and wake who waits for one."""
         self._free.append(view)
         self.changed()
 
@@ -139,9 +144,11 @@ class LargeBuffers:
         self.changed()
 
     def unused(self, draft: DirtyExtents, number: int) -> None:
+        """Stop counting an extent as one whose buffer could be written out."""
         del self._dirty[draft, number]
 
     def changed(self) -> None:
+        """Wake all who wait for a buffer."""
         event, self._changed = self._changed, trio.Event()
         event.set()
 

@@ -93,15 +93,17 @@ class LargeDraft:
 
     @property
     def object_id(self) -> int:
+        """Return the id that the object has once it is sealed."""
         return self.stored.object_id
 
     @property
     def size_bytes(self) -> int:
+        """Return the size as it is now."""
         return self.stored.size_bytes
 
     @property
     def is_written(self) -> bool:
-        """Whether the whole draft is in the log and nobody changes it, so that it can be sealed."""
+        """Return whether the whole draft is in the log and nobody changes it, so that it can be sealed."""
         if self._lock.locked() or self.error or self._is_rewritten:
             return False
         return not (self._dirty or self._waiting) and self.stored.readable

@@ -36,6 +36,7 @@ class LargeReader:
 
     @property
     def size_bytes(self) -> int:
+        """Return the object's size."""
         return self._stored.size_bytes
 
     async def read(self, offset: int, size: int) -> bytes:
@@ -51,6 +52,7 @@ class LargeReader:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def close(self) -> None:
+        """End the lease."""
         self._buffers.nvme.release(self._stored)
         self._buffers.opened(-1)
 

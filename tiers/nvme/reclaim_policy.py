@@ -86,5 +86,5 @@ class MoveBudget:
 
 
 def tombstone_counts(deleted_sequence: int, other_first_sequences: Sequence[int]) -> bool:
-    """Whether any other segment may hold a record that a TOMBSTONE deletes."""
+    """Return whether any other segment may hold a record that a TOMBSTONE deletes."""
     return any(0 < first < deleted_sequence for first in other_first_sequences)

@@ -96,7 +96,7 @@ class Snapshots:
         self._tickets.required = stored.ticket
 
     def is_same(self, object_id: int, descriptor: int) -> bool:
-        """Whether a snapshot has exactly the bytes of this file."""
+        """Return whether a snapshot has exactly the bytes of this file."""
         stored, size_bytes = self._nvme.objects.get(object_id), os.fstat(descriptor).st_size
         if stored is None or not stored.readable or stored.size_bytes != size_bytes:
             return False

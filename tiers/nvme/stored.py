@@ -104,15 +104,16 @@ class Stored:
 
     @property
     def stays(self) -> bool:
-        """Whether reclaim has to move it."""
+        """Return whether reclaim has to move it."""
         return self.kept or self.holders > 0
 
     def is_at(self, number: int, piece: Piece) -> bool:
-        """Whether this is where the extent is; a draft's may have been written again, or cut off."""
+        """Return whether this is where the extent is; a draft's may have been written again, or cut off."""
         return number < len(self.pieces) and self.pieces[number] is piece
 
     @property
     def readable(self) -> bool:
+        """Return whether every extent is on the device."""
         return None not in self.pieces
 
     def fields(self, durable_ticket: int) -> RowFields | None:
@@ -221,17 +222,17 @@ class StoredObjects:
         return (stored for each in self if (stored := self.get(each)) is not None)
 
     def is_readable(self, object_id: int) -> bool:
-        """Whether all extents of an object are written."""
+        """Return whether all extents of an object are written."""
         stored = self.used.get(object_id)
         return object_id in self.rows if stored is None else stored.readable
 
     def is_kept(self, object_id: int) -> bool:
-        """Whether reclaim moves an object since it is durable."""
+        """Return whether reclaim moves an object since it is durable."""
         stored = self.used.get(object_id)
         return self.rows.is_kept(object_id) if stored is None else stored.kept
 
     def is_unsettled(self, object_id: int) -> bool:
-        """Whether an object is durable, and not all of it is on the device yet."""
+        """Return whether an object is durable, and not all of it is on the device yet."""
         stored = self.used.get(object_id)
         return stored is not None and stored.kept and stored.ticket > self._durable_ticket()
 
@@ -294,6 +295,7 @@ class SegmentPayload:
         self._device, self._fd, self._at = device, fd, piece.payload_at
 
     async def read_into(self, view: memoryview) -> int:
+        """Read the extent from its segment. Raises Corrupt where the checksum differs, DeviceFailed."""
         return await self._device.read(
             self._fd, self._at, view, checksum=self.checksum, payload_bytes=self.size_bytes
         )
@@ -310,6 +312,7 @@ class SlotPayload:
         self._device, self._open, self._offset = device, open_slot, offset
 
     async def read_into(self, view: memoryview) -> int:
+        """Read the piece from the slot's file. Raises Superseded once the slot has another life, Corrupt."""
         descriptor = self._open()
         try:
             os.set_blocking(descriptor, True)  # with O_NONBLOCK io_uring answers EAGAIN where it would wait
@@ -340,6 +343,7 @@ class GuardedPayload:
         self._stored, self._payload = stored, payload
 
     async def read_into(self, view: memoryview) -> int:
+        """Read the payload. Raises Superseded once its object is dropped."""
         if self._stored.dropped:
             raise Superseded(f"object {self._stored.object_id} is no more")
         return await self._payload.read_into(view)
@@ -360,7 +364,7 @@ def counted_bytes(record_bytes: int, body_bytes: int) -> int:
 
 
 def has_all(stored: Stored, count: int) -> bool:
-    """Whether an object that is not counted yet has all of so many extents; cut off those behind them."""
+    """Return whether an object that is not counted yet has all of so many extents; cut off those behind them."""
     del stored.pieces[count:]
     if stored.pieces and len(stored.pieces) < count:
         stored.pieces.append(None)  # one for all: the count is a row's word, and may be any number
@@ -368,6 +372,7 @@ def has_all(stored: Stored, count: int) -> bool:
 
 
 def data_header(stored: Stored, number: int) -> dict[str, int | bytes]:
+    """Return the fields of a DATA record's header for one extent, without its sequence, length and checksums."""
     return {
         "kind": int(stored.key.kind),
         "key": stored.key.digest,

@@ -95,6 +95,7 @@ class NvmeTier:
 
     @property
     def capacity_bytes(self) -> int:
+        """Return the bytes of all segments."""
         return self.pool.capacity_bytes
 
     @property
@@ -150,6 +151,7 @@ class NvmeTier:
         return total + (counted_bytes(record_extent(0, 0, rest)[1], 0) if rest or not whole else 0)
 
     def has_durable_room(self, size_bytes: int) -> bool:
+        """Return whether so many durable bytes fit beside those that are there or on their way."""
         return self._wanted(self.record_bytes(size_bytes)) <= self.durable_capacity_bytes
 
     def check_durable_room(self, sizes_bytes: Iterable[int]) -> None:
@@ -179,10 +181,11 @@ class NvmeTier:
         return min(self.capacity_bytes // limits.OBJECT_SHARE_OF_NVME, self.durable_capacity_bytes)
 
     def extent_count(self, size_bytes: int) -> int:
+        """Return how many extents an object of this size has; an empty one has one."""
         return max(1, -(-size_bytes // self.pool.extent_bytes))
 
     def holds(self, object_id: int) -> bool:
-        """Whether the object's bytes can be read from this tier."""
+        """Return whether the object's bytes can be read from this tier."""
         return self.objects.is_readable(object_id)
 
     def begin(self, stored: Stored) -> None:
@@ -340,8 +343,8 @@ class NvmeTier:
         return ticket
 
     def _is_ordered(self, stored: Stored) -> bool:
-        """Whether a deletion is durable before what follows: all but those of a cache's names, which a start after a
-        kill has from the index."""
+        """Return whether a deletion is durable before what follows: all but those of a cache's names, which a start
+        after a kill has from the index."""
         is_block = stored.key.kind is Kind.BLOCK
         return stored.kept or is_block or self.buckets.is_durable(stored.bucket_id)
 
@@ -491,7 +494,7 @@ class NvmeTier:
         return self.objects.get(object_id) or self._deleting.get(object_id) or self._held.get(object_id)
 
     def is_deleted(self, object_id: int) -> bool:
-        """Whether the object's Deletion is written, and somebody still holds it."""
+        """Return whether the object's Deletion is written, and somebody still holds it."""
         return object_id in self._held
 
     def evict(self, stored: Stored, segment: int) -> None:

@@ -176,7 +176,7 @@ class NvmeJournal(Journal, NvmeObserver):
         return stored.ticket
 
     def _pins(self, row: NameRow, *, kept: bool) -> bool:
-        """Whether a cache's object is kept because it is pinned: pins take no room that is not there."""
+        """Return whether a cache's object is kept because it is pinned: pins take no room that is not there."""
         return bool(row.flags & PINNED) and (kept or self.nvme.has_durable_room(row.size_bytes))
 
     def named(self, object_id: int, name: Name, row: NameRow) -> None:

@@ -45,10 +45,10 @@ class Places(Protocol):
         """List the segments that there are or shall be, in the order in which they are filled."""
 
     def exists(self, number: int) -> bool:
-        """Whether the segment is there."""
+        """Return whether the segment is there."""
 
     def is_wanted(self, number: int) -> bool:
-        """Whether the capacity has the segment; another is used only as long as something counts in it."""
+        """Return whether the capacity has the segment; another is used only as long as something counts in it."""
 
     def place(self, number: int) -> Place:
         """Return where the segment is, or is to be."""

@@ -70,7 +70,7 @@ class IndexWalk:
                 os._exit(status)
 
     def is_whole(self) -> bool:
-        """Whether the process lived and found nothing wrong, waiting for its end. Raises OutOfResources."""
+        """Return whether the process lived and found nothing wrong, waiting for its end. Raises OutOfResources."""
         code = self._wait()
         if code in _INTERRUPTED:
             raise OutOfResources(
@@ -84,7 +84,7 @@ class IndexWalk:
 
     @property
     def has_copy(self) -> bool:
-        """Whether there is a copy of what was found whole."""
+        """Return whether there is a copy of what was found whole."""
         return self._wait() == 0
 
     def _wait(self) -> int:
@@ -126,7 +126,7 @@ def _outcome(path: Path, copy: Path | None) -> int:
 
 
 def _has_memory(path: Path) -> bool:
-    """Whether there is more memory than a walk ever needs: then a damaged page wanted more."""
+    """Return whether there is more memory than a walk ever needs: then a damaged page wanted more."""
     try:
         mmap.mmap(
             -1, _map_bytes(path) + 256 * limits.MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -142,7 +142,7 @@ def _map_bytes(path: Path) -> int:
 
 
 def can_be_walked(path: Path) -> bool:
-    """Whether an IndexWalk finds it whole but for single rows. Raises OutOfResources."""
+    """Return whether an IndexWalk finds it whole but for single rows. Raises OutOfResources."""
     with IndexWalk(path) as walk:
         return walk.is_whole()
 
@@ -249,6 +249,7 @@ class IndexReader:
         return ""
 
     def meta(self, key: bytes) -> bytes:
+        """Return the value of a key of the index's own table; empty where there is none."""
         return self._txn.get(key, db=self._meta) or b""
 
     def rows(self) -> Iterator[tuple[bytes, bytes, NameRow | None]]:
@@ -286,6 +287,7 @@ class IndexReader:
         yield from self._txn.cursor(db=db)
 
     def close(self) -> None:
+        """End the transaction and close the environment."""
         self._txn.abort()
         self._env.close()
 
@@ -321,11 +323,12 @@ class IndexCheck:
 
     @property
     def is_damaged(self) -> bool:
+        """Return whether there is an index and something is wrong with it."""
         return self.exists and bool(self.fault or self.bad_format or self.bad_buckets or self.bad_names)
 
     @property
     def rows_count(self) -> bool:
-        """Whether the rows that hold are what the last service left."""
+        """Return whether the rows that hold are what the last service left."""
         return self.exists and self.readable and not self.is_old
 
     def rows(self) -> Iterator[tuple[bytes, bytes, NameRow | None]]:

@@ -67,7 +67,7 @@ def rebuild_index(names: NameIndex, found: Replayed, repeated: Mapping[int, Buck
 
 
 def agree(row: NameRow, survivor: Survivor) -> bool:
-    """Whether what survived in DRAM is what this name stands for."""
+    """Return whether what survived in DRAM is what this name stands for."""
     return (row.sequence, row.size_bytes) == (survivor.sequence, survivor.size_bytes)
 
 
@@ -105,9 +105,9 @@ def adopt_orphans(names: NameIndex, nvme: NvmeTier, found: Replayed) -> None:
 
 
 def is_settled(stored: Stored, *, kept: bool, killed: bool) -> bool:
-    """Whether the extents of an object without a name in the log are the last ones: of a file that was written extent
-    by extent a killed service may have left only earlier ones, and without its META nothing says so. In a durable
-    bucket the endings do, before its close is answered."""
+    """Return whether the extents of an object without a name in the log are the last ones: of a file that was written
+    extent by extent a killed service may have left only earlier ones, and without its META nothing says so. In a
+    durable bucket the endings do, before its close is answered."""
     return kept or not killed or stored.sealed_at_ns != 0
 
 
@@ -235,6 +235,7 @@ def _restore_snapshots(parts: Parts, nvme: NvmeTier, found: Replayed) -> None:
 
 
 def clear_snapshot(row: NameRow) -> NameRow:
+    """Return the row as that of a sealed object, no longer of a draft's snapshot."""
     return replace(row, flags=row.flags & ~SNAPSHOT)
 
 

@@ -207,7 +207,7 @@ class Replay:
         return self.others.get(object_id) or self.objects.get(object_id)
 
     def has_name(self, object_id: int) -> bool:
-        """Whether the log has a name of an object."""
+        """Return whether the log has a name of an object."""
         return object_id in self.bodies or object_id in self._plain
 
     def _unfold(self, object_id: int) -> Stored | None:
@@ -469,7 +469,7 @@ class Replay:
         return chain(blocks.values(), named.values())
 
     def _is_newer(self, stored: Stored, rival: Stored) -> bool:
-        """Whether an object counts before another of its name or hash.
+        """Return whether an object counts before another of its name or hash.
 
         What a file being written replaces may have been written behind only after the file was made durable: of those
         two the later sequence of their rows counts.

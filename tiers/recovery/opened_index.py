@@ -98,7 +98,7 @@ def close_unstarted(home: Home, names: NameIndex, *, is_believed: bool) -> None:
 
 
 def _renewed(index: Path, walk: IndexWalk) -> bool:
-    """Whether the index is whole; then its copy without free pages has taken its place, where there was room."""
+    """Return whether the index is whole; then its copy without free pages has taken its place, where there was room."""
     with walk:
         if not walk.is_whole():
             return False

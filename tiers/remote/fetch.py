@@ -136,7 +136,7 @@ class Fetcher:
         return sum(block_bucket(digest) == bucket.name and match(digest) == 1 for digest in digests)
 
     def _lacks(self, bucket: Bucket, digest: bytes) -> bool:
-        """Whether no tier but the cold one has a block: that is slower than a peer, and may be away."""
+        """Return whether no tier but the cold one has a block: that is slower than a peer, and may be away."""
         name = self._store.block_bucket(digest)
         return name is None or (name == bucket.name and self._store.catalog.tiers_of(digest) == TIER_COLD)
 

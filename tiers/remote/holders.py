@@ -19,7 +19,8 @@ Holders = Sequence[tuple[str, ...]]
 class BlockDirectory(Protocol):
     """Says who holds which block; see `tiers.cluster.directory`."""
 
-    async def run(self, task_status: trio.TaskStatus[None]) -> None: ...
+    async def run(self, task_status: trio.TaskStatus[None]) -> None:
+        """Keep the directory up to date until cancelled."""
 
     async def holders(self, digests: Sequence[bytes]) -> Holders | None:
         """Return the holders of each block; None where it is not known now. Waits a bounded time."""
@@ -27,11 +28,12 @@ class BlockDirectory(Protocol):
     def addresses(self) -> tuple[str, ...]:
         """Return the addresses of all other machines."""
 
-    def status(self) -> dict[str, Any]: ...
+    def status(self) -> dict[str, Any]:
+        """Describe the directory as JSON values."""
 
 
 class NoDirectory:
-    """Stands for a directory where none is configured: nothing is known."""
+    """Implements `BlockDirectory` where none is configured: nothing is known."""
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         task_status.started()

@@ -44,7 +44,7 @@ class PeerLink(Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """Whether another call may be made."""
+        """Return whether another call may be made."""
 
     async def match(self, namespace: bytes, digests: bytes, wait_s: float) -> list[int]:
         """Return the sizes of the blocks that the peer has, without a gap from the first on. Raises KvfsError."""
@@ -59,7 +59,7 @@ class PeerLink(Protocol):
 
 
 class TcpLink:
-    """Moves blocks over one TCP connection."""
+    """Implements `PeerLink` over one TCP connection."""
 
     def __init__(self, connection: socket.socket) -> None:
         """Take over a connection whose peer was verified. Raises OSError."""

@@ -41,10 +41,13 @@ class FetchesBlocks(Protocol):
 
     async def fetch(
         self, bucket: Bucket, digests: Sequence[bytes], *, uid: int, hint: str | None, urgent: bool
-    ) -> int: ...
+    ) -> int:
+        """Fetch blocks that are not here; return how many are here then. Raises InvalidRequest of an unknown hint."""
 
 
 class Order(msgspec.Struct, frozen=True):
+    """Names the blocks that one order wants here, and the peer that has them."""
+
     id: str
     peer: str
     namespace: str
@@ -52,6 +55,8 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Orders(msgspec.Struct, frozen=True):
+    """Holds the answer of a Conductor that was asked for orders."""
+
     orders: list[Order]
 
 

@@ -64,12 +64,12 @@ class Peer:
 
     @property
     def is_self(self) -> bool:
-        """Whether the address turned out to be this service's own."""
+        """Return whether the address turned out to be this service's own."""
         return self.store_id == self._own.store_id
 
     @property
     def is_up(self) -> bool:
-        """Whether to ask this peer now: not while it is paused after a failure."""
+        """Return whether to ask this peer now: not while it is paused after a failure."""
         return not self.is_self and self._pause.is_over(trio.current_time())
 
     async def run(self) -> None:

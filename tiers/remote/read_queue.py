@@ -55,6 +55,7 @@ class ReadQueue:
 
     @property
     def under_way_bytes(self) -> int:
+        """Return the bytes of all reads that were let in and have not ended."""
         return self._bytes
 
     def __len__(self) -> int:

@@ -34,6 +34,7 @@ class Hello:
     nonce: bytes
 
     def encode(self) -> bytes:
+        """Encode the greeting."""
         return _HELLO.pack(MAGIC, VERSION, 0, self.store_id, self.nonce)
 
 
@@ -58,6 +59,7 @@ class Proofs:
     server_nonce: bytes
 
     def of_asker(self) -> bytes:
+        """Return the proof by which the machine that asks shows that it has the secret."""
         return self._proof(b"asks", b"")
 
     def check_asker(self, proof: bytes) -> None:

@@ -27,6 +27,7 @@ class Arguments:
         self._left = dict(values)
 
     def has(self, key: str) -> bool:
+        """Return whether an argument is given, and is not null; does not take it."""
         return self._left.get(key) is not None
 
     def done(self) -> None:
@@ -39,24 +40,30 @@ class Arguments:
         return self._as_name(key, self._take(key, list))
 
     def optional_name(self, key: str) -> Name | None:
+        """Take a name; None where it is absent."""
         return None if self._is_absent(key) else self.name(key)
 
     def names(self, key: str) -> list[Name]:
+        """Take a list of at most limits.MAX_BATCH names. Raises InvalidRequest."""
         values = self._take(key, list)
         if len(values) > limits.MAX_BATCH:
             raise InvalidRequest(f"{self._what}: {len(values)} {key}, over {limits.MAX_BATCH}")
         return [self._as_name(key, value) for value in values]
 
     def text(self, key: str, default: str | None = None) -> bytes:
+        """Take a string as bytes. Raises InvalidRequest for another type, or where it is absent without a default."""
         return untext(default if default is not None and self._is_absent(key) else self._take(key, str))
 
     def flag(self, key: str, default: bool) -> bool:
+        """Take a boolean. Raises InvalidRequest for another type."""
         return default if self._is_absent(key) else bool(self._take(key, bool))
 
     def integer(self, key: str, default: int, *, most: int = MAX_INTEGER) -> int:
+        """Take an integer from 0 to `most`. Raises InvalidRequest."""
         return default if self._is_absent(key) else self._integer(key, most)
 
     def optional_integer(self, key: str, *, most: int = MAX_INTEGER) -> int | None:
+        """Take an integer from 0 to `most`; None where it is absent. Raises InvalidRequest."""
         return None if self._is_absent(key) else self._integer(key, most)
 
     def optional_integers(self, key: str, count: int) -> list[int | None]:
@@ -76,6 +83,7 @@ class Arguments:
         return None if self._is_absent(key) else self._integer(key, MAX_INTEGER, least=-MAX_INTEGER - 1)
 
     def mode(self, default: int) -> int:
+        """Take permission bits, at most 0o1777. Raises InvalidRequest."""
         return self.integer("mode", default, most=0o1777)
 
     def optional_bytes(self, key: str, most: int) -> bytes | None:
@@ -91,6 +99,7 @@ class Arguments:
         return value
 
     def object(self, key: str) -> dict[str, Any]:
+        """Take a JSON object. Raises InvalidRequest for another type."""
         return dict(self._take(key, dict))
 
     def _integer(self, key: str, most: int, *, least: int = 0) -> int:
@@ -102,7 +111,7 @@ class Arguments:
         return int(value)
 
     def _is_absent(self, key: str) -> bool:
-        """Whether an argument is missing or null; a null is taken."""
+        """Return whether an argument is missing or null; a null is taken."""
         return self._left.get(key) is None and self._left.pop(key, None) is None
 
     def _take(self, key: str, kind: type) -> Any:

@@ -170,7 +170,7 @@ def _seal_block(session: Session, bucket: bytes, seal: BlockSeal) -> Result:
 
 
 def _is_conditional(seal: NameSeal) -> bool:
-    """Whether the seal depends on what has the name now."""
+    """Return whether the seal depends on what has the name now."""
     return not seal.replace or seal.expected_id is not None
 
 

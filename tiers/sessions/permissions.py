@@ -37,6 +37,7 @@ class Access:
 
     @property
     def privileged(self) -> bool:
+        """Return whether the caller is root or the service's own user."""
         return self.caller.uid in (0, self.service_uid)
 
     def need(self, thing: Bucket | Directory | ObjectInfo, want: int, what: str) -> None:
@@ -101,7 +102,7 @@ class Access:
         return above
 
     def may_list(self, bucket: Bucket, key: bytes, above: bytes) -> bool:
-        """Whether the caller could reach `key` by listing directory after directory, beginning with `above`."""
+        """Return whether the caller could reach `key` by listing directory after directory, beginning with `above`."""
         if self.privileged:
             return True
         try:

@@ -49,13 +49,15 @@ class RemoteBlocks(Protocol):
 
     async def fetch(
         self, bucket: Bucket, digests: Sequence[bytes], *, uid: int, hint: str | None, urgent: bool
-    ) -> int: ...
+    ) -> int:
+        """Fetch blocks that are not here; return how many are here then. Raises InvalidRequest of an unknown hint."""
 
-    async def match(self, bucket: Bucket, digests: Sequence[bytes]) -> dict[str, int]: ...
+    async def match(self, bucket: Bucket, digests: Sequence[bytes]) -> dict[str, int]:
+        """Return by machine how many blocks it has, from the first on; those that have none are left out."""
 
 
 class NoCluster:
-    """Stands for the cluster of a machine that has none configured."""
+    """Implements `RemoteBlocks` on a machine that has no cluster configured."""
 
     async def fetch(
         self, bucket: Bucket, digests: Sequence[bytes], *, uid: int, hint: str | None, urgent: bool
@@ -77,7 +79,7 @@ class Service:
     cluster: RemoteBlocks
 
     def is_member(self, caller: Caller) -> bool:
-        """Whether the caller is in the service's group."""
+        """Return whether the caller is in the service's group."""
         return self.group_gid is not None and (
             caller.gid == self.group_gid or self.group_gid in caller.groups
         )

@@ -271,9 +271,11 @@ class Catalog:
         return bucket, old
 
     def info_of_entry(self, name: Name, row: NameRow, entry: Entry) -> ObjectInfo:
+        """Describe an object whose entry in the table was found."""
         return self.info(name, row, extent_of(entry), tier_of(entry.tiers), entry.hits)
 
     def info(self, name: Name, row: NameRow, extent: Extent | None, tier: str, hits: int = 0) -> ObjectInfo:
+        """Describe an object by its row, and where it is."""
         return ObjectInfo(
             name=name,
             key=object_key(row.object_id),
@@ -307,12 +309,13 @@ class Catalog:
         return self.directory_times.of(directory_of_bucket(bucket, name))
 
     def has_directory(self, bucket: bytes, prefix: bytes) -> bool:
-        """Whether any name, a block's included, starts with `prefix`."""
+        """Return whether any name, a block's included, starts with `prefix`."""
         return self.names.has_prefix(bucket, prefix) or any(self.block_names(bucket, prefix, b"", b"/"))
 
     def block_names(
         self, bucket: bytes, prefix: bytes, after: bytes, delimiter: bytes | None
     ) -> Iterable[bytes]:
+        """Yield names of blocks under `prefix` and past `after`, in order, with those sealed natively meanwhile."""
         self.native_seals.catch_up()
         return self.blocks.names(bucket, prefix=prefix, after=after, delimiter=delimiter)
 
@@ -356,6 +359,7 @@ def directory_of_bucket(bucket: Bucket, name: Name) -> Directory:
 
 
 def directory_of_row(name: Name, row: NameRow) -> Directory:
+    """Return a directory as its marker's row says."""
     return Directory(
         name,
         row.ino,

@@ -38,6 +38,7 @@ class DirectoryTimes:
         return replace(directory, mtime_ns=found[0], ctime_ns=found[1])
 
     def set(self, name: Name, mtime_ns: int, ctime_ns: int) -> None:
+        """Keep the times of a directory; over limits.MAX_DIRECTORY_TIMES the oldest ones are written."""
         self._times.pop(name, None)
         self._times[name] = (mtime_ns, ctime_ns)
         if len(self._times) > limits.MAX_DIRECTORY_TIMES:

@@ -268,7 +268,7 @@ class NameOps:
             self._check_movable([(src, row)])
 
     def _is_awaited(self, row: NameRow, *names: Name) -> bool:
-        """Whether a change of this object's name waits for a device before it is answered."""
+        """Return whether a change of this object's name waits for a device before it is answered."""
         return (
             bool(row.flags & PINNED)
             or self._journal.is_kept(row.object_id)

@@ -129,7 +129,7 @@ class Residency:
                 listener(placed)
 
     def is_large(self, info: ObjectInfo) -> bool:
-        """Whether DRAM cannot take the object: it is read where it is."""
+        """Return whether DRAM cannot take the object: it is read where it is."""
         return info.extent is None and info.size_bytes > self._dram.largest_object_bytes
 
     def touch(self, digest: bytes) -> None:
@@ -143,7 +143,7 @@ class Residency:
             (self._policy.pin if pinned else self._policy.unpin)(digest)
 
     def is_counted(self, digest: bytes) -> bool:
-        """Whether the policy counts this key."""
+        """Return whether the policy counts this key."""
         return digest in self._policy
 
     def note_reader(self, slot: int, uid: int) -> None:
@@ -208,8 +208,8 @@ class Residency:
                 listener(over)
 
     def _is_held(self, digest: bytes) -> bool:
-        """Whether the DRAM copy may not be evicted now: somebody has it open, or it is the only copy of a durable
-        object; or the copy in the cold tier would go with it, and there may be others to evict."""
+        """Return whether the DRAM copy may not be evicted now: somebody has it open, or it is the only copy of a
+        durable object; or the copy in the cold tier would go with it, and there may be others to evict."""
         object_id = self._catalog.object_id_of(digest)
         if object_id is not None and self._journal.is_needed(object_id):
             return True
@@ -261,7 +261,7 @@ class Residency:
         return self.evict_object(digest)
 
     def has_lower_copy(self, digest: bytes) -> bool:
-        """Whether a lower tier has the object, so that DRAM may evict it."""
+        """Return whether a lower tier has the object, so that DRAM may evict it."""
         object_id = self._catalog.object_id_of(digest)
         if object_id is None:
             return False
@@ -270,8 +270,9 @@ class Residency:
         )
 
     def in_flight_to_nvme(self, digest: bytes) -> bool:
-        """Whether the cold tier has the object, and NVMe is still writing it. Evicted from DRAM now, it would have to
-        go from all tiers: only a deletion ends a write, and that ends whatever is written of the id later, too."""
+        """Return whether the cold tier has the object, and NVMe is still writing it. Evicted from DRAM now, it would
+        have to go from all tiers: only a deletion ends a write, and that ends whatever is written of the id later,
+        too."""
         object_id = self._catalog.object_id_of(digest)
         if object_id is None or not self._journal.is_writing(object_id):
             return False
@@ -367,7 +368,7 @@ class Residency:
         return [each for each in lower if not self._stays(each)]
 
     def _stays(self, digest: bytes) -> bool:
-        """Whether an object is durable or pinned, and so leaves on nobody's account but its own."""
+        """Return whether an object is durable or pinned, and so leaves on nobody's account but its own."""
         block = self._catalog.blocks.get(digest)
         if block is not None:
             return block.pinned or self._catalog.bucket(block.bucket).durable

@@ -111,7 +111,7 @@ class Sealing:
             self._dram.fill_holes(draft.extent)
 
     def is_snapshot(self, snapshot: int, draft: Draft) -> bool:
-        """Whether the snapshot that `put_snapshot` made has the bytes that the draft has now."""
+        """Return whether the snapshot that `put_snapshot` made has the bytes that the draft has now."""
         descriptor = self._dram.open_draft(draft.extent)
         try:
             return self._snapshots.is_same(snapshot, descriptor)
@@ -191,8 +191,8 @@ class Sealing:
         return self._catalog.lookup_block(digest)
 
     def _takes_over(self, where: Bucket, rival: Block, digest: bytes) -> bool:
-        """Whether a seal into this bucket replaces the block: a durable bucket's names are there durably, and a prefix
-        hash has one bucket. Raises NotPermitted where the other bucket keeps its block."""
+        """Return whether a seal into this bucket replaces the block: a durable bucket's names are there durably, and a
+        prefix hash has one bucket. Raises NotPermitted where the other bucket keeps its block."""
         if not where.durable or rival.bucket == where.name:
             return False
         if rival.pinned or self._catalog.bucket(rival.bucket).durable:

@@ -147,7 +147,7 @@ class Store:
 
     @property
     def over_quota(self) -> bool:
-        """Whether some uid is charged for more than its quota."""
+        """Return whether some uid is charged for more than its quota."""
         return self._residency.over_quota
 
     async def run(self) -> None:
