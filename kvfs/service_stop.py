@@ -45,6 +45,7 @@ class Watchdog:
         self._timer.cancel()
 
     def start(self) -> None:
+        """Start the timer."""
         self._timer.start()
 
     def stop_hard(self, why: str) -> None:

@@ -35,6 +35,7 @@ class LazyCommand(TyperCommand):
         self._is_group = is_group
 
     def load(self) -> TyperCommand | TyperGroup:
+        """Import the module and return its command, or its group. Raises ConfigError, as `load`."""
         group = get_group(load(self._module).app)
         command = group if self._is_group else group.commands[self.name or ""]
         assert isinstance(command, TyperCommand | TyperGroup)

@@ -116,6 +116,7 @@ def exit_code(error: KvfsError) -> int:
 
 
 def fail(message: str, code: int) -> NoReturn:
+    """Print a message to stderr and exit with `code`."""
     print(f"kvfs: {message}", file=sys.stderr)
     sys.exit(code)
 

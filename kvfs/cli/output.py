@@ -109,8 +109,10 @@ def _leads_to(entry: Entry) -> str:
 
 
 def time_text(time_ns: int) -> str:
+    """Format nanoseconds since 1970 as local date and time, to the minute."""
     return datetime.fromtimestamp(time_ns / 1e9).strftime("%Y-%m-%d %H:%M")
 
 
 def print_json(value: Any) -> None:
+    """Print a value as indented JSON."""
     print(json.dumps(value, indent=2))

@@ -157,6 +157,7 @@ class Blocks:
         return [max(result, MISS) for result in results]
 
     def get_async(self, keys: Keys, *, timeout_s: float | None = None) -> Future[list[View | None]]:
+        """Get views as `get` does, by one of the client's threads."""
         deadline = self._deadline(timeout_s)
         return self._workers.submit(lambda: self.get(keys, timeout_s=deadline.left_s))
 
@@ -368,6 +369,7 @@ class Blocks:
         return self._set_pinned(join_keys(keys), True, self._deadline(timeout_s))
 
     def unpin(self, keys: Keys, *, timeout_s: float | None = None) -> int:
+        """Let blocks be evicted again; return how many were there."""
         return self._set_pinned(join_keys(keys), False, self._deadline(timeout_s))
 
     def _set_pinned(self, joined: bytes, pinned: bool, deadline: Deadline) -> int:

@@ -250,6 +250,7 @@ class Client:
         self._exchange.control(Op.PIN, name=_name(name), pinned=True)
 
     def unpin(self, name: str) -> None:
+        """Let an object be evicted again."""
         self._exchange.control(Op.PIN, name=_name(name), pinned=False)
 
     def evict(self, *names: str, size_bytes: int | None = None) -> int:

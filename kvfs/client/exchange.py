@@ -46,16 +46,19 @@ class Exchange:
         return self.transport.exchange(request, timeout_s=self._timeout_s)
 
     def control(self, op: Op, **arguments: Any) -> dict[str, Any]:
+        """Send a control request; return the result, an object of JSON values."""
         [received] = self._ask(Control(op, arguments))
         assert isinstance(received.answer, ControlAnswer)
         return received.answer.result
 
     def count(self, request: Request) -> int:
+        """Send a request that is answered with a count; return that."""
         [received] = self._ask(request)
         assert isinstance(received.answer, CountAnswer)
         return received.answer.count
 
     def results(self, request: Request) -> list[Result]:
+        """Send a request that is answered with a result for each entry; return those, in order."""
         answers = [received.answer for received in self._ask(request)]
         return [entry for answer in answers if isinstance(answer, ResultAnswer) for entry in answer.entries]
 
@@ -113,6 +116,7 @@ class DraftFile:
             self.close()
 
     def close(self) -> None:
+        """Close the descriptor. Closing twice is harmless."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None

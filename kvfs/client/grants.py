@@ -60,6 +60,7 @@ class Grants:
 
     @property
     def has_channel(self) -> bool:
+        """Return whether the service's sealing thread is connected."""
         return self._channel is not None
 
     def channel(self, ask: Callable[[], int | None], deadline: Deadline) -> int | None:

@@ -59,7 +59,7 @@ class BlockReader(Protocol):
 
 
 class LocalReader:
-    """Read in place. `hello` returns the service's last greeting: where its table and slots are.
+    """Implement `BlockReader` in place. `hello` returns the service's last greeting: where its table and slots are.
 
     Views are mapped by `served` where the kernel would not note that (a read-only mount in a container): a view's
     pages may be with a device after its end, and the slot is reused with its pages if nobody has read it.
@@ -113,7 +113,8 @@ class LocalReader:
 
 
 class ServedReader:
-    """Read through the service, which brings blocks up from lower tiers. BELOW: there is no room to read it now."""
+    """Implement `BlockReader` through the service, which brings blocks up from lower tiers. BELOW: there is no room to
+    read it now."""
 
     def __init__(self, session: BlockSession) -> None:
         self._session = session

@@ -61,6 +61,7 @@ class Bucket:
 
 
 def entry_of(bucket: str, values: dict[str, Any]) -> Entry:
+    """Make an entry of a bucket from the service's JSON object."""
     common = {key: values[key] for key in ("key", "mode", "uid", "gid", "mtime_ns", "ino")}
     if values["directory"]:
         return Entry(bucket=bucket, is_directory=True, size_bytes=0, **common)
@@ -79,5 +80,6 @@ def entry_of(bucket: str, values: dict[str, Any]) -> Entry:
 
 
 def bucket_of(values: dict[str, Any]) -> Bucket:
+    """Make a bucket from the service's JSON object."""
     namespace = values["namespace"]
     return Bucket(**{**values, "namespace": None if namespace is None else bytes.fromhex(namespace)})

@@ -144,6 +144,7 @@ class Transport:
 
     @property
     def is_open(self) -> bool:
+        """Return whether requests can be sent."""
         return self._open
 
     def close(self) -> None:
@@ -236,6 +237,7 @@ class Transport:
 
 
 def close_answers(answers: list[ReceivedAnswer]) -> None:
+    """Close the descriptors of all answers."""
     for answer in answers:
         close_all(answer.descriptors)
 
@@ -261,5 +263,6 @@ def receive_some(connected: socket.socket, protocol: Connection, path: Path) -> 
 
 
 def close_all(descriptors: tuple[int, ...] | list[int] | array.array[int]) -> None:
+    """Close all descriptors."""
     for descriptor in descriptors:
         os.close(descriptor)

@@ -148,6 +148,7 @@ def reserve_spares(live: Live, count: int) -> list[Spare]:
 
 
 def abort_spares(live: Live, spares: Sequence[Spare]) -> None:
+    """Close spare drafts, and have the service abort them while the session is open."""
     close_all([spare[2] for spare in spares])
     if spares and live.transport.is_open:
         live.exchange.results(Abort(tuple(spare[:2] for spare in spares)))
@@ -175,6 +176,7 @@ class Refiller:
                 threading.Thread(target=self._refill, daemon=True, name="kvfs-drafts").start()
 
     def close(self) -> None:
+        """Have the thread end; does not wait for it."""
         self._closed.set()
         self._asked.set()
 

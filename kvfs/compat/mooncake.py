@@ -52,9 +52,11 @@ class BufferHandle(bytes):
     """A value's bytes, from `get_buffer`."""
 
     def size(self) -> int:
+        """Return the value's size in bytes."""
         return len(self)
 
     def ptr(self) -> int:
+        """Return the address of the value's bytes, which are this object's."""
         return ctypes.cast(ctypes.c_char_p(self), ctypes.c_void_p).value or 0
 
 
@@ -65,12 +67,14 @@ class MooncakeHostMemAllocator:
         self._held: dict[int, mmap.mmap] = {}
 
     def alloc(self, size: int) -> int:
+        """Allocate `size` bytes of zeros; return their address."""
         memory = mmap.mmap(-1, size)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._held[address] = memory
         return address
 
     def free(self, address: int) -> None:
+        """Drop memory that `alloc` returned; any other address is ignored."""
         self._held.pop(address, None)
 
 
@@ -115,18 +119,22 @@ class MooncakeDistributedStore:
         return OK
 
     def setup_dummy(self, mem_pool_size: int, local_buffer_size: int, server_address: str) -> int:
+        """Connect to the service at `server_address`; return a code. The sizes are ignored."""
         return self.setup(master_server_addr=server_address)
 
     def close(self) -> int:
+        """End the session; return OK. Closing twice is harmless."""
         client, self._client, self._blocks = self._client, None, None
         if client is not None:
             client.close()
         return OK
 
     def get_hostname(self) -> str:
+        """Return this machine's name."""
         return os.uname().nodename
 
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
+        """Note memory of `size` bytes; return a code. Nothing needs that here."""
         with self._lock:
             if size <= 0 or buffer_ptr in self._registered:
                 return INVALID
@@ -134,43 +142,52 @@ class MooncakeDistributedStore:
         return OK
 
     def unregister_buffer(self, buffer_ptr: int) -> int:
+        """Drop a noted buffer; return INVALID where there is none at this address."""
         with self._lock:
             return INVALID if self._registered.pop(buffer_ptr, None) is None else OK
 
     # --- what is there ------------------------------------------------------------------------------------
     def is_exist(self, key: str) -> int:
+        """Return 1 if the key is there, else 0."""
         return self.batch_is_exist([key])[0]
 
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
+        """Return 1 for each key that is there, else 0."""
         return [
             int(there) for there in self._do(lambda b: b.exists(self._digests(keys)), [False] * len(keys))
         ]
 
     def get_size(self, key: str) -> int:
+        """Return a value's size in bytes, or NOT_FOUND."""
         [view] = self._views([key])
         return NOT_FOUND if view is None else len(view)
 
     # --- writing ------------------------------------------------------------------------------------------
     def put(self, key: str, value: Any, config: Any = None) -> int:
+        """Store a value; return a code. An empty value is INVALID."""
         if not memoryview(value).nbytes:
             return INVALID
         return self._put([key], [[value]])[0]
 
     def put_batch(self, keys: Sequence[str], values: Sequence[Any], config: Any = None) -> int:
+        """Store a value under each key; return OK, or the lowest code of any of them."""
         if len(keys) != len(values):
             return INVALID
         return min(self._put(keys, [[value] for value in values]), default=OK)
 
     def put_parts(self, key: str, *values: Any, config: Any = None) -> int:
+        """Store several buffers as one value; return a code."""
         parts = [value for value in values if memoryview(value).nbytes]
         return self._put([key], [parts])[0] if parts else OK
 
     def put_from(self, key: str, buffer_ptr: int, size: int, config: Any = None) -> int:
+        """Store `size` bytes at an address as a value; return a code."""
         return self.batch_put_from([key], [buffer_ptr], [size])[0]
 
     def batch_put_from(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int], config: Any = None
     ) -> list[int]:
+        """Store a value from an address for each key; return a code for each."""
         return self.batch_put_from_multi_buffers(
             keys, [[at] for at in buffer_ptrs], [[size] for size in sizes]
         )
@@ -182,6 +199,7 @@ class MooncakeDistributedStore:
         all_sizes: Sequence[Sequence[int]],
         config: Any = None,
     ) -> list[int]:
+        """Store a value from several addresses for each key; return a code for each."""
         if not len(keys) == len(all_buffer_ptrs) == len(all_sizes):
             return [INVALID] * len(keys)
         places = [memory_at(at, sizes) for at, sizes in zip(all_buffer_ptrs, all_sizes, strict=True)]
@@ -191,6 +209,7 @@ class MooncakeDistributedStore:
         return codes
 
     def upsert(self, key: str, value: Any, config: Any = None) -> int:
+        """Store a value in place of what the key had; return a code."""
         if not key or not memoryview(value).nbytes:
             return INVALID
         self._do(lambda blocks: blocks.remove(self._digests([key])), 0)
@@ -217,15 +236,19 @@ class MooncakeDistributedStore:
 
     # --- reading ------------------------------------------------------------------------------------------
     def get(self, key: str) -> bytes:
+        """Return a value; empty where there is none."""
         return self.get_batch([key])[0]
 
     def get_batch(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the value of each key; empty where there is none."""
         return [b"" if handle is None else bytes(handle) for handle in self.batch_get_buffer(keys)]
 
     def get_buffer(self, key: str) -> BufferHandle | None:
+        """Return a copy of a value, or None."""
         return self.batch_get_buffer([key])[0]
 
     def batch_get_buffer(self, keys: Sequence[str]) -> list[BufferHandle | None]:
+        """Return a copy of each key's value, or None."""
         handles: list[BufferHandle | None] = []
         for view in self._views(keys):
             if view is None:
@@ -240,6 +263,7 @@ class MooncakeDistributedStore:
         return self._do(lambda blocks: blocks.get(self._digests(keys)), missed)
 
     def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
+        """Copy a value to `size` bytes at an address; return its size, or a code."""
         return self.batch_get_into([key], [buffer_ptr], [size])[0]
 
     def batch_get_into(
@@ -257,6 +281,7 @@ class MooncakeDistributedStore:
         all_sizes: Sequence[Sequence[int]],
         prefer_alloc_in_same_node: bool = False,
     ) -> list[int]:
+        """Copy each key's value to several addresses; return its size, or a code, for each."""
         if not len(keys) == len(all_buffer_ptrs) == len(all_sizes):
             return [INVALID] * len(keys)
         places = [memory_at(at, sizes) for at, sizes in zip(all_buffer_ptrs, all_sizes, strict=True)]
@@ -273,6 +298,7 @@ class MooncakeDistributedStore:
 
     # --- removing -----------------------------------------------------------------------------------------
     def remove(self, key: str, force: bool = False) -> int:
+        """Remove a key; return OK, or NOT_FOUND."""
         return OK if self._do(lambda blocks: blocks.remove(self._digests([key])), 0) else NOT_FOUND
 
     def remove_all(self, force: bool = False) -> int:

@@ -57,6 +57,7 @@ class Credential(BaseModel):
 
     @property
     def owner_id(self) -> str:
+        """Return the owner's id: the access key, where no other is given."""
         return self.owner or self.access_key
 
     @property

@@ -540,6 +540,7 @@ class Settings(_Section):
 
     @property
     def nvme_path(self) -> Path:
+        """Return the directory of the NVMe tier's segments; `nvme` below the data directory by default."""
         return self.nvme.path or self.store.data / "nvme"
 
     @property

@@ -50,9 +50,11 @@ class Adapter:
 class Peers(Protocol):
     """The other ranks of an engine."""
 
-    def notify(self, what: str, /) -> None: ...
+    def notify(self, what: str, /) -> None:
+        """Have the other ranks know of `what`; does not wait for them."""
 
-    def was_notified(self, what: str, /) -> bool: ...
+    def was_notified(self, what: str, /) -> bool:
+        """Return whether any rank has notified the others of `what`."""
 
 
 @dataclass(slots=True)

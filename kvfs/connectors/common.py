@@ -156,6 +156,7 @@ class Link:
         return self.attempt(lambda: clear(client, blocks), 0)
 
     def close(self) -> None:
+        """Close the client and end the background thread; nothing is opened any more."""
         self._closed.set()
         with self._lock:
             client, self._client = self._client, None

@@ -128,6 +128,7 @@ class Contents:
         self._module("", model)
 
     def digest(self) -> bytes:
+        """Return a digest of samples of the tensors and of the description, 32 bytes."""
         digest = hashlib.sha256(sample(self.tensors))
         digest.update("\0".join(self.description).encode("utf-8", "surrogateescape"))
         return digest.digest()

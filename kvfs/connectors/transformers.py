@@ -119,6 +119,7 @@ class PromptCache:
         return sum(self._link.attempt(lambda: blocks.put(split, list(whole), chain_parents(split)), new))
 
     def close(self) -> None:
+        """Close the client."""
         self._link.close()
 
     def _keys(self, input_ids: torch.Tensor, weights: bytes) -> bytes:

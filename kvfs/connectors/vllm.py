@@ -316,6 +316,7 @@ class KVFSConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # --- scheduler ----------------------------------------------------------------------------------------
     @property
     def planner(self) -> Planner:
+        """Return the scheduler's planner; a worker has none."""
         assert self._planner is not None, "this is a worker's connector"
         return self._planner
 

@@ -59,10 +59,12 @@ class Paged:
 
     @property
     def shape(self) -> tuple[int, tuple[int, ...], int]:
+        """Return what layers copied together share: (bytes from block to block, offsets of runs, bytes of a run)."""
         return self.block_stride_bytes, self.run_offsets, self.run_bytes
 
     @property
     def block_bytes(self) -> int:
+        """Return the bytes of one block in this layer."""
         return len(self.run_offsets) * self.run_bytes
 
 
@@ -124,6 +126,7 @@ class KVLayout:
 
     @property
     def is_on_cpu(self) -> bool:
+        """Return whether the cache is in the processor's memory."""
         return self.device.type == "cpu"
 
     def places(self, block_ids: Sequence[int], layer: int | None = None) -> Scatter:

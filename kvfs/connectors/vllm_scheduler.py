@@ -109,6 +109,7 @@ class Tracked:
     """Of blocks that another machine has; None where none began."""
 
     def count(self) -> int:
+        """Return how many whole blocks have a hash on every rank."""
         return min(len(keys) for keys in self.keys.values()) // HASH_BYTES
 
 
@@ -496,4 +497,5 @@ def runs_of(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def split_keys(joined: bytes) -> Sequence[bytes]:
+    """Split joined hashes into one for each block."""
     return [joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES)]

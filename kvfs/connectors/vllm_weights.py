@@ -57,6 +57,7 @@ class Watch:
 
     @property
     def sample(self) -> bytes:
+        """Return the last sample of the weights, 32 bytes."""
         return self._held[0]
 
     def enter(self, epoch: int) -> None:
@@ -115,10 +116,12 @@ class Peers:
             self._store = torch.distributed.distributed_c10d._get_default_store()
 
     def notify(self, what: str) -> None:
+        """Notify this engine's other ranks, over torch's own store of the group."""
         if self._store is not None:
             self._store.set(self._key(what), b"1")
 
     def was_notified(self, what: str) -> bool:
+        """Return whether any rank has notified the others of `what`."""
         return self._store is not None and bool(self._store.check([self._key(what)]))
 
     def _key(self, what: str) -> str:
@@ -137,6 +140,7 @@ def calling_worker() -> Any:
 
 
 def models_of(worker: Any) -> list[torch.nn.Module]:
+    """Return a worker's models: its own, and that of its drafts where it has one."""
     found = [worker.get_model(), worker.get_draft_model()]
     return [model for model in found if isinstance(model, torch.nn.Module)]
 

@@ -104,6 +104,7 @@ class Transfers:
             link.open(shard.namespace)
 
     def close(self) -> None:
+        """End loads and stores; waits for those under way."""
         if self._device_loads is not None:
             self._device_loads.close()
         self.stores.close()

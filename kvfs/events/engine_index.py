@@ -37,7 +37,7 @@ class _Held:
 
 
 class EngineIndex:
-    """Index the blocks of engines, at most `max_blocks` of each stream."""
+    """Index the blocks of engines, at most `max_blocks` of each stream. Implement `Sink`."""
 
     def __init__(self, max_blocks: int = MAX_ENGINE_BLOCKS) -> None:
         self._streams = EventStreams(self)
@@ -48,6 +48,7 @@ class EngineIndex:
 
     @property
     def counts(self) -> dict[str, int]:
+        """Return counts of all streams, and of blocks that were over the limit."""
         return {**self._streams.counts, "over_limit": self._over_limit}
 
     # --- what is there ------------------------------------------------------------------------------------

@@ -57,7 +57,8 @@ class Sink(Protocol):
         """Note that batches of a stream are lost: nothing is known of it any more."""
         ...
 
-    def apply(self, engine: Engine, event: KVEvent) -> None: ...
+    def apply(self, engine: Engine, event: KVEvent) -> None:
+        """Take an event of a stream, in order."""
 
 
 @dataclass(slots=True)

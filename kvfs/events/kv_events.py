@@ -132,6 +132,7 @@ def sequence_of(frame: bytes) -> int:
 
 
 def sequence_frame(sequence: int) -> bytes:
+    """Encode a sequence number as a message's frame."""
     return sequence.to_bytes(SEQUENCE_BYTES, "big")
 
 
@@ -166,6 +167,7 @@ class Replay:
         return len(self._batches)
 
     def add(self, sequence: int, payload: bytes) -> None:
+        """Keep a batch; drop the oldest ones over the limits."""
         self._batches.append((sequence, payload))
         self.size_bytes += len(payload)
         while len(self._batches) > self._max_batches or self.size_bytes > self._max_size_bytes:

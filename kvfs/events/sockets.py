@@ -126,14 +126,17 @@ class Publisher(_Sockets):
 
     @property
     def topic(self) -> str:
+        """Return the topic as text."""
         return self._topic.decode()
 
     @property
     def endpoint(self) -> str:
+        """Return the address on which subscribers connect, its port resolved."""
         return endpoint_of(self._sender)
 
     @property
     def replay_endpoint(self) -> str | None:
+        """Return the address that answers requests for replays; None where there is none."""
         return None if self._replayer is None else endpoint_of(self._replayer)
 
     def publish(self, events: Sequence[KVEvent]) -> None:
@@ -183,11 +186,14 @@ class Publisher(_Sockets):
 class Follower(Protocol):
     """Take the messages of streams (`kvfs.events.event_streams`)."""
 
-    def receive(self, frames: list[bytes]) -> Missing | None: ...
+    def receive(self, frames: list[bytes]) -> Missing | None:
+        """Take a message of a stream; return the gap before it, None without one."""
 
-    def replayed(self, engine: Engine, frames: list[bytes]) -> None: ...
+    def replayed(self, engine: Engine, frames: list[bytes]) -> None:
+        """Take one message of a replay."""
 
-    def replay_ended(self, engine: Engine) -> None: ...
+    def replay_ended(self, engine: Engine) -> None:
+        """End a replay, or go on without one."""
 
 
 class Subscriber(_Sockets):
@@ -212,6 +218,7 @@ class Subscriber(_Sockets):
 
     @property
     def endpoint(self) -> str:
+        """Return the address on which publishers connect, its port resolved."""
         return endpoint_of(self._socket)
 
     async def run(self) -> None:

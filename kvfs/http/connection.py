@@ -64,6 +64,7 @@ class Connection:
             self._transport.wake()
 
     async def serve(self) -> None:
+        """Serve requests until the connection ends, and close it."""
         linger = False
         try:
             while await self._serve_one():

@@ -29,7 +29,8 @@ class Answering(Protocol):
     """A transport whose requests may be answered without the connection's task."""
 
     @property
-    def answered_s(self) -> float: ...
+    def answered_s(self) -> float:
+        """Return when a request was last answered here without the connection's task."""
 
 
 class Place:

@@ -41,7 +41,8 @@ class BodyRoom(Protocol):
     """The room that a body has in its tier."""
 
     @property
-    def held_bytes(self) -> int: ...
+    def held_bytes(self) -> int:
+        """Return the bytes of room that the body holds."""
 
     async def grow(self) -> None:
         """Take more room."""
@@ -52,16 +53,20 @@ class Recognised(Protocol):
     """A PUT whose head was parsed natively."""
 
     @property
-    def head_bytes(self) -> int: ...
+    def head_bytes(self) -> int:
+        """Return the size of the head."""
 
     @property
-    def target(self) -> bytes: ...
+    def target(self) -> bytes:
+        """Return the request's target as it came."""
 
     @property
-    def size_bytes(self) -> int: ...
+    def size_bytes(self) -> int:
+        """Return the size of the body."""
 
     @property
-    def expects_continue(self) -> bool: ...
+    def expects_continue(self) -> bool:
+        """Return whether the client waits for `100 Continue`."""
 
 
 class BodyLost(Exception):
@@ -108,6 +113,7 @@ class Exchange:
     # --- the body ----------------------------------------------------------------------------------------
     @property
     def body_done(self) -> bool:
+        """Return whether the whole body was read."""
         return self._chunked.done if self._chunked is not None else self._left == 0
 
     async def receive_into(self, into: memoryview) -> int:

@@ -23,9 +23,11 @@ class InputBuffer:
 
     @property
     def pending(self) -> memoryview:
+        """View the bytes that were received and not consumed; valid until the next change."""
         return self._view[self._start : self._end]
 
     def consume(self, count: int) -> None:
+        """Drop the first `count` pending bytes."""
         self._start += count
         if self._start == self._end:
             self._start = self._end = 0

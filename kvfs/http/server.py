@@ -138,6 +138,7 @@ class Server:
 
     @property
     def open_connections(self) -> int:
+        """Return how many connections are open."""
         return len(self._connections)
 
     def reload(self) -> None:

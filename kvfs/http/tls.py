@@ -33,7 +33,7 @@ def client_context(authorities: Path | None = None) -> ssl.SSLContext:
 
 
 class TlsTransport:
-    """Transfer bytes over trio's SSLStream; call `handshake` first."""
+    """Implement `Transport` over trio's SSLStream; call `handshake` first."""
 
     secure = True
     answered_s = 0.0

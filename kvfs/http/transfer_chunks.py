@@ -50,6 +50,7 @@ class ChunkedReader:
 
     @property
     def done(self) -> bool:
+        """Return whether the body's last byte was read, trailers included."""
         return self._state is _State.DONE
 
     def step(self, data: memoryview, most: int) -> Step:

@@ -39,6 +39,8 @@ class Stalled(Exception):
 
 
 class Transport(Protocol):
+    """Transfer bytes to and from one client."""
+
     peer: str
     secure: bool
     quiet_s: float
@@ -95,9 +97,11 @@ class Sweeper:
         self._waiting: set[PlainTransport] = set()
 
     def watch(self, transport: PlainTransport) -> None:
+        """Begin to look at a transport's deadline."""
         self._waiting.add(transport)
 
     def unwatch(self, transport: PlainTransport) -> None:
+        """Stop looking at a transport's deadline."""
         self._waiting.discard(transport)
 
     async def run(self) -> None:
@@ -126,7 +130,7 @@ class Pace:
 
 
 class PlainTransport:
-    """Transfer bytes over a TCP socket, which it owns."""
+    """Implement `Transport` over a TCP socket, which it owns."""
 
     secure = False
 

@@ -129,6 +129,7 @@ class NameEnvironment:
         self._env.reader_check()
 
     def open_db(self, name: bytes) -> lmdb._Database:
+        """Open a database of the environment, made if need be. Raises what `failure` makes of LMDB's errors."""
         try:
             return self._env.open_db(name)
         except lmdb.Error as error:
@@ -155,6 +156,7 @@ class NameEnvironment:
     # --- transactions ------------------------------------------------------------------------------------
 
     def read(self, look: Callable[[Txn], T]) -> T:
+        """Call `look` in a read transaction of its own; return its result. Raises Corrupt, OutOfResources."""
         try:
             return read_once(self._env, look)
         except lmdb.Error as error:
@@ -218,6 +220,7 @@ class NameEnvironment:
     # --- meta and ids ------------------------------------------------------------------------------------
 
     def get_meta(self, key: bytes) -> bytes | None:
+        """Return the value of a meta row, or None."""
         return self.read(lambda txn: txn.get(key, db=self._meta_db))
 
     def put_meta(self, key: bytes, value: bytes) -> None:

@@ -10,6 +10,7 @@ from kvfs.limits import MAX_BUCKET_NAME_BYTES, MAX_KEY_BYTES
 
 
 def check_part(what: str, part: bytes, limit: int) -> None:
+    """Raise NameTooLong for a part of a name over `limit` bytes, InvalidRequest for one with a NUL byte."""
     if len(part) > limit:
         raise NameTooLong(f"{what} {part[:40]!r}... has {len(part)} bytes, the limit is {limit}")
     if b"\0" in part:
@@ -48,5 +49,6 @@ def is_name(name: bytes) -> bool:
 
 
 def full_prefix(bucket: bytes, prefix: bytes) -> bytes:
+    """Return what full names of a bucket under a key prefix start with. Raises InvalidRequest, NameTooLong."""
     check_part("key prefix", prefix, MAX_KEY_BYTES)
     return bucket_base(bucket) + prefix

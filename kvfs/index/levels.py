@@ -26,6 +26,8 @@ UNMARKED = 1 << 63
 
 
 class LevelPage(NamedTuple):
+    """One page of the names directly below a prefix."""
+
     entries: list[LevelEntry]
     last: bytes | None
     """The last tail that was looked at; None at the end."""

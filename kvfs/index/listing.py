@@ -22,6 +22,8 @@ class ListEntry(NamedTuple):
 
 
 class ListPage(NamedTuple):
+    """One page of a bucket's names."""
+
     entries: list[ListEntry]
     truncated: bool
     """Whether more entries follow, after the name of the last one."""

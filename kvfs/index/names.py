@@ -89,11 +89,13 @@ class NameIndex:
     # --- names -------------------------------------------------------------------------------------------
 
     def get(self, bucket: bytes, key: bytes) -> NameRow | None:
+        """Return the row of a name, or None. Raises Corrupt, InvalidRequest, NameTooLong."""
         name = full_name(bucket, key)
         data = self.environment.read(lambda txn: self._tree.get(txn, name))
         return None if data is None else row_of(name, data)
 
     def put(self, bucket: bytes, key: bytes, row: NameRow) -> None:
+        """Write the row of a name, in place of an earlier one."""
         name = full_name(bucket, key)
         data = store_row(name, row.encode())
         self.environment.write(lambda txn: self._tree.put(txn, name, data))
@@ -324,6 +326,7 @@ class NameIndex:
         self._buckets[row.name] = row
 
     def get_bucket(self, name: bytes) -> BucketRow | None:
+        """Return the row of a bucket, or None."""
         return self._buckets.get(name)
 
     def remove_bucket(self, name: bytes) -> BucketRow | None:

@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 
 class FoundName(NamedTuple):
+    """A bucket, and the row of a name in it, as one transaction saw them."""
+
     bucket: BucketRow
     row: NameRow | None
 
@@ -60,6 +62,7 @@ class NameReader:
             raise
 
     def close(self) -> None:
+        """Close the environment."""
         self._env.close()
 
     def __enter__(self) -> Self:

@@ -36,6 +36,8 @@ _LAST_NODE: Final = bytes(NODE_BYTES)
 
 
 class Found(NamedTuple):
+    """A name and its value."""
+
     name: bytes
     value: bytes
 
@@ -48,6 +50,7 @@ class NameTree:
         self.tails = tails
 
     def get(self, txn: Txn, name: bytes) -> bytes | None:
+        """Return the value of a name, or None."""
         if len(name) < HEAD_BYTES:
             return txn.get(name, db=self.heads)
         _, leaf = self._descend(txn, name)
@@ -194,4 +197,5 @@ class NameScan:
         return page
 
     def value(self) -> bytes:
+        """Return the value of `name`."""
         return self._cursor.value() if self._long_value is None else self._long_value

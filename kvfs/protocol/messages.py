@@ -106,6 +106,8 @@ class BlockSeal(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SealBlocks:
+    """Seal drafts as blocks of a namespace."""
+
     namespace: int
     """A handle that OPEN_NAMESPACE gave to this session."""
     seals: tuple[BlockSeal, ...]
@@ -131,11 +133,15 @@ class NameSeal(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SealNames:
+    """Seal drafts under names."""
+
     seals: tuple[NameSeal, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
+    """End drafts without making objects of them."""
+
     drafts: tuple[tuple[int, int], ...]
     """(slot, generation) each."""
 
@@ -152,6 +158,8 @@ class DigestBatch:
 
 @dataclass(frozen=True, slots=True)
 class OpenNames:
+    """Open sealed objects by their names, for reading."""
+
     names: tuple[tuple[bytes, bytes], ...]
     """(bucket, key) each."""
 
@@ -170,6 +178,8 @@ Request = Hello | Reserve | SealBlocks | SealNames | Abort | DigestBatch | OpenN
 # --- answers ---------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class HelloAnswer:
+    """Say what the caller needs to use the store, and what he may do."""
+
     store_id: bytes
     may_open: bool
     """Whether the caller may open slots in the tmpfs directory itself."""
@@ -206,6 +216,8 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ResultAnswer:
+    """Say what became of each entry of a request, from number `first` on."""
+
     op: Op
     first: int
     entries: tuple[Result, ...]
@@ -221,6 +233,8 @@ class CountAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ControlAnswer:
+    """Carry the result of a control request."""
+
     op: Op
     result: dict[str, Any]
 

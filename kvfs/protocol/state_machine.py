@@ -53,11 +53,15 @@ DESCRIPTORS_SHIFT: Final = 8
 
 
 class Side(Enum):
+    """Which end of a session this is."""
+
     CLIENT = "client"
     SERVER = "server"
 
 
 class State(Enum):
+    """How far a session has come."""
+
     GREETING = "greeting"
     """HELLO has not been exchanged."""
     OPEN = "open"
@@ -67,12 +71,16 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReceivedRequest:
+    """A request and its number."""
+
     number: int
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedAnswer:
+    """An answer to the request of this number, or a part of one."""
+
     number: int
     answer: Answer
     more: bool

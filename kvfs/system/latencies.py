@@ -27,6 +27,7 @@ class Latencies:
         self._sums_s: dict[str, float] = {}
 
     def observe(self, operation: str, duration_s: float) -> None:
+        """Count one operation of this duration."""
         counts = self._counts.get(operation)
         if counts is None:
             counts = self._counts[operation] = [0] * len(LABELS)

@@ -78,7 +78,7 @@ def _unescape(text: str) -> str:
 
 
 def hides_reads(directory: str) -> bool:
-    """Whether files that are read through this process's mount of a directory keep their access times."""
+    """Return whether files that are read through this process's mount of a directory keep their access times."""
     return bool(os.statvfs(directory).f_flag & (os.ST_RDONLY | os.ST_NOATIME))
 
 

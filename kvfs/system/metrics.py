@@ -33,11 +33,13 @@ class Metric:
 
     @property
     def kind(self) -> str:
+        """Return "counter", "gauge" or "histogram", as Prometheus calls it."""
         if self in HISTOGRAMS:
             return "histogram"
         return "counter" if self.name.endswith("_total") else "gauge"
 
     def family(self, value: float) -> Family:
+        """Make the family of one value, as prometheus_client exports it."""
         kind = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
         return kind(self.name, self.help, value=value)
 

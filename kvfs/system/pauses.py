@@ -26,6 +26,7 @@ class Pause:
     _next_s: float = field(default=0.0, init=False)
 
     def is_over(self, now_s: float) -> bool:
+        """Return whether something may be asked again. `now_s` is of the clock that `failed` was given."""
         return now_s >= self.until_s
 
     def failed(self, now_s: float) -> float:

@@ -20,6 +20,8 @@ Row = tuple[Cell, ...]
 
 
 class Column(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One column of a table: its title, and the unit of its values."""
+
     title: str
     unit: Unit = ""
 

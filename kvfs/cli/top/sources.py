@@ -29,6 +29,8 @@ _decode = msgspec.json.Decoder(Snapshot).decode
 
 
 class Source(Protocol):
+    """Return snapshots of what runs, one or a stream of them."""
+
     def once(self) -> Snapshot:
         """Return what there is now. Raises SessionClosed."""
         ...
@@ -44,7 +46,7 @@ def source_at(at: str | None) -> Source:
 
 
 class Sessions:
-    """A store, by the status that its session answers with."""
+    """Implement `Source` for a store, by the status that its session answers with."""
 
     def __init__(self, at: str | None) -> None:
         self._at = at
@@ -68,7 +70,7 @@ def _shown(status: dict[str, Any], window: Window) -> Snapshot:
 
 
 class Events:
-    """A Conductor, or a store behind the admin port of a gateway."""
+    """Implement `Source` for a Conductor, or a store behind the admin port of a gateway."""
 
     def __init__(self, url: str) -> None:
         """Ask at `url`. Raises InvalidRequest for one that is not HTTP's."""

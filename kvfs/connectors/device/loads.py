@@ -56,6 +56,7 @@ class DevicePlaces:
 
     @property
     def block_bytes(self) -> int:
+        """Return the bytes of one block: of all its pieces."""
         return self.addresses.shape[1] * self.piece_bytes
 
 

@@ -35,11 +35,14 @@ _TRIES = 2
 class Opener(Protocol):
     """What opens the blocks of namespaces; see `kvfs.connectors.common.Link`."""
 
-    def blocks(self, namespace: Namespace) -> Blocks | None: ...
+    def blocks(self, namespace: Namespace) -> Blocks | None:
+        """Return the blocks of a namespace, if they are open; never waits."""
 
-    def open(self, namespace: Namespace) -> Blocks | None: ...
+    def open(self, namespace: Namespace) -> Blocks | None:
+        """Open the blocks of a namespace; return None during an outage. May wait."""
 
-    def failed(self, error: BaseException) -> bool: ...
+    def failed(self, error: BaseException) -> bool:
+        """Log a failure; return whether it is the service that does not answer."""
 
 
 @dataclass(slots=True)
@@ -63,6 +66,7 @@ class Fetch:
 
     @property
     def is_running(self) -> bool:
+        """Return whether a fetch of the request waits or is under way."""
         return bool(self.waiting) or not all(future.done() for future in self.futures)
 
     def may_go_again(self, now_s: float) -> bool:
