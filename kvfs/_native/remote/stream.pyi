@@ -51,8 +51,5 @@ class Stream:
     def sizes(self) -> list[int]:
         """Return the sizes in bytes of the blocks that the peer has, from the first on."""
 
-    def shut(self) -> None:
-        """End the job under way at once: its waits fail."""
-
     def close(self) -> None:
         """End the stream, a job with it, and join its thread."""

@@ -11,10 +11,6 @@ from posix.time cimport CLOCK_MONOTONIC
 
 from kvfs.errors import InvalidRequest, from_errno
 
-cdef extern from "<sys/socket.h>" nogil:
-    int SHUT_RDWR
-    int shutdown(int fd, int how)
-
 cdef extern from "<poll.h>" nogil:
     short POLLIN, POLLRDHUP
     struct pollfd:
@@ -180,10 +176,6 @@ cdef class Stream:
         if self._busy:
             raise InvalidRequest("the stream is at work")
         return [self._s.sizes[i] for i in range(self._s.matched)]
-
-    def shut(self):
-        if self._running:
-            shutdown(self._s.socket, SHUT_RDWR)
 
     def close(self):
         self._stop()

@@ -70,7 +70,6 @@ cdef extern from "shared/table_core.h" nogil:
     int kvfs_table_put(kvfs_table *t, const uint8_t *key, const kvfs_entry_value *value)
     int kvfs_table_remove(kvfs_table *t, const uint8_t *key)
     int kvfs_table_touch(kvfs_table *t, const uint8_t *key)
-    int kvfs_table_set_tiers(kvfs_table *t, const uint8_t *key, uint32_t slot, uint32_t generation, uint8_t clear, uint8_t set)
     int kvfs_table_set_access(kvfs_table *t, const uint8_t *key, uint32_t hits, uint32_t last_access_s)
     int kvfs_table_lookup(const kvfs_table *t, const uint8_t *key, kvfs_entry_view *out)
     int64_t kvfs_table_match(const kvfs_table *t, const uint8_t *keys, uint64_t n, uint8_t kind, uint8_t *tiers)

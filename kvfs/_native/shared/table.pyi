@@ -98,9 +98,6 @@ class Table:
     def set_access(self, key: bytes, hits: int, last_access_s: int) -> bool:
         """Set what `touch` counts; return False if the key is not there."""
 
-    def set_tiers(self, key: bytes, slot: int, generation: int, *, clear: int = 0, set: int = 0) -> bool:
-        """Clear and set bits of an entry's tiers; return False if it does not stand for this slot and generation."""
-
     def match(self, hashes: Buffer, kind: int = 2) -> int:
         """Return how many of the n x 16 bytes of hashes are there, from the first on. Drops the GIL."""
 

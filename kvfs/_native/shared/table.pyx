@@ -285,9 +285,6 @@ cdef class Table:
     def set_access(self, bytes key, uint32_t hits, uint32_t last_access_s):
         return kvfs_table_set_access(self.writer(), key_pointer(key), hits, last_access_s) == 1
 
-    def set_tiers(self, bytes key, uint32_t slot, uint32_t generation, *, int clear=0, int set=0):
-        return kvfs_table_set_tiers(self.writer(), key_pointer(key), slot, generation, clear, set) == 1
-
     def match(self, hashes, int kind=2):
         return self._match(hashes, kind, None)
 

@@ -368,25 +368,6 @@ int kvfs_table_set_access(struct kvfs_table *t, const uint8_t *key, uint32_t hit
     return at != NOT_FOUND;
 }
 
-/* Changes the tiers of an entry that stands for this slot and generation: 1, or 0 where none does any more. */
-int kvfs_table_set_tiers(struct kvfs_table *t, const uint8_t *key, uint32_t slot, uint32_t generation, uint8_t clear,
-                         uint8_t set)
-{
-    uint64_t key0, key1, next[KVFS_ENTRY_WORDS];
-    kvfs_key_words(key, &key0, &key1);
-    kvfs_lock(&t->lock);
-    uint32_t at = find(t, key0, key1, NULL);
-    const uint64_t *words = at == NOT_FOUND ? NULL : kvfs_entry_words(&t->entries[at]);
-    int is_same = words && words[3] == (slot | (uint64_t)generation << 32);
-    if (is_same) {
-        memcpy(next, words, sizeof next);
-        next[0] = (next[0] & ~((uint64_t)clear << 48)) | (uint64_t)set << 48;
-        store_entry(&t->entries[at], next);
-    }
-    kvfs_unlock(&t->lock);
-    return is_same;
-}
-
 /* --- slot headers --------------------------------------------------------------------------------------- */
 
 static int back_slot(struct kvfs_table *t, uint32_t slot) REQUIRES(t->lock)

@@ -279,8 +279,6 @@ struct kvfs_entry_value {
 int kvfs_table_put(struct kvfs_table *t, const uint8_t *key, const struct kvfs_entry_value *value);
 int kvfs_table_remove(struct kvfs_table *t, const uint8_t *key);
 int kvfs_table_touch(struct kvfs_table *t, const uint8_t *key);
-int kvfs_table_set_tiers(struct kvfs_table *t, const uint8_t *key, uint32_t slot, uint32_t generation, uint8_t clear,
-                         uint8_t set);
 int kvfs_table_set_access(struct kvfs_table *t, const uint8_t *key, uint32_t hits, uint32_t last_access_s);
 int kvfs_slot_header_write(struct kvfs_table *t, uint32_t slot, const struct kvfs_slot_header *header);
 int kvfs_slot_begin(struct kvfs_table *t, uint32_t slot, uint32_t *generation);
