@@ -153,6 +153,8 @@ MAX_PROXY_REQUESTS: Final = 4_096
 """Requests that a proxy has in flight, one for each connection that it may have."""
 MAX_PROXY_BODY_BYTES: Final = 32 * MIB
 """One request: a million tokens of text take 5 MB, and images in base64 a few more each."""
+MAX_PROXY_ROOMS: Final = 1_024
+"""Prompts of one request to SGLang's engines, each with a room: more than the batch of one engine."""
 MAX_PROXY_ANSWER_BYTES: Final = 64 * MIB
 """One answer that is not streamed, which is kept until it is whole: a request may be retried as long."""
 PROXY_MEMORY_BYTES: Final = 1_024 * MIB

@@ -93,6 +93,7 @@ class Conductor:
             now_s,
             slo,
             pool.slots_of(request.exclude) if request.exclude else (),
+            request.both_legs,
         )
         plan = pool.planner.plan(question)
         decision = plan.decision

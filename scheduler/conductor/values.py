@@ -96,6 +96,9 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Whether its first token will be reported; of an answer that comes whole nobody sees it."""
     exclude: Annotated[list[str], _shown(maxItems=MAX_EXCLUDED)] = []
     """Instances that must not be chosen, such as those that failed the request already."""
+    both_legs: bool = False
+    """Whether an instance labelled for one side can do nothing alone, as SGLang's engines: short prompts have both legs
+    too."""
 
 
 class Range(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

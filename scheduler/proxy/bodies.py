@@ -124,10 +124,15 @@ def _has_several_answers(members: Members) -> bool:
     counts = [bytes(members[name]).strip() for name in ("n", "best_of") if name in members]
     if any(count not in (b"1", b"null") for count in counts):
         return True
+    return (count_prompts(members) or 1) > 1
+
+
+def count_prompts(members: Members) -> int | None:
+    """Count the prompts of a list of them; None where the body has one prompt, which is in no list."""
     prompt = members.get("prompt")
     if prompt is None or not _PROMPTS(memoryview(prompt)):
-        return False
-    return len(msgspec.json.decode(prompt, type=list[msgspec.Raw])) > 1
+        return None
+    return len(msgspec.json.decode(prompt, type=list[msgspec.Raw]))
 
 
 def member(members: Members, name: str, kind: type[T]) -> T | None:

@@ -4,7 +4,8 @@ Responsibility: the legs of a request by its hand-over, retries, what the router
 
 - By the store and NIXL, the prefill leg comes first and is best effort: whatever becomes of it, the decode engine alone
   is right. By Mooncake and SGLang both legs run at once, and fail together.
-- Whether there is a prefill leg is the router's word, but for requests that need one engine.
+- Whether there is a prefill leg is the router's word, but for requests that need one engine; the router is told where
+  engines do nothing alone.
 
 Invariants:
 - A request goes to another engine at most limits.PROXY_RETRIES times, and never after the first byte of its answer: an
@@ -21,6 +22,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 from typing import NamedTuple
 
@@ -117,9 +119,12 @@ class Legs:
         self, engines: Engines, router: RequestRouter, counts: Counts, kind: HandOver = "store"
     ) -> None:
         self._engines, self._router, self._kind, self.counts = engines, router, kind, counts
+        self._both_legs = kind in handover.BOTH_LEGS
 
     async def complete(self, request: Completion) -> None:
-        """Answer a request. Raises Failure, and what the client's connection raises."""
+        """Answer a request. Raises Failure, BadBody, and what the client's connection raises."""
+        if self._both_legs:
+            handover.check_rooms(request.members)
         for attempt in range(1 + limits.PROXY_RETRIES):
             routed = await self._route(request)
             if routed is None:
@@ -170,6 +175,7 @@ class Legs:
                 output_tokens=request.asked.output_tokens or None,
                 streamed=request.asked.streams,
                 exclude=self._excluded(request),
+                both_legs=self._both_legs,
             )
         )
         if not isinstance(found, Refused):
@@ -190,7 +196,7 @@ class Legs:
         skip = ""
         if routed.prefill is None or routed.prefill_url is None or routed.prefill == routed.decode:
             skip = "one_engine"
-        elif request.asked.one_engine:
+        elif request.asked.one_engine and not self._both_legs:
             skip = "echo"
         if skip:
             self.counts.skips[skip] += 1
@@ -289,7 +295,7 @@ class Legs:
             host, port = place_of(engine.address.url).host, str(handover.BOOTSTRAP_PORT)
         bootstrap = handover.Bootstrap(host, int(port))
         if self._kind == "sglang":
-            put = handover.sglang(bootstrap, secrets.randbits(63))
+            put = handover.sglang_rooms(bootstrap, request.members, partial(secrets.randbits, 63))
             return put, put
         with self._at(request, engine):
             if engine.bootstrap_id is None:

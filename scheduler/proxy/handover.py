@@ -9,24 +9,33 @@ engine answered.
 - `nixl`: vLLM's NixlConnector. The first leg asks for a remote decode, its answer says where the blocks are.
 - `mooncake`: vLLM's MooncakeConnector. Both legs at once, joined by a transfer id; the decode engine is told the
   prefill engine's bootstrap server and id.
-- `sglang`: both legs at once, with the whole body, joined by a bootstrap triple.
+- `sglang`: both legs at once, with the whole body, joined by a bootstrap triple for each prompt. Its engines do nothing
+  without: every request has both legs. A room serves one answer, and the decode engine alone answers.
 
 Concurrency: pure functions, but for the random numbers that the caller passes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
 
+from kvfs import limits
 from kvfs.config.settings import HandOver
+from scheduler.proxy.bodies import BadBody, Members, count_prompts, member
 
 MAX_ROOM = (1 << 63) - 1
 BOOTSTRAP_PORT = 8998
 """The default of both bootstrap servers."""
 AT_ONCE: frozenset[HandOver] = frozenset(("mooncake", "sglang"))
 """Hand-overs whose legs run at the same time."""
+BOTH_LEGS: frozenset[HandOver] = frozenset(("sglang",))
+"""Hand-overs whose engines, labelled for one side, do nothing alone."""
+
+_NULL = msgspec.Raw(b"null")
+_NO_LOGPROBS = (b"null", b"false", b"0")
 
 Put = dict[str, Any]
 
@@ -89,6 +98,25 @@ def sglang(bootstrap: Bootstrap, number: int, ranks: int = 1, rank: int = 0) -> 
     """Return what both of SGLang's legs get. `number` is random; the room says which data-parallel rank prefills."""
     room = number % (MAX_ROOM // ranks) * ranks + rank
     return {"bootstrap_host": bootstrap.host, "bootstrap_port": bootstrap.port, "bootstrap_room": room}
+
+
+def sglang_rooms(bootstrap: Bootstrap, members: Members, draw: Callable[[], int]) -> Put:
+    """Return what both legs of a body get: of a list of prompts a triple for each. `draw` returns random numbers."""
+    prompts = count_prompts(members)
+    if prompts is None:
+        return sglang(bootstrap, draw())
+    triples = [sglang(bootstrap, draw()) for _ in range(prompts)]
+    return {name: [triple[name] for triple in triples] for name in triples[0]}
+
+
+def check_rooms(members: Members) -> None:
+    """Check that SGLang's rooms can carry a request. Raises BadBody."""
+    if (member(members, "n", int) or 1) > 1:
+        raise BadBody("n: the engines are joined by a room for each prompt, which serves one answer", "n")
+    if (count_prompts(members) or 1) > limits.MAX_PROXY_ROOMS:
+        raise BadBody(f"prompt: the limit is {limits.MAX_PROXY_ROOMS} prompts, each with a room", "prompt")
+    if member(members, "echo", bool) and bytes(members.get("logprobs", _NULL)).strip() not in _NO_LOGPROBS:
+        raise BadBody("echo: log probabilities of the prompt stay with the engine that prefills", "echo")
 
 
 def engine_id(answer: bytes, dp_rank: int = 0) -> str:

@@ -23,6 +23,7 @@ from scheduler.conductor.values import Router
 from scheduler.proxy.proxy import Proxy, ProxyOptions
 from scheduler.proxy.upstream.engines import EngineAddress
 from tests.support.held_ports import HeldPort
+from tests.support.waits import until
 
 WORDS = [f"w{n} " for n in range(1000)]
 PROMPT = "x" * 4000
@@ -110,6 +111,10 @@ class StubEngine:
         self.models_status = self.tokenize_status = 200
         self.reads_bodies = True
         """Whether bodies are JSON."""
+        self.needs_room = False
+        """Whether it does nothing without a bootstrap room, as SGLang's engines that are started for one side."""
+        self.prefiller: StubEngine | None = None
+        """Whom it waits for to have its room as well, where it is `joined`."""
         self.behaviour = "well"
         self.cached_tokens = 0
         self.prefill_params: dict[str, Any] | None = None
@@ -191,6 +196,11 @@ class StubEngine:
             return True
         if not path.endswith("completions"):
             await send(stream, 200, json.dumps({"path": path, "method": message.method}).encode())
+            return True
+        if self.needs_room and asked.body.get("bootstrap_room") is None:
+            await send(
+                stream, 400, b'{"message": "Disaggregated request received without bootstrap room id"}'
+            )
             return True
         return await self._watched(stream, asked, partial(BEHAVIOURS[self.behaviour], self, stream, asked))
 
@@ -288,6 +298,13 @@ class StubEngine:
         await send_chunk(stream, self.events(asked)[2][:20])
         return False
 
+    async def joined(self, stream: trio.SocketStream, asked: Asked) -> bool:
+        """Answer once the engine that prefills has the same room."""
+        other, room = self.prefiller, asked.body["bootstrap_room"]
+        assert other is not None
+        await until(lambda: any(each.body.get("bootstrap_room") == room for each in other.completions))
+        return await self.well(stream, asked)
+
     async def pause(self, stream: trio.SocketStream, asked: Asked) -> bool:
         """Wait before the first byte."""
         await self.go.wait()
@@ -348,6 +365,7 @@ BEHAVIOURS: dict[str, Callable[[StubEngine, trio.SocketStream, Asked], Any]] = {
             "die_before",
             "die_in_the_head",
             "die_after",
+            "joined",
             "pause",
             "pause_inside",
             "cut",

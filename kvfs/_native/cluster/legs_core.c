@@ -41,11 +41,13 @@ static uint32_t best_prefill(const struct kvfs_router *r, const struct kvfs_legs
     return best;
 }
 
-static uint32_t best_decode(const struct kvfs_router *r)
+static uint32_t best_decode(const struct kvfs_router *r, const struct kvfs_legs *legs)
 {
     uint32_t best = KVFS_NOBODY;
     for (uint32_t n = 0; n < r->decode_count; n++) {
         if (r->decodes[n].instance == KVFS_NOBODY || !(r->roles[n] & KVFS_DECODES))
+            continue;
+        if (legs->both_legs && does_both(r, n))
             continue;
         if (best == KVFS_NOBODY || kvfs_goes_before(&r->decodes[n], &r->decodes[best]))
             best = n;
@@ -62,6 +64,8 @@ static uint32_t decode_alone(const struct kvfs_router *r, const struct kvfs_prom
     for (uint32_t n = 0; n < r->prefill_count; n++) {
         const struct kvfs_prefill_candidate *found = &r->considered[n];
         if (found->instance == KVFS_NOBODY || !(r->roles[n] & KVFS_DECODES) || !fits(r, legs, n))
+            continue;
+        if (legs->both_legs && !does_both(r, n))
             continue;
         /* A prefill stalls the instance's batch for as long as it takes. */
         const int sooner = first == KVFS_NOBODY ||
@@ -95,7 +99,7 @@ static void take_legs(const struct kvfs_router *r, const struct kvfs_prompt *p, 
     else if (both)
         take(r, first, first < r->decode_count ? r->decodes[first].instance : KVFS_NOBODY, choice);
     else
-        take(r, first, best_decode(r), choice);
+        take(r, first, best_decode(r, legs), choice);
 }
 
 int kvfs_choose_legs(struct kvfs_router *r, const struct kvfs_prompt *p, const struct kvfs_legs *legs,

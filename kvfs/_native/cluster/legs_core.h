@@ -7,6 +7,7 @@
 struct kvfs_legs {
     double tbt_slo_s;
     int64_t leg_tokens; /* with fewer to compute, a decode instance prefills itself */
+    uint8_t both_legs;  /* an instance for one side does nothing alone, nor with one that does both */
 };
 
 /* As kvfs_route, where prefill instance n and decode instance n are one, and roles say what it is for: 0 or -ENOMEM. */

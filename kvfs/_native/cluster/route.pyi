@@ -148,11 +148,13 @@ class Router:
         tbt_slo_s: float,
         leg_tokens: int,
         excluded: Sequence[int] = (),
+        both_legs: bool = False,
     ) -> Choice:
         """Choose as `route` where prefill instance n and decode instance n are one: the instances that the roles allow.
 
         An instance does both where it may and the batch keeps `tbt_slo_s`. Else there are two legs, unless a decode
-        instance would compute fewer than `leg_tokens` itself, or would be sooner. `excluded` are not looked at.
+        instance would compute fewer than `leg_tokens` itself, or would be sooner. With `both_legs` none does that, and
+        only instances for one side each are two legs. `excluded` are not looked at.
         """
 
     def explain(

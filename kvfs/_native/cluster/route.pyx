@@ -146,6 +146,7 @@ cdef extern from "cluster/legs_core.h" nogil:
     struct kvfs_legs:
         double tbt_slo_s
         int64_t leg_tokens
+        bint both_legs
     int kvfs_choose_legs(kvfs_router *r, const kvfs_prompt *prompt, const kvfs_legs *legs, kvfs_choice *choice)
 
 MAX_INSTANCES = KVFS_INSTANCES
@@ -396,10 +397,10 @@ cdef class Router:
 
     def choose(
         self, hashes, *, double arrival_s, int64_t tokens, int64_t block_tokens, double now_s, double tbt_slo_s,
-        int64_t leg_tokens, excluded=()
+        int64_t leg_tokens, excluded=(), bint both_legs=False
     ):
         cdef kvfs_prompt prompt = kvfs_prompt(arrival_s, now_s, tokens, block_tokens, False)
-        cdef kvfs_legs legs = kvfs_legs(tbt_slo_s, leg_tokens)
+        cdef kvfs_legs legs = kvfs_legs(tbt_slo_s, leg_tokens, both_legs)
         cdef Choice choice = Choice.__new__(Choice)
         cdef int rc
         check_below("tokens of a block:", block_tokens, MOST_TOKENS)

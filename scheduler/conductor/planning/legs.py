@@ -5,7 +5,8 @@ are labels, so a decode instance may prefill what is not worth a leg of its own,
 handed it.
 
 Invariants: a decision whose prefill and decode instances are the same has no leg. Among instances that do both, the
-policy's own choice stands unless its batch would break the limit of the request and another's would not.
+policy's own choice stands unless its batch would break the limit of the request and another's would not. Where engines
+can be joined only as two legs, an instance labelled for one side does nothing alone, nor with one that does both.
 
 Concurrency: none.
 """
@@ -21,8 +22,16 @@ from scheduler.routing.cost import CostModel
 from scheduler.routing.decisions import Decision, DecodeCandidate, PrefillCandidate, Prompt
 
 
-def choose(decision: Decision, roles: Sequence[Role], prompt: Prompt, costs: CostModel, slo: Slo) -> Decision:
-    """Return the decision with the instances that its roles allow."""
+def choose(
+    decision: Decision,
+    roles: Sequence[Role],
+    prompt: Prompt,
+    costs: CostModel,
+    slo: Slo,
+    *,
+    both_legs: bool = False,
+) -> Decision:
+    """Return the decision with the instances that its roles allow; `both_legs`: see `Question`."""
 
     def fits(candidate: DecodeCandidate) -> bool:
         fast = candidate.tbt_s <= slo.tbt_s and not candidate.reserved
@@ -40,10 +49,10 @@ def choose(decision: Decision, roles: Sequence[Role], prompt: Prompt, costs: Cos
     decoders = {
         each.instance: each for each in decision.considered_decode if roles[each.instance] != "prefill"
     }
-    decode = min(decoders.values(), key=lambda each: each.score, default=None)
-    alone = _alone(
-        decision, prefillers, roles, prompt, slo, {n for n, each in decoders.items() if fits(each)}
-    )
+    paired = [each for n, each in decoders.items() if not both_legs or roles[n] == "decode"]
+    fitting = {n for n, each in decoders.items() if fits(each) and (not both_legs or roles[n] == "both")}
+    decode = min(paired, key=lambda each: each.score, default=None)
+    alone = _alone(decision, prefillers, roles, prompt, slo, fitting)
     if alone is not None:
         return decision._replace(prefill=alone, decode=decoders[alone.instance])
     first = prefillers[0] if prefillers else None

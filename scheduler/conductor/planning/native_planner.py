@@ -88,7 +88,7 @@ class NativePlanner:
 
     # --- decisions ----------------------------------------------------------------------------------------
     def plan(self, question: Question) -> NativePlan:
-        hashes, tokens, block_tokens, arrival_s, now_s, slo, excluded = question
+        hashes, tokens, block_tokens, arrival_s, now_s, slo, excluded, both_legs = question
         choice = self._router.choose(
             hashes,
             arrival_s=arrival_s,
@@ -98,6 +98,7 @@ class NativePlanner:
             tbt_slo_s=slo.tbt_s,
             leg_tokens=PREFILL_LEG_TOKENS,
             excluded=excluded,
+            both_legs=both_legs,
         )
         return NativePlan(choice, _decision(choice))
 

@@ -33,6 +33,8 @@ class Question(NamedTuple):
     slo: Slo
     excluded: Sequence[int] = ()
     """Slots that must not be chosen."""
+    both_legs: bool = False
+    """Whether an instance for one side can do nothing alone."""
 
 
 class PrefillFigures(NamedTuple):

@@ -129,10 +129,11 @@ class PythonPlanner:
 
     # --- decisions ----------------------------------------------------------------------------------------
     def plan(self, question: Question) -> PythonPlan:
-        hashes, tokens, block_tokens, arrival_s, now_s, slo, excluded = question
+        hashes, tokens, block_tokens, arrival_s, now_s, slo, excluded, both_legs = question
         prompt = Prompt(arrival_s, tokens, self._runs(hashes), block_tokens)
         decision = self._route(prompt, excluded, now_s)
-        return PythonPlan(prompt, legs.choose(decision, self._roles, prompt, self._costs, slo))
+        chosen = legs.choose(decision, self._roles, prompt, self._costs, slo, both_legs=both_legs)
+        return PythonPlan(prompt, chosen)
 
     def _route(self, prompt: Prompt, excluded: Iterable[int], now_s: float) -> Decision:
         """Ask the policy, with the excluded instances out of its sight."""

@@ -1,7 +1,7 @@
 """Routing by load: what the proxy does without a Conductor, and when its Conductor fails.
 
 Responsibility: choose the prefill engine with the fewest tokens to prefill and the decode engine with the fewest
-requests, which prefills under limits.PREFILL_LEG_TOKENS itself; nothing is known of caches.
+requests, which prefills under limits.PREFILL_LEG_TOKENS itself where it can; nothing is known of caches.
 
 Invariants: models count here too, and so do a Conductor's labels; what it has for prefill decodes only where no other
 engine answers.
@@ -48,7 +48,9 @@ class LoadRouter:
         number = next(self._numbers)
         id = f"load-{number}"
         tokens = len(request.tokens) if request.tokens else request.length or 0
-        decode, prefill = self._pair(self._engines.alive(request.exclude, request.model), number, tokens)
+        alive = self._engines.alive(request.exclude, request.model)
+        choose = self._joined_pair if request.both_legs else self._pair
+        decode, prefill = choose(alive, number, tokens)
         if decode is None or prefill is None:
             return Refused(reason="no engine answers", retry_after_s=_RETRY_AFTER_S)
         self._reserved[id] = _Reserved(decode.name, prefill.name, tokens)
@@ -73,6 +75,14 @@ class LoadRouter:
         if not has_leg or tokens < limits.PREFILL_LEG_TOKENS:
             return decode, decode
         return decode, self._least(prefills, self._tokens, number) or decode
+
+    def _joined_pair(self, alive: list[Engine], number: int, _: int) -> tuple[Engine | None, Engine | None]:
+        """Return the same where an engine for one side does nothing alone."""
+        decode = self._least([each for each in alive if each.decodes], self._requests, number)
+        if decode is None or decode.prefills:
+            return decode, decode
+        prefills = [each for each in alive if not each.decodes]
+        return decode, self._least(prefills, self._tokens, number)
 
     def _least(self, among: list[Engine], load: Counter[str], number: int) -> Engine | None:
         """Return the least busy engine, of equals another each time."""

@@ -144,12 +144,14 @@ class Drawn:
     def route(self) -> None:
         rng, session = self.rng, self.rng.randrange(len(self.sessions))
         slos: dict[str, Any] = {"ttft_slo_s": rng.choice((0.2, 5.0)), "tbt_slo_s": rng.choice((0.005, 0.02))}
+        prompt = self.prompt(session)
         request = RouteRequest(
             model="m",
-            tokens=self.prompt(session),
+            tokens=prompt,
             waited_s=rng.choice((0.0, 0.0, 1.5)),
             streamed=rng.random() < 0.7,
             exclude=rng.sample([*self.names, "nobody"], rng.choice((0, 0, 0, 1, 2)) % (len(self.names) + 1)),
+            both_legs=len(prompt) % 5 == 0,
             **(slos if rng.random() < 0.3 else {}),
         )
         self.twins.route(request, session)
@@ -280,3 +282,28 @@ def test_an_explanation_has_the_figures_of_its_decision_whatever_came_after() ->
     made.tick()
     assert made.explain(found.id) == before
     assert {each["queue_s"] for each in before["prefill"]} == {0.0}
+
+
+def test_where_both_legs_are_needed_an_instance_for_one_side_does_nothing_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor with one that does both; that one goes on to do both alone."""
+    prompt = [7] * 4 * BLOCK_TOKENS
+    short = RouteRequest(model="m", tokens=prompt, both_legs=True)
+    twins = Twins(monkeypatch, instance("p", role="prefill"), instance("d", role="decode"))
+    twins.hears("engine-d", GPU, prefix_hashes(NAMESPACE, prompt))
+    alone = twins.route(RouteRequest(model="m", tokens=prompt))
+    assert isinstance(alone, Routed)
+    assert (alone.prefill, alone.decode) == (None, "d")
+    found = twins.route(short)
+    assert isinstance(found, Routed)
+    assert (found.prefill, found.decode) == ("p", "d")
+    for name, missing in (("p", "d"), ("d", "p")):
+        found = twins.route(RouteRequest(model="m", tokens=prompt, exclude=[missing], both_legs=True))
+        assert isinstance(found, Refused), name
+        assert found.reason == "no instance takes work"
+    twins.add(instance("b"))
+    for name in ("p", "d"):
+        found = twins.route(RouteRequest(model="m", tokens=prompt, exclude=[name], both_legs=True))
+        assert isinstance(found, Routed)
+        assert (found.prefill, found.decode) == (None, "b")

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 import trio
 
+from kvfs import limits
 from kvfs.config.settings import HandOver
+from kvfs.limits import PREFILL_LEG_TOKENS
+from scheduler.conductor.conductor import Conductor
 from scheduler.proxy import handover
 from scheduler.proxy.upstream.engines import EngineAddress
 from tests.scheduler.proxy.test_failures import ended
+from tests.support.conductors import Clock, conductor, hears, instance
 from tests.support.processor_waits import within
 from tests.support.stub_engines import PROMPT, Stand, proxy_stand
 from tests.support.waits import WAIT_S, until
@@ -77,7 +83,7 @@ def test_mooncake_s_engine_is_the_one_of_its_rank() -> None:
 
 
 async def bootstrap_server(stand: Stand, nursery: trio.Nursery) -> None:
-    """Answer Mooncake's /query, and have the prefill engine named with it."""
+    """Answer Mooncake's /query, and have the prefill engines named with it."""
 
     async def serve(stream: trio.SocketStream) -> None:
         await stream.receive_some(4096)
@@ -87,8 +93,9 @@ async def bootstrap_server(stand: Stand, nursery: trio.Nursery) -> None:
     [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
     nursery.start_soon(trio.serve_listeners, serve, [listener])
     place = f"127.0.0.1:{listener.socket.getsockname()[1]}"
-    engine = next(each for each in stand.proxy.engines if each.address.role == "prefill")
-    engine.address = EngineAddress(engine.address.url, "prefill", bootstrap=place)
+    for engine in stand.proxy.engines:
+        if engine.address.role == "prefill":
+            engine.address = EngineAddress(engine.address.url, "prefill", bootstrap=place)
 
 
 @pytest.mark.parametrize("kind", BOTH_AT_ONCE)
@@ -128,12 +135,12 @@ async def go_with_both(stand: Stand) -> None:
 @pytest.mark.parametrize("kind", BOTH_AT_ONCE)
 async def test_a_dead_leg_does_not_keep_the_other_hanging(kind: HandOver) -> None:
     async with (
-        proxy_stand("prefill", "decode", "decode", hand_over=kind) as stand,
+        proxy_stand("prefill", "prefill", "decode", "decode", hand_over=kind) as stand,
         trio.open_nursery() as nursery,
     ):
         await bootstrap_server(stand, nursery)
-        prefill, *decodes = stand.engines
-        prefill.behaviour = "die_before"
+        _, dead, *decodes = stand.engines
+        dead.behaviour = "die_before"
         for engine in decodes:
             engine.behaviour = "pause"
         decodes[0].go.set()
@@ -143,3 +150,78 @@ async def test_a_dead_leg_does_not_keep_the_other_hanging(kind: HandOver) -> Non
         assert decodes[1].completions[0].gone.is_set(), "the leg that waited for the dead one was ended"
         await ended(stand)
         nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def sglang_stand(router: Conductor | None = None) -> AsyncIterator[Stand]:
+    """Engines that are started for one side each, and do nothing without a room."""
+    async with proxy_stand("prefill", "decode", hand_over="sglang", router=router) as stand:
+        for engine in stand.engines:
+            engine.needs_room = True
+            if router is not None:
+                router.registry.add(instance(engine.role, url=engine.url, role=engine.role))
+        prefill, decode = stand.engines
+        decode.behaviour, decode.prefiller = "joined", prefill
+        yield stand
+
+
+@pytest.mark.parametrize("conducted", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_short_prompts_have_both_of_sglang_s_legs(conducted: bool, stream: bool) -> None:
+    """An engine that is started for one side does nothing without a room, however little there is to compute."""
+    made = conductor(Clock()) if conducted else None
+    async with sglang_stand(made) as stand:
+        prompt = list(range(PREFILL_LEG_TOKENS // 4))
+        if made is not None:
+            hears(made, "engine-decode", prompt)
+        asked: list[dict[str, object]] = [
+            {"prompt": prompt},
+            {"prompt": "x", "echo": True},
+            {"prompt": "x", "logprobs": 2},
+        ]
+        for body in asked:
+            answer = await stand.ask("/v1/completions", {"model": "m", "stream": stream, **body})
+            assert answer.status == 200, answer.body
+        await ended(stand)
+        legs = [[leg.body for leg in engine.completions] for engine in stand.engines]
+        assert legs[0] == legs[1]
+        assert len({body["bootstrap_room"] for body in legs[0]}) == 3
+
+
+async def test_each_of_several_prompts_has_a_room() -> None:
+    async with sglang_stand() as stand:
+        for prompt, rooms in ((["a", "b", "c"], 3), ([[1, 2], [3]], 2), (["a"], 1)):
+            assert (await stand.ask("/v1/completions", {"prompt": prompt})).status == 200
+            prefill, decode = (engine.completions[-1].body for engine in stand.engines)
+            assert prefill == decode
+            assert decode["bootstrap_host"] == ["127.0.0.1"] * rooms
+            assert decode["bootstrap_port"] == [handover.BOOTSTRAP_PORT] * rooms
+            assert len(set(decode["bootstrap_room"])) == len(decode["bootstrap_room"]) == rooms
+
+
+async def test_what_rooms_cannot_carry_is_refused_before_any_engine_is_asked() -> None:
+    async with sglang_stand() as stand:
+        for body, named in (
+            ({"prompt": "x", "n": 2}, "n"),
+            ({"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
+            ({"prompt": ["x"] * (limits.MAX_PROXY_ROOMS + 1)}, "prompt"),
+        ):
+            answer = await stand.ask("/v1/completions", body)
+            error = answer.json()["error"]
+            assert (answer.status, error["type"], error["param"]) == (400, "invalid_request_error", named)
+        assert "room" in error["message"]
+        assert not any(engine.completions for engine in stand.engines)
+        assert (await stand.ask("/v1/completions", {"prompt": "x", "n": 1, "echo": True})).status == 200
+
+
+async def test_one_engine_of_sglang_that_does_both_needs_no_room() -> None:
+    async with proxy_stand("both", hand_over="sglang") as stand:
+        assert (await stand.ask("/v1/completions", {"prompt": "x"})).status == 200
+        assert "bootstrap_room" not in stand.engines[0].completions[0].body
+
+
+async def test_sglang_s_decode_engine_gets_nothing_without_a_prefill_engine() -> None:
+    async with proxy_stand("decode", hand_over="sglang") as stand:
+        answer = await stand.ask("/v1/completions", {"prompt": PROMPT})
+        assert (answer.status, answer.headers[b"retry-after"]) == (429, b"1")
+        assert not stand.engines[0].completions
