@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 
 from kvfs.errors import InvalidRequest, LimitExceeded, NotFound, NotReady
 from kvfs.events.kv_events import CPU, GPU
-from kvfs.limits import MAX_CONDUCTOR_BODY_BYTES, MAX_ROUTE_HASHES
+from kvfs.limits import MAX_CONDUCTOR_BODY_BYTES, MAX_NAME_BYTES, MAX_ROUTE_HASHES
 from kvfs.namespaces import Namespace
 from scheduler.conductor.door.mooncake_bodies import (
     DEFAULT_TENANT,
+    READ_TYPES,
     Asked,
     GlobalView,
     HashQuery,
@@ -61,6 +62,11 @@ def _register(context: Context, _: str, body: Registration) -> Reply:
     if body.dp_rank < 0:
         raise InvalidRequest(
             f"instance {body.instance_id!r}: dp_rank is {body.dp_rank}: must be a number from 0 on"
+        )
+    if body.type.lower() not in map(str.lower, READ_TYPES):
+        raise InvalidRequest(
+            f"instance {body.instance_id!r}: type is {body.type[:MAX_NAME_BYTES]!r}: "
+            f"events are read of {' and '.join(READ_TYPES)}"
         )
     try:
         pool = registry.pool(model)

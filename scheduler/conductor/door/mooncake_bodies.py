@@ -6,9 +6,13 @@ change.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 DEFAULT_TENANT = "default"
+READ_TYPES = ("vLLM", "SGLang")
+"""Publishers whose events are read; Mooncake's own store sends others."""
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,7 +21,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str
     """Where it publishes: tcp://HOST:PORT."""
     replay_endpoint: str = ""
-    type: str = "vLLM"
+    type: Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(READ_TYPES)})] = "vLLM"
+    """One of READ_TYPES, in any case."""
     modelname: str
     instance_id: str
     block_size: int

@@ -98,8 +98,8 @@ async def knows(asker: Asker, instance_id: str, tokens: int, publish: Any = None
 async def test_two_engines_with_one_topic_are_registered_followed_and_told_apart() -> None:
     with publisher() as one, publisher() as two:
         async with serving() as (_, addresses), asking(addresses) as asker:
-            for id, each in (("one", one), ("two", two)):
-                answer = await asker.ask("POST", "/register", registration(each, instance_id=id))
+            for id, each, type in (("one", one, "vLLM"), ("two", two, "sglang")):
+                answer = await asker.ask("POST", "/register", registration(each, instance_id=id, type=type))
                 assert answer.json == {"status": "registered successfully", "instance_id": id}
             await knows(asker, "one", 64, lambda: one.publish([stored(TOKENS)]))
             await knows(asker, "two", 32, lambda: two.publish([stored(TOKENS[:32], CPU)]))
@@ -308,6 +308,8 @@ async def test_an_instance_that_is_not_routable_may_have_any_name() -> None:
         ("/register", {"instance_id": "b", "endpoint": "tcp://*:1"}, 400, "is not tcp://HOST:PORT"),
         ("/register", {"instance_id": "b", "modelname": "n", "block_size": 0}, 400, "block_tokens is 0"),
         ("/register", {"dp_rank": -1}, 400, "dp_rank is -1"),
+        ("/register", {"type": "Mooncake"}, 400, "type is 'Mooncake': events are read of vLLM and SGLang"),
+        ("/register", {"type": ""}, 400, "type is ''"),
         (
             "/register",
             {"dp_rank": 1, "block_size": 32},
