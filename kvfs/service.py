@@ -33,7 +33,8 @@ from gateway.app.supervisor import Listening, Workers
 from gateway.app.worker_settings import worker_settings
 from kvfs import limits
 from kvfs.client import discovery
-from kvfs.config.capacities import check_dram_bytes, check_nvme_bytes
+from kvfs.config.capacities import check_dram_bytes
+from kvfs.config.disk_room import check_disks, dram_files, segment_files
 from kvfs.config.settings import ColdSettings, Settings
 from kvfs.config.sizes import format_size
 from kvfs.errors import ConfigError, KvfsError, NotFound
@@ -126,12 +127,16 @@ def check_places(settings: Settings) -> None:
 
 def check_room(settings: Settings) -> None:
     """Check that the machine has what the tiers are to take. Raises ConfigError."""
+    on_disk = []
     if settings.dram.backing != "directory":
         check_dram_bytes(settings.dram.capacity)
+    if settings.dram.on_disk:
+        on_disk.append(dram_files(settings.dram.capacity, settings.store.data))
     if not settings.nvme.device:
-        check_nvme_bytes(settings.nvme_bytes, settings.nvme_path)
+        on_disk.append(segment_files(settings.nvme_bytes, settings.nvme_path))
     elif settings.nvme.capacity is not None:
         raise ConfigError("[nvme] device: devices are used whole, so capacity cannot be given")
+    check_disks(on_disk)
 
 
 def prepare_mountpoint(path: Path) -> Path:

@@ -1,8 +1,8 @@
-"""Capacities of tiers against what this machine has: shares of it where the configuration says none, and its bounds.
+"""Memory and block devices of this machine: the share that the DRAM tier takes by default, and its bound.
 
 Responsibility: a capacity that cannot be had is refused before anything is made, with what could be had.
 
-Concurrency: reads /proc and the filesystem once, at start-up.
+Concurrency: reads /proc and devices once, at start-up.
 """
 
 from __future__ import annotations
@@ -21,12 +21,9 @@ from kvfs.limits import (
     DRAM_BYTES_PER_SLOT,
     DRAM_SHARE_OF_AVAILABLE,
     KIB,
-    MAX_DEFAULT_NVME_BYTES,
     MAX_SLOTS,
     MIB,
     MIN_DRAM_BYTES,
-    MIN_NVME_BYTES,
-    NVME_SHARE_OF_FREE,
 )
 
 
@@ -49,37 +46,6 @@ def check_dram_bytes(capacity_bytes: int) -> None:
             f"{format_size(_free_memory_bytes())} of it free now; the default would be "
             f"'{format_size(default_dram_bytes())}'"
         )
-
-
-def default_nvme_bytes(directory: Path) -> int:
-    """Return what the segment files there take, else a share of the free space; 0 if that is little."""
-    taken_bytes = sum(_segment_sizes_bytes(directory))
-    if taken_bytes:
-        return taken_bytes
-    share = _free_bytes(directory) // NVME_SHARE_OF_FREE
-    return min(share, MAX_DEFAULT_NVME_BYTES) if share >= MIN_NVME_BYTES else 0
-
-
-def check_nvme_bytes(capacity_bytes: int, directory: Path) -> None:
-    """Check that the filesystem has room for the segment files that are missing. Raises ConfigError.
-
-    A start with all its files needs none, also where the capacity is no multiple of theirs, or one of them was cut.
-    """
-    sizes_bytes = _segment_sizes_bytes(directory)
-    taken_bytes, segment_bytes = sum(sizes_bytes), max(sizes_bytes, default=0)
-    free_bytes, wanted_bytes = _free_bytes(directory), capacity_bytes
-    if segment_bytes:
-        wanted_bytes = (capacity_bytes // segment_bytes - len(sizes_bytes)) * segment_bytes
-    if wanted_bytes <= free_bytes:
-        return
-    possible_bytes = int((taken_bytes + free_bytes) * _PROPOSED_SHARE) // MIB * MIB
-    advice = (
-        f"'{format_size(possible_bytes)}' is possible" if possible_bytes >= MIN_NVME_BYTES else "0 is no tier"
-    )
-    raise ConfigError(
-        f"[nvme] capacity = '{format_size(capacity_bytes)}': the filesystem of {directory} has "
-        f"{format_size(free_bytes)} free, and {format_size(taken_bytes)} in segment files; {advice}"
-    )
 
 
 def block_devices_bytes(paths: Sequence[Path]) -> int:
@@ -109,17 +75,6 @@ def block_device(path: Path, flags: int) -> Iterator[tuple[int, int]]:
         os.close(descriptor)
 
 
-def _segment_sizes_bytes(directory: Path) -> list[int]:
-    return [file.stat().st_size for file in directory.glob("*.seg")]
-
-
-def _free_bytes(directory: Path) -> int:
-    while not directory.exists():
-        directory = directory.parent
-    found = os.statvfs(directory)
-    return found.f_bavail * found.f_frsize
-
-
 def _free_memory_bytes() -> int:
     most_bytes, used_bytes = _cgroup_bytes()
     return min(_meminfo_bytes("MemAvailable"), max(most_bytes - used_bytes, 0))
@@ -146,5 +101,3 @@ def _cgroup_bytes() -> tuple[int, int]:
 
 
 _UNBOUNDED = 1 << 62
-_PROPOSED_SHARE = 0.9
-"""Of the free space, where more was asked for: the index and files that others write need room, too."""

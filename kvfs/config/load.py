@@ -16,6 +16,7 @@ from pathlib import Path
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from kvfs.config.disk_room import default_dram_on_disk_bytes
 from kvfs.config.settings import Settings
 from kvfs.config.sizes import format_size
 from kvfs.errors import ConfigError
@@ -29,10 +30,19 @@ def load(file: Path | None = None, flags: Mapping[tuple[str, str], object] | Non
             values.setdefault(section, {})[key] = value
     try:
         settings = Settings.model_validate(values)
-        return settings.of_file(file)
+        return _fitted(settings).of_file(file)
     except ValidationError as error:
         where = f"{file}: " if file is not None else ""
         raise ConfigError(where + "; ".join(_explain(error.errors()))) from None
+
+
+def _fitted(settings: Settings) -> Settings:
+    """Return the settings with a default DRAM capacity that fits the disk too, where the tier will lie there."""
+    dram = settings.dram
+    if "capacity" in dram.model_fields_set or not dram.on_disk:
+        return settings
+    capacity_bytes = min(dram.capacity, default_dram_on_disk_bytes(settings.store.data))
+    return settings.model_copy(update={"dram": dram.model_copy(update={"capacity": capacity_bytes})})
 
 
 def _read(file: Path) -> dict[str, dict[str, object]]:

@@ -31,10 +31,10 @@ from pydantic_core import PydanticCustomError
 from kvfs.config.capacities import (
     block_devices_bytes,
     default_dram_bytes,
-    default_nvme_bytes,
     default_slots,
 )
 from kvfs.config.credentials import Credential
+from kvfs.config.disk_room import default_nvme_bytes
 from kvfs.config.server_urls import check_named_once, check_server_url
 from kvfs.config.sizes import format_size, parse_size
 from kvfs.errors import InvalidRequest
@@ -67,6 +67,7 @@ from kvfs.limits import (
     MIN_SLOTS,
 )
 from kvfs.paths import check_bucket
+from kvfs.system.linux import may_mount
 
 MountMode = Literal["auto", "passthrough", "native", "plain", "off"]
 DeviceIo = Literal["auto", "io_uring", "threads"]
@@ -192,6 +193,11 @@ class DramSettings(_Section):
     def max_slots(self) -> int:
         """Return the slots that are configured, else as many as the capacity asks for."""
         return default_slots(self.capacity) if self.slots is None else self.slots
+
+    @property
+    def on_disk(self) -> bool:
+        """Return whether the tier will lie in a plain directory."""
+        return self.backing == "directory" or (self.backing == "auto" and not may_mount())
 
 
 class NvmeSettings(_Section):

@@ -15,6 +15,7 @@ from pathlib import Path
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_NOATIME = 2, 4, 8, 32, 1024
 MNT_FORCE, MNT_DETACH = 1, 2
 _RENAME_EXCHANGE = 2
+_CAP_SYS_ADMIN = 21
 
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
@@ -41,6 +42,12 @@ def mount(source: str, point: Path, kind: str, flags: int, options: str) -> None
 def unmount(point: Path, flags: int = 0) -> None:
     """Call umount2(2). Raises OSError."""
     _check(_libc.umount2(os.fsencode(point), flags), point)
+
+
+def may_mount() -> bool:
+    """Return whether this process has the right to mount (CAP_SYS_ADMIN)."""
+    status = Path("/proc/self/status").read_text(errors="replace")
+    return bool(int(status.partition("CapEff:")[2].split()[0], 16) >> _CAP_SYS_ADMIN & 1)
 
 
 def replace_by(new: Path, path: Path) -> None:

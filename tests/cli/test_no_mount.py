@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -10,22 +9,14 @@ import pytest
 import kvfs
 from kvfs.client import discovery
 from tests.support.gateway import Gateway, gateway
+from tests.support.powerless import FINDS_NO_PROGRAMS, Powerless
 from tests.support.service import Service, run_kvfs
 from tests.support.stores import NAMESPACE
 
 
-class Powerless(Service):
-    """Has no capability, whoever runs it, and finds no fusermount3."""
-
-    def command(self) -> list[str]:
-        setpriv = shutil.which("setpriv")
-        assert setpriv is not None
-        return [setpriv, "--bounding-set=-all", "--inh-caps=-all", *super().command()]
-
-
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
-    with Powerless(mode="off", dram="32MiB", nvme="16MiB", environment={"PATH": "/nonexistent"}) as running:
+    with Powerless(mode="off", dram="32MiB", nvme="16MiB", environment=FINDS_NO_PROGRAMS) as running:
         yield running
         assert not running.complaints()
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvfs import limits
 from kvfs.config import sizes
-from kvfs.config.capacities import check_nvme_bytes, default_dram_bytes
+from kvfs.config.capacities import default_dram_bytes
+from kvfs.config.disk_room import check_disks, segment_files
 from kvfs.config.load import load
 from kvfs.config.settings import Settings
 from kvfs.errors import ConfigError
@@ -82,7 +83,7 @@ def test_where_nobody_says_how_much_nvme_takes_a_few_gigabytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, free_bytes: int, taken_bytes: int
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvfs.config.capacities._free_bytes", lambda directory: free_bytes)
+    monkeypatch.setattr("kvfs.config.disk_room._free_bytes", lambda directory: free_bytes)
     (tmp_path / "kvfs.toml").write_text(text)
     assert load(tmp_path / "kvfs.toml", {("store", "data"): "data"}).nvme_bytes == taken_bytes
 
@@ -210,14 +211,14 @@ def test_only_segment_files_that_are_missing_need_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a full filesystem a start with all its files goes on."""
-    monkeypatch.setattr("kvfs.config.capacities._free_bytes", lambda directory: 0)
+    monkeypatch.setattr("kvfs.config.disk_room._free_bytes", lambda directory: 0)
     with pytest.raises(ConfigError, match=r"\[nvme\] capacity = '8 MiB'"):
-        check_nvme_bytes(8 * limits.MIB, tmp_path)
+        check_disks([segment_files(8 * limits.MIB, tmp_path)])
     for number in range(8):
         (tmp_path / f"{number:08x}.seg").write_bytes(b"")
         os.truncate(tmp_path / f"{number:08x}.seg", limits.MIB)
-    check_nvme_bytes(9 * limits.MIB - 1, tmp_path)
+    check_disks([segment_files(9 * limits.MIB - 1, tmp_path)])
     os.truncate(tmp_path / "00000003.seg", 5)
-    check_nvme_bytes(9 * limits.MIB - 1, tmp_path)
+    check_disks([segment_files(9 * limits.MIB - 1, tmp_path)])
     with pytest.raises(ConfigError, match=r"\[nvme\] capacity = '9 MiB'"):
-        check_nvme_bytes(9 * limits.MIB, tmp_path)
+        check_disks([segment_files(9 * limits.MIB, tmp_path)])
