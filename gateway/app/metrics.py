@@ -35,6 +35,7 @@ class Counters:
     """Writes that were recognised without Python."""
 
     def failed(self, code: str) -> None:
+        """Count an answer with this S3 error code."""
         self.errors[code] += 1
 
 

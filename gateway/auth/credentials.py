@@ -26,6 +26,7 @@ class Credentials:
             self._by_key[credential.access_key] = credential
 
     def get(self, access_key: str) -> Credential | None:
+        """Return the credential of an access key, or None."""
         return self._by_key.get(access_key)
 
     def __len__(self) -> int:

@@ -56,10 +56,12 @@ class PayloadMode(Enum):
 
     @property
     def signs_chunks(self) -> bool:
+        """Return whether each chunk of the body has a signature."""
         return self in (PayloadMode.STREAMING_SIGNED, PayloadMode.STREAMING_SIGNED_TRAILER)
 
     @property
     def has_trailer(self) -> bool:
+        """Return whether header fields follow the body."""
         return self in (PayloadMode.STREAMING_SIGNED_TRAILER, PayloadMode.STREAMING_UNSIGNED_TRAILER)
 
 

@@ -77,6 +77,7 @@ class Backend:
         raise BucketNotFound(f"no bucket {name}")
 
     async def buckets(self) -> list[BucketInfo]:
+        """Return all buckets, in place where they can be read so, else by the session."""
         if self.sessions.local is not None:
             return self.sessions.local.buckets()
         found: list[BucketInfo] = []
@@ -278,6 +279,7 @@ class Backend:
         await self.sessions.control(Op.REMOVE_NAMES, names=[], expected_ids=[])
 
     async def status(self) -> dict[str, Any]:
+        """Return the service's status as JSON values."""
         return await self.sessions.control(Op.STATUS)
 
 

@@ -33,10 +33,12 @@ class Arriving(Protocol):
     """A body that a client is sending."""
 
     @property
-    def received_bytes(self) -> int: ...
+    def received_bytes(self) -> int:
+        """Return how many bytes of the body have come."""
 
     @property
-    def body_done(self) -> bool: ...
+    def body_done(self) -> bool:
+        """Return whether the whole body has come."""
 
     def give_up(self) -> None:
         """End the body as if it had stalled."""
@@ -92,6 +94,7 @@ class Holding:
 
     @property
     def next_bytes(self) -> int:
+        """Return the room after the next growth: twice what there is, at most all that the body needs."""
         return min(self.total_bytes, 2 * self.held_bytes)
 
     def is_slow(self, now_s: float) -> bool:
@@ -169,6 +172,7 @@ class BodyBudget:
         return _can_end(self._growing, self._capacity) and _can_end(own, self._share)
 
     def release(self, holding: Holding) -> None:
+        """Free the room of a body that is over."""
         self._put(holding, 0)
         self._bodies.discard(holding)
         if not self._owners[holding.owner]:
@@ -186,6 +190,7 @@ class BodyBudget:
         self._transfers[owner] += 1
 
     def end_transfer(self, owner: str) -> None:
+        """Count a transfer of this owner as ended."""
         self._transfers[owner] -= 1
         if not self._transfers[owner]:
             del self._transfers[owner]

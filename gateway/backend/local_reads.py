@@ -52,6 +52,7 @@ class LocalReads:
             undo.pop_all()
 
     def close(self) -> None:
+        """Close index, table and slots."""
         self.names.close()
         self.table.close()
         os.close(self.slots)
@@ -61,6 +62,7 @@ class LocalReads:
         return bucket_of_row(self.names.bucket(untext(name)))
 
     def buckets(self) -> list[BucketInfo]:
+        """Return all buckets."""
         return [bucket_of_row(row) for row in self.names.buckets()]
 
     def find(self, bucket: str, key: str) -> ObjectLookup | None:

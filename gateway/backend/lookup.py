@@ -16,6 +16,8 @@ NO_SLOT = (1 << 32) - 1
 
 @dataclass(frozen=True, slots=True)
 class BucketInfo:
+    """A bucket, as the gateway needs to know it."""
+
     name: str
     bucket_id: int
     """0 where a session was asked, which does not answer it."""
@@ -54,6 +56,7 @@ class ListedPage(NamedTuple):
 
 
 def bucket_of_row(row: BucketRow) -> BucketInfo:
+    """Make a bucket from its row in the name index."""
     return BucketInfo(
         row.name.decode("utf-8", "surrogateescape"),
         row.bucket_id,
@@ -64,6 +67,7 @@ def bucket_of_row(row: BucketRow) -> BucketInfo:
 
 
 def bucket_of_values(values: dict[str, Any]) -> BucketInfo:
+    """Make a bucket from a session's JSON object."""
     namespace = values["namespace"]
     return BucketInfo(
         values["name"],

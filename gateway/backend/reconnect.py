@@ -135,6 +135,7 @@ class ReconnectingSession:
 
     @property
     def is_connected(self) -> bool:
+        """Return whether there is a session now."""
         return self._link is not None and self._link.session.is_open
 
     @property

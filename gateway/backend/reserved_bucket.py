@@ -42,10 +42,12 @@ async def put_note(backend: Backend, key: str, data: bytes) -> None:
 
 
 async def note_owner(backend: Backend, bucket: str, owner: str) -> None:
+    """Note who owns a bucket."""
     await put_note(backend, f"{_OWNERS}{bucket}/", owner.encode())
 
 
 async def bucket_owner(backend: Backend, bucket: str) -> str | None:
+    """Return who owns a bucket; None where nobody was noted."""
     try:
         found = await backend.find(BUCKET, f"{_OWNERS}{bucket}/")
     except BucketNotFound:
@@ -54,6 +56,7 @@ async def bucket_owner(backend: Backend, bucket: str) -> str | None:
 
 
 async def remove_notes(backend: Backend, bucket: str) -> None:
+    """Remove what was noted of a bucket, there or not."""
     with contextlib.suppress(BucketNotFound):
         await backend.remove(BUCKET, f"{_OWNERS}{bucket}/")
         await backend.remove(BUCKET, f"{_TAGS}{bucket}/")
@@ -70,6 +73,7 @@ async def note_tags(backend: Backend, bucket: BucketInfo, tags: Mapping[str, str
 
 
 async def bucket_tags(backend: Backend, bucket: BucketInfo) -> dict[str, str]:
+    """Return a bucket's tags; those of an earlier bucket of the name do not count."""
     try:
         found = await backend.find(BUCKET, f"{_TAGS}{bucket.name}/")
     except BucketNotFound:

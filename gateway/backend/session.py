@@ -66,6 +66,7 @@ class Signal:
             self._task = None
 
     async def wait(self) -> None:
+        """Wait for `notify`; return at once after it."""
         if not self.notified:
             self._task = trio.lowlevel.current_task()
             await trio.lowlevel.wait_task_rescheduled(_never)
@@ -119,6 +120,7 @@ class Session:
 
     @property
     def is_open(self) -> bool:
+        """Return whether the session has not ended."""
         return self._ended is None
 
     def close(self, why: KvfsError | None = None) -> None:
@@ -167,15 +169,18 @@ class Session:
         return waiting.answers
 
     async def control(self, op: Op, **arguments: Any) -> dict[str, Any]:
+        """Send a control request; return the result, an object of JSON values."""
         [received] = await self.exchange(Control(op, arguments))
         assert isinstance(received.answer, ControlAnswer)
         return received.answer.result
 
     async def results(self, request: Request) -> list[Result]:
+        """Send a request that is answered with a result for each entry; return those, in order."""
         answers = [received.answer for received in await self.exchange(request)]
         return [entry for answer in answers if isinstance(answer, ResultAnswer) for entry in answer.entries]
 
     async def count(self, request: Request) -> int:
+        """Send a request that is answered with a count; return that."""
         [received] = await self.exchange(request)
         assert isinstance(received.answer, CountAnswer)
         return received.answer.count

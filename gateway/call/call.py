@@ -73,6 +73,7 @@ class FileAnswer:
     size_bytes: int
 
     def close(self) -> None:
+        """Close the descriptor."""
         os.close(self.descriptor)
 
 
@@ -109,24 +110,29 @@ class Call:
 
     @property
     def bucket(self) -> str:
+        """Return the bucket of an action that has one."""
         assert self.action.bucket is not None
         return self.action.bucket
 
     @property
     def key(self) -> str:
+        """Return the key of an action that has one."""
         assert self.action.key is not None
         return self.action.key
 
     @property
     def owner(self) -> str:
+        """Return the id of who signed the request."""
         return self.verified.credential.owner_id
 
     @property
     def resource(self) -> str:
+        """Return bucket and key as errors name them: `bucket/key`, the bucket alone, or nothing."""
         return "/".join(part for part in (self.action.bucket, self.action.key) if part is not None)
 
     @property
     def conditions(self) -> conditions.Conditions:
+        """Return the request's conditions, parsed once. Raises S3Error."""
         if self._conditions is None:
             self._conditions = conditions.from_headers(self.request)
         return self._conditions
@@ -149,4 +155,5 @@ class Call:
 
 
 def no_such_key(key: str) -> S3Error:
+    """Make the error of a key that is not there."""
     return S3Error("NoSuchKey", detail={"Key": key})

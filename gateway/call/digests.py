@@ -46,6 +46,7 @@ class Digests:
         return inline, [digester for name, digester in self.by_name.items() if name not in fast]
 
     def get(self, name: str) -> bytes | None:
+        """Return the digest of this name as it is now; None where it is not taken."""
         digester = self.by_name.get(name)
         return None if digester is None else digester.digest()
 
@@ -78,11 +79,13 @@ class Followers:
         await self._manager.__aexit__(None, None, None)
 
     def wrote(self, size_bytes: int) -> None:
+        """Note that so many bytes are written in all, and let the digests go on."""
         if self._digesters and size_bytes - self._written >= limits.RECEIVE_BYTES:
             self._written = size_bytes
             self._wake()
 
     async def finish(self, size_bytes: int) -> None:
+        """Wait until all digests are taken over this many bytes, which are all."""
         if self._digesters:
             self._written, self._final = size_bytes, True
             self._wake()

@@ -48,6 +48,7 @@ class DocumentBudget:
 
     @contextmanager
     def hold(self, owner: str) -> Iterator[Held]:
+        """Count the bytes of one document for its owner, until the block is left."""
         held = Held(self, owner)
         try:
             yield held

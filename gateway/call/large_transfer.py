@@ -51,6 +51,7 @@ class Transfer:
 
     @property
     def window(self) -> Draft:
+        """Return the draft that carries the pieces; there has to be one."""
         assert self.given is not None, "the transfer has no window yet"
         return self.given
 
@@ -184,7 +185,7 @@ async def readers(backend: Backend, owner: str) -> AsyncIterator[Transfer]:
 
 
 class WindowSink:
-    """The sink of a body that becomes a large object (`gateway.call.sinks.Sink`)."""
+    """Implements `Sink` (`gateway.call.sinks`) for a body that becomes a large object."""
 
     def __init__(self, transfer: Transfer) -> None:
         self._transfer = transfer
@@ -257,4 +258,5 @@ class LargeAnswer:
         await self.transfer.end()
 
     def close(self) -> None:
+        """End the transfer and its session."""
         self.transfer.close()

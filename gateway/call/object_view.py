@@ -41,10 +41,12 @@ class Stored:
 
     @property
     def size_bytes(self) -> int:
+        """Return the object's size; of a directory's marker, that of its inline body."""
         return len(self.inline) if self.found.marker else self.found.size_bytes
 
     @property
     def modified_s(self) -> int:
+        """Return the time of modification in whole seconds since 1970, as HTTP shows it."""
         return self.found.mtime_ns // 1_000_000_000
 
 
@@ -80,6 +82,7 @@ def pack_marker(metadata: ObjectMetadata, body: bytes) -> bytes:
 
 
 def unpack_marker(data: bytes) -> tuple[ObjectMetadata, bytes]:
+    """Split a directory's user metadata into S3's metadata and body; of one not made by S3, defaults."""
     if len(data) < _MARKER.size:
         return _DIRECTORY, b""
     magic, length = _MARKER.unpack_from(data)

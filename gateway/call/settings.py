@@ -25,7 +25,9 @@ class GatewaySettings:
     """An upload that was idle for so long is aborted."""
 
     def takes_md5(self, bucket: str) -> bool:
+        """Return whether objects of this bucket get MD5 as ETag."""
         return not any(fnmatchcase(bucket, glob) for glob in self.opaque_etags)
 
     def makes_large(self, bucket: str) -> bool:
+        """Return whether this bucket is made for objects larger than DRAM takes."""
         return any(fnmatchcase(bucket, glob) for glob in self.large_buckets)

@@ -21,7 +21,8 @@ from kvfs.http.transports import breathe
 class Sink(Protocol):
     """A destination of a body."""
 
-    def write(self, piece: memoryview) -> None: ...
+    def write(self, piece: memoryview) -> None:
+        """Write the next piece of the body, which has to fit: see `full`."""
 
     def read(self, offset: int, into: memoryview) -> int:
         """Read what was written before; called by worker threads."""
@@ -32,11 +33,12 @@ class Sink(Protocol):
         """Return whether `settle` has to make room before more is written."""
         ...
 
-    async def settle(self) -> None: ...
+    async def settle(self) -> None:
+        """Make room for the next piece."""
 
 
 class DocumentSink:
-    """A document that is read as it comes, with pauses for all others. Raises S3Error, as the document does."""
+    """Implements `Sink` for a document that is read as it comes, with pauses for all others. Raises S3Error."""
 
     def __init__(self, document: Document[object], held: Held) -> None:
         self._document = document
@@ -62,7 +64,7 @@ class DocumentSink:
 
 
 class MemorySink:
-    """Small bodies. Raises S3Error EntityTooLarge past `most`."""
+    """Implements `Sink` for small bodies. Raises S3Error EntityTooLarge past `most`."""
 
     full = False
 
@@ -85,7 +87,7 @@ class MemorySink:
 
 
 class DraftSink:
-    """A granted draft, whose room grows. Raises NoSpace; S3Error SlowDown."""
+    """Implements `Sink` for a granted draft, whose room grows. Raises NoSpace; S3Error SlowDown."""
 
     def __init__(self, draft: Draft) -> None:
         self.descriptor = draft.descriptor

@@ -26,7 +26,8 @@ class Owned(Protocol):
     """An upload."""
 
     @property
-    def owner(self) -> str: ...
+    def owner(self) -> str:
+        """Return the id of who began the upload."""
 
 
 class UploadCounts:

@@ -58,6 +58,7 @@ async def get_configuration(call: Call) -> Answer:
 
 
 async def get_bucket_acl(call: Call) -> Answer:
+    """Answer GetBucketAcl: full control for the owner."""
     await call.backend.bucket(call.bucket)
     return document_answer(200, (), _access_control_policy(await call.owners.of(call.bucket) or ""))
 
@@ -71,6 +72,7 @@ async def put_bucket_acl(call: Call) -> Answer:
 
 
 async def get_object_acl(call: Call) -> Answer:
+    """Answer GetObjectAcl: full control for the owner."""
     return document_answer(200, (), _access_control_policy((await find_stored(call)).metadata.owner))
 
 

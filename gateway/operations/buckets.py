@@ -61,6 +61,7 @@ async def _is_shown(call: Call, name: str) -> bool:
 
 
 async def create_bucket(call: Call) -> Answer:
+    """Answer CreateBucket. Raises S3Error for a bucket of another owner, a bad name or location."""
     async with read_document(call, requests.create_bucket_configuration()) as location:
         _check_location(call, location)
     check_name(call.bucket)
@@ -102,11 +103,13 @@ def check_name(name: str) -> None:
 
 
 async def head_bucket(call: Call) -> Answer:
+    """Answer HeadBucket."""
     await call.backend.bucket(call.bucket)
     return Answer(200, [("x-amz-bucket-region", call.settings.region)])
 
 
 async def get_location(call: Call) -> Answer:
+    """Answer GetBucketLocation."""
     await call.backend.bucket(call.bucket)
     return document_answer(200, (), responses.location_constraint(call.settings.region))
 

@@ -62,6 +62,7 @@ class _Part:
 
 
 async def complete(call: Call) -> Answer:
+    """Answer CompleteMultipartUpload."""
     async with read_document(_without_checksums(call), requests.complete_multipart_upload()) as listed:
         return await _complete(call, listed)
 

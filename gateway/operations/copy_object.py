@@ -78,6 +78,7 @@ class Copy:
 
     @property
     def etag(self) -> str:
+        """Return the ETag of the copy."""
         return etags.of_object(self.said.etag, self.object_id)
 
 
@@ -122,6 +123,7 @@ async def _opened(call: Call, bucket: str, key: str) -> AsyncIterator[Source]:
 
 
 async def copy_object(call: Call) -> Answer:
+    """Answer CopyObject."""
     await call.backend.bucket(call.bucket)
     named = call.action.source
     assert named is not None

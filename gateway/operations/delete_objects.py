@@ -21,6 +21,7 @@ _Outcome = tuple[str, str | None]
 
 
 async def delete_objects(call: Call) -> Answer:
+    """Answer DeleteObjects. Raises S3Error without a digest of the document."""
     await call.backend.bucket(call.bucket)
     wanted = checksums.wanted(call.request)
     if wanted.md5 is None and wanted.digest is None and not wanted.trailer:

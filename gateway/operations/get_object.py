@@ -44,6 +44,7 @@ _OBJECT_ATTRIBUTES = ("ETag", "Checksum", "ObjectParts", "StorageClass", "Object
 
 
 async def get_object(call: Call) -> AnyAnswer | LargeAnswer:
+    """Answer GetObject: lease the object, from another machine where need be, and send it or a range."""
     try:
         opened = await call.backend.open(call.bucket, call.key)
         if opened is None and await call.backend.fetch(call.bucket, call.key):
@@ -77,6 +78,7 @@ async def _get_large(call: Call) -> LargeAnswer:
 
 
 async def head_object(call: Call) -> AnyAnswer:
+    """Answer HeadObject."""
     found = await call.backend.find(call.bucket, call.key)
     if found is None and await call.backend.fetch(call.bucket, call.key):
         found = await call.backend.find(call.bucket, call.key)
@@ -87,6 +89,7 @@ async def head_object(call: Call) -> AnyAnswer:
 
 
 async def get_object_attributes(call: Call) -> Answer:
+    """Answer GetObjectAttributes."""
     names = call.request.header(b"x-amz-object-attributes")
     if not names:
         raise S3Error("InvalidArgument", "The header x-amz-object-attributes is missing.")

@@ -20,14 +20,17 @@ _Render = Callable[[str, ListRequest, Listing[ObjectItem]], bytes]
 
 
 async def list_objects(call: Call) -> Answer:
+    """Answer ListObjects, version 1."""
     return await _list(call, list_pages.parse_v1(call.action.arguments), listings.list_objects_v1)
 
 
 async def list_objects_v2(call: Call) -> Answer:
+    """Answer ListObjectsV2."""
     return await _list(call, list_pages.parse_v2(call.action.arguments), listings.list_objects_v2)
 
 
 async def list_object_versions(call: Call) -> Answer:
+    """Answer ListObjectVersions: each object has one version."""
     request = list_pages.parse_versions(call.action.arguments)
     return await _list(call, request, listings.list_object_versions)
 

@@ -12,6 +12,7 @@ from gateway.xml import requests, responses
 
 
 async def match(call: Call) -> Answer:
+    """Answer how many blocks of a chain are there, as JSON. Raises S3Error where the bucket has no namespace."""
     bucket = await call.backend.bucket(call.bucket)
     if bucket.namespace is None:
         raise S3Error("InvalidRequest", f"The bucket {bucket.name} is bound to no namespace.")

@@ -38,6 +38,7 @@ from kvfs.errors import Exists
 
 
 async def create(call: Call) -> Answer:
+    """Answer CreateMultipartUpload: write the upload's record."""
     await call.backend.bucket(call.bucket)
     await call.uploads.begin(call.owner)
     said = replace(metadata.from_request(call.request), owner=call.owner)
@@ -55,6 +56,7 @@ async def create(call: Call) -> Answer:
 
 # --- parts -------------------------------------------------------------------------------------------------
 async def upload_part(call: Call) -> Answer:
+    """Answer UploadPart."""
     upload = await need_upload(call.backend, call.action.upload_id, call.bucket, call.key)
     await upload.touch(call.backend, call.settings.upload_expiry_s)
     size_bytes = object_bytes(call)
@@ -96,6 +98,7 @@ async def _receive_large(call: Call, upload: Upload, _: int, algorithm: Algorith
 
 
 async def upload_part_copy(call: Call) -> Answer:
+    """Answer UploadPartCopy."""
     upload = await need_upload(call.backend, call.action.upload_id, call.bucket, call.key)
     await upload.touch(call.backend, call.settings.upload_expiry_s)
     async with open_source(call) as source:
@@ -145,6 +148,7 @@ def _check_algorithm(upload: Upload, algorithm: Algorithm | None) -> None:
 
 
 async def abort(call: Call) -> Answer:
+    """Answer AbortMultipartUpload. Raises S3Error NoSuchUpload for one that is over."""
     upload = await need_upload(call.backend, call.action.upload_id, call.bucket, call.key)
     was_there = await upload.remove(call.backend)
     if not was_there or await sealed_of(call.backend, upload.upload_id, call.bucket, call.key) is not None:
@@ -154,6 +158,7 @@ async def abort(call: Call) -> Answer:
 
 # --- listings ----------------------------------------------------------------------------------------------
 async def list_parts(call: Call) -> Answer:
+    """Answer ListParts."""
     upload = await need_upload(call.backend, call.action.upload_id, call.bucket, call.key)
     arguments = call.action.arguments
     marker = list_pages.parse_number(arguments, "part-number-marker")
@@ -172,11 +177,13 @@ async def list_parts(call: Call) -> Answer:
 
 
 def part_item(each: int, found: ObjectLookup) -> PartItem:
+    """Describe a part as listings show it."""
     what = stored(found)
     return PartItem(each, found.size_bytes, what.etag, found.mtime_ns, what.metadata.checksum)
 
 
 async def list_uploads(call: Call) -> Answer:
+    """Answer ListMultipartUploads."""
     await call.backend.bucket(call.bucket)
     request = list_pages.parse_uploads(call.action.arguments)
     id_marker = call.action.arguments.get("upload-id-marker", "") if request.marker else ""
@@ -194,6 +201,7 @@ async def list_uploads(call: Call) -> Answer:
 
 
 def upload_item(upload: Upload) -> UploadItem:
+    """Describe an upload as listings show it."""
     return UploadItem(
         upload.key,
         upload.upload_id,

@@ -37,6 +37,7 @@ PIN = "kvfs-pin"
 
 
 async def put_object(call: Call) -> Answer:
+    """Answer PutObject, of a block where the key is a prefix hash in a bucket bound to a namespace."""
     bucket = await call.backend.bucket(call.bucket)
     said = metadata.from_request(call.request)
     size_bytes = object_bytes(call)
@@ -85,6 +86,7 @@ def with_digests(said: ObjectMetadata, received: Received, took_md5: bool, owner
 
 
 def is_pinned(said: ObjectMetadata) -> bool:
+    """Return whether user metadata asks for the object to be pinned."""
     return said.user.get(PIN, "").lower() not in ("", "0", "false")
 
 

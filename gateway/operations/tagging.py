@@ -30,12 +30,14 @@ async def get_tagging(call: Call) -> Answer:
 
 
 async def put_tagging(call: Call) -> Answer:
+    """Answer PutObjectTagging: replace all tags of an object."""
     async with read_document(call, requests.tagging()) as tags:
         await _change(call, tags)
     return Answer(200)
 
 
 async def delete_tagging(call: Call) -> Answer:
+    """Answer DeleteObjectTagging."""
     await _change(call, {})
     return Answer(204)
 
@@ -59,6 +61,7 @@ async def _change(call: Call, tags: Mapping[str, str]) -> None:
 
 # --- of buckets ----------------------------------------------------------------------------------------------
 async def get_bucket_tagging(call: Call) -> Answer:
+    """Answer GetBucketTagging. Raises S3Error NoSuchTagSet where there are none."""
     bucket = await call.backend.bucket(call.bucket)
     tags = await reserved_bucket.bucket_tags(call.backend, bucket)
     if not tags:
@@ -67,6 +70,7 @@ async def get_bucket_tagging(call: Call) -> Answer:
 
 
 async def put_bucket_tagging(call: Call) -> Answer:
+    """Answer PutBucketTagging: replace all tags of a bucket."""
     bucket = await call.backend.bucket(call.bucket)
     async with read_document(call, requests.bucket_tagging()) as tags:
         await reserved_bucket.note_tags(call.backend, bucket, tags)
@@ -74,5 +78,6 @@ async def put_bucket_tagging(call: Call) -> Answer:
 
 
 async def delete_bucket_tagging(call: Call) -> Answer:
+    """Answer DeleteBucketTagging."""
     await reserved_bucket.note_tags(call.backend, await call.backend.bucket(call.bucket), {})
     return Answer(204)

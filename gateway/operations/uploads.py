@@ -67,12 +67,15 @@ class Upload:
 
     @property
     def record_name(self) -> tuple[str, str]:
+        """Return bucket and key of the upload's record."""
         return reserved_bucket.BUCKET, f"{_RECORDS}{self.upload_id}/"
 
     def part_key(self, number: int) -> str:
+        """Return the key of a part in the reserved bucket."""
         return f"{_PARTS}{self.upload_id}/{number:05}"
 
     async def save(self, backend: Backend) -> None:
+        """Write the upload's record."""
         record = {
             "bucket": self.bucket,
             "key": self.key,
@@ -169,6 +172,7 @@ async def need_upload(backend: Backend, upload_id: str | None, bucket: str, key:
 
 
 async def all_uploads(backend: Backend) -> list[Upload]:
+    """Return all uploads under way, of all buckets."""
     found = []
     async for key, row in _under(backend, _RECORDS):
         upload = _upload(key[len(_RECORDS) : -1], row)
@@ -184,6 +188,7 @@ async def uploads_of(backend: Backend, bucket: str) -> list[Upload]:
 
 
 async def remove_parts(backend: Backend, upload_id: str) -> None:
+    """Remove all parts of an upload."""
     async for number, _ in _parts(backend, upload_id):
         await backend.remove(reserved_bucket.BUCKET, f"{_PARTS}{upload_id}/{number:05}")
 

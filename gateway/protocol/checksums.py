@@ -51,15 +51,17 @@ class Algorithm(Enum):
 
     @property
     def digest_bytes(self) -> int:
+        """Return the length of a digest in bytes."""
         return _DIGEST_BYTES[self]
 
     @property
     def is_crc(self) -> bool:
+        """Return whether this is a CRC, whose parts' checksums combine to that of the whole."""
         return self in _CRCS
 
 
 class ChecksumType(Enum):
-    """Whether a multipart object's checksum is over its bytes or over its parts' checksums."""
+    """What a multipart object's checksum is over: its bytes, or its parts' checksums."""
 
     FULL_OBJECT = "FULL_OBJECT"
     COMPOSITE = "COMPOSITE"
@@ -68,8 +70,11 @@ class ChecksumType(Enum):
 class Digester(Protocol):
     """A digest that is taken as bytes come."""
 
-    def update(self, data: bytes | memoryview, /) -> None: ...
-    def digest(self) -> bytes: ...
+    def update(self, data: bytes | memoryview, /) -> None:
+        """Take in the next bytes."""
+
+    def digest(self) -> bytes:
+        """Return the digest of all bytes so far, big endian."""
 
 
 _Crc = Callable[[bytes | memoryview, int], int]

@@ -27,6 +27,7 @@ class Span:
 
     @property
     def size_bytes(self) -> int:
+        """Return how many bytes these are."""
         return self.end - self.start
 
 

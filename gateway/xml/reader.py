@@ -21,6 +21,7 @@ from kvfs.limits import MAX_XML_DEPTH, MAX_XML_TEXT_CHARACTERS, MAX_XML_TOKEN_BY
 
 
 def malformed(reason: str | None = None) -> S3Error:
+    """Make the error of a document that is not what the operation takes."""
     return S3Error("MalformedXML", reason)
 
 
@@ -78,6 +79,7 @@ class XmlReader:
 
 
 def too_long(most_bytes: int) -> S3Error:
+    """Make the error of a document over the operation's limit."""
     return S3Error("MaxMessageLengthExceeded", f"This operation's document has at most {most_bytes} bytes.")
 
 

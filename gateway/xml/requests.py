@@ -83,7 +83,8 @@ class DeleteRequest:
 class Document(Protocol[T]):
     """A body that is read as it comes. Its methods raise S3Error."""
 
-    def feed(self, data: bytes) -> None: ...
+    def feed(self, data: bytes) -> None:
+        """Parse the next bytes. Raises S3Error."""
 
     def finish(self) -> T:
         """Return what the document means."""

@@ -29,6 +29,7 @@ def error(failure: S3Error, resource: str, request_id: str) -> bytes:
 
 
 def initiate_multipart_upload(bucket: str, key: str, upload_id: str) -> bytes:
+    """Return the answer to CreateMultipartUpload."""
     return document(
         "InitiateMultipartUploadResult",
         (element("Bucket", bucket), element("Key", key), element("UploadId", upload_id)),
@@ -38,6 +39,7 @@ def initiate_multipart_upload(bucket: str, key: str, upload_id: str) -> bytes:
 def complete_multipart_upload(
     location: str, bucket: str, key: str, etag: str, checksum: Checksum | None
 ) -> bytes:
+    """Return the answer to CompleteMultipartUpload."""
     return document(
         "CompleteMultipartUploadResult",
         (
@@ -79,6 +81,7 @@ def delete_result(
 
 
 def tagging(tags: Mapping[str, str]) -> bytes:
+    """Return the answer to GetObjectTagging and GetBucketTagging."""
     rows = (f"<Tag>{element('Key', key)}{element('Value', value)}</Tag>" for key, value in tags.items())
     return document("Tagging", ("<TagSet>", *rows, "</TagSet>"))
 

@@ -16,7 +16,7 @@ class SegmentMaker(Protocol):
 
     @property
     def device(self) -> str:
-        """UUID of the device."""
+        """Return the UUID of the device."""
         ...
 
     def make(self, size_bytes: int) -> int:
