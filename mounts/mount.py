@@ -60,6 +60,7 @@ class NoMount:
         self.latencies = Latencies()
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Start, and do nothing until cancelled."""
         task_status.started()
         await trio.sleep_forever()
 

@@ -28,6 +28,7 @@ KIND = "fuse.kvfs"
 
 
 def check_device() -> None:
+    """Check that there is a FUSE device. Raises DeviceMissing."""
     if not os.path.exists("/dev/fuse"):
         raise DeviceMissing("/dev/fuse is missing: load the fuse module, or give the container the device")
 

@@ -36,6 +36,7 @@ class DraftContents:
 
     @property
     def largest_bytes(self) -> int:
+        """Return the most bytes of a draft that is a slot."""
         return self._store.dram.largest_object_bytes
 
     def reserve(self, bucket: bytes, uid: int) -> Draft | LargeDraft:

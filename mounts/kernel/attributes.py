@@ -49,6 +49,7 @@ def of_object(node: Node, info: ObjectInfo) -> pyfuse3.EntryAttributes:
 
 
 def file_type(info: ObjectInfo) -> int:
+    """Return the type bits of an object's mode: a symbolic link or a regular file."""
     return stat.S_IFLNK if info.target else stat.S_IFREG
 
 

@@ -38,21 +38,26 @@ class PlainBackings:
     expect = relay_opens = _ignore
 
     def touch(self, nodeid: int, when_ns: int) -> bool:
+        """Return True: the kernel may always have other times of a directory."""
         return True
 
     def is_free(self, parent: int, name: bytes) -> bool:
+        """Return False: no directory's names are known."""
         return False
 
     def node_drop(self, nodeid: int) -> int:
+        """Drop what is known of a node; return 0, as no lookup is answered natively."""
         self._killed.pop(nodeid, None)
         return 0
 
     def acquire(self, nodeid: int, fd: int) -> int:
+        """Count an open handle; the first one makes a duplicate of `fd` the backing. Return the count."""
         held, count = self._open.get(nodeid, (-1, 0))
         self._open[nodeid] = (held if count else os.dup(fd), count + 1)
         return count + 1
 
     def release(self, nodeid: int) -> int:
+        """Count a handle closed, the last of which closes the backing; return the count."""
         held = self.descriptor(nodeid)
         count = self.opens(nodeid) - 1
         if count == 0:
@@ -63,6 +68,7 @@ class PlainBackings:
         return count
 
     def opens(self, nodeid: int) -> int:
+        """Return how many handles of a node are open."""
         return self._open.get(nodeid, (-1, 0))[1]
 
     def descriptor(self, nodeid: int) -> int:
@@ -73,28 +79,36 @@ class PlainBackings:
         return held
 
     def flushed(self, nodeid: int) -> bool:
+        """Return whether a descriptor of the node was closed: its RELEASE may be under way."""
         return nodeid in self._killed
 
     def note_flush(self, nodeid: int, killed: bool) -> None:
+        """Note a FLUSH of the node, and whether it came from a process that is dying by a signal."""
         self._killed[nodeid] = killed
 
     def killed(self, nodeid: int) -> bool:
+        """Return whether the last FLUSH of the node came from a process that is dying by a signal."""
         return self._killed.get(nodeid, False)
 
     def drain_opens(self) -> list[tuple[int, int, int]]:
+        """Return an empty list: no open is answered natively."""
         return []
 
     def drain_misses(self) -> int:
+        """Return 0: no lookup is answered natively."""
         return 0
 
     def invalidate_entry(self, parent: int, name: bytes) -> None:
+        """Make the kernel look `name` up again; never waits."""
         pyfuse3.invalidate_entry_async(pyfuse3.InodeT(parent), pyfuse3.FileNameT(name), ignore_enoent=True)
 
     def invalidate_attr(self, nodeid: int) -> None:
+        """Make the kernel ask for the node's attributes again."""
         with suppress(OSError):  # the kernel may not know it any more
             pyfuse3.invalidate_inode(pyfuse3.InodeT(nodeid), attr_only=True)
 
     def close(self) -> None:
+        """Close all backings."""
         for held, _ in self._open.values():
             os.close(held)
         self._open.clear()

@@ -22,6 +22,7 @@ class NoCalls:
         """Do nothing."""
 
     def is_behind(self) -> bool:
+        """Return False: there are no calls."""
         return False
 
 

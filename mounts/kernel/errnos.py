@@ -44,7 +44,8 @@ class HasCalls(Protocol):
     latencies: Latencies
 
     @property
-    def calls(self) -> CallQueue: ...
+    def calls(self) -> CallQueue:
+        """Return the mount's queue of calls."""
 
 
 V = TypeVar("V", bound=HasCalls)

@@ -74,10 +74,17 @@ class Node:
 class Mirror(Protocol):
     """What answers LOOKUP natively, and so must know the edges (mounts.kernel.backing.Backings)."""
 
-    def link(self, parent: int, name: bytes, nodeid: int) -> None: ...
-    def unlink(self, parent: int, name: bytes, nodeid: int) -> None: ...
-    def mark_unresolved(self, parent: int, name: bytes, nodeid: int) -> None: ...
-    def node_drop(self, nodeid: int) -> int: ...
+    def link(self, parent: int, name: bytes, nodeid: int) -> None:
+        """Answer LOOKUP of the name with this node from now on."""
+
+    def unlink(self, parent: int, name: bytes, nodeid: int) -> None:
+        """Take the name away from this node; a name that leads to another node by now stays."""
+
+    def mark_unresolved(self, parent: int, name: bytes, nodeid: int) -> None:
+        """Have LOOKUP of the name, which led to the node (0: to none), answered in Python: something may have it."""
+
+    def node_drop(self, nodeid: int) -> int:
+        """Drop a node, unless lookups of it were answered natively; return their number."""
 
 
 @dataclass(slots=True)
@@ -109,15 +116,18 @@ class NodeTable:
         return len(self._by_id)
 
     def get(self, nodeid: int) -> Node:
+        """Return the node of this id. Raises Superseded."""
         node = self._by_id.get(nodeid)
         if node is None:
             raise Superseded(f"node {nodeid} is no longer known")
         return node
 
     def find(self, nodeid: int) -> Node | None:
+        """Return the node of this id, or None."""
         return self._by_id.get(nodeid)
 
     def child(self, parent: Node, component: bytes) -> Node | None:
+        """Return the node that has this name in a directory, or None."""
         return self._edges.get((parent.nodeid, component))
 
     def of_object(self, digest: bytes) -> Node | None:
@@ -195,6 +205,7 @@ class NodeTable:
             self._by_digest[info.key.digest] = node
 
     def set_draft(self, node: Node, draft: OpenDraft | None) -> None:
+        """Set the draft that a node is written to; None: it is written no more."""
         node.draft = draft
         self._note_draft(node)
 

@@ -59,6 +59,7 @@ class StaleRetry:
         return reader
 
     def close_reader(self) -> None:
+        """Close the file that is kept, if there is one."""
         reader = self.take_reader()
         if reader is not None:
             reader.close()
@@ -93,6 +94,7 @@ class StaleRetries:
         self._nursery.start_soon(self._expire, thread, retry)
 
     def get(self, thread: int) -> StaleRetry | None:
+        """Return the retry of a thread, or None."""
         return self._by_thread.get(thread)
 
     def end(self, thread: int) -> None:

@@ -125,6 +125,7 @@ class OpenFiles:
         await self._view.drafts.persistence.settle_change(handle.node, opened)
 
     def release(self, number: int) -> None:
+        """End a handle; the last one of a draft publishes it."""
         handle = self._handles.pop(number)
         if handle.reader is not None:
             handle.reader.close()

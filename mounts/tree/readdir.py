@@ -211,6 +211,7 @@ class OpenListings:
         return number
 
     def close(self, number: int) -> None:
+        """Close a directory's handle, there or not."""
         if self._open.pop(number, None) is not None:
             self._backings.listing_close(number)
 
@@ -227,6 +228,7 @@ class OpenListings:
         return not listing.walking.locked() and listing.begin_answer(offset) and self._fill(number, listing)
 
     async def fill_in_turns(self, number: int, offset: int) -> None:
+        """Give the loop the names from `offset` on, with pauses for all others."""
         listing = self.get(number)
         async with listing.walking:
             if not listing.begin_answer(offset):

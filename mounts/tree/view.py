@@ -60,6 +60,7 @@ class View:
     # --- attributes ---------------------------------------------------------------------------------------
 
     def attributes(self, node: Node) -> pyfuse3.EntryAttributes:
+        """Return a node's attributes as the kernel wants them. Raises NotFound, NotDirectory."""
         if node.parent is None:
             return attrs.of_directory(node, self.root_directory())
         if node.draft is not None:
@@ -153,6 +154,7 @@ class View:
         return entry is not None and extent_of(entry) == info.extent
 
     def find_sealed(self, parent: Node, component: bytes) -> ObjectInfo | Directory | None:
+        """Return the sealed object or directory of a name, drafts aside; None where there is none."""
         if parent.parent is not None:
             return self.store.find_path(self.nodes.child_name(parent, component))
         try:
@@ -168,6 +170,7 @@ class View:
         return node
 
     def directory(self, nodeid: int) -> Node:
+        """Return the node of a directory that has a name. Raises Superseded, NotDirectory, NotFound."""
         node = self.nodes.get(nodeid)
         if not node.directory:
             raise NotDirectory(f"node {nodeid} is a file")
@@ -303,6 +306,7 @@ class View:
 
     @property
     def is_own_change(self) -> bool:
+        """Return whether the mount itself is changing names, and so shows the change itself."""
         return self._own_changes > 0
 
     def refresh_heirs(self, bucket: Node) -> None:
@@ -315,6 +319,7 @@ class View:
                     self.refresh(node)
 
     def refresh(self, node: Node) -> None:
+        """Show a node as the store has it by now, to the kernel too. Raises NotFound."""
         found = self.store.lookup(self.nodes.name(node))
         if isinstance(found, Directory):
             self._show_directory(node, found)
