@@ -169,7 +169,7 @@ class _Section(BaseModel):
 
 
 class StoreSettings(_Section):
-    """[store]"""
+    """[store]: where the data is, and the order of eviction."""
 
     data: AbsolutePath = Path("/var/lib/kvfs")
     """The directory of the lock, the index and the DRAM tier's mount point."""
@@ -178,7 +178,7 @@ class StoreSettings(_Section):
 
 
 class DramSettings(_Section):
-    """[dram]"""
+    """[dram]: the tier of slots on tmpfs."""
 
     capacity: Annotated[Size, Field(ge=MIN_DRAM_BYTES)] = Field(default_factory=default_dram_bytes)
     """Bytes; the tier's hard limit."""
@@ -201,7 +201,7 @@ class DramSettings(_Section):
 
 
 class NvmeSettings(_Section):
-    """[nvme]"""
+    """[nvme]: the tier of segments on local drives."""
 
     capacity: Size | None = None
     """Bytes, preallocated; 0: no tier. None: as at an earlier start, else a quarter of the free space, up to 4 GiB."""
@@ -266,7 +266,7 @@ class ColdSettings(_Section):
 
 
 class MountSettings(_Section):
-    """[mount]"""
+    """[mount]: the mount and its mode."""
 
     path: AbsolutePath = Path("/mnt/kvfs")
     mode: MountMode = "auto"
@@ -276,7 +276,7 @@ class MountSettings(_Section):
 
 
 class SessionSettings(_Section):
-    """[session]"""
+    """[session]: the socket of local clients (docs/sessions.md)."""
 
     socket: Annotated[AbsolutePath, AfterValidator(_short_enough)] | None = None
     """None: see `Settings.socket_path`."""
@@ -287,7 +287,7 @@ class SessionSettings(_Section):
 
 
 class S3Settings(_Section):
-    """[s3]"""
+    """[s3]: the S3 endpoint (docs/s3.md)."""
 
     region: Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")] = "us-east-1"
     """The region in clients' signatures."""
@@ -507,7 +507,7 @@ class ClusterSettings(_Section):
 
 
 class LogSettings(_Section):
-    """[log]"""
+    """[log]: how much is logged."""
 
     level: LogLevel = "info"
 
