@@ -240,6 +240,24 @@ def test_answers_are_those_of_one_engine_and_nobody_is_distrusted(
     assert stand.distrusted() == []
 
 
+def test_a_long_prompt_is_handed_over_whole(stand: Stand) -> None:
+    """All of its blocks come from the store, however many."""
+    prompt = [_rng.randrange(2, VOCABULARY) for _ in range(20_000)]
+    stand.set_roles("prefill", "decode")
+    try:
+        tokens, cached = ask(stand.url, prompt)
+        decision = stand.decisions()[-1]
+    finally:
+        stand.set_roles("both", "both")
+    names = tuple(urlsplit(server.url).netloc for server in stand.servers)
+    assert (decision.outcome, decision.prefill, decision.decode) == ("done", *names)
+    assert tokens == alone(stand.servers[0], prompt)
+    # A hit leaves a token to compute; usage tells what the prefill engine had found, which was nothing.
+    assert cached == 0
+    again, found = ask(stand.url, prompt)
+    assert (again, found) == (tokens, 20_000 // BLOCK_TOKENS * BLOCK_TOKENS - BLOCK_TOKENS)
+
+
 def test_a_client_that_leaves_a_silent_prefill_ends_it(stand: Stand) -> None:
     generated = sum(server.generated() for server in stand.servers)
     prompt = [_rng.randrange(2, VOCABULARY) for _ in range(MODEL_TOKENS - 1_000)]
