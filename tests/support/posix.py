@@ -237,10 +237,10 @@ def pattern(seed: int, size_bytes: int) -> bytes:
 
 
 def handle_of(path: Path) -> FileHandle:
-    """name_to_handle_at(2)."""
-    handle, mount_id = FileHandle(handle_bytes=128), ctypes.c_int()
+    """name_to_handle_at(2); links are followed."""
+    handle, mount_id, follow = FileHandle(handle_bytes=128), ctypes.c_int(), 0x400
     made = _libc.name_to_handle_at(
-        AT_FDCWD, os.fsencode(path), ctypes.byref(handle), ctypes.byref(mount_id), 0
+        AT_FDCWD, os.fsencode(path), ctypes.byref(handle), ctypes.byref(mount_id), follow
     )
     _check(made)
     return handle
