@@ -89,10 +89,10 @@ class Model:
         return found
 
     def forget_removals(self) -> None:
-        """The index is lost, and a cold tier may still have any block that was ever there: it may come back."""
+        """The index is lost, and a cold tier may still have any block that was ever there: it may come back, also in the
+        place of a later one of its name that the cache has forgotten meanwhile."""
         for name, values in self.blocks.items():
-            if name not in self.values:
-                self.unsure.setdefault(name, {None}).update(values)
+            self.unsure.setdefault(name, {None}).update(values)
 
     def judge(self, found: dict[str, Value], *, index_lives: bool) -> list[str]:
         """What is wrong with what a start found; empty when nothing is."""
