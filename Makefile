@@ -15,6 +15,7 @@
 #   make engines         the environment of the tests against real engines (.venv-engines)
 #   make test-engines    the tests against real engines                            (ARGS="-k vllm" for pytest)
 #   make bench           ratios against the physical limit                         (ARGS="--only mount.pread_1m")
+#   make bench-peers     kvfs proxy beside released routers                         (ARGS="--seconds 10")
 #   make clean           removes everything that was built, the engines' environment too; never ./data
 #
 # PYTHON=/path/to/python picks another Python (>= 3.11). TORCH= leaves PyTorch out; its tests then skip.
@@ -42,7 +43,7 @@ FORMATTED := $(wildcard kvfs/_native/*/*.[ch] kvfs/_native/*/*/*.[ch] tests/nati
 GUARDED := $(shell grep -lwE 'kvfs_lock|REQUIRES' kvfs/_native/*/*.c)
 NATIVE_MODULES := $(subst /,.,$(basename $(wildcard kvfs/_native/*/*.pyx)))
 
-.PHONY: help build serve wheel test test-wheel test-asan test-tsan test-rig test-gpu fuzz soak routing-runs lint annotations types imports stubs pytest bench clean
+.PHONY: help build serve wheel test test-wheel test-asan test-tsan test-rig test-gpu fuzz soak routing-runs lint annotations types imports stubs pytest bench bench-peers clean
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -100,6 +101,10 @@ serve: build
 
 bench: build $(STAMPS)/bench
 	@exec $(BIN)/kvfs bench $(ARGS)
+
+# The releases are in an environment apart from kvfs's own.
+bench-peers: build $(STAMPS)/bench
+	@exec $(BIN)/python -m bench.peer_routers --environment .venv-peers $(ARGS)
 
 # --- check ---------------------------------------------------------------------------------------------------
 test: lint types imports stubs pytest

@@ -11,10 +11,11 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 
@@ -32,6 +33,9 @@ STREAM_TOKENS = 250
 TURNS = 3
 _BODY = b'{"model":"m","messages":[{"role":"user","content":"%b"}],"max_tokens":%d,"stream":%b}'
 _PATH = b"/v1/chat/completions"
+_REQUEST = b"POST %b HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
+LAST_CHUNK = b"0\r\n\r\n"
+"""What a stream ends with."""
 
 
 def body(tokens: int, *, stream: bool) -> bytes:
@@ -40,7 +44,7 @@ def body(tokens: int, *, stream: bool) -> bytes:
 
 
 def request(data: bytes) -> bytes:
-    return b"POST %b HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n%b" % (_PATH, len(data), data)
+    return _REQUEST % (_PATH, len(data), data)
 
 
 class Asker:
@@ -51,24 +55,31 @@ class Asker:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def ask(self, data: bytes, end: bytes) -> None:
-        """Send a request and read until its answer ends with `end`."""
+        """Send a request and read until its answer ends with `end`. Raises ConnectionError for a refusal, too."""
         self._socket.sendall(data)
-        found = b""
+        found = self._begin()
         while not found.endswith(end):
             piece = self._socket.recv(65536)
             if not piece:
                 raise ConnectionError("the answer broke off")
             found = found[-64:] + piece
 
+    def _begin(self) -> bytes:
+        """Receive the begin of an answer. Raises ConnectionError."""
+        found = self._socket.recv(65536)
+        if not found.startswith(b"HTTP/1.1 200 "):
+            raise ConnectionError(f"the answer begins with {found[:64]!r}")
+        return found
+
     def first_token(self, data: bytes) -> None:
         """Send a streamed request and read until its first token; the rest is read away untimed."""
         self._socket.sendall(data)
-        self._tail = b""
+        self._tail = self._begin()
         while b"data: " not in self._tail:
             self._tail += self._socket.recv(65536)
 
     def rest(self) -> None:
-        while not self._tail.endswith(b"0\r\n\r\n"):
+        while not self._tail.endswith(LAST_CHUNK):
             self._tail = self._tail[-64:] + self._socket.recv(65536)
 
     def close(self) -> None:
@@ -76,13 +87,13 @@ class Asker:
 
 
 def cpu_us(pid: int) -> float:
-    """Return the CPU time of a process."""
-    with open(f"/proc/{pid}/schedstat") as file:
-        return int(file.read().split()[0]) / 1000
+    """Return the CPU time of a process: of all threads that it has now."""
+    files = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(file.read_text().split()[0]) for file in files) / 1000
 
 
 @contextmanager
-def _child(*arguments: str) -> Iterator[tuple[int, int]]:
+def child(*arguments: str) -> Iterator[tuple[int, int]]:
     """Run a module that prints a port; yield its process id and the port."""
     process = subprocess.Popen([sys.executable, "-m", *arguments], stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -98,35 +109,33 @@ def _child(*arguments: str) -> Iterator[tuple[int, int]]:
 def _stand() -> Iterator[tuple[int, int, list[int]]]:
     """Run a proxy in front of two engines; yield its process id, its port and theirs."""
     with ExitStack() as stack:
-        engines = [stack.enter_context(_child("bench.stub_engine"))[1] for _ in range(2)]
-        pid, port = stack.enter_context(_child("bench.proxy", "serve", *map(str, engines)))
+        engines = [stack.enter_context(child("bench.stub_engine"))[1] for _ in range(2)]
+        pid, port = stack.enter_context(child("bench.proxy", "serve", *map(str, engines)))
         yield pid, port, engines
 
 
-def _rate(ask: Callable[[Asker], None], port: int, count: int, seconds: float) -> int:
-    """Have `count` connections ask for about `seconds`; return how often they did."""
+def rate(ask: Callable[[Asker], None], port: int, count: int, seconds: float) -> int:
+    """Have `count` connections ask for about `seconds`; return how often they did. Raises ConnectionError."""
     deadline = perf_counter() + seconds
-    done = [0] * count
 
-    def run(number: int) -> None:
-        asker = Asker(port)
-        while perf_counter() < deadline:
-            ask(asker)
-            done[number] += 1
-        asker.close()
+    def run(_: int) -> int:
+        done, asker = 0, Asker(port)
+        try:
+            while not done or perf_counter() < deadline:
+                ask(asker)
+                done += 1
+        finally:
+            asker.close()
+        return done
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return sum(done)
+    with ThreadPoolExecutor(count) as threads:
+        return sum(threads.map(run, range(count)))
 
 
-def _cpu(pid: int, ask: Callable[[Asker], None], port: int, count: int, seconds: float) -> float:
+def cpu_per_ask(pid: int, ask: Callable[[Asker], None], port: int, count: int, seconds: float) -> float:
     """Return the CPU time of a process for one call of `ask`."""
     before_us = cpu_us(pid)
-    done = _rate(ask, port, count, seconds)
+    done = rate(ask, port, count, seconds)
     return (cpu_us(pid) - before_us) / done
 
 
@@ -135,10 +144,10 @@ def cpu_per_request(seconds: float) -> Result:
     data = request(body(8, stream=False))
     with _stand() as (pid, port, engines):
         ask = partial(Asker.ask, data=data, end=b"}")
-        _rate(ask, port, CONNECTIONS, 0.5)
+        rate(ask, port, CONNECTIONS, 0.5)
         values, others = [], []
         for _ in range(TURNS):
-            values.append(_cpu(pid, ask, port, CONNECTIONS, seconds / TURNS))
+            values.append(cpu_per_ask(pid, ask, port, CONNECTIONS, seconds / TURNS))
             others.append(_legs_alone(engines, seconds / TURNS))
     value, other = median(values), median(others)
     return Result("proxy.cpu_per_request", value, "us", other, other / value)
@@ -148,9 +157,9 @@ def cpu_per_token(seconds: float) -> Result:
     """Measure long streams, each token by itself; what a request takes at its begin is in it."""
     data = request(body(STREAM_TOKENS, stream=True))
     with _stand() as (pid, port, _):
-        ask = partial(Asker.ask, data=data, end=b"0\r\n\r\n")
-        _rate(ask, port, STREAMS, 0.5)
-        values = [_cpu(pid, ask, port, STREAMS, seconds / TURNS) / STREAM_TOKENS for _ in range(TURNS)]
+        ask = partial(Asker.ask, data=data, end=LAST_CHUNK)
+        rate(ask, port, STREAMS, 0.5)
+        values = [cpu_per_ask(pid, ask, port, STREAMS, seconds / TURNS) / STREAM_TOKENS for _ in range(TURNS)]
     return Result("proxy.cpu_per_token", median(values), "us")
 
 

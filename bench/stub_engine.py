@@ -1,7 +1,10 @@
 """An engine that takes next to nothing: answers to OpenAI's requests that are made before they are asked for.
 
 Responsibility: `python -m bench.stub_engine` prints its port and serves until it is killed. A stream has an event every
-PAUSE_S, so that each goes on by itself. Concurrency: one asyncio loop.
+PAUSE_S, so that each goes on by itself. A prompt's first token depends on all of it, and an answer names blocks as that
+of vLLM's NixlConnector does, for routers that want them. `/served` is how many completions there were.
+
+Concurrency: one asyncio loop.
 """
 
 from __future__ import annotations
@@ -9,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import zlib
 
 PAUSE_S = 0.004
 PROMPT_TOKENS = 1_000
-_TOKENS = re.compile(rb'"max_tokens":\s*(\d+)')
+_TOKENS = re.compile(rb'"max_(?:completion_)?tokens":\s*(\d+)')
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
 _STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 _USAGE = {
@@ -32,15 +36,34 @@ def _event(value: object) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-_COMPLETION = _answer({"id": "c", "choices": [{"index": 0, "text": "w"}], "usage": _USAGE})
-_TOKENIZED = _answer({"count": PROMPT_TOKENS, "tokens": list(range(PROMPT_TOKENS))})
+_BLOCKS = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [1],
+    "remote_engine_id": "e",
+    "remote_host": "127.0.0.1",
+    "remote_port": 1,
+}
+_COMPLETION = _answer(
+    {"id": "c", "choices": [{"index": 0, "text": "w"}], "usage": _USAGE, "kv_transfer_params": _BLOCKS}
+)
+_REST_OF_TOKENS = b"".join(b",%d" % token for token in range(1, PROMPT_TOKENS))
 _DELTA = {"id": "chatcmpl-0123456789abcdef", "object": "chat.completion.chunk", "created": 1, "model": "m"}
 _TOKEN = _event({**_DELTA, "choices": [{"index": 0, "delta": {"content": " word"}, "finish_reason": None}]})
 _LAST = _event({**_DELTA, "choices": [], "usage": _USAGE}) + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 
 
+def _tokenized(request: bytes) -> bytes:
+    first = zlib.crc32(request[request.find(b"\r\n\r\n") :])
+    body = b'{"count":%d,"tokens":[%d%b]}' % (PROMPT_TOKENS, first, _REST_OF_TOKENS)
+    return _HEAD % (len(body), body)
+
+
 class Connection(asyncio.Protocol):
     """One connection, with one request at a time."""
+
+    served = 0
+    """Completions, on all connections."""
 
     def __init__(self) -> None:
         self._data = b""
@@ -64,8 +87,11 @@ class Connection(asyncio.Protocol):
 
     def _serve(self, request: bytes) -> None:
         assert self._transport is not None
+        Connection.served += request.startswith((b"POST /v1/completions", b"POST /v1/chat/completions"))
         if request.startswith(b"POST /tokenize"):
-            self._transport.write(_TOKENIZED)
+            self._transport.write(_tokenized(request))
+        elif request.startswith(b"GET /served"):
+            self._transport.write(_answer(Connection.served))
         elif b'"stream":true' not in request:
             self._transport.write(_COMPLETION)
         else:
