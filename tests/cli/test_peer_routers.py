@@ -105,7 +105,7 @@ def test_a_refusal_is_no_answer() -> None:
 
 
 def test_cpu_of_all_threads_is_counted(tmp_path: Path) -> None:
-    """Those of a process that works in a thread beside the first."""
+    """Those of a process whose first thread waits for another."""
     script = tmp_path / "busy.py"
     script.write_text(
         "import threading, time\n"
@@ -118,7 +118,9 @@ def test_cpu_of_all_threads_is_counted(tmp_path: Path) -> None:
         "thread.join()\n"
     )
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        assert cpu_us(process.pid) > 300_000
-        process.kill()
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            assert cpu_us(process.pid) > 300_000
+        finally:
+            process.kill()
