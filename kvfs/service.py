@@ -42,7 +42,7 @@ from kvfs.service_stop import Watchdog, begin_stop, stop_on_signal, stop_when_as
 from kvfs.system.latencies import Latencies
 from kvfs.system.linux import raise_file_limit
 from kvfs.system.notify import notify, watchdog_wanted
-from mounts.mount import Mount, NoMount
+from mounts.choice import NoMount, Served, load_mount
 from mounts.mount_point import abort, recover
 from tiers.cluster.door import RunningCluster, make_cluster
 from tiers.cold.bucket import ColdOptions, open_bucket
@@ -282,6 +282,8 @@ async def run(
     """
     check_places(settings)
     check_room(settings)
+    if settings.mountpoint is not None:
+        load_mount()
     workers = _workers(settings)
     where = ", ".join(map(str, settings.nvme.device)) or str(settings.nvme_path)
     takes(Takes(settings.dram.capacity, settings.nvme_bytes, where))
@@ -332,10 +334,10 @@ async def _serve(
         raise mount.failure
 
 
-def _make_mount(settings: Settings, store: Store) -> Mount | NoMount:
+def _make_mount(settings: Settings, store: Store) -> Served:
     if settings.mountpoint is None:
         return NoMount()
-    return Mount(
+    return load_mount()(
         store,
         prepare_mountpoint(settings.mountpoint),
         mode=settings.mount.mode,
@@ -347,7 +349,7 @@ def _make_mount(settings: Settings, store: Store) -> Mount | NoMount:
 def _session_server(
     settings: Settings,
     store: Store,
-    mount: Mount | NoMount,
+    mount: Served,
     scrub: Scrub,
     events: EventDoor,
     cluster: RunningCluster | None,
@@ -397,7 +399,7 @@ async def _reload_on_hangup(workers: Workers) -> None:
 
 
 async def _serve_mount(
-    mount: Mount | NoMount, describe: Callable[[], Running], started: Callable[[Running], None]
+    mount: Served, describe: Callable[[], Running], started: Callable[[Running], None]
 ) -> None:
     """Serve the mount to its end; report the start once it answers, in the mode that was got."""
     async with trio.open_nursery() as nursery:
@@ -432,7 +434,7 @@ async def _maintain(store: Store) -> None:
         await trio.sleep(limits.MAINTAIN_PAUSE_S)
 
 
-def _missing(store: Store, mount: Mount | NoMount) -> list[str]:
+def _missing(store: Store, mount: Served) -> list[str]:
     """Return what this machine or user lacks, and what works without it."""
     if store.dram.backing == "tmpfs":
         return mount.limits
@@ -442,9 +444,7 @@ def _missing(store: Store, mount: Mount | NoMount) -> list[str]:
     ]
 
 
-def _describe(
-    settings: Settings, store: Store, mount: Mount | NoMount, listening: Listening | None
-) -> Running:
+def _describe(settings: Settings, store: Store, mount: Served, listening: Listening | None) -> Running:
     usage, lower = store.dram.usage(), store.journal.usage()
     return Running(
         data=store.data_dir,

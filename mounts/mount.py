@@ -21,7 +21,6 @@ import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
 
 import pyfuse3
 import trio
@@ -47,22 +46,6 @@ log = logging.getLogger("kvfs.mount")
 MODES = ("auto", "passthrough", "native", "plain")
 HEADROOM_INTERVAL_S = 0.005
 """How often room is made while files are being written: at 3 GB/s that is 15 MB of writing."""
-
-
-class NoMount:
-    """Serves nothing, in the place of a mount, until it is cancelled."""
-
-    mode: Final = "off"
-    failure: Final = None
-
-    def __init__(self) -> None:
-        self.limits: list[str] = []
-        self.latencies = Latencies()
-
-    async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Start, and do nothing until cancelled."""
-        task_status.started()
-        await trio.sleep_forever()
 
 
 class Mount:

@@ -342,7 +342,7 @@ def test_make_bench_installs_what_figures_need() -> None:
     recipe = (ROOT / "Makefile").read_text().partition("$(STAMPS)/bench:")[2].partition("\n\n")[0]
     installed = re.search(r"'\.\[([a-z,]+)\]'", recipe)
     assert installed is not None
-    assert set(installed[1].split(",")) == set(extras) - {"cli", "torch", "plot", "dev"}
+    assert set(installed[1].split(",")) == set(extras) - {"cli", "server-no-mount", "torch", "plot", "dev"}
 
 
 def test_bench_measures_in_a_running_service_and_cleans_up(service: Service) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,8 +12,10 @@ import kvfs
 from kvfs.client import discovery
 from tests.support.gateway import Gateway, gateway
 from tests.support.powerless import FINDS_NO_PROGRAMS, Powerless
-from tests.support.service import Service, run_kvfs
+from tests.support.service import ROOT, Service, run_kvfs
 from tests.support.stores import NAMESPACE
+
+WITHOUT_PYFUSE3 = {"PYTHONPATH": f"{ROOT}/tests/support/uninstalled{os.pathsep}{ROOT}"}
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +27,8 @@ def service() -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def door() -> Iterator[Gateway]:
-    with gateway(mode="off", dram="32MiB") as running:
+    """Serve S3 in an environment without pyfuse3."""
+    with gateway(mode="off", dram="32MiB", environment=WITHOUT_PYFUSE3) as running:
         yield running
 
 
@@ -73,3 +78,28 @@ def test_options_of_a_mount_contradict_it(other: list[str]) -> None:
     refused = run_kvfs("serve", "--no-mount", *other)
     assert refused.returncode == 2
     assert "--no-mount contradicts" in refused.stderr
+
+
+def test_it_needs_no_pyfuse3(door: Gateway) -> None:
+    """`test_s3_is_served` has the other door."""
+    with door.service.client() as client:
+        client.create_bucket("client")
+        client.put("client/key", b"bytes")
+        assert client.get("client/key") == b"bytes"
+
+
+def test_a_mount_without_pyfuse3_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    refused = run_kvfs(
+        "serve",
+        f"--mount={tmp_path / 'mnt'}",
+        f"--data={tmp_path / 'data'}",
+        "--dram=32MiB",
+        environment=WITHOUT_PYFUSE3,
+    )
+    assert refused.returncode == 2
+    assert refused.stdout == ""
+    assert refused.stderr == (
+        "kvfs: a mount needs pyfuse3 (No module named 'pyfuse3'): pip install 'kvfs[server]'; "
+        "without a mount: kvfs serve --no-mount\n"
+    )
+    assert list(tmp_path.iterdir()) == []

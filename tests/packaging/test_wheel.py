@@ -50,8 +50,8 @@ assert {name for name in loaded if name[0] != "_"} == {"cython_runtime", "kvfs",
 assert "site-packages" in kvfs.__file__, kvfs.__file__
 installed = {found.name.lower().replace("-", "_") for found in importlib.metadata.distributions()}
 required = [text.replace('"', "'") for text in importlib.metadata.requires("kvfs")]
-server = {re.split("[^a-z0-9_]", text)[0] for text in required if "extra == 'server'" in text}
-assert len(server) > 5, server
+server = {re.split("[^a-z0-9_]", text)[0] for text in required if "extra == 'server" in text}
+assert len(server) > 5 and "pyfuse3" in server, server
 assert server & installed == {"kvfs"}, installed
 
 namespace = kvfs.Namespace(
@@ -67,6 +67,17 @@ with kvfs.connect(sys.argv[1]) as client, client.blocks(namespace) as blocks:
     assert [buffer[0] for buffer in into] == [0, 1, 2, 3]
     blocks.remove(keys)
 """
+
+
+class Installed(Service):
+    """A service of an environment with a wheel; nothing of the checkout is on its path."""
+
+    def __init__(self, programs: Path, *, mode: str, dram: str) -> None:
+        super().__init__(mode=mode, dram=dram, environment={"PYTHONPATH": "", "PYTHONSAFEPATH": "1"})
+        self.programs = programs
+
+    def command(self) -> list[str]:
+        return [str(self.programs / "kvfs"), *super().command()[3:]]
 
 
 @pytest.fixture(scope="module", params=os.environ.get("KVFS_TEST_WHEELS", sys.executable).split())
@@ -178,3 +189,17 @@ def test_commands_of_the_service_say_which_extra_they_need(
 def test_the_other_commands_show_their_help(programs: Path, tmp_path: Path, command: str) -> None:
     done = run(programs, tmp_path, command, "--help")
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_service_without_a_mount_needs_no_compiler(wheel: Path, tmp_path: Path) -> None:
+    """All that it requires comes as wheels, and pyfuse3, which does not, is not among it."""
+    found = install_wheel(
+        wheel, python_of(wheel), tmp_path / "env", extra="[server-no-mount]", options=["--only-binary=:all:"]
+    )
+    mounted = run(found, tmp_path, "serve", "--mount=mnt", "--data=data")
+    assert mounted.returncode == 2
+    assert "a mount needs pyfuse3" in mounted.stderr
+    with Installed(found, mode="off", dram="32MiB") as service, service.client() as client:
+        client.create_bucket("bucket")
+        client.put("bucket/key", b"bytes")
+        assert client.get("bucket/key") == b"bytes"

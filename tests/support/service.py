@@ -46,7 +46,7 @@ BUCKET_KINDS: Final = {
     "durable-large": {"durable": True, "large": True},
 }
 """Each kind of bucket, with what `Service.create_bucket` makes it of."""
-_SERVED: Final = ("kvfs.cli.main", "kvfs.service")
+_SERVED: Final = ("kvfs.cli.main", "kvfs.service", "mounts.mount")
 DEFAULT_DRAM: Final = "256MiB"
 DEFAULT_NVME: Final = "0"
 

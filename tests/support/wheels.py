@@ -9,6 +9,7 @@ import fcntl
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -37,7 +38,9 @@ def build_wheel(python: str = sys.executable) -> Path:
     return ROOT / done.stdout.split()[-1]
 
 
-def install_wheel(wheel: Path, python: str, home: Path, *, extra: str = "") -> Path:
+def install_wheel(
+    wheel: Path, python: str, home: Path, *, extra: str = "", options: Sequence[str] = ()
+) -> Path:
     """Install a wheel and what it requires into a new environment at `home`; return its folder of programs."""
     subprocess.run([python, "-m", "venv", home], check=True)
     done = subprocess.run(
@@ -48,6 +51,7 @@ def install_wheel(wheel: Path, python: str, home: Path, *, extra: str = "") -> P
             "install",
             "-q",
             "--disable-pip-version-check",
+            *options,
             f"{wheel}{extra}",
         ],
         stdin=subprocess.DEVNULL,
