@@ -32,7 +32,7 @@ CLANG ?= $(shell command -v clang)
 CLANG_FORMAT ?= $(shell command -v clang-format)
 export PYTHON
 
-# What takes long says how far it is, on a terminal.
+# Each step of the set-up says that it begins; what takes long in it says how far it is, on a terminal.
 QUIET := $(shell test -t 2 || echo -qq)
 PIP := $(BIN)/python -m pip install $(QUIET)
 # What builds kvfs, and pyfuse3, which has no wheels and is version 0.0.0 without setuptools-scm.
@@ -54,6 +54,7 @@ $(shell [ ! -d $(VENV) ] || $(BIN)/python -c '' 2>/dev/null || rm -rf $(VENV))
 
 # --- set-up: one stamp per step, so that a second run calls neither apt nor pip ------------------------------
 $(STAMPS)/system: packaging/system
+	@echo 'kvfs: set-up, 1 of 4: system packages' >&2
 	@packaging/system packages build
 	@mkdir -p $(STAMPS) && touch $@
 
@@ -63,15 +64,18 @@ $(STAMPS)/system-test: packaging/system | $(STAMPS)/system
 	@touch $@
 
 $(STAMPS)/venv: | $(STAMPS)/system
+	@echo 'kvfs: set-up, 2 of 4: $(VENV)' >&2
 	python=$$(packaging/system python) && "$$python" -m venv --clear $(VENV)
 	$(PIP) --upgrade 'pip>=24' $(BUILT_WITH)
 	@mkdir -p $(STAMPS) && touch $(STAMPS)/system $@
 
 $(STAMPS)/install: pyproject.toml setup.py setup.cfg | $(STAMPS)/venv
+	@echo 'kvfs: set-up, 3 of 4: Python packages' >&2
 	$(EDITABLE) '.[server]'
 	@touch $@
 
 $(STAMPS)/native: $(NATIVE) setup.py $(STAMPS)/install
+	@echo 'kvfs: set-up, 4 of 4: native modules' >&2
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@
 

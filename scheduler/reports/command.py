@@ -201,7 +201,7 @@ def run_plan(given: PlanOptions) -> None:
     check_plot(given.plot)
     with progress_bar() as start:
         requests = read_trace(given.trace, progress=start(f"read {given.trace.name}"))
-        found = plan(requests, site, progress=start("simulate splits of the instances"))
+        found = plan(requests, site, start=start)
     if given.plot is not None:
         plot_plan(found, site.block_bytes, given.plot)
     if given.as_json:

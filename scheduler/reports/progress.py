@@ -6,18 +6,18 @@ Responsibility: names of steps and their progress, as a bar that is gone afterwa
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import Progress as Bar
 from rich.progress import TextColumn, TimeElapsedColumn
 
-from scheduler.simulation.traces import Progress
+from scheduler.simulation.traces import Progress, Steps
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[str], Progress]]:
+def progress_bar() -> Iterator[Steps]:
     """Show a bar; yield a function that begins a step by its name and returns the step's Progress."""
     columns = (*Bar.get_default_columns()[1:], TimeElapsedColumn(), TextColumn("{task.description}"))
     console = Console(stderr=True)

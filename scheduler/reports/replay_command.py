@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from kvfs.errors import InvalidRequest
 from scheduler.reports.plots import check_plot, plot_replay
 from scheduler.reports.progress import progress_bar
 from scheduler.simulation.cache_replay import PackedTrace, Point, capacity_blocks, hit_ratio, pack
-from scheduler.simulation.traces import Progress, read_trace
+from scheduler.simulation.traces import Steps, read_trace
 
 DEFAULT_CAPACITIES = ("1%", "2%", "5%", "10%", "20%", "50%")
 MAX_POINTS = 1000
@@ -48,7 +48,8 @@ def run(
         raise InvalidRequest(f"--measure-from {measure_from}: must be in [0, 1)")
     check_plot(plot_file)
     with progress_bar() as start:
-        packed = pack(read_trace(trace, progress=start(f"read {trace.name}")))
+        requests = read_trace(trace, progress=start(f"read {trace.name}"))
+        packed = pack(requests, start("number the blocks"))
         sizes = [
             capacity_blocks(part, packed.unique)
             for text in capacities or DEFAULT_CAPACITIES
@@ -75,7 +76,7 @@ def _replay_all(
     policies: Sequence[str],
     capacities: Sequence[int],
     measure_from: float,
-    start: Callable[[str], Progress],
+    start: Steps,
 ) -> list[Point]:
     return [
         hit_ratio(packed, policy, capacity, measure_from=measure_from, progress=start(f"{policy} {capacity}"))

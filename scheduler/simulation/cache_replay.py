@@ -18,7 +18,7 @@ from typing import Self
 
 from kvfs._native.evict.policy import POLICIES, replay
 from kvfs.errors import InvalidRequest
-from scheduler.simulation.traces import Progress, Request
+from scheduler.simulation.traces import Progress, Request, counted, untold
 
 __all__ = ["POLICIES", "PackedTrace", "Point", "capacity_blocks", "hit_ratio", "pack"]
 
@@ -59,8 +59,9 @@ class Point:
     hit_ratio: float
 
 
-def pack(requests: Iterable[Request]) -> PackedTrace:
-    return PackedTrace.of(request.blocks for request in requests)
+def pack(requests: Sequence[Request], progress: Progress = untold) -> PackedTrace:
+    """Pack a trace; `progress` counts requests."""
+    return PackedTrace.of(request.blocks for request in counted(requests, progress))
 
 
 def capacity_blocks(text: str, footprint: int) -> int:

@@ -22,7 +22,7 @@ from scheduler.simulation.options import Options
 from scheduler.simulation.results import quantile
 from scheduler.simulation.reuse import NEVER, reused_blocks, stack_distances
 from scheduler.simulation.simulate import simulate
-from scheduler.simulation.traces import BLOCK_TOKENS, Progress, Request
+from scheduler.simulation.traces import BLOCK_TOKENS, Progress, Request, Steps, counted, untold_steps
 
 WINDOW_S = 10.0
 """The length of the windows over which bandwidth is taken."""
@@ -107,29 +107,33 @@ class Plan:
         )
 
 
-def plan(requests: Sequence[Request], site: Site, *, progress: Progress | None = None) -> Plan:
-    """Make a plan of `requests` at `site`; `progress` counts simulated requests. Raises InvalidRequest."""
+def plan(requests: Sequence[Request], site: Site, *, start: Steps = untold_steps) -> Plan:
+    """Make a plan of `requests` at `site`; `start` is called as each of its steps begins. Raises InvalidRequest."""
     site.check()
     if not requests:
         raise InvalidRequest("the trace is empty: there is nothing to plan")
-    distances = stack_distances(requests)
+    distances = stack_distances(requests, start("find what is used again"))
     costs = site.costs
-    unlimited = _reuse(requests, distances, NEVER, site)
     dram_blocks = site.instances * (site.dram_bytes // site.block_bytes)
     both_blocks = dram_blocks + site.instances * (site.nvme_bytes // site.block_bytes)
+    sizes = [*_capacities(distances), dram_blocks, both_blocks, NEVER]
+    *curve, dram, both, unlimited = [
+        _reuse(requests, distances, size, site)
+        for size in counted(sizes, start("measure pools of blocks"), every=1)
+    ]
     return Plan(
         requests=len(requests),
         duration_s=requests[-1].arrival_s / site.speed,
         prefill_s=sum(costs.prefill_s(request.input_tokens, 0) for request in requests),
-        curve=[_reuse(requests, distances, capacity, site) for capacity in _capacities(distances)],
-        dram=_reuse(requests, distances, dram_blocks, site),
-        both=_reuse(requests, distances, both_blocks, site),
+        curve=curve,
+        dram=dram,
+        both=both,
         unlimited=unlimited,
         break_even_bytes_s=unlimited.reused_bytes / unlimited.saved_s
         if unlimited.saved_s > 0
         else float("inf"),
         break_even_first_bytes_s=site.block_bytes / (BLOCK_TOKENS * costs.prefill_token_s),
-        splits=_splits(requests, site, progress),
+        splits=_splits(requests, site, start("simulate splits of the instances")),
     )
 
 
@@ -168,7 +172,7 @@ def _reuse(
     )
 
 
-def _splits(requests: Sequence[Request], site: Site, progress: Progress | None) -> list[Split]:
+def _splits(requests: Sequence[Request], site: Site, progress: Progress) -> list[Split]:
     """Simulate the default policies over splits of the instances, evenly spread."""
     counts = sorted({round(site.instances * n / (SPLITS + 1)) for n in range(1, SPLITS + 1)})
     counts = [count for count in counts if 0 < count < site.instances]
@@ -190,7 +194,5 @@ def _splits(requests: Sequence[Request], site: Site, progress: Progress | None) 
     return found
 
 
-def _part(progress: Progress | None, place: int, parts: int) -> Progress | None:
-    if progress is None:
-        return None
+def _part(progress: Progress, place: int, parts: int) -> Progress:
     return lambda done, total: progress(place * total + done, parts * total)

@@ -12,19 +12,22 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from scheduler.simulation.traces import Request
+from scheduler.simulation.traces import Progress, Request, counted, untold
 
 NEVER = 1 << 62
 """The distance of a block that was not used before."""
 
 
-def stack_distances(requests: Sequence[Request]) -> list[list[int]]:
-    """Return for each request the stack distances of the blocks of its known prefix, which never decrease."""
+def stack_distances(requests: Sequence[Request], progress: Progress = untold) -> list[list[int]]:
+    """Return for each request the stack distances of the blocks of its known prefix, which never decrease.
+
+    `progress` counts requests.
+    """
     references = sum(len(request.blocks) for request in requests)
     live = _Fenwick(references)
     last_use: dict[int, int] = {}
     clock, found = 0, []
-    for request in requests:
+    for request in counted(requests, progress):
         distances = []
         for block in request.blocks:
             used = last_use.get(block)

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import zstandard
 
@@ -34,10 +34,15 @@ BLOCK_TOKENS = 512
 """Tokens of a block in these traces."""
 
 PROGRESS_LINES = 1024
-"""Lines between two calls of a progress function."""
+"""Lines between two calls of a progress function, and requests."""
 
 Progress = Callable[[int, int], None]
 """Called with how much is done (bytes read, requests replayed), and how much there is."""
+
+Steps = Callable[[str], Progress]
+"""Called with the name of a step that begins; returns the step's progress function."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,24 @@ def read_trace(path: str | Path, *, progress: Progress | None = None) -> list[Re
         raise InvalidRequest(f"{path}: there is no request in it")
     requests.sort(key=lambda request: request.arrival_s)
     return requests
+
+
+def untold(done: int, total: int) -> None:
+    """Report progress to nobody."""
+
+
+def untold_steps(_: str) -> Progress:
+    """Begin a step that nobody follows."""
+    return untold
+
+
+def counted(items: Sequence[T], progress: Progress, *, every: int = PROGRESS_LINES) -> Iterator[T]:
+    """Yield the items; report their number before the first, after each `every`, and after the last."""
+    for number, item in enumerate(items):
+        if number % every == 0:
+            progress(number, len(items))
+        yield item
+    progress(len(items), len(items))
 
 
 # --- lines -----------------------------------------------------------------------------------------------
