@@ -180,14 +180,6 @@ def test_a_service_has_three_addresses(service: Service, address: str) -> None:
     assert found["data_dir"] == str(service.data)
 
 
-def test_the_shell_completes_commands() -> None:
-    words = {"_KVFS_COMPLETE": "complete_bash", "COMP_WORDS": "kvfs st", "COMP_CWORD": "1"}
-    done = subprocess.run(
-        [Path(sys.executable).parent / "kvfs"], env={**os.environ, **words}, capture_output=True, text=True
-    )
-    assert done.stdout.split() == ["status", "stat"]
-
-
 def test_the_only_mount_is_meant_when_none_is_named(service: Service) -> None:
     """Tests beside these may have mounts of their own at any moment."""
     done = run_kvfs("status")
