@@ -4,7 +4,8 @@
 
 Responsibility: the same calls, codes and answers for the same states; `tests/golden/mooncake.json` records those of the
 original. Keys are strings, kept as digests in a namespace of their own. `setup`'s master address is the service's
-address where it is a path; else KVFS_ADDRESS counts.
+address where it is a path; else KVFS_ADDRESS counts. `setup` tries the store with a block of its own, and logs
+what came of it.
 
 Differences: buffers need not be registered; leases have no clock, so `remove` never answers -706; `upsert` removes and
 stores, and a reader in between misses; a store that is not set up answers as one without keys, where the original ends
@@ -16,6 +17,7 @@ Invariants: no failure of the store raises; a place that is too small gets nothi
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import threading
@@ -25,11 +27,20 @@ from typing import Any, Final, TypeVar
 from kvfs._native.blocks.reader import View
 from kvfs.client import Client, connect
 from kvfs.client.blocks import Blocks
-from kvfs.connectors.common import address_of, clear, memory_at, string_keys, string_namespace
+from kvfs.connectors.common import (
+    address_of,
+    clear,
+    memory_at,
+    say,
+    string_keys,
+    string_namespace,
+    try_store,
+)
 from kvfs.errors import InvalidRequest, KvfsError, NoSpace, ObjectTooLarge, QuotaExceeded
 from kvfs.namespaces import Namespace
 
 T = TypeVar("T")
+log = logging.getLogger("kvfs.connectors")
 
 OK: Final = 0
 NO_SPACE: Final = -200
@@ -110,12 +121,20 @@ class MooncakeDistributedStore:
                 given.get("master_server_addr") or given.get("master_server_address") or ""
             )
             tenant_id = str(given.get("tenant_id") or tenant_id)
+        address = address_of({"address": _path(master_server_addr)})
         try:
-            self._client = connect(address_of({"address": _path(master_server_addr)}), client="mooncake")
+            self._client = connect(address, client="mooncake")
             self._namespace = string_namespace("mooncake store key", {"tenant": tenant_id})
             self._blocks = self._client.blocks(self._namespace)
         except (KvfsError, OSError) as error:
             return _code(error)
+        try:
+            say(
+                log,
+                f"mooncake: the store at {address} {try_store(self._client, self._namespace, self._blocks)}",
+            )
+        except (KvfsError, OSError) as error:
+            log.warning("mooncake: the store at %s: %s", address, error)
         return OK
 
     def setup_dummy(self, mem_pool_size: int, local_buffer_size: int, server_address: str) -> int:

@@ -184,18 +184,12 @@ class Link:
             if self._tried or client is None:
                 return
             self._tried = True
-        began_s = time.monotonic()
-        if not self.attempt(lambda: _round_trip(blocks), False):
+        line = self.attempt(lambda: try_store(client, namespace, blocks), "")
+        if not line:
             self._tried = self.is_up
             return
         self.published = self.attempt(lambda: _published(client), {})
-        took_ms = 1e3 * (time.monotonic() - began_s)
-        _say(
-            self._log,
-            f"{self._name}: the store at {self._address} ({client.store_id.hex()[:8]}) works, "
-            f"a block went there and back in {took_ms:.1f} ms: "
-            f"namespace {namespace.digest.hex()} ({namespace.model}), bucket {blocks.bucket}",
-        )
+        say(self._log, f"{self._name}: the store at {self._address} {line}")
 
     def _probe(self) -> None:
         while not self._closed.wait(CONNECTOR_RETRY_S):
@@ -210,7 +204,26 @@ class Link:
             return
 
 
-def _say(log: logging.Logger, line: str) -> None:
+def try_store(client: Client, namespace: Namespace, blocks: Blocks) -> str:
+    """Store a block of random bytes, read and remove it; return which store, and where it keeps the namespace's blocks.
+
+    Raises NotFound where other bytes come back, KvfsError, OSError.
+    """
+    began_s = time.monotonic()
+    key, data, place = secrets.token_bytes(DIGEST_BYTES), secrets.token_bytes(64), bytearray(64)
+    blocks.put([key], [data], [None])
+    sizes = blocks.get_into([key], [place])
+    blocks.remove([key])
+    if sizes != [len(data)] or place != data:
+        raise NotFound(f"a block that was stored in bucket {blocks.bucket} is not read back")
+    return (
+        f"({client.store_id.hex()[:8]}) works, a block went there and back in "
+        f"{1e3 * (time.monotonic() - began_s):.1f} ms: "
+        f"namespace {namespace.digest.hex()} ({namespace.model}), bucket {blocks.bucket}"
+    )
+
+
+def say(log: logging.Logger, line: str) -> None:
     """Log a line at INFO; write it to stderr in a program that has set up no logging, where Python drops INFO."""
     if log.hasHandlers():
         log.info("%s", line)
@@ -279,18 +292,6 @@ class LowerTiers:
     def _try(self, blocks: Blocks) -> None:
         self._next_s = self._clock() + CONNECTOR_RETRY_S
         self._trial = blocks.prefetch(self._missed, timeout_s=CONNECTOR_TIMEOUT_S)
-
-
-def _round_trip(blocks: Blocks) -> bool:
-    """Store a block of random bytes, read and remove it; return True. Raises NotFound where other bytes come back,
-    KvfsError, OSError."""
-    key, data, place = secrets.token_bytes(DIGEST_BYTES), secrets.token_bytes(64), bytearray(64)
-    blocks.put([key], [data], [None])
-    sizes = blocks.get_into([key], [place])
-    blocks.remove([key])
-    if sizes != [len(data)] or place != data:
-        raise NotFound(f"a block that was stored in bucket {blocks.bucket} is not read back")
-    return True
 
 
 def _published(client: Client) -> dict[str, str]:

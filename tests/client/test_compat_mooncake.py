@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvfs.client.blocks import Blocks
 from kvfs.compat.mooncake import MooncakeDistributedStore, MooncakeHostMemAllocator
+from kvfs.connectors.common import string_namespace
 from tests.engines.mooncake_scenario import answers
 from tests.support.door import need_mount
 from tests.support.service import Service
@@ -49,6 +52,33 @@ def test_every_answer_is_the_recorded_one(service: Service) -> None:
     expected = {**GOLDEN["answers"], **DIFFERENT}
     assert {label: found.get(label) for label in expected} == expected
     assert list(found) == list(GOLDEN["answers"])
+
+
+def test_its_set_up_says_where_keys_are_kept(service: Service, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    store = MooncakeDistributedStore()
+    assert store.setup("localhost", "", 0, 0, "tcp", "", str(service.mount), tenant_id="said") == 0
+    namespace = string_namespace("mooncake store key", {"tenant": "said"})
+    with service.client() as client:
+        store_id, bucket = client.store_id.hex()[:8], client.blocks(namespace).bucket
+    [said] = caplog.records
+    assert said.levelname == "INFO"
+    assert said.getMessage().startswith(f"mooncake: the store at {service.mount} ({store_id}) works, ")
+    assert f"namespace {namespace.digest.hex()} (mooncake store key), bucket {bucket}" in said.getMessage()
+    assert store.remove_all() == 0
+    store.close()
+
+
+def test_a_set_up_whose_block_does_not_come_back_says_so(
+    service: Service, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Blocks, "get_into", lambda self, keys, places: [-1] * len(keys))
+    store = MooncakeDistributedStore()
+    assert store.setup("localhost", "", 0, 0, "tcp", "", str(service.mount)) == 0
+    [said] = caplog.records
+    assert said.levelname == "WARNING"
+    assert "is not read back" in said.getMessage()
+    store.close()
 
 
 def test_a_store_that_is_not_set_up_has_no_keys() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.scripts import run_vllm_script
+from tests.engines.scripts import run_vllm_script, said_to_work
 from tests.support.door import ON_DIRECTORY
 from tests.support.service import Service
 
@@ -36,3 +36,4 @@ def test_chunks_go_round(engine_python: str, work: Path, service: Service) -> No
     assert found["drained"] == [7]
     assert found["reset"] == ["MISS", "HIT"], "others go on with what they have"
     assert found["stored after the reset"] == ["HIT", "MISS"]
+    said_to_work((work / "vllm_tier.log").read_text(), "vllm-tier", service)
