@@ -21,7 +21,7 @@ BUILD_WAIT_S: Final = 600.0
 
 
 def build_wheel(python: str = sys.executable) -> Path:
-    """Build the wheel for a version of Python, or for an interpreter; skip where there is none."""
+    """Build the wheel for a version of Python, or for an interpreter; skip where there is none, but not in CI."""
     (ROOT / "build").mkdir(exist_ok=True)
     with (ROOT / "build" / "wheel.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -32,7 +32,7 @@ def build_wheel(python: str = sys.executable) -> Path:
             text=True,
             timeout=BUILD_WAIT_S,
         )
-    if f"no Python {python}" in done.stderr:
+    if f"no Python {python}" in done.stderr and "CI" not in os.environ:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stderr
     return ROOT / done.stdout.split()[-1]
