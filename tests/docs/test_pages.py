@@ -13,7 +13,10 @@ from typing import Final
 import pytest
 
 from kvfs.config.load import load
+from kvfs.limits import MIB
 from tests.support.door import need_mount
+from tests.support.loop_devices import MakeLoop
+from tests.support.loop_devices import make_loop as make_loop
 from tests.support.pages import PAGES, Block, blocks_of
 from tests.support.service import ROOT, Service
 from tests.support.traces import small_trace, write_trace
@@ -45,6 +48,7 @@ def reader(service: Service, tmp_path: Path) -> Path:
     """The directory of somebody who follows a page: a checkout with a service, and a trace."""
     (tmp_path / "mnt").symlink_to(service.mount)
     (tmp_path / "README.md").symlink_to(ROOT / "README.md")
+    (tmp_path / "etc").mkdir()
     programs = tmp_path / ".venv" / "bin"
     programs.mkdir(parents=True)
     kvfs = programs / "kvfs"
@@ -91,7 +95,7 @@ def test_what_a_page_shows_works(page: Path, request: pytest.FixtureRequest, tmp
 
 def run_programs(blocks: list[Block], service: Service, reader: Path) -> None:
     def here(block: Block) -> str:
-        return block.code.replace("/mnt/kvfs", str(service.mount))
+        return block.code.replace("/mnt/kvfs", str(service.mount)).replace("/etc/kvfs", str(reader / "etc"))
 
     for block in blocks:
         if block.language == "sh":
@@ -106,6 +110,16 @@ def run_programs(blocks: list[Block], service: Service, reader: Path) -> None:
             json.dumps(programs),
         )
         assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.mount
+def test_commands_for_devices_work_on_one(make_loop: MakeLoop, service: Service, reader: Path) -> None:
+    loop = make_loop(16 * MIB)
+    [block] = [block for block in blocks_of(ROOT / "docs" / "devices.md") if "kvfs device" in block.code]
+    commands = block.code.replace("/dev/nvme1n1", str(loop.path))
+    done = run(["bash", "-euo", "pipefail", "-c", commands], service, reader)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"{loop.path}: 16 MiB, holds nothing" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 A block is fenced, and its language says what a test does with it:
 
-- `sh` is run by bash, `python` by Python, in order, on a real service whose mount takes the place of /mnt/kvfs;
+- `sh` is run by bash, `python` by Python, in order, on a real service whose mount takes the place of /mnt/kvfs,
+  as a directory of the test does that of /etc/kvfs;
 - `toml` is loaded as kvfs's configuration, `json` is parsed;
 - `text` is shown only: a diagram, an output, a formula.
 
