@@ -34,18 +34,24 @@ MAX_RETRY_AFTER_S = 60.0
 
 
 class Mode(Enum):
+    """Says when requests are refused: never, by the load of this moment, or by the load that they will meet."""
+
     NONE = "none"
     EARLY = "early"
     DEFAULT = "default"
 
 
 class Verdict(Enum):
+    """Says what becomes of a request now."""
+
     ADMIT = "admit"
     DEFER = "defer"
     REJECT = "reject"
 
 
 class Reason(Enum):
+    """Says why a request does not start now."""
+
     FITS = "fits"
     NO_INSTANCE = "no instance takes work"
     TTFT = "the first token would be late"

@@ -64,11 +64,13 @@ class LinearFit:
         self.observations += 1
 
     def coefficients(self) -> tuple[float, ...]:
+        """Return the fitted coefficients, none below 0."""
         prior = self._prior_weight()
         solved = _solve(self._matrix(), [moment + prior for moment in self._moments])
         return tuple(max(c, 0.0) * p for c, p in zip(solved, self._prior, strict=True))
 
     def predict(self, features: Sequence[float]) -> float:
+        """Return the value that the fit gives for these features."""
         return sum(c * x for c, x in zip(self.coefficients(), features, strict=True))
 
     def error(self, features: Sequence[float]) -> float:
@@ -112,9 +114,11 @@ class CostFitter:
             self._prefill.observe(_prefill_features(tokens, cached), seconds)
 
     def observe_transfer(self, size_bytes: int, seconds: float) -> None:
+        """Observe a transfer of so many bytes."""
         self._transfer.observe((size_bytes,), seconds)
 
     def observe_step(self, context_tokens: int, requests: int, seconds: float) -> None:
+        """Observe a decode step over a batch of `requests` with `context_tokens` in all."""
         self._step.observe((1.0, context_tokens, requests), seconds)
 
     def costs(self) -> CostModel:

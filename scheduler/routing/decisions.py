@@ -59,6 +59,7 @@ class PrefillCandidate(NamedTuple):
 
     @property
     def ttft_s(self) -> float:
+        """Return the predicted time to the first token: the longer of queue and loads, then the prefill."""
         return max(self.queue_s, self.ready_s) + self.prefill_s
 
 
@@ -84,6 +85,8 @@ class DecodeCandidate(NamedTuple):
 
 
 class Action(Enum):
+    """Says how an instance gets blocks: it has them, loads them, or computes them."""
+
     USE = "use"
     LOAD = "load"
     RECOMPUTE = "recompute"

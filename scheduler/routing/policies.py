@@ -65,6 +65,7 @@ class View:
 
     @property
     def instances(self) -> list[int]:
+        """Return the numbers of the instances that take work."""
         return [n for n, instance in enumerate(self.cluster.prefill) if not instance.draining]
 
 
@@ -81,6 +82,7 @@ class Policy:
 
 
 def steps_of(prompt: Prompt, cluster: Cluster, costs: CostModel, now_s: float) -> tuple[Step, ...]:
+    """Return the runs of a prompt's blocks, each with its best source, and when it is there from that."""
     block_bytes = prompt.block_tokens * costs.kv_token_bytes
     steps: list[Step] = []
     first = 0

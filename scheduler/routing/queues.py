@@ -50,6 +50,8 @@ end at the latest, and its place."""
 
 
 class Discipline(Enum):
+    """Says in which order jobs go: of arrival, or short ones earlier."""
+
     FCFS = "fcfs"
     LENGTH_AWARE = "length-aware"
 

@@ -76,6 +76,7 @@ class Heat:
         return len(self._heat)
 
     def of(self, block: int, now_s: float) -> float:
+        """Return the heat of a block now: uses, each halved with every HALF_LIFE_S of its age."""
         heat, at_s = self._heat.get(block, (0.0, now_s))
         return heat * 0.5 ** ((now_s - at_s) / HALF_LIFE_S) if heat else 0.0
 
@@ -96,9 +97,11 @@ class Heat:
             self._heat[block] = self.of(block, now_s) + 1.0 - 1.0 / copies, now_s
 
     def remove(self, block: int) -> None:
+        """Drop a block's heat."""
         self._heat.pop(block, None)
 
     def blocks(self) -> Iterator[int]:
+        """Yield all blocks that have any heat."""
         return iter(tuple(self._heat))
 
 
@@ -126,6 +129,8 @@ class Transfer(NamedTuple):
 
 
 class BlockHeat(NamedTuple):
+    """A block, how many instances hold it, and its heat."""
+
     block: int
     holders: int
     heat: float

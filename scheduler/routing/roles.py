@@ -35,11 +35,14 @@ DEMAND_HALF_LIFE_S = 30.0
 
 
 class Role(Enum):
+    """Says which work an instance is labelled for."""
+
     PREFILL = "prefill"
     DECODE = "decode"
 
     @property
     def other(self) -> Role:
+        """Return the other role."""
         return Role.DECODE if self is Role.PREFILL else Role.PREFILL
 
 

@@ -44,9 +44,11 @@ class PackedTrace:
 
     @property
     def requests(self) -> int:
+        """Return the number of requests."""
         return len(self.start) - 1
 
     def blocks(self, request: int) -> array[int]:
+        """Return the blocks of a request, in their order."""
         return self.ids[self.start[request] : self.start[request + 1]]
 
 
@@ -60,7 +62,7 @@ class Point:
 
 
 def pack(requests: Sequence[Request], progress: Progress = untold) -> PackedTrace:
-    """Pack a trace; `progress` counts requests."""
+    """Pack the blocks of requests; `progress` counts requests."""
     return PackedTrace.of(request.blocks for request in counted(requests, progress))
 
 

@@ -73,6 +73,7 @@ class Caches:
 
     @property
     def dram(self) -> list[BlockLru]:
+        """Return the caches of the instances' DRAM, without those of lower tiers."""
         return self.of_source[: self._nodes]
 
     def counts(self, spread: int) -> Counts:

@@ -91,6 +91,7 @@ class Groups:
             self._pipelined.add(job.number)
 
     def is_stage(self, job: Job) -> bool:
+        """Return whether a job is a stage of a pipeline."""
         return job.number in self._pipelined
 
     def started(self, job: Job) -> bool:

@@ -136,10 +136,12 @@ class DecodeNode:
 
     @property
     def requests(self) -> int:
+        """Return how many requests are in the batch, or join it at the next step."""
         return len(self._batch) + len(self._joining)
 
     @property
     def context_tokens(self) -> int:
+        """Return their context in tokens, all together."""
         return self._batch_tokens + self._joining_tokens
 
     def takes(self, tokens: int) -> bool:

@@ -45,6 +45,7 @@ class Site:
 
     @property
     def block_bytes(self) -> int:
+        """Return the bytes of one block."""
         return BLOCK_TOKENS * self.costs.kv_token_bytes
 
     def check(self) -> None:
@@ -72,6 +73,8 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class Split:
+    """Figures of one division of the instances into prefill and decode."""
+
     prefill: int
     decode: int
     figures: dict[str, Any]

@@ -15,6 +15,8 @@ from scheduler.simulation.options import Options
 
 
 class Outcome(Enum):
+    """Says how a request ended."""
+
     DONE = "done"
     REJECTED = "rejected"
     """Refused before its prefill."""
@@ -146,6 +148,7 @@ def finite(value: float) -> float | None:
 
 
 def mean(values: Sequence[float]) -> float:
+    """Return the arithmetic mean; 0 of no values."""
     return sum(values) / len(values) if values else 0.0
 
 

@@ -116,6 +116,7 @@ class Simulation:
         )
 
     def run(self, progress: Progress | None = None) -> Result:
+        """Run the whole trace; return the results. `progress` is told how far it is."""
         events, speed = self._events, self._options.speed
         total = len(self._requests)
         if total:
