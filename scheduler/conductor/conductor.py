@@ -43,7 +43,7 @@ WITHOUT_TOKENS = "the prompt came without tokens and hashes, so load alone decid
 
 
 class Conductor:
-    """See the module's header."""
+    """Implement `Router`; see the module's header."""
 
     def __init__(self, index: ClusterIndex, options: Options, clock: Callable[[], float]) -> None:
         self.counts: Counter[str] = Counter()

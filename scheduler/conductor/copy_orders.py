@@ -75,6 +75,7 @@ class CopyOrder(NamedTuple):
     expires_s: float
 
     def as_json(self) -> dict[str, Any]:
+        """Return the order as JSON values, as nodes read it."""
         hashes = [self.hashes[at : at + HASH_BYTES].hex() for at in range(0, len(self.hashes), HASH_BYTES)]
         return {"id": self.id, "peer": self.peer, "namespace": self.namespace.hex(), "hashes": hashes}
 

@@ -107,6 +107,7 @@ class DecisionLog:
 
     # --- what becomes of them -----------------------------------------------------------------------------
     def first_token(self, id: str, now_s: float) -> None:
+        """Note when an answer began, and how that compares with its limit; ignored after the first time."""
         found = self._live.get(id)
         if found is None or found.first_token_s is not None:
             return

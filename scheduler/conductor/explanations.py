@@ -46,6 +46,7 @@ class Explanations:
         return len(self._kept)
 
     def keep(self, weighed: Weighed) -> None:
+        """Keep a decision with all that was weighed; over the limit the oldest one is dropped."""
         self._kept[weighed.id] = weighed
         if len(self._kept) > MAX_REMEMBERED_DECISIONS:
             del self._kept[next(iter(self._kept))]

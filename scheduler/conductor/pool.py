@@ -95,6 +95,7 @@ class Member:
     """When it last said that."""
 
     def takes_work(self, now_s: float) -> bool:
+        """Return whether the instance may be chosen now."""
         usable = self.instance.routable and not self.draining and self.relabels_to is None
         return usable and now_s >= self.unreachable_until_s
 

@@ -116,15 +116,19 @@ class Registry:
         pool.rebuild()
 
     def instances(self) -> list[Instance]:
+        """Return all instances."""
         return [member.instance for _, member in self._members.values()]
 
     def members(self) -> list[tuple[Pool, Member]]:
+        """Return all instances with their pools."""
         return list(self._members.values())
 
     def pools(self) -> list[Pool]:
+        """Return all pools."""
         return list(self._pools.values())
 
     def streams(self) -> list[Stream]:
+        """Return all streams of events."""
         return list(self._streams.values())
 
     def pool(self, model: str) -> Pool:
@@ -144,6 +148,7 @@ class Registry:
 
     # --- what instances say of themselves, and clients of them ----------------------------------------------
     def unreachable(self, instance: str) -> None:
+        """Choose an instance no more until it answers again, for UNREACHABLE_S at most."""
         known = self._members.get(instance)
         if known is not None:
             now_s = self._clock()
@@ -241,6 +246,7 @@ class Registry:
             self._index.remove(expected, hashes)
 
     def removed(self, stream: Stream, medium: str, hashes: bytes) -> None:
+        """Take blocks of one medium out of the index, as their stream says."""
         source = stream.sources.get(medium)
         if source is not None:
             self._index.remove(source, hashes)

@@ -72,6 +72,7 @@ class Reservation:
 
     @property
     def has_leg(self) -> bool:
+        """Return whether prefill and decode are on two instances."""
         return self.prefill is not self.decode
 
     def seen_by(self, *, prefill_leg: bool) -> tuple[Member, int]:
@@ -112,11 +113,13 @@ class Reservations:
         return f"{self._epoch}-{self._next - 1}"
 
     def get(self, id: str) -> Reservation | None:
+        """Return the reservation of this id, or None."""
         return self._by_id.get(id)
 
     # --- steps --------------------------------------------------------------------------------------------
     @property
     def is_full(self) -> bool:
+        """Return whether no request more may be reserved."""
         return len(self._by_id) >= MAX_RESERVATIONS
 
     def reserve(

@@ -54,6 +54,7 @@ class RoleOrder:
 
     @property
     def name(self) -> str:
+        """Return the name of the instance."""
         return self.member.instance.name
 
     def as_json(self) -> dict[str, Any]:

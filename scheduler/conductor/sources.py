@@ -33,6 +33,8 @@ class StreamName(NamedTuple):
 
 
 class Knowledge(Enum):
+    """Says how much is known of what a stream's publisher holds."""
+
     UNKNOWN = "unknown"
     """Nothing was heard yet."""
     CURRENT = "current"

@@ -25,6 +25,7 @@ class Trust:
 
     @property
     def distrusted(self) -> bool:
+        """Return whether the instance had less than the index said too often of late."""
         return sum(self._short) >= TRUST_SHORTFALLS
 
     def compare(self, predicted_tokens: int, cached_tokens: int) -> bool:

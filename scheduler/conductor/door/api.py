@@ -92,6 +92,7 @@ class Api:
         self.latencies = Latencies()
 
     async def serve(self, exchange: Exchange) -> None:
+        """Answer one exchange, with an error's status and JSON where it fails."""
         began_s = trio.current_time()
         try:
             reply = await self._reply(exchange)
@@ -121,6 +122,7 @@ class Api:
             self.latencies.observe(exchange.operation, trio.current_time() - began_s)
 
     def refuse(self, status: int, message: str) -> tuple[Headers, bytes]:
+        """Return headers and JSON body of an answer to what is no request."""
         return [_JSON], _encode(ErrorAnswer(ErrorBody("BadRequest", message)))
 
     # --- a request ----------------------------------------------------------------------------------------

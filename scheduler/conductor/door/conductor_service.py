@@ -75,7 +75,7 @@ class Addresses:
 
 
 class ConductorService:
-    """See the module's header. Use it as a context manager, which owns the sockets of events."""
+    """Implement `Registrar`; see the module's header. Use it as a context manager, which owns the sockets of events."""
 
     def __init__(
         self, settings: ConductorSettings, subscriber_type: Callable[..., Subscriber] = Subscriber
@@ -105,10 +105,12 @@ class ConductorService:
 
     # --- what a file of instances and engines ask for -----------------------------------------------------
     def add(self, instance: Instance) -> None:
+        """Add an instance and follow its streams. Raises what `Registry.add` does."""
         self.conductor.registry.add(instance)
         self._listener.follow(instance)
 
     def remove(self, name: str) -> None:
+        """Remove an instance and follow its streams no more. Raises NotFound."""
         self.conductor.remove(name)
         self._listener.sync()
 
@@ -116,9 +118,11 @@ class ConductorService:
         return self.conductor.registry.member(name)[1].role
 
     def set_role(self, name: str, role: Role) -> None:
+        """Label an instance. Raises NotFound."""
         self.conductor.registry.set_role(name, role)
 
     def answered(self, url: str) -> None:
+        """Note that an engine at this URL has said what it is: no request waits for it any more."""
         self.conductor.registry.awaited.discard(url)
 
     # --- tasks --------------------------------------------------------------------------------------------

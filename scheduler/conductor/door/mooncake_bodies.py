@@ -31,22 +31,30 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Registered(msgspec.Struct, frozen=True):
+    """Say that a publisher is followed."""
+
     status: str
     instance_id: str
 
 
 class Unregistration(msgspec.Struct, frozen=True, kw_only=True):
+    """Name a publisher that is to be followed no more."""
+
     instance_id: str
     dp_rank: int
     tenant_id: str = DEFAULT_TENANT
 
 
 class Unregistered(msgspec.Struct, frozen=True):
+    """Say which instances are followed no more."""
+
     status: str
     removed_instances: list[str]
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """Say whose blocks are asked about."""
+
     model: str
     block_size: int
     tenant_id: str = DEFAULT_TENANT
@@ -58,15 +66,20 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_salted(self) -> bool:
+        """Return whether the blocks are of an adapter or a salt, which say more than their tokens."""
         return bool(self.lora_name or self.cache_salt) or self.lora_id is not None
 
 
 class Query(Asked, frozen=True, kw_only=True):
+    """Ask how much of a prompt's tokens instances hold."""
+
     token_ids: list[int] | bytes
     """Numbers, or 32 bits of each, the lowest byte first."""
 
 
 class HashQuery(Asked, frozen=True, kw_only=True):
+    """Ask how many blocks of these hashes instances hold."""
+
     seq_hashes: list[int] | None = None
     """The last 64 bits of the hashes that the engine announced its blocks under."""
     block_hash: list[int] | None = None
@@ -106,6 +119,8 @@ class Service(
 
 
 class Services(msgspec.Struct, frozen=True):
+    """List the publishers that are followed."""
+
     count: int
     services: list[Service]
 
@@ -124,5 +139,7 @@ class ModelContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GlobalView(msgspec.Struct, frozen=True):
+    """Count what is held for each model."""
+
     context_count: int
     contexts: list[ModelContext]

@@ -36,7 +36,8 @@ from scheduler.conductor.values import NOTHING_SAID, Instance, Refused, Routed, 
 class Follows(Protocol):
     """Follow the streams of instances (`feeds.listener`)."""
 
-    def follow(self, instance: Instance) -> None: ...
+    def follow(self, instance: Instance) -> None:
+        """Follow the streams of an instance."""
 
     def sync(self) -> None:
         """Follow no stream that is of no instance."""
@@ -48,6 +49,8 @@ class Follows(Protocol):
 
 
 class RouteBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Ask where several prompts go."""
+
     requests: Annotated[list[RouteRequest], msgspec.Meta(extra_json_schema={"maxItems": MAX_ROUTE_BATCH})]
 
 
@@ -59,15 +62,21 @@ class BatchAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RoutedBatch(msgspec.Struct, frozen=True):
+    """Answer a RouteBatch."""
+
     answers: list[BatchAnswer]
     """In the order of the requests."""
 
 
 class DrainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Say whether an instance is to take no more requests."""
+
     draining: bool = True
 
 
 class RoleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Say which label an instance is to have."""
+
     role: Role
 
 
@@ -95,11 +104,15 @@ class OrderedCopies(msgspec.Struct, frozen=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
+    """Say what went wrong: a code, and a sentence for people."""
+
     code: str
     message: str
 
 
 class ErrorAnswer(msgspec.Struct, frozen=True):
+    """Answer a request that failed."""
+
     error: ErrorBody
 
 
@@ -112,6 +125,8 @@ class Reply(NamedTuple):
 
 
 class Context(NamedTuple):
+    """What operations work on."""
+
     conductor: Conductor
     follows: Follows
 
@@ -148,7 +163,7 @@ def _answered(found: Routed | Refused) -> Reply:
 
 
 def check_batch(body: RouteBatch) -> None:
-    """Raises LimitExceeded for too many prompts."""
+    """Raise LimitExceeded for too many prompts."""
     if len(body.requests) > MAX_ROUTE_BATCH:
         raise LimitExceeded(f"requests: {len(body.requests)} prompts, the limit is {MAX_ROUTE_BATCH}")
 

@@ -32,15 +32,18 @@ _MOST_BYTES = MAX_CONDUCTOR_INSTANCES * MAX_SMALL_BODY_BYTES
 class Registrar(Protocol):
     """Add and remove instances."""
 
-    def add(self, instance: Instance) -> None: ...
+    def add(self, instance: Instance) -> None:
+        """Add an instance. Raises Exists, InvalidRequest, LimitExceeded."""
 
-    def remove(self, name: str) -> None: ...
+    def remove(self, name: str) -> None:
+        """Remove an instance. Raises NotFound."""
 
     def role(self, name: str) -> Role:
         """Return the label of an instance. Raises NotFound."""
         ...
 
-    def set_role(self, name: str, role: Role) -> None: ...
+    def set_role(self, name: str, role: Role) -> None:
+        """Label an instance. Raises NotFound."""
 
 
 class InstancesFile:

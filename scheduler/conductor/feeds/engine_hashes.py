@@ -37,6 +37,7 @@ class EngineHashes:
         return sum(map(len, self._keys.values()))
 
     def clear(self) -> None:
+        """Drop all hashes of the stream."""
         self._keys.clear()
 
     def stored(self, event: BlockStored) -> tuple[bytes, bytes | None]:

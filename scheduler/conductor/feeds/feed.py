@@ -30,7 +30,7 @@ _FULL: Final = frozenset(("full_attention", "mla_attention", "sink_full_attentio
 
 
 class Feed:
-    """Follow streams for a registry; a `Follower` of sockets, and the sink of its own streams."""
+    """Follow streams for a registry. Implement `Follower` and `Sink`, of sockets and of its own streams."""
 
     def __init__(self, registry: Registry, clock: Callable[[], float]) -> None:
         self._registry, self._clock = registry, clock

@@ -23,7 +23,7 @@ from scheduler.routing.queues import Discipline
 
 
 class NativePlan(NamedTuple):
-    """A choice of the router, which has the figures of all candidates packed."""
+    """Implements `Plan` by a choice of the router, which has the figures of all candidates packed."""
 
     choice: Choice
     decision: Decision
@@ -40,7 +40,7 @@ class NativePlan(NamedTuple):
 
 
 class NativePlanner:
-    """See the module's header."""
+    """Implements `Planner`; see the module's header."""
 
     def __init__(self, index: ClusterIndex, costs: CostModel, discipline: Discipline) -> None:
         self._router = Router(index, costs, MAX_RESERVATIONS)

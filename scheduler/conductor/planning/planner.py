@@ -51,6 +51,7 @@ class PrefillFigures(NamedTuple):
 
     @property
     def ttft_s(self) -> float:
+        """Return the predicted time to the first token: the longer of queue and loads, then the prefill."""
         return max(self.queue_s, self.ready_s) + self.prefill_s
 
 
@@ -71,7 +72,8 @@ class Plan(Protocol):
         """Return what every instance was predicted to need, at the moment of the decision."""
         ...
 
-    def considered_decode(self) -> tuple[DecodeCandidate, ...]: ...
+    def considered_decode(self) -> tuple[DecodeCandidate, ...]:
+        """Return the decode instances that were weighed."""
 
 
 class Load(NamedTuple):
@@ -106,7 +108,8 @@ class Planner(Protocol):
         """Let an instance be chosen, or be chosen no more; its blocks count either way."""
         ...
 
-    def set_role(self, slot: int, role: Role) -> None: ...
+    def set_role(self, slot: int, role: Role) -> None:
+        """Label an instance; decisions follow labels."""
 
     def set_source(self, source: int, bytes_s: float) -> None:
         """Begin with an idle source of blocks; source n is what is in place at slot n."""
@@ -116,7 +119,8 @@ class Planner(Protocol):
         """Say which sources each source of the index counts as; others count for nobody."""
         ...
 
-    def set_costs(self, costs: CostModel) -> None: ...
+    def set_costs(self, costs: CostModel) -> None:
+        """Predict by this cost model from now on."""
 
     def add_active(self, slot: int, requests: int, tokens: int) -> None:
         """Add to an instance's batch; negative numbers take from it."""
@@ -131,7 +135,8 @@ class Planner(Protocol):
         """Return the context that a request in a batch still gains, on average."""
         ...
 
-    def load(self, slot: int, now_s: float) -> Load: ...
+    def load(self, slot: int, now_s: float) -> Load:
+        """Return what an instance has in its queue and in its batch."""
 
     # --- decisions ----------------------------------------------------------------------------------------
     def plan(self, question: Question) -> Plan:

@@ -25,7 +25,7 @@ from scheduler.routing.route import route
 
 
 class PythonPlan(NamedTuple):
-    """A decision with all its candidates, and the prompt that it is for."""
+    """Implements `Plan` by a decision with all its candidates, and the prompt that it is for."""
 
     prompt: Prompt
     decision: Decision
@@ -54,7 +54,7 @@ class PythonPlan(NamedTuple):
 
 
 class PythonPlanner:
-    """See the module's header."""
+    """Implements `Planner`; see the module's header."""
 
     def __init__(
         self, index: ClusterIndex, costs: CostModel, discipline: Discipline, policy: str = "default"
