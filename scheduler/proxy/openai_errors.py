@@ -35,6 +35,7 @@ class Failure(Exception):
         self.status, self.code, self.param, self.retry_after_s = status, code, param, retry_after_s
 
     def body(self) -> bytes:
+        """Return the failure as OpenAI's JSON."""
         kind = _TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "server_error")
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()
@@ -44,6 +45,7 @@ class Failure(Exception):
         return b"data: " + self.body() + b"\n\n"
 
     def headers(self) -> list[tuple[str, str]]:
+        """Return the headers of the answer."""
         headers = [_JSON]
         if self.retry_after_s is not None:
             headers.append(("Retry-After", str(max(1, math.ceil(self.retry_after_s)))))

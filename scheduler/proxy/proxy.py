@@ -135,11 +135,14 @@ class Service(Protocol):
     """A Conductor in the process, with its door and the streams of its instances."""
 
     @property
-    def conductor(self) -> Conductor: ...
+    def conductor(self) -> Conductor:
+        """Return the Conductor."""
 
-    async def run(self, task_status: trio.TaskStatus[Any] = trio.TASK_STATUS_IGNORED) -> None: ...
+    async def run(self, task_status: trio.TaskStatus[Any] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve the Conductor's parts until cancelled."""
 
-    def reload(self) -> None: ...
+    def reload(self) -> None:
+        """Read certificates again."""
 
 
 async def run(

@@ -110,6 +110,7 @@ class EventRelay:
 
 
 def ends_event(data: bytes) -> bool:
+    """Return whether these bytes end with an event's end."""
     return data.endswith(_ENDS)
 
 

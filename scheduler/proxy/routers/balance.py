@@ -33,7 +33,7 @@ class _Reserved:
 
 
 class LoadRouter:
-    """Choose the least busy engines."""
+    """Implement `Router`: choose the least busy engines."""
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines

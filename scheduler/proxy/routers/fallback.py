@@ -31,7 +31,7 @@ class RouterDown(Exception):
 
 
 class RequestRouter(Protocol):
-    """As `Router`, but a route may take its time."""
+    """Implement `Router`, but for a route, which may take its time."""
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run until cancelled."""
@@ -55,7 +55,7 @@ class RequestRouter(Protocol):
 
 
 class LocalRouter:
-    """Ask a router in the process, and know the engines that it chooses among."""
+    """Implement `RequestRouter`: ask a router in the process, and know the engines that it chooses among."""
 
     def __init__(
         self, router: Router, engines: Engines, addresses: Callable[[], Iterable[EngineAddress]] | None = None
@@ -87,7 +87,7 @@ def names_nobody(found: Routed | Refused) -> bool:
 
 
 class FallbackRouter:
-    """Ask `router`, and `load` while it fails."""
+    """Implement `RequestRouter`: ask `router`, and `load` while it fails."""
 
     def __init__(self, router: RequestRouter, load: Router) -> None:
         self._router, self._load = router, load

@@ -87,7 +87,7 @@ class _Route:
 
 
 class RemoteRouter:
-    """See the module's header. It is a `RequestRouter`."""
+    """Implement `RequestRouter`; see the module's header."""
 
     def __init__(self, url: str, token: str, engines: Engines, authorities: Path | None = None) -> None:
         """Ask the Conductor at `url`; `authorities`: see Dialer."""

@@ -114,14 +114,17 @@ class UpstreamConnection:
 
     @property
     def is_whole(self) -> bool:
+        """Return whether the answer has ended and every piece of it was taken."""
         return self._parser.done and not self._parser.pieces
 
     @property
     def reusable(self) -> bool:
+        """Return whether the connection may take another request after this answer."""
         return self._parser.persists
 
     @property
     def status(self) -> int:
+        """Return the answer's status."""
         return self._parser.status
 
     @property

@@ -29,6 +29,7 @@ class Pool:
 
     @property
     def idle(self) -> int:
+        """Return how many connections wait for a request."""
         return len(self._idle)
 
     async def take(self, *, fresh: bool = False) -> UpstreamConnection:

@@ -111,6 +111,7 @@ class Engine:
         return self.down if self.down and self._answers(self) else ""
 
     def heard(self) -> None:
+        """Note that the engine sent something just now."""
         self._heard_s = monotonic()
 
     def ask(self, method: str, target: bytes, headers: bytes, body: Buffer = b"") -> Answer:
@@ -171,6 +172,7 @@ class Engine:
             connection.end(self.down)
 
     def bring_back(self) -> None:
+        """Let the engine get requests again, and log that where it got none."""
         self.heard()
         if self.down:
             log.warning("engine %s answers again", self.name)
