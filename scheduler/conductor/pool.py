@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import or_
+from typing import Any
 
 from kvfs._native.cluster.index import ClusterIndex
 from kvfs.errors import InvalidRequest, LimitExceeded
@@ -107,6 +108,7 @@ class Pool:
         """Make a pool for the model of its first instance. Raises InvalidNamespace."""
         self.model, self.weights = first.model, first.weights
         self.namespace = Namespace.from_mapping(first.namespace)
+        self._keyed_by = keyed_by(first)
         self.options = options
         self.members: dict[str, Member] = {}
         self.slots: list[Member | None] = []
@@ -123,10 +125,8 @@ class Pool:
     # --- members ------------------------------------------------------------------------------------------
     def check(self, instance: Instance) -> None:
         """Check that an instance belongs here. Raises InvalidRequest naming the difference."""
-        namespace = Namespace.from_mapping(instance.namespace)
-        mine, others = namespace.as_mapping(), self.namespace.as_mapping()
-        mine["weights"], others["weights"] = instance.weights, self.weights
-        for name, value in others.items():
+        mine = keyed_by(instance)
+        for name, value in self._keyed_by.items():
             if mine[name] != value:
                 raise InvalidRequest(
                     f"instance {instance.name!r}: {name} is {mine[name]!r}, but in the pool of {self.model!r} "
@@ -264,6 +264,11 @@ class Pool:
         count = len(tokens) // self.namespace.block_tokens
         extra = [self.weights.encode() + b"\0", *[None] * (count - 1)] if self.weights and count else None
         return prefix_hashes(self.namespace, tokens, extra=extra)
+
+
+def keyed_by(instance: Instance) -> dict[str, Any]:
+    """Return what the keys of an instance's blocks depend on, by name. Raises InvalidNamespace."""
+    return {**Namespace.from_mapping(instance.namespace).as_mapping(), "weights": instance.weights}
 
 
 def _planner(options: Options, index: ClusterIndex) -> Planner:

@@ -31,7 +31,7 @@ from kvfs.limits import (
     UNREACHABLE_S,
 )
 from scheduler.conductor.planning.planner import Role
-from scheduler.conductor.pool import Member, Options, Pool
+from scheduler.conductor.pool import Member, Options, Pool, keyed_by
 from scheduler.conductor.sources import Knowledge, Sources, Stream, StreamName
 from scheduler.conductor.values import EngineMetrics, Instance, unless_awaited
 
@@ -69,7 +69,9 @@ class Registry:
             if known[1].instance == instance:
                 return
             raise Exists(f"instance {instance.name!r} is registered with other values: delete it first")
-        _check_instance(instance, [member.instance for _, member in self._members.values()])
+        others = [member.instance for _, member in self._members.values()]
+        _check_instance(instance, others)
+        _check_rank(instance, others)
         if len(self._members) >= MAX_CONDUCTOR_INSTANCES:
             raise LimitExceeded(f"{MAX_CONDUCTOR_INSTANCES} instances are registered, which is the limit")
         pool = self._pools.get(instance.model)
@@ -148,13 +150,20 @@ class Registry:
 
     # --- what instances say of themselves, and clients of them ----------------------------------------------
     def unreachable(self, instance: str) -> None:
-        """Choose an instance no more until it answers again, for UNREACHABLE_S at most."""
+        """Choose an instance that failed no more until it answers again, for UNREACHABLE_S at most, nor the other ranks
+        behind its address."""
         known = self._members.get(instance)
         if known is not None:
             now_s = self._clock()
-            known[1].unreachable_until_s = now_s + UNREACHABLE_S
-            known[0].refresh(now_s)
+            for pool, member in self._behind_address_of(*known):
+                member.unreachable_until_s = now_s + UNREACHABLE_S
+                pool.refresh(now_s)
             self.counts["unreachable"] += 1
+
+    def _behind_address_of(self, pool: Pool, member: Member) -> list[tuple[Pool, Member]]:
+        """Return an instance and the other data-parallel ranks behind its address."""
+        ranks = (each for each in self._members.values() if _are_ranks(each[1].instance, member.instance))
+        return [(pool, member), *(each for each in ranks if each[1] is not member)]
 
     def observed(self, instance: str, metrics: EngineMetrics) -> None:
         """Note what an instance says of itself: it answers, and where it started anew its cache is empty."""
@@ -277,6 +286,41 @@ def streams_of(instance: Instance) -> list[Stream]:
     if instance.store_topic:
         streams.append(Stream(StreamName(instance.store_topic, 0), is_store=True))
     return streams
+
+
+def _are_ranks(one: Instance, other: Instance) -> bool:
+    """Return whether instances are data-parallel ranks behind one address."""
+    return one.url == other.url and None not in (one.data_parallel_rank, other.data_parallel_rank)
+
+
+def _check_rank(instance: Instance, others: Iterable[Instance]) -> None:
+    """Check that the ranks behind one address differ in their number, and in nothing that blocks depend on.
+
+    Raises InvalidRequest naming the difference, InvalidNamespace, LimitExceeded.
+    """
+    rank = instance.data_parallel_rank
+    if rank is not None and not 0 <= rank < MAX_ENGINE_STREAMS:
+        raise LimitExceeded(
+            f"instance {instance.name!r}: data_parallel_rank is {rank}: must be from 0 to {MAX_ENGINE_STREAMS - 1}"
+        )
+    for other in others:
+        if not _are_ranks(instance, other):
+            continue
+        if rank == other.data_parallel_rank:
+            raise InvalidRequest(
+                f"instance {instance.name!r}: {other.name!r} is rank {rank} of {other.url} already"
+            )
+        mine, theirs = keyed_by(instance), keyed_by(other)
+        pairs = [
+            ("model", instance.model, other.model),
+            *((name, mine[name], theirs[name]) for name in theirs),
+        ]
+        for name, own, its in pairs:
+            if own != its:
+                raise InvalidRequest(
+                    f"instance {instance.name!r}: {name} is {own!r}, but {its!r} in rank {other.data_parallel_rank} "
+                    "behind the same address; ranks of one engine share all that blocks are keyed by"
+                )
 
 
 def _check_instance(instance: Instance, others: Iterable[Instance]) -> None:

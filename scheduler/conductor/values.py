@@ -68,6 +68,9 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     """`HOST:PORT` where other nodes read its blocks (`[cluster] listen`); empty: they do not."""
     routable: bool = True
     """Whether requests are sent to it; else it is only asked about, and needs no `url`."""
+    data_parallel_rank: Annotated[int, _shown(minimum=0, maximum=MAX_ENGINE_STREAMS - 1)] | None = None
+    """The rank behind `url` that it is, of several: requests go to it by `X-Data-Parallel-Rank`. None: it is all there
+    is behind `url`."""
 
 
 def peer_between(holder: Instance, reader: Instance) -> str:
@@ -121,6 +124,9 @@ class Routed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefill: str | None = None
     """The instance that prefills first; None: `decode` does both."""
     prefill_url: str | None = None
+    decode_rank: int | None = None
+    """What `X-Data-Parallel-Rank` is to say at `decode_url`; None: nothing."""
+    prefill_rank: int | None = None
     prefill_peer: str = ""
     """`HOST:PORT` where the node of `decode` reads what `prefill` stores; empty: they share a store, or no other one is
     known."""

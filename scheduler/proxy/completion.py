@@ -44,7 +44,7 @@ from scheduler.proxy.routers.balance import BY_LOAD
 from scheduler.proxy.routers.fallback import RequestRouter
 from scheduler.proxy.tokens import Prompt
 from scheduler.proxy.upstream.connection import EngineFailed
-from scheduler.proxy.upstream.engines import Answer, Engine, Engines
+from scheduler.proxy.upstream.engines import Answer, Engine, EngineAddress, Engines
 
 log = logging.getLogger("kvfs.proxy")
 
@@ -192,7 +192,9 @@ class Legs:
         return list(dict.fromkeys([*request.failed, *down]))[: limits.MAX_EXCLUDED]
 
     def _pair(self, request: Completion, routed: Routed) -> _Pair:
-        decode = self._engine(request, routed.decode, routed.decode_url)
+        model = request.asked.model
+        at = EngineAddress(routed.decode_url, name=routed.decode, model=model, rank=routed.decode_rank)
+        decode = self._engine(request, at)
         skip = ""
         if routed.prefill is None or routed.prefill_url is None or routed.prefill == routed.decode:
             skip = "one_engine"
@@ -204,16 +206,18 @@ class Legs:
                 self._router.prefill_failed(routed.id)
             return _Pair(routed.id, decode, None)
         self.counts.events["prefill_legs"] += 1
-        prefill = self._engine(request, routed.prefill or "", routed.prefill_url or "")
-        return _Pair(routed.id, decode, prefill, routed.prefill_peer)
+        at = EngineAddress(
+            routed.prefill_url or "", name=routed.prefill or "", model=model, rank=routed.prefill_rank
+        )
+        return _Pair(routed.id, decode, self._engine(request, at), routed.prefill_peer)
 
-    def _engine(self, request: Completion, name: str, url: str) -> Engine:
+    def _engine(self, request: Completion, address: EngineAddress) -> Engine:
         """Return the engine that a router names. Raises EngineFailed with its name, which is excluded then."""
         try:
-            return self._engines.at(name, url, request.asked.model)
+            return self._engines.at(address)
         except EngineFailed as error:
-            request.failed.append(name)
-            raise EngineFailed(f"engine {name}: {error}", alive=error.alive) from None
+            request.failed.append(address.name)
+            raise EngineFailed(f"engine {address.name}: {error}", alive=error.alive) from None
 
     async def _run(self, request: Completion, pair: _Pair) -> None:
         request.prefill_usage, request.usage = None, NO_USAGE
@@ -299,9 +303,8 @@ class Legs:
             return put, put
         with self._at(request, engine):
             if engine.bootstrap_id is None:
-                engine.bootstrap_id = handover.engine_id(
-                    await self._engines.get(Place(host, int(port)), b"/query")
-                )
+                answer = await self._engines.get(Place(host, int(port)), b"/query")
+                engine.bootstrap_id = handover.engine_id(answer, engine.address.rank or 0)
         return handover.mooncake(bootstrap._replace(engine_id=engine.bootstrap_id), secrets.token_hex(16))
 
     async def _prefill_beside(self, request: Completion, engine: Engine, put: Put) -> None:

@@ -34,7 +34,7 @@ from scheduler.proxy.openai_errors import Failure, as_failure
 from scheduler.proxy.relay import COMMENT, ends_event
 from scheduler.proxy.tokens import BYTES_A_TOKEN, Prompt, Tokenizer
 from scheduler.proxy.upstream.connection import EngineFailed
-from scheduler.proxy.upstream.engines import Engine, Engines
+from scheduler.proxy.upstream.engines import RANK_HEADER, Engine, Engines
 
 log = logging.getLogger("kvfs.proxy")
 
@@ -50,10 +50,10 @@ _METHODS = frozenset(("GET", "POST"))
 _OWN_HEADERS = frozenset(
     (
         *(b"host", b"content-length", b"transfer-encoding", b"connection", b"keep-alive", b"expect", b"te"),
-        *(b"accept-encoding", b"upgrade", b"trailer", b"x-request-id", b"proxy-authorization"),
+        *(b"accept-encoding", b"upgrade", b"trailer", b"x-request-id", b"proxy-authorization", RANK_HEADER),
     )
 )
-"""Headers of the client's connection; and an answer that is packed could not be read."""
+"""Headers of the client's connection; whom a request is for, the proxy says; a packed answer could not be read."""
 _OWN_AND_BEARER = _OWN_HEADERS | {b"authorization"}
 _MAX_REQUEST_ID_BYTES = 128
 _METRICS = [("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)]

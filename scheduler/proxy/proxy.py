@@ -128,7 +128,12 @@ def _local(router: Router, engines: Engines) -> RequestRouter:
 def _address_of(member: Member) -> EngineAddress:
     known = member.instance
     draining = member.draining or member.relabels_to is not None or not known.routable
-    return EngineAddress(known.url, member.role, known.name, draining=draining, model=known.model)
+    return EngineAddress(
+        *(known.url, member.role, known.name),
+        draining=draining,
+        model=known.model,
+        rank=known.data_parallel_rank,
+    )
 
 
 class Service(Protocol):

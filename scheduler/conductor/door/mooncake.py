@@ -162,7 +162,9 @@ def _members(body: Asked, pool: Pool) -> list[Member]:
 def _identity(member: Member) -> _Identity:
     parts = member.instance.name.rsplit("|", 2)
     if member.instance.routable or len(parts) < 3 or not parts[2].isdecimal():
-        return _Identity(member.instance.name, DEFAULT_TENANT, str(member.instance.engine_rank))
+        known = member.instance
+        rank = known.engine_rank if known.data_parallel_rank is None else known.data_parallel_rank
+        return _Identity(known.name, DEFAULT_TENANT, str(rank))
     return _Identity(*parts)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import trio
 
@@ -97,10 +97,10 @@ class Listener:
 
     async def _probe_all(self, nursery: trio.Nursery) -> None:
         while True:
-            for instance in self._registry.instances():
-                if instance.routable and instance.name not in self._probing:
-                    self._probing.add(instance.name)
-                    nursery.start_soon(self._probe, instance)
+            for key, instances in _by_address(self._registry.instances()).items():
+                if key not in self._probing:
+                    self._probing.add(key)
+                    nursery.start_soon(self._probe, key, instances)
             await trio.sleep(PROBE_INTERVAL_S)
 
     def _ask_where_needed(self, nursery: trio.Nursery) -> None:
@@ -180,12 +180,25 @@ class Listener:
         finally:
             self._asking.discard(engine)
 
-    async def _probe(self, instance: Instance) -> None:
-        """Look at an instance's metrics once; a failure passes it over until it answers again."""
+    async def _probe(self, key: str, instances: list[Instance]) -> None:
+        """Look once at the metrics of an instance, or of the ranks behind one address; a failure passes them over until
+        they answer again."""
+        first = instances[0]
         try:
-            self._registry.observed(instance.name, await probe(instance.url))
+            found = await probe(first.url, [each.data_parallel_rank for each in instances])
+            for instance, metrics in zip(instances, found, strict=True):
+                self._registry.observed(instance.name, metrics)
         except ProbeFailed as error:
-            log.debug("instance %s: %s", instance.name, error)
-            self._registry.unreachable(instance.name)
+            log.debug("instance %s: %s", first.name, error)
+            self._registry.unreachable(first.name)
         finally:
-            self._probing.discard(instance.name)
+            self._probing.discard(key)
+
+
+def _by_address(instances: Iterable[Instance]) -> dict[str, list[Instance]]:
+    """Group the instances that requests are sent to by who is asked for their metrics: ranks by their address."""
+    found: dict[str, list[Instance]] = {}
+    for each in instances:
+        if each.routable:
+            found.setdefault(each.name if each.data_parallel_rank is None else each.url, []).append(each)
+    return found

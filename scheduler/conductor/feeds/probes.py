@@ -8,6 +8,8 @@ Concurrency: pure functions, and one task per call of `get`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import trio
 
 from kvfs.http.bounded_get import GetFailed, get
@@ -29,8 +31,11 @@ _REQUESTS = frozenset(
 )
 
 
-def parse_metrics(text: str) -> EngineMetrics:
-    """Read Prometheus's text format; lines that are not understood are passed over."""
+def parse_metrics(text: str, rank: int | None = None) -> EngineMetrics:
+    """Read Prometheus's text format; lines that are not understood are passed over.
+
+    `rank`: the data-parallel rank whose numbers are wanted; None: those of all, together.
+    """
     started_s: float | None = None
     requests: float | None = None
     is_asleep = False
@@ -38,11 +43,18 @@ def parse_metrics(text: str) -> EngineMetrics:
         name = line.partition("{")[0].partition(" ")[0]
         if name == "process_start_time_seconds":
             started_s = _value(line)
+        elif not _is_of(line, rank):
+            continue
         elif name in _REQUESTS:
             requests = (requests or 0.0) + (_value(line) or 0.0)
         elif name == "vllm:engine_sleep_state" and 'sleep_state="awake"' in line:
             is_asleep = is_asleep or _value(line) == 0
     return EngineMetrics(started_s, None if requests is None else int(requests), is_asleep)
+
+
+def _is_of(line: str, rank: int | None) -> bool:
+    """Return whether a sample is of this rank: vLLM labels each one with its number."""
+    return rank is None or f'{{engine="{rank}"' in line or f',engine="{rank}"' in line
 
 
 def _value(line: str) -> float | None:
@@ -53,12 +65,12 @@ def _value(line: str) -> float | None:
     return value if 0 <= value < 1e15 else None
 
 
-async def probe(url: str) -> EngineMetrics:
-    """Look at the metrics of the instance at `url`. Raises ProbeFailed."""
+async def probe(url: str, ranks: Sequence[int | None] = (None,)) -> list[EngineMetrics]:
+    """Look at the metrics of the instances at `url`, one for each of `ranks`. Raises ProbeFailed."""
     with trio.move_on_after(PROBE_WAIT_S):
         try:
             text = await get(url.rstrip("/") + "/metrics", MAX_METRICS_BYTES)
         except GetFailed as error:
             raise ProbeFailed(str(error)) from None
-        return parse_metrics(text.decode(errors="replace"))
+        return [parse_metrics(text.decode(errors="replace"), rank) for rank in ranks]
     raise ProbeFailed(f"no answer in {PROBE_WAIT_S} s")

@@ -63,6 +63,8 @@ class LoadRouter:
             decode_url=decode.address.url,
             prefill=None if alone else prefill.name,
             prefill_url=None if alone else prefill.address.url,
+            decode_rank=decode.address.rank,
+            prefill_rank=None if alone else prefill.address.rank,
             degraded=BY_LOAD,
         )
 

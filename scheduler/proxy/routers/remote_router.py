@@ -46,10 +46,11 @@ class _Known(msgspec.Struct):
     model: str = ""
     draining: bool = False
     routable: bool = True
+    data_parallel_rank: int | None = None
 
     def as_address(self) -> EngineAddress:
-        draining = self.draining or not self.routable
-        return EngineAddress(self.url, self.role, self.name, draining=draining, model=self.model)
+        draining, rank = self.draining or not self.routable, self.data_parallel_rank
+        return EngineAddress(self.url, self.role, self.name, draining=draining, model=self.model, rank=rank)
 
 
 class _Status(msgspec.Struct):

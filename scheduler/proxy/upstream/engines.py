@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from time import monotonic
-from typing import NamedTuple
+from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 import trio
@@ -36,6 +36,9 @@ from scheduler.proxy.upstream.connection_pool import Pool
 
 log = logging.getLogger("kvfs.proxy")
 
+RANK_HEADER: Final = b"x-data-parallel-rank"
+"""Tells an engine of several data-parallel ranks which of them a request is for."""
+
 
 class EngineAddress(NamedTuple):
     """Where an engine is and what it is for."""
@@ -50,6 +53,13 @@ class EngineAddress(NamedTuple):
     """Whether it takes no more requests, as its Conductor says."""
     model: str = ""
     """The one that its Conductor has it for; empty: none has, and it serves what it lists."""
+    rank: int | None = None
+    """The data-parallel rank that it is, of several behind its URL; None: it is all there is."""
+
+    @property
+    def place(self) -> tuple[str, int | None]:
+        """Return where requests go."""
+        return self.url, self.rank
 
 
 def is_engine_url(url: str) -> bool:
@@ -87,7 +97,9 @@ class Engine:
         self.tokenize_logged_s = -limits.LOG_INTERVAL_S
         self.bootstrap_id: str | None = None
         """What Mooncake's bootstrap server calls it, once that was asked."""
-        self._host = urlsplit(address.url).netloc.encode()
+        self._place_lines = b"Host: %b\r\n" % urlsplit(address.url).netloc.encode()
+        if address.rank is not None:
+            self._place_lines += b"%b: %d\r\n" % (RANK_HEADER, address.rank)
 
     @property
     def silent_s(self) -> float:
@@ -119,8 +131,8 @@ class Engine:
 
         `headers` are lines, each with its end.
         """
-        head = b"%b %b HTTP/1.1\r\nHost: %b\r\n%bContent-Length: %d\r\n\r\n" % (
-            *(method.encode(), target, self._host, headers, len(body)),
+        head = b"%b %b HTTP/1.1\r\n%b%bContent-Length: %d\r\n\r\n" % (
+            *(method.encode(), target, self._place_lines, headers, len(body)),
         )
         return Answer(self, [head, body] if body else [head])
 
@@ -256,16 +268,16 @@ class Engines:
     def __iter__(self) -> Iterator[Engine]:
         return iter(self._by_name.values())
 
-    def at(self, name: str, url: str, model: str = "") -> Engine:
+    def at(self, address: EngineAddress) -> Engine:
         """Return the engine that a router names; one that was not known, or is elsewhere now, is watched from here on.
 
         Raises EngineFailed for what is no URL, and where all engines are busy that there may be.
         """
-        engine = self._by_name.get(name)
-        if engine is not None and engine.address.url == url:
+        engine = self._by_name.get(address.name)
+        if engine is not None and engine.address.place == address.place:
             return engine
-        if not is_engine_url(url):
-            raise EngineFailed(f"{url!r} is no http(s)://HOST:PORT", alive=True)
+        if not is_engine_url(address.url):
+            raise EngineFailed(f"{address.url!r} is no http(s)://HOST:PORT", alive=True)
         if engine is None and len(self._by_name) >= limits.MAX_PROXY_ENGINES:
             unused = next((each for each in self if not each.requests), None)
             if unused is None:
@@ -273,7 +285,7 @@ class Engines:
             self._remove(unused)
         if engine is not None:
             self._remove(engine)
-        return self._add(EngineAddress(url, name=name, model=model))
+        return self._add(address)
 
     def follow(self, addresses: Iterable[EngineAddress]) -> None:
         """Watch a router's engines, and no other that it named; those of the start stay unless it names them too."""
@@ -281,7 +293,7 @@ class Engines:
         urls = {each.url for each in wanted.values()}
         for engine in list(self):
             address = wanted.get(engine.name)
-            if address is not None and address.url == engine.address.url:
+            if address is not None and address.place == engine.address.place:
                 engine.become(address)
             elif address is not None or engine.address.name or engine.address.url in urls:
                 self._remove(engine)
@@ -349,12 +361,22 @@ class Engines:
         return min(self.alive(exclude, model), key=lambda engine: engine.requests, default=None)
 
     def suspect(self, engine: Engine, reason: str) -> None:
-        """Give no requests to an engine that failed, until it answers a probe."""
+        """Give no requests to an engine that failed, until it answers a probe, nor to the ranks behind its address."""
         if not engine.down:
             self._unreachable(engine.name)
-        if self._by_name.get(engine.name) is engine:
-            self._down.add(engine.name)
-        engine.suspect(reason)
+        for each in [engine, *self._siblings_of(engine)]:
+            if self._by_name.get(each.name) is each:
+                self._down.add(each.name)
+            if each is engine or not each.down:
+                each.suspect(reason)
+
+    def _siblings_of(self, engine: Engine) -> list[Engine]:
+        """Return the other data-parallel ranks behind an engine's address."""
+        url, rank = engine.address.place
+        if rank is None:
+            return []
+        ranks = (each for each in self if each is not engine and each.address.rank is not None)
+        return [each for each in ranks if each.address.url == url]
 
     async def get(self, place: Place, target: bytes) -> bytes:
         """Ask an engine or a server beside it, on a connection of its own. Raises EngineFailed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
 from typing import Any
@@ -72,11 +72,11 @@ class Stand:
         self.listener = Listener(self.conductor.registry, self.feed, self.subscriber, trio.current_time)  # type: ignore[arg-type]
         self.metrics: dict[str, EngineMetrics | None] = {}
 
-    async def probe(self, url: str) -> EngineMetrics:
+    async def probe(self, url: str, ranks: Sequence[int | None]) -> list[EngineMetrics]:
         found = self.metrics.get(url, EngineMetrics())
         if found is None:
             raise ProbeFailed("dead")
-        return found
+        return [found] * len(ranks)
 
     def add(self, **values: Any) -> None:
         made = instance(**{"store_topic": "node", "store_replay": "tcp://x:1", **values})
@@ -168,10 +168,10 @@ async def test_who_does_not_answer_is_passed_over_and_a_wake_does_not_probe(
         probed = 0
         real = stand.probe
 
-        async def count(url: str) -> EngineMetrics:
+        async def count(url: str, ranks: Sequence[int | None]) -> list[EngineMetrics]:
             nonlocal probed
             probed += 1
-            return await real(url)
+            return await real(url, ranks)
 
         monkeypatch.setattr(module, "probe", count)
         await trio.sleep(2.5)
@@ -284,7 +284,7 @@ async def looked_at(talk: Talk) -> EngineMetrics:
         [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
         nursery.start_soon(trio.serve_listeners, serve, [listener])
         try:
-            found = await probe(f"http://127.0.0.1:{listener.socket.getsockname()[1]}/")
+            [found] = await probe(f"http://127.0.0.1:{listener.socket.getsockname()[1]}/")
         except ProbeFailed as error:
             found = error
         nursery.cancel_scope.cancel()

@@ -1,0 +1,102 @@
+"""Requests to data-parallel ranks behind one address: the header that chooses, and ranks that fail together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from scheduler.conductor.conductor import Conductor
+from tests.support.conductors import Clock, conductor, hears, instance, serving, tokens
+from tests.support.stub_engines import Stand, StubEngine, proxy_stand
+from tests.support.waits import until
+
+PROMPT = tokens(1, 1605)
+BODY = {"model": "m", "prompt": PROMPT, "max_tokens": 3}
+RANK = b"x-data-parallel-rank"
+CLIENTS_OWN = {"X-Data-Parallel-Rank": "7"}
+
+
+def register_ranks(made: Conductor, engine: StubEngine, roles: Sequence[str] = ("both", "both")) -> None:
+    for rank, role in enumerate(roles):
+        name = f"127.0.0.1:{engine.port}@{rank}"
+        topic = f"rank-{rank}-{engine.port}"
+        made.registry.add(
+            instance(name, url=engine.url, role=role, data_parallel_rank=rank, engine_topic=topic)
+        )
+
+
+def ranks_asked(engine: StubEngine) -> list[bytes | None]:
+    return [each.headers.get(RANK) for each in engine.completions]
+
+
+async def followed(stand: Stand, count: int) -> None:
+    """Wait until the proxy's engines are the instances, and no other."""
+    await until(lambda: [bool(each.address.name) for each in stand.proxy.engines] == [True] * count)
+
+
+async def test_a_request_says_which_rank_it_is_for_and_a_client_does_not_choose() -> None:
+    made = conductor(Clock())
+    async with proxy_stand(router=made) as stand:
+        [engine] = stand.engines
+        register_ranks(made, engine)
+        await followed(stand, 2)
+        hears(made, f"rank-1-{engine.port}", PROMPT[:1600])
+        assert (await stand.ask("/v1/completions", BODY, headers=CLIENTS_OWN)).status == 200
+        assert ranks_asked(engine) == [b"1"]
+
+
+async def test_each_leg_says_its_own_rank() -> None:
+    made = conductor(Clock())
+    async with proxy_stand(router=made) as stand:
+        register_ranks(made, stand.engines[0], ("decode", "prefill"))
+        await followed(stand, 2)
+        assert (await stand.ask("/v1/completions", BODY)).status == 200
+        assert ranks_asked(stand.engines[0]) == [b"1", b"0"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+async def test_an_engine_without_ranks_hears_of_none(path: str) -> None:
+    async with proxy_stand() as stand:
+        answer = await stand.ask(path, {"prompt": "p", "max_tokens": 3}, headers=CLIENTS_OWN)
+        assert answer.status == 200
+        assert [RANK in each.headers for each in stand.engines[0].asked] == [False]
+
+
+async def test_a_conductor_elsewhere_names_the_rank_and_load_knows_it_too() -> None:
+    async with serving() as (service, addresses), proxy_stand(conductor=addresses.http) as stand:
+        made, [engine] = service.conductor, stand.engines
+        register_ranks(made, engine)
+        hears(made, f"rank-1-{engine.port}", PROMPT[:1600])
+        assert (await stand.ask("/v1/completions", BODY)).status == 200
+        assert ranks_asked(engine) == [b"1"], "as its answer says"
+        await followed(stand, 2)
+        service.stop()
+        for _ in range(2):
+            assert (await stand.ask("/v1/completions", BODY)).status == 200
+        assert stand.proxy.router.counts["by_load"] == 2
+        assert set(ranks_asked(engine)[1:]) == {b"0", b"1"}
+
+
+async def test_what_fails_one_rank_suspects_the_others_behind_its_address() -> None:
+    """A retry goes to another address, not to the next rank of an engine that is gone."""
+    made = conductor(Clock())
+    async with proxy_stand("both", "both", router=made) as stand:
+        gone, other = stand.engines
+        register_ranks(made, gone, ("both",) * 4)
+        made.registry.add(instance("other", url=other.url))
+        await followed(stand, 5)
+        hears(made, f"rank-2-{gone.port}", PROMPT[:1600])
+        gone.die()
+        assert (await stand.ask("/v1/completions", BODY)).status == 200
+        assert len(other.completions) == 1
+        assert stand.proxy.legs.counts.events["failed_legs"] == 1
+        assert {each.name: bool(each.down) for each in stand.proxy.engines} == {
+            "other": False,
+            **{f"127.0.0.1:{gone.port}@{rank}": True for rank in range(4)},
+        }
+        reachable: dict[str, Any] = {each["name"]: each["reachable"] for each in made.status()["instances"]}
+        assert [name for name, is_reachable in reachable.items() if is_reachable] == ["other"]
+        await stand.restart(gone)
+        await until(lambda: not any(each.down for each in stand.proxy.engines))
