@@ -1,23 +1,26 @@
-"""One GET of a small answer, over a connection of its own.
+"""GETs of small answers, over a connection of their own or one that is kept.
 
 Responsibility: ask, and read an answer of a bounded size; whoever asks bounds the time.
 
-Concurrency: one trio task per call.
+Concurrency: one trio task per call, and per kept connection.
 """
 
 from __future__ import annotations
 
 import ssl
 from collections.abc import Sequence
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 import httptools
 import trio
 
 from kvfs.errors import ConfigError
-from kvfs.http.server_place import place_of
+from kvfs.http.server_place import Place, place_of
 from kvfs.http.tls import client_context
 from kvfs.limits import SESSION_CHUNK_BYTES
+
+_FAILURES = (OSError, trio.BrokenResourceError, ssl.SSLError, ValueError, ConfigError)
 
 
 class GetFailed(Exception):
@@ -31,7 +34,24 @@ class _Answer:
 
     def __init__(self, most_bytes: int) -> None:
         self.body, self.is_done = bytearray(), False
+        self.status = 0
+        """0 until the head has come."""
+        self.keeps_alive = False
+        """Whether the whole answer has come, nothing behind it, and the server keeps the connection."""
         self._most_bytes = most_bytes
+        self._parser = httptools.HttpResponseParser(self)
+        self._may_keep = False
+
+    def feed(self, data: bytes | bytearray) -> None:
+        self._parser.feed_data(data)
+
+    def on_message_begin(self) -> None:
+        self.keeps_alive = False
+
+    def on_headers_complete(self) -> None:
+        if not self.is_done:
+            self.status = self._parser.get_status_code()
+        self._may_keep = bool(self._parser.should_keep_alive())  # at the end llhttp has it no more
 
     def on_body(self, data: bytes) -> None:
         self.body += data
@@ -39,37 +59,90 @@ class _Answer:
             raise GetFailed(f"more than {self._most_bytes} bytes of a body")
 
     def on_message_complete(self) -> None:
-        self.is_done = True
+        self.is_done, self.keeps_alive = True, self._may_keep
 
 
 async def get(url: str, most_bytes: int, headers: Sequence[str] = ()) -> bytes:
     """Return the body at a URL. Raises GetFailed, which says why."""
     try:
         return await _get(url, most_bytes, headers)
-    except (OSError, trio.BrokenResourceError, ssl.SSLError, ValueError, ConfigError) as error:
+    except _FAILURES as error:
         raise GetFailed(f"{type(error).__name__}: {error}") from None
 
 
 async def _get(url: str, most_bytes: int, headers: Sequence[str]) -> bytes:
-    parts, place = urlsplit(url), place_of(url)
-    stream: trio.abc.Stream = await trio.open_tcp_stream(place.host, place.port)
-    if place.secure:
-        stream = trio.SSLStream(stream, client_context(), server_hostname=place.host, https_compatible=True)
-    async with stream:
-        lines = [
-            f"GET {parts.path} HTTP/1.1",
-            f"Host: {parts.netloc}",
-            *headers,
-            "Connection: close",
-            "\r\n",
-        ]
-        await stream.send_all("\r\n".join(lines).encode("ascii"))
-        return await _read(stream, most_bytes)
+    parts = urlsplit(url)
+    async with await _connect(place_of(url)) as stream:
+        await _ask(stream, parts.path, parts.netloc, [*headers, "Connection: close"])
+        answer = await _read(stream, most_bytes)
+    if answer.status != 200:
+        failed = GetFailed(f"status {answer.status}")
+        failed.status = answer.status
+        raise failed
+    return bytes(answer.body)
 
 
-async def _read(stream: trio.abc.ReceiveStream, most_bytes: int) -> bytes:
+class KeptConnection:
+    """GETs of one server, one after the other, over a connection that is kept while the server keeps it."""
+
+    def __init__(self, url: str, most_bytes: int) -> None:
+        """`url`: what all paths begin with; `most_bytes` of a body are read."""
+        self._base, self._host, self._place = (
+            urlsplit(url).path.rstrip("/"),
+            urlsplit(url).netloc,
+            place_of(url),
+        )
+        self._most_bytes = most_bytes
+        self._kept: trio.abc.Stream | None = None
+
+    async def status(self, path: str) -> int:
+        """Return the status of the answer at a path. Raises GetFailed, which says why there is none.
+
+        What fails on the kept connection, which the server may have closed, is asked again on a new one.
+        """
+        if self._kept is not None:
+            with suppress(*_FAILURES, GetFailed):
+                return await self._status(self._kept, path)
+        try:
+            return await self._status(await _connect(self._place), path)
+        except _FAILURES as error:
+            raise GetFailed(f"{type(error).__name__}: {error}") from None
+
+    async def _status(self, stream: trio.abc.Stream, path: str) -> int:
+        self._kept = stream
+        keeps = False
+        try:
+            await _ask(stream, self._base + path, self._host, ())
+            answer = await _read(stream, self._most_bytes)
+            if not answer.status:
+                raise GetFailed("it closed the connection without an answer")
+            keeps = answer.keeps_alive
+            return answer.status
+        finally:
+            if not keeps:
+                await self.close()
+
+    async def close(self) -> None:
+        """Close the connection, if there is one."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            await trio.aclose_forcefully(kept)
+
+
+async def _connect(place: Place) -> trio.abc.Stream:
+    stream = await trio.open_tcp_stream(place.host, place.port)
+    if not place.secure:
+        return stream
+    return trio.SSLStream(stream, client_context(), server_hostname=place.host, https_compatible=True)
+
+
+async def _ask(stream: trio.abc.SendStream, path: str, host: str, headers: Sequence[str]) -> None:
+    lines = [f"GET {path} HTTP/1.1", f"Host: {host}", *headers, "\r\n"]
+    await stream.send_all("\r\n".join(lines).encode("ascii"))
+
+
+async def _read(stream: trio.abc.ReceiveStream, most_bytes: int) -> _Answer:
     answer = _Answer(most_bytes)
-    parser = httptools.HttpResponseParser(answer)
     received = 0
     while not answer.is_done:
         data = await stream.receive_some(SESSION_CHUNK_BYTES)
@@ -79,12 +152,8 @@ async def _read(stream: trio.abc.ReceiveStream, most_bytes: int) -> bytes:
         if received > 2 * most_bytes:
             raise GetFailed(f"more than {2 * most_bytes} bytes of an answer")
         try:
-            parser.feed_data(data)
+            answer.feed(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             # What a callback raises is the cause.
             raise GetFailed(str(error.__context__ or error)) from None
-    if parser.get_status_code() != 200:
-        failed = GetFailed(f"status {parser.get_status_code()}")
-        failed.status = parser.get_status_code()
-        raise failed
-    return bytes(answer.body)
+    return answer

@@ -181,6 +181,16 @@ HEALTH_INTERVAL_S: Final = 0.4
 """How long an engine with requests may be silent before it is probed: with the probe, under 2 s."""
 HEALTH_TIMEOUT_S: Final = 1.0
 """How long an engine that sends nothing else may take to answer a probe."""
+HEALTH_ASK_INTERVAL_S: Final = 0.5
+"""How long a Conductor waits before it asks an instance again whether it is there; with HEALTH_TIMEOUT_S, under 2 s."""
+HEALTH_LOOK_S: Final = 0.1
+"""How often a Conductor looks who owes that answer: one look more or less is all that it is wrong by."""
+HEALTH_LATE_S: Final = 0.5
+"""A failure during which looks are missing for so long says nothing: the Conductor stood still, not the instance."""
+HEALTH_WAIT_S: Final = 5.0
+"""After so long it asks on a new connection: a stopped engine collects few, and a lost connection is noticed."""
+MAX_HEALTH_BYTES: Final = 64 * KIB
+"""One answer at `/health`: engines send nothing, or a line."""
 HEALTH_IDLE_S: Final = 5.0
 """How often an engine without requests is probed."""
 PROXY_RETRIES: Final = 2

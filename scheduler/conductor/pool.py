@@ -87,6 +87,9 @@ class Member:
     relabels_to: Role | None = None
     """The role that it gets once it has no requests; until then it takes no more."""
     unreachable_until_s: float = float("-inf")
+    """A client said that it failed a request."""
+    down: str = ""
+    """Why it is out; empty while it answers."""
     requests: int = 0
     """Reservations on it."""
     foreign: int = 0
@@ -98,7 +101,10 @@ class Member:
     def takes_work(self, now_s: float) -> bool:
         """Return whether the instance may be chosen now."""
         usable = self.instance.routable and not self.draining and self.relabels_to is None
-        return usable and now_s >= self.unreachable_until_s
+        return usable and self.is_reachable(now_s)
+
+    def is_reachable(self, now_s: float) -> bool:
+        return not self.down and now_s >= self.unreachable_until_s
 
 
 class Pool:

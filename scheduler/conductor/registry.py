@@ -165,6 +165,17 @@ class Registry:
         ranks = (each for each in self._members.values() if _are_ranks(each[1].instance, member.instance))
         return [(pool, member), *(each for each in ranks if each[1] is not member)]
 
+    def set_down(self, pool: Pool, member: Member, reason: str) -> None:
+        """Give an instance no more requests, or some again where `reason` is empty: it does not answer, or it does."""
+        name = member.instance.name
+        if not member.down:
+            log.warning("instance %s is out: %s", name, reason)
+            self.counts["unreachable"] += 1
+        elif not reason:
+            log.warning("instance %s answers again", name)
+        member.down = reason
+        pool.planner.take_work(member.slot, takes=member.takes_work(self._clock()))
+
     def observed(self, instance: str, metrics: EngineMetrics) -> None:
         """Note what an instance says of itself: it answers, and where it started anew its cache is empty."""
         known = self._members.get(instance)

@@ -45,7 +45,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 
     name: Name
     url: Annotated[str, _shown(maxLength=MAX_URL_BYTES, pattern="^https?://")]
-    """Where its OpenAI server answers; `/metrics` is looked at there."""
+    """Where its OpenAI server answers; `/health` and `/metrics` are asked for there."""
     model: Name
     """The name that clients ask for: all instances of one model form a pool."""
     namespace: dict[str, Any]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import trio
 
@@ -18,6 +19,7 @@ from kvfs.limits import MAX_INDEXED_BLOCKS
 from kvfs.namespaces import Namespace
 from scheduler.conductor.conductor import Conductor
 from scheduler.conductor.door.conductor_service import Addresses, ConductorService
+from scheduler.conductor.feeds.health import HealthWatch
 from scheduler.conductor.pool import Options
 from scheduler.conductor.sources import Knowledge, StreamName
 from scheduler.conductor.values import Instance, Routed, RouteRequest
@@ -154,11 +156,20 @@ class Asker:
         self._left += data
 
 
+async def _ask_nobody(_: HealthWatch) -> None:
+    await trio.sleep_forever()
+
+
 @asynccontextmanager
-async def serving(**settings: Any) -> AsyncIterator[tuple[ConductorService, Addresses]]:
-    """Run a Conductor's service on free ports."""
+async def serving(
+    *, health: bool = False, **settings: Any
+) -> AsyncIterator[tuple[ConductorService, Addresses]]:
+    """Run a Conductor's service on free ports. `health`: whether it asks instances, most of which are nowhere here."""
     given = {"listen": "127.0.0.1:0", "events": "tcp://127.0.0.1:*", **settings}
-    with ConductorService(ConductorSettings.model_validate(given)) as service:
+    with (
+        nullcontext() if health else patch.object(HealthWatch, "run", _ask_nobody),
+        ConductorService(ConductorSettings.model_validate(given)) as service,
+    ):
         async with trio.open_nursery() as nursery:
             addresses = await nursery.start(service.run)
             yield service, addresses

@@ -27,9 +27,11 @@ from tests.support.service import ROOT
 
 QUICKER = """
 import sys
+import scheduler.conductor.feeds.health as health
 import scheduler.conductor.feeds.listener as listener
 import scheduler.conductor.feeds.probes as probes
 listener.PROBE_INTERVAL_S, probes.PROBE_WAIT_S, listener.SILENT_STREAM_S = 0.2, 0.4, 2.0
+health.HEALTH_ASK_INTERVAL_S, health.HEALTH_LOOK_S = 0.1, 0.04
 from kvfs.__main__ import main
 sys.argv = ["kvfs", "conductor", "run", "--config", sys.argv[1]]
 main()

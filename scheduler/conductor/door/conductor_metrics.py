@@ -24,7 +24,7 @@ _COUNTS = {
     "cancelled": "Requests that were cancelled.",
     "orphaned": "Requests that ended because their instance was removed.",
     "unknown_ids": "Reports of requests that were over, or of another process.",
-    "unreachable": "Reports that an instance did not answer.",
+    "unreachable": "Reports that an instance failed, and times that one was found not to answer.",
     "restarts_seen": "Restarts and sleeps of engines that their metrics showed before any event.",
     "lost_batches": "Batches of events that no replay brought.",
     "mute_streams": "Publishers that said nothing of blocks which their engines made, and are not believed.",
@@ -38,7 +38,7 @@ _INSTANCE = {
     "active_requests": "Requests in the batch.",
     "requests": "Reservations.",
     "distrusted": "1 where its answers fall short of its events.",
-    "reachable": "1 unless it failed lately.",
+    "reachable": "1 unless it failed lately or does not answer.",
     "draining": "1 where it takes no more requests.",
 }
 _STREAM = ("unknown", "current", "partial", "mute")

@@ -256,7 +256,7 @@ def _problems(status: Mapping[str, Any], window: Window) -> Iterator[str]:
     for each in status["instances"]:
         state = instance_state(each)
         if state == "unreachable":
-            yield f"{each['name']} does not answer: it is passed over"
+            yield f"{each['name']} is passed over: {each['down'] or 'it failed a request'}"
         elif state == "distrusted":
             yield f"{each['name']} had less cached than its events said: its blocks do not count"
     for each in status["streams"]:

@@ -33,6 +33,7 @@ from scheduler.conductor.door.operations import Context
 from scheduler.conductor.feeds.discovery import InstancesFile
 from scheduler.conductor.feeds.engine_survey import EngineSurvey
 from scheduler.conductor.feeds.feed import Feed
+from scheduler.conductor.feeds.health import HealthWatch
 from scheduler.conductor.feeds.listener import Listener
 from scheduler.conductor.planning.planner import Role
 from scheduler.conductor.pool import Options
@@ -133,6 +134,7 @@ class ConductorService:
         async with trio.open_nursery() as background:
             background.start_soon(self._tick)
             background.start_soon(self._listener.run)
+            background.start_soon(HealthWatch(self.conductor.registry).run)
             background.start_soon(self._hub.run)
             if self._settings.instances is not None:
                 background.start_soon(InstancesFile(self._settings.instances, self).run)

@@ -181,16 +181,14 @@ class Listener:
             self._asking.discard(engine)
 
     async def _probe(self, key: str, instances: list[Instance]) -> None:
-        """Look once at the metrics of an instance, or of the ranks behind one address; a failure passes them over until
-        they answer again."""
+        """Look once at the metrics of an instance, or of the ranks behind one address; if it is there others ask."""
         first = instances[0]
         try:
             found = await probe(first.url, [each.data_parallel_rank for each in instances])
             for instance, metrics in zip(instances, found, strict=True):
                 self._registry.observed(instance.name, metrics)
         except ProbeFailed as error:
-            log.debug("instance %s: %s", first.name, error)
-            self._registry.unreachable(first.name)
+            log.debug("instance %s: no metrics: %s", first.name, error)
         finally:
             self._probing.discard(key)
 

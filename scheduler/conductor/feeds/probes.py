@@ -1,4 +1,4 @@
-"""What instances say of themselves at `/metrics`: that they answer, since when they run, how much they do.
+"""What instances say of themselves at `/metrics`: since when they run, how much they do.
 
 Responsibility: one bounded GET, and the few numbers that matter of vLLM's and SGLang's metrics. An idle engine sends no
 events, since they leave in a step, so its start time and its sleep are the signs that its cache is gone.

@@ -121,7 +121,7 @@ def test_a_snapshot_says_what_is_wrong_and_since_when() -> None:
     shown = conductor_snapshot(made, window, changed=True)
     text = "\n".join(shown.problems)
     for wrong in (
-        "c does not answer",
+        "c is passed over: it failed a request",
         "stranger: 1 batches",
         "engine-<b>: nothing was heard",
         "1 requests were routed by load",

@@ -159,7 +159,7 @@ async def test_an_engine_that_lost_batches_is_asked_for_all_that_it_can_replay_a
         assert len(stand.asked()) == 1 + limits.MANIFEST_TRIES
 
 
-async def test_who_does_not_answer_is_passed_over_and_a_wake_does_not_probe(
+async def test_who_sends_no_metrics_gets_requests_and_a_wake_does_not_probe(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
     async with listening(monkeypatch) as stand:
@@ -175,12 +175,15 @@ async def test_who_does_not_answer_is_passed_over_and_a_wake_does_not_probe(
 
         monkeypatch.setattr(module, "probe", count)
         await trio.sleep(2.5)
-        assert stand.conductor.status()["instances"][0]["reachable"] is False
+        assert stand.conductor.status()["instances"][0]["reachable"] is True
+        stand.conductor.unreachable("a")
         before = probed
         for _ in range(20):
             stand.listener.wake()
             await trio.sleep(0.01)
         assert probed == before
+        await trio.sleep(2.5)
+        assert stand.conductor.status()["instances"][0]["reachable"] is False
         stand.metrics["http://a.test"] = EngineMetrics()
         await trio.sleep(2.5)
         assert stand.conductor.status()["instances"][0]["reachable"] is True

@@ -1,0 +1,140 @@
+"""Whether instances are there: each that requests are sent to is asked at `/health`, and is out until it answers.
+
+Responsibility: ask each instance over a connection that is kept, and tell the registry who is out and who is back.
+
+Invariants:
+- An instance that answers 5xx, takes no connection, or is silent for limits.HEALTH_TIMEOUT_S is out within 2 s of its
+  last answer, and back with the next one that comes in time.
+- Silence counts in looks, one each limits.HEALTH_LOOK_S: time in which this process itself stood still is none, and
+  what failed while it did, for limits.HEALTH_LATE_S or longer, is asked again.
+- One question at a time goes to each instance; those of many are spread over HEALTH_ASK_INTERVAL_S.
+
+Concurrency: a trio task for each instance, and `run`, which alone judges silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import trio
+
+from kvfs.http.bounded_get import GetFailed, KeptConnection
+from kvfs.limits import (
+    HEALTH_ASK_INTERVAL_S,
+    HEALTH_LATE_S,
+    HEALTH_LOOK_S,
+    HEALTH_TIMEOUT_S,
+    HEALTH_WAIT_S,
+    MAX_HEALTH_BYTES,
+)
+from scheduler.conductor.pool import Member, Pool
+from scheduler.conductor.registry import Registry
+
+MOST_MISSED = round(HEALTH_TIMEOUT_S / HEALTH_LOOK_S)
+SPREAD = 0.618034
+"""Multiples of the golden ratio, without their whole parts, lie as far apart as can be, however many there are."""
+
+
+class Connection(Protocol):
+    """Where one instance is asked."""
+
+    async def status(self, path: str) -> int:
+        """Return the status of the answer. Raises GetFailed."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def connection_to(url: str) -> Connection:
+    return KeptConnection(url, MAX_HEALTH_BYTES)
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """An instance that is asked."""
+
+    pool: Pool
+    member: Member
+    connection: Connection
+    first_s: float
+    """How long to wait before it is first asked."""
+    missed: int | None = None
+    """Looks since it owes an answer, to one question or several; None while it owes none."""
+    gone: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+
+class HealthWatch:
+    """See the module's header."""
+
+    def __init__(self, registry: Registry, connect: Callable[[str], Connection] = connection_to) -> None:
+        self._registry, self._connect = registry, connect
+        self._asked: dict[Member, _Asked] = {}
+        self._started = 0
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        async with trio.open_nursery() as nursery:
+            while True:
+                self._follow(nursery)
+                await trio.sleep(HEALTH_LOOK_S)
+                await trio.lowlevel.checkpoint()  # answers that have come are read first
+                self._look()
+
+    def _follow(self, nursery: trio.Nursery) -> None:
+        """Ask the instances that are registered, and no others."""
+        members = {member: pool for pool, member in self._registry.members() if member.instance.routable}
+        for member in [each for each in self._asked if each not in members]:
+            self._asked.pop(member).gone.cancel()
+        for member, pool in members.items():
+            if member not in self._asked:
+                self._started += 1
+                first_s = self._started * SPREAD % 1 * HEALTH_ASK_INTERVAL_S
+                asked = _Asked(pool, member, self._connect(member.instance.url), first_s)
+                self._asked[member] = asked
+                nursery.start_soon(self._keep_asking, asked)
+
+    def _look(self) -> None:
+        """Put out who has owed an answer for too long."""
+        for asked in self._asked.values():
+            if asked.missed is not None:
+                asked.missed += 1
+                if asked.missed > MOST_MISSED:
+                    self._note(asked, f"it does not answer /health in {HEALTH_TIMEOUT_S:g} s")
+
+    async def _keep_asking(self, asked: _Asked) -> None:
+        try:
+            with asked.gone:
+                await trio.sleep(asked.first_s)
+                while True:
+                    if await self._ask(asked):
+                        await trio.sleep(HEALTH_ASK_INTERVAL_S)
+        finally:
+            await asked.connection.close()
+
+    async def _ask(self, asked: _Asked) -> bool:
+        """Ask once, and return whether that says anything."""
+        began_s = trio.current_time()
+        asked.missed = asked.missed or 0
+        fault: str | None = None
+        with trio.move_on_after(HEALTH_WAIT_S) as waiting:
+            try:
+                status = await asked.connection.status("/health")
+                if status >= 500:
+                    fault = f"its /health is {status}"
+                elif asked.missed <= MOST_MISSED:
+                    fault = ""
+            except GetFailed as error:
+                if trio.current_time() - began_s - asked.missed * HEALTH_LOOK_S < HEALTH_LATE_S:
+                    fault = str(error)
+        if waiting.cancelled_caught:
+            return False
+        asked.missed = None
+        if fault is not None:
+            self._note(asked, fault)
+        return fault is not None
+
+    def _note(self, asked: _Asked, fault: str) -> None:
+        if asked.member.down != fault:
+            self._registry.set_down(asked.pool, asked.member, fault)
