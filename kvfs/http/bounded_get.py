@@ -87,12 +87,7 @@ class KeptConnection:
 
     def __init__(self, url: str, most_bytes: int) -> None:
         """`url`: what all paths begin with; `most_bytes` of a body are read."""
-        self._base, self._host, self._place = (
-            urlsplit(url).path.rstrip("/"),
-            urlsplit(url).netloc,
-            place_of(url),
-        )
-        self._most_bytes = most_bytes
+        self._url, self._most_bytes = url, most_bytes
         self._kept: trio.abc.Stream | None = None
 
     async def status(self, path: str) -> int:
@@ -104,7 +99,7 @@ class KeptConnection:
             with suppress(*_FAILURES, GetFailed):
                 return await self._status(self._kept, path)
         try:
-            return await self._status(await _connect(self._place), path)
+            return await self._status(await _connect(place_of(self._url)), path)
         except _FAILURES as error:
             raise GetFailed(f"{type(error).__name__}: {error}") from None
 
@@ -112,7 +107,8 @@ class KeptConnection:
         self._kept = stream
         keeps = False
         try:
-            await _ask(stream, self._base + path, self._host, ())
+            parts = urlsplit(self._url)
+            await _ask(stream, parts.path.rstrip("/") + path, parts.netloc, ())
             answer = await _read(stream, self._most_bytes)
             if not answer.status:
                 raise GetFailed("it closed the connection without an answer")

@@ -168,6 +168,8 @@ class Registry:
     def set_down(self, pool: Pool, member: Member, reason: str) -> None:
         """Give an instance no more requests, or some again where `reason` is empty: it does not answer, or it does."""
         name = member.instance.name
+        if pool.members.get(name) is not member:  # removed meanwhile: its slot may be another one's
+            return
         if not member.down:
             log.warning("instance %s is out: %s", name, reason)
             self.counts["unreachable"] += 1

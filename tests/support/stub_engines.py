@@ -103,6 +103,7 @@ class StubEngine:
         self.asked: list[Asked] = []
         self.accepted = 0
         self.healthy = True
+        self.health_asked = 0
         self.frozen = False
         """Whether it takes connections and says nothing on any."""
         self.closes_second = False
@@ -181,6 +182,7 @@ class StubEngine:
     async def _answer(self, stream: trio.SocketStream, message: Message) -> bool:
         path = message.url.decode().partition("?")[0]
         if path == "/health":
+            self.health_asked += 1
             await send(stream, 200 if self.healthy else 503, b"{}")
             return True
         if path == "/v1/models":

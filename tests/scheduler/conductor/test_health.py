@@ -19,8 +19,8 @@ from scheduler.conductor.conductor import Conductor
 from scheduler.conductor.feeds import health, listener
 from scheduler.conductor.feeds.health import HealthWatch
 from scheduler.conductor.values import EngineMetrics
-from tests.support.conductors import conductor, instance, routed, serving, tokens
-from tests.support.stub_engines import Message, StubEngine
+from tests.support.conductors import Clock, conductor, instance, routed, serving, tokens
+from tests.support.stub_engines import StubEngine
 from tests.support.waits import until
 
 
@@ -191,6 +191,18 @@ async def test_only_those_that_requests_are_sent_to_are_asked_and_none_that_is_r
         assert (stand.up(), stand.servers["b"].open) == ({"a", "b", "c"}, 1)
 
 
+def test_what_is_found_of_one_that_was_removed_meanwhile_changes_nothing() -> None:
+    made = conductor(Clock(), instance("a"), instance("b"))
+    pool, member = made.registry.member("b")
+    made.registry.set_down(pool, member, "silent")
+    made.remove("b")
+    made.registry.set_down(pool, member, "")
+    assert {routed(made, tokens(n, 100)).decode for n in range(8)} == {"a"}
+    made.registry.add(instance("c"))
+    made.registry.set_down(pool, member, "silent")
+    assert "c" in {routed(made, tokens(n, 100)).decode for n in range(8, 20)}
+
+
 async def test_an_answer_does_not_end_what_a_client_reported(autojump_clock: MockClock) -> None:
     """An engine may answer there and still break requests: its metrics, which are read more slowly, end that."""
     async with watching("a", "b") as stand:
@@ -206,33 +218,21 @@ async def test_an_answer_does_not_end_what_a_client_reported(autojump_clock: Moc
 
 
 # --- on real sockets -----------------------------------------------------------------------------------------
-class AskedAtHealth(StubEngine):
-    """Counts questions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.health = 0
-
-    async def _answer(self, stream: trio.SocketStream, message: Message) -> bool:
-        self.health += message.url == b"/health"
-        return await super()._answer(stream, message)
-
-
 @asynccontextmanager
 async def two_engines(
     monkeypatch: pytest.MonkeyPatch,
-) -> AsyncIterator[tuple[Conductor, list[AskedAtHealth], trio.Nursery]]:
+) -> AsyncIterator[tuple[Conductor, list[StubEngine], trio.Nursery]]:
     """A Conductor's service and two engines; metrics are looked at once."""
     monkeypatch.setattr(health, "HEALTH_ASK_INTERVAL_S", 0.05)
     monkeypatch.setattr(listener, "PROBE_INTERVAL_S", 1e6)
-    engines = [AskedAtHealth(), AskedAtHealth()]
+    engines = [StubEngine(), StubEngine()]
     async with trio.open_nursery() as nursery:
         for engine in engines:
             await nursery.start(engine.run)
         async with serving(health=True) as (service, _):
             for engine in engines:
                 service.add(instance(str(engine.port), url=engine.url))
-            await until(lambda: all(engine.health > 3 for engine in engines))
+            await until(lambda: all(engine.health_asked > 3 for engine in engines))
             yield service.conductor, engines, nursery
         nursery.cancel_scope.cancel()
 
@@ -277,12 +277,12 @@ async def test_connections_are_kept_and_one_that_the_engine_closed_is_no_fault(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with two_engines(monkeypatch) as (made, (one, other), _):
-        asked = one.health
-        await until(lambda: one.health > asked + 10)
+        asked = one.health_asked
+        await until(lambda: one.health_asked > asked + 10)
         assert one.accepted <= 1 + 1, "one is that of its metrics"
         other.closes_second = True
-        asked = other.health
-        await until(lambda: other.health > asked + 10)
+        asked = other.health_asked
+        await until(lambda: other.health_asked > asked + 10)
         assert made.counts["unreachable"] == 0
         assert chosen(made) == {one.url, other.url}
 
@@ -291,13 +291,24 @@ async def test_a_loop_that_is_blocked_puts_nobody_out(monkeypatch: pytest.Monkey
     async with two_engines(monkeypatch) as (made, engines, _):
         for _ in range(3):
             time.sleep(1.2)  # noqa: ASYNC251 (it is to stand still)
-            asked = [each.health for each in engines]
+            asked = [each.health_asked for each in engines]
             await until(
                 lambda asked=asked: all(
-                    each.health > before + 2 for each, before in zip(engines, asked, strict=True)
+                    each.health_asked > before + 2 for each, before in zip(engines, asked, strict=True)
                 )
             )
         assert made.counts["unreachable"] == 0
+
+
+async def test_urls_that_are_none_put_out_their_instances_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever registers an instance may name anything that begins like a URL."""
+    async with two_engines(monkeypatch) as (made, (one, other), _):
+        for n, url in enumerate(("http://h:99999", "http://[", "http://h:x", "http://\u00e9.\udc80")):
+            made.registry.add(instance(f"wrong-{n}", url=url))
+        await until(lambda: sum(bool(each["down"]) for each in made.status()["instances"]) == 4)
+        asked = one.health_asked
+        await until(lambda: one.health_asked > asked + 2)
+        assert chosen(made) == {one.url, other.url}
 
 
 ANSWERS: dict[str, tuple[bytes, int | str, bool]] = {
