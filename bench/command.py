@@ -106,6 +106,7 @@ AT_S3: dict[str, Callable[[float], Result]] = {
     "cold.fetch_1m": cold.fetch_1m,
     "cold.fetch_16m": cold.fetch_16m,
     "conductor.route_http": conductor_http.route_http,
+    "conductor.watched_256": conductor_http.watched_256,
 }
 """Start services of their own, and most of them nginx."""
 OF_MACHINES: dict[str, Callable[[float], Result]] = {
@@ -180,6 +181,7 @@ BASELINES = {
     "conductor.decisions": "the Python policy",
     "conductor.match_256": "the Python index",
     **dict.fromkeys(OF_QUERIES, "the Python index"),
+    "conductor.watched_256": "no instances",
     "s3.get_1m": "nginx, sendfile",
     "s3.get_4k": "nginx, sendfile",
     "s3.put_1m_crc64": "the GET",

@@ -1,11 +1,13 @@
-"""What the Conductor's HTTP door takes: routes of prompts by 64 hashes over 32 connections to one process.
+"""What a Conductor's process takes: routes of prompts by 64 hashes over 32 connections, and watching 256 instances.
 
-Responsibility: the figure. `wrk` sends a route and then its end, in turns on each connection, so that queues stay as
-short as those of a cluster in use. The figure is the routes, each with its end, in a second of the process's own
-processor time: `wrk` and whatever else runs on the machine are no part of it. 16 instances, prompts that none holds.
+Responsibility: the figures. Routes: `wrk` sends a route and then its end, in turns on each connection, so that queues
+stay as short as those of a cluster in use. The figure is the routes, each with its end, in a second of the process's
+own processor time: `wrk` and whatever else runs on the machine are no part of it. 16 instances, whose caches hold
+nothing.
 
-There is no baseline: the same door without a decision is `/healthz`, whose figure is printed on stderr, with the rates
-by the clock.
+Routes have no baseline: the same door without a decision is `/healthz`, whose figure is printed on stderr, with the
+rates by the clock. Watching is the share of one core that a Conductor without requests takes for 256 instances, which
+are one process here (`bench.stub_engine`); its baseline is what it takes without any.
 """
 
 from __future__ import annotations
@@ -24,17 +26,22 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
 from threading import Thread
+from time import perf_counter, sleep
 from typing import Any, Final
 from urllib.request import Request, urlopen
 
 from bench import keys
 from bench.measure import Result
+from bench.proxy import child
 from kvfs.errors import DeviceMissing
 
 INSTANCES: Final = 16
 CONNECTIONS: Final = 32
 HASHES: Final = 64
 TURNS: Final = 3
+WATCHED: Final = 256
+SETTLE_S: Final = 1.0
+"""After so long every instance has been asked on a connection that is kept."""
 _RATE = re.compile(r"Requests/sec:\s+([0-9.]+)")
 _SCRIPT = """
 local bodies = {{ {bodies} }}
@@ -84,6 +91,23 @@ def route_http(seconds: float) -> Result:
         file=sys.stderr,
     )
     return Result("conductor.route_http", median(rates), "1/s")
+
+
+def watched_256(seconds: float) -> Result:
+    """Measure the share of a core that 256 instances take which no request goes to."""
+    with child("bench.stub_engine") as (_, port), _conductor() as (process, url):
+        alone = _share(process.pid, seconds)
+        for number in range(WATCHED):
+            _post(f"{url}/v1/instances", _instance(number, f"http://127.0.0.1:{port}"))
+        sleep(SETTLE_S)
+        return Result("conductor.watched_256", _share(process.pid, seconds), "%", alone)
+
+
+def _share(pid: int, seconds: float) -> float:
+    """Return the percentage of one core that a process takes."""
+    began_s, before_s = perf_counter(), _cpu_s(pid)
+    sleep(seconds)
+    return 100 * (_cpu_s(pid) - before_s) / (perf_counter() - began_s)
 
 
 def _bodies() -> list[str]:
@@ -137,6 +161,8 @@ def _wrk(seconds: float, script: Path | None, url: str) -> float:
 
 class _Metrics(BaseHTTPRequestHandler):
     """Answer as an idle engine does."""
+
+    protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
         self.send_response(200)
