@@ -104,8 +104,14 @@ def routes_itself(settings: Settings) -> bool:
 
 
 def conductor_settings(settings: Settings) -> ConductorSettings:
-    """Return the settings of the Conductor in the process, which with `conduct` asks the proxy's engines."""
-    own, proxy = settings.conductor, settings.proxy
+    """Return the settings of the Conductor in the process, which trusts whom the proxy does.
+
+    With `conduct` it asks the proxy's engines. Raises ConfigError where it has others of its own.
+    """
+    proxy = settings.proxy
+    own = settings.conductor.model_copy(
+        update={"authorities": settings.conductor.authorities or proxy.authorities}
+    )
     if not proxy.conduct:
         return own
     if own.asked:

@@ -369,6 +369,8 @@ class ConductorSettings(_Section):
     """Engines that are asked, for one of both."""
     engine_token: SecretStr = SecretStr("")
     """The engines' `--api-key`, which asking them for their models needs."""
+    authorities: AbsolutePath | None = None
+    """PEM file of who may sign the certificates of https:// engines. None: whom the system trusts."""
     policy: RoutingPolicy = "default"
     queue: QueueDiscipline = "fcfs"
     admission: AdmissionMode = "default"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httptools
@@ -27,6 +28,12 @@ class GetFailed(Exception):
     """A server does not answer, or not with what was asked for; `status` is that of another answer than 200."""
 
     status: int | None = None
+
+
+def _failed(error: Exception) -> GetFailed:
+    says_nothing = isinstance(error, trio.BrokenResourceError)
+    cause = (error.__cause__ if says_nothing else None) or error
+    return GetFailed(f"{type(cause).__name__}: {cause}")
 
 
 class _Answer:
@@ -62,17 +69,19 @@ class _Answer:
         self.is_done, self.keeps_alive = True, self._may_keep
 
 
-async def get(url: str, most_bytes: int, headers: Sequence[str] = ()) -> bytes:
-    """Return the body at a URL. Raises GetFailed, which says why."""
+async def get(
+    url: str, most_bytes: int, headers: Sequence[str] = (), authorities: Path | None = None
+) -> bytes:
+    """Return the body at a URL; `authorities`: see `client_context`. Raises GetFailed, which says why."""
     try:
-        return await _get(url, most_bytes, headers)
+        return await _get(url, most_bytes, headers, authorities)
     except _FAILURES as error:
-        raise GetFailed(f"{type(error).__name__}: {error}") from None
+        raise _failed(error) from None
 
 
-async def _get(url: str, most_bytes: int, headers: Sequence[str]) -> bytes:
+async def _get(url: str, most_bytes: int, headers: Sequence[str], authorities: Path | None) -> bytes:
     parts = urlsplit(url)
-    async with await _connect(place_of(url)) as stream:
+    async with await _connect(place_of(url), authorities) as stream:
         await _ask(stream, parts.path, parts.netloc, [*headers, "Connection: close"])
         answer = await _read(stream, most_bytes)
     if answer.status != 200:
@@ -85,9 +94,9 @@ async def _get(url: str, most_bytes: int, headers: Sequence[str]) -> bytes:
 class KeptConnection:
     """GETs of one server, one after the other, over a connection that is kept while the server keeps it."""
 
-    def __init__(self, url: str, most_bytes: int) -> None:
-        """`url`: what all paths begin with; `most_bytes` of a body are read."""
-        self._url, self._most_bytes = url, most_bytes
+    def __init__(self, url: str, most_bytes: int, authorities: Path | None = None) -> None:
+        """`url`: what all paths begin with; `most_bytes` of a body are read; `authorities`: see `client_context`."""
+        self._url, self._most_bytes, self._authorities = url, most_bytes, authorities
         self._kept: trio.abc.Stream | None = None
 
     async def status(self, path: str) -> int:
@@ -99,9 +108,9 @@ class KeptConnection:
             with suppress(*_FAILURES, GetFailed):
                 return await self._status(self._kept, path)
         try:
-            return await self._status(await _connect(place_of(self._url)), path)
+            return await self._status(await _connect(place_of(self._url), self._authorities), path)
         except _FAILURES as error:
-            raise GetFailed(f"{type(error).__name__}: {error}") from None
+            raise _failed(error) from None
 
     async def _status(self, stream: trio.abc.Stream, path: str) -> int:
         self._kept = stream
@@ -125,11 +134,12 @@ class KeptConnection:
             await trio.aclose_forcefully(kept)
 
 
-async def _connect(place: Place) -> trio.abc.Stream:
+async def _connect(place: Place, authorities: Path | None) -> trio.abc.Stream:
     stream = await trio.open_tcp_stream(place.host, place.port)
     if not place.secure:
         return stream
-    return trio.SSLStream(stream, client_context(), server_hostname=place.host, https_compatible=True)
+    context = client_context(authorities)
+    return trio.SSLStream(stream, context, server_hostname=place.host, https_compatible=True)
 
 
 async def _ask(stream: trio.abc.SendStream, path: str, host: str, headers: Sequence[str]) -> None:

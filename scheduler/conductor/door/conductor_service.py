@@ -13,6 +13,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import trio
@@ -22,6 +23,7 @@ from kvfs.config.settings import ConductorSettings, host_and_port
 from kvfs.errors import ConfigError, InvalidRequest
 from kvfs.events.sockets import Subscriber
 from kvfs.http.server import Certificate, Server, listen, take_signals
+from kvfs.http.tls import client_context
 from kvfs.limits import CONDUCTOR_TICK_S, MAX_INDEXED_BLOCKS
 from kvfs.watch.hub import Hub
 from kvfs.watch.panels import Snapshot
@@ -33,7 +35,7 @@ from scheduler.conductor.door.operations import Context
 from scheduler.conductor.feeds.discovery import InstancesFile
 from scheduler.conductor.feeds.engine_survey import EngineSurvey
 from scheduler.conductor.feeds.feed import Feed
-from scheduler.conductor.feeds.health import HealthWatch
+from scheduler.conductor.feeds.health import HealthWatch, connection_to
 from scheduler.conductor.feeds.listener import Listener
 from scheduler.conductor.planning.planner import Role
 from scheduler.conductor.pool import Options
@@ -83,6 +85,8 @@ class ConductorService:
     ) -> None:
         """Put the parts together and bind the endpoint of events. Raises ConfigError."""
         self._settings = settings
+        if settings.authorities is not None:
+            client_context(settings.authorities)
         certificate = None
         if settings.certificate is not None and settings.key is not None:
             certificate = Certificate(settings.certificate, settings.key)
@@ -90,7 +94,9 @@ class ConductorService:
         self.conductor.registry.awaited.update(settings.asked)
         feed = Feed(self.conductor.registry, time.monotonic)
         self._subscriber = subscriber_type(feed, settings.events)
-        self._listener = Listener(self.conductor.registry, feed, self._subscriber, time.monotonic)
+        self._listener = Listener(
+            self.conductor.registry, feed, self._subscriber, time.monotonic, settings.authorities
+        )
         self._hub = Hub(self._look)
         tokens = [token.get_secret_value() for token in settings.tokens]
         self._api = Api(Context(self.conductor, self._listener), tokens, self._hub)
@@ -134,12 +140,14 @@ class ConductorService:
         async with trio.open_nursery() as background:
             background.start_soon(self._tick)
             background.start_soon(self._listener.run)
-            background.start_soon(HealthWatch(self.conductor.registry).run)
+            authorities = self._settings.authorities
+            connect = partial(connection_to, authorities=authorities)
+            background.start_soon(HealthWatch(self.conductor.registry, connect).run)
             background.start_soon(self._hub.run)
             if self._settings.instances is not None:
                 background.start_soon(InstancesFile(self._settings.instances, self).run)
             token = self._settings.engine_token.get_secret_value()
-            await background.start(EngineSurvey(self._settings.asked, self, token).run)
+            await background.start(EngineSurvey(self._settings.asked, self, token, authorities).run)
             port = sockets[0].getsockname()[1]
             scheme = "http" if self._settings.certificate is None else "https"
             shown = f"[{host}]" if ":" in host else host or "*"

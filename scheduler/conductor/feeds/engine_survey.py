@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Protocol
 
 import trio
@@ -46,8 +47,16 @@ class Surveyed(Registrar, Protocol):
 class EngineSurvey:
     """Keep a Conductor's instances as engines say."""
 
-    def __init__(self, engines: Mapping[str, Role | None], registrar: Surveyed, token: str = "") -> None:
-        """`engines`: by URL, their roles; None: what they say. `token`: their `--api-key`."""
+    def __init__(
+        self,
+        engines: Mapping[str, Role | None],
+        registrar: Surveyed,
+        token: str = "",
+        authorities: Path | None = None,
+    ) -> None:
+        """`engines`: by URL, their roles; None: what they say. `token`: their `--api-key`. `authorities`: a PEM file of
+        who may sign their certificates; None: whom the system trusts."""
+        self._authorities = authorities
         self._engines, self._registrar = engines, registrar
         self._headers = [f"Authorization: Bearer {token}"] if token else []
         self._mine: dict[str, Instance] = {}
@@ -103,7 +112,7 @@ class EngineSurvey:
 
     async def _get(self, url: str, path: str, most_bytes: int = MAX_ENGINE_ANSWER_BYTES) -> bytes:
         try:
-            return await get(url + path, most_bytes, self._headers)
+            return await get(url + path, most_bytes, self._headers, self._authorities)
         except GetFailed as error:
             failed = GetFailed(f"{path}: {error}")
             failed.status = error.status

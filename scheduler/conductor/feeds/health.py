@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import trio
@@ -47,8 +48,9 @@ class Connection(Protocol):
     async def close(self) -> None: ...
 
 
-def connection_to(url: str) -> Connection:
-    return KeptConnection(url, MAX_HEALTH_BYTES)
+def connection_to(url: str, authorities: Path | None = None) -> Connection:
+    """Return where an instance is asked; `authorities`: see `client_context`."""
+    return KeptConnection(url, MAX_HEALTH_BYTES, authorities)
 
 
 @dataclass(slots=True, eq=False)

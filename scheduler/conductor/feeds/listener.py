@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import trio
 
@@ -33,8 +34,15 @@ class Listener:
     """See the module's header."""
 
     def __init__(
-        self, registry: Registry, feed: Feed, subscriber: Subscriber, clock: Callable[[], float]
+        self,
+        registry: Registry,
+        feed: Feed,
+        subscriber: Subscriber,
+        clock: Callable[[], float],
+        authorities: Path | None = None,
     ) -> None:
+        """`authorities`: a PEM file of who may sign instances' certificates; None: whom the system trusts."""
+        self._authorities = authorities
         self._registry, self._feed, self._subscriber, self._clock = registry, feed, subscriber, clock
         self._asking: set[Engine] = set()
         self._probing: set[str] = set()
@@ -184,7 +192,8 @@ class Listener:
         """Look once at the metrics of an instance, or of the ranks behind one address; if it is there others ask."""
         first = instances[0]
         try:
-            found = await probe(first.url, [each.data_parallel_rank for each in instances])
+            ranks = [each.data_parallel_rank for each in instances]
+            found = await probe(first.url, ranks, self._authorities)
             for instance, metrics in zip(instances, found, strict=True):
                 self._registry.observed(instance.name, metrics)
         except ProbeFailed as error:

@@ -9,6 +9,7 @@ Concurrency: pure functions, and one task per call of `get`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import trio
 
@@ -65,11 +66,16 @@ def _value(line: str) -> float | None:
     return value if 0 <= value < 1e15 else None
 
 
-async def probe(url: str, ranks: Sequence[int | None] = (None,)) -> list[EngineMetrics]:
-    """Look at the metrics of the instances at `url`, one for each of `ranks`. Raises ProbeFailed."""
+async def probe(
+    url: str, ranks: Sequence[int | None] = (None,), authorities: Path | None = None
+) -> list[EngineMetrics]:
+    """Look at the metrics of the instances at `url`, one for each of `ranks`; `authorities`: see `client_context`.
+
+    Raises ProbeFailed.
+    """
     with trio.move_on_after(PROBE_WAIT_S):
         try:
-            text = await get(url.rstrip("/") + "/metrics", MAX_METRICS_BYTES)
+            text = await get(url.rstrip("/") + "/metrics", MAX_METRICS_BYTES, authorities=authorities)
         except GetFailed as error:
             raise ProbeFailed(str(error)) from None
         return [parse_metrics(text.decode(errors="replace"), rank) for rank in ranks]

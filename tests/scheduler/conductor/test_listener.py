@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,7 +73,9 @@ class Stand:
         self.listener = Listener(self.conductor.registry, self.feed, self.subscriber, trio.current_time)  # type: ignore[arg-type]
         self.metrics: dict[str, EngineMetrics | None] = {}
 
-    async def probe(self, url: str, ranks: Sequence[int | None]) -> list[EngineMetrics]:
+    async def probe(
+        self, url: str, ranks: Sequence[int | None], authorities: Path | None = None
+    ) -> list[EngineMetrics]:
         found = self.metrics.get(url, EngineMetrics())
         if found is None:
             raise ProbeFailed("dead")
@@ -168,7 +171,9 @@ async def test_who_sends_no_metrics_gets_requests_and_a_wake_does_not_probe(
         probed = 0
         real = stand.probe
 
-        async def count(url: str, ranks: Sequence[int | None]) -> list[EngineMetrics]:
+        async def count(
+            url: str, ranks: Sequence[int | None], authorities: Path | None
+        ) -> list[EngineMetrics]:
             nonlocal probed
             probed += 1
             return await real(url, ranks)

@@ -6,10 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 
+from kvfs.cli.proxy_command import conductor_settings
+from kvfs.config.load import load
 from kvfs.errors import ConfigError
 from kvfs.http.server import Certificate
+from scheduler.conductor.feeds import health
 from scheduler.proxy.upstream.engines import Engines
+from tests.support.asked_engines import AskedEngine, info
 from tests.support.certificates import certificate
 from tests.support.conductors import instance, serving
 from tests.support.stub_engines import proxy_stand
@@ -78,6 +83,55 @@ async def test_a_conductor_elsewhere_routes_over_tls(signed: Certificate) -> Non
         assert (await stand.ask(PATH, CHAT)).status == 200
         await until(lambda: service.conductor.counts["done"] == 1)
         assert stand.proxy.router.counts["by_load"] == 0
+
+
+async def test_a_conductor_asks_https_engines_whose_certificates_it_trusts(
+    signed: Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "HEALTH_ASK_INTERVAL_S", 0.05)
+    engine = AskedEngine(metrics=info(store_topic="") + "vllm:num_requests_running 3\n")
+    engine.certificate = signed
+    async with trio.open_nursery() as nursery:
+        await nursery.start(engine.run)
+        trusting = serving(health=True, engines=[engine.url], authorities=str(signed.certificate))
+        async with trusting as (service, _):
+            [found] = service.conductor.status()["instances"]
+            assert found["url"] == engine.url
+            await until(lambda: engine.health_asked > 3)
+            await until(lambda: service.conductor.status()["instances"][0]["active_requests"] == 3)
+            assert service.conductor.counts["unreachable"] == 0
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_conductor_says_why_it_does_not_trust_an_engine(
+    signed: Certificate, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = AskedEngine()
+    engine.certificate = signed
+    async with trio.open_nursery() as nursery:
+        await nursery.start(engine.run)
+        async with serving(health=True, engines=[engine.url]) as (service, _):
+            assert service.conductor.registry.awaited == {engine.url}
+            assert f"engine {engine.url}: /v1/models: SSLCertVerificationError: " in caplog.text
+            service.add(instance("i0", url=engine.url))
+            await until(lambda: bool(service.conductor.status()["instances"][0]["down"]))
+            assert "CERTIFICATE_VERIFY_FAILED" in service.conductor.status()["instances"][0]["down"]
+        nursery.cancel_scope.cancel()
+
+
+def test_a_proxy_s_conductor_trusts_whom_the_proxy_does(tmp_path: Path) -> None:
+    given = {("proxy", "engines"): ["https://h:1"], ("proxy", "conduct"): True}
+    own, proxys = tmp_path / "own.pem", tmp_path / "proxy.pem"
+    settings = load(None, given | {("proxy", "authorities"): str(proxys)})
+    assert conductor_settings(settings).authorities == proxys
+    both = given | {("proxy", "authorities"): str(proxys), ("conductor", "authorities"): str(own)}
+    assert conductor_settings(load(None, both)).authorities == own
+
+
+async def test_a_conductor_names_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"authorities .*absent\.pem"):
+        async with serving(authorities=str(tmp_path / "absent.pem")):
+            pass
 
 
 def test_a_file_that_holds_no_certificate_is_named(tmp_path: Path) -> None:
