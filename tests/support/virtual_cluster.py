@@ -1,8 +1,9 @@
 """Engines in virtual time behind a whole Conductor: what it decides happens, and comes back as events and reports.
 
-Responsibility: `VirtualCluster` replays a trace: each arrival is routed, prefilled by the engine that was named, one
-prompt at a time, decoded, and reported; what engines store and evict is published in messages, as over the sockets.
-`Oracle` keeps the same in plain Python, from what was answered and published alone, and decides beside it.
+Responsibility: `VirtualCluster` replays a trace: each arrival is judged and routed, prefilled by the engine that was
+named, one prompt at a time, decoded there or by another, and reported; what engines store and evict is published in
+messages, as over the sockets. `Oracle` keeps the same in plain Python, from what was answered and published alone, and
+decides beside it.
 
 Concurrency: one thread, and a clock that jumps from event to event.
 """
@@ -28,10 +29,11 @@ from kvfs.events.kv_events import (
 from kvfs.limits import CONDUCTOR_TICK_S, EXPECTED_BLOCKS_S, MAX_INDEXED_BLOCKS, OVERDUE_S
 from scheduler.conductor.conductor import Conductor
 from scheduler.conductor.feeds.feed import Feed
+from scheduler.conductor.planning.planner import Role
 from scheduler.conductor.pool import NOT_SENT_BYTES_S
 from scheduler.conductor.pool import Options as Deciding
-from scheduler.conductor.values import Instance, Routed, RouteRequest, Usage
-from scheduler.routing.admission import Mode
+from scheduler.conductor.values import Instance, Refused, Routed, RouteRequest, Usage
+from scheduler.routing.admission import Admission, Verdict, admit
 from scheduler.routing.cluster import uniform_cluster
 from scheduler.routing.commitments import Ledger
 from scheduler.routing.decisions import Decision, Prompt
@@ -62,7 +64,10 @@ class Oracle:
     def __init__(self, options: Options) -> None:
         self._options, self._count = options, options.prefill
         self._cluster = uniform_cluster(
-            self._count, self._count, network_bytes_s=NOT_SENT_BYTES_S, discipline=options.discipline
+            self._count,
+            options.decode or self._count,
+            network_bytes_s=NOT_SENT_BYTES_S,
+            discipline=options.discipline,
         )
         self._ledger = Ledger(self._cluster)
         self._index = PrefixIndex()
@@ -70,6 +75,8 @@ class Oracle:
         self._expected: list[set[int]] = [set() for _ in range(self._count)]
         self._fading: list[tuple[float, int, tuple[int, ...]]] = []
         self._jobs: dict[int, tuple[Job, tuple[int, ...]]] = {}
+        self._decodes: dict[int, tuple[int, int]] = {}
+        """By request: its decode instance and the tokens that count there."""
         self._turn = 0
 
     def decide(self, request: Request, now_s: float) -> Decision:
@@ -77,15 +84,26 @@ class Oracle:
         prompt = Prompt(now_s, request.input_tokens, runs, BLOCK_TOKENS)
         self._turn += 1
         policy, costs = self._options.policy, self._options.costs
-        return route(prompt, self._cluster, costs, now_s, policy=policy, turn=self._turn - 1)
+        decision = route(prompt, self._cluster, costs, now_s, policy=policy, turn=self._turn - 1)
+        if self._options.decode or decision.prefill is None:
+            return decision
+        own = decision.prefill.instance
+        decode = next(each for each in decision.considered_decode if each.instance == own)
+        return decision._replace(decode=decode)
+
+    def judge(self, decision: Decision) -> Admission:
+        return admit(decision, self._options.costs, self._options.slo, self._options.admission)
 
     def commit(self, number: int, request: Request, decision: Decision, now_s: float) -> None:
-        chosen = decision.prefill
+        chosen, decode = decision.prefill, decision.decode
         assert chosen is not None
+        assert decode is not None
         n = chosen.instance
-        decode = next(each for each in decision.considered_decode if each.instance == n)
         prompt = Prompt(now_s, request.input_tokens, (), BLOCK_TOKENS)
-        job = self._ledger.commit(number, prompt, decision._replace(decode=decode), now_s)
+        job = self._ledger.commit(
+            number, prompt, decision, now_s, promised_s=self._options.slo.ttft_s
+        )
+        self._decodes[number] = decode.instance, request.input_tokens
         made = request.blocks[chosen.reused_blocks : request.input_tokens // BLOCK_TOKENS]
         for block in made:
             self._index.add(block, n, job)
@@ -97,6 +115,17 @@ class Oracle:
         if number in self._jobs:  # else it was overdue
             self._end(number, now_s)
         self._ledger.joined(number)
+        self._count_active(number, 1)
+
+    def done(self, number: int, output_tokens: int) -> None:
+        self._cluster.answered(output_tokens)
+        self._count_active(number, -1)
+        del self._decodes[number]
+
+    def _count_active(self, number: int, by: int) -> None:
+        n, tokens = self._decodes[number]
+        self._cluster.decode[n].active_requests += by
+        self._cluster.decode[n].active_tokens += by * tokens
 
     def _end(self, number: int, now_s: float) -> None:
         job, made = self._jobs.pop(number)
@@ -163,24 +192,31 @@ class _Engine:
 
 
 class VirtualCluster:
-    """See the module's header. `report_s`: how long events and reports take from an engine to the Conductor. `engines`:
-    whether events are those of engines, with tokens, and prompts are asked for by tokens; else keys of stores."""
+    """See the module's header. With `options.decode` engines that prefill come first, and then those that decode.
+
+    `report_s`: how long events and reports take from an engine to the Conductor. `engines`: whether events are those of
+    engines, with tokens, and prompts are asked for by tokens; else keys of stores.
+    """
 
     def __init__(self, options: Options, *, report_s: float = 0.0, engines: bool = False) -> None:
         self.options, self._report_s, self._by_tokens = options, report_s, engines
+        self._first_decode = options.prefill if options.decode else 0
         self.events = Events()
         deciding = Deciding(
             costs=options.costs,
             policy=options.policy,
             discipline=options.discipline,
-            admission=Mode.NONE,
+            admission=options.admission,
+            slo=options.slo,
             fitted=False,
         )
         self.conductor = Conductor(ClusterIndex(MAX_INDEXED_BLOCKS), deciding, lambda: self.events.now_s)
         self.feed = Feed(self.conductor.registry, lambda: self.events.now_s)
         namespace = replace(NAMESPACE, block_tokens=BLOCK_TOKENS).as_mapping()
-        for n in range(options.prefill):
-            made = Instance(name=f"i{n}", url="http://x", model="m", namespace=namespace)
+        sides: list[Role] = ["prefill"] * options.prefill + ["decode"] * options.decode
+        for n, side in enumerate(sides):
+            role: Role = side if options.decode else "both"
+            made = Instance(name=f"i{n}", url="http://x", model="m", namespace=namespace, role=role)
             topic = {"engine_topic" if engines else "store_topic": f"node-{n}"}
             self.conductor.registry.add(msgspec.structs.replace(made, **topic))
         self._engines = [_Engine(n, BlockLru(options.cache_blocks)) for n in range(options.prefill)]
@@ -192,6 +228,7 @@ class VirtualCluster:
         self.places: dict[int, tuple[int, int]] = {}
         """By request, its engine and how many blocks that had of it."""
         self.evicted = 0
+        self.refused = 0
         self._live = 0
 
     @property
@@ -216,30 +253,36 @@ class VirtualCluster:
     def _arrive(self, number: int, request: Request) -> None:
         now_s = self.events.now_s
         decision = self.oracle.decide(request, now_s)
+        admission = self.oracle.judge(decision)
         found = self.conductor.route(self._asked(request))
-        assert isinstance(found, Routed), found
-        assert decision.prefill is not None
-        wanted = (
-            f"i{decision.prefill.instance}",
-            decision.prefill.reused_blocks * BLOCK_TOKENS,
-            decision.ttft_s,
-        )
-        if (found.decode, found.cached_tokens, found.ttft_s) != wanted:
-            self.differing.append(
-                f"{number}: {found.decode, found.cached_tokens, found.ttft_s} is not {wanted}"
-            )
+        wanted: tuple[object, ...] = admission.reason.value, admission.retry_after_s
+        if admission.verdict is Verdict.ADMIT:
+            assert decision.prefill is not None
+            assert decision.decode is not None
+            first, decode = decision.prefill, decision.decode.instance + self._first_decode
+            wanted = f"i{first.instance}", f"i{decode}", first.reused_blocks * BLOCK_TOKENS, decision.ttft_s
+        if isinstance(found, Refused):
+            got: tuple[object, ...] = found.reason, found.retry_after_s
+        else:
+            got = found.prefill or found.decode, found.decode, found.cached_tokens, found.ttft_s
+        if got != wanted:
+            self.differing.append(f"{number}: {got} is not {wanted}")
+        if isinstance(found, Refused):
+            self.refused += 1
+            self._live -= 1
+            return
         self.oracle.commit(number, request, decision, now_s)
-        engine = self._engines[int(found.decode[1:])]
+        engine = self._engines[int((found.prefill or found.decode)[1:])]
         engine.waiting.append(_Prefill(number, request, found.id, now_s, now_s + found.ttft_s))
         self._start(engine)
 
     def _asked(self, request: Request) -> RouteRequest:
-        blocks = request.blocks[: request.input_tokens // BLOCK_TOKENS]
+        blocks, apart = request.blocks[: request.input_tokens // BLOCK_TOKENS], bool(self.options.decode)
         if self._by_tokens:
             tail = [0] * (request.input_tokens % BLOCK_TOKENS)
-            return RouteRequest(model="m", tokens=tokens(blocks) + tail)
+            return RouteRequest(model="m", tokens=tokens(blocks) + tail, both_legs=apart)
         hashes = [key(block).hex() for block in blocks]
-        return RouteRequest(model="m", hashes=hashes, length=request.input_tokens)
+        return RouteRequest(model="m", hashes=hashes, length=request.input_tokens, both_legs=apart)
 
     def _start(self, engine: _Engine) -> None:
         if engine.running is not None or not engine.waiting:
@@ -306,12 +349,15 @@ class VirtualCluster:
             engine.sequence += 1
             self.oracle.stored(engine.slot, new)
             self.oracle.evicted(engine.slot, gone)
+        if self.options.decode:
+            self.conductor.prefilled(job.id)
         self.conductor.first_token(job.id)
         self.oracle.prefilled(job.number, now_s)
         step_s = self.options.costs.step_s(job.request.input_tokens, 1)
         self.events.at(now_s + step_s * job.request.output_tokens, self._done, job)
 
     def _done(self, job: _Prefill) -> None:
-        cached = job.reused * BLOCK_TOKENS
-        self.conductor.done(job.id, Usage(cached_tokens=cached, output_tokens=job.request.output_tokens))
+        cached, output_tokens = job.reused * BLOCK_TOKENS, job.request.output_tokens
+        self.conductor.done(job.id, Usage(cached, output_tokens, prefill_leg=bool(self.options.decode)))
+        self.oracle.done(job.number, output_tokens)
         self._live -= 1

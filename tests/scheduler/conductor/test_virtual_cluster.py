@@ -19,9 +19,11 @@ from pathlib import Path
 import pytest
 
 from scheduler.conductor.pool import NOT_SENT_BYTES_S
+from scheduler.routing.admission import Mode, Slo
 from scheduler.routing.cost import table_costs
 from scheduler.routing.queues import Discipline
 from scheduler.simulation.options import Options
+from scheduler.simulation.results import Outcome
 from scheduler.simulation.simulate import simulate
 from scheduler.simulation.traces import BLOCK_TOKENS, Request, read_trace
 from tests.support.traces import small_trace
@@ -48,7 +50,8 @@ def replayed(trace: Sequence[Request], wanted: Options, **values: object) -> Vir
     cluster.replay(trace)
     assert not cluster.differing, cluster.differing[:3]
     status = cluster.conductor.status()
-    assert (status["reservations"], status["counts"]["done"], status["expired"]) == (0, len(trace), 0)
+    answered = len(trace) - cluster.refused
+    assert (status["reservations"], status["counts"]["done"], status["expired"]) == (0, answered, 0)
     assert {each["active_tokens"] + each["queued"] for each in status["instances"]} == {0}
     return cluster
 
@@ -71,6 +74,28 @@ def test_a_generated_trace(policy: str, cache_blocks: int, engines: bool) -> Non
     assert cluster.mean_ttft_s == pytest.approx(mean_ttft_s(whole_blocks(trace), wanted), rel=MOST_ERROR)
     if not cluster.evicted:
         assert max(map(abs, cluster.errors_s)) < 1e-6, "first tokens come when they were predicted"
+
+
+APART: dict[str, object] = {"prefill": 8, "decode": 8, "admission": Mode.DEFAULT, "slo": Slo(ttft_s=10.0)}
+"""Eight engines that prefill and eight that decode, where no first token is promised that would come later."""
+
+
+def admitted_as_simulated(trace: Sequence[Request], wanted: Options) -> VirtualCluster:
+    """Replay a trace; as many are refused as `kvfs simulate` refuses, and first tokens come when it has them come."""
+    cluster, found = replayed(trace, wanted), simulate(whole_blocks(trace), wanted)
+    refused = sum(record.outcome is Outcome.REJECTED for record in found.records)
+    assert cluster.refused == pytest.approx(refused, rel=MOST_ERROR)
+    assert cluster.mean_ttft_s == pytest.approx(sum(found.ttft_s) / len(found.ttft_s), rel=MOST_ERROR)
+    assert max(cluster.ttft_s) <= wanted.slo.ttft_s
+    return cluster
+
+
+@pytest.mark.parametrize("policy", ["local", "default"])
+def test_prefill_and_decode_apart_with_admission(policy: str) -> None:
+    cluster = admitted_as_simulated(
+        small_trace(6, 600), options(policy=policy, cache_blocks=6000, speed=30.0, **APART)
+    )
+    assert cluster.refused > 20
 
 
 @pytest.mark.parametrize("discipline", Discipline)
@@ -143,3 +168,9 @@ def test_the_public_trace_beyond_saturation(public: list[Request]) -> None:
     wanted, trace = options(cache_blocks=300_000, speed=4.0), public[:REQUESTS]
     cluster = replayed(trace, wanted)
     assert cluster.mean_ttft_s == pytest.approx(mean_ttft_s(whole_blocks(trace), wanted), rel=1e-6)
+
+
+def test_the_public_trace_prefilled_and_decoded_apart(public: list[Request]) -> None:
+    """Half as many engines prefill, at three times the arrivals: admission refuses, and keeps its promise to the rest."""
+    cluster = admitted_as_simulated(public[:REQUESTS], options(cache_blocks=300_000, speed=3.0, **APART))
+    assert cluster.refused > REQUESTS // 100
