@@ -89,7 +89,7 @@ class Model:
         return found
 
     def forget_removals(self) -> None:
-        """The index is lost, and a cold tier may still have any block that was ever there: it may come back, also in the
+        """The index is lost, and a cold tier may have any block that was ever there: it may come back, also in the
         place of a later one of its name that the cache has forgotten meanwhile."""
         for name, values in self.blocks.items():
             self.unsure.setdefault(name, {None}).update(values)

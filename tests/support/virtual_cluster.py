@@ -32,7 +32,7 @@ from scheduler.conductor.feeds.feed import Feed
 from scheduler.conductor.planning.planner import Role
 from scheduler.conductor.pool import NOT_SENT_BYTES_S
 from scheduler.conductor.pool import Options as Deciding
-from scheduler.conductor.values import Instance, Refused, Routed, RouteRequest, Usage
+from scheduler.conductor.values import Instance, Refused, RouteRequest, Usage
 from scheduler.routing.admission import Admission, Verdict, admit
 from scheduler.routing.cluster import uniform_cluster
 from scheduler.routing.commitments import Ledger
@@ -100,9 +100,7 @@ class Oracle:
         assert decode is not None
         n = chosen.instance
         prompt = Prompt(now_s, request.input_tokens, (), BLOCK_TOKENS)
-        job = self._ledger.commit(
-            number, prompt, decision, now_s, promised_s=self._options.slo.ttft_s
-        )
+        job = self._ledger.commit(number, prompt, decision, now_s, promised_s=self._options.slo.ttft_s)
         self._decodes[number] = decode.instance, request.input_tokens
         made = request.blocks[chosen.reused_blocks : request.input_tokens // BLOCK_TOKENS]
         for block in made:
@@ -213,9 +211,8 @@ class VirtualCluster:
         self.conductor = Conductor(ClusterIndex(MAX_INDEXED_BLOCKS), deciding, lambda: self.events.now_s)
         self.feed = Feed(self.conductor.registry, lambda: self.events.now_s)
         namespace = replace(NAMESPACE, block_tokens=BLOCK_TOKENS).as_mapping()
-        sides: list[Role] = ["prefill"] * options.prefill + ["decode"] * options.decode
-        for n, side in enumerate(sides):
-            role: Role = side if options.decode else "both"
+        for n in range(options.prefill + options.decode):
+            role: Role = "both" if not options.decode else "prefill" if n < options.prefill else "decode"
             made = Instance(name=f"i{n}", url="http://x", model="m", namespace=namespace, role=role)
             topic = {"engine_topic" if engines else "store_topic": f"node-{n}"}
             self.conductor.registry.add(msgspec.structs.replace(made, **topic))

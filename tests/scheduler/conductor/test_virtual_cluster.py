@@ -84,7 +84,7 @@ def admitted_as_simulated(trace: Sequence[Request], wanted: Options) -> VirtualC
     """Replay a trace; as many are refused as `kvfs simulate` refuses, and first tokens come when it has them come."""
     cluster, found = replayed(trace, wanted), simulate(whole_blocks(trace), wanted)
     refused = sum(record.outcome is Outcome.REJECTED for record in found.records)
-    assert cluster.refused == pytest.approx(refused, rel=MOST_ERROR)
+    assert cluster.refused == pytest.approx(refused, abs=0.01 * len(trace))
     assert cluster.mean_ttft_s == pytest.approx(sum(found.ttft_s) / len(found.ttft_s), rel=MOST_ERROR)
     assert max(cluster.ttft_s) <= wanted.slo.ttft_s
     return cluster
@@ -171,6 +171,6 @@ def test_the_public_trace_beyond_saturation(public: list[Request]) -> None:
 
 
 def test_the_public_trace_prefilled_and_decoded_apart(public: list[Request]) -> None:
-    """Half as many engines prefill, at three times the arrivals: admission refuses, and keeps its promise to the rest."""
+    """Half as many engines prefill, at three times the arrivals: some are refused, the rest in time."""
     cluster = admitted_as_simulated(public[:REQUESTS], options(cache_blocks=300_000, speed=3.0, **APART))
     assert cluster.refused > REQUESTS // 100
