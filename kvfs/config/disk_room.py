@@ -41,6 +41,7 @@ class TierFiles:
 
     @property
     def setting(self) -> str:
+        """Return the setting as a refusal names it."""
         where = " (in a plain directory)" if self.name == "dram" else ""
         return f"[{self.name}] capacity = '{format_size(self.capacity_bytes)}'{where}"
 

@@ -104,6 +104,7 @@ class Member:
         return usable and self.is_reachable(now_s)
 
     def is_reachable(self, now_s: float) -> bool:
+        """Return whether it answers, and has failed no request lately."""
         return not self.down and now_s >= self.unreachable_until_s
 
 

@@ -93,6 +93,10 @@ def test_what_a_page_shows_works(page: Path, request: pytest.FixtureRequest, tmp
         run_programs(programs, service, reader)
 
 
+WORKS = "works, a block went there and back in "
+"""What a connector says at its start."""
+
+
 def run_programs(blocks: list[Block], service: Service, reader: Path) -> None:
     def here(block: Block) -> str:
         return block.code.replace("/mnt/kvfs", str(service.mount)).replace("/etc/kvfs", str(reader / "etc"))
@@ -109,7 +113,8 @@ def run_programs(blocks: list[Block], service: Service, reader: Path) -> None:
             reader,
             json.dumps(programs),
         )
-        assert (done.returncode, done.stderr) == (0, "")
+        unexpected = [line for line in done.stderr.splitlines() if WORKS not in line]
+        assert (done.returncode, unexpected) == (0, [])
 
 
 @pytest.mark.mount

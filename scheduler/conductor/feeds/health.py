@@ -33,7 +33,7 @@ from kvfs.limits import (
 from scheduler.conductor.pool import Member, Pool
 from scheduler.conductor.registry import Registry
 
-MOST_MISSED = round(HEALTH_TIMEOUT_S / HEALTH_LOOK_S)
+MOST_MISSED, MOST_WAITED = round(HEALTH_TIMEOUT_S / HEALTH_LOOK_S), round(HEALTH_WAIT_S / HEALTH_LOOK_S)
 SPREAD = 0.618034
 """Multiples of the golden ratio, without their whole parts, lie as far apart as can be, however many there are."""
 
@@ -45,7 +45,9 @@ class Connection(Protocol):
         """Return the status of the answer. Raises GetFailed."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Close it; it may be asked again."""
+        ...
 
 
 def connection_to(url: str, authorities: Path | None = None) -> Connection:
@@ -63,7 +65,8 @@ class _Asked:
     first_s: float
     """How long to wait before it is first asked."""
     missed: int | None = None
-    """Looks since it owes an answer, to one question or several; None while it owes none."""
+    """Looks since it was asked; None while it owes no answer."""
+    waiting: trio.CancelScope = field(default_factory=trio.CancelScope)
     gone: trio.CancelScope = field(default_factory=trio.CancelScope)
 
 
@@ -104,6 +107,8 @@ class HealthWatch:
                 asked.missed += 1
                 if asked.missed > MOST_MISSED:
                     self._note(asked, f"it does not answer /health in {HEALTH_TIMEOUT_S:g} s")
+                if asked.missed > MOST_WAITED:
+                    asked.waiting.cancel()
 
     async def _keep_asking(self, asked: _Asked) -> None:
         try:
@@ -118,9 +123,9 @@ class HealthWatch:
     async def _ask(self, asked: _Asked) -> bool:
         """Ask once, and return whether that says anything."""
         began_s = trio.current_time()
-        asked.missed = asked.missed or 0
+        asked.missed, asked.waiting = 0, trio.CancelScope()
         fault: str | None = None
-        with trio.move_on_after(HEALTH_WAIT_S) as waiting:
+        with asked.waiting:
             try:
                 status = await asked.connection.status("/health")
                 if status >= 500:
@@ -130,8 +135,6 @@ class HealthWatch:
             except GetFailed as error:
                 if trio.current_time() - began_s - asked.missed * HEALTH_LOOK_S < HEALTH_LATE_S:
                     fault = str(error)
-        if waiting.cancelled_caught:
-            return False
         asked.missed = None
         if fault is not None:
             self._note(asked, fault)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,14 +69,14 @@ async def test_an_address_is_asked_once_for_the_metrics_of_all_its_ranks(
 ) -> None:
     engine, looks = AskedEngine(metrics=METRICS), []
 
-    async def look(url: str, ranks: Sequence[int | None]) -> list[EngineMetrics]:
+    async def look(url: str, ranks: Sequence[int | None], authorities: Path | None) -> list[EngineMetrics]:
         looks.append((url, ranks))
-        return await probe(url, ranks)
+        return await probe(url, ranks, authorities)
 
     monkeypatch.setattr(listener, "probe", look)
     async with trio.open_nursery() as nursery:
         await nursery.start(engine.run)
-        async with serving() as (service, _):
+        async with serving(health=True) as (service, _):
             for number in (0, 1):
                 service.add(rank_of(number, url=engine.url))
             members = [member for _, member in service.conductor.registry.members()]

@@ -70,7 +70,7 @@ async def test_a_certificate_of_another_name_is_refused(tmp_path: Path) -> None:
 
 
 async def test_a_conductor_elsewhere_routes_over_tls(signed: Certificate) -> None:
-    files = {"certificate": str(signed.certificate), "key": str(signed.key)}
+    files: dict[str, Any] = {"certificate": str(signed.certificate), "key": str(signed.key)}
     async with (
         serving(**files) as (service, addresses),
         proxy_stand(
