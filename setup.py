@@ -125,7 +125,8 @@ class BuildModules(build_ext):
 
     def build_extension(self, ext):
         if sys.stderr.isatty():
-            print(f"kvfs: {next(self._begun)} of {len(self.extensions)}: {ext.name}", file=sys.stderr)
+            # In one piece: several threads build.
+            sys.stderr.write(f"kvfs: {next(self._begun)} of {len(self.extensions)}: {ext.name}\n")
         super().build_extension(ext)
 
 

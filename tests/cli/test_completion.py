@@ -14,6 +14,13 @@ from kvfs.cli.main import COMMANDS
 from tests.support.service import ROOT
 from tests.support.waits import WAIT_S
 
+PROGRAM = f"""#!{sys.executable}
+import sys
+sys.path.insert(0, "{ROOT}")
+from kvfs.__main__ import main
+main()
+"""
+"""What pip makes as `kvfs`: completion is for the name of the program."""
 BASH = shutil.which("bash")
 COMPLETE = """
 completer=$(complete -p kvfs | sed -n 's/.*-F \\([^ ]*\\) .*/\\1/p')
@@ -32,7 +39,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("home")
     (home / "bin").mkdir()
     program = home / "bin" / "kvfs"
-    program.write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}" -m kvfs "$@"\n')
+    program.write_text(PROGRAM)
     program.chmod(0o755)
     assert "completion installed" in bash(home, "kvfs --install-completion\n:")
     return home
