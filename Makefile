@@ -16,7 +16,7 @@
 #   make test-engines    the tests against real engines                            (ARGS="-k vllm" for pytest)
 #   make bench           ratios against the physical limit                         (ARGS="--only mount.pread_1m")
 #   make bench-peers     kvfs proxy beside released routers                         (ARGS="--seconds 10")
-#   make clean           removes everything that was built, the engines' environment too; never ./data
+#   make clean           removes everything that was built, environments too; never ./data
 #
 # PYTHON=/path/to/python picks another Python (>= 3.11). TORCH= leaves PyTorch out; its tests then skip.
 
@@ -107,8 +107,9 @@ bench: build $(STAMPS)/bench
 	@exec $(BIN)/kvfs bench $(ARGS)
 
 # The releases are in an environment apart from kvfs's own.
+PEERS_VENV := .venv-peers
 bench-peers: build $(STAMPS)/bench
-	@exec $(BIN)/python -m bench.peer_routers --environment .venv-peers $(ARGS)
+	@exec $(BIN)/python -m bench.peer_routers --environment $(PEERS_VENV) $(ARGS)
 
 # --- check ---------------------------------------------------------------------------------------------------
 test: lint types imports stubs pytest
@@ -182,6 +183,6 @@ routing-runs: $(STAMPS)/dev $(STAMPS)/native
 	nice -n 15 $(BIN)/python -m tests.support.routing_runs $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(ENGINES_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(ENGINES_VENV) $(PEERS_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	rm -f kvfs/_native/*/*.so
 	find . -name __pycache__ -type d -not -path './mnt/*' -not -path './data/*' -prune -exec rm -rf {} +
