@@ -205,25 +205,44 @@ class Subscriber(_Sockets):
         """Bind. `replays`: by topic, where an engine answers requests for replays. `topic`: the prefix of topics."""
         super().__init__()
         self._follower = follower
+        self._topic = topic.encode()
         self._replays = dict(replays or {})
+        self._ranks: dict[int, zmq.Socket[bytes]] = {}
+        """By data-parallel rank."""
         self._connected: dict[str, tuple[str, zmq.Socket[bytes], trio.CancelScope]] = {}
         """By the topic that is given to what comes."""
         self._nursery: trio.Nursery | None = None
         try:
-            self._socket = self._open(zmq.SUB, endpoint, bind=True)
+            self._socket = self._listen(endpoint)
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
 
     @property
     def endpoint(self) -> str:
         """Return the address on which publishers connect, its port resolved."""
         return endpoint_of(self._socket)
 
+    def _listen(self, endpoint: str) -> zmq.Socket[bytes]:
+        """Bind where publishers connect. Raises ConfigError."""
+        socket = self._open(zmq.SUB, endpoint, bind=True)
+        socket.setsockopt(zmq.SUBSCRIBE, self._topic)
+        return socket
+
+    def listen_for(self, rank: int) -> None:
+        """Bind also where publishers of a data-parallel rank connect: vLLM adds the rank to the port, and has ranks on
+        TCP alone. Raises ConfigError."""
+        if rank == 0 or rank in self._ranks or not self.endpoint.startswith("tcp://"):
+            return
+        self._ranks[rank] = socket = self._listen(_of_rank(self.endpoint, rank))
+        if self._nursery is not None:
+            self._nursery.start_soon(self._follow, self._nursery, socket, trio.CancelScope())
+
     async def run(self) -> None:
         """Receive, until cancelled."""
         async with trio.open_nursery() as self._nursery:
+            for socket in self._ranks.values():
+                self._nursery.start_soon(self._follow, self._nursery, socket, trio.CancelScope())
             for topic, (_, socket, scope) in self._connected.items():
                 self._nursery.start_soon(self._follow, self._nursery, socket, scope, topic)
             await self._follow(self._nursery, self._socket, trio.CancelScope())
@@ -288,7 +307,7 @@ class Subscriber(_Sockets):
     async def _ask(self, endpoint: str, engine: Engine, what: bytes) -> bool:
         """Ask where a publisher answers, and take what it replays; return whether that came to its end."""
         try:
-            socket = self._open(zmq.DEALER, _of_rank(endpoint, engine), bind=False)
+            socket = self._open(zmq.DEALER, _of_rank(endpoint, engine.rank), bind=False)
         except ConfigError as error:
             log.warning("no replay of %s: %s", engine, error)
             return False
@@ -317,7 +336,7 @@ def _named(topic: str, frames: list[bytes]) -> list[bytes]:
     return [topic.encode(), sequence, msgspec.msgpack.encode((ts, events, 0))]
 
 
-def _of_rank(endpoint: str, engine: Engine) -> str:
-    """Return the endpoint of a data-parallel rank: vLLM's ranks answer on consecutive ports."""
+def _of_rank(endpoint: str, rank: int) -> str:
+    """Return the endpoint of a data-parallel rank: those of vLLM have consecutive ports."""
     start, _, port = endpoint.rpartition(":")
-    return f"{start}:{int(port) + engine.rank}" if engine.rank and port.isdigit() else endpoint
+    return f"{start}:{int(port) + rank}" if rank and port.isdigit() else endpoint

@@ -57,6 +57,11 @@ def info(value: str = "1.0", **changes: str) -> str:
     return "vllm:kvfs_info{" + ",".join(f'{k}="{v}"' for k, v in escaped.items()) + "} " + value + "\n"
 
 
+def running(*ranks: int) -> str:
+    """Return the samples of data-parallel ranks without requests."""
+    return "".join(f'vllm:num_requests_running{{engine="{rank}",model_name="m"}} 0.0\n' for rank in ranks)
+
+
 def answers(**changes: Any) -> Answers:
     given: dict[str, Any] = {
         "models": models("m"),

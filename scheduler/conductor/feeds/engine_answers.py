@@ -1,10 +1,13 @@
-"""What an engine's own answers say of it, as the instance that a Conductor registers.
+"""What an engine's own answers say of it, as the instances that a Conductor registers: one for each of its ranks.
 
 Responsibility: read `/v1/models`, `/kv_event_sources` and `/metrics` of vLLM, of which another engine may lack the last
 two's contents: what nobody says is left out, and named in the notes.
 
-Invariants: an endpoint that nobody here can reach, and a stream that says nothing of where requests are sent to, is
-left out: load decides then, and nothing wrong is predicted.
+Invariants:
+- There are as many data-parallel ranks as its metrics have labels, else as publish events. Where their numbers do not
+  begin at 0, its server knows them by others, and requests cannot be sent to one of them.
+- An endpoint that nobody here can reach, and a stream that says nothing of where requests are sent to, is left out:
+  load decides then, and nothing wrong is predicted.
 
 Concurrency: pure functions.
 """
@@ -28,6 +31,7 @@ _ROLES: Final[dict[str, Role]] = {"kv_producer": "prefill", "kv_consumer": "deco
 _EVERYWHERE: Final = ("*", "0.0.0.0", "::", "[::]")
 _LABEL: Final = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\\n]|\\.)*)"')
 _ESCAPED: Final = re.compile(r"\\(.)")
+_NUMBER: Final = re.compile("[0-9]{1,9}")
 
 
 class AnswerUnclear(Exception):
@@ -44,9 +48,9 @@ class Answers(NamedTuple):
 
 
 class Described(NamedTuple):
-    """An instance, and what is not known of it."""
+    """An engine's instances, and what is not known of them."""
 
-    instance: Instance
+    instances: tuple[Instance, ...]
     notes: tuple[str, ...]
 
 
@@ -69,28 +73,53 @@ class _Source(msgspec.Struct):
     enable_kv_cache_events: bool = True
 
 
+class _Publisher(NamedTuple):
+    """Who publishes the events of one instance."""
+
+    rank: int
+    """The data-parallel rank in its events."""
+    source: _Source | None
+    instance_rank: int | None
+    """The rank that requests are sent to; None: the instance is all there is behind its address."""
+
+
 _models = msgspec.json.Decoder(_Models).decode
 _sources = msgspec.json.Decoder(dict[int, _Source]).decode
 
 
 def describe(url: str, role: Role | None, answers: Answers) -> Described:
-    """Return the instance at `url`. `role`: its own, whatever it says; None: what it says.
+    """Return the instances at `url`. `role`: their own, whatever it says; None: what it says.
 
     Raises AnswerUnclear, which says why.
     """
-    parts = urlsplit(url)
-    name, host = parts.netloc, _in_url(parts.hostname or "")
     notes: list[str] = []
     model = _model_of(answers.models, notes)
-    info = _labels(answers.metrics, "vllm:kvfs_info")
-    if info is None and "# TYPE vllm:kvfs_info " in answers.metrics:
+    sources = _sources_of(answers.sources)
+    found = [
+        Instance(url=url, model=model, **_fields(url, role, model, answers.metrics, publisher, notes))
+        for publisher in _publishers(sources, answers.metrics, notes)
+    ]
+    return Described(tuple(found), tuple(dict.fromkeys(notes)))
+
+
+def _fields(
+    url: str, role: Role | None, model: str, metrics: str, publisher: _Publisher, notes: list[str]
+) -> dict[str, Any]:
+    """Return the fields of one instance."""
+    parts, rank = urlsplit(url), publisher.instance_rank
+    name, host = parts.netloc if rank is None else f"{parts.netloc}@{rank}", _in_url(parts.hostname or "")
+    info = _labels(metrics, "vllm:kvfs_info", rank)
+    if info is None and "# TYPE vllm:kvfs_info " in metrics:
         raise AnswerUnclear("its connector has not said yet what its blocks are known by")
-    fields = _blocks(model, info, answers.metrics, notes)
-    fields |= _engine_events(answers.sources, name, host, notes)
-    fields |= _store_events(info or {}, host, notes)
-    fields |= _store_peer(info or {}, notes)
-    chosen = role or _ROLES.get((info or {}).get("role", ""), "both")
-    return Described(Instance(name=name, url=url, model=model, role=chosen, **fields), tuple(notes))
+    return {
+        "name": name,
+        "data_parallel_rank": rank,
+        "role": role or _ROLES.get((info or {}).get("role", ""), "both"),
+        **_blocks(model, info, _labels(metrics, "vllm:cache_config_info", rank) or {}, notes),
+        **_engine_events(publisher, name, host, notes),
+        **_store_events(info or {}, host, notes),
+        **_store_peer(info or {}, notes),
+    }
 
 
 def _model_of(data: bytes, notes: list[str]) -> str:
@@ -106,7 +135,9 @@ def _model_of(data: bytes, notes: list[str]) -> str:
 
 
 # --- what its blocks are known by ----------------------------------------------------------------------------
-def _blocks(model: str, info: dict[str, str] | None, metrics: str, notes: list[str]) -> dict[str, Any]:
+def _blocks(
+    model: str, info: dict[str, str] | None, cache: dict[str, str], notes: list[str]
+) -> dict[str, Any]:
     """Return the namespace and the weights that kvfs's connector says, else a namespace with the size of blocks."""
     if info is not None:
         try:
@@ -115,7 +146,7 @@ def _blocks(model: str, info: dict[str, str] | None, metrics: str, notes: list[s
             raise AnswerUnclear(f"/metrics: {error}") from None
         return {"namespace": namespace.as_mapping(), "weights": info.get("weights", "")}
     notes.append("no connector of kvfs is in it, so nothing is known of what a store below it has")
-    size = (_labels(metrics, "vllm:cache_config_info") or {}).get("block_size", "")
+    size = cache.get("block_size", "")
     if not size.isdecimal():
         notes.append(f"the size of its blocks is not known: {DEFAULT_BLOCK_TOKENS} tokens are taken for it")
     tokens = int(size[:9]) if size.isdecimal() else DEFAULT_BLOCK_TOKENS
@@ -128,13 +159,25 @@ def _blocks(model: str, info: dict[str, str] | None, metrics: str, notes: list[s
     return {"namespace": alone.as_mapping()}
 
 
-def _labels(metrics: str, name: str) -> dict[str, str] | None:
-    """Return the labels of a metric's sample that is 1; None without one."""
+def _labels(metrics: str, name: str, rank: int | None) -> dict[str, str] | None:
+    """Return the labels of a metric's sample that is 1, of a rank if it has one; None without such a sample."""
+    for labels, value in _samples(metrics, name):
+        if value.split()[:1] in (["1.0"], ["1"]) and rank in (None, _rank_in(labels)):
+            return labels
+    return None
+
+
+def _samples(metrics: str, name: str) -> Iterator[tuple[dict[str, str], str]]:
+    """Yield the labels of each sample of a metric, and what follows them."""
     for line in _lines(metrics, name + "{"):
         labels, _, value = line.rpartition("} ")
-        if value.split()[:1] in (["1.0"], ["1"]):
-            return {key: _ESCAPED.sub(_unescape, text) for key, text in _LABEL.findall(labels)}
-    return None
+        yield {key: _ESCAPED.sub(_unescape, text) for key, text in _LABEL.findall(labels)}, value
+
+
+def _rank_in(labels: dict[str, str]) -> int | None:
+    """Return the data-parallel rank that a sample is of; None where it does not say."""
+    number = labels.get("engine", "")
+    return int(number) if _NUMBER.fullmatch(number) else None
 
 
 def _lines(text: str, start: str) -> Iterator[str]:
@@ -146,24 +189,39 @@ def _unescape(found: re.Match[str]) -> str:
     return "\n" if found[1] == "n" else found[1]
 
 
-# --- where its events come from ------------------------------------------------------------------------------
-def _engine_events(data: bytes | None, name: str, host: str, notes: list[str]) -> dict[str, Any]:
-    """Return the fields of the engine's own events."""
+# --- its ranks, and where their events come from ---------------------------------------------------------------
+def _sources_of(data: bytes | None) -> dict[int, _Source]:
+    """Return who publishes events, by data-parallel rank."""
     try:
         found = {} if data is None else _sources(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise AnswerUnclear(f"/kv_event_sources: {error}") from None
-    ranks = [(rank, each) for rank, each in found.items() if each.enable_kv_cache_events and each.endpoint]
-    if not ranks:
-        notes.append("it publishes no KV events, so nothing is known of its own cache")
-        return {}
+    return {rank: each for rank, each in found.items() if each.enable_kv_cache_events and each.endpoint}
+
+
+def _publishers(sources: dict[int, _Source], metrics: str, notes: list[str]) -> list[_Publisher]:
+    """Return what publishes the events of each instance."""
+    samples = _samples(metrics, "vllm:num_requests_running")
+    labelled = {rank for labels, _ in samples if (rank := _rank_in(labels)) is not None}
+    ranks = sorted(labelled if len(labelled) > 1 else sources)
+    if len(ranks) > 1 and ranks == list(range(len(ranks))):
+        return [_Publisher(rank, sources.get(rank), rank) for rank in ranks]
     if len(ranks) > 1:
         notes.append(
-            f"{len(ranks)} data-parallel ranks are behind its address, and requests cannot be sent to one of them: "
-            "nothing is known of their own caches"
+            f"{len(ranks)} data-parallel ranks from {ranks[0]} on are behind its address, and requests cannot be sent "
+            "to one of them: nothing is known of their own caches"
         )
+        return [_Publisher(0, None, None)]
+    [(rank, source)] = sources.items() or [(0, None)]
+    return [_Publisher(rank, source, None)]
+
+
+def _engine_events(publisher: _Publisher, name: str, host: str, notes: list[str]) -> dict[str, Any]:
+    """Return the fields of the engine's own events."""
+    rank, source, _ = publisher
+    if source is None:
+        notes.append("it publishes no KV events, so nothing is known of its own cache")
         return {}
-    [(rank, source)] = ranks
     replay = _reached(source.replay_endpoint or "", host)
     if not replay:
         notes.append("it replays no KV events: those from before now and those that are lost stay unknown")

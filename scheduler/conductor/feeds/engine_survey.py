@@ -1,6 +1,7 @@
 """Instances of engines that are asked what they are.
 
-Responsibility: ask each engine again and again, and register, change and remove its instance accordingly.
+Responsibility: ask each engine again and again, and register, change and remove its instances accordingly: one for
+each of its data-parallel ranks.
 
 Invariants: an engine that does not answer stays as it is, and is asked on; one that answers otherwise than before is
 registered anew. One that is refused, such as one that does not share its pool's blocks, keeps nobody out, and is asked
@@ -59,7 +60,7 @@ class EngineSurvey:
         self._authorities = authorities
         self._engines, self._registrar = engines, registrar
         self._headers = [f"Authorization: Bearer {token}"] if token else []
-        self._mine: dict[str, Instance] = {}
+        self._mine: dict[str, tuple[Instance, ...]] = {}
         self._troubles: dict[str, str] = {}
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -119,19 +120,27 @@ class EngineSurvey:
             raise failed from None
 
     def _apply(self, url: str, described: Described) -> None:
-        """Register an instance in place of the one before, if it is another. Raises KvfsError."""
-        instance, before = described.instance, self._mine.get(url)
-        if instance == before:
+        """Register an engine's instances, all or none, in place of those before, if these differ. Raises KvfsError."""
+        instances, before = described.instances, self._mine.get(url, ())
+        if instances == before:
             return
-        label = None
-        if before is not None:
-            del self._mine[url]
-            label = self._remove(before)
-        self._registrar.add(instance)
-        self._mine[url] = instance
-        if label is not None and before is not None and before.role == instance.role != label:
-            self._registrar.set_role(instance.name, label)
-        _log_registered(described, is_new=before is None)
+        self._mine.pop(url, None)
+        labels = {(each.name, each.role): self._remove(each) for each in before}
+        added: list[Instance] = []
+        try:
+            for each in instances:
+                self._registrar.add(each)
+                added.append(each)
+        except KvfsError:
+            for each in added:
+                self._remove(each)
+            raise
+        self._mine[url] = instances
+        for each in instances:
+            label = labels.get((each.name, each.role))
+            if label is not None and label != each.role:
+                self._registrar.set_role(each.name, label)
+        _log_registered(described, is_new=not before)
 
     def _remove(self, instance: Instance) -> Role | None:
         """Remove an instance, and return its label; None where somebody else has removed it."""
@@ -150,15 +159,17 @@ class EngineSurvey:
 
 
 def _log_registered(described: Described, *, is_new: bool) -> None:
-    instance = described.instance
+    instance, ranks = described.instances[0], len(described.instances)
+    topics = (topic for each in described.instances for topic in (each.engine_topic, each.store_topic))
     log.info(
-        "engine %s %s: model %s in blocks of %d tokens, role %s, events of %s",
+        "engine %s %s%s: model %s in blocks of %d tokens, role %s, events of %s",
         instance.url,
         "is known" if is_new else "is registered anew, it answers otherwise than before",
+        f", of {ranks} data-parallel ranks" if ranks > 1 else "",
         instance.model,
         instance.namespace["block_tokens"],
         instance.role,
-        " and ".join(filter(None, (instance.engine_topic, instance.store_topic))) or "nobody",
+        " and ".join(dict.fromkeys(filter(None, topics))) or "nobody",
     )
     for note in described.notes:
         log.warning("engine %s: %s", instance.url, note)

@@ -67,11 +67,13 @@ class Listener:
             if topic and endpoint:
                 self._replays[topic] = endpoint
                 self._subscriber.replay_at(topic, endpoint)
-        if instance.engine_endpoint:
-            try:
+        try:
+            if instance.engine_endpoint:
                 self._subscriber.connect(instance.engine_topic, instance.engine_endpoint)
-            except ConfigError as error:
-                log.warning("instance %s: %s", instance.name, error)
+            elif instance.engine_topic:
+                self._subscriber.listen_for(instance.engine_rank)
+        except ConfigError as error:
+            log.warning("instance %s: %s", instance.name, error)
         self._followed |= {stream.name for stream in streams_of(instance)}
         self.wake()
 

@@ -14,7 +14,17 @@ from scheduler.conductor.feeds import engine_survey
 from scheduler.conductor.feeds.engine_answers import AnswerUnclear, describe
 from scheduler.conductor.feeds.engine_survey import EngineSurvey
 from scheduler.conductor.values import Instance
-from tests.support.asked_engines import CACHE, HEAD, WEIGHTS, AskedEngine, answers, info, models, sources
+from tests.support.asked_engines import (
+    CACHE,
+    HEAD,
+    WEIGHTS,
+    AskedEngine,
+    answers,
+    info,
+    models,
+    running,
+    sources,
+)
 from tests.support.conductors import NAMESPACE, asking, serving
 from tests.support.stub_engines import StubEngine, proxy_stand
 from tests.support.waits import WAIT_S, until
@@ -40,24 +50,24 @@ def instance(**changes: Any) -> Instance:
 
 # --- what answers say ----------------------------------------------------------------------------------------
 def test_an_engine_that_connects_with_a_store_below_it() -> None:
-    assert describe(URL, None, answers()) == (instance(), ())
+    assert describe(URL, None, answers()) == ((instance(),), ())
 
 
 def test_an_engine_that_binds_is_connected_to() -> None:
     found = describe(URL, None, answers(sources=sources(endpoint="tcp://*:5557", topic="")))
     endpoint = "tcp://10.0.0.3:5557"
-    assert found == (instance(engine_topic="10.0.0.3:8000", engine_endpoint=endpoint), ())
+    assert found == ((instance(engine_topic="10.0.0.3:8000", engine_endpoint=endpoint),), ())
     v6 = describe(
         "http://[fd00::3]:8000", None, answers(sources=sources(endpoint="tcp://[::]:5557"))
-    ).instance
+    ).instances[0]
     assert (v6.engine_endpoint, v6.engine_replay) == ("tcp://[fd00::3]:5557", "tcp://[fd00::3]:5570")
 
 
 def test_adapters_are_no_models_and_a_second_name_is_not_routed() -> None:
     found = describe(URL, None, answers(models=models("m", lora="m")))
-    assert (found.instance.model, found.notes) == ("m", ())
+    assert (found.instances[0].model, found.notes) == ("m", ())
     found = describe(URL, None, answers(models=models("m", "alias")))
-    assert found.instance.model == "m"
+    assert found.instances[0].model == "m"
     assert ["alias" in note for note in found.notes] == [True]
 
 
@@ -67,8 +77,8 @@ ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both", "
 @pytest.mark.parametrize(("said", "role"), ROLES.items(), ids=ROLES)
 def test_the_connector_says_the_role_unless_it_is_given(said: str, role: str) -> None:
     metrics = HEAD + info(role=said)
-    assert describe(URL, None, answers(metrics=metrics)).instance.role == role
-    assert describe(URL, "decode", answers(metrics=metrics)).instance.role == "decode"
+    assert describe(URL, None, answers(metrics=metrics)).instances[0].role == role
+    assert describe(URL, "decode", answers(metrics=metrics)).instances[0].role == "decode"
 
 
 def test_the_sample_that_counts_is_the_one_that_is_1_with_all_its_characters() -> None:
@@ -81,28 +91,91 @@ def test_the_sample_that_counts_is_the_one_that_is_1_with_all_its_characters() -
         extra={"x": "\u2028"},
     )
     metrics = HEAD + info("0.0", weights="before") + info(namespace=odd.canonical.decode())
-    found = describe(URL, None, answers(metrics=metrics)).instance
+    found = describe(URL, None, answers(metrics=metrics)).instances[0]
     assert (Namespace.from_mapping(found.namespace), found.weights) == (odd, WEIGHTS)
 
 
 def test_without_kvfs_the_size_of_blocks_is_the_engines_own() -> None:
     found = describe(URL, None, answers(metrics=CACHE))
-    assert found.instance.namespace["block_tokens"] == 32
-    assert (found.instance.weights, found.instance.store_topic) == ("", "")
-    assert found.instance.engine_topic == "vllm-0"
+    assert found.instances[0].namespace["block_tokens"] == 32
+    assert (found.instances[0].weights, found.instances[0].store_topic) == ("", "")
+    assert found.instances[0].engine_topic == "vllm-0"
     assert ["connector of kvfs" in note for note in found.notes] == [True]
     unknown = describe(URL, None, answers(metrics="up 1\n", sources=None))
-    assert unknown.instance.namespace["block_tokens"] == limits.DEFAULT_BLOCK_TOKENS
-    assert unknown.instance.engine_topic == ""
+    assert unknown.instances[0].namespace["block_tokens"] == limits.DEFAULT_BLOCK_TOKENS
+    assert unknown.instances[0].engine_topic == ""
     assert len(unknown.notes) == 3
 
 
-def test_a_rank_of_its_own_and_several_behind_one_address() -> None:
-    one = describe(URL, None, answers(sources=sources(2, replay_endpoint="tcp://*:5572"))).instance
+def test_a_rank_of_its_own_is_the_only_one_behind_its_address() -> None:
+    rank = answers(sources=sources(2, replay_endpoint="tcp://*:5572"), metrics=HEAD + info() + running(2))
+    [one] = describe(URL, None, rank).instances
     assert (one.engine_rank, one.engine_replay) == (2, "tcp://10.0.0.3:5570")  # who asks adds the rank
-    several = describe(URL, None, answers(sources=sources(0) | sources(1)))
-    assert several.instance == instance(engine_topic="", engine_replay="")
-    assert ["2 data-parallel ranks" in note for note in several.notes] == [True]
+    assert (one.name, one.data_parallel_rank) == ("10.0.0.3:8000", None)
+
+
+RANKS = HEAD + info() + info(engine="1") + running(0, 1)
+
+
+def test_each_rank_behind_one_address_is_an_instance_with_the_events_of_its_own_publisher() -> None:
+    binding = {
+        "0": sources(endpoint="tcp://*:5557", topic="")["0"],
+        "1": sources(endpoint="tcp://*:5558", replay_endpoint="tcp://*:5571", topic="")["0"],
+    }
+    found = describe(URL, None, answers(sources=binding, metrics=RANKS))
+    assert found == (tuple(rank_of(number) for number in (0, 1)), ())
+    connecting = sources() | sources(1, endpoint="tcp://10.0.0.1:5562", replay_endpoint="tcp://*:5571")
+    found = describe(URL, None, answers(sources=connecting, metrics=RANKS))
+    assert found == (
+        tuple(
+            instance(name=f"10.0.0.3:8000@{number}", data_parallel_rank=number, engine_rank=number)
+            for number in (0, 1)
+        ),
+        (),
+    )
+
+
+def rank_of(number: int, **changes: Any) -> Instance:
+    """Return what is known of a rank that binds."""
+    name = f"10.0.0.3:8000@{number}"
+    return instance(
+        **{
+            "name": name,
+            "data_parallel_rank": number,
+            "engine_topic": name,
+            "engine_endpoint": f"tcp://10.0.0.3:{5557 + number}",
+            "engine_replay": f"tcp://10.0.0.3:{5570 + number}",
+            **changes,
+        }
+    )
+
+
+def test_ranks_are_those_of_the_labels_and_without_them_those_that_publish() -> None:
+    quiet = {"engine_topic": "", "engine_endpoint": "", "engine_replay": ""}
+    found = describe(URL, None, answers(sources=None, metrics=RANKS))
+    assert found.instances == (rank_of(0, **quiet), rank_of(1, **quiet))
+    assert ["publishes no KV events" in note for note in found.notes] == [True]
+    found = describe(URL, None, answers(sources=sources() | sources(1), metrics="up 1\n"))
+    assert [each.data_parallel_rank for each in found.instances] == [0, 1]
+
+
+def test_each_rank_has_what_its_own_labels_say() -> None:
+    metrics = HEAD + info() + info(engine="1", role="kv_consumer", weights="others") + running(0, 1)
+    zero, one = describe(URL, None, answers(metrics=metrics)).instances
+    assert (zero.role, zero.weights, one.role, one.weights) == ("both", WEIGHTS, "decode", "others")
+    metrics = CACHE + CACHE.replace('engine="0"', 'engine="1"').replace('"32"', '"64"') + running(0, 1)
+    zero, one = describe(URL, None, answers(metrics=metrics)).instances
+    assert (zero.namespace["block_tokens"], one.namespace["block_tokens"]) == (32, 64)
+    with pytest.raises(AnswerUnclear, match="has not said yet"):
+        describe(URL, None, answers(metrics=HEAD + info() + running(0, 1)))
+
+
+@pytest.mark.parametrize("metrics", [running(4, 5), ""], ids=["labels", "publishers"])
+def test_ranks_that_a_server_knows_by_other_numbers_are_one_instance(metrics: str) -> None:
+    said = answers(sources=sources(4) | sources(5), metrics=HEAD + info() + metrics)
+    found = describe(URL, None, said)
+    assert found.instances == (instance(engine_topic="", engine_replay=""),)
+    assert "2 data-parallel ranks from 4 on" in found.notes[0]
 
 
 LEFT_OUT: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
@@ -157,7 +230,7 @@ def test_what_cannot_be_known_is_left_out_and_named(
     given: dict[str, Any], changes: dict[str, str], note: str
 ) -> None:
     found = describe(URL, None, answers(**given))
-    assert found.instance == instance(**changes)
+    assert found.instances == (instance(**changes),)
     assert [note in each for each in found.notes] == [True], found.notes
 
 
@@ -252,6 +325,33 @@ async def test_one_of_another_pool_is_refused_with_the_field_and_comes_in_when_i
             other.said = one.said
             assert await survey.ask(other.url)
             assert names(service) == {name_of(one), name_of(other)}
+        nursery.cancel_scope.cancel()
+
+
+async def test_ranks_are_instances_and_those_that_differ_are_refused_with_what_differs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "kvfs.conductor")
+    both = info(store_topic="") + info(store_topic="", engine="1")
+    engine = AskedEngine(metrics=both + running(0, 1))
+    async with trio.open_nursery() as nursery:
+        await nursery.start(engine.run)
+        async with serving(engines=[engine.url]) as (service, _):
+            ranks = {f"{name_of(engine)}@{number}" for number in (0, 1)}
+            assert names(service) == ranks
+            assert "is known, of 2 data-parallel ranks" in caplog.text
+            registry = service.conductor.registry
+            registry.set_role(f"{name_of(engine)}@1", "decode")
+            engine.said = engine.said._replace(metrics=both + info(engine="2") + running(0, 1, 2))
+            await until(lambda: len(names(service)) == 3)
+            assert registry.member(f"{name_of(engine)}@1")[1].role == "decode"
+            other = both + info(engine="2", weights="others", store_topic="") + running(0, 1, 2)
+            engine.said = engine.said._replace(metrics=other)
+            await until(lambda: not names(service))
+            assert "weights is 'others', but" in caplog.text
+            assert "in rank 0 behind the same address" in caplog.text
+            engine.said = engine.said._replace(metrics=both + running(0, 1))
+            await until(lambda: names(service) == ranks)
         nursery.cancel_scope.cancel()
 
 

@@ -49,6 +49,9 @@ class FakeSubscriber:
     def connect(self, topic: str, endpoint: str) -> None:
         raise AssertionError("no engine here binds")
 
+    def listen_for(self, rank: int) -> None:
+        assert rank == 0
+
     def disconnect(self, topic: str) -> None: ...
 
     async def fetch(self, missing: Missing) -> bool:

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
+import zmq
 
 from kvfs import limits
 from kvfs.errors import InvalidRequest, LimitExceeded
+from scheduler.conductor.door.conductor_service import ConductorService
 from scheduler.conductor.feeds import listener
 from scheduler.conductor.feeds.probes import parse_metrics, probe
 from scheduler.conductor.values import EngineMetrics, Instance, RouteRequest
+from tests.scheduler.conductor.test_feed import PROMPT, message, stored
 from tests.support.asked_engines import AskedEngine
-from tests.support.conductors import NAMESPACE, Clock, conductor, hears, instance, routed, serving, tokens
+from tests.support.conductors import (
+    BLOCK_TOKENS,
+    NAMESPACE,
+    Clock,
+    conductor,
+    hears,
+    instance,
+    routed,
+    serving,
+    tokens,
+)
+from tests.support.held_ports import held_neighbours
 from tests.support.waits import until
 
 URL = "http://e.test:8000"
@@ -126,3 +142,65 @@ def test_a_rank_has_a_number_that_an_engine_may_have(number: int) -> None:
     made = conductor(Clock())
     with pytest.raises(LimitExceeded, match=f"data_parallel_rank is {number}: must be from 0 to"):
         made.registry.add(rank_of(number))
+
+
+# --- events --------------------------------------------------------------------------------------------------
+@contextmanager
+def publishers(*endpoints: str, binds: bool) -> Iterator[list[zmq.Socket[bytes]]]:
+    """Open a socket for each endpoint, as vLLM's publishers do."""
+    with zmq.Context() as context:
+        sockets = [context.socket(zmq.PUB) for _ in endpoints]
+        try:
+            for each, endpoint in zip(sockets, endpoints, strict=True):
+                (each.bind if binds else each.connect)(endpoint)
+            yield sockets
+        finally:
+            for each in sockets:
+                each.close(linger=0)
+
+
+async def blocks_come(service: ConductorService, sockets: list[zmq.Socket[bytes]]) -> None:
+    """Publish one block of rank 0 and two of rank 1, until they are known of these ranks."""
+    numbers = count()
+
+    def are_known() -> bool:
+        sequence = next(numbers)
+        for rank, each in enumerate(sockets):
+            event = stored(list(range(1 + rank)), PROMPT[: (1 + rank) * BLOCK_TOKENS])
+            each.send_multipart(message("vllm", sequence, event, rank=rank))
+        found = service.conductor.match(RouteRequest(model="m", tokens=PROMPT))
+        return found == {"e@0": BLOCK_TOKENS, "e@1": 2 * BLOCK_TOKENS}
+
+    await until(are_known)
+
+
+async def test_the_events_of_a_rank_that_connects_come_at_its_own_port() -> None:
+    zero, one = held_neighbours()
+    endpoints = [f"tcp://127.0.0.1:{each.number}" for each in (zero, one)]
+    with zero, one:
+        async with serving(events=endpoints[0]) as (service, _):
+            for number in (0, 1):
+                service.add(rank_of(number, engine_topic="vllm", engine_rank=number))
+            with publishers(*endpoints, binds=False) as sockets:
+                await blocks_come(service, sockets)
+
+
+async def test_a_rank_whose_port_is_taken_is_there_without_its_events(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    zero, one = held_neighbours()
+    with zero, one, publishers(f"tcp://127.0.0.1:{one.number}", binds=True):
+        async with serving(events=f"tcp://127.0.0.1:{zero.number}") as (service, _):
+            service.add(rank_of(1, engine_topic="vllm", engine_rank=1))
+            assert [each.name for each in service.conductor.registry.instances()] == ["e@1"]
+    assert f"instance e@1: [events] endpoint 'tcp://127.0.0.1:{one.number}'" in caplog.text
+
+
+async def test_ranks_that_bind_are_connected_to_each_at_its_own_port() -> None:
+    zero, one = held_neighbours()
+    endpoints = [f"tcp://127.0.0.1:{each.number}" for each in (zero, one)]
+    with zero, one, publishers(*endpoints, binds=True) as sockets:
+        async with serving() as (service, _):
+            for number, endpoint in enumerate(endpoints):
+                service.add(rank_of(number, engine_topic=f"e@{number}", engine_endpoint=endpoint))
+            await blocks_come(service, sockets)

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import trio
 
+from kvfs import limits
 from scheduler.conductor.conductor import Conductor
 from tests.support.conductors import Clock, conductor, hears, instance, serving, tokens
-from tests.support.stub_engines import Stand, StubEngine, proxy_stand
-from tests.support.waits import until
+from tests.support.stub_engines import Stand, StubEngine, proxy_stand, send
+from tests.support.waits import WAIT_S, until
 
 PROMPT = tokens(1, 1605)
 BODY = {"model": "m", "prompt": PROMPT, "max_tokens": 3}
@@ -64,7 +66,10 @@ async def test_an_engine_without_ranks_hears_of_none(path: str) -> None:
         assert [RANK in each.headers for each in stand.engines[0].asked] == [False]
 
 
-async def test_a_conductor_elsewhere_names_the_rank_and_load_knows_it_too() -> None:
+async def test_a_conductor_elsewhere_names_the_rank_and_load_knows_it_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "CONDUCTOR_WAIT_S", WAIT_S)  # else a busy machine has load decide
     async with serving() as (service, addresses), proxy_stand(conductor=addresses.http) as stand:
         made, [engine] = service.conductor, stand.engines
         register_ranks(made, engine)
@@ -73,6 +78,7 @@ async def test_a_conductor_elsewhere_names_the_rank_and_load_knows_it_too() -> N
         assert ranks_asked(engine) == [b"1"], "as its answer says"
         await followed(stand, 2)
         service.stop()
+        await until(lambda: stand.proxy.remote is not None and bool(stand.proxy.remote.down))
         for _ in range(2):
             assert (await stand.ask("/v1/completions", BODY)).status == 200
         assert stand.proxy.router.counts["by_load"] == 2
@@ -100,3 +106,25 @@ async def test_what_fails_one_rank_suspects_the_others_behind_its_address() -> N
         assert [name for name, is_reachable in reachable.items() if is_reachable] == ["other"]
         await stand.restart(gone)
         await until(lambda: not any(each.down for each in stand.proxy.engines))
+
+
+async def test_mooncake_s_decode_leg_is_told_the_engine_of_the_rank_that_prefills() -> None:
+    async def serve(stream: trio.SocketStream) -> None:
+        """Answer as the bootstrap server of both ranks."""
+        await stream.receive_some(4096)
+        await send(stream, 200, b'{"0": {"engine_id": "zero"}, "1": {"engine_id": "one"}}')
+
+    async with (
+        proxy_stand("prefill", "decode", hand_over="mooncake") as stand,
+        trio.open_nursery() as nursery,
+    ):
+        [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, serve, [listener])
+        place = f"127.0.0.1:{listener.socket.getsockname()[1]}"
+        prefill = next(each for each in stand.proxy.engines if each.address.role == "prefill")
+        prefill.become(prefill.address._replace(bootstrap=place, rank=1))
+        body = {"prompt": PROMPT, "max_tokens": 3}
+        assert (await stand.ask("/v1/completions", body)).status == 200
+        [decode] = stand.engines[1].completions
+        assert decode.body["kv_transfer_params"]["remote_engine_id"] == "one"
+        nursery.cancel_scope.cancel()
