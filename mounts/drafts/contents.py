@@ -17,7 +17,7 @@ import trio
 from kvfs import limits
 from kvfs.errors import ObjectTooLarge
 from mounts.drafts.large import status_of
-from mounts.kernel.attributes import FileStatus, mode_now
+from mounts.kernel.attributes import FileStatus, ctime_now, mode_now
 from mounts.kernel.nodes import Node
 from mounts.kernel.open_draft import OpenDraft
 from tiers.model.objects import Attributes, Draft, ObjectInfo
@@ -146,6 +146,7 @@ def attributes_of(node: Node, opened: OpenDraft, status: FileStatus) -> Attribut
         uid=opened.uid,
         gid=opened.gid,
         mtime_ns=status.st_mtime_ns,
+        ctime_ns=ctime_now(opened, status),
         ino=node.ino,
         pinned=opened.pinned,
     )

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from mounts.kernel.attributes import file_type
+from mounts.drafts.large import status_of
+from mounts.kernel.attributes import ctime_now, file_type
 from mounts.kernel.backing import Backings
 from mounts.kernel.nodes import Node, NodeTable
 from mounts.kernel.open_draft import OpenDraft
@@ -46,6 +47,7 @@ class NodeDisplay:
             mode=stat.S_IFREG | opened.mode,
             uid=opened.uid,
             gid=opened.gid,
+            ctime_ns=opened.ctime_ns,
         )
         self._show_locks(node)
         if opened.mode & (stat.S_ISUID | stat.S_ISGID):
@@ -66,7 +68,7 @@ class NodeDisplay:
             uid=opened.uid,
             gid=opened.gid,
             mtime_ns=draft.times.mtime_ns,
-            ctime_ns=max(draft.times.ctime_ns, opened.ctime_ns),
+            ctime_ns=ctime_now(opened, status_of(draft)),
         )
 
     def show_sealed(self, node: Node, info: ObjectInfo) -> None:

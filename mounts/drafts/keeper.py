@@ -82,10 +82,13 @@ class DraftKeeper:
         gid: int,
         ino: int,
     ) -> Node:
-        """Take over a file that the native loop has created and opened for writing, from a spare draft."""
+        """Take over a file that the native loop has created and opened for writing, from a spare draft.
+
+        It was changed when its slot was, which the loop has shown.
+        """
         node = self._nodes.adopt(nodeid, parent, component, ino=ino)
         draft = self._store.grant(extent, uid=uid)
-        opened = OpenDraft(draft, mode=mode & 0o7777, uid=uid, gid=gid, ctime_ns=time.time_ns())
+        opened = OpenDraft(draft, mode=mode & 0o7777, uid=uid, gid=gid, ctime_ns=0)
         self._nodes.set_draft(node, opened)
         self._count_handle(node, opened, writable=True)
         return node

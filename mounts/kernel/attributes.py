@@ -81,6 +81,11 @@ def mode_now(opened: OpenDraft, mtime_ns: int) -> int:
     return opened.mode if mtime_ns == opened.privileged_ns else opened.mode & ~(stat.S_ISUID | stat.S_ISGID)
 
 
+def ctime_now(opened: OpenDraft, status: FileStatus) -> int:
+    """Return when a draft was changed last, which is its time of change once it is sealed, too."""
+    return max(opened.ctime_ns, status.st_ctime_ns)
+
+
 def of_draft(node: Node, opened: OpenDraft, status: FileStatus) -> pyfuse3.EntryAttributes:
     """Describe a draft; `status` is that of the bytes so far."""
     mode = mode_now(opened, status.st_mtime_ns)
@@ -92,7 +97,7 @@ def of_draft(node: Node, opened: OpenDraft, status: FileStatus) -> pyfuse3.Entry
         entry,
         atime_ns=status.st_atime_ns,
         mtime_ns=status.st_mtime_ns,
-        ctime_ns=max(opened.ctime_ns, status.st_ctime_ns),
+        ctime_ns=ctime_now(opened, status),
     )
     return entry
 

@@ -19,6 +19,7 @@ class OpenDraft:
     uid: int
     gid: int
     ctime_ns: int
+    """When its attributes were set; writes show in its bytes' own time of change."""
     privileged_ns: int = 0
     """When its bytes were last modified before it got setuid or setgid: a write after that ends both."""
     handles: int = 0

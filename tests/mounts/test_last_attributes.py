@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -111,6 +112,58 @@ def test_the_last_one_set_counts(running: Service, kind: str, has_reader: bool, 
         assert path.read_bytes()[:7] == b"content"
         changes.check(path, "read again")
         path.unlink()
+
+
+class ChangeTimes:
+    """What stat(2) shows of one file's time of change, whatever it is called."""
+
+    def __init__(self) -> None:
+        self._shown: list[tuple[str, int]] = []
+
+    def look(self, target: Path | int, when: str) -> None:
+        self._shown.append((when, os.stat(target).st_ctime_ns))
+
+    def check(self) -> None:
+        """Check that it was one and the same each time."""
+        assert len({shown for _, shown in self._shown}) == 1, self._shown
+
+
+@pytest.mark.parametrize("before", ["new", "replaced", "set"])
+@pytest.mark.parametrize("content", ["whole", "hole", "empty"])
+@pytest.mark.parametrize("has_reader", [False, True], ids=["alone", "read"])
+@pytest.mark.parametrize("kind", BUCKET_KINDS)
+def test_the_time_of_change_stays_when_a_file_is_published(
+    running: Service, kind: str, has_reader: bool, content: str, before: str
+) -> None:
+    directory = running.mount / kind / f"{before}-{has_reader}-{content}"
+    directory.mkdir()
+    for number in range(ROUNDS):  # the later ones are made natively, where a directory was made by path
+        path, moved, times = directory / f"{number}", directory / f"moved-{number}", ChangeTimes()
+        if before == "replaced":
+            write_sealed(path, b"what was there")
+        with ExitStack() as stack:
+            writer = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            if has_reader:
+                stack.callback(os.close, os.open(path, os.O_RDONLY))
+            if content != "empty":
+                os.pwrite(writer, b"content", 0)
+            if content == "hole":
+                os.pwrite(writer, b"behind", 1 << 20)
+            if before == "set":
+                os.fchmod(writer, 0o600)
+            times.look(writer, "written")
+            os.close(writer)
+            times.look(path, "closed")
+            if number % 2:
+                path.rename(moved)
+                path = moved
+                times.look(path, "moved")
+        eventually(lambda path=path: state(path) == b"sealed", "it is sealed")
+        times.look(path, "sealed")
+        path.rename(again := directory / f"again-{number}")
+        times.look(again, "moved again")
+        times.check()
+    shutil.rmtree(directory)
 
 
 @pytest.fixture(params=BUCKET_KINDS)

@@ -43,6 +43,8 @@ class Attributes:
     gid: int = 0
     mtime_ns: int | None = None
     """None: the moment of the seal."""
+    ctime_ns: int | None = None
+    """None: the moment of the seal."""
     ino: int | None = None
     """Keep this file id (a file rewritten in place); None: a new one."""
     pinned: bool = False

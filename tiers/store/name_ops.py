@@ -436,7 +436,7 @@ def new_row(identity: int, attributes: Attributes, flags: int) -> NameRow:
         uid=attributes.uid,
         gid=attributes.gid,
         mtime_ns=now if attributes.mtime_ns is None else attributes.mtime_ns,
-        ctime_ns=now,
+        ctime_ns=now if attributes.ctime_ns is None else attributes.ctime_ns,
         sequence=identity,
         flags=flags | (PINNED if attributes.pinned else 0),
         user_metadata=attributes.user_metadata,

@@ -132,8 +132,12 @@ int fl_current_attr(struct fuse_loop *loop, const struct fl_node *node, struct f
     attr->atimensec = (uint32_t)status.st_atim.tv_nsec;
     attr->mtime = (uint64_t)status.st_mtim.tv_sec;
     attr->mtimensec = (uint32_t)status.st_mtim.tv_nsec;
-    attr->ctime = (uint64_t)status.st_ctim.tv_sec;
-    attr->ctimensec = (uint32_t)status.st_ctim.tv_nsec;
+    uint64_t ctime = (uint64_t)status.st_ctim.tv_sec;
+    uint32_t ctimensec = (uint32_t)status.st_ctim.tv_nsec;
+    if (ctime > attr->ctime || (ctime == attr->ctime && ctimensec > attr->ctimensec)) {
+        attr->ctime = ctime; /* else its attributes were set after its bytes */
+        attr->ctimensec = ctimensec;
+    }
     if (attr->mode & (S_ISUID | S_ISGID) && attr->mtime * 1000000000ull + attr->mtimensec != node->privileged_ns)
         attr->mode &= ~(uint32_t)(S_ISUID | S_ISGID); /* who wrote does not show */
     return 0;

@@ -68,7 +68,16 @@ class FuseLoop:
         self, nodeid: int, ino: int, *, mode: int, uid: int, gid: int, mtime_ns: int, ctime_ns: int = 0
     ) -> None: ...
     def node_draft(
-        self, nodeid: int, ino: int, slot: int, generation: int, *, mode: int, uid: int, gid: int
+        self,
+        nodeid: int,
+        ino: int,
+        slot: int,
+        generation: int,
+        *,
+        mode: int,
+        uid: int,
+        gid: int,
+        ctime_ns: int = 0,
     ) -> None: ...
     def node_sealed(
         self,

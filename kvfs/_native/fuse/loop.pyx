@@ -352,12 +352,15 @@ cdef class FuseLoop:
 
     def node_draft(
         self, uint64_t nodeid, uint64_t ino, uint32_t slot, uint32_t generation, *, uint32_t mode, uint32_t uid,
-        uint32_t gid
+        uint32_t gid, int64_t ctime_ns=0,
     ):
-        """Add a file being written; its size and times are the slot file's. `mode` has the file type."""
+        """Add a file being written; its size and times are the slot file's, but for a later change of attributes at
+        `ctime_ns`. `mode` has the file type."""
         cdef fw_attr attr
         memset(&attr, 0, sizeof(attr))
         attr.ino = ino
+        attr.ctime = <uint64_t> (ctime_ns // NANOSECONDS)
+        attr.ctimensec = <uint32_t> (ctime_ns % NANOSECONDS)
         attr.mode = mode
         attr.nlink = 1
         attr.uid = uid

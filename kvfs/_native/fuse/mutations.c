@@ -98,15 +98,19 @@ struct created {
 /* The kernel sees to the size itself, as it writes and truncates; else it would ask before the first write. */
 #define CREATED_VALID_S 1
 
-/* An empty file is as old as its CREATE, not as its slot. */
+/* An empty file is as old as its CREATE, not as its slot, whose time of change is the one that it keeps. */
 static void set_times(struct fuse_loop *loop, struct fl_node *node) REQUIRES(loop->nodes_lock) {
+    struct stat status;
     struct timespec now;
     char name[KVFS_SLOT_NAME_BYTES];
     clock_gettime(CLOCK_REALTIME_COARSE, &now); /* as writes set it: finer, the first one could be before it */
     kvfs_slot_name(node->slot, name);
     utimensat(loop->config.slots_dir_fd, name, (struct timespec[2]){now, now}, 0);
-    node->attr.atime = node->attr.mtime = node->attr.ctime = (uint64_t)now.tv_sec;
-    node->attr.atimensec = node->attr.mtimensec = node->attr.ctimensec = (uint32_t)now.tv_nsec;
+    if (fstatat(loop->config.slots_dir_fd, name, &status, 0) < 0) status.st_ctim = now;
+    node->attr.atime = node->attr.mtime = (uint64_t)now.tv_sec;
+    node->attr.atimensec = node->attr.mtimensec = (uint32_t)now.tv_nsec;
+    node->attr.ctime = (uint64_t)status.st_ctim.tv_sec;
+    node->attr.ctimensec = (uint32_t)status.st_ctim.tv_nsec;
 }
 
 /* Gives the last spare this name, and notifies the library; returns 0 where that is not possible. */
