@@ -17,6 +17,10 @@ MAX_TRACE_REFERENCES: Final = 1 << 26
 # --- scheduling ------------------------------------------------------------------------------------------
 MAX_DEFERRED_REQUESTS: Final = 4_096
 """Requests that wait for room on a decode instance; each is looked at several times a second."""
+DEFERRED_SILENT_S: Final = 1.0
+"""How long a batch is kept for a deferred request that nobody asks for: four times as long as it is told to wait."""
+DEFERRED_FORGOTTEN_S: Final = 120.0
+"""How long such a request keeps its place: a proxy asks for those alone that may find room, and ends them by 60 s."""
 
 # --- the Conductor ---------------------------------------------------------------------------------------
 MAX_CONDUCTOR_INSTANCES: Final = 256
@@ -153,6 +157,10 @@ MAX_PROXY_REQUESTS: Final = 4_096
 """Requests that a proxy has in flight, one for each connection that it may have."""
 MAX_PROXY_BODY_BYTES: Final = 32 * MIB
 """One request: a million tokens of text take 5 MB, and images in base64 a few more each."""
+MAX_PROXY_WAITERS: Final = 1_024
+"""Requests that wait for room in a batch: a quarter of those in flight, so that they keep nobody out who has room."""
+PROXY_DEFERRED_S: Final = 60.0
+"""How long such a request waits, where its first token has no limit: a refused one is told to come back by then."""
 MAX_PROXY_ROOMS: Final = 1_024
 """Prompts of one request to SGLang's engines, each with a room: more than the batch of one engine."""
 MAX_PROXY_ANSWER_BYTES: Final = 64 * MIB

@@ -32,6 +32,7 @@ from scheduler.conductor.registry import Registry
 from scheduler.conductor.reservations import Reservation, Reservations
 from scheduler.conductor.role_orders import RoleOrders
 from scheduler.conductor.values import NOTHING_SAID, Refused, Routed, RouteRequest, Usage, peer_between
+from scheduler.conductor.waiters import Waiters, turned_down
 from scheduler.routing.admission import MAX_RETRY_AFTER_S, Admission, Slo, Verdict, admit
 from scheduler.routing.decisions import Decision
 
@@ -51,6 +52,7 @@ class Conductor:
         self._index, self._options, self._clock = index, options, clock
         self._reservations = Reservations(index)
         self._explanations = Explanations()
+        self._waiters = Waiters()
         self.log = DecisionLog()
         self.copies: CopyOrders | None = None
         if options.copies:
@@ -94,23 +96,35 @@ class Conductor:
             slo,
             pool.slots_of(request.exclude) if request.exclude else (),
             request.both_legs,
+            self._waiters.holds(request.deferred_id, pool),
         )
         plan = pool.planner.plan(question)
         decision = plan.decision
         admission = admit(decision, pool.costs, slo, self._options.admission)
         weighed = self._weighed(pool, request, question, plan, admission)
-        self._explanations.keep(weighed)
         if admission.verdict is not Verdict.ADMIT or decision.prefill is None or decision.decode is None:
-            self._reservations.pass_over()
-            self.counts["refused"] += 1
-            refused = Refused(
-                id=weighed.id, reason=admission.reason.value, retry_after_s=admission.retry_after_s
-            )
-            return self._refuse(refused, logged)
+            return self._turn_down(pool, request, question, weighed, logged)
+        self._waiters.end(request.deferred_id, pool)
+        self._explanations.keep(weighed)
         self.counts["routed"] += 1
         self.counts["degraded"] += bool(weighed.degraded)
         self.counts["without_tokens"] += weighed.degraded == WITHOUT_TOKENS
         return self._reserve(pool, request, plan, weighed, hashes, reusable, logged)
+
+    def _turn_down(
+        self, pool: Pool, request: RouteRequest, question: Question, weighed: Weighed, logged: Logged
+    ) -> Refused:
+        """Let a request wait where that helps, and where there is room; else refuse it."""
+        admission, now_s = weighed.admission, question.now_s
+        waits = admission.verdict is Verdict.DEFER
+        if waits and self._waiters.ask_again(request.deferred_id, pool, now_s):
+            return turned_down(request.deferred_id, admission, question.slo, deferred=True)
+        self._waiters.end(request.deferred_id, pool)
+        self._explanations.keep(weighed)
+        self._reservations.pass_over()
+        waits = waits and self._waiters.add(weighed.id, pool, question.arrival_s, now_s)
+        self.counts["deferred" if waits else "refused"] += 1
+        return self._refuse(turned_down(weighed.id, admission, question.slo, deferred=waits), logged)
 
     def _refuse(self, refused: Refused, logged: Logged) -> Refused:
         self.log.refused(refused, logged)
@@ -252,6 +266,9 @@ class Conductor:
         self.counts["done"] += 1
 
     def cancel(self, id: str) -> None:
+        if self._waiters.end(id):
+            self.counts["left"] += 1
+            return
         found = self._report(id)
         if found is not None:
             self._reservations.end(found, self._clock())
@@ -261,6 +278,10 @@ class Conductor:
     def is_live(self, id: str) -> bool:
         """Return whether a reservation of this id is not over."""
         return self._reservations.get(id) is not None
+
+    def waits(self, id: str) -> bool:
+        """Return whether a request that was deferred with this id waits."""
+        return id in self._waiters
 
     def _report(self, id: str) -> Reservation | None:
         found = self._reservations.get(id)
@@ -299,6 +320,7 @@ class Conductor:
             self._reservations.advance(pool, now_s)
             if self._options.fitted:
                 pool.fit()
+        self._waiters.look(now_s)
         if self._roles is not None:
             self._roles.tick(now_s)
         if self.copies is not None:
@@ -314,6 +336,7 @@ class Conductor:
         return {
             "blocks": len(self._index),
             "reservations": len(self._reservations),
+            "waiting": len(self._waiters),
             "expired": self._reservations.expired,
             "awaited": sorted(self.registry.awaited),
             "unregistered": dict(self.registry.unregistered),
@@ -357,6 +380,7 @@ class Conductor:
             "queue_s": load.queue_s,
             "active_requests": load.active_requests,
             "active_tokens": load.active_tokens,
+            "kept": pool.kept == member.slot,
             "streams": [str(stream.name) for stream in member.streams],
         }
 

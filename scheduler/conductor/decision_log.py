@@ -35,7 +35,7 @@ class Logged:
     tokens: int
     slo: Slo
     outcome: str = "routed"
-    """What became of it so far: `routed`, `answering`, `done`, ..., or `refused: REASON`."""
+    """What became of it so far: `routed`, `answering`, `done`, ..., or `refused: REASON`, `deferred: REASON`."""
     waited_s: float = 0.0
     """Before the decision."""
     prefill: str = ""
@@ -87,9 +87,10 @@ class DecisionLog:
         self._keep(logged)
 
     def refused(self, refused: Refused, logged: Logged) -> None:
-        """Note a request that was given none; without an id there was no decision."""
-        logged.id, logged.outcome = refused.id, f"refused: {refused.reason}"
-        self._refused[refused.reason] += 1
+        """Note a request that was given none, or none yet; without an id there was no decision."""
+        logged.id = refused.id
+        logged.outcome = f"{'deferred' if refused.deferred else 'refused'}: {refused.reason}"
+        self._refused[refused.reason] += not refused.deferred
         if refused.id:
             self._keep(logged)
 

@@ -110,7 +110,8 @@ def words(found: Weighed) -> str:
         )
     text += f" {found.names[decode.instance]} decodes, {decode.tbt_s * 1e3:.1f} ms a step."
     if found.admission.verdict is not Verdict.ADMIT:
-        text = f"Refused: {found.admission.reason.value}. " + text
+        verdict = "Deferred" if found.admission.verdict is Verdict.DEFER else "Refused"
+        text = f"{verdict}: {found.admission.reason.value}. " + text
     return text + (f" {found.degraded[0].upper()}{found.degraded[1:]}." if found.degraded else "")
 
 

@@ -126,6 +126,8 @@ class Pool:
         self._media: dict[int, tuple[tuple[str, ...], list[int]]] = {}
         self._shared: dict[str, int] = {}
         """The planner's sources of stores that send to other nodes."""
+        self.kept: int | None = None
+        """The slot whose batch is kept for a request that waits."""
         self.names: tuple[str, ...] = ()
         self.source_names: dict[int, str] = {}
 
@@ -165,6 +167,22 @@ class Pool:
         """Let the planner know who takes work."""
         for member in self.members.values():
             self.planner.take_work(member.slot, takes=member.takes_work(now_s))
+
+    def keep_one(self, now_s: float) -> None:
+        """Keep the batch of an instance for who waits longest: the same as long as it takes work, else the one that
+        drains first."""
+        usable = [each for each in self.members.values() if each.role != "prefill" and each.takes_work(now_s)]
+        if all(each.slot != self.kept for each in usable):
+            loads = [(self.planner.load(each.slot, now_s), each.slot) for each in usable]
+            drained = min(
+                ((load.active_tokens + load.committed_tokens, slot) for load, slot in loads), default=None
+            )
+            self.keep(None if drained is None else drained[1])
+
+    def keep(self, slot: int | None) -> None:
+        """Keep the batch of an instance for one request; None: keep none."""
+        self.kept = slot
+        self.planner.keep(slot)
 
     def fit(self) -> None:
         """Predict with what was observed from here on; of the network nothing is."""

@@ -99,6 +99,8 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Whether its first token will be reported; of an answer that comes whole nobody sees it."""
     exclude: Annotated[list[str], _shown(maxItems=MAX_EXCLUDED)] = []
     """Instances that must not be chosen, such as those that failed the request already."""
+    deferred_id: str = ""
+    """The `id` of the answer that deferred the request before."""
     both_legs: bool = False
     """Whether an instance labelled for one side can do nothing alone, as SGLang's engines: short prompts have both legs
     too."""
@@ -150,6 +152,11 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     retry_after_s: float
     id: str = ""
     """Under which the decision can be explained."""
+    deferred: bool = False
+    """Whether the request may wait for room in a batch: asked for again with this `id` as `deferred_id` it keeps its
+    place. Who waits no more is cancelled by that id, or asks no more."""
+    give_up_s: float | None = None
+    """How long waiting can help: later its first token would be late. None: without a limit."""
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -210,7 +217,7 @@ class Router(Protocol):
         ...
 
     def cancel(self, id: str) -> None:
-        """End the request: its client left, or it failed."""
+        """End the request: its client left, or it failed, or it waits no more."""
         ...
 
     def unreachable(self, instance: str) -> None:

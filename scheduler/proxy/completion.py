@@ -39,20 +39,18 @@ from scheduler.proxy.bodies import Asked, Members, decode_body, prefill_body
 from scheduler.proxy.handover import Put
 from scheduler.proxy.openai_errors import Failure, as_failure
 from scheduler.proxy.proxy_metrics import Counts
-from scheduler.proxy.relay import COMMENT, NO_USAGE, EngineUsage, EventRelay, usage_of
+from scheduler.proxy.relay import COMMENT, NO_USAGE, EngineUsage, EventRelay, is_stream, relayed, usage_of
 from scheduler.proxy.routers.balance import BY_LOAD
 from scheduler.proxy.routers.fallback import RequestRouter
 from scheduler.proxy.tokens import Prompt
 from scheduler.proxy.upstream.connection import EngineFailed
 from scheduler.proxy.upstream.engines import Answer, Engine, EngineAddress, Engines
+from scheduler.proxy.waiting_line import WaitingLine
 
 log = logging.getLogger("kvfs.proxy")
 
 _ELSEWHERE = frozenset((429, 500, 502, 503, 504))
 """Answers of an engine after which another one is asked."""
-_NOT_RELAYED = frozenset(
-    (b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server", b"upgrade")
-)
 _RETRY_AFTER_S = 1.0
 _CHOICES = b'"choices"'
 """In events with tokens; comments and errors have none."""
@@ -116,9 +114,15 @@ class Legs:
     """See the module's header."""
 
     def __init__(
-        self, engines: Engines, router: RequestRouter, counts: Counts, kind: HandOver = "store"
+        self,
+        engines: Engines,
+        router: RequestRouter,
+        line: WaitingLine,
+        counts: Counts,
+        kind: HandOver = "store",
     ) -> None:
-        self._engines, self._router, self._kind, self.counts = engines, router, kind, counts
+        self._engines, self._router, self._line = engines, router, line
+        self._kind, self.counts = kind, counts
         self._both_legs = kind in handover.BOTH_LEGS
 
     async def complete(self, request: Completion) -> None:
@@ -162,27 +166,29 @@ class Legs:
             engine.cached_tokens += cached_tokens
 
     async def _route(self, request: Completion) -> Routed | None:
-        """Choose engines; None where there is none besides those that failed. Raises Failure."""
-        prompt = request.prompt
-        # What no cache is read for is routed by its length alone.
-        tokens = None if request.asked.one_engine else prompt.tokens
-        found = await self._router.route(
-            RouteRequest(
-                model=request.asked.model,
-                tokens=tokens,
-                length=None if tokens else prompt.length,
-                waited_s=monotonic() - request.arrived_s,
-                output_tokens=request.asked.output_tokens or None,
-                streamed=request.asked.streams,
-                exclude=self._excluded(request),
-                both_legs=self._both_legs,
-            )
-        )
+        """Choose engines, once there is room; None where there is none besides those that failed. Raises Failure."""
+        found = await self._line.route(partial(self._question, request))
         if not isinstance(found, Refused):
             return found
         if request.failed or not self._engines.any_answers(request.asked.model):
             return None
         raise Failure(429, found.reason, code="no_capacity", retry_after_s=found.retry_after_s)
+
+    def _question(self, request: Completion, deferred_id: str) -> RouteRequest:
+        prompt = request.prompt
+        # What no cache is read for is routed by its length alone.
+        tokens = None if request.asked.one_engine else prompt.tokens
+        return RouteRequest(
+            model=request.asked.model,
+            tokens=tokens,
+            length=None if tokens else prompt.length,
+            waited_s=monotonic() - request.arrived_s,
+            output_tokens=request.asked.output_tokens or None,
+            streamed=request.asked.streams,
+            exclude=self._excluded(request),
+            deferred_id=deferred_id,
+            both_legs=self._both_legs,
+        )
 
     def _excluded(self, request: Completion) -> list[str]:
         model = request.asked.model
@@ -382,18 +388,3 @@ class Legs:
         tried = ", ".join(dict.fromkeys(request.failed))
         message = f"engines failed: {tried}" if tried else "no engine answers"
         return Failure(503, message, code="engines_failed", retry_after_s=_RETRY_AFTER_S)
-
-
-def relayed(headers: list[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
-    """Return an engine's headers for the client, without those of its connection."""
-    return [
-        (name.decode("latin-1"), value.decode("latin-1"))
-        for name, value in headers
-        if name not in _NOT_RELAYED
-    ]
-
-
-def is_stream(answer: Answer) -> bool:
-    """Return whether an answer is one of events."""
-    kinds = [value for name, value in answer.headers if name == b"content-type"]
-    return bool(kinds) and kinds[0].startswith(b"text/event-stream")

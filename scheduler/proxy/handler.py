@@ -28,10 +28,10 @@ from kvfs.http.http_exchange import BodyLost, Exchange, Headers
 from kvfs.http.transports import Buffer, Gone, Stalled, breathe
 from scheduler.proxy.bodies import BadBody, asked, model_of, parse
 from scheduler.proxy.client_watch import ClientWatch
-from scheduler.proxy.completion import Completion, Legs, is_stream, relayed
+from scheduler.proxy.completion import Completion, Legs
 from scheduler.proxy.model_lists import ModelLists, is_list
 from scheduler.proxy.openai_errors import Failure, as_failure
-from scheduler.proxy.relay import COMMENT, ends_event
+from scheduler.proxy.relay import COMMENT, ends_event, is_stream, relayed
 from scheduler.proxy.tokens import BYTES_A_TOKEN, Prompt, Tokenizer
 from scheduler.proxy.upstream.connection import EngineFailed
 from scheduler.proxy.upstream.engines import RANK_HEADER, Engine, Engines

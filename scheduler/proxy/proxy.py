@@ -33,6 +33,7 @@ from scheduler.proxy.routers.fallback import FallbackRouter, LocalRouter, Reques
 from scheduler.proxy.routers.remote_router import RemoteRouter
 from scheduler.proxy.tokens import Tokenizer
 from scheduler.proxy.upstream.engines import EngineAddress, Engines
+from scheduler.proxy.waiting_line import WaitingLine
 
 _GC_THRESHOLD = 50_000
 """Objects made and not freed between two collections of the youngest."""
@@ -76,7 +77,8 @@ class Proxy:
         self.tokenizer = None if by_load else Tokenizer(self.engines)
         self.models = ModelLists(self.engines)
         self.counts = Counts()
-        self.legs = Legs(self.engines, self.router, self.counts, options.hand_over)
+        self.line = WaitingLine(self.router, self.counts)
+        self.legs = Legs(self.engines, self.router, self.line, self.counts, options.hand_over)
         self.handler = Handler(
             self.engines, self.legs, self.tokenizer, self.models, self.metrics, options.bearer_tokens
         )
@@ -91,6 +93,7 @@ class Proxy:
         """Return all numbers in Prometheus's text format."""
         numbers: dict[str, float] = {
             "in_flight": self.handler.in_flight - 1,
+            "waiting": len(self.line),
             "held_bytes": self.handler.memory.size_bytes,
             "routed_by_load": self.router.counts["by_load"],
             "tokenized": 0 if self.tokenizer is None else self.tokenizer.asked,
@@ -107,6 +110,7 @@ class Proxy:
         async with trio.open_nursery() as background:
             background.start_soon(self.engines.run)
             background.start_soon(self.handler.watch.run)
+            background.start_soon(self.line.run)
             await background.start(self.router.run)
             await background.start(self.models.run)
             if self.tokenizer is not None:

@@ -31,6 +31,8 @@ _COUNTS = {
     "failed_prefills": "Prefill legs that failed: the decode engine computed the prompt.",
     "tokenized": "Prompts that an engine was asked to tokenize.",
     "tokenize_failures": "Part of them that got no tokens: an answer late, refused or malformed.",
+    "deferred": "Requests that were to wait for room in a batch.",
+    "line_full": "Part of them that were refused, since too many waited.",
     "routed_by_load": "Routes by load, since the Conductor did not answer or passed over every instance.",
     "late_routes": "Routes that the Conductor did not give in time.",
     "dropped_reports": "Reports to the Conductor for which there was no room.",
@@ -38,6 +40,7 @@ _COUNTS = {
 }
 _GAUGES = {
     "in_flight": "Requests under way.",
+    "waiting": "Part of them that wait for room in a batch.",
     "held_bytes": "Bodies and answers in memory.",
     "conductor_up": "1 while the Conductor elsewhere answers; absent without one.",
 }
@@ -50,7 +53,7 @@ class Counts:
         self.outcomes: Counter[str] = Counter()
         self.skips: Counter[str] = Counter()
         self.events: Counter[str] = Counter()
-        self.first_bytes, self.tokens = Latencies(), Latencies()
+        self.first_bytes, self.tokens, self.waits = Latencies(), Latencies(), Latencies()
 
     def end(self, status: int) -> None:
         """Count a request that was answered with `status`."""
@@ -91,6 +94,8 @@ class ProxyCollector(Collector):
         yield histogram("kvfs_proxy_first_byte_seconds", text, counts.first_bytes.status())
         text = "Time between two pieces of a streamed answer."
         yield histogram("kvfs_proxy_token_seconds", text, counts.tokens.status())
+        text = "Time that deferred requests waited, by what became of them (`operation`): routed, refused or gone."
+        yield histogram("kvfs_proxy_waited_seconds", text, counts.waits.status())
         yield from self._by_instance()
 
     def _by_instance(self) -> Iterable[Metric]:

@@ -1,4 +1,4 @@
-"""A streamed answer on its way to the client: whole events, and the usage at its end.
+"""An answer on its way to the client: its headers, whole events of a streamed one, and the usage at its end.
 
 Responsibility: cut what comes into whole events, so that an error event can follow at any time; find the usage, and
 drop its event where the client did not ask for it.
@@ -18,11 +18,15 @@ import msgspec
 
 from kvfs import limits
 from scheduler.proxy.upstream.connection import EngineFailed
+from scheduler.proxy.upstream.engines import Answer
 
 _HAS_USAGE = re.compile(rb'"usage"\s*:\s*\{').search
 COMMENT = b":\n\n"
 """What readers of events pass over."""
 _ENDS = (b"\n\n", b"\r\n\r\n")
+_NOT_RELAYED = frozenset(
+    (b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server", b"upgrade")
+)
 
 
 class EngineUsage(NamedTuple):
@@ -131,3 +135,18 @@ def _is_usage_alone(event: bytes) -> bool:
     except msgspec.DecodeError:
         return False
     return found.usage is not None and found.choices == []
+
+
+def relayed(headers: list[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
+    """Return an engine's headers for the client, without those of its connection."""
+    return [
+        (name.decode("latin-1"), value.decode("latin-1"))
+        for name, value in headers
+        if name not in _NOT_RELAYED
+    ]
+
+
+def is_stream(answer: Answer) -> bool:
+    """Return whether an answer is one of events."""
+    kinds = [value for name, value in answer.headers if name == b"content-type"]
+    return bool(kinds) and kinds[0].startswith(b"text/event-stream")

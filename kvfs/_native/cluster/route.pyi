@@ -149,6 +149,7 @@ class Router:
         leg_tokens: int,
         excluded: Sequence[int] = (),
         both_legs: bool = False,
+        holds_reservation: bool = False,
     ) -> Choice:
         """Choose as `route` where prefill instance n and decode instance n are one: the instances that the roles allow.
 

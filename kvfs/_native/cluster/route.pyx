@@ -397,9 +397,9 @@ cdef class Router:
 
     def choose(
         self, hashes, *, double arrival_s, int64_t tokens, int64_t block_tokens, double now_s, double tbt_slo_s,
-        int64_t leg_tokens, excluded=(), bint both_legs=False
+        int64_t leg_tokens, excluded=(), bint both_legs=False, bint holds_reservation=False
     ):
-        cdef kvfs_prompt prompt = kvfs_prompt(arrival_s, now_s, tokens, block_tokens, False)
+        cdef kvfs_prompt prompt = kvfs_prompt(arrival_s, now_s, tokens, block_tokens, holds_reservation)
         cdef kvfs_legs legs = kvfs_legs(tbt_slo_s, leg_tokens, both_legs)
         cdef Choice choice = Choice.__new__(Choice)
         cdef int rc

@@ -18,6 +18,8 @@ from kvfs.system.metrics import histogram
 _COUNTS = {
     "routed": "Requests that were given instances.",
     "refused": "Requests that were refused, to be tried again.",
+    "deferred": "Requests that were told to wait for room in a batch, each once.",
+    "left": "Part of them that were cancelled while they waited.",
     "degraded": "Requests routed by load alone, since nothing was known of any cache, or of the prompt's tokens.",
     "without_tokens": "Part of them whose prompts came without tokens and hashes.",
     "done": "Requests that ended with a report.",
@@ -40,6 +42,7 @@ _INSTANCE = {
     "distrusted": "1 where its answers fall short of its events.",
     "reachable": "1 unless it failed lately or does not answer.",
     "draining": "1 where it takes no more requests.",
+    "kept": "1 where its batch is kept for the request that waits longest.",
 }
 _STREAM = ("unknown", "current", "partial", "mute")
 
@@ -60,6 +63,9 @@ class ConductorCollector(Collector):
         status = self._status
         yield _gauge("blocks", "Blocks in the index.", status["blocks"])
         yield _gauge("reservations", "Requests that are routed and not over.", status["reservations"])
+        yield _gauge(
+            "waiting", "Deferred requests that were not routed, refused or cancelled yet.", status["waiting"]
+        )
         yield _counter("expired", "Requests that ended by their deadline.", status["expired"])
         for name, text in _COUNTS.items():
             yield _counter(name, text, status["counts"].get(name, 0))

@@ -36,6 +36,7 @@ DECISION_COLUMNS: Final = (
 _COUNTS: Final = {
     "routed": "Routed",
     "refused": "Refused",
+    "deferred": "Told to wait",
     "degraded": "Routed by load alone",
     "done": "Done",
     "cancelled": "Cancelled",

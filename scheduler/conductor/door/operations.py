@@ -206,7 +206,8 @@ def _done(context: Context, id: str, body: Usage | None) -> Reply:
 
 
 def _cancel(context: Context, id: str, _: object) -> Reply:
-    _live(context, id)
+    if not context.conductor.waits(id):
+        _live(context, id)
     context.conductor.cancel(id)
     return Reply(204)
 
@@ -283,7 +284,7 @@ OPERATIONS = (
         "route",
         "POST",
         "/v1/route",
-        "Choose instances for a prompt, and reserve them; 429 says when to retry, and why.",
+        "Choose instances for a prompt, and reserve them; 429 says why not, when to retry, and whether to wait.",
         _route,
         RouteRequest,
         Routed,

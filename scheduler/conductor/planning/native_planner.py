@@ -63,6 +63,9 @@ class NativePlanner:
     def set_role(self, slot: int, role: Role) -> None:
         self._router.set_role(slot, prefills=role != "decode", decodes=role != "prefill")
 
+    def keep(self, slot: int | None) -> None:
+        self._router.reserved_decode = slot
+
     def set_source(self, source: int, bytes_s: float) -> None:
         self._router.set_source(source, bytes_s=bytes_s, free_at_s=0.0)
 
@@ -88,7 +91,7 @@ class NativePlanner:
 
     # --- decisions ----------------------------------------------------------------------------------------
     def plan(self, question: Question) -> NativePlan:
-        hashes, tokens, block_tokens, arrival_s, now_s, slo, excluded, both_legs = question
+        hashes, tokens, block_tokens, arrival_s, now_s, slo, excluded, both_legs, holds_kept = question
         choice = self._router.choose(
             hashes,
             arrival_s=arrival_s,
@@ -99,6 +102,7 @@ class NativePlanner:
             leg_tokens=PREFILL_LEG_TOKENS,
             excluded=excluded,
             both_legs=both_legs,
+            holds_reservation=holds_kept,
         )
         return NativePlan(choice, _decision(choice))
 

@@ -35,6 +35,8 @@ class Question(NamedTuple):
     """Slots that must not be chosen."""
     both_legs: bool = False
     """Whether an instance for one side can do nothing alone."""
+    holds_kept: bool = False
+    """Whether the batch that is kept is this prompt's; to others it is full."""
 
 
 class PrefillFigures(NamedTuple):
@@ -110,6 +112,10 @@ class Planner(Protocol):
 
     def set_role(self, slot: int, role: Role) -> None:
         """Label an instance; decisions follow labels."""
+
+    def keep(self, slot: int | None) -> None:
+        """Keep the batch of an instance for the one question that `holds_kept`; None: keep none."""
+        ...
 
     def set_source(self, source: int, bytes_s: float) -> None:
         """Begin with an idle source of blocks; source n is what is in place at slot n."""

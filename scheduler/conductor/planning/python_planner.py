@@ -88,6 +88,9 @@ class PythonPlanner:
     def set_role(self, slot: int, role: Role) -> None:
         self._roles[slot] = role
 
+    def keep(self, slot: int | None) -> None:
+        self._cluster.reserved_decode = slot
+
     def set_source(self, source: int, bytes_s: float) -> None:
         sources = self._cluster.sources
         sources += [Source(None, "", bytes_s) for _ in range(len(sources), source + 1)]
@@ -129,8 +132,8 @@ class PythonPlanner:
 
     # --- decisions ----------------------------------------------------------------------------------------
     def plan(self, question: Question) -> PythonPlan:
-        hashes, tokens, block_tokens, arrival_s, now_s, slo, excluded, both_legs = question
-        prompt = Prompt(arrival_s, tokens, self._runs(hashes), block_tokens)
+        hashes, tokens, block_tokens, arrival_s, now_s, slo, excluded, both_legs, holds_kept = question
+        prompt = Prompt(arrival_s, tokens, self._runs(hashes), block_tokens, holds_kept)
         decision = self._route(prompt, excluded, now_s)
         chosen = legs.choose(decision, self._roles, prompt, self._costs, slo, both_legs=both_legs)
         return PythonPlan(prompt, chosen)
