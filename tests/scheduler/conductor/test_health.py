@@ -147,6 +147,18 @@ async def test_a_conductor_that_stood_still_asks_again_before_it_puts_anyone_out
         assert stand.up() == {f"i{n}" for n in range(32)} - {"i7"}
 
 
+async def test_an_answer_that_has_come_counts_before_the_look_that_misses_it(
+    autojump_clock: MockClock,
+) -> None:
+    async with watching(*(f"i{n}" for n in range(32))) as stand:
+        for n, server in enumerate(stand.servers.values()):
+            server.takes_s = 0.9 + 0.003 * n
+        for n in range(100):
+            await trio.sleep(1.5 + n * 0.0137 % 0.5)
+            autojump_clock.jump(0.3)
+        assert stand.outs == 0
+
+
 async def test_one_that_is_always_late_still_finds_who_is_silent(autojump_clock: MockClock) -> None:
     async with watching("a", "b") as stand:
         stopped(stand.servers["a"])
