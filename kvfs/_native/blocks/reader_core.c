@@ -23,13 +23,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "blocks/vectors.h"
 #include "shared/slots_core.h"
 
 /* How often a block that moves meanwhile (evicted, read back, replaced) is looked up again. */
 #define ATTEMPTS 8
-#define VECTORS_AT_ONCE 128
 #define POOL_BYTES ((uint64_t)2 << 20)
-#define BYTES_AT_ONCE ((size_t)1 << 30) /* Linux moves at most 2 GiB less a page in one call */
 
 int kvfs_hits_init(struct kvfs_hits *h, uint32_t room) UNCHECKED /* nobody has them yet */
 {
@@ -95,16 +94,17 @@ static int open_block(const struct kvfs_table *t, int dirfd, const uint8_t *key,
 /* Reads `size` bytes from `offset` on into the pieces; returns the count, short where the file is, or a code. */
 int64_t kvfs_read_fd(int fd, uint64_t offset, const struct iovec *vectors, ssize_t pieces, uint64_t size)
 {
-    struct iovec some[VECTORS_AT_ONCE];
+    struct iovec some[KVFS_CALL_VECTORS];
     uint64_t done = 0, skip = 0; /* `skip` bytes of the first piece are filled */
     while (done < size) {
         int n = 0;
         size_t asked = 0;
-        for (ssize_t i = 0; i < pieces && n < VECTORS_AT_ONCE && asked < BYTES_AT_ONCE && done + asked < size; i++) {
+        for (ssize_t i = 0; i < pieces && n < KVFS_CALL_VECTORS && asked < KVFS_CALL_BYTES && done + asked < size;
+             i++) {
             size_t from = i == 0 ? skip : 0, length = vectors[i].iov_len - from, left = size - done - asked;
             some[n].iov_base = (uint8_t *)vectors[i].iov_base + from;
             some[n].iov_len = length < left ? length : left;
-            some[n].iov_len = some[n].iov_len < BYTES_AT_ONCE ? some[n].iov_len : BYTES_AT_ONCE;
+            some[n].iov_len = some[n].iov_len < KVFS_CALL_BYTES ? some[n].iov_len : KVFS_CALL_BYTES;
             asked += some[n].iov_len;
             n++;
         }

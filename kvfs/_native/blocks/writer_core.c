@@ -25,15 +25,13 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "blocks/vectors.h"
 #include "hash/xxh3.h"
 #include "shared/mutex.h"
 
-#define VECTORS_AT_ONCE 128
-#define BYTES_AT_ONCE ((size_t)1 << 30) /* Linux moves at most 2 GiB less a page in one call */
-
 int kvfs_write_fd(int fd, uint64_t offset, const struct iovec *vectors, ssize_t pieces)
 {
-    struct iovec some[VECTORS_AT_ONCE];
+    struct iovec some[KVFS_CALL_VECTORS];
     size_t skip = 0; /* bytes of the first piece that are written */
     for (;;) {
         while (pieces > 0 && skip >= vectors->iov_len) {
@@ -45,10 +43,10 @@ int kvfs_write_fd(int fd, uint64_t offset, const struct iovec *vectors, ssize_t 
             return 0;
         int n = 0;
         size_t asked = 0;
-        for (ssize_t i = 0; i < pieces && n < VECTORS_AT_ONCE && asked < BYTES_AT_ONCE; i++, n++) {
+        for (ssize_t i = 0; i < pieces && n < KVFS_CALL_VECTORS && asked < KVFS_CALL_BYTES; i++, n++) {
             size_t from = i == 0 ? skip : 0, length = vectors[i].iov_len - from;
             some[n].iov_base = (uint8_t *)vectors[i].iov_base + from;
-            some[n].iov_len = length < BYTES_AT_ONCE ? length : BYTES_AT_ONCE;
+            some[n].iov_len = length < KVFS_CALL_BYTES ? length : KVFS_CALL_BYTES;
             asked += some[n].iov_len;
         }
         ssize_t put = n == 1 ? pwrite(fd, some[0].iov_base, some[0].iov_len, (off_t)offset)

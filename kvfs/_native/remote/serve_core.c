@@ -33,10 +33,10 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "remote/socket_io.h"
 #include "shared/slots_core.h"
 
 #define ATTEMPTS 8
-#define STACK_BYTES (256u << 10)
 #define PEER_WAIT_S 10 /* for the rest of a request that has begun, and for the peer to take what it asked for */
 #define BYTES_AT_ONCE ((size_t)8 << 20)
 #define SMALL_BYTES 65536u
@@ -47,34 +47,22 @@ static void notify(struct kvfs_remote_server *s)
     (void)!write(s->notify_fd, &one, sizeof one);
 }
 
+/* The call has waited as long as the socket's own timeout says (prepare). */
+static int timed_out(const void *of, short events)
+{
+    (void)of;
+    (void)events;
+    return -ETIMEDOUT;
+}
+
 static int receive_all(int fd, void *into, size_t bytes)
 {
-    uint8_t *to = (uint8_t *)into;
-    while (bytes > 0) {
-        ssize_t got = recv(fd, to, bytes, 0);
-        if (got < 0 && errno == EINTR)
-            continue;
-        if (got <= 0)
-            return got == 0 ? -ECONNRESET : errno == EAGAIN ? -ETIMEDOUT : -errno;
-        to += got;
-        bytes -= (size_t)got;
-    }
-    return 0;
+    return kvfs_receive_all(fd, into, bytes, 0, timed_out, NULL);
 }
 
 static int send_all(int fd, const void *data, size_t bytes, int flags)
 {
-    const uint8_t *from = (const uint8_t *)data;
-    while (bytes > 0) {
-        ssize_t put = send(fd, from, bytes, MSG_NOSIGNAL | flags);
-        if (put < 0 && errno == EINTR)
-            continue;
-        if (put < 0)
-            return errno == EAGAIN ? -ETIMEDOUT : -errno;
-        from += put;
-        bytes -= (size_t)put;
-    }
-    return 0;
+    return kvfs_send_all(fd, data, bytes, flags, timed_out, NULL);
 }
 
 /* The header announced `bytes`: a slot that is shorter ends the connection. */
@@ -490,7 +478,7 @@ int64_t kvfs_remote_open(struct kvfs_remote_server *s, int fd) UNCHECKED /* its 
     *c = (struct kvfs_remote_connection){.server = s, .fd = fd, .number = number};
     int rc = prepare(fd);
     if (rc == 0)
-        rc = kvfs_thread_start(&c->thread, thread_main, c, STACK_BYTES);
+        rc = kvfs_thread_start(&c->thread, thread_main, c, KVFS_SMALL_STACK_BYTES);
     c->used = rc == 0;
     return rc < 0 ? (int64_t)rc : (int64_t)number;
 }

@@ -24,14 +24,15 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "remote/socket_io.h"
 #include "s3/receiver_core.h"
 
 #define BUFFER_BYTES ((size_t)256 << 10)
-#define STACK_BYTES (256u << 10)
 
 /* 0 once the socket is ready, -ETIMEDOUT at the deadline. */
-static int wait_ready(const struct kvfs_remote_stream *s, short events)
+static int wait_ready(const void *of, short events)
 {
+    const struct kvfs_remote_stream *s = (const struct kvfs_remote_stream *)of;
     struct pollfd waits = {.fd = s->socket, .events = events};
     int64_t left_ns = s->deadline_ns - kvfs_clock_ns(CLOCK_MONOTONIC);
     if (left_ns <= 0)
@@ -45,42 +46,12 @@ static int wait_ready(const struct kvfs_remote_stream *s, short events)
 
 static int send_all(const struct kvfs_remote_stream *s, const void *data, size_t bytes)
 {
-    const uint8_t *from = (const uint8_t *)data;
-    while (bytes > 0) {
-        ssize_t put = send(s->socket, from, bytes, MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (put >= 0) {
-            from += put;
-            bytes -= (size_t)put;
-        } else if (errno == EAGAIN) {
-            int rc = wait_ready(s, POLLOUT);
-            if (rc < 0)
-                return rc;
-        } else if (errno != EINTR) {
-            return -errno;
-        }
-    }
-    return 0;
+    return kvfs_send_all(s->socket, data, bytes, MSG_DONTWAIT, wait_ready, s);
 }
 
 static int receive_all(const struct kvfs_remote_stream *s, void *into, size_t bytes)
 {
-    uint8_t *to = (uint8_t *)into;
-    while (bytes > 0) {
-        ssize_t got = recv(s->socket, to, bytes, MSG_DONTWAIT);
-        if (got > 0) {
-            to += got;
-            bytes -= (size_t)got;
-        } else if (got == 0) {
-            return -ECONNRESET;
-        } else if (errno == EAGAIN) {
-            int rc = wait_ready(s, POLLIN);
-            if (rc < 0)
-                return rc;
-        } else if (errno != EINTR) {
-            return -errno;
-        }
-    }
-    return 0;
+    return kvfs_receive_all(s->socket, into, bytes, MSG_DONTWAIT, wait_ready, s);
 }
 
 /* The bytes of one block, into its draft. A draft that cannot be written ends the stream: its bytes are still to come. */
@@ -227,7 +198,7 @@ int kvfs_stream_start(struct kvfs_remote_stream *s, int socket) UNCHECKED /* no 
     s->notify_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     int rc = s->buffer == NULL ? -ENOMEM : s->notify_fd < 0 ? -errno : 0;
     if (rc == 0)
-        rc = kvfs_thread_start(&s->thread, thread_main, s, STACK_BYTES);
+        rc = kvfs_thread_start(&s->thread, thread_main, s, KVFS_SMALL_STACK_BYTES);
     s->started = rc == 0;
     if (rc < 0)
         free_all(s);

@@ -34,7 +34,6 @@
 #include "shared/slots_core.h"
 
 #define SLICE_NS 100000
-#define STACK_BYTES (256u << 10)
 
 static void notify(struct kvfs_sealer *s)
 {
@@ -258,7 +257,7 @@ int64_t kvfs_sealer_open(struct kvfs_sealer *s, int fd, uint32_t uid, uint32_t b
         return -EMFILE;
     struct kvfs_seal_channel *channel = &s->channels[number];
     *channel = (struct kvfs_seal_channel){.sealer = s, .fd = fd, .number = number, .uid = uid, .bucket_id = bucket_id};
-    int rc = kvfs_thread_start(&channel->thread, thread_main, channel, STACK_BYTES);
+    int rc = kvfs_thread_start(&channel->thread, thread_main, channel, KVFS_SMALL_STACK_BYTES);
     channel->used = rc == 0;
     return rc < 0 ? (int64_t)rc : (int64_t)number;
 }

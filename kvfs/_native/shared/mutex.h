@@ -85,6 +85,9 @@ static inline struct timespec kvfs_deadline_after(int64_t timeout_ns)
     return (struct timespec){.tv_sec = at / 1000000000ll, .tv_nsec = at % 1000000000ll};
 }
 
+/* The stack of a thread of which there may be hundreds: those that serve sessions and peers. */
+#define KVFS_SMALL_STACK_BYTES ((size_t)256 << 10)
+
 /* A thread that takes no signals: those stay with the application's. `stack_bytes` 0: as usual. 0, or -errno. */
 static inline int kvfs_thread_start(pthread_t *thread, void *(*run)(void *), void *argument, size_t stack_bytes)
 {
