@@ -59,7 +59,7 @@ class Paged:
 
     @property
     def shape(self) -> tuple[int, tuple[int, ...], int]:
-        """Return what layers copied together share: (bytes from block to block, offsets of runs, bytes of a run)."""
+        """Return what layers have in common: bytes from block to block, offsets of runs, bytes of a run."""
         return self.block_stride_bytes, self.run_offsets, self.run_bytes
 
     @property

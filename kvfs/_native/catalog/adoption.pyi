@@ -34,7 +34,7 @@ class Adoption:
 
     @property
     def has_objects(self) -> bool:
-        """Whether any named object is whole."""
+        """Return whether any named object is whole."""
 
     def want_rows(
         self,
@@ -92,7 +92,7 @@ class Adoption:
         """How many are to be verified once the store serves."""
 
     def keeps(self, object_id: int) -> bool:
-        """Whether a named object is kept."""
+        """Return whether a named object is kept."""
 
     def highest_sequence(self, limit: int) -> int:
         """Return the highest sequence up to `limit` of what is kept; 0 for none."""

@@ -28,7 +28,7 @@ class RecordRows:
     def __contains__(self, object_id: int, /) -> bool: ...
     def __len__(self) -> int: ...
     def is_kept(self, object_id: int) -> bool:
-        """Whether an object is here that reclaim moves."""
+        """Return whether an object is here that reclaim moves."""
 
     def ids(self) -> list[int]:
         """List the ids of all objects, by their first sequences."""
