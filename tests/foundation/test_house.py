@@ -60,6 +60,12 @@ def test_a_file_name_occurs_once_in_a_package_except_in_parallel_rooms() -> None
         assert {name for name, count in names.items() if count > 1} - PARALLEL == set(), package
 
 
+def test_a_name_of_a_test_file_occurs_once() -> None:
+    """Else pytest takes one for the other where folders are no packages."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
 def test_no_import_hides_in_a_function_or_behind_type_checking() -> None:
     hidden = []
     for path in modules():

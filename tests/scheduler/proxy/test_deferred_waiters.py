@@ -22,7 +22,7 @@ from scheduler.proxy.proxy_metrics import Counts
 from scheduler.proxy.routers.fallback import RequestRouter
 from scheduler.proxy.waiting_line import WaitingLine
 from scheduler.routing.admission import DEFER_S, RESERVE_AFTER_S
-from tests.scheduler.conductor.test_waiters import COSTS, LONG, SHORT
+from tests.scheduler.conductor.test_deferred_requests import COSTS, LONG, SHORT
 from tests.scheduler.proxy.test_proxy_metrics import metrics
 from tests.scheduler.proxy.test_router_port import NotingRouter
 from tests.support.conductors import Clock, conductor, instance, over, serving
