@@ -79,7 +79,7 @@ def test_every_command_is_offered(home: Path) -> None:
         (["fsck", "--check"], {"--check-only"}),
         (["plan", "trace.jsonl", "--inst"], {"--instances"}),
     ],
-    ids=" ".join,
+    ids=lambda names: " ".join(sorted(names)),
 )
 def test_commands_and_options_are_completed(home: Path, words: list[str], offered: set[str]) -> None:
     assert completed(home, *words) == offered
