@@ -69,7 +69,8 @@ def test_help_lists_what_there_is() -> None:
 
 
 def test_clean_removes_what_was_built_and_no_data(tmp_path: Path) -> None:
-    built = [".venv/bin", ".venv-engines/bin", "build/lib", "dist", "kvfs.egg-info", "kvfs/__pycache__"]
+    environments = [".venv/bin", ".venv-engines/bin", ".venv-peers/bin"]
+    built = [*environments, "build/lib", "dist", "kvfs.egg-info", "kvfs/__pycache__"]
     kept = ["data/nvme", "data/__pycache__", "mnt/__pycache__", "kvfs/_native/shared"]
     for name in (*built, *kept):
         (tmp_path / name).mkdir(parents=True)
