@@ -307,13 +307,8 @@ def test_both_planners_keep_the_same_batch_in_every_state(monkeypatch: pytest.Mo
     assert min(seen["kept"], seen["held"]) > 0, seen
 
 
-async def test_a_deferred_request_is_answered_and_cancelled_through_the_door(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_deferred_request_is_answered_and_cancelled_through_the_door() -> None:
     async with serving(fitted=False) as (service, addresses), asking(addresses) as asker:
-        monkeypatch.setattr(
-            service.conductor.registry, "unreachable", lambda name: None
-        )  # no engine is there
         service.add(instance("a"))
         [pool] = service.conductor.registry.pools()
         pool.planner.set_costs(COSTS)
