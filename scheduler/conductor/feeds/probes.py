@@ -75,8 +75,9 @@ async def probe(
     """
     with trio.move_on_after(PROBE_WAIT_S):
         try:
-            text = await get(url.rstrip("/") + "/metrics", MAX_METRICS_BYTES, authorities=authorities)
+            found = await get(url.rstrip("/") + "/metrics", MAX_METRICS_BYTES, authorities=authorities)
         except GetFailed as error:
             raise ProbeFailed(str(error)) from None
-        return [parse_metrics(text.decode(errors="replace"), rank) for rank in ranks]
+        text = found.decode(errors="replace")
+        return [parse_metrics(text, rank) for rank in ranks]
     raise ProbeFailed(f"no answer in {PROBE_WAIT_S} s")
