@@ -89,7 +89,6 @@ def test_hits_are_counted_from_a_share_of_the_requests_on(trace: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_a_plot_is_drawn(trace: Path, tmp_path: Path, suffix: str) -> None:
-    pytest.importorskip("matplotlib")
     plot = tmp_path / f"curve{suffix}"
     good(str(trace), "--policy", "lru-leaf", "--plot", str(plot))
     assert plot.read_bytes().startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")

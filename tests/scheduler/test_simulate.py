@@ -392,7 +392,6 @@ def test_plan_prints_a_page_or_json(trace_file: Path) -> None:
 
 @pytest.mark.parametrize("command", ["simulate", "plan"])
 def test_plots_are_written(trace_file: Path, tmp_path: Path, command: str) -> None:
-    pytest.importorskip("matplotlib")
     done = run_kvfs(command, str(trace_file), "--plot", str(tmp_path / "plot.svg"))
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "plot.svg").read_text().startswith("<?xml")
