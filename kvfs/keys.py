@@ -1,7 +1,7 @@
 """Keys: prefix hashes of blocks, the names that they have on the mount, payload checksums.
 
-Responsibility: check arguments and call `kvfs._native.hash.hashing`, once for any number of blocks and without the
-GIL. docs/keys.md specifies every byte; `kvfs.namespaces` says what a namespace is.
+Responsibility: check arguments and call `kvfs._native.hash.hashing`, once for any number of blocks, without the
+GIL where that takes long. docs/keys.md specifies every byte; `kvfs.namespaces` says what a namespace is.
 
     h[i] = first 16 bytes of H(h[i-1] || tokens of block i || extra of block i); h[-1] = namespace digest
 

@@ -1,4 +1,4 @@
-"""Prefix hashes and checksums, computed without the GIL. `kvfs.keys` is the interface to use."""
+"""Prefix hashes, without the GIL where they take long, and checksums. `kvfs.keys` is the interface to use."""
 
 from typing_extensions import Buffer
 

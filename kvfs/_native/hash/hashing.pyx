@@ -47,6 +47,11 @@ AUTO = 0
 PORTABLE = 1
 SHA_NI = 2
 
+cdef enum:
+    # As many take 40 us. Fewer keep the GIL: a thread that gives it away beside one that never pauses waits 5 ms for it
+    # (sys.getswitchinterval).
+    LONG_BYTES = 65536
+
 cdef bytes SIGNED = b"hilqn"
 cdef bytes UNSIGNED = b"HILQN"
 
@@ -84,6 +89,12 @@ cdef object out_of_range(const kvfs_tokens *tokens, size_t index):
     return InvalidRequest(f"token {index} is {value}, outside 0 to {(1 << 32) - 1}")
 
 
+cdef int hash_all(const kvfs_chain *chain, size_t block_tokens, bint tail, uint8_t *out, size_t *bad) noexcept nogil:
+    if tail:
+        return kvfs_hash_tail(chain, out, bad)
+    return kvfs_hash_blocks(chain, block_tokens, out, bad)
+
+
 def hash_chain(
     tokens, bytes parent not None, tuple extra, *, int algorithm, size_t block_tokens, bint tail, int engine=0
 ):
@@ -118,11 +129,11 @@ def hash_chain(
         chain.extra = extras
         out = PyBytes_FromStringAndSize(NULL, blocks * KVFS_HASH_BYTES)
         out_at = <uint8_t *>PyBytes_AS_STRING(out)
-        with nogil:
-            if tail:
-                rc = kvfs_hash_tail(&chain, out_at, &bad)
-            else:
-                rc = kvfs_hash_blocks(&chain, block_tokens, out_at, &bad)
+        if view.len <= LONG_BYTES:
+            rc = hash_all(&chain, block_tokens, tail, out_at, &bad)
+        else:
+            with nogil:
+                rc = hash_all(&chain, block_tokens, tail, out_at, &bad)
         if rc < 0:
             raise out_of_range(&chain.tokens, bad)
         return out
