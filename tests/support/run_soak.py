@@ -166,6 +166,8 @@ class Soak:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C ends the soak, which ends the run
             )
+        if self._is_ended:  # a signal came before there was a process to end
+            process.kill()
         try:
             code = process.wait(self.hang_s)
             run.outcome = {0: "green", NO_TESTS: "none"}.get(code, "RED")
