@@ -35,6 +35,11 @@ def seeds(harness: str) -> list[int]:
     return [SEED] if _DRAWN is not None else [GATE_SEED, *FOUND[harness]]
 
 
+def rounds(gate: int, soak: int) -> int:
+    """Return how often a harness draws: more often where the seed is new than where each run repeats the last."""
+    return gate if _DRAWN is None else soak
+
+
 def repeat_command(
     test: str, seed: int, hypothesis_seed: int | str | None = None, environ: Mapping[str, str] = os.environ
 ) -> str:
