@@ -112,7 +112,9 @@ bench-peers: build $(STAMPS)/bench
 	@exec $(BIN)/python -m bench.peer_routers --environment $(PEERS_VENV) $(ARGS)
 
 # --- check ---------------------------------------------------------------------------------------------------
-test: lint types imports stubs pytest
+test:
+	@$(MAKE) --jobs 2 --output-sync lint types imports stubs
+	@$(MAKE) pytest
 
 lint: $(STAMPS)/dev annotations
 	$(BIN)/ruff check
