@@ -1,11 +1,10 @@
 """Wheels of kvfs as `make wheel` builds them, in environments of their own.
 
-Concurrency: one build at a time: the build folders of a checkout are shared.
+Concurrency: any process; `packaging/wheel` builds one at a time.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import subprocess
 import sys
@@ -22,16 +21,13 @@ BUILD_WAIT_S: Final = 600.0
 
 def build_wheel(python: str = sys.executable) -> Path:
     """Build the wheel for a version of Python, or for an interpreter; skip where there is none, but not in CI."""
-    (ROOT / "build").mkdir(exist_ok=True)
-    with (ROOT / "build" / "wheel.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        done = subprocess.run(
-            [ROOT / "packaging" / "wheel", python],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=BUILD_WAIT_S,
-        )
+    done = subprocess.run(
+        [ROOT / "packaging" / "wheel", python],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=BUILD_WAIT_S,
+    )
     if f"no Python {python}" in done.stderr and "CI" not in os.environ:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stderr
