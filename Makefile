@@ -59,7 +59,7 @@ $(STAMPS)/system: packaging/system
 	@mkdir -p $(STAMPS) && touch $@
 
 # The programs that tests run.
-$(STAMPS)/system-test: packaging/system | $(STAMPS)/system
+$(STAMPS)/system-test: packaging/system | $(STAMPS)/venv
 	@packaging/system packages test
 	@touch $@
 
