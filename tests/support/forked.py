@@ -9,6 +9,7 @@ import select
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -96,7 +97,10 @@ class Imported:
         output: IO[bytes],
         pass_fds: Mapping[int, int] | None = None,
     ) -> Forked:
-        """Start a process that writes to `output`; `pass_fds`: numbers of its descriptors, and which these are here."""
+        """Start a process that writes to `output`; `pass_fds`: numbers of its descriptors, and which these are here.
+
+        Errors go there too, unless 2 is one of those.
+        """
         descriptors = {1: output.fileno(), **(pass_fds or {})}
         message = {
             "arguments": list(arguments),
@@ -108,9 +112,36 @@ class Imported:
         }
         return Forked(self.ask(message, list(descriptors.values())), self)
 
+    def run(
+        self, arguments: Sequence[str], *, environment: Mapping[str, str], work: Path, timeout_s: float
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a process to its end. Raises subprocess.TimeoutExpired for one that takes longer, which is killed."""
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+            process = self.fork(
+                arguments,
+                path=[str(work)],
+                environment=environment,
+                work=work,
+                output=output,
+                pass_fds={2: errors.fileno()},
+            )
+            try:
+                code = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                raise
+            said = [_whole(each) for each in (output, errors)]
+        return subprocess.CompletedProcess(arguments, code, *said)
+
     def close(self) -> None:
         self._control.close()
         self._process.wait()
+
+
+def _whole(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode()
 
 
 _found: dict[tuple[object, ...], Imported] = {}

@@ -4,7 +4,7 @@ An import takes three quarters of the processor time of an engine's start (17 of
 is the same for all. It runs under the engines' python as well, and needs nothing but the standard library.
 
 Reads messages from the socket of that descriptor: JSON, with the descriptors that the new process has as its standard
-input, output, and further ones under the numbers that it expects:
+output (errors go there as well, unless they have one), and further ones under the numbers that it expects:
 
     {"arguments": [script, ...] or ["-m", module, ...], "environment": {...}, "path": [...], "work": directory,
      "limits": [[resource, [soft, hard]], ...], "descriptors": [number, ...]}    ->    the process's id
@@ -36,7 +36,8 @@ def become(message: dict[str, Any], descriptors: list[int]) -> NoReturn:
     os.setsid()
     for own, wanted in zip(descriptors, message["descriptors"], strict=True):
         os.dup2(own, wanted, inheritable=True)
-    os.dup2(1, 2)
+    if 2 not in message["descriptors"]:
+        os.dup2(1, 2)
     for own in set(descriptors) - set(message["descriptors"]):
         os.close(own)
     for kind, bounds in message["limits"]:
@@ -60,6 +61,8 @@ def become(message: dict[str, Any], descriptors: list[int]) -> NoReturn:
             runpy.run_path(first, run_name="__main__")
         status = 0
     except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:
         sys.excepthook(*sys.exc_info())

@@ -46,6 +46,16 @@ BUCKET_KINDS: Final = {
     "durable-large": {"durable": True, "large": True},
 }
 """Each kind of bucket, with what `Service.create_bucket` makes it of."""
+_COMMANDS: Final = (
+    "kvfs.cli.main",
+    "kvfs.cli.conductor_command",
+    "kvfs.cli.measure_commands",
+    "kvfs.cli.proxy_command",
+    "kvfs.cli.service_commands",
+)
+_PLAIN: Final = {"PYTHONPATH": str(ROOT), "COLUMNS": "160", "NO_COLOR": "1"}
+_READ_WHEN_CALLED: Final = {"COLUMNS", "KVFS_CONDUCTOR_TOKEN"}
+"""Variables that no import reads."""
 _SERVED: Final = ("kvfs.cli.main", "kvfs.service", "mounts.mount")
 DEFAULT_DRAM: Final = "256MiB"
 DEFAULT_NVME: Final = "0"
@@ -89,17 +99,44 @@ def run_kvfs(
     environment: Mapping[str, str] | None = None,
     directory: Path = ROOT,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `kvfs ARGUMENTS` to its end, without a terminal; the caller looks at its return code."""
-    own = {"PYTHONPATH": str(ROOT), "COLUMNS": "160", "NO_COLOR": "1"}
+    """Run `kvfs ARGUMENTS` to its end, without a terminal; the caller looks at its return code.
+
+    It is forked from a process that has imported it, unless it has variables of its own that its imports may read.
+    """
+    called = {**os.environ, **_PLAIN, **(environment or {})}
+    if set(environment or ()) <= _READ_WHEN_CALLED:
+        ready = imported(sys.executable, _COMMANDS, _PLAIN)
+        return ready.run(("-m", "kvfs", *arguments), environment=called, work=directory, timeout_s=timeout_s)
     return subprocess.run(
         [sys.executable, "-m", "kvfs", *arguments],
         cwd=directory,
-        env={**os.environ, **own, **(environment or {})},
+        env=called,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=timeout_s,
     )
+
+
+@contextmanager
+def running_kvfs(*arguments: str, errors: int = 2) -> Iterator[tuple[Forked, IO[str]]]:
+    """Run `kvfs ARGUMENTS` until the end; yield it and what it prints. `errors`: where its errors go, as here."""
+    reading, writing = os.pipe()
+    with open(reading) as said:
+        with open(writing, "wb") as output:
+            process = imported(sys.executable, _COMMANDS, _PLAIN).fork(
+                ("-m", "kvfs", *arguments),
+                path=[str(ROOT)],
+                environment={**os.environ, **_PLAIN},
+                work=ROOT,
+                output=output,
+                pass_fds={2: errors},
+            )
+        try:
+            yield process, said
+        finally:
+            process.kill()
+            process.wait()
 
 
 class Service:

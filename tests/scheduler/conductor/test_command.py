@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import ssl
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,29 +22,24 @@ from kvfs.errors import ConfigError
 from tests.support.asked_engines import AskedEngine
 from tests.support.certificates import certificate
 from tests.support.conductors import instance
-from tests.support.service import ROOT
+from tests.support.forked import Forked
+from tests.support.service import run_kvfs, running_kvfs
 from tests.support.waits import WAIT_S
 
 TOKEN = "a token of the test"
 
 
 @contextmanager
-def running(config: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [sys.executable, "-m", "kvfs", "conductor", "run", "--config", str(config)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        try:
-            assert process.stdout is not None
-            lines = [process.stdout.readline() for _ in range(3)]
-            assert lines[2] == "ready\n", lines
-            yield process, lines[0].split()[1]
-        finally:
-            process.kill()
+def running(config: Path) -> Iterator[tuple[Forked, str]]:
+    with running_kvfs("conductor", "run", "--config", str(config)) as (process, said):
+        lines = [said.readline() for _ in range(3)]
+        assert lines[2] == "ready\n", lines
+        yield process, lines[0].split()[1]
 
 
 def kvfs(*arguments: str, token: str = "") -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "KVFS_CONDUCTOR_TOKEN": token, "COLUMNS": "200"}
-    command = [sys.executable, "-m", "kvfs", "conductor", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120)
+    environment = {"KVFS_CONDUCTOR_TOKEN": token, "COLUMNS": "200"}
+    return run_kvfs("conductor", *arguments, environment=environment, timeout_s=120)
 
 
 def settings(where: Path, **more: Any) -> Path:

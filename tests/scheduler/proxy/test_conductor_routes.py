@@ -22,7 +22,8 @@ from scheduler.proxy.routers.fallback import RouterDown
 from scheduler.proxy.routers.remote_router import RemoteRouter
 from scheduler.proxy.upstream.engines import Engines
 from tests.support.conductors import Clock, conductor, instance, serving
-from tests.support.service import ROOT
+from tests.support.forked import Forked
+from tests.support.service import ROOT, running_kvfs
 from tests.support.stub_engines import Asker, Stand, StubEngine, proxy_stand
 from tests.support.waits import WAIT_S, until
 
@@ -204,19 +205,12 @@ async def test_an_engine_that_its_conductor_passes_over_is_tried() -> None:
 
 # --- real processes ------------------------------------------------------------------------------------------
 @contextmanager
-def process(*arguments: str, lines: int, log: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def process(*arguments: str, lines: int, log: Path) -> Iterator[tuple[Forked, str]]:
     """Run a command until the end; yield it and the URL that it answers at."""
-    with log.open("a") as errors:
-        command = [sys.executable, "-m", "kvfs", *arguments]
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT)
-    with child:
-        try:
-            assert child.stdout is not None
-            said = [child.stdout.readline() for _ in range(lines)]
-            assert said[-1] == "ready\n", said
-            yield child, said[0].split()[1]
-        finally:
-            child.kill()
+    with log.open("a") as errors, running_kvfs(*arguments, errors=errors.fileno()) as (child, output):
+        said = [output.readline() for _ in range(lines)]
+        assert said[-1] == "ready\n", said
+        yield child, said[0].split()[1]
 
 
 @pytest.fixture

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import signal
 import ssl
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,8 +16,9 @@ import trio
 
 from tests.support.asked_engines import AskedEngine, models
 from tests.support.certificates import certificate as make_certificate
+from tests.support.forked import Forked
 from tests.support.processor_waits import within
-from tests.support.service import ROOT
+from tests.support.service import run_kvfs, running_kvfs
 from tests.support.stub_engines import (
     PROMPT,
     WORDS,
@@ -88,28 +87,18 @@ async def test_openai_s_client_raises_its_own_errors() -> None:
 
 
 @asynccontextmanager
-async def command(*arguments: str) -> AsyncIterator[tuple[trio.Process, str, int]]:
+async def command(*arguments: str) -> AsyncIterator[tuple[Forked, str, int]]:
     """`kvfs proxy`, with the scheme and port that it prints."""
-    process = await trio.lowlevel.open_process(
-        [sys.executable, "-m", "kvfs", "proxy", "--listen", "127.0.0.1:0", *arguments],
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-    )
-    assert process.stdout is not None
-    try:
-        text = b""
+    with running_kvfs("proxy", "--listen", "127.0.0.1:0", *arguments) as (process, said):
+        text = ""
         with trio.fail_after(WAIT_S):
-            while not text.endswith(b"ready\n"):
-                data = await process.stdout.receive_some(4096)
-                assert data
-                text += data
-        found = re.search(r"(https?)://127.0.0.1:(\d+)/v1", text.decode())
+            while not text.endswith("ready\n"):
+                line = await trio.to_thread.run_sync(said.readline, abandon_on_cancel=True)
+                assert line
+                text += line
+        found = re.search(r"(https?)://127.0.0.1:(\d+)/v1", text)
         assert found is not None
         yield process, found[1], int(found[2])
-    finally:
-        process.kill()
-        await process.wait()
-        await process.stdout.aclose()
 
 
 async def test_the_command_with_tls_and_tokens(tmp_path: Path) -> None:
@@ -151,8 +140,7 @@ async def test_the_command_with_tls_and_tokens(tmp_path: Path) -> None:
                 message.feed(bytes(await stays.receive_some(4096)))
             assert message.status == 200
             await trio.aclose_forcefully(stays)
-            with trio.fail_after(WAIT_S):
-                assert await process.wait() == 0
+            assert await trio.to_thread.run_sync(process.wait, WAIT_S) == 0
         nursery.cancel_scope.cancel()
 
 
@@ -192,9 +180,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG.values(), ids=WRONG)
 def test_wrong_arguments_are_named(arguments: list[str], message: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "kvfs", "proxy", *arguments], cwd=ROOT, capture_output=True, text=True
-    )
+    done = run_kvfs("proxy", *arguments)
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
