@@ -34,6 +34,7 @@ from scheduler.conductor.door.api import Api
 from scheduler.conductor.door.conductor_metrics import ConductorCollector
 from scheduler.conductor.door.mooncake import ALL_OPERATIONS
 from scheduler.conductor.door.operations import Context
+from scheduler.conductor.feeds import listener
 from scheduler.conductor.feeds.discovery import InstancesFile
 from scheduler.conductor.planning.planner import Role
 from scheduler.conductor.sources import StreamName
@@ -512,7 +513,10 @@ async def test_a_publisher_that_restarts_without_replay_leaves_no_stale_block() 
         nursery.cancel_scope.cancel()
 
 
-async def test_a_dead_instance_is_passed_over_and_noticed_when_it_is_back() -> None:
+async def test_a_dead_instance_is_passed_over_and_noticed_when_it_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listener, "PROBE_INTERVAL_S", 0.05)
     answers = 0
 
     async def metrics(stream: trio.SocketStream) -> None:
@@ -531,8 +535,8 @@ async def test_a_dead_instance_is_passed_over_and_noticed_when_it_is_back() -> N
                 return dict(service.conductor.status()["instances"][0])
 
             await until(lambda: not shown()["reachable"])
-            [listener] = await trio.open_tcp_listeners(port.number, host="127.0.0.1")
-            nursery.start_soon(trio.serve_listeners, metrics, [listener])
+            [found] = await trio.open_tcp_listeners(port.number, host="127.0.0.1")
+            nursery.start_soon(trio.serve_listeners, metrics, [found])
             await until(lambda: bool(shown()["reachable"]))
             assert answers > 0
             await until(lambda: shown()["active_requests"] == 3)

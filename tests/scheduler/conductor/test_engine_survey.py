@@ -415,8 +415,9 @@ async def test_a_proxy_with_that_conductor_routes_and_answers_404_for_a_model_th
 
 @pytest.mark.parametrize("place", ["in the process", "elsewhere"])
 async def test_a_model_that_a_late_engine_may_have_is_not_ready_and_not_found_once_all_have_answered(
-    place: str,
+    place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(limits, "CONDUCTOR_LOOK_S", 0.05)
     here, late = AskedEngine(), AskedEngine()
     unknown = {"model": "none", "prompt": "p"}
     awaited = f"not said yet what they serve: {late.url}"

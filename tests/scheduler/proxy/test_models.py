@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvfs import limits
 from kvfs.errors import NotFound, NotReady
 from scheduler.conductor.values import Instance, Refused, RouteRequest
 from scheduler.proxy.routers.balance import LoadRouter
@@ -53,7 +54,10 @@ async def test_by_load_a_request_goes_to_an_engine_of_its_model() -> None:
         assert completions(stand) == [0, 4]
 
 
-async def test_without_its_conductor_the_proxy_keeps_to_models_and_to_what_is_routable() -> None:
+async def test_without_its_conductor_the_proxy_keeps_to_models_and_to_what_is_routable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "CONDUCTOR_LOOK_S", 0.05)
     async with (
         serving() as (service, addresses),
         proxy_stand("both", "both", "both", conductor=addresses.http) as stand,

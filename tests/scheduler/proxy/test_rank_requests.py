@@ -70,6 +70,7 @@ async def test_a_conductor_elsewhere_names_the_rank_and_load_knows_it_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(limits, "CONDUCTOR_WAIT_S", WAIT_S)  # else a busy machine has load decide
+    monkeypatch.setattr(limits, "CONDUCTOR_LOOK_S", 0.05)
     async with serving() as (service, addresses), proxy_stand(conductor=addresses.http) as stand:
         made, [engine] = service.conductor, stand.engines
         register_ranks(made, engine)

@@ -12,7 +12,7 @@ from kvfs.cli.proxy_command import conductor_settings
 from kvfs.config.load import load
 from kvfs.errors import ConfigError
 from kvfs.http.server import Certificate
-from scheduler.conductor.feeds import health
+from scheduler.conductor.feeds import health, listener
 from scheduler.proxy.upstream.engines import Engines
 from tests.support.asked_engines import AskedEngine, info
 from tests.support.certificates import certificate
@@ -89,6 +89,7 @@ async def test_a_conductor_asks_https_engines_whose_certificates_it_trusts(
     signed: Certificate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health, "HEALTH_ASK_INTERVAL_S", 0.05)
+    monkeypatch.setattr(listener, "PROBE_INTERVAL_S", 0.05)
     engine = AskedEngine(metrics=info(store_topic="") + "vllm:num_requests_running 3\n")
     engine.certificate = signed
     async with trio.open_nursery() as nursery:
