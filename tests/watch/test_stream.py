@@ -162,6 +162,7 @@ async def test_a_watcher_that_does_not_read_is_dropped_and_others_go_on(
         assert shown < 100
         with pytest.raises((EOFError, trio.BrokenResourceError)):
             await deaf.to_the_end()
+        await deaf.stream.aclose()  # else the end of its connection is waited for
         await good.event()
         assert (len(stand.hub), stand.hub.dropped) == (1, 1)
 
@@ -218,6 +219,7 @@ async def test_a_stop_ends_the_streams_and_the_answer_is_whole(
         stand.hub.stop()
         await one.to_the_end()
         assert await one.stream.receive_some() == b""
+        await one.stream.aclose()  # else the end of its connection is waited for
         assert (await (await listener(stand.port)).ask()).startswith(b"HTTP/1.1 503 ")
 
 
@@ -257,6 +259,7 @@ async def test_a_conductor_shows_its_decisions_as_they_change(listener: Listen) 
         service.stop()
         with trio.fail_after(limits.DRAIN_WAIT_S / 2):
             await one.to_the_end()
+        await one.stream.aclose()  # else the end of its connection is waited for
 
 
 async def test_without_a_token_there_is_the_page_alone(listener: Listen) -> None:
