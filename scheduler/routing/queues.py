@@ -194,6 +194,9 @@ class PrefillQueue:
 
         A job that waits for its blocks is passed as `next` does it.
         """
+        in_turn = self._in_turn(free_s)
+        if in_turn is not None:
+            return in_turn
         gaps: list[tuple[float, float, float]] = []
         ends_s, margins_s = [0.0] * len(self._jobs), [INFINITY] * len(self._jobs)
         waiting: list[_Waiting] = []
@@ -220,6 +223,20 @@ class PrefillQueue:
             for gap, margin_s, job, end_s in zip(gaps, margins_s, self._jobs, ends_s, strict=False)
         ]
         openings.append((*gaps[-1], INFINITY))
+        return openings, ends_s
+
+    def _in_turn(self, free_s: float) -> tuple[list[Opening], list[float]] | None:
+        """Return what `_walk` does where no job waits for its blocks in its turn, as in most queues; None elsewhere."""
+        openings: list[Opening] = []
+        ends_s: list[float] = []
+        for job in self._jobs:
+            if (job.blocks_s()[0] if job.after else job.loaded_s) > free_s:
+                return None
+            end_s = free_s + job.service_s
+            openings.append((free_s, INFINITY, free_s, job.slack_s - (end_s - job.finish_s)))
+            ends_s.append(end_s)
+            free_s = end_s
+        openings.append((free_s, INFINITY, free_s, INFINITY))
         return openings, ends_s
 
     def _pop(self, place: int) -> Job:
