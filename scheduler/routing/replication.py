@@ -19,6 +19,7 @@ Concurrency: one thread; functions over explicit state and the caller's clock.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -38,14 +39,17 @@ class Misses:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._evicted: dict[int, None] = {}
+        self._evicted: OrderedDict[int, None] = OrderedDict()
         self._missed_s, self._at_s = 0.0, 0.0
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._evicted
 
     def evicted(self, block: int) -> None:
         """Note that the pool evicted its last copy of a block."""
         self._evicted[block] = None
         if len(self._evicted) > self._capacity:
-            del self._evicted[next(iter(self._evicted))]
+            self._evicted.popitem(last=False)
 
     def made(self, block: int, made_s: float, now_s: float) -> None:
         """Note that a block was made in so many seconds, maybe one that was evicted."""

@@ -113,8 +113,9 @@ class Caches:
             block, source = blocks[place], sources[place]
             if place >= chosen.reused_blocks:
                 index.add(block, local, job)
-                made_s = predicted.prefill_s((place + 1) * BLOCK_TOKENS, place * BLOCK_TOKENS)
-                self._misses.made(block, made_s - predicted.prefill_fixed_s, now_s)
+                if block in self._misses:
+                    made_s = predicted.prefill_s((place + 1) * BLOCK_TOKENS, place * BLOCK_TOKENS)
+                    self._misses.made(block, made_s - predicted.prefill_fixed_s, now_s)
             elif source >= self._nodes:
                 self.of_source[source].use(block)
                 index.add(block, local)
