@@ -16,6 +16,7 @@ Concurrency: one thread; the caller says what time it is.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from math import isfinite
 
@@ -41,7 +42,7 @@ class Waiters:
     """See the module's header."""
 
     def __init__(self) -> None:
-        self._by_id: dict[str, _Waiter] = {}
+        self._by_id: OrderedDict[str, _Waiter] = OrderedDict()
         """Who was asked for last comes last."""
         self._kept: dict[Pool, str] = {}
         """For whom a pool keeps an instance."""
@@ -59,7 +60,7 @@ class Waiters:
     def add(self, id: str, pool: Pool, arrival_s: float, now_s: float) -> bool:
         """Let a request wait; return False where too many do."""
         if len(self._by_id) >= MAX_DEFERRED_REQUESTS:
-            first = next(iter(self._by_id))
+            first = self._first()
             if not self._by_id[first].is_silent(now_s):
                 return False
             self.end(first)
@@ -72,7 +73,7 @@ class Waiters:
         if found is None or found.pool is not pool:
             return False
         found.asked_s, found.comes_back = now_s, True
-        self._by_id[id] = self._by_id.pop(id)
+        self._by_id.move_to_end(id)
         return True
 
     def end(self, id: str, pool: Pool | None = None) -> bool:
@@ -84,6 +85,9 @@ class Waiters:
         self._release(id, found.pool)
         return True
 
+    def _first(self) -> str:
+        return next(iter(self._by_id))
+
     def _release(self, id: str, pool: Pool) -> None:
         """Keep an instance for a request no more."""
         if self._kept.get(pool) == id:
@@ -92,13 +96,16 @@ class Waiters:
 
     def look(self, now_s: float) -> None:
         """Forget who fell silent, and keep an instance of each pool for who has waited longest."""
+        while self._by_id and now_s - self._by_id[self._first()].asked_s > DEFERRED_FORGOTTEN_S:
+            self.end(self._first())
+        for pool, id in tuple(self._kept.items()):
+            if self._by_id[id].is_silent(now_s):
+                self._release(id, pool)
         oldest: dict[Pool, tuple[float, str]] = {}
-        for id, each in tuple(self._by_id.items()):
-            if now_s - each.asked_s > DEFERRED_FORGOTTEN_S:
-                self.end(id)
-            elif each.is_silent(now_s):
-                self._release(id, each.pool)
-            elif each.comes_back and now_s - each.arrival_s >= RESERVE_AFTER_S:
+        for id, each in reversed(self._by_id.items()):
+            if each.is_silent(now_s):
+                break  # and so are those before
+            if each.comes_back and now_s - each.arrival_s >= RESERVE_AFTER_S:
                 oldest[each.pool] = min(oldest.get(each.pool, (now_s, id)), (each.arrival_s, id))
         for pool, (_, id) in oldest.items():
             self._kept.setdefault(pool, id)
