@@ -11,7 +11,7 @@ Concurrency: one thread; the caller says what time it is.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -57,7 +57,7 @@ class DecisionLog:
     """See the module's header."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, Logged] = {}
+        self._kept: OrderedDict[int, Logged] = OrderedDict()
         self._next = 0
         self._live: dict[str, Logged] = {}
         self._changed: dict[str, Logged] = {}
@@ -103,7 +103,7 @@ class DecisionLog:
         self._kept[self._next] = logged
         self._next += 1
         if len(self._kept) > MAX_REMEMBERED_DECISIONS:
-            del self._kept[next(iter(self._kept))]
+            self._kept.popitem(last=False)
         self._change(logged)
 
     # --- what becomes of them -----------------------------------------------------------------------------

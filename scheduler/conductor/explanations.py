@@ -5,6 +5,7 @@ Responsibility: keep what each decision weighed, and render it when asked. Concu
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ class Explanations:
     """Keep the last limits.MAX_REMEMBERED_DECISIONS."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, Weighed] = {}
+        self._kept: OrderedDict[str, Weighed] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -49,7 +50,7 @@ class Explanations:
         """Keep a decision with all that was weighed; over the limit the oldest one is dropped."""
         self._kept[weighed.id] = weighed
         if len(self._kept) > MAX_REMEMBERED_DECISIONS:
-            del self._kept[next(iter(self._kept))]
+            self._kept.popitem(last=False)
 
     def explain(self, id: str) -> dict[str, Any]:
         """Return a decision as JSON values. Raises NotFound."""
