@@ -61,7 +61,7 @@ class Engines:
         self._roles = self.roles()
 
     def roles(self) -> dict[str, Role]:
-        return {each["name"]: each["role"] for each in self.conductor.status()["instances"]}
+        return {each.instance.name: each.role for _, each in self.conductor.registry.members()}
 
     def replay(self, requests: Sequence[Request]) -> Engines:
         self._requests = requests
@@ -77,7 +77,7 @@ class Engines:
         for node in self._nodes:
             node.advance(now_s)
         self.conductor.tick()
-        roles = self.roles() if self.conductor.status()["roles"] else self._roles
+        roles = self.roles()
         self.changes += [Change(now_s, n, role) for n, role in roles.items() if role != self._roles[n]]
         self._roles = roles
         self.events.at(now_s + 0.5, self._tick)
