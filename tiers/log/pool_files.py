@@ -12,7 +12,9 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import trio
 
 from kvfs import formats, limits
 from kvfs.errors import ConfigError, Corrupt, DeviceAway, FormatMismatch, KvfsError
@@ -26,6 +28,9 @@ from tiers.places.place import Places
 from tiers.places.segment_files import SegmentFiles
 
 _log = logging.getLogger("kvfs.nvme")
+_MADE_AT_ONCE: Final = 8
+"""Syncs that run together share what the filesystem's journal writes: 64 files of 4 MiB take 0.04 s on ext4, and 0.3 s
+one after the other."""
 
 
 async def open_pool(
@@ -106,15 +111,46 @@ async def _open_places(
 
 
 async def _open_segments(pool: SegmentPool) -> SegmentPool:
+    made: dict[int, int] = {}
     try:
+        await _make_missing(pool.places, made)
         for number in pool.places.numbers():
-            await _open_segment(pool, number)
+            if number in made:
+                pool.add(number, made.pop(number))
+            else:
+                await _open_segment(pool, number)
     except BaseException:
+        for fd in made.values():
+            pool.device.close_file(fd)
         pool.close_files()
         raise
     pool.begin()
     pool.endings.size_for(pool.capacity_bytes)
     return pool
+
+
+async def _make_missing(places: Places, made: dict[int, int]) -> None:
+    """Make the segments that are not there, a few at once; `made`: number -> descriptor.
+
+    Raises NoSpace, DeviceFailed, DeviceAway.
+    """
+    missing = iter([number for number in places.numbers() if not places.exists(number)])
+    failures: list[Exception] = []
+
+    async def make() -> None:
+        for number in missing:
+            if failures:
+                return
+            try:
+                made[number] = await places.create(number)
+            except Exception as error:
+                failures.append(error)
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(_MADE_AT_ONCE):
+            nursery.start_soon(make)
+    if failures:
+        raise failures[0]
 
 
 def default_segment_bytes(capacity_bytes: int) -> int:
@@ -134,11 +170,8 @@ def _check_segment_bytes(segment_bytes: int) -> None:
 
 
 async def _open_segment(pool: SegmentPool, number: int) -> None:
-    """Add one segment to the pool; one past the wanted capacity only where it is in use."""
+    """Add one segment that is there to the pool; one past the wanted capacity only where it is in use."""
     places = pool.places
-    if not places.exists(number):
-        pool.add(number, await places.create(number))
-        return
     segment = pool.add(number, places.open(number))
     try:
         await places.lengthen(number)
