@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -38,6 +39,8 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 READY_WAIT_S: Final = 120.0
 STOP_WAIT_S: Final = 20.0
 KILL_WAIT_S: Final = 10.0
+KILL_LOOK_S: Final = 0.25
+"""A killed process is gone in milliseconds."""
 MODES: Final = ("passthrough", "native", "plain")
 BUCKET_KINDS: Final = {
     "cache": {},
@@ -277,13 +280,27 @@ class Service:
         """SIGKILL to its process group: the connection ends, and with it every call that hangs on it."""
         if self.process is not None and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
-            try:
-                self.process.wait(KILL_WAIT_S)
-            except subprocess.TimeoutExpired:
-                # A thread of it waits in the kernel for a caller of its own mount: see mounts.mount_point.abort.
-                with suppress(OSError):
-                    linux.unmount(self.mount, linux.MNT_FORCE)
-                self.process.wait()
+            deadline = time.monotonic() + KILL_WAIT_S
+            while not self._has_ended(KILL_LOOK_S):
+                if self._waits_for_its_mount() or time.monotonic() > deadline:
+                    with suppress(OSError):
+                        linux.unmount(self.mount, linux.MNT_FORCE)
+                    self.process.wait()
+
+    def _has_ended(self, timeout_s: float) -> bool:
+        try:
+            self.running.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _waits_for_its_mount(self) -> bool:
+        """Whether a thread keeps a killed process from its end, since it waits in the kernel for a caller of its mount:
+        see mounts.mount_point.abort."""
+        tasks = Path(f"/proc/{self.pid}/task")
+        with suppress(OSError):  # it ends
+            return task_state(tasks / str(self.pid)) == "Z" and "D" in {*map(task_state, tasks.iterdir())}
+        return False
 
     def restart(self) -> Self:
         """Start again on the same directories, over whatever the last run left mounted."""
