@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -45,14 +46,25 @@ CALLS: Final[dict[str, Callable[[Client], object]]] = {
     "remove": lambda client: client.remove(NAME),
     "create": lambda client: client.put(NAME, b"another", replace=False),
 }
+CREATIONS: Final[dict[str, Callable[[Client], object]]] = {
+    "create": lambda client: client.put(f"{NAME}-new", BEFORE, replace=False),
+    "rename": lambda client: client.rename(NAME, f"{NAME}-new", replace=False),
+}
 
 
-def refuses(service: Service) -> None:
-    """Every call of another door gets an error to come again after."""
-    with service.client() as client:
-        for call in CALLS.values():
-            with pytest.raises(Busy):
-                call(client)
+def refuses(
+    service: Service,
+    calls: Mapping[str, Callable[[Client], object]] = CALLS,
+    errors: type[Exception] | tuple[type[Exception], ...] = Busy,
+) -> None:
+    """Every call of another door gets an error to come again after; each has a session of its own, to wait together."""
+
+    def is_refused(call: Callable[[Client], object]) -> None:
+        with service.client() as client, pytest.raises(errors):
+            call(client)
+
+    with ThreadPoolExecutor(len(calls)) as doors:
+        list(doors.map(is_refused, calls.values()))
 
 
 class TestOnTheMount:
@@ -92,11 +104,8 @@ class TestOnTheMount:
             file.truncate(len(AFTER))
             mapping = mmap.mmap(file.fileno(), len(AFTER))
         mapping[:] = AFTER
+        refuses(service, CREATIONS, (Busy, Exists))
         with service.client() as client:
-            with pytest.raises((Busy, Exists)):
-                client.put(f"{NAME}-new", BEFORE, replace=False)
-            with pytest.raises((Busy, Exists)):
-                client.rename(NAME, f"{NAME}-new", replace=False)
             mapping.close()
             with pytest.raises(Exists):
                 client.put(f"{NAME}-new", BEFORE, replace=False)
