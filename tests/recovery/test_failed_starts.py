@@ -14,34 +14,12 @@ from typing import Any, Final
 import pytest
 
 from tests.support.door import ON_DIRECTORY, need_mount
+from tests.support.failing_start import MODULE
 from tests.support.service import Service, ServiceFailed
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
 
 OBJECTS: Final = 30
-FAILING: Final = """
-import errno, inspect, os, pkgutil, resource, sys
-from kvfs.cli.main import main
-how, where = sys.argv.pop(1), sys.argv.pop(1)
-owner, _, name = where.rpartition(".")
-owner = pkgutil.resolve_name(owner)
-known = getattr(owner, name)
-def fail():
-    if how == "descriptors":
-        least = os.dup(0)
-        os.close(least)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (least, least))
-    elif how == "error":
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-async def fail_later(*arguments, **options):
-    fail()
-    return await known(*arguments, **options)
-def fail_now(*arguments, **options):
-    fail()
-    return known(*arguments, **options)
-setattr(owner, name, fail_later if inspect.iscoroutinefunction(known) else fail_now)
-main()
-"""
 IN_THE_STORE: Final = (
     "tiers.recovery.startup.settle_snapshots",
     "tiers.recovery.startup.adopt_orphans",
@@ -69,7 +47,7 @@ class Failing(Service):
         command = super().command()
         if self.failing is None:
             return command
-        return [sys.executable, "-c", FAILING, *self.failing, *command[3:]]
+        return [sys.executable, "-m", MODULE, *self.failing, *command[3:]]
 
     def said_of_its_end(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.data / "format.json").read_text())

@@ -16,12 +16,13 @@ from kvfs.errors import NotFound
 from kvfs.limits import MIB
 from tests.recovery.test_unverified import flip, kill, opened
 from tests.support.door import TEST_MODES, need_mount
-from tests.support.gateway import Gateway, fails, gateway
+from tests.support.gateway import fails, gateway
 from tests.support.posix import pattern
-from tests.support.service import ROOT
+from tests.support.service import Service
 from tests.support.small_store import checksums
 from tests.support.stores import keys, put, read
-from tests.support.waits import WAIT_S
+from tests.support.unverified_service import MODULE
+from tests.support.waits import WAIT_S, eventually
 from tiers.device.device import open_device
 from tiers.model.objects import Directory, Name, ObjectInfo
 from tiers.nvme.write_behind import NvmeJournal
@@ -188,34 +189,68 @@ SMALL, LARGE = 2, 6
 """Files that are damaged: S3 answers one from memory, and sends the other with sendfile."""
 FILES = {f"file-{i}": pattern(i, 70_000 * i if i > 3 else 900 * i + 1) for i in range(8)}
 DAMAGED = [f"file-{SMALL}", f"file-{LARGE}"]
+UNSCRUBBED = "[nvme]\nscrub_rate = 0"
+
+
+def damage_files(service: Service) -> None:
+    """Flip a byte of each of DAMAGED, while nobody serves them."""
+    for file in (service.data / "dram/slots").iterdir():
+        if file.read_bytes() in (FILES[name] for name in DAMAGED):
+            flip(file)
+
+
+def leave_files(data: Path) -> None:
+    """Leave FILES in a data directory as a killed service does."""
+    store = open_store(StoreOptions(data, dram_bytes=64 * MIB, max_slots=4096, backing="tmpfs"))
+    store.create_bucket(b"files", uid=0, gid=0)
+    for name, content in FILES.items():
+        put(store, name.encode(), content, bucket=b"files")
+    store.dram.checksums.wait(WAIT_S)
+    kill(store)
+
+
+def expect_unverified(service: Service) -> None:
+    table = Table.attach(service.data / "dram/table")
+    try:
+        headers = [table.read_header(slot) for slot in range(table.slots_used)]
+        entries = [table.get(header.key) for header in headers if header.state == SEALED]
+        assert [entry and entry.tiers for entry in entries] == [TIER_UNVERIFIED] * len(FILES)
+    finally:
+        table.close()
 
 
 @contextmanager
-def restarted(mode: str) -> Iterator[tuple[Gateway, Any]]:
+def started(mode: str) -> Iterator[Service]:
     """A service that took FILES over unverified, two of them damaged, and hashes only what somebody asks for."""
     need_mount()
-    with gateway(mode=mode, dram="64MiB", sections="[nvme]\nscrub_rate = 0") as door:
+    service = Service(mode=mode, dram="64MiB", arguments=("--slots", "4096"), module=MODULE)
+    config = service.base / "kvfs.toml"
+    config.write_text(UNSCRUBBED)
+    service.arguments += ["--config", str(config)]
+    leave_files(service.data)
+    damage_files(service)
+    with service:
+        expect_unverified(service)
+        yield service
+
+
+@contextmanager
+def restarted() -> Iterator[Any]:
+    """A client of S3 of such a service, which was killed before."""
+    need_mount()
+    with gateway(dram="64MiB", sections=UNSCRUBBED) as door:
         service = door.service
         with service.client() as client:
             client.create_bucket("files")
             for name, content in FILES.items():
                 client.put(f"files/{name}", content)
-        while not all(checksums(service)):
-            pass
+        eventually(lambda: all(checksums(service)), "every slot has its checksum")
         service.kill()
-        for file in (service.data / "dram/slots").iterdir():
-            if file.read_bytes() in (FILES[name] for name in DAMAGED):
-                flip(file)
-        service.environment["PYTHONPATH"] = f"{ROOT / 'tests/support/unverified'}{os.pathsep}{ROOT}"
+        damage_files(service)
+        service.module = MODULE
         service.restart()
-        table = Table.attach(service.data / "dram/table")
-        try:
-            headers = [table.read_header(slot) for slot in range(table.slots_used)]
-            entries = [table.get(header.key) for header in headers if header.state == SEALED]
-            assert [entry and entry.tiers for entry in entries] == [TIER_UNVERIFIED] * len(FILES)
-        finally:
-            table.close()
-        yield door, door.started_again().client()
+        expect_unverified(service)
+        yield door.started_again().client()
 
 
 def expect(
@@ -235,8 +270,8 @@ def expect(
 @pytest.mark.parametrize("mode", TEST_MODES)
 @pytest.mark.parametrize("first", ["open", "stat", "map", "write", "renamed"])
 def test_the_mount_hands_no_damaged_file_out(mode: str, first: str) -> None:
-    with restarted(mode) as (door, _):
-        bucket = door.service.mount / "files"
+    with started(mode) as service:
+        bucket = service.mount / "files"
 
         def get(name: str) -> bytes:
             path = bucket / name
@@ -263,7 +298,7 @@ def test_the_mount_hands_no_damaged_file_out(mode: str, first: str) -> None:
 @pytest.mark.mount
 @pytest.mark.parametrize("first", ["get", "range", "copy"])
 def test_s3_hands_no_damaged_object_out(first: str) -> None:
-    with restarted("native") as (_, s3):
+    with restarted() as s3:
 
         def get(name: str) -> bytes:
             if first == "copy":
@@ -281,7 +316,7 @@ def test_s3_hands_no_damaged_object_out(first: str) -> None:
 @pytest.mark.mount
 @pytest.mark.parametrize("first", ["get", "open"])
 def test_the_client_gets_no_lease_on_a_damaged_object(first: str) -> None:
-    with restarted("native") as (door, _), door.service.client() as client:
+    with started("native") as service, service.client() as client:
 
         def get(name: str) -> bytes:
             if first == "get":

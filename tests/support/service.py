@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvfs.client import Client
 
 from kvfs.system import linux
-from tests.support.forked import Forked, imported
+from tests.support.forked import Forked, Imported, imported
 from tests.support.processes import task_state
 from tests.support.waits import eventually
 
@@ -49,17 +49,18 @@ BUCKET_KINDS: Final = {
     "durable-large": {"durable": True, "large": True},
 }
 """Each kind of bucket, with what `Service.create_bucket` makes it of."""
-_COMMANDS: Final = (
+_IMPORTED: Final = (
     "kvfs.cli.main",
     "kvfs.cli.conductor_command",
     "kvfs.cli.measure_commands",
     "kvfs.cli.proxy_command",
     "kvfs.cli.service_commands",
+    "kvfs.service",
+    "mounts.mount",
 )
 _PLAIN: Final = {"PYTHONPATH": str(ROOT), "COLUMNS": "160", "NO_COLOR": "1"}
 _READ_WHEN_CALLED: Final = {"COLUMNS", "KVFS_CONDUCTOR_TOKEN"}
 """Variables that no import reads."""
-_SERVED: Final = ("kvfs.cli.main", "kvfs.service", "mounts.mount")
 DEFAULT_DRAM: Final = "256MiB"
 DEFAULT_NVME: Final = "0"
 
@@ -101,6 +102,7 @@ def run_kvfs(
     timeout_s: float = 30.0,
     environment: Mapping[str, str] | None = None,
     directory: Path = ROOT,
+    module: str = "kvfs",
 ) -> subprocess.CompletedProcess[str]:
     """Run `kvfs ARGUMENTS` to its end, without a terminal; the caller looks at its return code.
 
@@ -108,10 +110,11 @@ def run_kvfs(
     """
     called = {**os.environ, **_PLAIN, **(environment or {})}
     if set(environment or ()) <= _READ_WHEN_CALLED:
-        ready = imported(sys.executable, _COMMANDS, _PLAIN)
-        return ready.run(("-m", "kvfs", *arguments), environment=called, work=directory, timeout_s=timeout_s)
+        return _ready().run(
+            ("-m", module, *arguments), environment=called, work=directory, timeout_s=timeout_s
+        )
     return subprocess.run(
-        [sys.executable, "-m", "kvfs", *arguments],
+        [sys.executable, "-m", module, *arguments],
         cwd=directory,
         env=called,
         stdin=subprocess.DEVNULL,
@@ -127,19 +130,38 @@ def running_kvfs(*arguments: str, errors: int = 2) -> Iterator[tuple[Forked, IO[
     reading, writing = os.pipe()
     with open(reading) as said:
         with open(writing, "wb") as output:
-            process = imported(sys.executable, _COMMANDS, _PLAIN).fork(
-                ("-m", "kvfs", *arguments),
-                path=[str(ROOT)],
-                environment={**os.environ, **_PLAIN},
-                work=ROOT,
-                output=output,
-                pass_fds={2: errors},
-            )
+            process = fork_python(["-m", "kvfs", *arguments], output, errors=errors, environment=_PLAIN)
         try:
             yield process, said
         finally:
             process.kill()
             process.wait()
+
+
+def fork_python(
+    arguments: Sequence[str],
+    output: IO[bytes],
+    *,
+    errors: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Forked:
+    """Run `python ARGUMENTS`, forked from a process with kvfs's imports; `errors`: a descriptor for them alone."""
+    return _ready().fork(
+        arguments,
+        path=[str(ROOT)],
+        environment={**os.environ, "PYTHONPATH": _python_path(), **(environment or {})},
+        work=ROOT,
+        output=output,
+        pass_fds=None if errors is None else {2: errors},
+    )
+
+
+def _ready() -> Imported:
+    return imported(sys.executable, _IMPORTED, {**_PLAIN, "PYTHONPATH": _python_path()})
+
+
+def _python_path() -> str:
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 class Service:
@@ -197,21 +219,18 @@ class Service:
         return self
 
     def _begin(self, log: IO[bytes], notify: Path) -> subprocess.Popen[bytes] | Forked:
-        """Start Python for what has a command or variables of its own, and fork it from one with its imports else."""
-        python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        own = {"NOTIFY_SOCKET": str(notify), "PYTHONPATH": python_path, **self.environment}
-        environment = {**os.environ, **own}
-        python, *arguments = command = self.command()
-        if arguments[:2] == ["-m", "kvfs"] and not self.environment:
-            ready = imported(python, _SERVED, {"PYTHONPATH": python_path})
-            return ready.fork(arguments, path=[str(ROOT)], environment=environment, work=ROOT, output=log)
+        """Start Python for what has variables of its own or runs no module; fork it from one with its imports else."""
+        own = {"NOTIFY_SOCKET": str(notify), **self.environment}
+        command = self.command()
+        if command[1] == "-m" and not self.environment:
+            return fork_python(command[1:], log, environment=own)
         return subprocess.Popen(
             command,
             cwd=ROOT,  # `python -m` looks there first
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=environment,
+            env={**os.environ, "PYTHONPATH": _python_path(), **own},
             start_new_session=True,
         )
 
