@@ -7,8 +7,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -40,7 +38,7 @@ from tests.support.door import need_mount
 from tests.support.posix import pattern
 from tests.support.processes import Helper
 from tests.support.seeds import SEED
-from tests.support.service import ROOT
+from tests.support.service import fork_python
 from tests.support.store_writer import DIGESTS, UNIT
 from tests.support.stores import (
     BOUND,
@@ -171,14 +169,13 @@ class Model:
 
 def run_and_kill(model: Model, arguments: list[object], lines: int, seed: int) -> dict[str, Any] | None:
     """Have a writer change the store, kill it after so many lines; the change that was not finished."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.support.store_writer", *map(str, arguments), str(seed)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-    ) as process:
-        assert process.stdout is not None
+    ours, its = os.pipe()
+    command = ["-m", "tests.support.store_writer", *map(str, arguments), str(seed)]
+    with open(its, "wb") as output:
+        process = fork_python(command, output, errors=2)
+    with open(ours, "rb") as said_lines:
         change: dict[str, Any] | None = None
-        for number, text in enumerate(process.stdout):
+        for number, text in enumerate(said_lines):
             if number == lines:
                 process.kill()  # and read what it said until then
             if not text.endswith(b"\n"):
@@ -195,8 +192,7 @@ def run_and_kill(model: Model, arguments: list[object], lines: int, seed: int) -
                 model.forget(said["evicted"])
             elif "settled" in said:
                 model.settled = set(model.things)
-        process.wait()
-        assert process.returncode == -9, "the writer ended by itself"
+    assert process.wait() == -signal.SIGKILL, "the writer ended by itself"
     return change
 
 
