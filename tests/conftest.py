@@ -3,6 +3,7 @@
 import shutil
 import tempfile
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -89,9 +90,22 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
-@pytest.fixture
-def fast_path() -> Iterator[Path]:
-    """A directory where a sync costs little, that is gone afterwards."""
+@contextmanager
+def _fast_folder() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="kvfs-test-", dir=fast_directory()))
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture
+def fast_path() -> Iterator[Path]:
+    """A directory where a sync costs little, that is gone afterwards."""
+    with _fast_folder() as path:
+        yield path
+
+
+@pytest.fixture(scope="module")
+def module_fast_path() -> Iterator[Path]:
+    """Another one, for all tests of a module."""
+    with _fast_folder() as path:
+        yield path

@@ -175,31 +175,31 @@ def serve(path: Path, life: Life) -> tuple[dict[Name, bytes], set[bytes]]:
 @pytest.mark.seeded
 @pytest.mark.parametrize("killed", [False, True])
 @pytest.mark.parametrize("seed", range(SEED, SEED + 4))
-def test_a_random_life_leaves_nothing_to_report(tmp_path: Path, seed: int, killed: bool) -> None:
-    life = live(tmp_path, seed, killed=killed)
-    found = fsck(tmp_path)
+def test_a_random_life_leaves_nothing_to_report(fast_path: Path, seed: int, killed: bool) -> None:
+    life = live(fast_path, seed, killed=killed)
+    found = fsck(fast_path)
     assert found["problems"] == []
     assert found["exit_code"] == Exit.CLEAN
     assert found["records"] > 50
-    there, _ = serve(tmp_path, life)
+    there, _ = serve(fast_path, life)
     assert {name for name in life.names if name.bucket == DURABLE} <= there.keys()
 
 
 # --- damage --------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def lived(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Life]:
+def lived(module_fast_path: Path) -> dict[bool, Life]:
     """A store that was stopped cleanly, and one that was killed."""
     found = {}
     for killed in (False, True):
-        found[killed] = live(tmp_path_factory.mktemp("lived"), 7, killed=killed)
+        found[killed] = live(module_fast_path / str(killed), 7, killed=killed)
         assert fsck(found[killed].path)["exit_code"] == Exit.CLEAN
     return found
 
 
 @pytest.fixture
-def copy(lived: dict[bool, Life], tmp_path: Path) -> Callable[[bool], Path]:
+def copy(lived: dict[bool, Life], fast_path: Path) -> Callable[[bool], Path]:
     def make(killed: bool) -> Path:
-        target = tmp_path / "data"
+        target = fast_path / "data"
         if target.exists():
             shutil.rmtree(target)
         shutil.copytree(lived[killed].path, target, copy_function=_copy_sparse)
@@ -401,23 +401,23 @@ async def _one_durable(path: Path, name: Name, *, keep: bool) -> int:
         return info.object_id
 
 
-def test_a_damaged_durable_object_is_said_to_be_lost_once(tmp_path: Path) -> None:
+def test_a_damaged_durable_object_is_said_to_be_lost_once(fast_path: Path) -> None:
     name = Name(DURABLE, b"dear")
-    object_id = trio.run(lambda: _one_durable(tmp_path, name, keep=False))
-    file, at = find_record(tmp_path, RecordType.DATA, object_id)
+    object_id = trio.run(lambda: _one_durable(fast_path, name, keep=False))
+    file, at = find_record(fast_path, RecordType.DATA, object_id)
     flip(file, at + 4096 + 30_000)
-    left = fsck(tmp_path, repair=False)
+    left = fsck(fast_path, repair=False)
     assert left["exit_code"] == Exit.DURABLE_LOST
     [problem] = left["problems"]
     assert not problem["repaired"]
     assert problem["where"] == f"segment {file.name} at {at}"
     assert "durable/dear" in problem["consequence"]
     assert "the durable object is lost" in problem["consequence"]
-    assert fsck(tmp_path)["exit_code"] == Exit.DURABLE_LOST
-    assert fsck(tmp_path)["exit_code"] == Exit.CLEAN
+    assert fsck(fast_path)["exit_code"] == Exit.DURABLE_LOST
+    assert fsck(fast_path)["exit_code"] == Exit.CLEAN
 
     async def look() -> None:
-        async with running(tmp_path, nvme_bytes=NVME) as store:
+        async with running(fast_path, nvme_bytes=NVME) as store:
             with pytest.raises(NotFound):
                 store.lookup(name)
             assert isinstance(store.lookup(Name(CACHE, b"other")), ObjectInfo)
@@ -425,22 +425,22 @@ def test_a_damaged_durable_object_is_said_to_be_lost_once(tmp_path: Path) -> Non
     trio.run(look)
 
 
-def test_what_dram_has_is_not_lost(tmp_path: Path) -> None:
+def test_what_dram_has_is_not_lost(fast_path: Path) -> None:
     name = Name(DURABLE, b"dear")
-    object_id = trio.run(lambda: _one_durable(tmp_path, name, keep=True))
-    file, at = find_record(tmp_path, RecordType.DATA, object_id)
+    object_id = trio.run(lambda: _one_durable(fast_path, name, keep=True))
+    file, at = find_record(fast_path, RecordType.DATA, object_id)
     flip(file, at + 4096 + 30_000)
-    assert fsck(tmp_path)["exit_code"] == Exit.REPAIRED
-    assert fsck(tmp_path)["exit_code"] == Exit.CLEAN
+    assert fsck(fast_path)["exit_code"] == Exit.REPAIRED
+    assert fsck(fast_path)["exit_code"] == Exit.CLEAN
 
     async def look() -> None:
-        async with running(tmp_path, nvme_bytes=NVME) as store:
+        async with running(fast_path, nvme_bytes=NVME) as store:
             assert await read(store, name) == data_of(name, 50_000)
             await until_written(store, 2)
 
     trio.run(look)
-    shutil.rmtree(tmp_path / "dram", ignore_errors=True)
-    shutil.rmtree(tmp_path / "index")
+    shutil.rmtree(fast_path / "dram", ignore_errors=True)
+    shutil.rmtree(fast_path / "index")
     trio.run(look)
 
 
@@ -479,24 +479,24 @@ async def _clean_life(path: Path) -> None:
 @pytest.mark.parametrize("where", [0, 45, RECORD_HEADER.size + 3])
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_damaged_name_deletion_or_bucket_brings_nothing_back(
-    tmp_path: Path, kind: str, index: str, where: int, stopped: bool
+    fast_path: Path, kind: str, index: str, where: int, stopped: bool
 ) -> None:
     """`stopped`: a later service stopped cleanly."""
-    ids = trio.run(_killed, tmp_path)
-    shutil.rmtree(tmp_path / "dram")
+    ids = trio.run(_killed, fast_path)
+    shutil.rmtree(fast_path / "dram")
     if stopped:
-        trio.run(_clean_life, tmp_path)
-    file, at = find_record(tmp_path, RecordType[kind], ids[b"a"] if kind == "META" else None)
+        trio.run(_clean_life, fast_path)
+    file, at = find_record(fast_path, RecordType[kind], ids[b"a"] if kind == "META" else None)
     flip(file, at + where)
     if index == "lost":
-        shutil.rmtree(tmp_path / "index")
-    found = fsck(tmp_path)
+        shutil.rmtree(fast_path / "index")
+    found = fsck(fast_path)
     assert found["exit_code"] in (Exit.REPAIRED, Exit.DURABLE_LOST)
-    assert fsck(tmp_path)["exit_code"] == Exit.CLEAN
+    assert fsck(fast_path)["exit_code"] == Exit.CLEAN
 
     async def look() -> dict[bytes, bytes]:
         there = {}
-        async with running(tmp_path, nvme_bytes=NVME) as store:
+        async with running(fast_path, nvme_bytes=NVME) as store:
             for bucket in store.buckets():
                 for key, _ in store.list(bucket.name).entries:
                     there[key] = await read(store, Name(bucket.name, key))
@@ -513,11 +513,11 @@ def test_a_damaged_name_deletion_or_bucket_brings_nothing_back(
         assert content == data_of(Name(DURABLE, b"a" if key == b"renamed" else key), 5_000)
 
 
-def test_what_a_stop_or_a_closed_file_writes_to_the_index_alone_is_no_problem(tmp_path: Path) -> None:
+def test_what_a_stop_or_a_closed_file_writes_to_the_index_alone_is_no_problem(fast_path: Path) -> None:
     """The times of a bucket, and a row that is retired, which a start drops."""
 
     async def work(*, ends: bool) -> None:
-        async with running(tmp_path, nvme_bytes=NVME) as store:
+        async with running(fast_path, nvme_bytes=NVME) as store:
             if not ends:
                 store.create_bucket(CACHE, uid=0, gid=0)
                 put(store, Name(CACHE, b"a"), 5_000)
@@ -530,13 +530,13 @@ def test_what_a_stop_or_a_closed_file_writes_to_the_index_alone_is_no_problem(tm
 
     for ends in (False, True):
         trio.run(lambda: work(ends=ends))  # noqa: B023 run at once
-        found = fsck(tmp_path, repair=False)
+        found = fsck(fast_path, repair=False)
         assert found["exit_code"] == Exit.CLEAN, found["problems"]
 
 
 # --- the command ---------------------------------------------------------------------------------------------
-def test_the_exit_codes_are_those_of_the_help(tmp_path: Path) -> None:
-    data = tmp_path / "data"
+def test_the_exit_codes_are_those_of_the_help(fast_path: Path) -> None:
+    data = fast_path / "data"
     object_id = trio.run(lambda: _one_durable(data, Name(DURABLE, b"dear"), keep=False))
 
     def run(*arguments: str) -> tuple[int, str]:
@@ -569,29 +569,29 @@ def test_the_exit_codes_are_those_of_the_help(tmp_path: Path) -> None:
         assert f"\n| {each.value} | " in documented
 
 
-def test_it_cannot_run_beside_a_service_or_elsewhere(tmp_path: Path) -> None:
-    nothing = run_kvfs("fsck", "--data", str(tmp_path / "nothing"))
+def test_it_cannot_run_beside_a_service_or_elsewhere(fast_path: Path) -> None:
+    nothing = run_kvfs("fsck", "--data", str(fast_path / "nothing"))
     assert nothing.returncode == Exit.CANNOT_RUN
     assert "not a data directory" in nothing.stderr
-    assert not (tmp_path / "nothing").exists()
+    assert not (fast_path / "nothing").exists()
 
     async def beside() -> None:
-        async with running(tmp_path, nvme_bytes=NVME):
-            done = await trio.to_thread.run_sync(lambda: run_kvfs("fsck", "--data", str(tmp_path)))
+        async with running(fast_path, nvme_bytes=NVME):
+            done = await trio.to_thread.run_sync(lambda: run_kvfs("fsck", "--data", str(fast_path)))
             assert done.returncode == Exit.CANNOT_RUN
             assert f"process {os.getpid()}" in done.stderr
 
     trio.run(beside)
-    (tmp_path / "config.toml").write_text(
-        f'[store]\ndata = "{tmp_path}"\n[nvme]\npath = "{tmp_path}/moved"\n'
+    (fast_path / "config.toml").write_text(
+        f'[store]\ndata = "{fast_path}"\n[nvme]\npath = "{fast_path}/moved"\n'
     )
-    trio.run(lambda: _one_durable(tmp_path, Name(DURABLE, b"x"), keep=False))
-    (tmp_path / "nvme").rename(tmp_path / "moved")
-    elsewhere = run_kvfs("fsck", "--data", str(tmp_path))
+    trio.run(lambda: _one_durable(fast_path, Name(DURABLE, b"x"), keep=False))
+    (fast_path / "nvme").rename(fast_path / "moved")
+    elsewhere = run_kvfs("fsck", "--data", str(fast_path))
     assert elsewhere.returncode == Exit.CANNOT_RUN
     assert "no segments there" in elsewhere.stderr
-    assert run_kvfs("fsck", "--config", str(tmp_path / "config.toml")).returncode == Exit.CLEAN
-    (tmp_path / "format.json").write_text('{"format": 999}')
-    other = run_kvfs("fsck", "--data", str(tmp_path))
+    assert run_kvfs("fsck", "--config", str(fast_path / "config.toml")).returncode == Exit.CLEAN
+    (fast_path / "format.json").write_text('{"format": 999}')
+    other = run_kvfs("fsck", "--data", str(fast_path))
     assert other.returncode == Exit.CANNOT_RUN
     assert other.stderr.count("\n") == 1

@@ -19,6 +19,7 @@ from kvfs.keys import block_name
 from kvfs.limits import MIB
 from kvfs.system import crashpoints
 from tests.store.test_store_over_nvme import put, put_block, running
+from tests.support.killed_command import MODULE
 from tests.support.one_store import abandon
 from tests.support.service import run_kvfs
 from tests.support.stores import NAMESPACE
@@ -95,13 +96,13 @@ def tail(file: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+def stores(module_fast_path: Path) -> dict[bool, Path]:
     """A store that was killed (True) and one that was stopped, both without what DRAM had."""
-    base = tmp_path_factory.mktemp("stores")
-    for killed in (False, True):
-        trio.run(lambda killed=killed: live(base / str(killed), killed=killed))
-        shutil.rmtree(base / str(killed) / "dram", ignore_errors=True)
-    return {killed: base / str(killed) for killed in (False, True)}
+    found = {killed: module_fast_path / str(killed) for killed in (False, True)}
+    for killed, path in found.items():
+        trio.run(lambda path=path, killed=killed: live(path, killed=killed))
+        shutil.rmtree(path / "dram", ignore_errors=True)
+    return found
 
 
 def damaged(store: Path, path: Path, damage: Callable[[Path], None], number: int) -> None:
@@ -119,9 +120,9 @@ def check(path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("killed", [False, True], ids=["stopped", "killed"])
 @pytest.mark.parametrize("damage", [both_headers, cut, zero, tail])
 def test_what_is_lost_of_durable_blocks_is_said(
-    stores: dict[bool, Path], tmp_path: Path, damage: Callable[[Path], None], killed: bool, number: int
+    stores: dict[bool, Path], fast_path: Path, damage: Callable[[Path], None], killed: bool, number: int
 ) -> None:
-    path = tmp_path / "data"
+    path = fast_path / "data"
     damaged(stores[killed], path, damage, number)
     found = check(path)
     gone = trio.run(lambda: missing(path))
@@ -135,9 +136,9 @@ def test_what_is_lost_of_durable_blocks_is_said(
     assert (again["exit_code"], again["problems"]) == (Exit.CLEAN, [])
 
 
-def test_a_whole_store_has_lost_nothing(stores: dict[bool, Path], tmp_path: Path) -> None:
+def test_a_whole_store_has_lost_nothing(stores: dict[bool, Path], fast_path: Path) -> None:
     for killed, store in stores.items():
-        path = tmp_path / str(killed)
+        path = fast_path / str(killed)
         shutil.copytree(store, path)
         assert check(path)["exit_code"] == Exit.CLEAN
 
@@ -150,13 +151,13 @@ POINTS: Final = [
 
 @pytest.mark.parametrize("point", POINTS)
 def test_what_is_lost_is_said_after_a_killed_repair(
-    stores: dict[bool, Path], tmp_path: Path, point: str
+    stores: dict[bool, Path], fast_path: Path, point: str
 ) -> None:
-    path = tmp_path / "data"
+    path = fast_path / "data"
     damaged(stores[False], path, zero, 2)
     before = _check(path, path / "nvme", False)
     assert before["lost"]
-    done = run_kvfs("fsck", "--data", str(path), environment={crashpoints.VARIABLE: point})
+    done = run_kvfs(point, "fsck", "--data", str(path), module=MODULE)
     assert done.returncode == -signal.SIGKILL
     for repair in (False, True):
         found = _check(path, path / "nvme", repair)
@@ -166,9 +167,9 @@ def test_what_is_lost_is_said_after_a_killed_repair(
 
 
 def test_what_has_its_name_again_after_a_killed_repair_is_not_lost(
-    stores: dict[bool, Path], tmp_path: Path
+    stores: dict[bool, Path], fast_path: Path
 ) -> None:
-    path = tmp_path / "data"
+    path = fast_path / "data"
     damaged(stores[False], path, zero, 2)
     done = run_kvfs("fsck", "--data", str(path), environment={crashpoints.VARIABLE: "log.after_sync:1"})
     assert done.returncode == -signal.SIGKILL

@@ -170,15 +170,15 @@ def check_flag(
         assert not unknown, where
 
 
-def test_it_writes_no_format_and_ends_in_no_traceback(tmp_path: Path) -> None:
-    trio.run(lambda: Life(tmp_path, 1).run(5, killed=False))
-    for file in (tmp_path / "nvme").glob("*.seg"):
+def test_it_writes_no_format_and_ends_in_no_traceback(fast_path: Path) -> None:
+    trio.run(lambda: Life(fast_path, 1).run(5, killed=False))
+    for file in (fast_path / "nvme").glob("*.seg"):
         os.truncate(file, MIB - 777)
-    done = run_kvfs("fsck", "--data", str(tmp_path), "--check-only")
+    done = run_kvfs("fsck", "--data", str(fast_path), "--check-only")
     assert done.returncode in (Exit.LEFT, Exit.DURABLE_LOST), done
-    (tmp_path / "format.json").unlink()
-    was = tree(tmp_path)
-    done = run_kvfs("fsck", "--data", str(tmp_path), "--check-only")
+    (fast_path / "format.json").unlink()
+    was = tree(fast_path)
+    done = run_kvfs("fsck", "--data", str(fast_path), "--check-only")
     assert done.returncode == Exit.CANNOT_RUN
     assert "format.json" in done.stderr
-    assert tree(tmp_path) == was
+    assert tree(fast_path) == was
