@@ -39,7 +39,7 @@ class Server:
     def __init__(self, url: str, access: str, secret: str) -> None:
         self.url, self.access, self.secret = url, access, secret
         self.bucket = f"cold-{os.urandom(4).hex()}"
-        """Of its own: what moto's server keeps outlives it."""
+        """Of its own: other tests have used the server, and what moto's keeps outlives it."""
 
     def settings(self, **values: Any) -> ColdSettings:
         given = {
@@ -86,25 +86,42 @@ PARAMS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Callable[[str], Server]]:
+    """One server of each kind, begun when it is first asked for, with the name of another bucket each time."""
+    running: dict[str, Server] = {}
+    with ExitStack() as alive:
+
+        def find(kind: str) -> Server:
+            if kind not in running:
+                running[kind] = alive.enter_context(SERVERS[kind]())
+            known = running[kind]
+            return Server(known.url, known.access, known.secret)
+
+        yield find
+
+
 @pytest.fixture(params=PARAMS)
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    with SERVERS[request.param]() as running:
-        running.client().create_bucket(Bucket=running.bucket)
-        yield running
+def server(request: pytest.FixtureRequest, shared: Callable[[str], Server]) -> Server:
+    found = shared(request.param)
+    found.client().create_bucket(Bucket=found.bucket)
+    return found
 
 
 @pytest.fixture(params=["folder", *PARAMS])
 def bucket(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[ColdBucket]:
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shared: Callable[[str], Server],
+) -> ColdBucket:
     """What the tier relies on, over each kind of bucket; pages of three names."""
     monkeypatch.setattr(limits, "MAX_LIST_ENTRIES", 3)
     if request.param == "folder":
-        yield FolderBucket(tmp_path / "bucket", page_size=3)
-        return
-    with SERVERS[request.param]() as running:
-        running.client().create_bucket(Bucket=running.bucket)
-        yield open_bucket(running.settings())
+        return FolderBucket(tmp_path / "bucket", page_size=3)
+    found = shared(request.param)
+    found.client().create_bucket(Bucket=found.bucket)
+    return open_bucket(found.settings())
 
 
 def get(bucket: ColdBucket, name: str, head_bytes: int, size_bytes: int) -> tuple[bytes, bytes, int]:
@@ -170,14 +187,14 @@ def test_a_prefix_hides_what_is_beside_it(server: Server) -> None:
 
 @pytest.mark.mount
 @pytest.mark.skipif(ON_DIRECTORY, reason="only once")
-def test_whom_the_server_does_not_let_in_cannot_use_it() -> None:
-    with own_gateway() as server:
-        bucket = open_bucket(server.settings(secret_key="another-secret-0123456789"))
-        with pytest.raises(TierUnreachable, match="SignatureDoesNotMatch") as caught:
-            bucket.put("objects/1", [b"x"])
-        assert "another-secret" not in str(caught.value)
-        with pytest.raises(TierUnreachable, match="NoSuchBucket"):
-            open_bucket(server.settings()).read("objects/1", 1)
+def test_whom_the_server_does_not_let_in_cannot_use_it(shared: Callable[[str], Server]) -> None:
+    server = shared("gateway")
+    bucket = open_bucket(server.settings(secret_key="another-secret-0123456789"))
+    with pytest.raises(TierUnreachable, match="SignatureDoesNotMatch") as caught:
+        bucket.put("objects/1", [b"x"])
+    assert "another-secret" not in str(caught.value)
+    with pytest.raises(TierUnreachable, match="NoSuchBucket"):
+        open_bucket(server.settings()).read("objects/1", 1)
 
 
 def test_what_the_server_will_never_take_is_told_apart() -> None:
