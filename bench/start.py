@@ -118,6 +118,11 @@ async def fill(data: Path, kind: str, records: int) -> None:
     """Put `records` objects in an empty store, and stop it."""
     async with opened(data, records) as store:
         await _fill_open(store, kind, records)
+    leave_index(data, kind)
+
+
+def leave_index(data: Path, kind: str) -> None:
+    """Have the index of a store that was stopped be in the state of `kind`."""
     if kind == "names-killed":
         _look_killed(data)
     elif kind == "names-rebuilt":
