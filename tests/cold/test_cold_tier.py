@@ -73,11 +73,12 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "COLD_BACKOFF_S", 0.01)
     monkeypatch.setattr(limits, "MAX_COLD_BACKOFF_S", 0.05)
     monkeypatch.setattr(limits, "COLD_CHECK_S", 0.05)
+    monkeypatch.setattr(limits, "WRITE_BEHIND_POLL_S", 0.001)
 
 
 @pytest.fixture
-def bucket(tmp_path: Path) -> FolderBucket:
-    return FolderBucket(tmp_path / "bucket")
+def bucket(fast_path: Path) -> FolderBucket:
+    return FolderBucket(fast_path / "bucket")
 
 
 def tier_of(store: Store) -> ColdTier:
@@ -113,8 +114,8 @@ def audit(store: Store, bucket: FolderBucket) -> None:
     assert len(rows) == tier.usage()[0]["objects"]
 
 
-async def test_what_left_dram_comes_back_from_the_bucket(tmp_path: Path, bucket: FolderBucket) -> None:
-    async with running(tmp_path / "data", options(bucket)) as store:
+async def test_what_left_dram_comes_back_from_the_bucket(fast_path: Path, bucket: FolderBucket) -> None:
+    async with running(fast_path / "data", options(bucket)) as store:
         data = os.urandom(MIB + 7)
         info = put_name(store, NAME.key, data)
         block = put_block(store, b"\1" * 16, b"block" * 100)
@@ -135,16 +136,16 @@ async def test_what_left_dram_comes_back_from_the_bucket(tmp_path: Path, bucket:
         audit(store, bucket)
 
 
-async def test_only_what_was_read_goes_up(tmp_path: Path, bucket: FolderBucket) -> None:
-    async with running(tmp_path / "data", options(bucket, admits_all=False)) as store:
+async def test_only_what_was_read_goes_up(fast_path: Path, bucket: FolderBucket) -> None:
+    async with running(fast_path / "data", options(bucket, admits_all=False)) as store:
         first, second = put_name(store, b"first", b"1"), put_name(store, b"second", b"2")
         assert read(store, second) == b"2"
         await uploaded(store, 1)
         assert (bits(store, first), bits(store, second)) == (TIER_DRAM, TIER_DRAM | TIER_COLD)
 
 
-async def test_durable_objects_stay_here(tmp_path: Path, bucket: FolderBucket) -> None:
-    async with running(tmp_path / "data", options(bucket), nvme=True) as store:
+async def test_durable_objects_stay_here(fast_path: Path, bucket: FolderBucket) -> None:
+    async with running(fast_path / "data", options(bucket), nvme=True) as store:
         store.create_bucket(b"dur", uid=0, gid=0, durable=True)
         kept = put_name(store, b"kept", b"1", bucket=b"dur")
         assert read(store, kept) == b"1"
@@ -167,9 +168,9 @@ async def test_durable_objects_stay_here(tmp_path: Path, bucket: FolderBucket) -
         await until(lambda: bits(store, other) == TIER_DRAM | TIER_NVME | TIER_COLD)
 
 
-async def test_an_object_that_nvme_lets_go_is_still_there(tmp_path: Path, bucket: FolderBucket) -> None:
+async def test_an_object_that_nvme_lets_go_is_still_there(fast_path: Path, bucket: FolderBucket) -> None:
     written = {}
-    async with running(tmp_path / "data", options(bucket), nvme=True) as store:
+    async with running(fast_path / "data", options(bucket), nvme=True) as store:
         for number in range(120):
             name = Name(b"b", b"%d" % number)
             written[name] = os.urandom(MIB - number)
@@ -180,15 +181,15 @@ async def test_an_object_that_nvme_lets_go_is_still_there(tmp_path: Path, bucket
         assert {"dram", "nvme", "cold"} == set(tiers), "120 MiB do not fit into 16 and 64"
         for name, data in written.items():
             assert await read_back(store, name) == data
-    async with running(tmp_path / "data", options(bucket), nvme=True) as store:
+    async with running(fast_path / "data", options(bucket), nvme=True) as store:
         assert store.usage()["objects"] == 120
         for name, data in written.items():
             assert await read_back(store, name) == data
 
 
 @pytest.mark.parametrize("nvme", [False, True])
-async def test_a_restart_finds_what_the_bucket_has(tmp_path: Path, bucket: FolderBucket, nvme: bool) -> None:
-    async with running(tmp_path / "data", options(bucket), nvme=nvme) as store:
+async def test_a_restart_finds_what_the_bucket_has(fast_path: Path, bucket: FolderBucket, nvme: bool) -> None:
+    async with running(fast_path / "data", options(bucket), nvme=nvme) as store:
         put_name(store, NAME.key, b"named")
         store.set_attributes(NAME, mode=0o640)
         put_block(store, b"\1" * 16, b"block")
@@ -197,7 +198,7 @@ async def test_a_restart_finds_what_the_bucket_has(tmp_path: Path, bucket: Folde
         store.rename(NAME, Name(b"b", b"moved"))
         if not nvme:
             store.evict(DRAM)
-    async with running(tmp_path / "data", options(bucket), nvme=nvme, up=False) as store:
+    async with running(fast_path / "data", options(bucket), nvme=nvme, up=False) as store:
         assert store.match(b"\1" * 16 + b"\2" * 16) == (2 if nvme else 0), "nobody looked at the endpoint yet"
         await until(lambda: tier_of(store).is_up)
         assert store.match(b"\1" * 16 + b"\2" * 16) == 2
@@ -209,8 +210,8 @@ async def test_a_restart_finds_what_the_bucket_has(tmp_path: Path, bucket: Folde
         audit(store, bucket)
 
 
-async def test_removed_and_replaced_objects_leave_the_bucket(tmp_path: Path, bucket: FolderBucket) -> None:
-    async with running(tmp_path / "data", options(bucket)) as store:
+async def test_removed_and_replaced_objects_leave_the_bucket(fast_path: Path, bucket: FolderBucket) -> None:
+    async with running(fast_path / "data", options(bucket)) as store:
         put_name(store, NAME.key, b"first")
         put_name(store, b"other", b"other")
         put_block(store, b"\1" * 16, b"block")
@@ -226,9 +227,9 @@ async def test_removed_and_replaced_objects_leave_the_bucket(tmp_path: Path, buc
         audit(store, bucket)
 
 
-async def test_what_goes_while_it_is_sent_leaves_nothing(tmp_path: Path, bucket: FolderBucket) -> None:
+async def test_what_goes_while_it_is_sent_leaves_nothing(fast_path: Path, bucket: FolderBucket) -> None:
     bucket.gate = threading.Event()
-    async with running(tmp_path / "data", options(bucket)) as store:
+    async with running(fast_path / "data", options(bucket)) as store:
         put_name(store, NAME.key, b"first")
         await trio.to_thread.run_sync(bucket.entered.acquire)
         put_name(store, NAME.key, b"second")
@@ -240,8 +241,8 @@ async def test_what_goes_while_it_is_sent_leaves_nothing(tmp_path: Path, bucket:
         assert await read_back(store, NAME) == b"second"
 
 
-async def test_a_dead_endpoint_costs_only_misses(tmp_path: Path, bucket: FolderBucket) -> None:
-    async with running(tmp_path / "data", options(bucket)) as store:
+async def test_a_dead_endpoint_costs_only_misses(fast_path: Path, bucket: FolderBucket) -> None:
+    async with running(fast_path / "data", options(bucket)) as store:
         put_name(store, NAME.key, b"named")
         put_block(store, b"\1" * 16, b"block")
         await uploaded(store, 2)
@@ -264,18 +265,18 @@ async def test_a_dead_endpoint_costs_only_misses(tmp_path: Path, bucket: FolderB
 
 
 async def test_an_endpoint_that_died_is_found_out_without_a_reader(
-    tmp_path: Path, bucket: FolderBucket
+    fast_path: Path, bucket: FolderBucket
 ) -> None:
-    async with running(tmp_path / "data", options(bucket)) as store:
+    async with running(fast_path / "data", options(bucket)) as store:
         bucket.down = True
         await until(lambda: not tier_of(store).is_up)
         assert store.table.hidden_tiers == TIER_COLD
 
 
 async def test_a_block_that_is_computed_again_while_only_the_bucket_has_it(
-    tmp_path: Path, bucket: FolderBucket
+    fast_path: Path, bucket: FolderBucket
 ) -> None:
-    async with running(tmp_path / "data", options(bucket)) as store:
+    async with running(fast_path / "data", options(bucket)) as store:
         put_block(store, b"\1" * 16, b"first")
         await uploaded(store, 1)
         store.evict(DRAM)
@@ -294,9 +295,9 @@ async def test_a_block_that_is_computed_again_while_only_the_bucket_has_it(
 
 @pytest.mark.parametrize("where", ["header", "payload", "short", "long", "swapped"])
 async def test_other_bytes_than_were_sent_are_a_miss(
-    tmp_path: Path, bucket: FolderBucket, where: str
+    fast_path: Path, bucket: FolderBucket, where: str
 ) -> None:
-    async with running(tmp_path / "data", options(bucket)) as store:
+    async with running(fast_path / "data", options(bucket)) as store:
         info = put_name(store, NAME.key, b"some bytes")
         other = put_name(store, b"other", b"same size!")
         await uploaded(store, 2)
@@ -321,8 +322,8 @@ async def test_other_bytes_than_were_sent_are_a_miss(
         audit(store, bucket)
 
 
-async def test_an_object_that_somebody_else_deleted_is_a_miss(tmp_path: Path, bucket: FolderBucket) -> None:
-    async with running(tmp_path / "data", options(bucket)) as store:
+async def test_an_object_that_somebody_else_deleted_is_a_miss(fast_path: Path, bucket: FolderBucket) -> None:
+    async with running(fast_path / "data", options(bucket)) as store:
         info = put_name(store, NAME.key, b"some bytes")
         await uploaded(store, 1)
         store.evict(DRAM)
@@ -333,9 +334,9 @@ async def test_an_object_that_somebody_else_deleted_is_a_miss(tmp_path: Path, bu
             store.lookup(NAME)
 
 
-async def test_the_capacity_holds_at_every_moment(tmp_path: Path, bucket: FolderBucket) -> None:
+async def test_the_capacity_holds_at_every_moment(fast_path: Path, bucket: FolderBucket) -> None:
     capacity = 16 * MIB
-    async with running(tmp_path / "data", options(bucket, capacity_bytes=capacity)) as store:
+    async with running(fast_path / "data", options(bucket, capacity_bytes=capacity)) as store:
         tier = tier_of(store)
         for number in range(64):
             put_name(store, b"%d" % number, os.urandom(MIB))
@@ -350,8 +351,8 @@ async def test_the_capacity_holds_at_every_moment(tmp_path: Path, bucket: Folder
         assert len(await read_back(store, newest)) == MIB
 
 
-async def test_blocks_leave_the_bucket_leaf_first(tmp_path: Path, bucket: FolderBucket) -> None:
-    async with running(tmp_path / "data", options(bucket, capacity_bytes=16 * MIB)) as store:
+async def test_blocks_leave_the_bucket_leaf_first(fast_path: Path, bucket: FolderBucket) -> None:
+    async with running(fast_path / "data", options(bucket, capacity_bytes=16 * MIB)) as store:
         chain = [bytes([number]) * 16 for number in range(1, 7)]
         for number, digest in enumerate(chain):
             put_block(store, digest, os.urandom(2 * MIB), parent=chain[number - 1] if number else None)
@@ -364,9 +365,9 @@ async def test_blocks_leave_the_bucket_leaf_first(tmp_path: Path, bucket: Folder
         audit(store, bucket)
 
 
-async def test_what_is_refused_is_not_tried_for_ever(tmp_path: Path, bucket: FolderBucket) -> None:
+async def test_what_is_refused_is_not_tried_for_ever(fast_path: Path, bucket: FolderBucket) -> None:
     bucket.refused = {"objects/"}
-    async with running(tmp_path / "data", options(bucket)) as store:
+    async with running(fast_path / "data", options(bucket)) as store:
         info = put_name(store, NAME.key, b"some bytes")
         await until(lambda: tier_of(store).counts.refused == 1)
         assert read(store, info) == b"some bytes"
@@ -374,8 +375,8 @@ async def test_what_is_refused_is_not_tried_for_ever(tmp_path: Path, bucket: Fol
         assert tier_of(store).is_up
 
 
-async def test_a_start_tidies_up_after_a_kill(tmp_path: Path, bucket: FolderBucket) -> None:
-    async with running(tmp_path / "data", options(bucket)) as store:
+async def test_a_start_tidies_up_after_a_kill(fast_path: Path, bucket: FolderBucket) -> None:
+    async with running(fast_path / "data", options(bucket)) as store:
         put_name(store, NAME.key, b"some bytes")
         await uploaded(store, 1)
         store.evict(DRAM)
@@ -383,7 +384,7 @@ async def test_a_start_tidies_up_after_a_kill(tmp_path: Path, bucket: FolderBuck
     bucket.put("blocks/ff/" + "f" * 32 + "-" + "0" * 32 + "-" + "1" * 16 + "-bound", [b"y" * 200])
     bucket.put("buckets/gone", [b"z"])
     bucket.put("objects/README.txt", [b"somebody else's"])
-    async with running(tmp_path / "data", options(bucket)) as store:
+    async with running(fast_path / "data", options(bucket)) as store:
         await until(lambda: tier_of(store).counts.deleted == 3)
         assert await read_back(store, NAME) == b"some bytes"
         assert "objects/README.txt" in bucket.names()
@@ -392,22 +393,22 @@ async def test_a_start_tidies_up_after_a_kill(tmp_path: Path, bucket: FolderBuck
         assert "buckets/gone" not in bucket.names()
 
 
-async def test_blocks_outlive_the_index_and_the_machine(tmp_path: Path, bucket: FolderBucket) -> None:
+async def test_blocks_outlive_the_index_and_the_machine(fast_path: Path, bucket: FolderBucket) -> None:
     bucket.page_size = 3
     chain = [bytes([number]) * 16 for number in range(1, 9)]
-    async with running(tmp_path / "data", options(bucket)) as store:
+    async with running(fast_path / "data", options(bucket)) as store:
         for number, digest in enumerate(chain):
             put_block(store, digest, digest * 10, parent=chain[number - 1] if number else None)
         put_name(store, NAME.key, b"named")
         await uploaded(store, 9)
-    shutil.rmtree(tmp_path / "data")
-    async with running(tmp_path / "data", options(bucket), up=False) as store:
+    shutil.rmtree(fast_path / "data")
+    async with running(fast_path / "data", options(bucket), up=False) as store:
         await until(lambda: "another store" in tier_of(store).trouble)
         assert len(bucket.objects()) == 9
-    shutil.rmtree(tmp_path / "data")
+    shutil.rmtree(fast_path / "data")
     store = open_store(
         StoreOptions(
-            tmp_path / "data", dram_bytes=DRAM, backing="directory", cold=options(bucket, take_over=True)
+            fast_path / "data", dram_bytes=DRAM, backing="directory", cold=options(bucket, take_over=True)
         )
     )
     async with trio.open_nursery() as nursery:
@@ -426,23 +427,23 @@ async def test_blocks_outlive_the_index_and_the_machine(tmp_path: Path, bucket: 
     store.close()
 
 
-async def test_another_bucket_begins_empty(tmp_path: Path, bucket: FolderBucket) -> None:
-    async with running(tmp_path / "data", options(bucket)) as store:
+async def test_another_bucket_begins_empty(fast_path: Path, bucket: FolderBucket) -> None:
+    async with running(fast_path / "data", options(bucket)) as store:
         put_name(store, NAME.key, b"some bytes")
         await uploaded(store, 1)
         store.evict(DRAM)
-    other = FolderBucket(tmp_path / "other")
-    async with running(tmp_path / "data", options(other)) as store:
+    other = FolderBucket(fast_path / "other")
+    async with running(fast_path / "data", options(other)) as store:
         with pytest.raises(NotFound):
             store.lookup(NAME)
         assert not other.objects()
     assert len(bucket.objects()) == 1
 
 
-async def test_a_full_index_lets_go_what_only_the_bucket_has(tmp_path: Path, bucket: FolderBucket) -> None:
+async def test_a_full_index_lets_go_what_only_the_bucket_has(fast_path: Path, bucket: FolderBucket) -> None:
     cold = options(bucket, capacity_bytes=16 * MIB)
     store = open_store(
-        StoreOptions(tmp_path / "data", dram_bytes=DRAM, backing="directory", max_slots=64, cold=cold)
+        StoreOptions(fast_path / "data", dram_bytes=DRAM, backing="directory", max_slots=64, cold=cold)
     )
     store.create_bucket(b"b", uid=0, gid=0)
     room = store.table.max_entries
@@ -463,22 +464,22 @@ async def test_a_full_index_lets_go_what_only_the_bucket_has(tmp_path: Path, buc
 
 
 async def test_a_block_that_was_removed_is_not_taken_for_a_lost_one(
-    tmp_path: Path, bucket: FolderBucket
+    fast_path: Path, bucket: FolderBucket
 ) -> None:
     """The index is lost, the bucket still has a block; it is computed anew and removed before anybody has looked."""
-    async with running(tmp_path / "data", options(bucket)) as store:
+    async with running(fast_path / "data", options(bucket)) as store:
         put_block(store, b"\1" * 16, b"removed")
         put_block(store, b"\2" * 16, b"lost")
         await uploaded(store, 2)
-    shutil.rmtree(tmp_path / "data")
+    shutil.rmtree(fast_path / "data")
     bucket.down = True
     for _ in range(2):  # a restart does not forget it
-        async with running(tmp_path / "data", options(bucket, take_over=True), up=False) as store:
+        async with running(fast_path / "data", options(bucket, take_over=True), up=False) as store:
             if store.object_id_of(b"\1" * 16) is None:
                 put_block(store, b"\1" * 16, b"again")
             store.remove_block(b"\1" * 16)
     bucket.down = False
-    async with running(tmp_path / "data", options(bucket, take_over=True)) as store:
+    async with running(fast_path / "data", options(bucket, take_over=True)) as store:
         assert store.match(b"\2" * 16) == 1
         assert store.match(b"\1" * 16) == 0
         await until(lambda: not tier_of(store).deleting)
@@ -486,9 +487,9 @@ async def test_a_block_that_was_removed_is_not_taken_for_a_lost_one(
 
 
 async def test_an_object_on_its_way_to_nvme_is_not_evicted_from_two_tiers(
-    tmp_path: Path, bucket: FolderBucket, monkeypatch: pytest.MonkeyPatch
+    fast_path: Path, bucket: FolderBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running(tmp_path / "data", options(bucket)) as store:
+    async with running(fast_path / "data", options(bucket)) as store:
         info = put_name(store, NAME.key, b"bytes")
         await uploaded(store, 1)
         monkeypatch.setattr(store.journal, "is_writing", lambda object_id: True)
@@ -503,16 +504,16 @@ async def test_an_object_on_its_way_to_nvme_is_not_evicted_from_two_tiers(
 
 
 async def test_a_rename_into_a_durable_bucket_that_was_cut_off_promises_nothing(
-    tmp_path: Path, bucket: FolderBucket
+    fast_path: Path, bucket: FolderBucket
 ) -> None:
-    async with running(tmp_path / "data", options(bucket), nvme=True) as store:
+    async with running(fast_path / "data", options(bucket), nvme=True) as store:
         store.create_bucket(b"dur", uid=0, gid=0, durable=True)
         store.create_bucket(b"ghost", uid=0, gid=0, admits_all=False)
         put_name(store, b"a", b"bytes", bucket=b"ghost")
         await uploaded(store, 1)
         store.evict(names=[Name(b"ghost", b"a")])
         store.names.rename(b"ghost", b"a", b"dur", b"a")
-    async with running(tmp_path / "data", options(bucket), nvme=True) as store:
+    async with running(fast_path / "data", options(bucket), nvme=True) as store:
         for name in (Name(b"ghost", b"a"), Name(b"dur", b"a")):
             with pytest.raises(NotFound):
                 store.lookup(name)
@@ -521,7 +522,7 @@ async def test_a_rename_into_a_durable_bucket_that_was_cut_off_promises_nothing(
 
 
 async def test_what_came_while_the_bucket_was_listed_is_not_lost(
-    tmp_path: Path, bucket: FolderBucket, monkeypatch: pytest.MonkeyPatch
+    fast_path: Path, bucket: FolderBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed, go_on = threading.Event(), threading.Event()
     page = bucket.page
@@ -534,7 +535,7 @@ async def test_what_came_while_the_bucket_was_listed_is_not_lost(
         return found
 
     monkeypatch.setattr(bucket, "page", slow_page)
-    async with running(tmp_path / "data", options(bucket), up=False) as store:
+    async with running(fast_path / "data", options(bucket), up=False) as store:
         await trio.to_thread.run_sync(listed.wait)
         info = put_name(store, NAME.key, b"bytes")
         await uploaded(store, 1)

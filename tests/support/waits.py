@@ -29,6 +29,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
     Raises trio.TooSlowError after WAIT_S.
     """
+    pause_s = 0.0003
     with trio.fail_after(WAIT_S):
-        while not condition():  # noqa: ASYNC110 (sockets, threads and processes say nothing)
-            await trio.sleep(0.005)
+        while not condition():  # sockets, threads and processes say nothing
+            await trio.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.005)
