@@ -11,6 +11,7 @@ output (errors go there as well, unless they have one), and further ones under t
     {"wait": id}    ->    the status of a process that has ended, as `os.waitpid` has it
 
 A forked process leads a group of processes and is a zombie until it is waited for, so that its id is nobody else's.
+What multiprocessing would spawn there is forked too: vLLM spawns each server's core and each rank of an engine.
 """
 
 from __future__ import annotations
@@ -18,17 +19,60 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import multiprocessing.util
 import os
 import random
 import resource
 import runpy
+import signal
 import socket
 import sys
 import tempfile
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Final, NoReturn
 
 MOST_BYTES = 1 << 18
 MOST_DESCRIPTORS = 8
+SPAWNED = "--multiprocessing-fork"
+"""Of what multiprocessing starts, its own resource tracker is without it."""
+_spawn: Final = multiprocessing.util.spawnv_passfds
+
+
+def fork_spawned(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
+    """Start what multiprocessing would spawn, and return its id."""
+    if SPAWNED not in args:
+        return _spawn(path, args, passfds)
+    child = os.fork()
+    if child == 0:
+        be_spawned(args, passfds)
+    return child
+
+
+def be_spawned(arguments: Sequence[str], passed: Sequence[int]) -> NoReturn:
+    """Be the process that multiprocessing wants, to its end: with no more of the one that it is forked from than is
+    imported."""
+    # Objects of the other process that are collected here would close descriptors of this one.
+    gc.freeze()
+    for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, *passed}:
+        with suppress(OSError):  # the listing's own
+            os.close(descriptor)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    random.seed()
+    program = arguments.index("-c") + 1
+    sys.argv = ["-c", *arguments[program + 1 :]]
+    status = 1
+    try:
+        exec(arguments[program], {})
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(status)
 
 
 def become(message: dict[str, Any], descriptors: list[int]) -> NoReturn:
@@ -73,6 +117,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     for name in sys.argv[2:]:
         importlib.import_module(name)
+    multiprocessing.util.spawnv_passfds = fork_spawned
     gc.freeze()  # a collection in a forked process would copy the pages of all that was imported
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, MOST_BYTES, MOST_DESCRIPTORS)
