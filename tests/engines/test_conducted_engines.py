@@ -22,7 +22,7 @@ import pytest
 
 from tests.engines.engine import BLOCK_TOKENS, Engines
 from tests.engines.spoken_words import FIRST_WORD, word, write_tokenizer
-from tests.engines.test_proxy import START_S, Server, proxy, vllm_server
+from tests.engines.test_proxy import LOOK_S, START_S, Server, proxy, vllm_server
 from tests.engines.test_vllm_connector import connector
 from tests.engines.test_vllm_events import free_port
 from tests.engines.tiny_llama import VOCABULARY
@@ -125,7 +125,7 @@ def stand(engines: Engines) -> Iterator[Stand]:
             for number in range(2)
         ]
         for server in servers:
-            eventually(server.is_up, "it answers", START_S)
+            eventually(server.is_up, "it answers", START_S, every_s=LOOK_S)
         arguments = ["--engine", servers[0].url, "--engine", servers[1].url, "--config", str(config)]
         url = stack.enter_context(proxy("--conduct", *arguments))
         made = Stand((servers[0], servers[1]), url, f"http://127.0.0.1:{door}")

@@ -19,7 +19,7 @@ import pytest
 from tests.engines.engine import BLOCK_TOKENS, Engines, whole_blocks
 from tests.engines.spoken_words import write_tokenizer
 from tests.engines.test_conducted_engines import alone, ask
-from tests.engines.test_proxy import START_S, Server, proxy, vllm_server
+from tests.engines.test_proxy import LOOK_S, START_S, Server, proxy, vllm_server
 from tests.engines.test_vllm_events import free_port
 from tests.engines.test_vllm_peers import fetched_blocks, two_machines, unmounted
 from tests.engines.tiny_llama import VOCABULARY
@@ -56,7 +56,7 @@ def stand(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             for number, service in enumerate(services)
         ]
         for server in servers:
-            eventually(server.is_up, "it answers", START_S)
+            eventually(server.is_up, "it answers", START_S, every_s=LOOK_S)
         roles = ["--prefill", servers[0].url, "--decode", servers[1].url]
         url = stack.enter_context(proxy("--conduct", *roles, "--config", str(config)))
 

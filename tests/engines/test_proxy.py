@@ -40,6 +40,8 @@ pytestmark = [
 ]
 
 START_S = 400.0
+LOOK_S = 0.1
+"""Between looks whether a server is up, which take the processor that it starts on half a millisecond each."""
 _rng = random.Random(31)
 PROMPTS = {
     f"{tokens} tokens": [_rng.randrange(2, VOCABULARY) for _ in range(tokens)] for tokens in (600, 751, 900)
@@ -148,7 +150,7 @@ def servers(engines: Engines, service: Service, reference: Run) -> Iterator[tupl
         prefill = stack.enter_context(vllm_server(engines, "prefill", settings))
         decode = stack.enter_context(vllm_server(engines, "decode", settings, "--no-enable-prefix-caching"))
         for server in (prefill, decode):
-            eventually(server.is_up, "it answers", START_S)
+            eventually(server.is_up, "it answers", START_S, every_s=LOOK_S)
         yield prefill, decode
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from tests.engines.engine import LOGPROB_TOLERANCE, Engines
 from tests.engines.spoken_words import FIRST_WORD, word, write_tokenizer
-from tests.engines.test_proxy import START_S, Server, proxy, vllm_server
+from tests.engines.test_proxy import LOOK_S, START_S, Server, proxy, vllm_server
 from tests.engines.test_vllm_connector import connector
 from tests.engines.tiny_llama import VOCABULARY
 from tests.support.door import ON_DIRECTORY
@@ -61,7 +61,7 @@ def servers(engines: Engines, service: Service) -> Iterator[tuple[Server, Server
         flags.append("--no-enable-prefix-caching")
         second = stack.enter_context(vllm_server(engines, "chats-2", settings, *flags, model="spoken"))
         for server in (first, second):
-            eventually(server.is_up, "it answers", START_S)
+            eventually(server.is_up, "it answers", START_S, every_s=LOOK_S)
         yield first, second
 
 

@@ -13,15 +13,18 @@ import trio
 WAIT_S = 60.0
 
 
-def eventually(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
+def eventually(
+    condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S, *, every_s: float = 0.002
+) -> None:
     """Wait until `condition` holds: for what the kernel, a thread or a process does in its own time.
 
-    Raises AssertionError with `what` after `timeout_s`.
+    `every_s`: longer where a look takes the processor from what is waited for. Raises AssertionError with `what` after
+    `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"after {timeout_s} s still not: {what}"
-        time.sleep(0.002)
+        time.sleep(every_s)
 
 
 async def until(condition: Callable[[], bool]) -> None:
