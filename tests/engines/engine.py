@@ -23,7 +23,23 @@ from tests.support.service import ROOT
 BLOCK_TOKENS = 32
 MAX_TOKENS = 32
 END_WAIT_S = 30.0
-_VLLM = ("vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")
+_VLLM = (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    # What an engine would import as it starts.
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.models.llama",
+    "vllm.plugins.lora_resolvers.filesystem_resolver",
+    "vllm.plugins.lora_resolvers.hf_hub_resolver",
+    "vllm.renderers.hf",
+    "vllm.triton_utils.dispatcher",
+    "vllm.utils.cpu_triton_utils",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler",
+)
 _REPLIES = 100
 """The descriptor of an engine that its replies go to; lower ones may be its own."""
 LOGPROB_TOLERANCE = 1e-3

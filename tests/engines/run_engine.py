@@ -5,7 +5,7 @@ engine's own logs keep standard output and error). The first line says what the 
 is a request that gets one line in reply:
 
     {"model": directory, "storage": directory or null, "prefix_caching": bool, "connector": settings or null,
-     "batched_tokens": int, "cache_blocks": int or null, "events": settings or null,
+     "batched_tokens": int, "cache_blocks": int, "events": settings or null,
      "tensor_parallel": int, "model_tokens": int, "native_layers": bool, "retained_tokens": int,
      "one_cache": bool}
     {"prompts": [[token id, ...], ...], "max_tokens": int, "kv_transfer_params": {...} or null}
@@ -46,7 +46,13 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     # The engine core in this process, where its loads can be seen.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Torch would compile what counts the likelier tokens, in each engine for its first answer.
+    "TORCH_COMPILE_DISABLE": "1",
+    # Of a model this small threads wait for each other, beside other engines while they keep the processors busy.
+    "OMP_NUM_THREADS": "1",
 }
+CACHE_BLOCKS = 4096
+"""What prompts need here several times over; vLLM writes zeros over its whole cache as it starts."""
 
 
 def watch_loads() -> list[str]:
@@ -89,7 +95,7 @@ def make_engine(settings: dict[str, Any]) -> Any:
         max_model_len=settings.get("model_tokens", 1024),
         # Whole prompts in one step: the connector under test does not store prompts in chunks.
         max_num_batched_tokens=settings.get("batched_tokens", 16384),
-        num_gpu_blocks_override=settings.get("cache_blocks"),
+        num_gpu_blocks_override=settings.get("cache_blocks", CACHE_BLOCKS),
         enable_prefix_caching=settings["prefix_caching"],
         tensor_parallel_size=settings.get("tensor_parallel", 1),
         compilation_config={"custom_ops": ["none"]} if settings.get("native_layers") else None,
