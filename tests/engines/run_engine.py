@@ -30,11 +30,14 @@ A change and a reset are answered by {"done": what vLLM says}.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import resource
 import sys
-from typing import Any
+import threading
+from typing import Any, NoReturn
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -175,8 +178,18 @@ def answer(engine: Any, loaded: list[str], request: dict[str, Any]) -> dict[str,
     return generate(engine, loaded, request)
 
 
-def main() -> None:
+def end() -> NoReturn:
+    """End this process as an interpreter does, but without taking all apart that is imported, which takes 2 s."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)
+
+
+def serve() -> None:
     os.environ.update(ENVIRONMENT)
+    gc.unfreeze = lambda: None  # vLLM's last collection would go through all that is imported, too
     loaded = watch_loads()
     engine = make_engine(json.loads(sys.stdin.readline()))
     with os.fdopen(int(sys.argv[1]), "w") as replies:
@@ -186,4 +199,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve()
+    end()
