@@ -24,11 +24,9 @@ OFFLINE = {
 }
 
 
-def run_script(
-    python: str, work: Path, name: str, request: dict[str, Any], *paths: str, within: Sequence[str] = ()
-) -> dict[str, Any]:
-    """The reply of `run_NAME.py`, whose stderr is then in `NAME.log`; `paths` are further places of Python modules,
-    `within` a command that runs it."""
+def run_script(python: str, work: Path, name: str, request: Any, *paths: str, within: Sequence[str]) -> Any:
+    """The reply of `run_NAME.py`, run by the command `within`, whose stderr is then in `NAME.log`; `paths` are further
+    places of Python modules."""
     reply = work / f"{name}.json"
     done = subprocess.run(
         [*within, python, _script(name), str(reply)],
@@ -40,13 +38,14 @@ def run_script(
         timeout=TIMEOUT_S,
     )
     (work / f"{name}.log").write_text(done.stderr)
-    return dict(_reply(reply, done.returncode, done.stderr))
+    return _reply(reply, done.returncode, done.stderr)
 
 
 def run_vllm_script(
     python: str, work: Path, name: str, request: Any, path: Sequence[str] = (str(ROOT),)
 ) -> Any:
-    """The same by a process that is forked from one which has imported vLLM; all its output is then in `NAME.log`."""
+    """The same by a process that is forked from one which has imported vLLM, with modules of all of `path`; all its
+    output is then in `NAME.log`."""
     reply, log = work / f"{name}.json", work / f"{name}.log"
     with tempfile.TemporaryFile() as asked, log.open("wb") as output:
         asked.write(json.dumps(request).encode() + b"\n")

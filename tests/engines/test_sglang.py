@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.engines.scripts import run_script, said_to_work
+from tests.engines.scripts import run_vllm_script, said_to_work
 from tests.support.door import ON_DIRECTORY
-from tests.support.service import Service
+from tests.support.service import ROOT, Service
 
 pytestmark = [
     pytest.mark.engine,
@@ -23,7 +23,8 @@ STORED = [True] * 5 + [False]
 
 @pytest.fixture(scope="module")
 def answers(engine_python: str, engine_wheels: str, work: Path, service: Service) -> dict[str, Any]:
-    return run_script(engine_python, work, "sglang", {"address": str(service.mount)}, engine_wheels)
+    asked = {"address": str(service.mount)}
+    return dict(run_vllm_script(engine_python, work, "sglang", asked, path=[str(ROOT), engine_wheels]))
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])

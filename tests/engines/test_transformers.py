@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engines.engine import Engines
-from tests.engines.scripts import run_script, said_to_work
+from tests.engines.scripts import run_vllm_script, said_to_work
 from tests.engines.tiny_llama import VOCABULARY
 from tests.support.door import ON_DIRECTORY
 from tests.support.service import Service
@@ -44,7 +44,7 @@ def replies(engine_python: str, work: Path, engines: Engines, service: Service) 
         "prompts": PROMPTS,
         "new_tokens": NEW_TOKENS,
     }
-    return run_script(engine_python, work, "transformers", request)
+    return dict(run_vllm_script(engine_python, work, "transformers", request))
 
 
 # At first the prompts after the first one share its blocks, then each has its own.

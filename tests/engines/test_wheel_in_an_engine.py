@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines.engine import vllm
+from tests.support.forked import IMPORT_S
 from tests.support.wheels import build_wheel
 
 pytestmark = pytest.mark.engine
@@ -23,12 +25,15 @@ def test_connectors_are_imported_from_the_wheel(engine_python: str, tmp_path: Pa
     home = tmp_path / "kvfs"
     install = ["-m", "pip", "install", "-q", "--no-deps", "--no-compile", "--target", str(home)]
     subprocess.run([engine_python, *install, str(build_wheel())], check=True)
-    done = subprocess.run(
-        [engine_python, "-c", PROGRAM],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(home), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == str(home / "kvfs" / "__init__.py")
+    program, log = tmp_path / "program.py", tmp_path / "log"
+    program.write_text(PROGRAM)
+    with log.open("wb") as output:
+        process = vllm(engine_python).fork(
+            [str(program)],
+            path=[str(home)],
+            environment={**os.environ, "PYTHONPATH": str(home), "HF_HUB_OFFLINE": "1"},
+            work=tmp_path,
+            output=output,
+        )
+    assert process.wait(IMPORT_S) == 0, log.read_text()
+    assert str(home / "kvfs" / "__init__.py") in log.read_text().splitlines()
