@@ -4,7 +4,7 @@
 
 Reads a JSON request from standard input, writes a JSON reply to the path given as the only argument:
 
-    {"endpoint", "access", "secret", "tls", "http2", "tokens"}    ->    {check: answer}
+    [{"endpoint", "access", "secret", "tls", "http2", "tokens"}, ...]    ->    [{check: answer}, ...]
 """
 
 from __future__ import annotations
@@ -233,11 +233,14 @@ def list_all(made: Any, model: str) -> list[int]:
             return sizes
 
 
-async def check_all(request: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "connector": await check_connector(request),
-        "l2": await asyncio.to_thread(check_l2, request),
-    }
+async def check_all(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "connector": await check_connector(request),
+            "l2": await asyncio.to_thread(check_l2, request),
+        }
+        for request in requests
+    ]
 
 
 def main() -> None:

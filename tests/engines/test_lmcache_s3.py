@@ -14,7 +14,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -37,7 +37,8 @@ DOMAIN, BUCKET, DEFAULT_BUCKET = "s3.test", "kv-cache", "kv-default"
 HOSTS = {BUCKET: f"{BUCKET}.{DOMAIN}", DEFAULT_BUCKET: "cache.test"}
 SETTINGS = f'domains = ["{DOMAIN}"]\ndefault_bucket = "{DEFAULT_BUCKET}"'
 CERTIFICATES = Path("/etc/ssl/certs")
-MIB = 1 << 20
+TOKENS = {"below": 8, "above": (24 << 20) // TOKEN_BYTES}
+"""Of a chunk, by its size beside that of a part."""
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["http", "https"])
@@ -52,10 +53,11 @@ def door(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         assert not found.service.complaints()
 
 
-@pytest.fixture
-def namespace(door: Gateway, tmp_path: Path) -> list[str]:
+@pytest.fixture(scope="module")
+def namespace(door: Gateway, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A command that runs another where the endpoint's names are known and its certificate is trusted."""
-    hosts, trusted = tmp_path / "hosts", tmp_path / "certs"
+    folder = tmp_path_factory.mktemp("namespace")
+    hosts, trusted = folder / "hosts", folder / "certs"
     hosts.write_text("".join(f"127.0.0.1 {name}\n" for name in ("localhost", *HOSTS.values())))
     trusted.mkdir()
     if door.certificate is not None:
@@ -70,23 +72,43 @@ def namespace(door: Gateway, tmp_path: Path) -> list[str]:
     return command
 
 
-@pytest.mark.parametrize("size", ["below", "above"])
-def test_lmcaches_s3_classes(
-    door: Gateway, namespace: list[str], engine_python: str, engine_wheels: str, work: Path, size: str
-) -> None:
-    bucket = BUCKET if door.secure == (size == "above") else DEFAULT_BUCKET
-    tokens = 8 if size == "below" else 24 * MIB // TOKEN_BYTES
-    asked = {
-        "endpoint": f"{HOSTS[bucket]}:{door.port}",
-        "access": ACCESS,
-        "secret": SECRET,
-        "tls": door.secure,
-        "http2": door.secure or size == "above",
-        "tokens": tokens,
+class Size(NamedTuple):
+    """What LMCache's classes are asked for with chunks of a size, and what they said."""
+
+    bucket: str
+    chunk_bytes: int
+    found: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def sizes(
+    door: Gateway, namespace: list[str], engine_python: str, engine_wheels: str, work: Path
+) -> dict[str, Size]:
+    """Chunks below and above a part's size, by one process."""
+    buckets = {size: BUCKET if door.secure == (size == "above") else DEFAULT_BUCKET for size in TOKENS}
+    asked = [
+        {
+            "endpoint": f"{HOSTS[buckets[size]]}:{door.port}",
+            "access": ACCESS,
+            "secret": SECRET,
+            "tls": door.secure,
+            "http2": door.secure or size == "above",
+            "tokens": tokens,
+        }
+        for size, tokens in TOKENS.items()
+    ]
+    answers = run_script(engine_python, work, "lmcache_s3", asked, engine_wheels, within=namespace)
+    return {
+        size: Size(buckets[size], tokens * TOKEN_BYTES, found)
+        for (size, tokens), found in zip(TOKENS.items(), answers, strict=True)
     }
-    found = run_script(engine_python, work, "lmcache_s3", asked, engine_wheels, within=namespace)
+
+
+@pytest.mark.parametrize("size", TOKENS)
+def test_lmcaches_s3_classes(door: Gateway, sizes: dict[str, Size], size: str) -> None:
+    bucket, chunk_bytes, found = sizes[size]
     check_connector(found["connector"])
-    check_l2(found["l2"], tokens * TOKEN_BYTES)
+    check_l2(found["l2"], chunk_bytes)
     check_other_doors(door, bucket, found["connector"]["stored"])
 
 
