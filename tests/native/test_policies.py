@@ -488,12 +488,10 @@ def test_the_default_loses_to_last_use_by_half_a_point_at_most(family: str) -> N
     half = trace.requests // 2
     for percent in (1, 2, 5, 10, 20, 50):
         capacity = trace.unique * percent // 100
+        hits = [decisions(trace, policy, capacity)[0] for policy in ("default", "lru-leaf")]
         for since in (0, half):
             blocks = trace.start[-1] - trace.start[since]
-            learned, last_use = (
-                sum(decisions(trace, policy, capacity)[0][since:]) / blocks
-                for policy in ("default", "lru-leaf")
-            )
+            learned, last_use = (sum(found[since:]) / blocks for found in hits)
             assert learned > last_use - 0.005, (
                 f"{percent} % of {trace.unique} blocks, from request {since} on"
             )
