@@ -19,7 +19,7 @@ import xxhash
 
 import kvfs
 from kvfs import errors
-from tests.support.seeds import SEED
+from tests.support.seeds import SEED, rounds
 from tests.support.sessions import MIB, Child, Server, fork, session_server
 from tests.support.stores import NAMESPACE
 from tests.support.waits import WAIT_S
@@ -27,7 +27,7 @@ from tests.support.waits import WAIT_S
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs a private tmpfs")
 
 PROCESSES = 8
-KILLS = 40
+KILLS = rounds(16, 40)
 SHARED = 64
 """Keys that all processes put and remove."""
 SIZES = (0, 1, 100, 4096, 4097, 70_000, 300_001)

@@ -20,10 +20,10 @@ import pytest
 from kvfs._native.evict.policy import Policy, replay
 from scheduler.simulation.cache_replay import PackedTrace
 from tests.support.mixtures import long_chats, mixture
-from tests.support.seeds import SEED
+from tests.support.seeds import SEED, rounds
 from tests.support.workloads import Blocks
 
-TRACES: Final = int(os.environ.get("KVFS_TEST_TRACES", "8"))
+TRACES: Final = int(os.environ.get("KVFS_TEST_TRACES", rounds(4, 8)))
 KINDS: Final[dict[str, Callable[[int], list[Blocks]]]] = {
     "mixtures": lambda seed: mixture(seed, 60_000),
     "drifting": lambda seed: mixture(seed, 90_000, phases=3),

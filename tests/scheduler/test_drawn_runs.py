@@ -14,10 +14,10 @@ import pytest
 
 from scheduler.routing.replication import taker
 from tests.support.routing_runs import Pooled, drawn, mean_ttft_s, measure, summary
-from tests.support.seeds import SEED
+from tests.support.seeds import SEED, rounds
 from tests.support.trace_families import FAMILIES, long_agents, long_chats
 
-TRACES: Final = int(os.environ.get("KVFS_TEST_TRACES", "2"))
+TRACES: Final = int(os.environ.get("KVFS_TEST_TRACES", rounds(1, 2)))
 NODES: Final = 4
 
 
