@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from kvfs.connectors.adapters import Adapters, LoadedAdapters
 from kvfs.connectors.vllm_scheduler import Planner, Step, split_keys
 from kvfs.namespaces import Namespace
+from tests.support.seeds import rounds
 from tests.support.stores import NAMESPACE
 
 BLOCK = NAMESPACE.block_tokens
@@ -354,7 +355,7 @@ def test_blocks_on_those_that_vllm_kept_of_another_adapter_are_left_alone(tmp_pa
     assert len(table.truth) == 2 * WHOLE
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=rounds(25, 50), deadline=None)
 @given(st.data())
 def test_a_block_is_of_the_adapter_that_its_key_names(data: st.DataObject) -> None:
     """Two engines whose adapters are written, loaded, evicted and replaced at any time, with requests under way."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvfs import limits
 from tests.support.directory_server import DirectoryServer, directed_machines, directory_server, needs_server
 from tests.support.machines import Machine, digest_of, payload_of
+from tests.support.seeds import rounds
 from tests.support.waits import WAIT_S, until
 
 COUNT = 4
@@ -102,7 +103,9 @@ class Model:
 
 
 @needs_server
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=rounds(4, 8), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(STEPS)
 def test_four_machines_with_a_directory_behave_as_the_model(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, object]]

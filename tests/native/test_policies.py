@@ -21,6 +21,7 @@ from kvfs.limits import MIN_DRAM_BYTES
 from scheduler.simulation.cache_replay import PackedTrace, pack
 from tests.support.eviction_model import EvictionAgainstModel
 from tests.support.lru_leaf_first import LruLeafFirst
+from tests.support.seeds import rounds
 from tests.support.traces import small_trace
 from tests.support.workloads import FAMILIES, chat
 from tiers.eviction.policy import POLICY_NAMES, EvictionPolicy
@@ -106,7 +107,7 @@ class DefaultAgainstModel(NativeAgainstModel):
 
 
 for machine in (NativeLruAgainstModel, DefaultAgainstModel):
-    machine.TestCase.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
+    machine.TestCase.settings = settings(max_examples=rounds(125, 250), stateful_step_count=40, deadline=None)
 TestNativeLruAgainstModel = NativeLruAgainstModel.TestCase
 TestDefaultAgainstModel = DefaultAgainstModel.TestCase
 
@@ -402,7 +403,7 @@ def traces(draw: st.DrawFn) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", NAIVE)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=rounds(100, 200), deadline=None)
 @given(requests=traces(), capacity=st.integers(1, 30))
 def test_a_replay_is_what_a_naive_one_is(name: str, requests: list[list[int]], capacity: int) -> None:
     trace = pack_blocks(requests)

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.machines import Machine, digest_of, machines, payload_of
+from tests.support.seeds import rounds
 
 COUNT = 3
 BLOCKS = st.integers(1, 12)
@@ -65,7 +66,11 @@ class Model:
                 assert machine.read(digest_of(number)) == expected
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=rounds(8, 15),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(STEPS)
 def test_three_machines_behave_as_the_model(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, object]]

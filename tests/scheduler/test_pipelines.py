@@ -19,6 +19,7 @@ from scheduler.simulation.options import Failure, Options
 from scheduler.simulation.simulate import Simulation, simulate
 from scheduler.simulation.traces import Request
 from tests.support.clusters import COSTS, Scene, scenes
+from tests.support.seeds import rounds
 from tests.support.trace_families import FAMILIES
 from tests.support.traces import small_trace
 
@@ -137,7 +138,7 @@ def test_a_prompt_begins_in_a_gap_and_goes_on_elsewhere() -> None:
     assert relayed.reused_share == single.reused_share
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=rounds(20, 40), deadline=None)
 @given(
     st.integers(0, 1000),
     st.sampled_from(Discipline),

@@ -30,6 +30,7 @@ from scheduler.simulation.reuse import reused_blocks, stack_distances
 from scheduler.simulation.simulate import Simulation, simulate
 from scheduler.simulation.traces import Request, read_trace
 from tests.support.lru_leaf_first import LruLeafFirst
+from tests.support.seeds import rounds
 from tests.support.service import run_kvfs
 from tests.support.trace_families import FAMILIES
 from tests.support.traces import small_trace, write_trace
@@ -140,7 +141,7 @@ def test_batches_end_all_requests_whenever_they_are_looked_at(
 
 
 # --- runs ------------------------------------------------------------------------------------------------
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=rounds(20, 40), deadline=None)
 @given(
     st.integers(0, 1000),
     st.sampled_from(list(POLICIES)),
