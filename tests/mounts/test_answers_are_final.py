@@ -19,14 +19,14 @@ import pytest
 from kvfs.system import linux
 from tests.support.door import ON_DIRECTORY, TEST_MODES, need_mount
 from tests.support.posix import in_flight, mapped_pages, opened, pattern
-from tests.support.seeds import SEED
+from tests.support.seeds import SEED, rounds
 from tests.support.service import BUCKET_KINDS, STOP_WAIT_S, Service, mounts_under
 from tests.support.stopped_threads import native_threads_stopped, signal_main_thread
 from tests.support.waits import WAIT_S, eventually
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
 
-ROUNDS = int(os.environ.get("KVFS_TEST_ROUNDS", "4"))
+ROUNDS = int(os.environ.get("KVFS_TEST_ROUNDS", rounds(2, 4)))
 """Kills in each mode; the index is removed with every other one."""
 
 

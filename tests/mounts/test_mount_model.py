@@ -25,13 +25,14 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, 
 
 from tests.support.door import ON_DIRECTORY, TEST_MODES, Door, need_mount
 from tests.support.posix import opened, pattern
+from tests.support.seeds import rounds
 from tests.support.service import BUCKET_KINDS, Service
 
 pytestmark = pytest.mark.mount
 
 NAMES = ["a", "b", "d/a", "d/b"]
 MAX_SIZE = 150_000
-EXAMPLES = int(os.environ.get("KVFS_TEST_EXAMPLES", "20"))
+EXAMPLES = int(os.environ.get("KVFS_TEST_EXAMPLES", rounds(10, 20)))
 """Runs for each kind of bucket in each mode."""
 names = st.sampled_from(NAMES)
 offsets = st.one_of(st.sampled_from([0, 1, 4095, 4096, 65_536]), st.integers(0, MAX_SIZE))

@@ -15,7 +15,7 @@ import pytest
 from tests.support.door import BUCKET, ON_DIRECTORY, TEST_MODES
 from tests.support.holder import read_whole
 from tests.support.posix import opened, pattern, start_child, wait_child, write_all
-from tests.support.seeds import SEED
+from tests.support.seeds import SEED, rounds
 from tests.support.service import Service
 from tests.support.small_store import MIB, check, small_service
 from tests.support.waits import eventually
@@ -36,7 +36,7 @@ def bucket(service: Service) -> Path:
 
 KEYS = 300
 WORKERS = 4
-OPERATIONS = 1200
+OPERATIONS = rounds(600, 1200)
 """Between two restarts, all workers together."""
 RESTARTS = 3
 LOST_CONNECTION = (errno.ENOTCONN, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EIO, errno.ENODEV)

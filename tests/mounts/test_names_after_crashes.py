@@ -19,12 +19,12 @@ import pytest
 
 from kvfs.system import linux
 from tests.support.door import ON_DIRECTORY, TEST_MODES, need_mount
-from tests.support.seeds import SEED
+from tests.support.seeds import SEED, rounds
 from tests.support.service import Service
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
 
-ROUNDS = int(os.environ.get("KVFS_TEST_ROUNDS", "4"))
+ROUNDS = int(os.environ.get("KVFS_TEST_ROUNDS", rounds(2, 4)))
 NAMES = [f"{directory}/{number}" for directory in ("a", "b") for number in range(5)]
 
 
