@@ -13,13 +13,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.support.door import ON_DIRECTORY, TEST_MODES, need_mount
 from tests.support.posix import opened, pattern, write_all
-from tests.support.seeds import SEED
+from tests.support.seeds import SEED, rounds
 from tests.support.service import Service
 from tests.support.waits import eventually
 
@@ -50,10 +52,7 @@ def service(request: pytest.FixtureRequest) -> Iterator[Service]:
 
 def make_source(path: Path, size: int, seed: int = 0) -> Path:
     """A file on an ordinary disk."""
-    generator = random.Random(seed)
-    with path.open("wb") as file:
-        for start in range(0, size, MIB):
-            file.write(generator.randbytes(min(MIB, size - start)))
+    path.write_bytes(np.random.default_rng(seed).bytes(size))
     return path
 
 
@@ -162,7 +161,7 @@ def test_random_writes_are_those_of_a_disk(service: Service, tmp_path: Path, see
     generator = random.Random(seed)
     paths = [service.mount / "big" / "file", tmp_path / "file"]
     handles = [os.open(path, os.O_RDWR | os.O_CREAT) for path in paths]
-    for _ in range(120):
+    for _ in range(rounds(60, 120)):
         kind = generator.choices(
             ["write", "read", "truncate", "append", "fsync", "again"], [8, 6, 2, 3, 1, 1]
         )[0]
@@ -314,6 +313,12 @@ def truncated_while_somebody_writes_it(bucket: Path) -> dict[Path, bytes]:
     return {path: b"\0\0\0\0x"}
 
 
+def seal_and_sync(path: Path) -> None:
+    sealed(path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 def test_what_is_opened_again_within_milliseconds_keeps_every_write(service: Service) -> None:
     expected: dict[Path, bytes] = {}
     for work in (
@@ -324,10 +329,8 @@ def test_what_is_opened_again_within_milliseconds_keeps_every_write(service: Ser
     ):
         expected |= work(service.mount / "big")
     assert {path: path.read_bytes() for path in expected} == expected
-    for path in expected:
-        sealed(path)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+    with ThreadPoolExecutor(16) as syncing:  # their syncs share what the device writes
+        list(syncing.map(seal_and_sync, expected))
     service.signal(signal.SIGKILL)
     service.restart()
     assert {path: path.read_bytes() for path in expected} == expected
@@ -415,7 +418,7 @@ def test_a_killed_service_has_what_was_synced_and_nothing_of_the_rest(
     service: Service, keep_index: bool
 ) -> None:
     bucket = service.create_bucket("safe", durable=True, large=True)
-    data = random.Random(5).randbytes(2 * DRAM)
+    data = np.random.default_rng(5).bytes(2 * DRAM)
     closed, synced, unsynced = (bucket / name for name in ("closed", "synced", "unsynced"))
     closed.write_bytes(data)
     handles = [os.open(path, os.O_WRONLY | os.O_CREAT) for path in (synced, unsynced)]
