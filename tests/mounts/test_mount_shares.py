@@ -15,7 +15,7 @@ from tests.support.door import BUCKET, TEST_MODES, need_mount
 from tests.support.posix import NOBODY, run_as
 from tests.support.service import Service
 
-SLOTS = 1024
+SLOTS = 512
 SHARE = SLOTS // limits.DRAFT_SHARE_OF_SLOTS
 
 
