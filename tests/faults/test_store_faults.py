@@ -18,6 +18,7 @@ from typing import Any, Final
 import pytest
 import trio
 
+from kvfs import limits
 from kvfs.errors import DeviceFailed, FormatMismatch, NoSpace
 from kvfs.limits import MIB
 from tests.support.crash_child import waiting_tasks
@@ -35,6 +36,8 @@ from tiers.store.store import Store
 FAULTS: Final = int(os.environ.get("KVFS_TEST_FAULTS", "30"))
 STUCK_S: Final = 90.0
 """A life that takes this long hangs."""
+RETRY_S: Final = 0.01
+"""Between two attempts at a device: with an error that lasts, each change waits for the next one to fail."""
 
 
 @pytest.fixture
@@ -141,7 +144,10 @@ async def recovers(store: Store) -> None:
     ("op", "lasting"),
     [("write", False), ("write", True), ("sync", False), ("sync", True), ("read", False)],
 )
-def test_a_failing_device_costs_no_acknowledged_object(path: Path, op: Op, lasting: bool) -> None:
+def test_a_failing_device_costs_no_acknowledged_object(
+    path: Path, monkeypatch: pytest.MonkeyPatch, op: Op, lasting: bool
+) -> None:
+    monkeypatch.setattr(limits, "DEVICE_RETRY_S", RETRY_S)
     chance = random.Random(f"{SEED}/{op}/{lasting}")
     model, said, troubles = Model(), Counter[str](), 0
     dry = Life(path, SEED, 0, model)
