@@ -74,48 +74,52 @@ def _draft(opened: OpenDraft) -> LargeDraft:
 def found_after_cuts(path: Path, change: Change) -> set[bytes]:
     """What starts find, the index lost, whenever the power goes and whatever of it is on the device."""
     chance, found, cut_at, was_cut = random.Random(SEED), set(), 0, True
+    life, left = path / "life", path / "left"
     while was_cut:
         cut_at += 1
+        device, was_cut = LossyDevice(thread_device()), False
+        try:
+            trio.run(partial(_life, life, device, change, cut_at))
+        except* PowerLost:
+            was_cut = True
+        shutil.rmtree(life / "dram")
+        shutil.rmtree(life / "index")
+        life.rename(left)
         for _ in range(OUTCOMES):
-            shutil.rmtree(path, ignore_errors=True)
-            device, was_cut = LossyDevice(thread_device()), False
-            try:
-                trio.run(partial(_life, path, device, change, cut_at))
-            except* PowerLost:
-                was_cut = True
+            shutil.copytree(left, life)
             device.power_cut(chance.randrange(1 << 30), chance.choice(["sectors", "writes"]))
-            shutil.rmtree(path / "dram")
-            shutil.rmtree(path / "index")
-            names = trio.run(look, path)
+            names = trio.run(look, life)
             assert names.keys() == {NAME}, f"cut at {cut_at}: {names.keys()}"
             found.add(names[NAME])
+            shutil.rmtree(life)
+        shutil.rmtree(left)
     assert cut_at > 4, "there was nothing to cut"
     return found
 
 
 @pytest.mark.seeded
-def test_a_file_is_cut_or_not(tmp_path: Path) -> None:
+def test_a_file_is_cut_or_not(fast_path: Path) -> None:
     async def cut(keeper: DraftKeeper, node: Node, opened: OpenDraft) -> None:
         await keeper.truncate(node, opened, CUT_BYTES)
 
-    found = found_after_cuts(tmp_path / "data", cut)
+    found = found_after_cuts(fast_path, cut)
     assert found <= {SYNCED, SYNCED[:CUT_BYTES]}, [_described(data) for data in found]
     assert SYNCED[:CUT_BYTES] in found
 
 
 @pytest.mark.seeded
-def test_what_is_appended_after_a_sync_changes_nothing_of_it(tmp_path: Path) -> None:
+def test_what_is_appended_after_a_sync_changes_nothing_of_it(fast_path: Path) -> None:
     async def append(keeper: DraftKeeper, node: Node, opened: OpenDraft) -> None:
         draft = _draft(opened)
         await draft.write(draft.size_bytes, b"more" * EXTENT)
         await draft.flush()
 
-    assert found_after_cuts(tmp_path / "data", append) == {SYNCED}
+    assert found_after_cuts(fast_path, append) == {SYNCED}
 
 
 @pytest.mark.seeded
 @pytest.mark.parametrize("at", [0, EXTENT // 2])
-def test_what_is_written_again_after_a_sync_is_old_or_new_by_the_extent(tmp_path: Path, at: int) -> None:
+def test_what_is_written_again_after_a_sync_is_old_or_new_by_the_extent(fast_path: Path, at: int) -> None:
     new = b"".join(bytes([number]) * EXTENT for number in range(101, 104))
 
     async def write(keeper: DraftKeeper, node: Node, opened: OpenDraft) -> None:
@@ -124,7 +128,7 @@ def test_what_is_written_again_after_a_sync_is_old_or_new_by_the_extent(tmp_path
         await draft.flush()
 
     whole = SYNCED[:at] + new + SYNCED[at + len(new) :]
-    for data in found_after_cuts(tmp_path / "data", write):
+    for data in found_after_cuts(fast_path, write):
         assert len(data) == len(SYNCED)
         for first in range(0, len(data), EXTENT):
             part = slice(first, first + EXTENT)

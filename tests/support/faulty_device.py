@@ -257,6 +257,7 @@ class LossyDevice(WrappedDevice):
     def power_cut(self, seed: int, mode: Literal["sectors", "writes"] = "sectors") -> Cut:
         """Leave in the files one outcome of what was not synced. REQUIRES that no operation is in flight.
 
+        May be repeated, for other outcomes, in files that are again as they were when the power went.
         "sectors": each sector of each write is there or not. "writes": each write is there or not, as a whole,
         but for those that had not returned: of them a prefix is there.
         """
@@ -283,7 +284,6 @@ class LossyDevice(WrappedDevice):
                     sectors += len(kept)
                     lost += kept.count(False)
                 os.fsync(file.fileno())
-        self._unsynced.clear()
         return Cut(seed, mode, sectors, lost)
 
 
