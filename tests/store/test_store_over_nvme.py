@@ -52,6 +52,7 @@ async def running(
     path: Path,
     *,
     dram_bytes: int = DRAM,
+    max_slots: int = limits.DEFAULT_SLOTS,
     nvme_bytes: int = 64 * MIB,
     keep: bool = False,
     cold: ColdOptions | None = None,
@@ -62,6 +63,7 @@ async def running(
         StoreOptions(
             path,
             dram_bytes=dram_bytes,
+            max_slots=max_slots,
             backing="directory",
             cold=cold,
             nvme=NvmeOptions(device, nvme_bytes, segment_bytes=MIB),
@@ -230,7 +232,7 @@ async def test_what_left_with_its_unit_does_not_come_back_under_a_name_given_awa
 
 
 async def test_a_full_index_gives_up_what_is_oldest(tmp_path: Path) -> None:
-    async with running(tmp_path, nvme_bytes=128 * MIB) as store:
+    async with running(tmp_path, max_slots=512, nvme_bytes=32 * MIB) as store:
         store.create_bucket(b"b", uid=0, gid=0)
         store.create_bucket(b"kv", uid=0, gid=0, namespace=NAMESPACE)
         most = store.table.max_entries
@@ -238,7 +240,7 @@ async def test_a_full_index_gives_up_what_is_oldest(tmp_path: Path) -> None:
         for number in range(most + 1_000):
             name = Name(b"b", b"%032x/%d" % (number // 2, number % 2))
             put(store, name, 100)
-            if number % 500 == 0:  # before DRAM runs short of slots
+            if number % 100 == 0:  # before DRAM runs short of slots
                 await until_written(store, len(store.table))
         put_block(store, b"kv", b"\1" * 16, None, 512)
         assert await read(store, name) == data_of(name, 100)
