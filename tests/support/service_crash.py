@@ -36,6 +36,7 @@ from kvfs.system import crashpoints, linux
 from tests.support.crash_harness import fast_directory
 from tests.support.damage import damage_rows
 from tests.support.gateway import ACCESS, REGION, SECRET
+from tests.support.killed_service import MODULE
 from tests.support.processes import Helper
 from tests.support.processor_waits import Waits
 from tests.support.service import Service, ServiceFailed
@@ -83,6 +84,16 @@ sys.stdin.readline()
 """
 
 
+class KilledService(Service):
+    """A service that ends at `crash_at`, a crash point and a count, if there is one."""
+
+    crash_at = ""
+
+    def command(self) -> list[str]:
+        python, option, module, *arguments = super().command()
+        return [python, option, *([MODULE, self.crash_at] if self.crash_at else [module]), *arguments]
+
+
 class Harness:
     """Lives of one service."""
 
@@ -100,7 +111,7 @@ class Harness:
         """What ended before `settled` is on the device."""
         self.kept_s = 0.0
         """How long threads of the service were kept waiting for a processor in this life."""
-        self.service = Service(mode=place.mode, dram=place.dram, nvme=place.nvme, base=self.base)
+        self.service = KilledService(mode=place.mode, dram=place.dram, nvme=place.nvme, base=self.base)
         file = self.base / "kvfs.toml"
         file.write_text(self._configuration())
         self.service.arguments = ["--config", str(file), "--slots", "4096"]
@@ -172,7 +183,7 @@ class Harness:
 
     def start(self, end: str) -> bool:
         """Whether it runs; it does not where a crash point of the start was chosen."""
-        self.service.environment = {crashpoints.VARIABLE: end} if ":" in end else {}
+        self.service.crash_at = end if ":" in end else ""
         offset = self.service.log_path.stat().st_size if self.service.log_path.exists() else 0
         try:
             self.service.start()
@@ -221,7 +232,7 @@ class Harness:
         except (OSError, KvfsError) as error:
             with suppress(subprocess.TimeoutExpired):
                 self.service.running.wait(2)
-            if self.service.environment and self.service.running.poll() == -signal.SIGKILL:
+            if self.service.crash_at and self.service.running.poll() == -signal.SIGKILL:
                 return
             raise AssertionError(
                 f"{self.where}: {type(error).__name__}: {error}\n{self.service.log()[-3000:]}"
@@ -338,10 +349,10 @@ class Harness:
         if self.chance.random() < 0.3:
             self._kill_a_writer(trigger)
         deadline, most, waits = time.monotonic() + STUCK_S, 0, Waits(self.service.pid)
-        while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
+        while (alive := [thread for thread in threads if thread.is_alive()]) and time.monotonic() < deadline:
             most = max(most, self._anonymous_bytes())
             self.kept_s = max(self.kept_s, waits.kept_s())
-            threads[0].join(0.05)
+            alive[0].join(0.05)
             if self._end_if_killed():
                 trigger.ending.set()
         if not trigger.ending.is_set():
