@@ -14,9 +14,11 @@ import pytest
 from kvfs.system import crashpoints
 from tests.support.crash_harness import CHANGES, Forge, Harness, Tally
 from tests.support.crash_load import CLIENTS
-from tests.support.seeds import SEED
+from tests.support.seeds import SEED, rounds
 
-KILLS: Final = int(os.environ.get("KVFS_TEST_KILLS", "160"))
+KILLS: Final = int(os.environ.get("KVFS_TEST_KILLS", rounds(64, 160)))
+"""The gate's are the lives of six stores, three of them with a cold tier: among them each fate of DRAM with each of the
+index, and every crash point."""
 LIVES_OF_A_STORE: Final = 12
 LINES: Final = CLIENTS * CHANGES * 3 // 2
 

@@ -12,9 +12,9 @@ from typing import Final
 import pytest
 
 from tests.support.crash_power import Machine
-from tests.support.seeds import SEED
+from tests.support.seeds import SEED, rounds
 
-CUTS: Final = int(os.environ.get("KVFS_TEST_CUTS", "150"))
+CUTS: Final = int(os.environ.get("KVFS_TEST_CUTS", rounds(60, 150)))
 CUTS_OF_A_MACHINE: Final = 10
 
 

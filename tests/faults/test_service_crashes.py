@@ -12,12 +12,12 @@ from typing import Final
 import pytest
 
 from tests.support.door import ON_DIRECTORY, need_mount
-from tests.support.seeds import SEED
+from tests.support.seeds import SEED, rounds
 from tests.support.service_crash import PLACES, Harness, Tally
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
 
-KILLS: Final = int(os.environ.get("KVFS_TEST_KILLS", "160"))
+KILLS: Final = int(os.environ.get("KVFS_TEST_KILLS", rounds(108, 160)))
 LIVES: Final = max(4, KILLS // 27)
 LIVES_OF_A_SERVICE: Final = 6
 

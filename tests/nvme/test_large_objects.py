@@ -21,6 +21,7 @@ from kvfs.cli.offline.fsck_command import _check as fsck
 from kvfs.errors import DeviceMissing, NoSpace, NotFound, ObjectTooLarge, WriterActive
 from kvfs.limits import MIB
 from tests.store.test_store_over_nvme import put, running
+from tests.support.seeds import rounds
 from tests.support.waits import WAIT_S
 from tiers.device.threads import thread_device
 from tiers.model.objects import Attributes, Name, ObjectInfo
@@ -389,7 +390,7 @@ class Model:
 
 
 @settings(
-    max_examples=60,
+    max_examples=rounds(30, 60),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )

@@ -31,6 +31,7 @@ from kvfs.errors import Exists, KvfsError, NoSpace, NotEmpty, NotFound, NotPermi
 from kvfs.keys import block_name
 from tests.support.door import need_mount
 from tests.support.posix import pattern
+from tests.support.seeds import rounds
 from tests.support.stores import BOUND, BUCKET, CAPACITY_BYTES, SLOTS, draft_of, read, small_store
 from tiers.model.objects import Attributes, Change, ChangeKind, Directory, Draft, Name, ObjectInfo
 from tiers.model.tier import Kind
@@ -592,7 +593,7 @@ def test_the_store_follows_the_model(tmp_path: Path, backing: str) -> None:
     run_state_machine_as_test(
         lambda: Store(tmp_path, backing),  # type: ignore[arg-type]
         settings=settings(
-            max_examples=150 if backing == "directory" else 30,
+            max_examples=rounds(75, 150) if backing == "directory" else rounds(20, 30),
             stateful_step_count=40,
             deadline=None,
             print_blob=True,
