@@ -38,6 +38,8 @@ from tiers.store.store import Store
 MIB = 1 << 20
 BLOCK_BYTES, BLOCKS = 256 << 10, 24
 FILES = [f"files/f{number}" for number in range(8)]
+LARGE, LARGE_BYTES = "files/large", 8 * MIB
+"""Few of which take up the memory beside DRAM."""
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -69,7 +71,8 @@ def door() -> Iterator[Gateway]:
         blocks = leases.enter_context(client.blocks(NAMESPACE))
         for name in FILES:
             client.put(name, data_of(name))
-        names = [*FILES, *(f"{blocks.bucket}/{block_name(key).decode()}" for key in KEYS)]
+        client.put(LARGE, bytes(LARGE_BYTES))
+        names = [*FILES, LARGE, *(f"{blocks.bucket}/{block_name(key).decode()}" for key in KEYS)]
         eventually(lambda: sink(client, names), "everything is on NVMe only")
         leases.enter_context(full(client, blocks))
         yield found
@@ -135,10 +138,10 @@ def test_names_are_read_by_s3(door: Gateway) -> None:
 def test_memory_beside_dram_is_limited_and_waited_for(door: Gateway) -> None:
     """One uid may hold half of it: what is more waits until its time is over, and is read once others have ended."""
     with door.service.client() as client, client.blocks(NAMESPACE) as blocks:
-        most = limits.READ_AROUND_BYTES // 2 // BLOCK_BYTES
+        most = limits.READ_AROUND_BYTES // 2 // LARGE_BYTES
         with ExitStack() as held:
-            for number in range(most):
-                held.callback(os.close, client.open(FILES[number % len(FILES)]))
+            for _ in range(most):
+                held.callback(os.close, client.open(LARGE))
             with pytest.raises(errors.Busy):
                 client.open(FILES[0])
             assert blocks.get_into(KEYS[:1], [bytearray(BLOCK_BYTES)], timeout_s=0.5) == [-1]
