@@ -1,4 +1,4 @@
-"""A tier that is full and stays full: overwritten five times by writers, while readers hold leases on what goes.
+"""A tier that is full and stays full: overwritten several times by writers, while readers hold leases on what goes.
 
 KVFS_TEST_SEED repeats a run. Popularity is zipf's, so what is read often should stay, and reclaim should write little
 of it again.
@@ -24,7 +24,7 @@ from kvfs.errors import NoSpace, NotFound, Superseded
 from kvfs.limits import MIB
 from tests.support.crash_load import audit
 from tests.support.posix import pattern
-from tests.support.seeds import SEED
+from tests.support.seeds import SEED, rounds
 from tiers.device.threads import thread_device
 from tiers.model.objects import Attributes, Name, ObjectInfo
 from tiers.nvme.tier import NvmeTier
@@ -36,7 +36,7 @@ DRAM: Final = 16 * MIB
 NVME: Final = 48 * MIB
 FULL: Final = 0.9
 """Of the tier, what all keys together would take."""
-OVERWRITES: Final = 5
+OVERWRITES: Final = rounds(3, 5)
 CLIENTS: Final = 4
 LEASES: Final = 12
 """That each client holds at most: together a good part of DRAM."""

@@ -17,7 +17,7 @@ from kvfs.formats import SEGMENT_DATA_START
 from kvfs.index.rows import BucketRow, NameRow
 from kvfs.limits import MIB
 from tests.support.faulty_device import FailingDevice
-from tests.support.seeds import SEED
+from tests.support.seeds import SEED, rounds
 from tests.support.waits import WAIT_S
 from tiers.device.threads import thread_device
 from tiers.log.entries import Barrier
@@ -34,6 +34,8 @@ STORE = bytes(range(16))
 CAPACITY = 16 * MIB
 SEGMENT = 1 * MIB
 CACHE, DURABLE = 1, 2
+CHANGES = rounds(150, 250)
+"""Of a life: about as many bytes as the tier has."""
 
 
 class Bytes:
@@ -263,7 +265,7 @@ async def test_a_random_life_with_reclaim_and_restarts(tmp_path: Path, seed: int
             bench.tier, bench.found = tier, found
             tier.observer = EvictedAlone()
             bench.names = {name: i for name, i in bench.names.items() if i in tier.objects}
-            for _ in range(250):
+            for _ in range(CHANGES):
                 names = list(bench.names)
                 action = rng.random()
                 if action < 0.7 or not names:
