@@ -42,5 +42,5 @@ ENGINES_WORKERS ?= 2
 
 # kvfs and pytest are in the Makefile's own environment.
 test-engines: $(ENGINES_STAMP) $(STAMPS)/dev $(STAMPS)/native
-	KVFS_ENGINES_PYTHON=$(abspath $(ENGINES_VENV))/bin/python $(BIN)/pytest -m engine -n $(ENGINES_WORKERS) --dist loadfile \
-	    tests/engines $(ARGS)
+	KVFS_ENGINES_PYTHON=$(abspath $(ENGINES_VENV))/bin/python $(BIN)/pytest -m engine -n $(ENGINES_WORKERS) \
+	    --dist loadfile --no-loadscope-reorder tests/engines $(ARGS)
