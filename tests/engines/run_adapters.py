@@ -19,7 +19,7 @@ import shutil
 import sys
 from typing import Any
 
-from tests.engines.run_engine import ENVIRONMENT
+from tests.engines.run_engine import CACHE_BLOCKS, ENVIRONMENT
 
 
 def make_engine(request: dict[str, Any]) -> Any:
@@ -34,6 +34,7 @@ def make_engine(request: dict[str, Any]) -> Any:
         dtype="float32",
         block_size=32,
         max_model_len=1024,
+        num_gpu_blocks_override=CACHE_BLOCKS,
         enable_lora=True,
         max_lora_rank=8,
         kv_transfer_config=None if connector is None else KVTransferConfig(**connector),
