@@ -8,9 +8,10 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PACKAGES: Final = ("kvfs", "tiers", "gateway", "mounts", "scheduler")
@@ -25,8 +26,45 @@ PARALLEL: Final = {"__init__", "tier", "large"}
 """File names of rooms that have the same parts."""
 
 
+class Import(NamedTuple):
+    """A statement that imports modules or names in them."""
+
+    line: int
+    names: list[str]
+    is_on_top: bool
+
+
+class Facts(NamedTuple):
+    """What the tests ask of a module; its tree, which is large, is not kept."""
+
+    functions: dict[str, int]
+    """Place -> lines."""
+    imports: list[Import]
+    begins_transactions: bool
+
+
+@cache
 def modules() -> list[Path]:
     return [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+
+
+@cache
+def facts(path: Path) -> Facts:
+    """Parse a module, once for all tests."""
+    tree = ast.parse(path.read_text())
+    top = set(map(id, tree.body))
+    functions: dict[str, int] = {}
+    imports: list[Import] = []
+    transactions = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            where = f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+            functions[where] = (node.end_lineno or 0) - node.lineno + 1
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            imports.append(Import(node.lineno, imported_by(node), id(node) in top))
+        elif isinstance(node, ast.Call):
+            transactions += begins_transaction(node)
+    return Facts(functions, imports, transactions > 0)
 
 
 def test_rooms_and_modules_are_small() -> None:
@@ -44,12 +82,7 @@ def test_rooms_and_modules_are_small() -> None:
 
 
 def test_functions_are_short() -> None:
-    lines = {
-        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}": (node.end_lineno or 0) - node.lineno + 1
-        for path in modules()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
+    lines = {where: count for path in modules() for where, count in facts(path).functions.items()}
     assert {where: count for where, count in lines.items() if count > MOST_FUNCTION_LINES} == {}
     assert sorted(lines.values())[len(lines) * 9 // 10] <= 18
 
@@ -71,24 +104,17 @@ def test_no_import_hides_in_a_function_or_behind_type_checking() -> None:
     for path in modules():
         if "connectors" in path.parts or str(path.relative_to(ROOT)) in LOADS_BY_NAME:
             continue  # connectors import what their engine has
-        tree = ast.parse(path.read_text())
-        top = set(map(id, tree.body))
         hidden += [
-            f"{path.relative_to(ROOT)}:{node.lineno}"
-            for node in ast.walk(tree)
-            if isinstance(node, ast.stmt) and id(node) not in top and any(map(is_own, imported_by(node)))
+            f"{path.relative_to(ROOT)}:{each.line}"
+            for each in facts(path).imports
+            if not each.is_on_top and any(map(is_own, each.names))
         ]
     assert hidden == []
 
 
 def test_transactions_of_lmdb_begin_where_their_slots_are_freed() -> None:
     """An environment is called `env`; `write=` and `buffers=` are arguments of its `begin`, and of no other here."""
-    found = {
-        str(path.relative_to(ROOT))
-        for path in modules()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and begins_transaction(node)
-    }
+    found = {str(path.relative_to(ROOT)) for path in modules() if facts(path).begins_transactions}
     assert found == BEGINS_TRANSACTIONS
 
 
@@ -111,21 +137,18 @@ def test_no_rooms_are_in_a_circle() -> None:
 
 def rooms_imported(path: Path) -> Iterator[str]:
     """Yield the room of each module that a module imports from."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        for name in filter(is_own, imported_by(node)):
-            each = ROOT / name.replace(".", "/")
-            found = next((at for at in (each, each.parent) if at.with_suffix(".py").exists()), None)
-            if found is not None:
-                yield room_of(found)
+    for name in (name for each in facts(path).imports for name in filter(is_own, each.names)):
+        module = ROOT / name.replace(".", "/")
+        found = next((at for at in (module, module.parent) if at.with_suffix(".py").exists()), None)
+        if found is not None:
+            yield room_of(found)
 
 
-def imported_by(node: ast.AST) -> list[str]:
+def imported_by(node: ast.Import | ast.ImportFrom) -> list[str]:
     """Return the dotted names of what a statement imports, modules or names in them."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom):
-        return [f"{node.module or ''}.{alias.name}" for alias in node.names]
-    return []
+    return [f"{node.module or ''}.{alias.name}" for alias in node.names]
 
 
 def room_of(module: Path) -> str:
