@@ -19,10 +19,10 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from kvfs.system import crashpoints
 from tests.support.gateway import Gateway, fails, gateway, until
-from tests.support.seeds import SEED
+from tests.support.seeds import SEED, rounds
 from tests.support.waits import WAIT_S
 
-KILLS: Final = int(os.environ.get("KVFS_TEST_KILLS", "5"))
+KILLS: Final = int(os.environ.get("KVFS_TEST_KILLS", rounds(3, 5)))
 MIB, PART_BYTES, BUCKET = 1 << 20, 5 << 20, "kept"
 WINDOW_S: Final = 0.02
 """A completion of 10 MiB takes about so long."""

@@ -16,12 +16,12 @@ import pytest
 
 from tests.support.door import ON_DIRECTORY, need_mount
 from tests.support.gateway import Gateway, gateway, until
-from tests.support.seeds import SEED
+from tests.support.seeds import SEED, rounds
 from tests.support.waits import WAIT_S
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
 
-KILLS: Final = int(os.environ.get("KVFS_TEST_KILLS", "4"))
+KILLS: Final = int(os.environ.get("KVFS_TEST_KILLS", rounds(2, 4)))
 ORPHAN_WAIT_S: Final = 20.0
 
 
@@ -46,6 +46,7 @@ def kill_in_a_start(door: Gateway, chance: random.Random, start_s: float) -> set
     end = time.monotonic() + chance.random() * 1.2 * start_s
     while time.monotonic() < end:  # no wait for anything: this instant is what is tried
         seen.update(door.worker_pids())
+        time.sleep(0.002)
     os.kill(door.service.pid, signal.SIGKILL)
     door.service.running.wait(WAIT_S)
     return seen
