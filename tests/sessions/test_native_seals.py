@@ -468,13 +468,33 @@ def test_a_killed_client_leaves_nothing(server: Server) -> None:
     server.wait_until(lambda found: found["tiers"][0]["slots"] == found["blocks"] == 0)
 
 
+class QuietPuts(threading.Event):
+    """What wakes the thread for drafts, whose wait for further puts passes when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = threading.Event()
+        self.waited_s: list[float | None] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not self.is_set():
+            self.waited_s.append(timeout)
+            assert self.passes.wait(WAIT_S)
+        return self.is_set()
+
+
 def test_spare_drafts_go_back_when_nothing_is_put(server: Server) -> None:
     with server.connect() as client, client.blocks(NAMESPACE) as blocks:
+        quiet = blocks._refiller._asked = QuietPuts()
         blocks.put(keys_of(1), [b"x"])
         server.wait_until(lambda found: found["session_drafts"] >= limits.CLIENT_SPARE_DRAFTS // 2)
+        quiet.passes.set()
         server.wait_until(lambda found: found["session_drafts"] == 0)
+        assert set(quiet.waited_s) == {limits.CLIENT_SPARE_IDLE_S}
+        quiet.passes.clear()
         assert blocks.put(keys_of(40), [b"x"] * 40) == [True] * 40
         server.wait_until(lambda found: found["session_drafts"] > 0)
+        quiet.passes.set()
 
 
 def test_a_child_that_lives_on_keeps_no_draft_from_being_sealed(blocks: kvfs.Blocks) -> None:
