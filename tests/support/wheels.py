@@ -37,16 +37,19 @@ def build_wheel(python: str = sys.executable) -> Path:
 def install_wheel(
     wheel: Path, python: str, home: Path, *, extra: str = "", options: Sequence[str] = ()
 ) -> Path:
-    """Install a wheel and what it requires into a new environment at `home`; return its folder of programs."""
-    subprocess.run([python, "-m", "venv", home], check=True)
+    """Install a wheel and what it requires into a new environment at `home`; return its folder of programs.
+
+    The tests' pip does it, and compiles nothing: what is never imported is most of it.
+    """
+    subprocess.run([python, "-m", "venv", "--without-pip", home], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(home / "bin" / "python")]
     done = subprocess.run(
         [
-            home / "bin" / "python",
-            "-m",
-            "pip",
+            *pip,
             "install",
             "-q",
             "--disable-pip-version-check",
+            "--no-compile",
             *options,
             f"{wheel}{extra}",
         ],
