@@ -72,9 +72,9 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def test_half_a_gibibyte_both_ways_through_64_mib(fresh: Gateway, tmp_path: Path) -> None:
+def test_a_quarter_of_a_gibibyte_both_ways_through_64_mib(fresh: Gateway, tmp_path: Path) -> None:
     """Parallel parts that are together twice what one user may have in drafts, and ranges in parallel."""
-    s3, file, size_bytes = fresh.client(), tmp_path / "file", 512 * MIB
+    s3, file, size_bytes = fresh.client(), tmp_path / "file", 256 * MIB
     digest = write_file(file, size_bytes)
     [worker] = fresh.worker_pids()
     before = {pid: memory_bytes(pid, "VmHWM") for pid in (worker, fresh.service.pid)}
