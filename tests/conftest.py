@@ -1,5 +1,6 @@
 """Fixtures that test modules of several layers share."""
 
+import gc
 import shutil
 import tempfile
 from collections.abc import Generator, Iterator
@@ -65,6 +66,17 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("kvfs")
     if not hasattr(config, "workerinput"):  # a worker of the process that controls the run
         config.pluginmanager.register(Run())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Let the collector of garbage pass over what is made here: it all stays, and is most that it would look at."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
