@@ -141,12 +141,10 @@ stubs: $(STAMPS)/dev $(STAMPS)/native
 # comes.
 TEST_WORKERS ?= 2
 
-# Processes of tests import what others have imported: with bytecode that is not kept they compile it each time.
-pytest test-wheel test-engines soak: export PYTHONDONTWRITEBYTECODE :=
+# Processes of tests import what others have imported: with bytecode that is not kept they compile it each time, vLLM's modules
+# in 11 s of processor time.
+pytest test-wheel test-asan test-tsan test-engines soak: export PYTHONDONTWRITEBYTECODE :=
 
-# What the load test of the S3 endpoint finds, it finds in its first seconds; longer where nobody waits for it.
-KVFS_TEST_LOAD_S ?= $(if $(CI),20,8)
-pytest: export KVFS_TEST_LOAD_S := $(KVFS_TEST_LOAD_S)
 pytest: $(STAMPS)/dev $(STAMPS)/native | $(STAMPS)/system-test
 	$(BIN)/pytest -m "not engine" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
