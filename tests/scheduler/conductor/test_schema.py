@@ -22,9 +22,7 @@ from tests.support.seeds import GATE_SEED, SEED
 from tests.support.service import ROOT
 
 SCHEMA_S: Final = int(os.environ.get("KVFS_TEST_SCHEMA_S", 0 if SEED == GATE_SEED else 15))
-BOUND: Final = (
-    ("--max-time", str(SCHEMA_S), "--max-examples", "200") if SCHEMA_S else ("--max-examples", "4")
-)
+BOUND: Final = ("--max-time", str(SCHEMA_S), "--max-examples", "200") if SCHEMA_S else ("--max-examples", "4")
 TOKEN: Final = "0123456789abcdef"
 SETTINGS: Final = """
 warnings = false
