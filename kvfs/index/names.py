@@ -154,11 +154,13 @@ class NameIndex:
         below = target + b"/"
 
         def change(txn: Txn) -> tuple[bytes, bytes | None]:
+            scan = NameScan(self._tree, txn)
+            # The key that moves may be one below, and the only one.
+            is_directory = source != target and scan.seek(below) and scan.name.startswith(below)
             data = self._tree.remove(txn, source)
             if data is None:
                 raise NotFound(f"no key {src_key!r} in bucket {src_bucket!r}")
-            scan = NameScan(self._tree, txn)
-            if source != target and scan.seek(below) and scan.name.startswith(below):
+            if is_directory:
                 raise IsDirectory(f"key {dst_key!r} in bucket {dst_bucket!r} is a directory")
             row = clear_flags(load_row(source, data), without)
             replaced = self._tree.put(txn, target, store_row(target, row))

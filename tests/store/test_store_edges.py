@@ -197,6 +197,15 @@ def test_no_object_is_renamed_over_the_directory_of_blocks(store: Store) -> None
         store.rename(Name(BOUND, b"a"), Name(BOUND, b"kv"))
 
 
+@pytest.mark.parametrize("source", [b"a", b"d/a"], ids=["another", "the only one in it"])
+def test_no_object_is_renamed_over_a_directory(store: Store, source: bytes) -> None:
+    put(store, b"a", b"another")
+    put(store, b"d/a", b"the only one in it")
+    with pytest.raises(IsDirectory):
+        store.rename(Name(BUCKET, source), Name(BUCKET, b"d"))
+    assert isinstance(store.lookup(Name(BUCKET, source)), ObjectInfo)
+
+
 # --- room ---------------------------------------------------------------------------------------------------
 
 
