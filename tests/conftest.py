@@ -10,6 +10,8 @@ from typing import Final
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 
 from tests.support.crash_harness import fast_directory
 from tests.support.door import door, mode_service
@@ -52,15 +54,28 @@ LONGEST: Final = (
 files out by the number of their tests, and one of a single long test last."""
 
 
+def draw_from_the_text_alone() -> None:
+    """Have Hypothesis draw no constants of the modules that are imported, which another test may have imported.
+
+    Else a change of any constant, and which files a worker had before, decide what a test draws.
+    """
+    nothing = Constants()
+    vars(providers)["_get_local_constants"] = lambda: nothing
+    assert providers.HypothesisProvider(None)._local_constants is nothing
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Have the run say what it leaves, and Hypothesis draw from the text of each test unless it is given a seed.
 
     Neither its deadline nor how long it draws for is judged: both say how busy the machine is.
     """
+    derandomize = config.getoption("hypothesis_seed") is None
+    if derandomize:
+        draw_from_the_text_alone()
     settings.register_profile(
         "kvfs",
         deadline=None,
-        derandomize=config.getoption("hypothesis_seed") is None,
+        derandomize=derandomize,
         suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("kvfs")
