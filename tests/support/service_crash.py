@@ -36,7 +36,7 @@ from kvfs.system import crashpoints, linux
 from tests.support.crash_harness import fast_directory
 from tests.support.damage import damage_rows
 from tests.support.gateway import ACCESS, REGION, SECRET
-from tests.support.killed_service import MODULE
+from tests.support.killed_kvfs import MODULE
 from tests.support.processes import Helper
 from tests.support.processor_waits import Waits
 from tests.support.service import Service, ServiceFailed
