@@ -49,8 +49,19 @@ LONGEST: Final = (
     "store/test_store_model.py",
     "recovery/test_mass_removals.py",
     "faults/test_full_tier.py",
+    # In a run of their own.
+    "engines/test_vllm_connector.py",
+    "engines/test_conducted_engines.py",
+    "engines/test_vllm_adapters.py",
+    "engines/test_lmcache_s3.py",
+    "engines/test_vllm_states.py",
+    "engines/test_vllm_hybrid.py",
+    "engines/test_vllm_handover.py",
+    "engines/test_wheel_in_an_engine.py",
+    "engines/test_vllm.py",
+    "engines/test_proxy.py",
 )
-"""Files that take 25 s and more, begun first: a worker that begins one at the end is alone with it. xdist would deal
+"""Files that take longest, begun first: a worker that begins one at the end is alone with it. xdist would deal
 files out by the number of their tests, and one of a single long test last."""
 
 

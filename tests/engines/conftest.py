@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
 
 import pytest
 
@@ -19,27 +18,6 @@ from tests.engines.engine import PROMPTS, STORED, VARIANTS, Engines, Run
 from tests.engines.tiny_llama import write_model
 from tests.support.door import BUCKET, ON_DIRECTORY, TEST_PATH, need_mount
 from tests.support.service import ROOT, Service
-
-HERE: Final = Path(__file__).resolve().parent
-LONGEST: Final = (
-    "test_vllm_connector.py",
-    "test_conducted_engines.py",
-    "test_vllm_adapters.py",
-    "test_lmcache_s3.py",
-    "test_vllm_states.py",
-    "test_vllm_hybrid.py",
-    "test_vllm_handover.py",
-    "test_wheel_in_an_engine.py",
-    "test_vllm.py",
-    "test_proxy.py",
-)
-"""Begun first, as those of `tests/conftest.py`, which comes after this."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest of these files first; the others, and the tests of a file, stay in order."""
-    places = {HERE / name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture(scope="session")
