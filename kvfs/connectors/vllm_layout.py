@@ -24,7 +24,7 @@ import torch
 
 from kvfs._native.blocks.pieces import Scatter
 from kvfs.connectors.common import architecture_of, config_digest, model_revision
-from kvfs.connectors.device.loads import DevicePlaces
+from kvfs.connectors.device.buffers import DevicePlaces
 from kvfs.errors import InvalidRequest
 from kvfs.namespaces import Namespace
 

@@ -33,7 +33,7 @@ class Cache:
         )
 
     def places(self) -> Any:
-        from kvfs.connectors.device.loads import DevicePlaces
+        from kvfs.connectors.device.buffers import DevicePlaces
 
         return DevicePlaces(self.starts, BLOCK // 2, [self.region])
 
@@ -58,9 +58,9 @@ def loads(
     standin: Standin, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Future[list[int]]]]:
     """Load six blocks through two buffers of two."""
-    from kvfs.connectors.device import loads
+    from kvfs.connectors.device import buffers, loads
 
-    monkeypatch.setattr(loads, "CONNECTOR_STAGING_BYTES", 2 * BLOCK)
+    monkeypatch.setattr(buffers, "CONNECTOR_STAGING_BYTES", 2 * BLOCK)
     monkeypatch.setattr(loads, "CONNECTOR_STAGING_BUFFERS", 2)
     PARTS.clear()
     compute = context.stream()

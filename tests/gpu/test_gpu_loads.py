@@ -55,7 +55,7 @@ def runs_of(block: int) -> list[int]:
 
 
 def places_of(cache: DeviceMemory, block_ids: list[int]) -> Any:
-    from kvfs.connectors.device.loads import DevicePlaces
+    from kvfs.connectors.device.buffers import DevicePlaces
 
     addresses = torch.tensor([[cache.address + start for start in runs_of(block)] for block in block_ids])
     return DevicePlaces(addresses, RUN_BYTES, [(cache.address, CACHE_BYTES)])
@@ -82,9 +82,9 @@ def test_many_loads_share_few_buffers(
     ends: ExitStack,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from kvfs.connectors.device import loads
+    from kvfs.connectors.device import buffers, loads
 
-    monkeypatch.setattr(loads, "CONNECTOR_STAGING_BYTES", 3 * BLOCK_BYTES)
+    monkeypatch.setattr(buffers, "CONNECTOR_STAGING_BYTES", 3 * BLOCK_BYTES)
     monkeypatch.setattr(loads, "CONNECTOR_STAGING_BUFFERS", 2)
     draw, cache, compute = random.Random(f"{SEED}.loads"), on_device(rounded(CACHE_BYTES)), context.stream()
     blocks, device_loads = Blocks(draw), loads.DeviceLoads(context, BLOCK_BYTES, lambda: compute.handle)

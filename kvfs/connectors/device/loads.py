@@ -14,16 +14,13 @@ Concurrency: submitted by any thread; loads run on a few threads, whose copies s
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import mmap
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -34,8 +31,9 @@ from kvfs._native.cuda.driver import Context, Event, open_driver
 from kvfs._native.cuda.images import kernel_image
 from kvfs.client.transport import Deadline
 from kvfs.client.workers import Workers
+from kvfs.connectors.device.buffers import Buffer, DevicePlaces, buffer_bytes, listed
 from kvfs.errors import DeviceMissing, KvfsError
-from kvfs.limits import CONNECTOR_STAGING_BUFFERS, CONNECTOR_STAGING_BYTES, CONNECTOR_TIMEOUT_S
+from kvfs.limits import CONNECTOR_STAGING_BUFFERS, CONNECTOR_TIMEOUT_S
 from kvfs.protocol.messages import DIGEST_BYTES
 
 Read = Callable[[bytes, Scatter, float], list[int]]
@@ -44,33 +42,14 @@ _MISS = -1
 log = logging.getLogger("kvfs.connectors")
 
 
-@dataclass(frozen=True, slots=True)
-class DevicePlaces:
-    """Where blocks are to be on a device."""
+class _Staging:
+    """A buffer, and the end of the copies from it."""
 
-    addresses: torch.Tensor
-    """int64 [blocks, pieces of a block], in the order of a block's bytes."""
-    piece_bytes: int
-    regions: list[tuple[int, int]]
-    """Memory (address, bytes) that the cache is in."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Return the bytes of one block: of all its pieces."""
-        return self.addresses.shape[1] * self.piece_bytes
-
-
-class _Buffer:
     def __init__(self, context: Context, size_bytes: int) -> None:
-        self.pages = mmap.mmap(-1, size_bytes)
-        self._registration = context.register(
-            ctypes.addressof(ctypes.c_char.from_buffer(self.pages)), size_bytes
-        )
-        self.region = (self._registration.address, size_bytes)
-        self.copied = context.event()
+        self.buffer, self.copied = Buffer(context, size_bytes), context.event()
 
     def close(self) -> None:
-        self._registration.unregister()
+        self.buffer.close()
         self.copied.destroy()
 
 
@@ -84,11 +63,11 @@ class DeviceLoads:
         self._copier, self._stream = Copier(context, kernel_image("copy")), context.stream()
         self._starting = threading.Lock()
         self._workers = Workers()
-        self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
-        self._buffer_bytes = -(-max(CONNECTOR_STAGING_BYTES, block_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._free: queue.SimpleQueue[_Staging] = queue.SimpleQueue()
+        self._buffer_bytes = buffer_bytes(block_bytes)
         self._buffers = CONNECTOR_STAGING_BUFFERS
         for _ in range(self._buffers):
-            self._free.put(_Buffer(context, self._buffer_bytes))
+            self._free.put(_Staging(context, self._buffer_bytes))
 
     def close(self) -> None:
         """Begin no load any more, and give the memory back once those under way have ended, or wait no longer."""
@@ -111,27 +90,27 @@ class DeviceLoads:
         self, read: Read, keys: bytes, places: DevicePlaces, before: Event, deadline: Deadline
     ) -> list[int]:
         sizes: list[int] = []
-        used: deque[_Buffer] = deque()
+        used: deque[_Staging] = deque()
         count, at_once = len(places.addresses), self._buffer_bytes // places.block_bytes
         try:
             for first in range(0, count, at_once):
-                buffer = self._take(used, deadline)
-                if buffer is None:
+                staging = self._take(used, deadline)
+                if staging is None:
                     break
-                used.append(buffer)
+                used.append(staging)
                 part = DevicePlaces(
                     places.addresses[first : first + at_once], places.piece_bytes, places.regions
                 )
                 some = keys[first * DIGEST_BYTES : (first + at_once) * DIGEST_BYTES]
-                sizes += self._read_part(read, some, part, buffer, before, deadline)
+                sizes += self._read_part(read, some, part, staging, before, deadline)
         finally:
-            for buffer in used:
+            for staging in used:
                 with suppress(KvfsError):  # a lost context copies nothing more
-                    buffer.copied.synchronize()
-                self._free.put(buffer)
+                    staging.copied.synchronize()
+                self._free.put(staging)
         return sizes + [_MISS] * (count - len(sizes))
 
-    def _take(self, used: deque[_Buffer], deadline: Deadline) -> _Buffer | None:
+    def _take(self, used: deque[_Staging], deadline: Deadline) -> _Staging | None:
         """Take a buffer, of those this load has used if others have the rest; None: there is none in time."""
         with suppress(queue.Empty):
             return self._free.get_nowait()
@@ -147,21 +126,19 @@ class DeviceLoads:
         read: Read,
         keys: bytes,
         places: DevicePlaces,
-        buffer: _Buffer,
+        staging: _Staging,
         before: Event,
         deadline: Deadline,
     ) -> list[int]:
         """Read blocks into a buffer and start their copies."""
         starts = [row * places.block_bytes for row in range(len(places.addresses))]
-        sizes = read(keys, Scatter(buffer.pages, starts, places.block_bytes), deadline.left_s)
+        sizes = read(keys, Scatter(staging.buffer.pages, starts, places.block_bytes), deadline.left_s)
         good = torch.tensor([size == places.block_bytes for size in sizes])
-        pieces = torch.arange(places.addresses.shape[1]) * places.piece_bytes
-        sources = buffer.region[0] + torch.tensor(starts)[good][:, None] + pieces
-        targets = places.addresses[good]
-        listed = torch.stack((targets, sources, torch.full_like(targets, places.piece_bytes)), dim=-1)
-        plan = Plan(listed.numpy().data, places.regions, [buffer.region])
+        sources = places.pieces_at(staging.buffer.region[0] + torch.tensor(starts)[good])
+        pieces = listed(places.addresses[good], sources, places.piece_bytes)
+        plan = Plan(pieces, places.regions, [staging.buffer.region])
         with self._starting:
-            self._copier.start(plan, self._stream, buffer.copied, before)
+            self._copier.start(plan, self._stream, staging.copied, before)
         return sizes
 
 
