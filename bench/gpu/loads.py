@@ -23,7 +23,7 @@ import torch
 import kvfs
 from kvfs import Namespace, prefix_hashes
 from kvfs.client.blocks import Blocks
-from kvfs.connectors.device.loads import loads_onto
+from kvfs.connectors.device.copies import copies_of
 from kvfs.connectors.vllm_layout import KVLayout
 from kvfs.errors import DeviceMissing
 from kvfs.limits import MIB
@@ -58,10 +58,10 @@ class Loads:
         self._staging = torch.empty_like(self.content)
         self._pinned = self.content.pin_memory()
         self._target = torch.empty_like(self.content, device="cuda")
-        made = loads_onto(self._layout.device, BLOCK_BYTES)
+        made = copies_of(self._layout.device, BLOCK_BYTES)
         if made is None:
             raise DeviceMissing("the CUDA driver has no device to load onto")
-        self._loads = made
+        self._loads = made.loads
 
     def ways(self) -> dict[str, Way]:
         return {

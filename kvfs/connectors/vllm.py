@@ -44,7 +44,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 
 from kvfs.connectors.adapters import LoadedAdapters
 from kvfs.connectors.common import VLLM_LOG, Link, address_of
-from kvfs.connectors.device.loads import loads_onto
+from kvfs.connectors.device.copies import copies_of
 from kvfs.connectors.vllm_group_planner import GroupPlanner
 from kvfs.connectors.vllm_layout import Shard, check_parallel, shard_of
 from kvfs.connectors.vllm_rules.cache_groups import check_settings, extra_of, groups_of, is_plain
@@ -223,7 +223,7 @@ class KVFSConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             is_async=self._chosen["load"] == "async",
             watch=self._watch,
             adapters=LoadedAdapters(adapters_of(worker), peers, get_adapter_absolute_path),
-            device_loads=loads_onto(
+            device=copies_of(
                 next(iter(self._shards.values())).layout.device,
                 max(shard.layout.block_bytes for shard in self._shards.values()),
             ),

@@ -2,15 +2,17 @@
 
 Responsibility: copy the blocks of a step out of the engine's cache, part by part, and have the store take them behind
 the engine's back. A part goes straight into the store's drafts; where the cache is on a device, or the store does not
-grant drafts in time, it is copied into memory and put when its turn comes.
+grant drafts in time, it is copied into memory and put when its turn comes. From a CUDA device the driver copies it, and
+the worker's thread does not wait for that (`kvfs.connectors.device.stores`).
 
 Invariants:
-- A part is copied when `finish` returns: the engine may reuse its blocks then.
+- A part is copied when `finish` returns, or will be before anything that the engine starts afterwards: the engine may
+  reuse its blocks then.
 - A late store costs a step CONNECTOR_SAVE_S, once, until all that waits for it is stored: no draft is asked for
   meanwhile.
 - Late is not lost: a part waits for as long as it takes, also while no service runs. Lost is, and counted as dropped,
-  what has no room within CONNECTOR_LATE_BYTES, what the store refuses, and what is in drafts of a session that ends:
-  the service was stopped, or did not answer for CONNECTOR_LATE_S.
+  what has no room within CONNECTOR_LATE_BYTES, what the store refuses, what the device fails to copy, and what is in
+  drafts of a session that ends: the service was stopped, or did not answer for CONNECTOR_LATE_S.
 - Parts are stored in the order of their steps, so that no block is there before its parents.
 
 Concurrency: called by the worker's thread; parts are copied on one thread and stored on another, both of them daemons.
@@ -32,6 +34,7 @@ import torch
 from kvfs._native.blocks.writer import Draft
 from kvfs.client.blocks import Blocks
 from kvfs.connectors.common import Link
+from kvfs.connectors.device.stores import DeviceStores, Outgoing
 from kvfs.connectors.vllm_layout import Shard
 from kvfs.errors import InvalidRequest, KvfsError, NoSpace, QuotaExceeded
 from kvfs.limits import (
@@ -44,6 +47,8 @@ from kvfs.limits import (
 )
 
 T = TypeVar("T")
+Copies = list[torch.Tensor] | Outgoing
+"""A part's blocks in memory, or on their way there."""
 log = logging.getLogger("kvfs.connectors")
 
 
@@ -80,9 +85,10 @@ class Part:
 class Stores:
     """Store parts of steps."""
 
-    def __init__(self, link: Link, counts: dict[str, int]) -> None:
-        """Add to `counts`: stored_blocks, dropped_blocks, late_blocks."""
-        self._link, self._counts = link, counts
+    def __init__(self, link: Link, counts: dict[str, int], device: DeviceStores | None = None) -> None:
+        """Add to `counts`: stored_blocks, dropped_blocks, late_blocks. `device` copies out of a device's caches;
+        without it PyTorch does."""
+        self._link, self._counts, self._device = link, counts, device
         self._copier, self._sealer = _Thread("kvfs-stores"), _Thread("kvfs-seals")
         self._turns = threading.BoundedSemaphore(CONNECTOR_STORE_PARTS)
         """Parts that have drafts, or ask for them."""
@@ -91,6 +97,8 @@ class Stores:
         self._kept_bytes = 0
         self._is_late = self._is_full = False
         """Until nothing is kept any more."""
+        self._is_failing = False
+        """The device did not copy a part, and none since."""
         self._closing = threading.Event()
         self.last: Future[None] | None = None
         """The end of all that is to be stored."""
@@ -103,6 +111,8 @@ class Stores:
         self._link.close()  # wakes who waits for an answer
         self._copier.close()
         self._sealer.close()
+        if self._device is not None:
+            self._device.close()
 
     # --- the step -----------------------------------------------------------------------------------------
     def begin(self, part: Part) -> None:
@@ -118,11 +128,11 @@ class Stores:
             part.layers_begun = max(part.layers_begun, end)
 
     def finish(self, part: Part) -> None:
-        """Copy the rest of a part, and have it stored."""
+        """Copy the rest of a part, or begin to, and have it stored."""
         if part.shard.layout.is_on_cpu and self._is_drafted(part):
             self._store_behind(part, None)
-        elif self._takes(part):
-            self._store_behind(part, part.shard.layout.gather(part.block_ids))
+        elif self._takes(part) and (copies := self._copy_out(part)) is not None:
+            self._store_behind(part, copies)
         else:
             self.give_up(part)
 
@@ -172,8 +182,32 @@ class Stores:
             self._is_late, self._is_full = is_late or not fits, self._is_full or not fits
         return fits
 
+    def _copy_out(self, part: Part) -> Copies | None:
+        """Copy a part into memory, or begin to; None where the device fails: it has no room there any more."""
+        layout = part.shard.layout
+        if self._device is None:
+            return list(layout.gather(part.block_ids))
+        try:
+            return self._device.copy(layout.device_places(part.block_ids))
+        except KvfsError as error:
+            with self._changed:
+                self._failed_on_device(error)
+                self._make_room(part)
+            return None
+
+    def _failed_on_device(self, error: KvfsError) -> None:
+        if not self._is_failing:
+            log.error("blocks are dropped while the device does not copy them: %s", error)
+        self._is_failing = True
+
+    def _make_room(self, part: Part) -> None:
+        self._kept_bytes -= self._size_of(part)
+        if not self._kept_bytes:
+            self._is_late = self._is_full = False
+
     def _size_of(self, part: Part) -> int:
-        return len(part.keys) * part.shard.layout.block_bytes
+        block_bytes = part.shard.layout.block_bytes if self._device is None else self._device.slot_bytes
+        return len(part.keys) * block_bytes
 
     def _blocks(self, part: Part) -> Blocks | None:
         return self._link.blocks(part.shard.namespace)
@@ -216,10 +250,10 @@ class Stores:
             part.given_up = True
 
     # --- the sealer ---------------------------------------------------------------------------------------
-    def _store_behind(self, part: Part, copies: torch.Tensor | None) -> None:
+    def _store_behind(self, part: Part, copies: Copies | None) -> None:
         self.last = self._sealer.submit(partial(self._store, part, copies))
 
-    def _store(self, part: Part, copies: torch.Tensor | None) -> None:
+    def _store(self, part: Part, copies: Copies | None) -> None:
         """Seal a part's drafts, or put its copies in their place."""
         if part.reserved is not None:
             wait([part.reserved])
@@ -229,11 +263,11 @@ class Stores:
         finally:
             if part.has_turn:
                 self._turns.release()
+            if isinstance(copies, Outgoing):
+                copies.give_back()
             with self._changed:
                 if copies is not None:
-                    self._kept_bytes -= self._size_of(part)
-                    if not self._kept_bytes:
-                        self._is_late = self._is_full = False
+                    self._make_room(part)
                 self._counts["stored_blocks"] += stored or 0
                 self._counts["dropped_blocks"] += len(part.keys) if stored is None else 0
                 self._changed.notify_all()
@@ -251,19 +285,33 @@ class Stores:
         self._abort(blocks, part)
         return None
 
-    def _put(self, part: Part, copies: torch.Tensor) -> int | None:
-        """Put copies when the store takes them; return how many were new. None: it refuses them, or this ends."""
+    def _put(self, part: Part, copies: Copies) -> int | None:
+        """Put copies when the store takes them; return how many were new. None: it refuses them, the device fails, or
+        this ends."""
+        rows = self._wait_copied(copies) if isinstance(copies, Outgoing) else copies
+        if rows is None:
+            return None
         while not self._closing.is_set():
             blocks = self._blocks(part)
             if not self._link.wait_up(CONNECTOR_RETRY_S) or blocks is None:
                 continue
             self._abort(blocks, part)
             try:
-                return sum(blocks.put(part.keys, list(copies), part.parents, timeout_s=CONNECTOR_LATE_S))
+                return sum(blocks.put(part.keys, rows, part.parents, timeout_s=CONNECTOR_LATE_S))
             except (KvfsError, OSError) as error:
                 if not self._is_outage(error):
                     return None
         return None
+
+    def _wait_copied(self, copies: Outgoing) -> list[memoryview] | None:
+        try:
+            rows = copies.wait()
+        except KvfsError as error:
+            with self._changed:
+                self._failed_on_device(error)
+            return None
+        self._is_failing = False
+        return rows
 
     def _abort(self, blocks: Blocks, part: Part) -> None:
         drafts, part.drafts = part.drafts, []

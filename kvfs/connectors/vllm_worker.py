@@ -9,7 +9,8 @@ both.
 Invariants:
 - A failed load is reported, block by block, no later than its request: the engine computes these blocks. A request
   whose blocks are of several groups is reported once the last of its loads has ended.
-- A step ends (`wait_for_save`) when its blocks are copied out: the engine may free or reuse them then. Sealing goes on.
+- A step ends (`wait_for_save`) when its blocks are copied out, or will be before anything that the engine starts
+  afterwards: it may free or reuse them then. Sealing goes on.
 - Nothing is loaded or stored from a step whose weights are not the epoch's until the next epoch; a load that ends in
   another epoch than it began in has failed.
 - So it is with adapters: a step's blocks are stored only if the worker had loaded what their keys name. An engine loads
@@ -32,7 +33,7 @@ from kvfs.client.blocks import Blocks
 from kvfs.client.layers import Loading
 from kvfs.connectors.adapters import LoadedAdapters
 from kvfs.connectors.common import Link, chain_parents
-from kvfs.connectors.device.loads import DeviceLoads
+from kvfs.connectors.device.copies import DeviceCopies
 from kvfs.connectors.vllm_layout import KVLayout, Shard
 from kvfs.connectors.vllm_scheduler import BlockRun, Plan, Rank, split_keys
 from kvfs.connectors.vllm_stores import Part, Stores
@@ -70,13 +71,13 @@ class Transfers:
         is_async: bool,
         watch: Watch,
         adapters: LoadedAdapters,
-        device_loads: DeviceLoads | None = None,
+        device: DeviceCopies | None = None,
     ) -> None:
-        """Take what compares weights and adapters with those of the plans, and what loads onto the caches' device.
-        `is_async`: loads are between steps, as they must be with several shards."""
+        """Take what compares weights and adapters with those of the plans, and a driver's copies for the caches'
+        device. `is_async`: loads are between steps, as they must be with several shards."""
         assert is_async or len(shards) == 1
         self._link, self._shards, self._is_async = link, dict(shards), is_async
-        self._device_loads = device_loads
+        self._device = device
         self._is_on_cpu = all(shard.layout.is_on_cpu for shard in shards.values())
         self._watch, self.adapters = watch, adapters
         self._epoch = 0
@@ -99,14 +100,14 @@ class Transfers:
             "weights_changed": 0,
             "adapters_changed": 0,
         }
-        self.stores = Stores(link, self.counts)
+        self.stores = Stores(link, self.counts, None if device is None else device.stores)
         for shard in shards.values():
             link.open(shard.namespace)
 
     def close(self) -> None:
         """End loads and stores; waits for those under way."""
-        if self._device_loads is not None:
-            self._device_loads.close()
+        if self._device is not None:
+            self._device.loads.close()
         self.stores.close()
 
     # --- weights ------------------------------------------------------------------------------------------
@@ -169,10 +170,10 @@ class Transfers:
         """Read blocks into the cache, or on their way there into the memory that is returned."""
         if layout.is_on_cpu:
             return blocks.get_into_async(keys, layout.places(block_ids), timeout_s=CONNECTOR_TIMEOUT_S), None
-        if self._device_loads is None:
+        if self._device is None:
             staging = torch.empty((len(block_ids), layout.block_bytes), dtype=torch.uint8)
             return blocks.get_into_async(keys, list(staging), timeout_s=CONNECTOR_TIMEOUT_S), staging
-        sizes = self._device_loads.submit(
+        sizes = self._device.loads.submit(
             lambda some, places, left_s: blocks.get_into(some, places, timeout_s=left_s),
             keys,
             layout.device_places(block_ids),
@@ -282,7 +283,7 @@ class Transfers:
         return parts
 
     def finish(self, plan: Plan) -> None:
-        """End a step: copy out the remaining blocks, part by part, and have them sealed."""
+        """End a step: copy out the remaining blocks, part by part, and have them stored."""
         parts, self._parts = self._parts, []
         if not plan.stores:
             return

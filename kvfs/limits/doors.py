@@ -199,9 +199,10 @@ computed from less than that many windows on, for a sixteenth of the bytes."""
 CONNECTOR_LOADS: Final = 256
 """Loads of requests that wait or run in one engine worker; further ones are misses."""
 CONNECTOR_STAGING_BYTES: Final = 32 * MIB
-"""Blocks of a load that are in registered memory at once, on their way to a device: one buffer's."""
+"""Blocks that are in registered memory at once, on their way to a device or from it: one buffer's."""
 CONNECTOR_STAGING_BUFFERS: Final = 4
-"""Buffers of an engine worker: two loads that fill one while another is copied."""
+"""Buffers of an engine worker for its loads, two that fill one while another is copied, and as many for its stores; a
+step that stores more registers further ones, up to CONNECTOR_LATE_BYTES (1 GiB took an H100's driver 460 ms)."""
 CONNECTOR_THREADS: Final = 4
 """Threads of a connector that copies for an engine that has none of its own."""
 CONNECTOR_LOCKS: Final = 4_096

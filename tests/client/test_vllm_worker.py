@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kvfs import Namespace, prefix_hashes
-from kvfs._native.cuda.driver import Context, open_driver
+from kvfs._native.cuda.driver import Context, Stream, open_driver
 from kvfs.connectors.common import Link
 from kvfs.errors import DeadlinePassed, QuotaExceeded
-from tests.support.cuda_standin import build_standin
+from tests.support.cuda_standin import Standin, build_standin
 from tests.support.door import need_mount
 from tests.support.service import Service
 from tests.support.stores import NAMESPACE
@@ -81,7 +81,7 @@ class Worker:
         adapters = adapters or LoadedAdapters(None, Told(), str)
         shards: dict[tuple[int, ...], Shard] = {RANK: Shard(namespace, layout)}
         self.transfers = Transfers(
-            link, shards, is_async=is_async, watch=watch, adapters=adapters, device_loads=loads_of(layout)
+            link, shards, is_async=is_async, watch=watch, adapters=adapters, device=copies_of(layout)
         )
 
     def store(self, *runs: Any, by_layer: bool = True, epoch: int = 0) -> None:
@@ -115,16 +115,17 @@ class Worker:
 
 STANDIN: list[Context] = []
 """The context of the stand-in for a device, while a test has its caches there."""
+STREAMS: list[Stream] = []
+"""What the engine computes on there."""
 
 
-def loads_of(layout: Any) -> Any:
-    """What loads onto the stand-in; None where caches are in CPU memory, or copied by PyTorch."""
-    from kvfs.connectors.device.loads import DeviceLoads
+def copies_of(layout: Any) -> Any:
+    """The stand-in's copies; None where caches are in CPU memory, or copied by PyTorch."""
+    from kvfs.connectors.device.copies import copies_in
 
     if not STANDIN:
         return None
-    stream = STANDIN[0].stream()
-    return DeviceLoads(STANDIN[0], layout.block_bytes, lambda: stream.handle)
+    return copies_in(STANDIN[0], layout.block_bytes, lambda: STREAMS[0].handle)
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +144,9 @@ def device(
         monkeypatch.setattr(KVLayout, "is_on_cpu", property(lambda _: False))
     if request.param == "by the stand-in":
         STANDIN.append(open_driver(str(standin_path)).devices()[0].retain_context())
+        STREAMS.append(STANDIN[0].stream())
     yield str(request.param)
+    STREAMS.clear()
     STANDIN.clear()
 
 
@@ -225,7 +228,7 @@ def test_a_request_of_several_groups_ends_with_its_last_load_and_fails_with_any(
             is_async=True,
             watch=watch_of(weights()),
             adapters=adapters,
-            device_loads=loads_of(shards[0, 0, 0].layout),
+            device=copies_of(shards[0, 0, 0].layout),
         )
 
     def run(group: int, block_ids: list[int], name: str = "r", count: int = 3) -> BlockRun:
@@ -421,7 +424,9 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
 
 
 def reused(layers: dict[str, Any]) -> dict[str, Any]:
-    """What the engine's blocks held; now they hold others' tokens."""
+    """What the engine's blocks held; now they hold others' tokens, by what it computes next."""
+    for stream in STREAMS:
+        stream.synchronize()
     held = {name: layer.clone() for name, layer in layers.items()}
     for layer in layers.values():
         layer.fill_(7)
@@ -545,6 +550,81 @@ def test_late_drafts_of_a_step_with_other_weights_are_aborted(service: Service, 
         eventually(lambda: client.status()["open_drafts"] == 0, "no draft stays behind")
         with client.blocks(namespace) as blocks:
             assert blocks.match(keys) == 0
+
+
+# --- a device ------------------------------------------------------------------------------------------------
+@pytest.fixture
+def standin(standin_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Standin]:
+    """A device for caches, with registered memory for five blocks at first."""
+    from kvfs.connectors.device import buffers, stores
+    from kvfs.connectors.vllm_layout import KVLayout
+
+    monkeypatch.setattr(KVLayout, "is_on_cpu", property(lambda _: False))
+    monkeypatch.setattr(buffers, "CONNECTOR_STAGING_BYTES", 4096)
+    monkeypatch.setattr(stores, "CONNECTOR_STAGING_BUFFERS", 1)
+    made = Standin(standin_path)
+    made.set_faults()
+    STANDIN.append(open_driver(made.path).devices()[0].retain_context())
+    STREAMS.append(STANDIN[0].stream())
+    yield made
+    made.set_faults()
+    made.hold(False)
+    STREAMS.clear()
+    STANDIN.clear()
+
+
+def test_a_step_ends_while_its_copies_wait_and_the_next_one_writes_after_them(
+    service: Service, standin: Standin
+) -> None:
+    namespace = namespace_of("held")
+    source, other, keys = cache(18), cache(19), keys_of(namespace, BLOCKS)
+    held = {name: layer.clone() for name, layer in source.items()}
+    worker = Worker(service, source, namespace, is_async=True)
+    standin.hold(True)
+    worker.store(run_of(keys[: 16 * 7], list(range(7))))
+    worker.store(run_of(keys[16 * 7 :], list(range(7, BLOCKS))))
+    storages = [layers[NAMES[0]].untyped_storage() for layers in (source, other)]
+    STREAMS[0].copy(storages[0].data_ptr(), storages[1].data_ptr(), storages[0].nbytes())
+    assert worker.transfers.counts["stored_blocks"] == 0
+    assert torch.equal(source[NAMES[1]], held[NAMES[1]])
+    standin.hold(False)
+    worker.settle(BLOCKS)
+    assert_all_there(service, namespace, keys, held)
+    STREAMS[0].synchronize()
+    assert torch.equal(source[NAMES[1]], other[NAMES[1]])
+    worker.transfers.close()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "cuMemHostRegister:2:1",
+        "cuLaunchKernel:2:1",
+        "cuStreamWaitEvent:2:2",
+        "cuEventSynchronize:719:2",
+        "sticky:719:4",
+    ],
+)
+def test_what_a_device_does_not_copy_is_dropped_and_logged_once(
+    service: Service, standin: Standin, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    namespace = namespace_of(fault)
+    source, keys = cache(20), keys_of(namespace, 9)
+    worker = Worker(service, source, namespace, is_async=True)
+    counts = worker.transfers.counts
+    standin.set_faults(fault)
+    worker.store(run_of(keys[: 16 * 6], list(range(6))))
+    worker.settle(6)
+    assert (counts["stored_blocks"], counts["dropped_blocks"]) == (0, 6)
+    worker.store(run_of(keys[16 * 6 :], [6, 7, 8]))
+    worker.settle(9)
+    is_lost = fault.startswith("sticky")
+    assert (counts["stored_blocks"], counts["dropped_blocks"]) == ((0, 9) if is_lost else (3, 6))
+    assert worker.transfers.stores._kept_bytes == 0
+    assert len([record for record in caplog.records if "the device" in record.message]) == 1
+    with service.client() as client, client.blocks(namespace) as blocks:
+        assert blocks.exists(keys) == [False] * 6 + [not is_lost] * 3
+    worker.transfers.close()
 
 
 # --- weights -------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ Concurrency: submitted by any thread; loads run on a few threads, whose copies s
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections import deque
@@ -27,19 +26,18 @@ import torch
 
 from kvfs._native.blocks.pieces import Scatter
 from kvfs._native.cuda.copies import Copier, Plan
-from kvfs._native.cuda.driver import Context, Event, open_driver
+from kvfs._native.cuda.driver import Context, Event
 from kvfs._native.cuda.images import kernel_image
 from kvfs.client.transport import Deadline
 from kvfs.client.workers import Workers
 from kvfs.connectors.device.buffers import Buffer, DevicePlaces, buffer_bytes, listed
-from kvfs.errors import DeviceMissing, KvfsError
+from kvfs.errors import KvfsError
 from kvfs.limits import CONNECTOR_STAGING_BUFFERS, CONNECTOR_TIMEOUT_S
 from kvfs.protocol.messages import DIGEST_BYTES
 
 Read = Callable[[bytes, Scatter, float], list[int]]
 """Copies the blocks of these keys to their places within so many seconds; returns the bytes of each, -1 for a miss."""
 _MISS = -1
-log = logging.getLogger("kvfs.connectors")
 
 
 class _Staging:
@@ -140,20 +138,3 @@ class DeviceLoads:
         with self._starting:
             self._copier.start(plan, self._stream, staging.copied, before)
         return sizes
-
-
-def loads_onto(device: torch.device, block_bytes: int) -> DeviceLoads | None:
-    """Return what loads blocks of up to so many bytes onto a device; None, which the log explains, for a device that
-    PyTorch's own copies are for."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return None
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    try:
-        known = {each.uuid: each for each in open_driver().devices()}
-        if uuid not in known:
-            raise DeviceMissing(f"the CUDA driver knows no device {uuid}")
-        stream_of = partial(torch.cuda.current_stream, device)
-        return DeviceLoads(known[uuid].retain_context(), block_bytes, lambda: stream_of().cuda_stream)
-    except KvfsError as error:
-        log.warning("blocks are loaded by PyTorch's copies, which stall a step: %s", error)
-        return None
