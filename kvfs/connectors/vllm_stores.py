@@ -189,13 +189,13 @@ class Stores:
             return list(layout.gather(part.block_ids))
         try:
             return self._device.copy(layout.device_places(part.block_ids))
-        except KvfsError as error:
+        except (KvfsError, OSError) as error:
             with self._changed:
                 self._failed_on_device(error)
                 self._make_room(part)
             return None
 
-    def _failed_on_device(self, error: KvfsError) -> None:
+    def _failed_on_device(self, error: Exception) -> None:
         if not self._is_failing:
             log.error("blocks are dropped while the device does not copy them: %s", error)
         self._is_failing = True

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -595,9 +598,20 @@ def test_a_step_ends_while_its_copies_wait_and_the_next_one_writes_after_them(
     worker.transfers.close()
 
 
+class NoMemory:
+    """The module `mmap` where the kernel has no memory."""
+
+    PAGESIZE = mmap.PAGESIZE
+
+    @staticmethod
+    def mmap(*_: Any) -> Any:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
 @pytest.mark.parametrize(
     "fault",
     [
+        "mmap",
         "cuMemHostRegister:2:1",
         "cuLaunchKernel:2:1",
         "cuStreamWaitEvent:2:2",
@@ -606,15 +620,24 @@ def test_a_step_ends_while_its_copies_wait_and_the_next_one_writes_after_them(
     ],
 )
 def test_what_a_device_does_not_copy_is_dropped_and_logged_once(
-    service: Service, standin: Standin, fault: str, caplog: pytest.LogCaptureFixture
+    service: Service,
+    standin: Standin,
+    fault: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from kvfs.connectors.device import buffers
+
     namespace = namespace_of(fault)
     source, keys = cache(20), keys_of(namespace, 9)
     worker = Worker(service, source, namespace, is_async=True)
     counts = worker.transfers.counts
     standin.set_faults(fault)
-    worker.store(run_of(keys[: 16 * 6], list(range(6))))
-    worker.settle(6)
+    with monkeypatch.context() as patch:
+        if fault == "mmap":
+            patch.setattr(buffers, "mmap", NoMemory)
+        worker.store(run_of(keys[: 16 * 6], list(range(6))))
+        worker.settle(6)
     assert (counts["stored_blocks"], counts["dropped_blocks"]) == (0, 6)
     worker.store(run_of(keys[16 * 6 :], [6, 7, 8]))
     worker.settle(9)

@@ -90,8 +90,8 @@ class DeviceStores:
     def copy(self, places: DevicePlaces) -> Outgoing:
         """Begin to copy blocks, between what the engine's stream was given and what it is given next.
 
-        Waits where sixteen launches of the copier are under way. Raises what `kvfs.errors.from_cuda` does; the engine's
-        stream waits for nothing then.
+        Waits where sixteen launches of the copier are under way. Raises what `kvfs.errors.from_cuda` does, and OSError
+        where there is no memory; the engine's stream waits for nothing then.
         """
         if places.block_bytes > self.slot_bytes:
             raise InvalidRequest(f"blocks of {places.block_bytes} bytes: there is room for {self.slot_bytes}")
