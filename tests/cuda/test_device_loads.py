@@ -73,7 +73,7 @@ def loads(
 def test_a_load_is_done_with_its_last_copy(
     standin: Standin, context: Context, loads: Callable[..., Future[list[int]]]
 ) -> None:
-    cache = Cache(context)
+    cache, spins = Cache(context), standin.spins()
     standin.hold(True)
     future = loads(cache)
     with pytest.raises(TimeoutError):
@@ -81,6 +81,7 @@ def test_a_load_is_done_with_its_last_copy(
     assert not any(cache.pages[: 6 * 8192])
     standin.hold(False)
     assert future.result(WAIT_S) == [BLOCK] * 6
+    assert standin.spins() == spins
     assert all(cache.block(number) == b"n" * BLOCK for number in range(6))
 
 

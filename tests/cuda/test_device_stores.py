@@ -73,6 +73,7 @@ def test_copies_come_between_what_the_engine_has_started_and_what_it_starts_next
 ) -> None:
     cache, before, after = Cache(), mmap.mmap(-1, BLOCKS * BLOCK), mmap.mmap(-1, BLOCKS * BLOCK)
     before[:], after[:] = b"b" * len(before), b"a" * len(after)
+    spins = standin.spins()
     standin.hold(True)
     compute.copy(cache.address, address_of(before), len(before))
     first = stores.copy(cache.places(*range(6)))
@@ -86,6 +87,7 @@ def test_copies_come_between_what_the_engine_has_started_and_what_it_starts_next
         standin.hold(False)
         rows = waits.result(WAIT_S) + second.wait()
     assert [bytes(row) for row in rows] == [b"b" * BLOCK] * BLOCKS
+    assert standin.spins() == spins
     compute.synchronize()
     assert cache.pages[:].count(b"a") == BLOCKS * 4096
 

@@ -8,6 +8,7 @@ import mmap
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -288,7 +289,7 @@ def test_the_owner_without_a_context_survives_the_loss(standin: Standin, context
 @pytest.mark.parametrize("call", ["cuStreamCreate", "cuEventCreate", "cuDevicePrimaryCtxRetain"])
 def test_each_object_says_that_it_was_not_made(call: str, standin: Standin, context: Context) -> None:
     standin.set_faults(f"{call}:2:0")
-    make = {"cuStreamCreate": context.stream, "cuEventCreate": context.event}
+    make: dict[str, Callable[[], object]] = {"cuStreamCreate": context.stream, "cuEventCreate": context.event}
     with pytest.raises(OutOfResources, match=call):
         make.get(call, context.device.retain_context)()
 

@@ -47,6 +47,10 @@ class Standin:
         """Hold back what streams were given, until it is called with False."""
         self._library.standin_hold(int(held))
 
+    def spins(self) -> int:
+        """Return how many waits for an event have kept a processor busy."""
+        return int(self._library.standin_spins())
+
     def contexts(self, ordinal: int = 0) -> int:
         """Return how often the device's context is retained."""
         return int(self._library.standin_retained(ordinal))

@@ -68,7 +68,7 @@ cdef extern from "cuda/driver_core.h" nogil:
     CUresult kvfs_cuda_stream_query(const kvfs_cuda *d, CUcontext context, CUstream stream)
     CUresult kvfs_cuda_stream_synchronize(const kvfs_cuda *d, CUcontext context, CUstream stream)
     CUresult kvfs_cuda_stream_wait(const kvfs_cuda *d, CUcontext context, CUstream stream, CUevent event)
-    CUresult kvfs_cuda_event_create(const kvfs_cuda *d, CUcontext context, CUevent *event)
+    CUresult kvfs_cuda_event_create(const kvfs_cuda *d, CUcontext context, int sleeps, CUevent *event)
     CUresult kvfs_cuda_event_destroy(const kvfs_cuda *d, CUcontext context, CUevent event)
     CUresult kvfs_cuda_event_record(const kvfs_cuda *d, CUcontext context, CUevent event, CUstream stream)
     CUresult kvfs_cuda_event_query(const kvfs_cuda *d, CUcontext context, CUevent event)

@@ -115,7 +115,9 @@ class Context:
     def borrow_stream(self, handle: int) -> Stream:
         """Take the driver's handle of a stream that is somebody else's, who outlives its use; 0: the default stream."""
 
-    def event(self) -> Event: ...
+    def event(self, *, sleeps: bool = False) -> Event:
+        """Make an event. Who waits for it keeps a processor busy until it is reached, or `sleeps`, and wakes later."""
+
     def register(self, address: int, size_bytes: int, *, read_only: bool = False) -> Registration:
         """Pin memory of this process for the device's copies; the pages must stay. Raises Unsupported."""
 

@@ -263,13 +263,13 @@ cdef class Context:
         stream._borrowed = True
         return stream
 
-    def event(self):
+    def event(self, *, bint sleeps=False):
         cdef Event event = Event.__new__(Event)
         cdef CUcontext context = self.get()
         cdef CUresult rc
         event._context = self
         with nogil:
-            rc = kvfs_cuda_event_create(&self._driver._d, context, &event._event)
+            rc = kvfs_cuda_event_create(&self._driver._d, context, sleeps, &event._event)
         self._driver.check(rc, "cuEventCreate")
         return event
 

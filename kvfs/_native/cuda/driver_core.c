@@ -194,9 +194,10 @@ CUresult kvfs_cuda_stream_wait(const struct kvfs_cuda *d, CUcontext context, CUs
     IN_CONTEXT(d->cuStreamWaitEvent(stream, event, 0));
 }
 
-CUresult kvfs_cuda_event_create(const struct kvfs_cuda *d, CUcontext context, CUevent *event)
+CUresult kvfs_cuda_event_create(const struct kvfs_cuda *d, CUcontext context, int sleeps, CUevent *event)
 {
-    IN_CONTEXT(d->cuEventCreate(event, CU_EVENT_DISABLE_TIMING));
+    unsigned int flags = CU_EVENT_DISABLE_TIMING | (sleeps ? CU_EVENT_BLOCKING_SYNC : 0);
+    IN_CONTEXT(d->cuEventCreate(event, flags));
 }
 
 CUresult kvfs_cuda_event_destroy(const struct kvfs_cuda *d, CUcontext context, CUevent event)

@@ -47,7 +47,7 @@ CUresult kvfs_cuda_stream_destroy(const struct kvfs_cuda *d, CUcontext context, 
 CUresult kvfs_cuda_stream_query(const struct kvfs_cuda *d, CUcontext context, CUstream stream);
 CUresult kvfs_cuda_stream_synchronize(const struct kvfs_cuda *d, CUcontext context, CUstream stream);
 CUresult kvfs_cuda_stream_wait(const struct kvfs_cuda *d, CUcontext context, CUstream stream, CUevent event);
-CUresult kvfs_cuda_event_create(const struct kvfs_cuda *d, CUcontext context, CUevent *event);
+CUresult kvfs_cuda_event_create(const struct kvfs_cuda *d, CUcontext context, int sleeps, CUevent *event);
 CUresult kvfs_cuda_event_destroy(const struct kvfs_cuda *d, CUcontext context, CUevent event);
 CUresult kvfs_cuda_event_record(const struct kvfs_cuda *d, CUcontext context, CUevent event, CUstream stream);
 CUresult kvfs_cuda_event_query(const struct kvfs_cuda *d, CUcontext context, CUevent event);

@@ -44,7 +44,8 @@ class _Staging:
     """A buffer, and the end of the copies from it."""
 
     def __init__(self, context: Context, size_bytes: int) -> None:
-        self.buffer, self.copied = Buffer(context, size_bytes), context.event()
+        self.buffer = Buffer(context, size_bytes)
+        self.copied = context.event(sleeps=True)  # who waits for it may wait for a whole step
 
     def close(self) -> None:
         self.buffer.close()

@@ -123,7 +123,8 @@ class DeviceStores:
             [buffer.region for buffer in self._buffers],
             places.regions,
         )
-        compute, copied = self._context.borrow_stream(self._compute_stream()), self._context.event()
+        compute = self._context.borrow_stream(self._compute_stream())
+        copied = self._context.event(sleeps=True)  # who waits for it may wait for a whole step
         self._before.record(compute)
         self._copier.start(plan, self._stream, copied, self._before)
         try:

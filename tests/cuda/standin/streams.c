@@ -14,6 +14,7 @@ enum kind { COPY, RECORD, WAIT, KERNEL };
 
 struct CUevent_st {
     uint64_t recorded, reached;
+    unsigned int flags;
 };
 struct CUstream_st {
     struct operation *first, **last;
@@ -43,6 +44,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t moved = PTHREAD_COND_INITIALIZER;
 static int held;
 static CUresult broken; /* as standin_break was told, for those that wait */
+static int spins;       /* waits of the host for an event that was not reached, and does not let it sleep */
 
 static void fail(CUresult result)
 {
@@ -60,6 +62,14 @@ __attribute__((visibility("default"))) void standin_hold(int on)
     broken = 0;
     pthread_cond_broadcast(&moved);
     pthread_mutex_unlock(&lock);
+}
+
+__attribute__((visibility("default"))) int standin_spins(void)
+{
+    pthread_mutex_lock(&lock);
+    int count = spins;
+    pthread_mutex_unlock(&lock);
+    return count;
 }
 
 static void run(const struct operation *o)
@@ -174,9 +184,9 @@ CUresult cuStreamWaitEvent(CUstream s, CUevent event, unsigned int flags)
 
 CUresult cuEventCreate(CUevent *out, unsigned int flags)
 {
-    (void)flags;
     FAULT_IN_CONTEXT(cuEventCreate);
     *out = calloc(1, sizeof(**out));
+    (*out)->flags = flags;
     return CUDA_SUCCESS;
 }
 
@@ -207,6 +217,7 @@ CUresult cuEventSynchronize(CUevent event)
 {
     FAULT_IN_CONTEXT(cuEventSynchronize);
     pthread_mutex_lock(&lock);
+    spins += event->reached < event->recorded && !(event->flags & CU_EVENT_BLOCKING_SYNC);
     for (uint64_t point = event->recorded; event->reached < point && !broken;)
         pthread_cond_wait(&moved, &lock);
     pthread_mutex_unlock(&lock);
