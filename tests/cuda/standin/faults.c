@@ -14,14 +14,17 @@ static struct fault {
 } faults[MOST];
 static int count;
 static CUresult sticky;
+static long life;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 __attribute__((visibility("default"))) void standin_faults(const char *spec)
 {
     char copy[2048], *rest = copy;
     snprintf(copy, sizeof(copy), "%s", spec ? spec : "");
+    standin_await_runs();
     pthread_mutex_lock(&lock);
     count = 0;
+    life += sticky != 0;
     sticky = 0;
     for (char *one; count < MOST && (one = strsep(&rest, ","));) {
         struct fault *f = &faults[count];
@@ -62,6 +65,14 @@ CUresult standin_sticky(void)
     result = sticky;
     pthread_mutex_unlock(&lock);
     return result;
+}
+
+long standin_life(void)
+{
+    pthread_mutex_lock(&lock);
+    long now = life;
+    pthread_mutex_unlock(&lock);
+    return now;
 }
 
 void standin_break(CUresult result)

@@ -17,12 +17,15 @@ CUresult standin_sticky(void);
 void standin_break(CUresult result); /* as a fault on the device does: sticky */
 int standin_is_missing(const char *name);
 int standin_attribute(int number, int value);
+/* Changes where `standin_faults` ends a sticky error: what was started before is not run. */
+long standin_life(void);
 
 /* --- memory.c -------------------------------------------------------------------------------------------------------*/
 int standin_accessible(CUdeviceptr address, size_t bytes, int write);
 
 /* --- streams.c ------------------------------------------------------------------------------------------------------*/
-void standin_hold(int held); /* while 1, nothing that streams were given starts */
+void standin_await_runs(void); /* until nothing is being run */
+void standin_hold(int held);   /* while 1, nothing that streams were given starts */
 
 /* --- twins.c: kernels in C, by name; a parameter is 64 bits -----------------------------------------------------------*/
 struct twin {

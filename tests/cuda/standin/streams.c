@@ -35,6 +35,7 @@ struct operation {
     size_t bytes;
     CUevent event;
     uint64_t point;
+    long life;
     const struct twin *twin;
     unsigned int grid;
     uint64_t parameters[16];
@@ -42,7 +43,7 @@ struct operation {
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t moved = PTHREAD_COND_INITIALIZER;
-static int held;
+static int held, runs;  /* `runs`: operations that are being run */
 static CUresult broken; /* as standin_break was told, for those that wait */
 static int spins;       /* waits of the host for an event that was not reached, and does not let it sleep */
 
@@ -72,9 +73,17 @@ __attribute__((visibility("default"))) int standin_spins(void)
     return count;
 }
 
+void standin_await_runs(void)
+{
+    pthread_mutex_lock(&lock);
+    while (runs)
+        pthread_cond_wait(&moved, &lock);
+    pthread_mutex_unlock(&lock);
+}
+
 static void run(const struct operation *o)
 {
-    if (standin_sticky())
+    if (standin_sticky() || o->life != standin_life())
         return;
     if (o->kind == KERNEL)
         o->twin->run(o->grid, o->parameters);
@@ -99,12 +108,14 @@ static void *work(void *argument)
         while (o->kind == WAIT && o->event->reached < o->point && !broken)
             pthread_cond_wait(&moved, &lock);
         s->running = 1;
+        runs++;
         if (!(s->first = o->next))
             s->last = &s->first;
         pthread_mutex_unlock(&lock);
         run(o);
         pthread_mutex_lock(&lock);
         s->running = 0;
+        runs--;
         if (o->kind == RECORD && o->point > o->event->reached)
             o->event->reached = o->point;
         free(o);
@@ -120,6 +131,7 @@ static CUresult start(CUstream s, struct operation operation)
     struct operation *o = malloc(sizeof(*o));
     *o = operation;
     o->next = NULL;
+    o->life = standin_life();
     pthread_mutex_lock(&lock);
     if (o->kind == RECORD)
         o->point = ++o->event->recorded;
