@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 
 import trio
 
 from kvfs import limits
 from kvfs.errors import ObjectTooLarge
 from mounts.drafts.large import status_of
-from mounts.kernel.attributes import FileStatus, ctime_now, mode_now
+from mounts.kernel.attributes import FileStatus, ctime_now
 from mounts.kernel.nodes import Node
 from mounts.kernel.open_draft import OpenDraft
 from tiers.model.objects import Attributes, Draft, ObjectInfo
@@ -97,11 +96,6 @@ class DraftContents:
         finally:
             os.close(descriptor)
 
-    def keep_privileges(self, opened: OpenDraft) -> None:
-        """Record that setuid and setgid were set on the bytes that the draft holds now."""
-        if opened.mode & (stat.S_ISUID | stat.S_ISGID):
-            opened.privileged_ns = self.status(opened).st_mtime_ns
-
     def truncate_slot(self, draft: Draft, size_bytes: int) -> None:
         """Set the size; growth is allocated at once: a hole mapped in a full tier is SIGBUS."""
         if size_bytes > self.largest_bytes:
@@ -142,7 +136,7 @@ class DraftContents:
 def attributes_of(node: Node, opened: OpenDraft, status: FileStatus) -> Attributes:
     """Return the attributes that the object would have if it were sealed now."""
     return Attributes(
-        mode=mode_now(opened, status.st_mtime_ns),
+        mode=opened.mode,
         uid=opened.uid,
         gid=opened.gid,
         mtime_ns=status.st_mtime_ns,

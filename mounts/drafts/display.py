@@ -50,8 +50,6 @@ class NodeDisplay:
             ctime_ns=opened.ctime_ns,
         )
         self._show_locks(node)
-        if opened.mode & (stat.S_ISUID | stat.S_ISGID):
-            self._backings.node_privileged(node.nodeid, opened.privileged_ns)
         if node.linked:
             name = self._nodes.name(node)
             settles = self.is_durable(node) or opened.is_settled or opened.coming is not None

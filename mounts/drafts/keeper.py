@@ -65,7 +65,6 @@ class DraftKeeper:
             self.contents.abort(draft)
             raise
         opened = OpenDraft(draft, mode=mode & 0o7777, uid=uid, gid=gid, ctime_ns=time.time_ns())
-        self.contents.keep_privileges(opened)
         self._nodes.set_draft(node, opened)
         self.display.show_draft(node, opened)
         return node
@@ -122,7 +121,6 @@ class DraftKeeper:
         )
         opened.awaited.add(thread)
         opened.untouched = True
-        opened.privileged_ns = info.mtime_ns if keep_bytes else 0
         target = self._place_of_draft(node, info)
         self._nodes.set_draft(target, opened)
         self.display.show_draft(target, opened)

@@ -67,20 +67,6 @@ class LargeStatus:
 FileStatus = os.stat_result | LargeStatus
 
 
-def with_new_owner(mode: int) -> int:
-    """Return a file's mode after a change of owner: setgid without the group's right to execute is no privilege."""
-    return mode & ~(stat.S_ISUID | stat.S_ISGID if mode & stat.S_IXGRP else stat.S_ISUID)
-
-
-def mode_now(opened: OpenDraft, mtime_ns: int) -> int:
-    """Return the mode of a draft whose bytes were last written at `mtime_ns`, which alone shows passthrough writes.
-
-    A write ends setuid and setgid, since it does not show who made it: only a writer of the file's group would keep a
-    setgid without the group's right to execute.
-    """
-    return opened.mode if mtime_ns == opened.privileged_ns else opened.mode & ~(stat.S_ISUID | stat.S_ISGID)
-
-
 def ctime_now(opened: OpenDraft, status: FileStatus) -> int:
     """Return when a draft was changed last, which is its time of change once it is sealed, too."""
     return max(opened.ctime_ns, status.st_ctime_ns)
@@ -88,8 +74,7 @@ def ctime_now(opened: OpenDraft, status: FileStatus) -> int:
 
 def of_draft(node: Node, opened: OpenDraft, status: FileStatus) -> pyfuse3.EntryAttributes:
     """Describe a draft; `status` is that of the bytes so far."""
-    mode = mode_now(opened, status.st_mtime_ns)
-    entry = _entry(node, stat.S_IFREG | mode, opened.uid, opened.gid, cache_s=0)
+    entry = _entry(node, stat.S_IFREG | opened.mode, opened.uid, opened.gid, cache_s=0)
     entry.st_size = status.st_size
     entry.st_blocks = status.st_blocks
     entry.st_nlink = 1 if node.linked else 0

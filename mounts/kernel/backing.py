@@ -32,7 +32,7 @@ class PlainBackings:
         """Ignore what only a native loop uses."""
 
     node_directory = node_draft = node_sealed = node_offloaded = _ignore
-    node_settles = node_privileged = node_locks = node_dead = _ignore
+    node_settles = node_locks = node_dead = _ignore
     link = unlink = mark_unresolved = clear_unresolved = know_names = _ignore
     listing_open = listing_close = listing_fill = _ignore
     expect = relay_opens = _ignore

@@ -20,8 +20,6 @@ class OpenDraft:
     gid: int
     ctime_ns: int
     """When its attributes were set; writes show in its bytes' own time of change."""
-    privileged_ns: int = 0
-    """When its bytes were last modified before it got setuid or setgid: a write after that ends both."""
     handles: int = 0
     writers: int = 0
     torn: bool = False

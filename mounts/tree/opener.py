@@ -30,6 +30,7 @@ from kvfs.errors import (
 )
 from mounts.kernel.nodes import Node
 from mounts.kernel.open_draft import OpenDraft
+from mounts.kernel.privileges import after_truncation
 from mounts.kernel.stale_retries import StaleRetry
 from mounts.tree.handles import Handle, OpenFiles
 from mounts.tree.view import View
@@ -120,17 +121,22 @@ class FileOpener:
                 return await self._open_sealed(node, uid, pid), True
             await self.begin_rewrite_of(node, uid=uid, pid=pid, keep_bytes=not empties)
         assert node.draft is not None
-        return await self._open_written(node, node.draft, flags, pid)
+        return await self._open_written(node, node.draft, flags, uid, pid)
 
-    async def _open_written(self, node: Node, opened: OpenDraft, flags: int, pid: int) -> tuple[int, bool]:
+    async def _open_written(
+        self, node: Node, opened: OpenDraft, flags: int, uid: int, pid: int
+    ) -> tuple[int, bool]:
         """Open a draft, after emptying it for O_TRUNC."""
+        drafts = self._view.drafts
         opened.awaited.add(pid)
         try:
             if flags & os.O_TRUNC:
-                await self._view.drafts.truncate(node, opened, 0)
+                await drafts.truncate(node, opened, 0)
+                opened.mode = after_truncation(opened.mode, opened.gid, uid=uid, pid=pid)
+                drafts.display.show_draft(node, opened)
             return self._open_draft(node, opened, flags, pid), False
         finally:
-            self._view.drafts.end_wait(node, opened, pid)
+            drafts.end_wait(node, opened, pid)
 
     async def _open_sealed(self, node: Node, uid: int, pid: int) -> int:
         reader = await self._hold(node, uid)
@@ -277,7 +283,7 @@ class FileOpener:
     ) -> tuple[int, bool]:
         """Open the node that was kept for the thread, also where it has no name any more."""
         if node.draft is not None:
-            return await self._open_written(node, node.draft, flags, pid)
+            return await self._open_written(node, node.draft, flags, uid, pid)
         if retry.writes:
             return await self._open_current(node, flags, uid, pid)
         reader = retry.take_reader()

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import pyfuse3
 
 from kvfs.errors import NotFound, NotPermitted, Superseded
-from mounts.kernel import attributes as attrs
 from mounts.kernel.nodes import Node
 from mounts.kernel.open_draft import OpenDraft
+from mounts.kernel.privileges import after_truncation, without_privileges
 from mounts.tree.opener import FileOpener
 from mounts.tree.view import View
 from mounts.tree.xattrs import LARGE_NAME
@@ -47,6 +47,12 @@ class AttributeChanges:
         )
 
     @property
+    def is_none(self) -> bool:
+        """Return whether nothing changes, which is how the kernel ends privileges."""
+        times = self.atime_ns is None and self.mtime_ns is None
+        return times and self.mode is self.uid is self.gid is self.size_bytes is None
+
+    @property
     def is_any(self) -> bool:
         """Return whether anything changes that a sealed file keeps."""
         return any(value is not None for value in (self.mode, self.uid, self.gid, self.mtime_ns))
@@ -75,14 +81,12 @@ async def set_attributes(
 ) -> pyfuse3.EntryAttributes:
     """Set attributes for a caller; `by_path`: through no handle. Raises NotPermitted, Superseded."""
     newest = view.newest(node) if changes.size_bytes is None else node
-    owner_changes = changes.uid is not None or changes.gid is not None
-    if changes.mode is None and owner_changes and not node.directory:
-        mode = stat.S_IMODE(view.attributes(newest).st_mode)
-        if mode & (stat.S_ISUID | stat.S_ISGID):
-            changes = replace(changes, mode=attrs.with_new_owner(mode))
     size_bytes = changes.size_bytes
     if size_bytes is not None and node.info is not None and size_bytes != node.info.size_bytes:
         await _begin_resize(opener, node, keep_bytes=size_bytes > 0, uid=uid, pid=pid)
+    held = newest.draft or newest.info
+    if changes.mode is None and held is not None:
+        changes = replace(changes, mode=_mode_after(changes, held.mode, held.gid, uid=uid, pid=pid))
     if newest.parent is None:
         raise NotPermitted("the mount's root has the attributes that its configuration gives it")
     if newest.draft is not None:
@@ -95,6 +99,16 @@ async def set_attributes(
     if node.info is not None and not node.linked:
         view.nodes.set_object(node, changes.of_version(node.info))
     return view.attributes(node)
+
+
+def _mode_after(changes: AttributeChanges, mode: int, gid: int, *, uid: int, pid: int) -> int | None:
+    """Return a file's new mode where these changes, by this caller, end privileges that it has; else None."""
+    left = mode
+    if changes.is_none or changes.uid is not None or changes.gid is not None:
+        left = without_privileges(mode, gid, uid=uid, pid=pid)
+    elif changes.size_bytes is not None:
+        left = after_truncation(mode, gid, uid=uid, pid=pid)
+    return None if left == mode else left
 
 
 async def _begin_resize(opener: FileOpener, node: Node, *, keep_bytes: bool, uid: int, pid: int) -> None:
@@ -122,7 +136,6 @@ async def _change_draft(
         drafts.contents.set_times(opened, changes.atime_ns, changes.mtime_ns)
     if changes.mode is not None:
         opened.mode = changes.mode
-        drafts.contents.keep_privileges(opened)
     opened.uid = opened.uid if changes.uid is None else changes.uid
     opened.gid = opened.gid if changes.gid is None else changes.gid
     opened.ctime_ns = time.time_ns()

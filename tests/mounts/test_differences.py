@@ -6,6 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 import struct
 from pathlib import Path
 from typing import Final
@@ -13,7 +14,16 @@ from typing import Final
 import pytest
 
 from tests.support.door import Door
-from tests.support.posix import expect_errno, handle_of, in_child, open_handle, opened, write_all
+from tests.support.posix import (
+    NOBODY,
+    expect_errno,
+    handle_of,
+    in_child,
+    open_handle,
+    opened,
+    run_as,
+    write_all,
+)
 from tests.support.waits import eventually
 
 pytestmark = pytest.mark.mount
@@ -47,6 +57,19 @@ def test_a_store_through_a_mapping_moves_the_time_of_modification(door: Door) ->
         assert door.mode == "dir" or os.fstat(fd).st_mtime_ns > 1
     sealed(door, path)
     assert door.mode == "dir" or path.stat().st_mtime_ns > 1
+
+
+@pytest.mark.parametrize("mode", [0o6755, 0o2666])
+def test_privileges_end_with_a_change_of_owner_by_anybody_that_changes_none(door: Door, mode: int) -> None:
+    path = door.path / "file"
+    path.touch()
+    path.chmod(mode)
+    if door.mode == "dir" or (door.mode == "plain" and mode == 0o6755):
+        with expect_errno(errno.EPERM):
+            run_as(NOBODY, lambda: os.chown(path, -1, -1))
+    else:
+        run_as(NOBODY, lambda: os.chown(path, -1, -1))
+        assert stat.S_IMODE(path.stat().st_mode) == mode & 0o777
 
 
 def test_a_lease_is_on_a_version(door: Door) -> None:

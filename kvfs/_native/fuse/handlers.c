@@ -138,8 +138,6 @@ int fl_current_attr(struct fuse_loop *loop, const struct fl_node *node, struct f
         attr->ctime = ctime; /* else its attributes were set after its bytes */
         attr->ctimensec = ctimensec;
     }
-    if (attr->mode & (S_ISUID | S_ISGID) && attr->mtime * 1000000000ull + attr->mtimensec != node->privileged_ns)
-        attr->mode &= ~(uint32_t)(S_ISUID | S_ISGID); /* who wrote does not show */
     return 0;
 }
 

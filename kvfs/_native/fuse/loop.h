@@ -133,8 +133,6 @@ int fl_await_calls(struct fuse_loop *loop,
 int fl_acquire(struct fuse_loop *loop, uint64_t nodeid, int fd); /* new count of opens, or -errno */
 int fl_release(struct fuse_loop *loop, uint64_t nodeid);         /* count of opens left, or -errno */
 int fl_opens(struct fuse_loop *loop, uint64_t nodeid);
-/* setuid and setgid of a draft hold while its bytes were last written at `mtime_ns`. */
-int fl_node_privileged(struct fuse_loop *loop, uint64_t nodeid, uint64_t mtime_ns);
 /* Names of a directory changed then: its mtime and ctime. 1: the kernel may have others. */
 int fl_touch(struct fuse_loop *loop, uint64_t nodeid, uint64_t when_ns);
 /* Locks of this node are on `key`, as those of the version of its file that it took the place of. */

@@ -113,7 +113,6 @@ cdef extern from "fuse/loop.h" nogil:
     int fl_acquire(fuse_loop *loop, uint64_t nodeid, int fd)
     int fl_release(fuse_loop *loop, uint64_t nodeid)
     int fl_opens(fuse_loop *loop, uint64_t nodeid)
-    int fl_node_privileged(fuse_loop *loop, uint64_t nodeid, uint64_t mtime_ns)
     int fl_touch(fuse_loop *loop, uint64_t nodeid, uint64_t when_ns)
     int fl_node_locks(fuse_loop *loop, uint64_t nodeid, uint64_t key)
     int fl_expect(fuse_loop *loop, uint32_t thread, int expected)

@@ -263,10 +263,6 @@ cdef class FuseLoop:
         """Set a directory's times after a change of its names; return whether the kernel may have others."""
         return bool(fl_touch(self._loop, nodeid, when_ns))
 
-    def node_privileged(self, uint64_t nodeid, uint64_t mtime_ns):
-        """Keep setuid and setgid of a file being written while its bytes have this time of modification."""
-        self._check(fl_node_privileged(self._loop, nodeid, mtime_ns), f"node {nodeid}")
-
     def node_locks(self, uint64_t nodeid, uint64_t key):
         """Put the node's locks on `key`, an inode number, together with those of other versions of its file."""
         self._check(fl_node_locks(self._loop, nodeid, key), f"node {nodeid}")

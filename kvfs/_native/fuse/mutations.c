@@ -48,16 +48,6 @@ int fl_touch(struct fuse_loop *loop, uint64_t nodeid, uint64_t when_ns) {
     return asked;
 }
 
-/* --- privileges --------------------------------------------------------------------------------------- */
-
-int fl_node_privileged(struct fuse_loop *loop, uint64_t nodeid, uint64_t mtime_ns) {
-    kvfs_lock(&loop->nodes_lock);
-    struct fl_node *node = fl_find(loop, nodeid);
-    if (node != NULL) node->privileged_ns = mtime_ns;
-    kvfs_unlock(&loop->nodes_lock);
-    return node == NULL ? -ESTALE : 0;
-}
-
 /* --- spare drafts ----------------------------------------------------------------------------------- */
 
 int fl_spare_add(struct fuse_loop *loop, uint64_t nodeid, uint64_t fh, int fd) {

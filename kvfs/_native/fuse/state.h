@@ -45,7 +45,6 @@ struct fl_node {
     uint8_t settles; /* a writer's FLUSH, and a RENAME, go to the library, which answers when they are final */
     uint16_t room;   /* a directory whose names are all here: the longest name that fits in it. Else 0 */
     struct fl_edge *unresolved; /* its edges without a node */
-    uint64_t privileged_ns;     /* a draft's mtime while which its setuid and setgid bits hold */
     uint64_t lock_key;          /* what its locks are on, with other versions of its file. 0: its inode number */
 };
 
