@@ -10,7 +10,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +24,7 @@ from tests.support.posix import (
     FALLOC_FL_KEEP_SIZE,
     FALLOC_FL_PUNCH_HOLE,
     NOBODY,
+    SOMEBODY,
     Directory,
     expect_errno,
     fallocate,
@@ -135,10 +136,20 @@ def make_program(path: Path, mode: int) -> int:
     return fd
 
 
-def privileges_after(door: Door, mode: int, how: str, who: int) -> int:
+WHO: Final[dict[str, tuple[int, Sequence[int]]]] = {
+    "root": (0, ()),
+    "owner": (NOBODY, ()),
+    "member": (NOBODY, (7, 4242)),
+    "other": (SOMEBODY, ()),
+}
+
+
+def privileges_after(door: Door, mode: int, how: str, who: str) -> int:
     """What is left of setuid and setgid: all where root changes a file, who has CAP_FSETID, or a mapping does."""
-    if who == 0 or how == "store":
+    if who == "root" or how == "store":
         return mode & PRIVILEGES
+    if who == "member" and not mode & stat.S_IXGRP:
+        return mode & stat.S_ISGID
     if door.mode == "plain" and mode == 0o6666 and how != "open":
         return stat.S_ISGID  # no privilege, as the group may not execute: the kernel leaves it
     return 0
@@ -146,8 +157,8 @@ def privileges_after(door: Door, mode: int, how: str, who: int) -> int:
 
 @pytest.mark.parametrize("seals", [False, True], ids=["written", "sealed"])
 @pytest.mark.parametrize("how", CHANGES)
-@pytest.mark.parametrize("who", [NOBODY, 0], ids=["owner", "root"])
-def test_privileges_end_with_a_write(door: Door, how: str, who: int, seals: bool) -> None:
+@pytest.mark.parametrize("who", WHO)
+def test_privileges_end_with_a_write(door: Door, how: str, who: str, seals: bool) -> None:
     """For who has no CAP_FSETID, at once and for good; a tmpfs and ext4 do the same."""
     if how in ("fallocate", "punch") and door.mode == "plain":
         pytest.skip("no fallocate there")
@@ -165,8 +176,8 @@ def test_privileges_end_with_a_write(door: Door, how: str, who: int, seals: bool
                 CHANGES[how](fd, path)
                 return os.fstat(fd).st_mode & PRIVILEGES
 
-        kept = privileges_after(door, mode, how, who)
-        assert run_as(who, change) == kept, oct(mode)
+        kept, (uid, groups) = privileges_after(door, mode, how, who), WHO[who]
+        assert run_as(uid, change, groups) == kept, oct(mode)
         if not seals:
             os.close(first)
         sealed(door, path)

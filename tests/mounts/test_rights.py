@@ -339,6 +339,7 @@ def test_attributes_need_no_right_to_read_but_pinning_does(door: Door) -> None:
     door.need_service()
     path = door.path / "file"
     path.write_bytes(b"x")
+    eventually(lambda: state(path) == b"sealed", "sealed")
     path.chmod(0o644)
     assert run_as(NOBODY, lambda: os.getxattr(path, "user.kvfs.tier")) == b"dram"
     path.chmod(0o600)
