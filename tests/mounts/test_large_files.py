@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from tests.support.door import ON_DIRECTORY, TEST_MODES, need_mount
-from tests.support.posix import opened, pattern, write_all
+from tests.support.posix import NOBODY, opened, pattern, run_as, write_all
 from tests.support.seeds import SEED, rounds
 from tests.support.service import Service
 from tests.support.waits import eventually
@@ -74,6 +74,23 @@ def nvme_usage(service: Service) -> dict[str, int]:
 def dram_used(service: Service) -> int:
     with service.client() as client:
         return int(client.status()["tiers"][0]["used_bytes"])
+
+
+@pytest.mark.parametrize("uid", [NOBODY, 0], ids=["nobody", "root"])
+def test_privileges_end_with_a_write(service: Service, uid: int) -> None:
+    """But for root's: files that have no slot as well."""
+    path = service.mount / "big" / "file"
+    path.write_bytes(b"program")
+    path.chmod(0o6777)
+
+    def write() -> None:
+        with opened(path, os.O_WRONLY) as fd:
+            os.write(fd, b"P")
+            assert os.fstat(fd).st_mode & 0o7777 == (0o777 if uid else 0o6777)
+
+    run_as(uid, write)
+    sealed(path)
+    assert path.stat().st_mode & 0o7777 == (0o777 if uid else 0o6777)
 
 
 # --- whole files ------------------------------------------------------------------------------------------
