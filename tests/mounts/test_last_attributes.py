@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,9 +13,10 @@ from typing import Final
 import pytest
 
 from tests.support.door import ON_DIRECTORY, TEST_MODES, need_mount
+from tests.support.posix import opened
 from tests.support.service import BUCKET_KINDS, Service
 from tests.support.small_store import state, watched, write_sealed
-from tests.support.waits import WAIT_S, eventually
+from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(ON_DIRECTORY, reason="only on the service")]
 
@@ -237,25 +237,19 @@ def test_what_replaces_a_file_keeps_its_own(path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o644
 
 
-def test_a_mode_set_while_another_opens_the_file_for_writing(path: Path) -> None:
-    """The kernel may have found the file by its name before the writer's version took that."""
-    opened, done = threading.Event(), threading.Event()
-
-    def write_again() -> None:
-        while not done.is_set():
-            with path.open("rb"), path.open("r+b") as writer:
-                writer.write(b"changed")
-                opened.set()
-
-    thread = threading.Thread(target=write_again)
-    thread.start()
-    try:
-        for number in range(100):
-            opened.clear()
-            path.chmod(0o600 | number % 64)
-            mode = 0o600 | number % 64
-            eventually(lambda mode=mode: path.stat().st_mode & 0o777 == mode, "the mode is shown")
-            assert opened.wait(WAIT_S)
-    finally:
-        done.set()
-        thread.join()
+def test_a_mode_set_by_a_path_that_was_found_before_another_version_took_the_name(path: Path) -> None:
+    """As of a chmod(2) between whose look-up and whose change another opens the file for writing, while it is read."""
+    with opened(path, os.O_PATH) as found:
+        with path.open("rb") as reader, path.open("r+b") as writer:
+            writer.write(b"changed")
+            writer.flush()
+            assert os.fstat(writer.fileno()).st_ino != os.fstat(found).st_ino, "another version has the name"
+            os.chmod(f"/proc/self/fd/{found}", 0o640)
+            eventually(lambda: path.stat().st_mode & 0o777 == 0o640, "the mode is shown by the name")
+            assert os.fstat(writer.fileno()).st_mode & 0o777 == 0o640
+            assert os.fstat(reader.fileno()).st_mode & 0o777 == 0o640
+        eventually(lambda: state(path) == b"sealed", "it is sealed again")
+        assert path.stat().st_mode & 0o777 == 0o640, "which the kernel keeps from here on"
+        os.chmod(f"/proc/self/fd/{found}", 0o604)
+        eventually(lambda: path.stat().st_mode & 0o777 == 0o604, "the mode is shown by the name")
+    assert path.read_bytes() == b"changed"
