@@ -43,10 +43,9 @@ cdef extern from "cuda/copies_core.h" nogil:
         kvfs_region *items
         size_t count
     struct kvfs_copies:
-        CUdeviceptr *to
-        CUdeviceptr *source "from"
-        size_t *bytes
+        kvfs_copy *pieces
         size_t count
+        uint64_t bytes
 
     enum:
         KVFS_COPIER_TURNS
@@ -61,7 +60,7 @@ cdef extern from "cuda/copies_core.h" nogil:
 
     int kvfs_regions_sort(kvfs_regions regions)
     int kvfs_copies_plan(kvfs_copy *copies, size_t *count, kvfs_regions to, kvfs_regions source, size_t *bad)
-    uint64_t kvfs_copies_bytes(const kvfs_copies *copies)
+    kvfs_copies kvfs_copies_of(kvfs_copy *pieces, size_t count)
     CUresult kvfs_copies_start(const kvfs_cuda *d, CUcontext context, const kvfs_copies *copies, CUstream stream,
                                CUevent after, CUevent done)
     CUresult kvfs_copier_start(const kvfs_cuda *d, CUcontext context, kvfs_copier *copier, const kvfs_copies *copies,
@@ -89,7 +88,7 @@ cdef class Plan:
         cdef kvfs_regions to, source
         cdef kvfs_copy *copies = NULL
         cdef size_t count
-        if self._copies.to:
+        if self._copies.pieces:
             raise TypeError("a Plan is made once")
         to.items, to.count, source.items, source.count = NULL, 0, NULL, 0
         try:
@@ -97,47 +96,30 @@ cdef class Plan:
             take_regions(&source, sources, "sources")
             copies = take_pieces(pieces, &count)
             plan(copies, &count, to, source)
-            self._keep(copies, count)
+            self._copies, copies = kvfs_copies_of(copies, count), NULL
         finally:
             free(copies)
             free(to.items)
             free(source.items)
 
     def __dealloc__(self):
-        free(self._copies.to)
-        free(self._copies.source)
-        free(self._copies.bytes)
-
-    cdef int _keep(self, const kvfs_copy *copies, size_t count) except -1:
-        cdef size_t i
-        self._copies.to = <CUdeviceptr *>calloc(count + 1, sizeof(CUdeviceptr))
-        self._copies.source = <CUdeviceptr *>calloc(count + 1, sizeof(CUdeviceptr))
-        self._copies.bytes = <size_t *>calloc(count + 1, sizeof(size_t))
-        if not self._copies.to or not self._copies.source or not self._copies.bytes:
-            raise MemoryError
-        for i in range(count):
-            self._copies.to[i] = copies[i].to
-            self._copies.source[i] = copies[i].source
-            self._copies.bytes[i] = copies[i].bytes
-        self._copies.count = count
-        return 0
+        free(self._copies.pieces)
 
     cdef bint _is_engines(self, bint within_device) noexcept:
         if self._copies.count <= 1:
             return True
-        return not within_device and kvfs_copies_bytes(&self._copies) >= self._copies.count * <uint64_t>ENGINE_BYTES
+        return not within_device and self._copies.bytes >= self._copies.count * <uint64_t>ENGINE_BYTES
 
     def __len__(self):
         return self._copies.count
 
     @property
     def total_bytes(self):
-        return kvfs_copies_bytes(&self._copies)
+        return self._copies.bytes
 
     def copies(self):
-        return [
-            (self._copies.to[i], self._copies.source[i], self._copies.bytes[i]) for i in range(self._copies.count)
-        ]
+        cdef kvfs_copy *pieces = self._copies.pieces
+        return [(pieces[i].to, pieces[i].source, pieces[i].bytes) for i in range(self._copies.count)]
 
     def start(self, Stream stream not None, Event done not None, Event after=None):
         cdef CUstream side = stream.get()

@@ -12,6 +12,7 @@
 
 #include <errno.h>
 #include <stdlib.h>
+#include <string.h>
 
 static int by_address(const void *a, const void *b)
 {
@@ -107,24 +108,50 @@ int kvfs_copies_plan(struct kvfs_copy *copies, size_t *count, struct kvfs_region
     return 0;
 }
 
-uint64_t kvfs_copies_bytes(const struct kvfs_copies *copies)
+struct kvfs_copies kvfs_copies_of(struct kvfs_copy *pieces, size_t count)
 {
-    uint64_t total = 0;
-    for (size_t i = 0; i < copies->count; i++)
-        total += copies->bytes[i];
-    return total;
+    struct kvfs_copies copies = {.pieces = pieces, .count = count};
+    for (size_t i = 0; i < count; i++) {
+        copies.bytes += pieces[i].bytes;
+        if (pieces[i].bytes > copies.largest_bytes)
+            copies.largest_bytes = pieces[i].bytes;
+    }
+    return copies;
+}
+
+static CUresult start_each(const struct kvfs_cuda *d, const struct kvfs_copies *c, CUstream stream)
+{
+    CUresult rc = CUDA_SUCCESS;
+    for (size_t i = 0; i < c->count && !rc; i++)
+        rc = d->cuMemcpyAsync(c->pieces[i].to, c->pieces[i].from, c->pieces[i].bytes, stream);
+    return rc;
+}
+
+/* The driver wants each side, and the sizes, in an array of its own. */
+static CUresult start_together(const struct kvfs_cuda *d, const struct kvfs_copies *c, CUstream stream)
+{
+    CUmemcpyAttributes attributes = {.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM};
+    size_t begin = 0, failed = 0;
+    CUdeviceptr *to = malloc(c->count * sizeof(*to)), *from = malloc(c->count * sizeof(*from));
+    size_t *bytes = malloc(c->count * sizeof(*bytes));
+    CUresult rc = CUDA_ERROR_OUT_OF_MEMORY;
+    if (to && from && bytes) {
+        for (size_t i = 0; i < c->count; i++) {
+            to[i] = c->pieces[i].to;
+            from[i] = c->pieces[i].from;
+            bytes[i] = c->pieces[i].bytes;
+        }
+        rc = d->cuMemcpyBatchAsync(to, from, bytes, c->count, &attributes, &begin, 1, &failed, stream);
+    }
+    free(to);
+    free(from);
+    free(bytes);
+    return rc;
 }
 
 static CUresult start(const struct kvfs_cuda *d, const struct kvfs_copies *c, CUstream stream)
 {
-    CUmemcpyAttributes attributes = {.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM};
-    size_t begin = 0, failed = 0;
-    CUresult rc = CUDA_SUCCESS;
-    if (d->cuMemcpyBatchAsync && c->count > 1)
-        return d->cuMemcpyBatchAsync(c->to, c->from, c->bytes, c->count, &attributes, &begin, 1, &failed, stream);
-    for (size_t i = 0; i < c->count && !rc; i++)
-        rc = d->cuMemcpyAsync(c->to[i], c->from[i], c->bytes[i], stream);
-    return rc;
+    return d->cuMemcpyBatchAsync && c->count > 1 ? start_together(d, c, stream) : start_each(d, c, stream);
 }
 
 /* A walk over copies in parts. */
@@ -139,7 +166,7 @@ enum { THREADS = 512, WARP = 32, STEP_BYTES = 4 << 10, MOST_BYTES = 64 << 10, EN
 static uint64_t part_bytes(const struct kvfs_copies *c, unsigned int blocks)
 {
     uint64_t warps = (uint64_t)blocks * (THREADS / WARP);
-    uint64_t even = kvfs_copies_bytes(c) / (warps < ENOUGH ? warps : ENOUGH) / STEP_BYTES * STEP_BYTES;
+    uint64_t even = c->bytes / (warps < ENOUGH ? warps : ENOUGH) / STEP_BYTES * STEP_BYTES;
     return even < STEP_BYTES ? STEP_BYTES : even < MOST_BYTES ? even : MOST_BYTES;
 }
 
@@ -148,15 +175,25 @@ static size_t fill(struct kvfs_copy *pieces, const struct kvfs_copies *c, struct
 {
     size_t count = 0;
     for (; at->copy < c->count && count < KVFS_COPIER_PIECES; count++) {
-        uint64_t left = c->bytes[at->copy] - at->offset;
+        const struct kvfs_copy *whole = &c->pieces[at->copy];
+        uint64_t left = whole->bytes - at->offset;
         uint64_t part = left < at->part_bytes ? left : at->part_bytes;
-        pieces[count] = (struct kvfs_copy){c->to[at->copy] + at->offset, c->from[at->copy] + at->offset, part};
+        pieces[count] = (struct kvfs_copy){whole->to + at->offset, whole->from + at->offset, part};
         at->offset += part;
         if (part == left) {
             at->copy++;
             at->offset = 0;
         }
     }
+    return count;
+}
+
+/* As `fill`, of pieces that are no larger than a part. */
+static size_t fill_whole(struct kvfs_copy *pieces, const struct kvfs_copies *c, struct walk *at)
+{
+    size_t left = c->count - at->copy, count = left < KVFS_COPIER_PIECES ? left : KVFS_COPIER_PIECES;
+    memcpy(pieces, c->pieces + at->copy, count * sizeof(*pieces));
+    at->copy += count;
     return count;
 }
 
@@ -167,7 +204,7 @@ static CUresult launch(const struct kvfs_cuda *d, struct kvfs_copier *copier, co
     CUresult rc = d->cuEventSynchronize(turn->read);
     if (rc)
         return rc;
-    uint64_t count = fill(turn->pieces, copies, at);
+    uint64_t count = (copies->largest_bytes > at->part_bytes ? fill : fill_whole)(turn->pieces, copies, at);
     void *parameters[] = {&turn->device, &count};
     rc = d->cuLaunchKernel(copier->kernel, blocks, 1, 1, THREADS, 1, 1, 0, stream, parameters, NULL);
     return rc ? rc : d->cuEventRecord(turn->read, stream);

@@ -27,12 +27,15 @@ int kvfs_regions_sort(struct kvfs_regions regions);
 int kvfs_copies_plan(struct kvfs_copy *copies, size_t *count, struct kvfs_regions to, struct kvfs_regions from,
                      size_t *bad);
 
+/* A plan: pieces as the kernel's list has them, so that most are copied there as they are. */
 struct kvfs_copies {
-    CUdeviceptr *to, *from;
-    size_t *bytes, count;
+    struct kvfs_copy *pieces;
+    size_t count;
+    uint64_t bytes, largest_bytes;
 };
 
-uint64_t kvfs_copies_bytes(const struct kvfs_copies *copies);
+/* Takes `count` planned pieces, which are the plan's from now on. */
+struct kvfs_copies kvfs_copies_of(struct kvfs_copy *pieces, size_t count);
 
 /* Starts all copies on `stream` as a batch of the driver's, behind `after` (NULL: nothing), and records `done` behind
  * them. Where it fails nothing of it is in flight any more, and what the destinations hold is not known. */
