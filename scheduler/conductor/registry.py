@@ -31,7 +31,7 @@ from kvfs.limits import (
     UNREACHABLE_S,
 )
 from scheduler.conductor.planning.planner import Role
-from scheduler.conductor.pool import Member, Options, Pool, keyed_by
+from scheduler.conductor.pool import Member, Options, Pool
 from scheduler.conductor.sources import Knowledge, Sources, Stream, StreamName
 from scheduler.conductor.values import EngineMetrics, Instance, unless_awaited
 
@@ -307,9 +307,9 @@ def _are_ranks(one: Instance, other: Instance) -> bool:
 
 
 def _check_rank(instance: Instance, others: Iterable[Instance]) -> None:
-    """Check that the ranks behind one address differ in their number, and in nothing that blocks depend on.
+    """Check that the ranks behind one address differ in their number, and are of one model: its pool checks the rest.
 
-    Raises InvalidRequest naming the difference, InvalidNamespace, LimitExceeded.
+    Raises InvalidRequest naming the difference, LimitExceeded.
     """
     rank = instance.data_parallel_rank
     if rank is not None and not 0 <= rank < MAX_ENGINE_STREAMS:
@@ -323,17 +323,11 @@ def _check_rank(instance: Instance, others: Iterable[Instance]) -> None:
             raise InvalidRequest(
                 f"instance {instance.name!r}: {other.name!r} is rank {rank} of {other.url} already"
             )
-        mine, theirs = keyed_by(instance), keyed_by(other)
-        pairs = [
-            ("model", instance.model, other.model),
-            *((name, mine[name], theirs[name]) for name in theirs),
-        ]
-        for name, own, its in pairs:
-            if own != its:
-                raise InvalidRequest(
-                    f"instance {instance.name!r}: {name} is {own!r}, but {its!r} in rank {other.data_parallel_rank} "
-                    "behind the same address; ranks of one engine share all that blocks are keyed by"
-                )
+        if instance.model != other.model:
+            raise InvalidRequest(
+                f"instance {instance.name!r}: model is {instance.model!r}, but {other.model!r} in rank "
+                f"{other.data_parallel_rank} behind the same address"
+            )
 
 
 def _check_instance(instance: Instance, others: Iterable[Instance]) -> None:

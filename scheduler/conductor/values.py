@@ -72,6 +72,11 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     """The rank behind `url` that it is, of several: requests go to it by `X-Data-Parallel-Rank`. None: it is all there
     is behind `url`."""
 
+    @property
+    def server(self) -> str:
+        """Return what tells servers apart that are asked for health and metrics: data-parallel ranks share one."""
+        return self.name if self.data_parallel_rank is None else self.url
+
 
 def peer_between(holder: Instance, reader: Instance) -> str:
     """Return where the node of `reader` reads the blocks of another node's store; empty where there is none."""

@@ -1,15 +1,17 @@
-"""Whether instances are there: each that requests are sent to is asked at `/health`, and is out until it answers.
+"""Whether instances are there: the server of each that requests are sent to is asked at `/health`; it is out until that
+answers.
 
-Responsibility: ask each instance over a connection that is kept, and tell the registry who is out and who is back.
+Responsibility: ask each server over a connection that is kept, and tell the registry which instances are out and which
+are back: data-parallel ranks are out and back together.
 
 Invariants:
-- An instance that answers 5xx, takes no connection, or is silent for limits.HEALTH_TIMEOUT_S is out within 2 s of its
+- A server that answers 5xx, takes no connection, or is silent for limits.HEALTH_TIMEOUT_S is out within 2 s of its
   last answer, and back with the next one that comes in time.
 - Silence counts in looks, one each limits.HEALTH_LOOK_S: time in which this process itself stood still is none, and
   what failed while it did, for limits.HEALTH_LATE_S or longer, is asked again.
-- One question at a time goes to each instance; those of many are spread over HEALTH_ASK_INTERVAL_S.
+- One question at a time goes to each server; those of many are spread over HEALTH_ASK_INTERVAL_S.
 
-Concurrency: a trio task for each instance, and `run`, which alone judges silence.
+Concurrency: a trio task for each server, and `run`, which alone judges silence.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ SPREAD = 0.618034
 
 
 class Connection(Protocol):
-    """Where one instance is asked."""
+    """Where one server is asked."""
 
     async def status(self, path: str) -> int:
         """Return the status of the answer. Raises GetFailed."""
@@ -51,16 +53,16 @@ class Connection(Protocol):
 
 
 def connection_to(url: str, authorities: Path | None = None) -> Connection:
-    """Return where an instance is asked; `authorities`: see `client_context`."""
+    """Return where a server is asked; `authorities`: see `client_context`."""
     return KeptConnection(url, MAX_HEALTH_BYTES, authorities)
 
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """An instance that is asked."""
+    """A server that is asked."""
 
-    pool: Pool
-    member: Member
+    instances: list[tuple[Pool, Member]]
+    """Who is out while it does not answer."""
     connection: Connection
     first_s: float
     """How long to wait before it is first asked."""
@@ -75,7 +77,8 @@ class HealthWatch:
 
     def __init__(self, registry: Registry, connect: Callable[[str], Connection] = connection_to) -> None:
         self._registry, self._connect = registry, connect
-        self._asked: dict[Member, _Asked] = {}
+        self._asked: dict[tuple[str, str], _Asked] = {}
+        """By name and URL: a name may be registered anew, with another one."""
         self._started = 0
 
     async def run(self) -> None:
@@ -88,17 +91,23 @@ class HealthWatch:
                 self._look()
 
     def _follow(self, nursery: trio.Nursery) -> None:
-        """Ask the instances that are registered, and no others."""
-        members = {member: pool for pool, member in self._registry.members() if member.instance.routable}
-        for member in [each for each in self._asked if each not in members]:
-            self._asked.pop(member).gone.cancel()
-        for member, pool in members.items():
-            if member not in self._asked:
-                self._started += 1
-                first_s = self._started * SPREAD % 1 * HEALTH_ASK_INTERVAL_S
-                asked = _Asked(pool, member, self._connect(member.instance.url), first_s)
-                self._asked[member] = asked
-                nursery.start_soon(self._keep_asking, asked)
+        """Ask the servers of the instances that are registered, and no others."""
+        found: dict[tuple[str, str], list[tuple[Pool, Member]]] = {}
+        for pool, member in self._registry.members():
+            instance = member.instance
+            if instance.routable:
+                found.setdefault((instance.server, instance.url), []).append((pool, member))
+        for server in [each for each in self._asked if each not in found]:
+            self._asked.pop(server).gone.cancel()
+        for server, instances in found.items():
+            if server in self._asked:
+                self._asked[server].instances = instances
+                continue
+            self._started += 1
+            first_s = self._started * SPREAD % 1 * HEALTH_ASK_INTERVAL_S
+            asked = _Asked(instances, self._connect(server[1]), first_s)
+            self._asked[server] = asked
+            nursery.start_soon(self._keep_asking, asked)
 
     def _look(self) -> None:
         """Put out who has owed an answer for too long."""
@@ -141,5 +150,6 @@ class HealthWatch:
         return fault is not None
 
     def _note(self, asked: _Asked, fault: str) -> None:
-        if asked.member.down != fault:
-            self._registry.set_down(asked.pool, asked.member, fault)
+        for pool, member in asked.instances:
+            if member.down != fault:
+                self._registry.set_down(pool, member, fault)

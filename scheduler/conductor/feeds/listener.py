@@ -107,7 +107,7 @@ class Listener:
 
     async def _probe_all(self, nursery: trio.Nursery) -> None:
         while True:
-            for key, instances in _by_address(self._registry.instances()).items():
+            for key, instances in _by_server(self._registry.instances()).items():
                 if key not in self._probing:
                     self._probing.add(key)
                     nursery.start_soon(self._probe, key, instances)
@@ -204,10 +204,10 @@ class Listener:
             self._probing.discard(key)
 
 
-def _by_address(instances: Iterable[Instance]) -> dict[str, list[Instance]]:
-    """Group the instances that requests are sent to by who is asked for their metrics: ranks by their address."""
+def _by_server(instances: Iterable[Instance]) -> dict[str, list[Instance]]:
+    """Group the instances that requests are sent to by who is asked for their metrics."""
     found: dict[str, list[Instance]] = {}
     for each in instances:
         if each.routable:
-            found.setdefault(each.name if each.data_parallel_rank is None else each.url, []).append(each)
+            found.setdefault(each.server, []).append(each)
     return found

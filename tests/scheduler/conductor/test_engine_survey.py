@@ -348,8 +348,7 @@ async def test_ranks_are_instances_and_those_that_differ_are_refused_with_what_d
             other = both + info(engine="2", weights="others", store_topic="") + running(0, 1, 2)
             engine.said = engine.said._replace(metrics=other)
             await until(lambda: not names(service))
-            assert "weights is 'others', but" in caplog.text
-            assert "in rank 0 behind the same address" in caplog.text
+            assert "weights is 'others', but in the pool of" in caplog.text
             engine.said = engine.said._replace(metrics=both + running(0, 1))
             await until(lambda: names(service) == ranks)
         nursery.cancel_scope.cancel()

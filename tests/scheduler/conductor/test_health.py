@@ -203,6 +203,38 @@ async def test_only_those_that_requests_are_sent_to_are_asked_and_none_that_is_r
         assert (stand.up(), stand.servers["b"].open) == ({"a", "b", "c"}, 1)
 
 
+async def test_ranks_behind_one_address_are_asked_once_and_are_out_and_back_together(
+    autojump_clock: MockClock,
+) -> None:
+    async with watching("a") as stand:
+        for rank in range(4):
+            stand.made.registry.add(instance(f"r{rank}", url="http://ranks.test", data_parallel_rank=rank))
+        await trio.sleep(2)
+        assert (stand.up(), stand.servers["ranks"].open) == ({"a", "r0", "r1", "r2", "r3"}, 1)
+        assert len(stand.servers["ranks"].asked_s) <= 4
+        stopped(stand.servers["ranks"])
+        await trio.sleep(2)
+        assert (stand.up(), stand.outs) == ({"a"}, 4)
+        stand.servers["ranks"].well()
+        stand.made.remove("r0")
+        await trio.sleep(2)
+        assert (stand.up(), stand.servers["ranks"].open) == ({"a", "r1", "r2", "r3"}, 1)
+        for rank in range(1, 4):
+            stand.made.remove(f"r{rank}")
+        await trio.sleep(1)
+        assert stand.servers["ranks"].open == 0
+
+
+async def test_one_that_is_registered_anew_is_asked_at_its_new_address(autojump_clock: MockClock) -> None:
+    async with watching("a", "b") as stand:
+        stand.made.remove("b")
+        stand.made.registry.add(instance("b", url="http://elsewhere.test"))
+        await trio.sleep(1)
+        killed(stand.servers["elsewhere"])
+        await trio.sleep(2)
+        assert (stand.up(), stand.servers["b"].open) == ({"a"}, 0)
+
+
 def test_what_is_found_of_one_that_was_removed_meanwhile_changes_nothing() -> None:
     made = conductor(Clock(), instance("a"), instance("b"))
     pool, member = made.registry.member("b")

@@ -121,9 +121,9 @@ DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
     "model": ({"model": "other"}, "model is 'other', but 'm' in rank 0 behind the same address"),
     "block size": (
         {"namespace": NAMESPACE.as_mapping() | {"block_tokens": 32}},
-        "block_tokens is 32, but 16 in rank 0",
+        "block_tokens is 32, but in the pool of 'm' 16",
     ),
-    "weights": ({"weights": "others"}, "weights is 'others', but '' in rank 0"),
+    "weights": ({"weights": "others"}, "weights is 'others', but in the pool of 'm' ''"),
     "the same rank": ({"data_parallel_rank": 0}, "'e@0' is rank 0 of http://e.test:8000 already"),
 }
 
