@@ -405,6 +405,12 @@ class Model:
     ],
     False,
 )
+@example(  # cut off in the middle of what is in memory, and grown again: zeros
+    3, [("write", 0, 5000), ("truncate", 9, 0), ("truncate", 5000, 0)], False
+)
+@example(  # the same of what is on the device
+    4, [("write", 0, EXTENT), ("flush", 0, 0), ("truncate", 9, 0), ("truncate", EXTENT, 0)], False
+)
 @example(  # grown since it was made durable: as large as it was then
     2, [("write", 0, 5000), ("persist", 0, 0), ("write", 5000, EXTENT * 2), ("flush", 0, 0)], True
 )
