@@ -281,6 +281,7 @@ from kvfs.client import connect
 with connect(sys.argv[1]) as client:
     names = [entry.name for entry in client.list("bucket/")]
     print("ready", flush=True)
+    sys.stdin.readline()
     try:
         client.evict(*names)
     except Exception:
@@ -289,9 +290,18 @@ with connect(sys.argv[1]) as client:
 
 
 def _python(code: str, argument: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", code, str(argument)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    """Start Python code, and wait until it says that it is ready."""
+    started = subprocess.Popen(
+        [sys.executable, "-c", code, str(argument)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
     )
+    assert started.stdout is not None
+    started.stdout.readline()
+    return started
 
 
 def test_a_kill_amid_notifications_holds_nobody_up(service: Service) -> None:
@@ -302,14 +312,14 @@ def test_a_kill_amid_notifications_holds_nobody_up(service: Service) -> None:
         bucket.mkdir(exist_ok=True)
         for n in range(500):
             (bucket / f"evicted-{n}").write_bytes(b"x")
+        # The creators last: they create for as long as another start takes, which the next start has to go through.
         with (
+            _python(EVICTOR, service.mount) as evictor,
             _python(CREATOR, bucket) as one,
             _python(CREATOR, bucket) as two,
-            _python(EVICTOR, service.mount) as evictor,
         ):
-            for caller in (one, two, evictor):
-                assert caller.stdout is not None
-                caller.stdout.readline()
+            assert evictor.stdin is not None
+            evictor.stdin.write("begin\n")
             # Not synchronisation: each round meets another moment of the eviction.
             sleep(0.02 + 0.01 * round_number)
             killed = service.running
