@@ -96,22 +96,32 @@ MODULES = {
 """Module -> the C files beside its `.pyx`, or in another room, that it is made of."""
 
 
+UTILITY_CODE = "kvfs._native.shared._kvfs_utility_code"
+"""What Cython would write into each module that needs it: memoryviews, of which gcc compiles one copy in 4 s. It is in
+sys.modules by its last name alone too, which is therefore nobody else's."""
+
+
 def native_module(name: str, sources: list[str]) -> Extension:
-    room = NATIVE / name.split(".")[0]
     return Extension(
-        f"kvfs._native.{name}",
-        [str(NATIVE / f"{name.replace('.', '/')}.pyx"), *(str(room / f"{source}.c") for source in sources)],
+        name,
+        sources,
         depends=[str(path) for path in NATIVE.glob("*/*.h")],
         include_dirs=[str(NATIVE)],
         extra_compile_args=[*FLAGS, *SANITIZE],
         extra_link_args=["-pthread", *SANITIZE],
-        **LIBRARIES.get(name, {}),
+        **LIBRARIES.get(name.removeprefix("kvfs._native."), {}),
     )
 
 
 def native_modules() -> list[Extension]:
+    modules = [native_module(UTILITY_CODE, [f"{UTILITY_CODE.replace('.', '/')}.c"])]
+    for name, sources in MODULES.items():
+        seam = NATIVE / name.replace(".", "/")
+        paths = [seam.with_suffix(".pyx"), *(seam.parent / f"{source}.c" for source in sources)]
+        modules.append(native_module(f"kvfs._native.{name}", [str(path) for path in paths]))
     return cythonize(
-        [native_module(name, sources) for name, sources in MODULES.items()],
+        modules,
+        shared_utility_qualified_name=UTILITY_CODE,
         build_dir=os.environ.get("KVFS_CYTHON_DIR", "build/cython"),
         # Another start method runs this file again in each process.
         nthreads=len(os.sched_getaffinity(0)) if multiprocessing.get_start_method() == "fork" else 0,
