@@ -17,6 +17,7 @@ import pytest
 from kvfs.system import linux
 from tests.support.door import ON_DIRECTORY, TEST_MODES
 from tests.support.posix import opened, pattern, start_child, wait_child
+from tests.support.seeds import SEED, rounds
 from tests.support.service import Service, has_written
 from tests.support.waits import eventually
 
@@ -352,12 +353,13 @@ def test_a_stop_in_the_middle_of_a_synced_rewrite_is_no_damage(service: Service)
     assert path.read_bytes() == b"first second"
 
 
+@pytest.mark.seeded
 def test_attributes_can_be_set_just_after_a_close(service: Service) -> None:
     """Whatever is becoming of the file then: a draft, being published, on its way to NVMe, or replaced once more."""
     directory = service.mount / "bucket/pinned"
     directory.mkdir(parents=True)
-    order = random.Random(57)
-    for number in range(400):
+    order = random.Random(SEED)
+    for number in range(rounds(200, 400)):
         path = directory / f"{order.randrange(8)}"
         if order.random() < 0.3:
             (directory / "aside").write_bytes(order.randbytes(order.randrange(20_000)))

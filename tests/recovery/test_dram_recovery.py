@@ -37,7 +37,7 @@ from kvfs.system import linux
 from tests.support.door import need_mount
 from tests.support.posix import pattern
 from tests.support.processes import Helper
-from tests.support.seeds import SEED
+from tests.support.seeds import SEED, rounds
 from tests.support.service import fork_python
 from tests.support.store_writer import DIGESTS, UNIT
 from tests.support.stores import (
@@ -61,7 +61,7 @@ from tiers.recovery.start import StoreOptions, open_store
 from tiers.recovery.startup import Startup
 from tiers.store.store import Store
 
-ROUNDS: Final = int(os.environ.get("KVFS_TEST_ROUNDS", "6"))
+ROUNDS: Final = int(os.environ.get("KVFS_TEST_ROUNDS", rounds(3, 6)))
 CAPACITY_BYTES: Final = 32 * MIB
 
 
@@ -798,7 +798,7 @@ def test_flipped_bits_of_the_index_cost_names_and_never_make_wrong_ones(data: Pa
     os.truncate(index, -(-len(content) // 4096) * 4096)  # it is a hole from there on, which a copy would fill
     shutil.copytree(data, data.parent / "good")
     kept = dropped = 0
-    for _ in range(60):
+    for _ in range(rounds(30, 60)):
         shutil.rmtree(data)
         shutil.copytree(data.parent / "good", data)
         for _ in range(chance.choice([1, 8, 200])):
