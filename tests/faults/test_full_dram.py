@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -31,6 +32,7 @@ from tests.support.gateway import Gateway, gateway
 from tests.support.stores import NAMESPACE
 from tests.support.waits import eventually
 from tiers.model.objects import Name, ObjectInfo
+from tiers.model.tier import Extent
 from tiers.sessions.answers import send_objects
 from tiers.sessions.channel import OpenedFrame, close_all
 from tiers.store.store import Store
@@ -236,6 +238,60 @@ def test_one_object_too_large_to_be_read_now_costs_the_others_of_its_batch_nothi
     trio.run(check)
     assert statuses == [0, errno.EAGAIN, 0]
     assert read == [bytes_of(names[0], sizes[0]), bytes_of(names[2], sizes[2])]
+
+
+def test_reads_of_one_moment_look_once_at_what_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look costs the service's thread milliseconds. Who writes has everything looked at all the same."""
+    names = [Name(b"b", b"%d" % number) for number in range(3)]
+
+    def find(store: Store, name: Name) -> ObjectInfo:
+        found = store.lookup(name)
+        assert isinstance(found, ObjectInfo)
+        return found
+
+    async def check() -> None:
+        async with running(tmp_path) as store:
+            store.create_bucket(b"b", uid=0, gid=0)
+            for name in names:
+                put(store, name, MIB // 4)
+            await until_written(store, 3)
+            store.evict(names=names)
+            held: list[int] = []
+            with suppress(errors.NoSpace):
+                for number in itertools.count():
+                    name = Name(b"b", b"held%d" % number)
+                    put(store, name, MIB // 4)
+                    held.append(store.open_read(find(store, name), uid=0))
+            looked: Counter[Extent] = Counter()
+            is_held = store.dram.held
+
+            def count(extent: Extent) -> bool:
+                looked[extent] += 1
+                return is_held(extent)
+
+            monkeypatch.setattr(store.dram, "held", count)
+            monkeypatch.setattr(limits, "HELD_AGAIN_S", 1e9)
+            store.evict(1)  # by whom else the room was looked for does not matter
+            assert set(looked.values()) == {1}
+            looked.clear()
+            for name in names[:2]:
+                info, descriptor = await store.lease(find(store, name), uid=0)
+                assert info.extent is None
+                assert os.pread(descriptor, MIB, 0) == bytes_of(name, MIB // 4)
+                held.append(descriptor)
+            assert not looked
+            with pytest.raises(errors.NoSpace):
+                store.reserve(MIB // 4, uid=0)
+            assert len(looked) >= len(held) - 3
+            close_all(held)
+            monkeypatch.setattr(limits, "HELD_AGAIN_S", 0.0)
+            info, descriptor = await store.lease(find(store, names[2]), uid=0)
+            os.close(descriptor)
+            assert info.extent is not None
+
+    trio.run(check)
 
 
 @pytest.mark.parametrize("status", [errno.EAGAIN, errno.EIO, errno.ENOSPC])

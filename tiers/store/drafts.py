@@ -29,15 +29,20 @@ class Drafts:
         self._room = room
         self._is_share_near = False
 
-    def reserve(self, size_bytes: int = 0, *, uid: int, kept_bytes: int = 0) -> Draft:
-        """Grant an empty draft, evicting for its room; with `kept_bytes` as `DramTier.reserve` does. Raises NoSpace,
-        ObjectTooLarge, QuotaExceeded."""
+    def reserve(self, size_bytes: int = 0, *, uid: int, kept_bytes: int = 0, insists: bool = True) -> Draft:
+        """Grant an empty draft, evicting for its room; with `kept_bytes` as `DramTier.reserve` does.
+
+        Who does not insist gets none for a moment after everything was found in use. Raises NoSpace, ObjectTooLarge,
+        QuotaExceeded.
+        """
         if size_bytes <= self._dram.largest_object_bytes:  # else `reserve` below says that it is too large
             self._space.check_quota(uid, held_bytes=self._dram.charged_bytes(uid), more_bytes=size_bytes)
         self._space.check_drafts(uid)
         try:
             extent = self._dram.reserve(size_bytes, kept_bytes=kept_bytes)
         except NoSpace:
+            if not insists and self._room.is_stuck:
+                raise
             extent = self._with_room(size_bytes, lambda: self._dram.reserve(size_bytes))
         self._space.opened(uid, size_bytes)
         self._watch_shares()

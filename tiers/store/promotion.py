@@ -92,7 +92,7 @@ class Promoter:
         self, info: ObjectInfo, uid: int, fill: Callable[[ObjectInfo, int], Awaitable[int | None]]
     ) -> ObjectInfo:
         """Have a draft's file filled, and publish it. `fill` returns the checksum, if it knows that of the whole."""
-        draft = self._drafts.reserve(info.size_bytes, uid=uid)
+        draft = self._drafts.reserve(info.size_bytes, uid=uid, insists=False)
         try:
             descriptor = self._drafts.open(draft)
             try:

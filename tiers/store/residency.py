@@ -184,6 +184,11 @@ class Residency:
         finally:
             self._spares_in_flight = True
 
+    @property
+    def is_stuck(self) -> bool:
+        """Return whether eviction has just found everything held by somebody: who can do without room need not ask."""
+        return time.monotonic() < self._evictor.stuck_s + limits.HELD_AGAIN_S
+
     def maintain(self) -> None:
         """Free what holders have closed, and evict down to the headroom. Cheap when there is nothing to do."""
         self._sweep()
