@@ -234,10 +234,12 @@ class Log:
         await self.sync_now()
 
     async def close(self) -> None:
-        """Close the open segment with a footer, so that the next start reads it fast."""
+        """Close the open segment with a footer, so that the next start reads it fast; what a reclaim has evicted that
+        was not done counts no more."""
         if not self._closed:
             self._closed = True
             try:
+                await self._notes.write_unlogged(self.queue.entries, self.writer.next_sequence)
                 await self.writer.finish()
                 await self.pool.endings.finish()
             finally:
