@@ -34,7 +34,16 @@ class Pool:
         return self.blocks.seal(draft, self.here.client, header(number), checksum(number))
 
     def has(self, *numbers: int) -> list[bool]:
-        return [bool(self.blocks.match([header(number).key.digest])) for number in numbers]
+        return [each is not None for each in self.find(*numbers)]
+
+    def find(self, *numbers: int) -> list[Sealed | None]:
+        return self.blocks.find([header(number).key.digest for number in numbers], 0)
+
+
+def found(pool: Pool, number: int) -> Sealed:
+    [sealed] = pool.find(number)
+    assert sealed is not None
+    return sealed
 
 
 def payload(number: int) -> bytes:
@@ -80,15 +89,18 @@ def test_the_first_seal_wins(pool: Pool) -> None:
     assert pool.tier.usage().used_bytes == used
 
 
-def test_a_match_is_contiguous(pool: Pool) -> None:
+def test_a_block_is_found_in_its_bucket_alone(pool: Pool) -> None:
     sealed = [pool.put(number) for number in (0, 1, 3)]
-    assert pool.blocks.match([header(number).key.digest for number in range(4)]) == sealed[:2]
+    assert pool.find(0, 1, 2, 3) == [*sealed[:2], None, sealed[2]]
+    assert pool.blocks.find([header(0).key.digest], 1) == [None]
+    pool.blocks.remove_other_buckets({1})
+    assert len(pool.blocks) == 0
 
 
 def test_capacity_shrinks_once_clients_unmap(pool: Pool) -> None:
     for number in range(5):
         pool.put(number)
-    last = pool.blocks.match([header(4).key.digest])[0]
+    last = found(pool, 4)
     with pool.here.lease(last.extent) as lease:
         evicted = pool.blocks.resize(MIB)
         assert evicted == 1
@@ -138,7 +150,7 @@ def test_segments_outlive_the_service(pool: Pool) -> None:
     assert [extent is not None for extent in extents] == [True, True, False]
     assert fresh.has(0, 1, 2) == [True, True, False]
     for number in (0, 1):
-        with fresh.here.lease(fresh.blocks.match([header(number).key.digest])[0].extent) as lease:
+        with fresh.here.lease(found(fresh, number).extent) as lease:
             assert lease.bytes() == payload(number)
     assert fresh.tier.place(fresh.put(5).extent).segment == 1, (
         "nobody knows who still writes to an old segment"

@@ -10,7 +10,7 @@ Concurrency: the service's thread only.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from kvfs import limits
 from kvfs.errors import NoSpace
@@ -31,20 +31,20 @@ class BlockPool:
         self._policy = policy
         self._clock = clock
         self._extents: dict[bytes, Sealed] = {}
+        self.evicted = 0
 
     def __len__(self) -> int:
         return len(self._extents)
 
-    def match(self, digests: Sequence[bytes]) -> list[Sealed]:
-        """Return the blocks of the first digests that are all here, and note their use."""
+    def find(self, digests: Sequence[bytes], bucket_id: int) -> list[Sealed | None]:
+        """Return for each digest the block of this bucket, None where there is none, and note its use."""
         now = self._clock()
-        hits = []
-        for digest in digests:
-            if (sealed := self._extents.get(digest)) is None:
-                break
-            self._policy.touch(digest, now)
-            hits.append(sealed)
-        return hits
+        found = [self._extents.get(digest) for digest in digests]
+        found = [each if each and each.header.bucket_id == bucket_id else None for each in found]
+        for digest, sealed in zip(digests, found, strict=True):
+            if sealed is not None:
+                self._policy.touch(digest, now)
+        return found
 
     def reserve(self, size_bytes: int, client: PoolClient) -> Extent:
         """Reserve a draft; others are evicted for it. Raises NoSpace, ObjectTooLarge, Superseded."""
@@ -61,6 +61,7 @@ class BlockPool:
         victims = [digest for group in self._policy.victims(size_bytes, self._clock()) for digest in group]
         for digest in victims:
             self.remove(digest)
+        self.evicted += len(victims)
         return len(victims)
 
     def seal(
@@ -85,6 +86,12 @@ class BlockPool:
             parent=header.parent if any(header.parent) else None,
             now=self._clock(),
         )
+
+    def remove_other_buckets(self, bucket_ids: Container[int]) -> None:
+        """Drop the blocks of buckets that are not among these."""
+        others = [digest for digest, each in self._extents.items() if each.header.bucket_id not in bucket_ids]
+        for digest in others:
+            self.remove(digest)
 
     def remove(self, digest: bytes) -> bool:
         """Drop a block; return whether it was here."""

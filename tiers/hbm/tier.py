@@ -132,6 +132,21 @@ class HbmTier:
         for number in client.blocked:
             self._reopen(number)
 
+    @property
+    def clients(self) -> int:
+        """Return how many clients there are, with those that have ended and are still waited for."""
+        return len(self._clients)
+
+    @property
+    def segment_bytes(self) -> int:
+        """Return the size of a segment."""
+        return self._allocator.segment_bytes
+
+    @property
+    def physical_bytes(self) -> int:
+        """Return what the tier takes of the device."""
+        return self._segments.physical_bytes
+
     # --- drafts -----------------------------------------------------------------------------------------
     def reserve(self, size_bytes: int, client: PoolClient) -> Extent:
         """Reserve a draft of this size, with any bytes in it. Raises NoSpace, ObjectTooLarge, Superseded."""
