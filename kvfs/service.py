@@ -50,7 +50,12 @@ from tiers.data_dir import lock_holder, open_home
 from tiers.device.device import Device, open_device
 from tiers.dram.layout import remove_kept
 from tiers.events.publisher import EventDoor, open_events
+from tiers.eviction.policy import policy_named
 from tiers.fsck.scrub import Scrub
+from tiers.hbm.device_pools import DevicePools
+from tiers.hbm.opened_devices import open_devices
+from tiers.model.objects import Change, ChangeKind
+from tiers.model.tier import Kind
 from tiers.recovery.start import NvmeOptions, StoreOptions, start_store
 from tiers.sessions.server import SessionServer
 from tiers.store.store import Store
@@ -272,6 +277,30 @@ def drop_kept(data: Path) -> int:
         home.close(clean=False)
 
 
+def open_pools(settings: Settings, store: Store) -> DevicePools | None:
+    """Return the pools of GPU memory, which drop what is removed from the store; None where none are configured."""
+    if settings.hbm.capacity is None:
+        return None
+    devices, missing = open_devices(settings.hbm.capacity, settings.hbm.device)
+    pools = DevicePools(
+        devices,
+        policy=partial(policy_named, settings.store.policy),
+        expected=store.checksum,
+        missing=missing,
+    )
+
+    def drop(change: Change) -> None:
+        if change.kind is not ChangeKind.REMOVED or change.evicted or not pools.has_pools:
+            return
+        if change.key is not None and change.key.kind is Kind.BLOCK:
+            pools.remove(change.key.digest)
+        elif change.name is not None and not change.name.key:
+            pools.remove_other_buckets({bucket.bucket_id for bucket in store.buckets()})
+
+    store.listeners.append(drop)
+    return pools
+
+
 async def run(
     settings: Settings, started: Callable[[Running], None], takes: Callable[[Takes], None] = lambda _: None
 ) -> None:
@@ -308,9 +337,10 @@ async def _serve(
     mount = _make_mount(settings, store)
     scrub = Scrub(store, settings.nvme.scrub_rate)
     cluster = make_cluster(settings.cluster, store)
-    sessions = _session_server(settings, store, mount, scrub, events, cluster)
+    pools = open_pools(settings, store)
+    sessions = _session_server(settings, store, mount, scrub, events, cluster, pools)
     async with trio.open_nursery() as upkeep:
-        upkeep.start_soon(_maintain, store)
+        upkeep.start_soon(_maintain, store, pools)
         upkeep.start_soon(store.run)
         upkeep.start_soon(scrub.run)
         upkeep.start_soon(events.run)
@@ -323,13 +353,17 @@ async def _serve(
             with stop:
                 async with trio.open_nursery() as network:
                     listening = await _start_gateway(workers, network)
-                    await _serve_mount(mount, partial(_describe, settings, store, mount, listening), started)
+                    await _serve_mount(
+                        mount, partial(_describe, settings, store, mount, pools, listening), started
+                    )
                     network.cancel_scope.cancel()
             if not stop.cancel_called:
                 begin_stop(stop, watchdog, str(mount.failure or f"{settings.mount.path} was unmounted"))
             sessions.stop()
             doors.cancel_scope.deadline = trio.current_time() + limits.STOP_WAIT_S / 2
         upkeep.cancel_scope.cancel()
+    if pools is not None:
+        pools.close()
     if mount.failure is not None:
         raise mount.failure
 
@@ -353,6 +387,7 @@ def _session_server(
     scrub: Scrub,
     events: EventDoor,
     cluster: RunningCluster | None,
+    pools: DevicePools | None,
 ) -> SessionServer:
     latencies = Latencies()
     return SessionServer(
@@ -368,6 +403,7 @@ def _session_server(
             "scrub": scrub.status(),
             "events": events.status(),
             **({} if cluster is None else {"cluster": cluster.status()}),
+            **({} if pools is None else {"hbm": pools.status()}),
             "latencies": {"session": latencies.status(), "mount": mount.latencies.status()},
         },
         latencies=latencies,
@@ -411,7 +447,7 @@ async def _serve_mount(
         notify("READY=1", f"STATUS={capacity} of DRAM, {where}")
 
 
-async def _maintain(store: Store) -> None:
+async def _maintain(store: Store, pools: DevicePools | None) -> None:
     """Do the upkeep every MAINTAIN_INTERVAL_S and soon after a change; notify the manager's watchdog."""
     changed = trio.Event()
 
@@ -429,6 +465,8 @@ async def _maintain(store: Store) -> None:
         changed = trio.Event()
         try:
             store.maintain()
+            if pools is not None:
+                pools.sweep()
         except KvfsError as error:
             log.log(error.log_level, "upkeep: %s", error)
         await trio.sleep(limits.MAINTAIN_PAUSE_S)
@@ -444,7 +482,9 @@ def _missing(store: Store, mount: Served) -> list[str]:
     ]
 
 
-def _describe(settings: Settings, store: Store, mount: Served, listening: Listening | None) -> Running:
+def _describe(
+    settings: Settings, store: Store, mount: Served, pools: DevicePools | None, listening: Listening | None
+) -> Running:
     usage, lower = store.dram.usage(), store.journal.usage()
     return Running(
         data=store.data_dir,
@@ -459,5 +499,5 @@ def _describe(settings: Settings, store: Store, mount: Served, listening: Listen
         socket=settings.socket_path,
         s3=None if listening is None else str(listening),
         page=None if listening is None else listening.page,
-        missing=tuple(_missing(store, mount)),
+        missing=(*_missing(store, mount), *(pools.missing if pools is not None else [])),
     )

@@ -48,6 +48,9 @@ class ServeOptions:
     nvme: Annotated[
         str | None, typer.Option(metavar="SIZE", help='NVMe capacity, preallocated; "0": none.')
     ] = None
+    hbm: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="GPU memory for blocks, of each GPU; default: none.")
+    ] = None
     keep: Annotated[
         bool | None, typer.Option("--keep/--no-keep", help="Leave the objects in memory for the next start.")
     ] = None
@@ -71,6 +74,7 @@ class ServeOptions:
             ("mount", "path"): self.mount,
             ("mount", "mode"): "off" if self.no_mount else "native" if self.no_passthrough else self.mode,
             ("store", "data"): self.data,
+            ("hbm", "capacity"): self.hbm,
             ("dram", "capacity"): self.dram,
             ("dram", "slots"): self.slots,
             ("dram", "keep"): self.keep,

@@ -116,6 +116,8 @@ def _counts(status: Mapping[str, Any]) -> Table:
             _nvme_rows(counts, tier)
         if tier["name"] == "cold":
             _cold_rows(counts, tier)
+    if "hbm" in status:
+        _hbm_rows(counts, status["hbm"])
     if status.get("scrub", {}).get("rate_bytes_s"):
         counts.add_row("scrub", _scrub_text(status["scrub"]))
     if "cluster" in status:
@@ -124,6 +126,17 @@ def _counts(status: Mapping[str, Any]) -> Table:
             counts.add_row("directory", directory_line(status["cluster"]["directory"]))
     counts.add_row("sessions", f"{status['sessions']}, with {status['session_drafts']} drafts")
     return counts
+
+
+def _hbm_rows(counts: Table, hbm: Mapping[str, Any]) -> None:
+    for lack in hbm["missing"]:
+        counts.add_row("missing", lack)
+    used, capacity = format_size(hbm["used_bytes"]), format_size(hbm["capacity_bytes"])
+    counts.add_row(
+        "GPU memory",
+        f"{used} of {capacity} on {len(hbm['devices'])} devices, {hbm['blocks']} blocks, {hbm['clients']} processes; "
+        f"{hbm['hits']} hits, {hbm['misses']} misses",
+    )
 
 
 def _scrub_text(scrub: Mapping[str, Any]) -> str:

@@ -43,6 +43,7 @@ from kvfs.limits import (
     DEFAULT_COLD_TIMEOUT_S,
     DEFAULT_REMOTE_MATCH_S,
     DEFAULT_SCRUB_BYTES_S,
+    HBM_SEGMENT_BYTES,
     MAX_ACCESS_KEY_BYTES,
     MAX_COLD_PREFIX_BYTES,
     MAX_COLD_TIMEOUT_S,
@@ -51,6 +52,7 @@ from kvfs.limits import (
     MAX_CREDENTIALS,
     MAX_GATEWAY_CONNECTIONS,
     MAX_GATEWAY_WORKERS,
+    MAX_HBM_DEVICES,
     MAX_NVME_DEVICES,
     MAX_PEERS,
     MAX_PROXY_ENGINES,
@@ -198,6 +200,29 @@ class DramSettings(_Section):
     def on_disk(self) -> bool:
         """Return whether the tier will lie in a plain directory."""
         return self.backing == "directory" or (self.backing == "auto" and not may_mount())
+
+
+def _no_devices(value: object) -> object:
+    return () if value == "auto" else _one_or_more(value)
+
+
+def _device_uuid(text: str) -> str:
+    if not re.fullmatch(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", text):
+        raise PydanticCustomError("device", 'must be "auto" or UUIDs of GPUs, as nvidia-smi -L prints them')
+    return text
+
+
+class HbmSettings(_Section):
+    """[hbm]: GPU memory in which processes of one uid share blocks (docs/hbm.md)."""
+
+    capacity: Annotated[Size, Field(ge=HBM_SEGMENT_BYTES)] | None = None
+    """Bytes of each device, taken as blocks come. None: no tier."""
+    device: Annotated[
+        tuple[Annotated[str, AfterValidator(_device_uuid)], ...],
+        BeforeValidator(_no_devices),
+        Field(max_length=MAX_HBM_DEVICES),
+    ] = ()
+    """UUIDs of GPUs. None, or "auto": all whose memory processes can share."""
 
 
 class NvmeSettings(_Section):
@@ -518,6 +543,7 @@ class Settings(_Section):
     """All sections, validated."""
 
     store: StoreSettings = StoreSettings()
+    hbm: HbmSettings = HbmSettings()
     dram: DramSettings = Field(default_factory=DramSettings)
     nvme: NvmeSettings = NvmeSettings()
     cold: ColdSettings = ColdSettings()

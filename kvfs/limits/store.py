@@ -126,6 +126,8 @@ HBM_DRAIN_S: Final = 10.0
 """How long what an ended process might still write is not reused where nobody knows who is on the device."""
 HBM_HANG_S: Final = 30.0
 """How long a process may stay on the device after its session: then segments it may write are taken out of use."""
+MAX_HBM_DEVICES: Final = 64
+"""GPUs that a configuration names: no machine is known to have as many."""
 HBM_WANTED: Final = 1 << 16
 """Prefix hashes that a pool remembers as missed, so that a second miss admits them: of 20 GiB in blocks of 320 KiB, in
 9 MiB of memory."""

@@ -55,6 +55,7 @@ _WHERE: Final = {
     "session": "",
     "scrub": "scrub.",
     "recovery": "recovery.",
+    "hbm": "hbm.",
     "cluster": "cluster.",
     "directory": "cluster.directory.",
 }
@@ -104,6 +105,24 @@ _PARTS: Final[dict[str, list[tuple[str, str, str]]]] = {
         ("slots", "slots", "Slots in use."),
         ("max_slots", "max_slots", "Most slots at once."),
         ("largest_object_bytes", "largest_object_bytes", "The largest object that it takes."),
+    ],
+    "hbm": [
+        ("capacity_bytes", "capacity_bytes", "GPU memory that blocks may take, of all devices."),
+        ("segment_bytes", "segment_bytes", "What is taken of it."),
+        ("used_bytes", "used_bytes", "Slots in use, in it."),
+        (
+            "held_bytes",
+            "held_bytes",
+            "Part of them whose block has gone and that a process still copies from.",
+        ),
+        ("blocks", "blocks", "Blocks in it, of all pools."),
+        ("clients", "clients", "Processes that are attached, or that have ended and are waited for."),
+        ("hits", "hits_total", "Blocks that were asked for and are there."),
+        ("misses", "misses_total", "Blocks that were asked for and are not."),
+        ("promoted", "promoted_total", "Blocks that got a slot."),
+        ("refused", "refused_total", "Seals without the checksum that the store has."),
+        ("damaged", "damaged_total", "Blocks whose checksum was wrong on the device."),
+        ("evicted", "evicted_total", "Blocks that were evicted for others."),
     ],
     "nvme": [
         ("capacity_bytes", "capacity_bytes", "All segment files."),

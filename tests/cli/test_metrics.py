@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from tests.support.door import need_mount
 from tests.support.machines import write_secret
 from tests.support.service import ROOT, Service, run_kvfs
 from tiers.cluster.directory import Directory
+from tiers.eviction.policy import policy_named
 from tiers.fsck.scrub import Scrub
+from tiers.hbm.device_pools import DevicePools
 from tiers.model.objects import Name
 from tiers.remote.cluster import Cluster
 
@@ -58,7 +61,9 @@ async def status_of(path: Path) -> dict[str, Any]:
             listen="127.0.0.1:1", secret_file=secret, directory=SecretStr("redis://127.0.0.1:1/0")
         )
         cluster = Cluster(settings, store, directory=Directory(settings, store))
-        return store.usage() | SESSIONS | {"scrub": scrub.status(), "cluster": cluster.status()}
+        pools = DevicePools(policy=partial(policy_named, "default"), expected=store.checksum)
+        parts = {"scrub": scrub.status(), "cluster": cluster.status(), "hbm": pools.status()}
+        return store.usage() | SESSIONS | parts
 
 
 async def test_every_number_is_a_metric_and_every_metric_a_number(tmp_path: Path) -> None:
@@ -73,7 +78,7 @@ def test_the_names_are_of_one_form() -> None:
     assert len(names) == len(set(names))
     for name in names:
         assert re.fullmatch(
-            r"kvfs_(store|session|mount|dram|nvme|cold|scrub|cluster|directory|recovery)_[a-z_]+", name
+            r"kvfs_(store|session|mount|hbm|dram|nvme|cold|scrub|cluster|directory|recovery)_[a-z_]+", name
         ), name
 
 

@@ -133,10 +133,15 @@ def test_the_example_file_is_valid() -> None:
         ('[session]\nquota = "-5"', "[session] quota = '-5': a size is"),
         ("[session]\nquota = -5", "[session] quota = -5: at least 0 B"),
         ('[log]\nlevel = "chatty"', "[log] level = 'chatty': must be 'debug', 'info', 'warning' or 'error'"),
+        ('[hbm]\ncapacity = "1MiB"', "[hbm] capacity = '1MiB': at least 128 MiB"),
+        (
+            '[hbm]\ndevice = "cuda:0"',
+            "[hbm] device = 'cuda:0': must be \"auto\" or UUIDs of GPUs, as nvidia-smi -L",
+        ),
         ("[dram]\ncapasity = 5", "[dram] capasity: no such key; there are capacity, slots, keep, backing"),
         (
             "[drum]\ncapacity = 5",
-            "[drum]: no such section; there are store, dram, nvme, cold, mount, session, s3, events, conductor, "
+            "[drum]: no such section; there are store, hbm, dram, nvme, cold, mount, session, s3, events, conductor, "
             "proxy, cluster, log",
         ),
         ("capacity = 5", "capacity = 5: must stand in a section such as [store]"),

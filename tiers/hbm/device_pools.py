@@ -76,13 +76,14 @@ class DevicePools:
         *,
         policy: Callable[[], EvictionPolicy[bytes]],
         expected: ExpectedChecksum,
-        missing: str | None = None,
+        missing: Sequence[str] = (),
         holders: DeviceHolders = unknown_holders,
         segment_bytes: int = limits.HBM_SEGMENT_BYTES,
         max_slots: int = limits.HBM_SLOTS,
     ) -> None:
-        """Take the devices, and what says which checksum the store has for a block. `missing`: why there are none."""
-        self.missing = missing
+        """Take the devices, and what says which checksum the store has for a block. `missing`: which are left
+        out, and why."""
+        self.missing = list(missing)
         self.counts = PoolCounts()
         self._devices = {device.device: device for device in devices}
         self._policy, self._expected, self._holders = policy, expected, holders
@@ -92,6 +93,11 @@ class DevicePools:
     def devices(self) -> list[str]:
         """Return the UUIDs of the devices that have pools."""
         return list(self._devices)
+
+    @property
+    def has_pools(self) -> bool:
+        """Return whether there is any pool now."""
+        return any(device.pools for device in self._devices.values())
 
     def _pools(self) -> Iterator[UidPool]:
         for device in self._devices.values():

@@ -125,6 +125,12 @@ class NvmeJournal(Journal, NvmeObserver):
         self._tickets.drop(replaced)
         self._queue.admit(found)
 
+    def checksum(self, object_id: int) -> int | None:
+        stored = self.nvme.objects.get(object_id)
+        whole = stored is not None and len(stored.pieces) == 1
+        piece = stored.pieces[0] if stored is not None and whole else None
+        return None if piece is None else piece.checksum
+
     async def read_into(self, object_id: int, into: memoryview) -> None:
         stored = self.nvme.objects.get(object_id)
         if stored is None:

@@ -53,6 +53,14 @@ class Reading:
         self._journal.touched(key)
         self._cold.touched(key)
 
+    def checksum(self, key: StoreKey) -> int | None:
+        """Return the XXH3-64 that DRAM or NVMe has for a whole object; None where there is none, or not yet."""
+        info = self._catalog.lookup_object(key)
+        if info is None:
+            return None
+        known = None if info.extent is None else self._dram.checksum(info.extent)
+        return self._journal.checksum(info.object_id) if known is None else known
+
     async def load(self, info: ObjectInfo, *, uid: int) -> ObjectInfo:
         """Bring an object into DRAM: read back and verified if it was on a device only.
 

@@ -126,7 +126,7 @@ class Store:
         self._promoter = Promoter(context, parts.drafts, placement, parts.verifier)
         reading = Reading(context, residency, self._promoter)
         self.open_read, self.touch = reading.open_read, reading.touch
-        self.load, self.lease = reading.load, reading.lease
+        self.load, self.lease, self.checksum = reading.load, reading.lease, reading.checksum
         self.read_into, self.note_misses = reading.read_into, reading.note_misses
         self.wait_published, self.wait_all_published = reading.wait_published, reading.wait_all_published
         sealing = Sealing(context, residency, parts.drafts, placement)
