@@ -408,6 +408,7 @@ def _session_server(
         },
         latencies=latencies,
         cluster=cluster,
+        pools=pools,
     )
 
 

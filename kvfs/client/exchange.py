@@ -51,6 +51,12 @@ class Exchange:
         assert isinstance(received.answer, ControlAnswer)
         return received.answer.result
 
+    def described(self, op: Op, **arguments: Any) -> tuple[dict[str, Any], tuple[int, ...]]:
+        """Send a control request that brings descriptors; return the result and those, which are the caller's then."""
+        [received] = self._ask(Control(op, arguments))
+        assert isinstance(received.answer, ControlAnswer)
+        return received.answer.result, received.descriptors
+
     def count(self, request: Request) -> int:
         """Send a request that is answered with a count; return that."""
         [received] = self._ask(request)

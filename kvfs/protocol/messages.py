@@ -61,13 +61,23 @@ class Op(IntEnum):
     SYMLINK = 54
     FETCH = 55
     MATCH_CLUSTER = 56
+    HBM_ATTACH = 57
+    HBM_DETACH = 58
+    HBM_MAP = 59
+    HBM_FIND = 60
+    HBM_RESERVE = 61
+    HBM_SEAL = 62
+    HBM_ABORT = 63
+    HBM_DROP = 64
 
 
 DIGEST_OPS: Final = frozenset(
     {Op.REMOVE_BLOCK, Op.LOOKUP_BLOCK, Op.MATCH, Op.OPEN_BLOCK, Op.TOUCH, Op.OPEN_SEALER, Op.PREFETCH}
 )
 EXTENT_OPS: Final = frozenset({Op.RESERVE, Op.LOOKUP_BLOCK, Op.OPEN_BLOCK, Op.OPEN_NAMED, Op.OPEN_SEALER})
-DESCRIPTOR_OPS: Final = frozenset({Op.RESERVE, Op.OPEN_BLOCK, Op.OPEN_NAMED, Op.OPEN_SEALER})
+DESCRIPTOR_OPS: Final = frozenset(
+    {Op.RESERVE, Op.OPEN_BLOCK, Op.OPEN_NAMED, Op.OPEN_SEALER, Op.HBM_ATTACH, Op.HBM_MAP}
+)
 COUNT_OPS: Final = frozenset({Op.MATCH, Op.TOUCH, Op.PREFETCH})
 CONTROL_OPS: Final = frozenset(op for op in Op if op >= Op.STAT)
 
@@ -233,7 +243,7 @@ class CountAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ControlAnswer:
-    """Carry the result of a control request."""
+    """Carry the result of a control request. In an operation of DESCRIPTOR_OPS, `descriptors` in it counts them."""
 
     op: Op
     result: dict[str, Any]

@@ -32,6 +32,7 @@ from kvfs.protocol.messages import (
     COUNT_OPS,
     DESCRIPTOR_OPS,
     Answer,
+    ControlAnswer,
     CountAnswer,
     ExtentAnswer,
     Failure,
@@ -296,7 +297,13 @@ class Connection:
 
 
 def expected_descriptors(answer: Answer) -> int:
-    """Return how many descriptors travel with an answer: one for each entry with status 0 of an opening operation."""
+    """Return how many descriptors travel with an answer: one for each entry with status 0 of an opening operation, as
+    many as a control operation's result says. Raises ProtocolError where that says no number."""
+    if isinstance(answer, ControlAnswer) and answer.op in DESCRIPTOR_OPS:
+        count = answer.result.get("descriptors")
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise ProtocolError(f"{answer.op.name}: {count!r:.80} descriptors")
+        return count
     if not isinstance(answer, ExtentAnswer) or answer.op not in DESCRIPTOR_OPS:
         return 0
     return sum(entry.status == 0 for entry in answer.entries)

@@ -526,7 +526,7 @@ def test_the_event_loop_holds_the_thread_between_looking_and_putting(
         store.create_bucket(b"kv", uid=0, gid=0, namespace=NAMESPACE)
         seals = NativeSeals(store)
         caller = Caller(uid=0, gid=0, groups=frozenset(), pid=1)
-        session = Session(1, caller, Access(store, caller, 0), store, SessionQuota(), seals)
+        session = Session(1, caller, Access(store, caller, 0), store, SessionQuota(), seals, lambda: -1)
         with socket.socket(fileno=seals.open(session, store.bucket(b"kv"))) as channel:
             (mine, ours), (theirs, other) = session.reserve(0), session.reserve(0)
             os.close(ours)

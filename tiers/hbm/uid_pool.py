@@ -87,8 +87,7 @@ class UidPool:
         or another checksum for it (the draft is aborted then), Superseded."""
         expected, digest = self._expected(header.key), header.key.digest
         if expected != checksum:
-            self.tier.abort(draft, client)
-            self._counts.refused += 1
+            self.refuse(draft, client)
             if expected is None:
                 raise NotFound(f"the store knows no checksum of block {digest.hex()}")
             raise WrongChecksum(
@@ -101,6 +100,11 @@ class UidPool:
         self._wanted.forget(digest)
         self._counts.promoted += known is None
         return sealed
+
+    def refuse(self, draft: Extent, client: PoolClient) -> None:
+        """Abort a draft that is not sealed as its client wants, and count that. Raises Superseded."""
+        self.tier.abort(draft, client)
+        self._counts.refused += 1
 
     def drop_damaged(self, digest: bytes, extent: Extent, bucket_id: int) -> bool:
         """Drop a block whose bytes are wrong on the device, if it is still the same one; return whether it was."""

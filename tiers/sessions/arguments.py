@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from kvfs import limits
@@ -78,6 +80,19 @@ class Arguments:
             raise InvalidRequest(f"{self._what}: {key} are to be {count} integers from 0 on, or null")
         return values
 
+    def rows(self, key: str, *widths: int) -> list[list[int]]:
+        """Take a list of at most limits.MAX_BATCH rows of numbers: a width of 0 is an integer from 0 on, another so
+        many bytes in hex, as a number. Raises InvalidRequest."""
+        values: list[Any] = self._take(key, list)
+        if len(values) > limits.MAX_BATCH:
+            raise InvalidRequest(f"{self._what}: {len(values)} {key}, over {limits.MAX_BATCH}")
+        rows = [_row(value, widths) for value in values]
+        for value, row in zip(values, rows, strict=True):
+            if len(row) != len(widths):
+                wanted = ", ".join(f"{width} bytes in hex" if width else "an integer" for width in widths)
+                raise InvalidRequest(f"{self._what}: {key} has {value!r:.120}, not [{wanted}]")
+        return rows
+
     def optional_time_ns(self, key: str) -> int | None:
         """Take nanoseconds since 1970, negative before it, as utimensat(2) does."""
         return None if self._is_absent(key) else self._integer(key, MAX_INTEGER, least=-MAX_INTEGER - 1)
@@ -136,6 +151,28 @@ class Arguments:
                 f"{limits.MAX_BUCKET_NAME_BYTES} + {limits.MAX_KEY_BYTES}, and no NUL"
             )
         return Name(bucket, tail)
+
+
+def _row(value: Any, widths: Sequence[int]) -> list[int]:
+    """Return the numbers of a row; fewer than there are widths where one is wrong."""
+    if not isinstance(value, list) or len(value) != len(widths):
+        return []
+    return [
+        number
+        for each, width in zip(value, widths, strict=True)
+        if (number := _hex(each, width) if width else _whole(each)) is not None
+    ]
+
+
+def _whole(value: Any) -> int | None:
+    is_whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_INTEGER
+    return int(value) if is_whole else None
+
+
+def _hex(value: Any, width: int) -> int | None:
+    if not isinstance(value, str) or not re.fullmatch(f"[0-9a-f]{{{2 * width}}}", value):
+        return None
+    return int(value, 16)
 
 
 def entry_object(key: bytes, found: ObjectInfo | Directory) -> dict[str, Any]:

@@ -100,9 +100,13 @@ class Channel:
                 await trio.lowlevel.checkpoint()
             return data
 
-    async def send(self, answer: Answer) -> None:
-        """Send an answer. Raises LimitExceeded with nothing sent; DeadlinePassed, OSError where the peer fails."""
+    async def send(self, answer: Answer, descriptors: Sequence[int] = ()) -> None:
+        """Send an answer, with descriptors that stay the caller's. Raises LimitExceeded with nothing sent;
+        DeadlinePassed, OSError where the peer fails."""
         data = memoryview(self._protocol.send_answer(answer))
+        if descriptors:
+            with self._bounded():
+                data = data[await self._send_first(data, descriptors) :]
         self.failed = True
         with suppress(BlockingIOError):
             data = data[self._socket.send(data) :]
@@ -138,7 +142,7 @@ class Channel:
                 self.failed = True
         self._socket.close()
 
-    async def _send_first(self, data: memoryview, descriptors: list[int]) -> int:
+    async def _send_first(self, data: memoryview, descriptors: Sequence[int]) -> int:
         """Send the first bytes with the descriptors. A writable socket takes a message this small at once."""
         if not descriptors:
             return 0

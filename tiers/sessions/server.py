@@ -24,6 +24,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,15 @@ from kvfs.protocol.messages import (
 from kvfs.protocol.state_machine import ReceivedRequest
 from kvfs.rights import Caller
 from kvfs.system.latencies import Latencies
+from tiers.hbm.device_pools import DevicePools
 from tiers.sessions.answers import log_refusal
 from tiers.sessions.batches import serve_batch
-from tiers.sessions.channel import Channel
+from tiers.sessions.channel import Channel, close_all
 from tiers.sessions.control import serve_control
+from tiers.sessions.hbm_operations import HBM_OPERATIONS, serve_hbm
 from tiers.sessions.native_seals import NativeSeals
 from tiers.sessions.permissions import Access
-from tiers.sessions.state import NoCluster, RemoteBlocks, Service, Session, SessionQuota, peer
+from tiers.sessions.state import NoCluster, RemoteBlocks, Service, Session, SessionQuota, peer, peer_pidfd
 from tiers.store.store import Store
 
 log = logging.getLogger("kvfs.sessions")
@@ -76,9 +79,10 @@ class SessionServer:
         describe: Callable[[], dict[str, Any]] = dict,
         latencies: Latencies | None = None,
         cluster: RemoteBlocks | None = None,
+        pools: DevicePools | None = None,
     ) -> None:
         """Prepare a server. Members of `group_gid` may open slots; `describe` adds to STATUS; `latencies` counts the
-        time of each request; `cluster` fetches blocks of other machines.
+        time of each request; `cluster` fetches blocks of other machines; `pools` has blocks in GPU memory.
 
         Raises ConfigError for too long a path.
         """
@@ -91,7 +95,9 @@ class SessionServer:
         self._describe = describe
         self._latencies = latencies or Latencies()
         service_uid = os.geteuid() if service_uid is None else service_uid
-        self._service = Service(service_uid, group_gid, self._status, self.stop, cluster or NoCluster())
+        self._service = Service(
+            service_uid, group_gid, self._status, self.stop, cluster or NoCluster(), pools
+        )
         self._seals = NativeSeals(store)
         self._sessions: dict[int, Session] = {}
         self._per_uid: Counter[int] = Counter()
@@ -147,7 +153,15 @@ class SessionServer:
             return
         self._accepted += 1
         access = Access(self.store, caller, self._service.service_uid)
-        session = Session(self._accepted, caller, access, self.store, self.quota, self._seals)
+        session = Session(
+            self._accepted,
+            caller,
+            access,
+            self.store,
+            self.quota,
+            self._seals,
+            partial(peer_pidfd, connection, caller.pid),
+        )
         self._sessions[session.number] = session
         self._per_uid[caller.uid] += 1
         nursery.start_soon(self._run, session, channel)
@@ -228,6 +242,12 @@ class SessionServer:
             match request:
                 case Hello():
                     await channel.send(self._greet(session, request))
+                case Control(op=op) if op in HBM_OPERATIONS:
+                    result, descriptors = serve_hbm(self._service, session, request)
+                    try:
+                        await channel.send(ControlAnswer(op, result), descriptors)
+                    finally:
+                        close_all(descriptors)
                 case Control():
                     result = await serve_control(self._service, session, request)
                     await channel.send(ControlAnswer(request.op, result))
@@ -263,6 +283,7 @@ class SessionServer:
                 "table": self.store.table.path,
                 "index": str(self.store.home.index),
                 "keeps_pages": self.store.dram.keeps_pages,
+                "devices": self._service.devices,
                 "limits": {
                     "frame_bytes": limits.MAX_FRAME_BYTES,
                     "batch": limits.MAX_BATCH,

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from kvfs import limits
 from kvfs.errors import InvalidRequest, KvfsError, LimitExceeded, QuotaExceeded, Superseded, Unsupported
 from kvfs.rights import Caller
+from tiers.hbm.device_pools import DevicePools, Seat
 from tiers.model.objects import Bucket, Draft, Name
 from tiers.nvme.large_draft import LargeDraft
 from tiers.nvme.large_objects import LargeReader
@@ -30,7 +31,8 @@ from tiers.store.store import Store
 log = logging.getLogger("kvfs.sessions")
 
 SO_PEERGROUPS = 59
-"""asm-generic/socket.h; Python has no name for it."""
+SO_PEERPIDFD = 77
+"""asm-generic/socket.h; Python has no names for them."""
 _CREDENTIALS = struct.Struct("iII")
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -77,6 +79,12 @@ class Service:
     status: Callable[[], dict[str, Any]]
     stop: Callable[[], None]
     cluster: RemoteBlocks
+    pools: DevicePools | None
+
+    @property
+    def devices(self) -> list[str]:
+        """Return the UUIDs of the devices that have pools."""
+        return [] if self.pools is None else self.pools.devices
 
     def is_member(self, caller: Caller) -> bool:
         """Return whether the caller is in the service's group."""
@@ -95,9 +103,13 @@ class Session:
     store: Store
     quota: SessionQuota
     seals: NativeSeals
+    open_pidfd: Callable[[], int]
+    """Opens a descriptor of the process that connected."""
     drafts: dict[tuple[int, int], Draft] = field(default_factory=dict)
     large: LargeDraft | LargeReader | None = None
     """The object larger than DRAM takes that it writes or reads (`tiers.sessions.large`)."""
+    seat: Seat | None = None
+    """Its place in a pool of GPU memory, if it is attached to one."""
     channel: int | None = None
     """Its seal channel, if it has one."""
     may_open: bool = False
@@ -169,6 +181,8 @@ class Session:
         """Abort every draft; return how many there were."""
         self.seals.end(self)
         self.release_large()
+        if self.seat is not None:
+            self.seat.pool.tier.end(self.seat.client)
         drafts = list(self.drafts.values())
         self.drafts.clear()
         for draft in drafts:
@@ -185,6 +199,20 @@ def peer(connection: socket.socket) -> Caller:
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )
     return Caller(uid=uid, gid=gid, groups=_peer_groups(connection), pid=pid)
+
+
+def peer_pidfd(connection: socket.socket, pid: int) -> int:
+    """Open a descriptor of the process that connected. Raises OSError where that is gone.
+
+    Before Linux 6.5 the pid alone names it, which may be another process's by now if a child goes on with the session:
+    what the child has leased is then guarded for as long as that one runs.
+    """
+    try:
+        return connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    except OSError as error:
+        if error.errno != errno.ENOPROTOOPT:
+            raise
+    return os.pidfd_open(pid)
 
 
 def _peer_groups(connection: socket.socket) -> frozenset[int]:
