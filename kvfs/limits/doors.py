@@ -203,6 +203,11 @@ CONNECTOR_STAGING_BYTES: Final = 32 * MIB
 CONNECTOR_STAGING_BUFFERS: Final = 4
 """Buffers of an engine worker for its loads, two that fill one while another is copied, and as many for its stores; a
 step that stores more registers further ones, up to CONNECTOR_LATE_BYTES (1 GiB took an H100's driver 460 ms)."""
+CONNECTOR_SLOTS: Final = 1_024
+"""Slots of GPU memory that a connector copies from, or to, and hashes by one launch of a kernel: as many as a session
+finds at once."""
+CONNECTOR_POOL_S: Final = 1.0
+"""How long a load waits for the service's pool of GPU memory before it goes on without, and the pool is left."""
 CONNECTOR_THREADS: Final = 4
 """Threads of a connector that copies for an engine that has none of its own."""
 CONNECTOR_LOCKS: Final = 4_096

@@ -19,8 +19,8 @@ from tests.support.waits import WAIT_S
 BLOCK_BYTES = 64 << 10
 
 
-def payload(key: bytes) -> bytes:
-    return key * (BLOCK_BYTES // len(key))
+def payload(key: bytes, size_bytes: int = BLOCK_BYTES) -> bytes:
+    return key * (size_bytes // len(key))
 
 
 class PoolEngine:
@@ -76,8 +76,9 @@ class PoolEngine:
         """Reserve, copy and seal blocks of the store."""
         drafts = [draft for draft in self.reserve(keys) if draft is not None]
         for draft in drafts:
-            self.write(draft, payload(draft.key))
-        return self.pool.seal(drafts, [xxh3_64(payload(draft.key)) for draft in drafts], timeout_s=WAIT_S)
+            self.write(draft, payload(draft.key, draft.size_bytes))
+        checksums = [xxh3_64(payload(draft.key, draft.size_bytes)) for draft in drafts]
+        return self.pool.seal(drafts, checksums, timeout_s=WAIT_S)
 
     def close(self) -> None:
         with suppress(SessionClosed):

@@ -1,13 +1,14 @@
 """Loads of blocks into a paged cache on a CUDA device.
 
-Responsibility: read blocks into registered memory, part by part, and copy each part to its places on a stream of this
-object's own while the next one is read.
+Responsibility: copy what the device's pool has (`kvfs.connectors.device.pooled`); read other blocks into registered
+memory, part by part, and copy each part to its places on a stream of this object's own while the next one is read; add
+those to the pool from there, one part at a time, when the load has ended.
 
 Invariants:
 - Nothing is written to the cache before what the engine's stream was given when the load was submitted has ended; and
   nothing any more once the load's future is done.
-- A buffer is used again after the copies from it have ended. Who waits for one holds none, or waits for its own
-  copies.
+- A buffer is used again after the copies from it have ended, those to the pool too. Who waits for one holds none, or
+  waits for its own copies.
 
 Concurrency: submitted by any thread; loads run on a few threads, whose copies start one after the other.
 """
@@ -31,6 +32,8 @@ from kvfs._native.cuda.images import kernel_image
 from kvfs.client.transport import Deadline
 from kvfs.client.workers import Workers
 from kvfs.connectors.device.buffers import Buffer, DevicePlaces, buffer_bytes, listed
+from kvfs.connectors.device.pooled import Attach, PooledBlocks
+from kvfs.connectors.device.slot_copies import SlotCopies
 from kvfs.errors import KvfsError
 from kvfs.limits import CONNECTOR_STAGING_BUFFERS, CONNECTOR_TIMEOUT_S
 from kvfs.protocol.messages import DIGEST_BYTES
@@ -46,6 +49,8 @@ class _Staging:
     def __init__(self, context: Context, size_bytes: int) -> None:
         self.buffer = Buffer(context, size_bytes)
         self.copied = context.event(sleeps=True)  # who waits for it may wait for a whole step
+        self.keys, self.starts, self.block_bytes = b"", list[int](), 0
+        """The blocks that are in it, whole, and where."""
 
     def close(self) -> None:
         self.buffer.close()
@@ -62,6 +67,10 @@ class DeviceLoads:
         self._copier, self._stream = Copier(context, kernel_image("copy")), context.stream()
         self._starting = threading.Lock()
         self._workers = Workers()
+        self._slots = SlotCopies(context, self._copier, self._starting)
+        self._pooled: list[PooledBlocks] = []
+        self._promoter, self._promotions = Workers(), context.stream()
+        self._may_promote = threading.Semaphore()
         self._free: queue.SimpleQueue[_Staging] = queue.SimpleQueue()
         self._buffer_bytes = buffer_bytes(block_bytes)
         self._buffers = CONNECTOR_STAGING_BUFFERS
@@ -71,22 +80,69 @@ class DeviceLoads:
     def close(self) -> None:
         """Begin no load any more, and give the memory back once those under way have ended, or wait no longer."""
         self._workers.close()
+        self._promoter.close()
         deadline = Deadline.after(CONNECTOR_TIMEOUT_S)
         with suppress(queue.Empty, KvfsError):  # a lost context has given all back
             for _ in range(self._buffers):
                 self._free.get(timeout=deadline.left_s).close()
+            for pooled in self._pooled:
+                pooled.close(deadline)
+            self._slots.close()
             self._copier.close()
             self._stream.destroy()
+            self._promotions.destroy()
 
-    def submit(self, read: Read, keys: bytes, places: DevicePlaces, *, timeout_s: float) -> Future[list[int]]:
-        """Load blocks; the result is what `read` returned, once all of it is at its places. Raises LimitExceeded."""
+    def pooled(self, attach: Attach) -> PooledBlocks:
+        """Make what loads a namespace's blocks from the device's pool, for `submit`."""
+        self._pooled.append(PooledBlocks(self._slots, self._stream, attach))
+        return self._pooled[-1]
+
+    def submit(
+        self,
+        read: Read,
+        keys: bytes,
+        places: DevicePlaces,
+        *,
+        timeout_s: float,
+        pooled: PooledBlocks | None = None,
+    ) -> Future[list[int]]:
+        """Load blocks; the result is the bytes of each, as `read` returns them, once all of it is at its places. Raises
+        LimitExceeded."""
         before = self._context.event()
         before.record(self._context.borrow_stream(self._compute_stream()))
         deadline = Deadline.after(timeout_s)
-        return self._workers.submit(partial(self._load, read, keys, places, before, deadline))
+        return self._workers.submit(partial(self._load, read, keys, places, before, deadline, pooled))
 
     def _load(
-        self, read: Read, keys: bytes, places: DevicePlaces, before: Event, deadline: Deadline
+        self,
+        read: Read,
+        keys: bytes,
+        places: DevicePlaces,
+        before: Event,
+        deadline: Deadline,
+        pooled: PooledBlocks | None,
+    ) -> list[int]:
+        if pooled is None:
+            return self._load_below(read, keys, places, before, deadline, None)
+        there = pooled.load(keys, places, before, deadline)
+        left = [row for row, is_there in enumerate(there) if not is_there]
+        below = DevicePlaces(places.addresses[left], places.piece_bytes, places.regions)
+        some = b"".join(keys[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES] for row in left)
+        sizes = [places.block_bytes] * len(there)
+        for row, size in zip(
+            left, self._load_below(read, some, below, before, deadline, pooled), strict=True
+        ):
+            sizes[row] = size
+        return sizes
+
+    def _load_below(
+        self,
+        read: Read,
+        keys: bytes,
+        places: DevicePlaces,
+        before: Event,
+        deadline: Deadline,
+        pooled: PooledBlocks | None,
     ) -> list[int]:
         sizes: list[int] = []
         used: deque[_Staging] = deque()
@@ -106,8 +162,27 @@ class DeviceLoads:
             for staging in used:
                 with suppress(KvfsError):  # a lost context copies nothing more
                     staging.copied.synchronize()
-                self._free.put(staging)
+                self._give_back(staging, pooled)
         return sizes + [_MISS] * (count - len(sizes))
+
+    def _give_back(self, staging: _Staging, pooled: PooledBlocks | None) -> None:
+        """Free a buffer, after what is in it was added to the pool if nothing else is being added."""
+        if pooled is not None and staging.keys and self._may_promote.acquire(blocking=False):
+            try:
+                self._promoter.submit(partial(self._promote, staging, pooled))
+                return
+            except KvfsError:  # closed
+                self._may_promote.release()
+        self._free.put(staging)
+
+    def _promote(self, staging: _Staging, pooled: PooledBlocks) -> None:
+        try:
+            pooled.promote(
+                staging.keys, staging.starts, staging.block_bytes, staging.buffer.region, self._promotions
+            )
+        finally:
+            self._may_promote.release()
+            self._free.put(staging)
 
     def _take(self, used: deque[_Staging], deadline: Deadline) -> _Staging | None:
         """Take a buffer, of those this load has used if others have the rest; None: there is none in time."""
@@ -130,12 +205,16 @@ class DeviceLoads:
         deadline: Deadline,
     ) -> list[int]:
         """Read blocks into a buffer and start their copies."""
+        staging.keys = b""
         starts = [row * places.block_bytes for row in range(len(places.addresses))]
         sizes = read(keys, Scatter(staging.buffer.pages, starts, places.block_bytes), deadline.left_s)
-        good = torch.tensor([size == places.block_bytes for size in sizes])
-        sources = places.pieces_at(staging.buffer.region[0] + torch.tensor(starts)[good])
+        good = [row for row, size in enumerate(sizes) if size == places.block_bytes]
+        found = [staging.buffer.region[0] + starts[row] for row in good]
+        sources = places.pieces_at(torch.tensor(found, dtype=torch.int64))
         pieces = listed(places.addresses[good], sources, places.piece_bytes)
         plan = Plan(pieces, places.regions, [staging.buffer.region])
         with self._starting:
             self._copier.start(plan, self._stream, staging.copied, before)
+        staging.keys = b"".join(keys[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES] for row in good)
+        staging.starts, staging.block_bytes = found, places.block_bytes
         return sizes

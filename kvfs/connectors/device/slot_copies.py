@@ -1,0 +1,89 @@
+"""Copies from and to slots of the device's own memory, with the checksum of each slot.
+
+Responsibility: start a plan and the kernel that hashes the slots behind it; wait for both.
+
+Invariants: everything that a call has started has ended when it returns or raises.
+Concurrency: any thread; a call holds a row of columns for itself, and the lock of the copier only to start.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import queue
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+
+from kvfs._native.cuda.copies import Copier, Plan
+from kvfs._native.cuda.driver import Context, Event, Stream
+from kvfs._native.cuda.images import CHECKSUM_THREADS, kernel_image
+from kvfs.limits import CONNECTOR_SLOTS
+
+LEAST_BYTES = 241
+"""Of what the kernel hashes."""
+
+
+class _Columns:
+    """Addresses, sizes and checksums in memory that the device reads and writes, and the end of what does."""
+
+    def __init__(self, context: Context) -> None:
+        pages = mmap.mmap(-1, -(-3 * 8 * CONNECTOR_SLOTS // mmap.PAGESIZE) * mmap.PAGESIZE)
+        self._registration = context.register(ctypes.addressof(ctypes.c_char.from_buffer(pages)), len(pages))
+        self.numbers = torch.frombuffer(pages, dtype=torch.int64, count=3 * CONNECTOR_SLOTS).view(3, -1)
+        self.addresses = [self._registration.address + 8 * CONNECTOR_SLOTS * column for column in range(3)]
+        self.done = context.event(sleeps=True)  # who waits for it may wait for a whole step
+
+    def close(self) -> None:
+        self._registration.unregister()
+        self.done.destroy()
+
+
+class SlotCopies:
+    """See the module's header."""
+
+    def __init__(self, context: Context, copier: Copier, starting: threading.Lock) -> None:
+        """Take the copier and the lock that guards it. Raises what `kvfs.errors.from_cuda` does."""
+        self.context, self._copier, self._starting = context, copier, starting
+        self._module = context.load_module(kernel_image("xxh3"))
+        self._free: queue.SimpleQueue[_Columns] = queue.SimpleQueue()
+
+    def run(
+        self,
+        plan: Plan,
+        slots: Sequence[tuple[int, int]],
+        stream: Stream,
+        after: Event | None,
+        *,
+        within: bool,
+    ) -> list[int]:
+        """Copy, behind `after`, and return the XXH3-64 of slots (address, bytes; at most CONNECTOR_SLOTS) as they are
+        then. `within`: the copies stay on the device. Raises what `kvfs.errors.from_cuda` does."""
+        columns = self._take()
+        try:
+            columns.numbers[:2, : len(slots)] = torch.tensor(slots).T
+            try:
+                with self._starting:
+                    self._copier.start(plan, stream, columns.done, after, within_device=within)
+                    self._module.launch("kvfs_xxh3", stream, len(slots), CHECKSUM_THREADS, columns.addresses)
+                    columns.done.record(stream)
+            finally:
+                columns.done.synchronize()
+            return [value % (1 << 64) for value in columns.numbers[2, : len(slots)].tolist()]
+        finally:
+            self._free.put(columns)
+
+    def _take(self) -> _Columns:
+        """Take columns; there are as many as threads that copied at once."""
+        with suppress(queue.Empty):
+            return self._free.get_nowait()
+        return _Columns(self.context)
+
+    def close(self) -> None:
+        """Give everything back; no call is under way any more."""
+        with suppress(queue.Empty):
+            while True:
+                self._free.get_nowait().close()
+        self._module.unload()

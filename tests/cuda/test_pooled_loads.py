@@ -1,0 +1,197 @@
+"""Loads from the pool of a device's memory, and what is added to it, with a real service: on the stand-in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvfs._native.cuda.driver import Context
+from kvfs._native.hash.hashing import xxh3_64
+from kvfs.client.device_pool import DevicePool, PoolDraft
+from tests.support.cuda_standin import Standin
+from tests.support.pool_engines import PoolEngine
+from tests.support.service import Service
+from tests.support.waits import WAIT_S, eventually
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from tests.support.pool_workers import BLOCK, COUNT, Cache, Worker, payload
+
+
+@pytest.fixture(scope="module")
+def service(standin_path: Path) -> Iterator[Service]:
+    with serving(standin_path) as running:
+        yield running
+        assert not running.complaints()
+
+
+def serving(library: Path) -> Service:
+    return Service(
+        mode="off",
+        dram="64MiB",
+        arguments=["--hbm", "128MiB"],
+        environment={"KVFS_LIBCUDA": str(library)},
+    )
+
+
+@pytest.fixture
+def library(standin: Standin, monkeypatch: pytest.MonkeyPatch) -> Standin:
+    monkeypatch.setenv("KVFS_LIBCUDA", standin.path)
+    return standin
+
+
+@pytest.fixture
+def worker(service: Service, library: Standin, context: Context) -> Iterator[Worker]:
+    made = Worker(service.data, context)
+    yield made
+    library.set_faults()
+    library.hold(False)
+    made.close()
+
+
+@pytest.fixture
+def keys(worker: Worker) -> list[bytes]:
+    return worker.put()
+
+
+def test_what_was_loaded_twice_comes_from_the_pool(
+    worker: Worker, keys: list[bytes], service: Service, context: Context
+) -> None:
+    assert worker.load(keys) == COUNT
+    worker.wait_added()
+    assert worker.pooled.counts.promoted == 0
+    assert worker.load(keys) == COUNT
+    eventually(lambda: worker.pooled.counts.promoted == COUNT, "all were added")
+    assert worker.load(keys) == 0
+    assert worker.pooled.counts.verified == COUNT
+    with Worker(service.data, context) as other:
+        assert other.load(keys) == 0
+        worker.blocks.remove(keys)
+        assert worker.client.status()["hbm"]["held_bytes"] == 0, "nothing is leased any more"
+
+
+def test_part_of_a_load_comes_from_the_pool(worker: Worker, keys: list[bytes], service: Service) -> None:
+    with PoolEngine(service.data) as engine:
+        for key in keys[1::2]:
+            [draft] = engine.reserve([key])
+            assert draft is not None
+            engine.write(draft, payload(key))
+            assert engine.pool.seal([draft], [xxh3_64(payload(key))], timeout_s=WAIT_S) == [True]
+    assert worker.load(keys) == COUNT // 2
+    assert worker.pooled.counts.verified == COUNT // 2
+
+
+def test_a_block_that_is_wrong_on_the_device_is_loaded_from_below(
+    worker: Worker, keys: list[bytes], service: Service
+) -> None:
+    worker.fill(keys)
+    with PoolEngine(service.data) as engine:
+        found = [each for each in engine.lease(keys) if each is not None]
+        wrong = found[2]
+        engine.write(PoolDraft(wrong.key, 0, 0, wrong.address + 5000, 1), b"?")
+        engine.pool.release(found)
+    before = worker.client.status()["hbm"]["damaged"]
+    assert worker.load(keys) == 1
+    assert worker.read == [keys[2]]
+    assert worker.pooled.counts.mismatched == 1
+    assert worker.client.status()["hbm"]["damaged"] == before + 1
+    assert worker.load(keys) == 1
+
+
+def test_adding_delays_no_load_and_is_one_at_a_time(
+    worker: Worker, keys: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go_on, reserve = threading.Event(), threading.Event(), DevicePool.reserve
+    asked: list[bytes] = []
+
+    def slowly(self: DevicePool, some: bytes, *, timeout_s: float) -> Any:
+        asked.append(some)
+        began.set()
+        assert go_on.wait(WAIT_S)
+        return reserve(self, some, timeout_s=timeout_s)
+
+    monkeypatch.setattr(DevicePool, "reserve", slowly)
+    assert worker.load(keys) == COUNT
+    assert began.wait(WAIT_S)
+    assert worker.load(keys) == COUNT
+    assert worker.load(keys) == COUNT
+    assert len(asked) == 1
+    go_on.set()
+    eventually(lambda: worker.pooled.counts.promoted == COUNT, "all were added")
+    assert worker.load(keys) == 0
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["cuMemImportFromShareableHandle:2:0", "cuMemMap:2:2", "cuLaunchKernel:2:1", "cuLaunchKernel:2:2"],
+)
+def test_loads_go_on_where_the_device_refuses(
+    fault: str,
+    worker: Worker,
+    keys: list[bytes],
+    service: Service,
+    library: Standin,
+    context: Context,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from kvfs.connectors.device import pooled
+
+    monkeypatch.setattr(pooled, "CONNECTOR_RETRY_S", 0)
+    with Worker(service.data, context) as other:
+        other.fill(keys)
+    library.set_faults(fault)
+    assert worker.load(keys) == COUNT
+    assert worker.pooled.counts.verified == 0
+    library.set_faults()
+    eventually(lambda: worker.load(keys) == 0, "the pool is there again")
+
+
+def test_loads_go_on_while_the_service_is_away(
+    library: Standin, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvfs.connectors.device import pooled
+
+    monkeypatch.setattr(pooled, "CONNECTOR_RETRY_S", 0)
+    with serving(Path(library.path)) as service, Worker(service.data, context) as worker:
+        made = worker.put()
+        worker.fill(made)
+        assert worker.load(made) == 0
+        service.kill()
+        assert worker.load(made) == COUNT
+        service.restart()
+        worker.fill(made)
+        assert worker.load(made) == 0
+
+
+def test_a_load_from_the_pool_ends_before_its_worker_does(
+    service: Service, library: Standin, context: Context
+) -> None:
+    worker = Worker(service.data, context)
+    keys = worker.put()
+    worker.fill(keys)
+    with Cache(context) as cache:
+        library.hold(True)
+        future = worker.submit(keys, cache)
+        eventually(lambda: getattr(worker.pooled._place, "users", 0) == 1, "it has begun")
+        closing = threading.Thread(target=worker.loads.close)
+        closing.start()
+        eventually(lambda: worker.pooled._is_off, "the worker ends")
+        assert not future.done()
+        library.hold(False)
+        closing.join(WAIT_S)
+        assert future.result(WAIT_S) == [BLOCK] * COUNT
+        assert cache.blocks() == [payload(key) for key in keys]
+    assert worker.pooled._place is None
+    worker.client.close()
+
+
+def test_a_service_without_a_pool_is_asked_once(library: Standin, context: Context) -> None:
+    with Service(mode="off", dram="64MiB") as plain, Worker(plain.data, context) as worker:
+        made = worker.put()
+        for _ in range(3):
+            assert worker.load(made) == COUNT
+        assert worker.pooled._is_off
