@@ -1,8 +1,9 @@
 """Blocks of a store into a paged cache on a GPU: python -m bench.gpu.loads ADDRESS [--blocks N]
 
-Responsibility: loads as the vLLM connector does them, beside PyTorch's copies through pageable memory, the read into
-memory of the CPU alone, and one copy of the same bytes from pinned memory. ADDRESS is a service's; blocks are 2 MiB, in
-the shape of Llama 3.1 8B's: 32 layers of 64 KiB, each in a tensor of its own.
+Responsibility: loads as the vLLM connector does them, from DRAM and, of a service with `[hbm]`, from the pool in the
+GPU's own memory, beside PyTorch's copies through pageable memory, the read into memory of the CPU alone, and one copy
+of the same bytes from pinned memory. ADDRESS is a service's; blocks are 2 MiB, in the shape of Llama 3.1 8B's: 32
+layers of 64 KiB, each in a tensor of its own.
 
 All ways take turns, the first one last in every other round; a figure is the median of the rounds, each until the
 bytes are there. What was loaded is compared, byte by byte, in the first round.
@@ -22,8 +23,10 @@ import torch
 
 import kvfs
 from kvfs import Namespace, prefix_hashes
+from kvfs._native.cuda.driver import open_driver
 from kvfs.client.blocks import Blocks
 from kvfs.connectors.device.copies import copies_of
+from kvfs.connectors.device.pooled import PooledBlocks
 from kvfs.connectors.vllm_layout import KVLayout
 from kvfs.errors import DeviceMissing
 from kvfs.limits import MIB
@@ -32,6 +35,8 @@ LAYERS, TOKENS, HEADS, ELEMENTS = 32, 16, 8, 128
 BLOCK_BYTES = 2 * MIB
 CACHE_BLOCKS = 1024
 ROUNDS = 7
+FILLS = 200
+"""Loads until the pool has all blocks: each adds 32 MiB at most."""
 NAMESPACE = Namespace.of_one_device(
     model="llama", revision="bench", dtype="bfloat16", layout="LHTKD", block_tokens=TOKENS
 )
@@ -62,22 +67,43 @@ class Loads:
         if made is None:
             raise DeviceMissing("the CUDA driver has no device to load onto")
         self._loads = made.loads
+        self._pooled = made.loads.pooled(
+            lambda context, timeout_s: blocks.device_pool(open_driver(), context, timeout_s=timeout_s)
+        )
 
     def ways(self) -> dict[str, Way]:
+        pool = {"the connector's loads from the pool": self.from_pool} if self.fill_pool() else {}
         return {
+            **pool,
             "the connector's loads": self.by_connector,
             "PyTorch's copies": self.by_pytorch,
             "into memory of the CPU": self.into_memory,
             "one copy from pinned memory": self.in_one_copy,
         }
 
+    def fill_pool(self) -> bool:
+        """Load until all blocks come from the pool; return whether they do."""
+        return any(self._load_pooled() == len(self._ids) for _ in range(FILLS))
+
+    def _load_pooled(self) -> int:
+        """Return how many blocks of a load came from the pool."""
+        before = self._pooled.counts.verified
+        self._load(self._pooled)
+        return self._pooled.counts.verified - before
+
+    def from_pool(self) -> None:
+        assert self._load_pooled() == len(self._ids)
+
     def by_connector(self) -> None:
-        places = self._layout.device_places(self._ids)
+        self._load(None)
+
+    def _load(self, pooled: PooledBlocks | None) -> None:
         sizes = self._loads.submit(
             lambda keys, places, left_s: self._blocks.get_into(keys, places, timeout_s=left_s),
             self._keys,
-            places,
+            self._layout.device_places(self._ids),
             timeout_s=60,
+            pooled=pooled,
         ).result()
         assert min(sizes) == BLOCK_BYTES
 
@@ -105,7 +131,7 @@ class Loads:
 def measure(loads: Loads) -> dict[str, float]:
     """Return the GB/s of each way."""
     ways = loads.ways()
-    for name in ("the connector's loads", "PyTorch's copies"):
+    for name in ways.keys() - {"into memory of the CPU", "one copy from pinned memory"}:
         loads.clear()
         ways[name]()
         assert loads.is_there(), name
@@ -128,7 +154,7 @@ def main() -> None:
         rates = measure(Loads(blocks, options.blocks))
     limit = list(rates.values())[-1]
     for name, rate in rates.items():
-        print(f"{options.blocks} blocks of 2 MiB, {name:28} {rate:6.1f} GB/s  x {rate / limit:.2f}")
+        print(f"{options.blocks} blocks of 2 MiB, {name:36} {rate:6.1f} GB/s  x {rate / limit:.2f}")
 
 
 if __name__ == "__main__":
