@@ -304,7 +304,7 @@ class KVFSConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         if self._transfers is not None:
-            log.info("kvfs: %s", self._transfers.counts)
+            log.info("kvfs: %s", self._transfers.counts | self._transfers.pool_counts)
             self._transfers.close()
         self._link.close()
 

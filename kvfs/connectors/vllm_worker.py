@@ -25,20 +25,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
+from kvfs._native.cuda.driver import Context, open_driver
 from kvfs.client.blocks import Blocks
+from kvfs.client.device_pool import DevicePool
 from kvfs.client.layers import Loading
 from kvfs.connectors.adapters import LoadedAdapters
 from kvfs.connectors.common import Link, chain_parents
 from kvfs.connectors.device.copies import DeviceCopies
+from kvfs.connectors.device.pooled import PoolCounts, PooledBlocks
 from kvfs.connectors.vllm_layout import KVLayout, Shard
 from kvfs.connectors.vllm_scheduler import BlockRun, Plan, Rank, split_keys
 from kvfs.connectors.vllm_stores import Part, Stores
 from kvfs.connectors.vllm_weights import Watch
-from kvfs.errors import DeadlinePassed, KvfsError
+from kvfs.errors import DeadlinePassed, KvfsError, SessionClosed
 from kvfs.limits import (
     CONNECTOR_COPY_S,
     CONNECTOR_LOADS,
@@ -78,6 +82,11 @@ class Transfers:
         assert is_async or len(shards) == 1
         self._link, self._shards, self._is_async = link, dict(shards), is_async
         self._device = device
+        self._pooled: dict[Rank, PooledBlocks] = {}
+        """What loads from, and adds to, the caches' device's own memory."""
+        if device is not None:
+            for rank, shard in shards.items():
+                self._pooled[rank] = device.loads.pooled(partial(self._attach_pool, shard))
         self._is_on_cpu = all(shard.layout.is_on_cpu for shard in shards.values())
         self._watch, self.adapters = watch, adapters
         self._epoch = 0
@@ -155,7 +164,7 @@ class Transfers:
             self._finish(run, [-1] * len(run.block_ids))
             return
         try:
-            sizes, staging = self._read(blocks, run.keys[rank], shard.layout, run.block_ids)
+            sizes, staging = self._read(blocks, rank, run, shard.layout)
         except KvfsError as error:
             log.warning("a load did not begin: %s", error)
             self._finish(run, [-1] * len(run.block_ids))
@@ -165,9 +174,10 @@ class Transfers:
             self.adapters.loading(run.request_id, run.adapter, run.block_ids)
 
     def _read(
-        self, blocks: Blocks, keys: bytes, layout: KVLayout, block_ids: Sequence[int]
+        self, blocks: Blocks, rank: Rank, run: BlockRun, layout: KVLayout
     ) -> tuple[Future[list[int]], torch.Tensor | None]:
         """Read blocks into the cache, or on their way there into the memory that is returned."""
+        keys, block_ids = run.keys[rank], run.block_ids
         if layout.is_on_cpu:
             return blocks.get_into_async(keys, layout.places(block_ids), timeout_s=CONNECTOR_TIMEOUT_S), None
         if self._device is None:
@@ -178,8 +188,22 @@ class Transfers:
             keys,
             layout.device_places(block_ids),
             timeout_s=CONNECTOR_TIMEOUT_S,
+            pooled=self._pooled[rank],
         )
         return sizes, None
+
+    def _attach_pool(self, shard: Shard, context: Context, timeout_s: float) -> DevicePool | None:
+        """Take a place in the pool of a shard's blocks. Raises SessionClosed during an outage."""
+        blocks = self._link.blocks(shard.namespace)
+        if blocks is None:
+            raise SessionClosed("the service does not answer")
+        return blocks.device_pool(open_driver(), context, timeout_s=timeout_s)
+
+    @property
+    def pool_counts(self) -> dict[str, int]:
+        """Return what was loaded from GPU memory and verified, added to it, and found wrong there, in blocks."""
+        counts = [asdict(pooled.counts) for pooled in self._pooled.values()]
+        return {f"pool_{name}_blocks": sum(each[name] for each in counts) for name in asdict(PoolCounts())}
 
     def _begin_layers(self, run: BlockRun) -> Loading | None:
         rank, shard = self._shard_of(run)

@@ -178,6 +178,40 @@ def test_blocks_go_out_and_come_back(service: Service, device: str, by_layer: bo
         each.transfers.close()
 
 
+def test_blocks_come_from_the_pool_of_the_device(standin_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvfs.connectors.vllm_layout import KVLayout
+
+    need_mount()
+    monkeypatch.setattr(KVLayout, "is_on_cpu", property(lambda _: False))
+    monkeypatch.setenv("KVFS_LIBCUDA", str(standin_path))
+    monkeypatch.setattr(f"{__name__}.STANDIN", [open_driver().devices()[0].retain_context()])
+    namespace, source, target = namespace_of("pool"), cache(3), cache(None)
+    keys = keys_of(namespace, 4)
+    with Service(
+        dram="64MiB", arguments=["--hbm", "128MiB"], environment={"KVFS_LIBCUDA": str(standin_path)}
+    ) as service:
+        writer, reader = (Worker(service, c, namespace, is_async=True) for c in (source, target))
+        writer.store(run_of(keys, [7, 2, 9, 4]))
+        writer.settle(4)
+
+        def load() -> bool:
+            assert reader.load(run_of(keys, [0, 5, 6, 11])) == ({"request"}, set())
+            return reader.transfers.pool_counts["pool_promoted_blocks"] > 0
+
+        eventually(load, "the blocks were added")
+        before = reader.transfers.pool_counts
+        for name in NAMES:
+            target[name].zero_()
+        assert reader.load(run_of(keys, [0, 5, 6, 11])) == ({"request"}, set())
+        for name in NAMES:
+            assert torch.equal(target[name][[0, 5, 6, 11]], source[name][[7, 2, 9, 4]])
+        verified = before["pool_verified_blocks"] + 4
+        assert reader.transfers.pool_counts == {**before, "pool_verified_blocks": verified}
+        assert (before["pool_promoted_blocks"], before["pool_mismatched_blocks"]) == (4, 0)
+        for each in (writer, reader):
+            each.transfers.close()
+
+
 def test_what_is_missing_is_reported_block_by_block(service: Service, device: str) -> None:
     namespace = namespace_of(f"missing {device}")
     source, target, keys = cache(4), cache(None), keys_of(namespace, 3)
