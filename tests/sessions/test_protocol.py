@@ -211,7 +211,8 @@ def answer_frames(draw: st.DrawFn, request: Request) -> list[tuple[Answer, bool]
     """A right answer to `request`, cut into frames."""
     op, count = request_op(request), entry_count(request)
     if isinstance(request, Control):
-        return [(ControlAnswer(op, draw(JSON)), False)]
+        described = {"descriptors": draw(st.integers(0, 3))} if op in DESCRIPTOR_OPS else {}
+        return [(ControlAnswer(op, draw(JSON) | described), False)]
     if op in COUNT_OPS:
         return [(CountAnswer(op, draw(st.integers(0, count))), False)]
     frames: list[tuple[Answer, bool]] = []
@@ -271,7 +272,11 @@ def test_answers_do_not_depend_on_how_the_stream_is_cut(exchange: Exchange, cuts
             stream += server.send_answer(answer, more=more)
             if isinstance(answer, ExtentAnswer) and answer.op in DESCRIPTOR_OPS:
                 opened = sum(entry.status == 0 for entry in answer.entries)
-                sent += range(100 + len(sent), 100 + len(sent) + opened)
+            elif isinstance(answer, ControlAnswer) and answer.op in DESCRIPTOR_OPS:
+                opened = answer.result["descriptors"]
+            else:
+                opened = 0
+            sent += range(100 + len(sent), 100 + len(sent) + opened)
     client.receive_data(stream[:1], sent) if stream else None
     events = feed(client, stream[1:], cuts)
     assert events.pop() is Closed.CLOSED
@@ -415,6 +420,18 @@ def test_a_malformed_answer_is_refused_by_name(data: bytes, words: str) -> None:
     client.send_request(DigestBatch(Op.OPEN_BLOCK, 1, bytes(32)))
     client.receive_data(data, [77])
     with pytest.raises(ProtocolError, match=words):
+        client.next_event()
+    assert client.unused_descriptors() == [77]
+
+
+@pytest.mark.parametrize(
+    "body", [b"{}", b'{"descriptors":true}', b'{"descriptors":-1}', b'{"descriptors":2}']
+)
+def test_a_control_answer_says_how_many_descriptors_it_brings(body: bytes) -> None:
+    client, _ = greeted()
+    client.send_request(Control(Op.HBM_MAP, {"segment": 0}))
+    client.receive_data(frame(Op.HBM_MAP, OK + body, flags=0x101), [77])
+    with pytest.raises(ProtocolError, match=r"HBM_MAP: .*descriptors"):
         client.next_event()
     assert client.unused_descriptors() == [77]
 
