@@ -12,7 +12,7 @@ import pytest
 from kvfs._native.cuda.driver import Context
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
-for needed in ("trio", "lmdb", "pydantic", "typer", "rich", "prometheus_client", "xxhash"):
+for needed in ("trio", "lmdb", "pydantic", "typer", "xxhash"):
     pytest.importorskip(needed, reason=f"{needed}, which a service needs, is not installed")
 
 from kvfs.client.device_pool import PoolDraft  # noqa: E402
