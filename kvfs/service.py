@@ -89,6 +89,9 @@ class Running:
     nvme_bytes: int
     """0 without an NVMe tier."""
     nvme_io: str
+    gpus: int
+    """GPUs whose memory is shared, each with `gpu_bytes`."""
+    gpu_bytes: int
     mountpoint: Path | None
     mode: str
     socket: Path
@@ -487,6 +490,7 @@ def _describe(
     settings: Settings, store: Store, mount: Served, pools: DevicePools | None, listening: Listening | None
 ) -> Running:
     usage, lower = store.dram.usage(), store.journal.usage()
+    devices = [] if pools is None else pools.devices
     return Running(
         data=store.data_dir,
         store_id=store.store_id,
@@ -495,6 +499,8 @@ def _describe(
         max_slots=usage.max_slots,
         nvme_bytes=sum(tier["capacity_bytes"] for tier in lower),
         nvme_io=", ".join(tier["backing"] for tier in lower),
+        gpus=len(devices),
+        gpu_bytes=settings.hbm.capacity or 0,
         mountpoint=settings.mountpoint,
         mode=mount.mode,
         socket=settings.socket_path,

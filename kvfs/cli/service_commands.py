@@ -127,6 +127,8 @@ def _show_started(running: Running) -> None:
         "session": str(running.socket),
         "S3": running.s3 or "none",
     }
+    if running.gpus:
+        lines["GPU"] = f"{format_size(running.gpu_bytes)} of each of {running.gpus}"
     if running.page is not None:
         lines["page"] = running.page
     for name, value in lines.items():

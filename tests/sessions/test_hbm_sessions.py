@@ -105,6 +105,7 @@ def test_processes_share_blocks_which_outlive_them(
     assert (after["hits"] - before["hits"], after["misses"] - before["misses"]) == (8, 1)
     assert after["promoted"] >= 4
     assert after["capacity_bytes"] == 2 * (256 << 20)
+    assert "GPU      256 MiB of each of 2\n" in service.log()
     page = run_kvfs("status", "--at", str(service.data)).stdout
     assert f"{after['blocks']} blocks" in page
 
