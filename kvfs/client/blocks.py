@@ -33,7 +33,7 @@ from kvfs._native.blocks.reader import BELOW, MISS, NO_ROOM, View
 from kvfs._native.blocks.writer import PUTS_AT_ONCE, Draft, Put
 from kvfs._native.cuda.driver import Context, Driver
 from kvfs._native.shared.table import TIER_DRAM
-from kvfs.client.device_pool import DevicePool, attach_pool
+from kvfs.client.device_pool import DevicePool, attach_pool, no_places
 from kvfs.client.grants import Grants
 from kvfs.client.layers import Loading
 from kvfs.client.read_path import BlockReader, LocalReader, ServedReader
@@ -68,7 +68,7 @@ class Blocks:
         self._remote = BlockSession(begin, namespace)
         """For blocks of other machines, which no read waits for."""
         self._below = ServedReader(self._aside)
-        self._attach_pool = partial(attach_pool, begin, namespace)
+        self._begin, self._namespace, self._left_pools = begin, namespace, no_places()
         self.bucket = self._session.run(lambda live: live.bucket, Deadline.after(timeout_s))
         """The bucket that is bound to the namespace."""
         local = self._session.hello.may_open
@@ -234,7 +234,14 @@ class Blocks:
     ) -> DevicePool | None:
         """Attach to the pool of these blocks in the memory of the context's device, for the caller to close; None where
         the service shares none. Raises SessionClosed, DeadlinePassed, LimitExceeded (of processes)."""
-        return self._attach_pool(driver, context, timeout_s=self._deadline(timeout_s).left_s)
+        return attach_pool(
+            self._begin,
+            self._namespace,
+            driver,
+            context,
+            self._left_pools,
+            timeout_s=self._deadline(timeout_s).left_s,
+        )
 
     # --- writing -----------------------------------------------------------------------------------------
     def put(

@@ -15,8 +15,11 @@ place of its own.
 from __future__ import annotations
 
 import base64
+import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +29,16 @@ from kvfs._native.hbm.hazards import ClientHazards
 from kvfs.client.exchange import Exchange
 from kvfs.client.session import batches
 from kvfs.client.transport import Deadline, Transport, close_all
-from kvfs.errors import Busy, Superseded
+from kvfs.errors import Busy, KvfsError, Superseded
 from kvfs.protocol.messages import DIGEST_BYTES, Op
+
+Left = deque[str]
+"""Tokens of places that this process has left, which the service has not been told of: one for all places."""
+
+
+def no_places() -> Left:
+    """Return an empty list for the places that will be left: there are no more than HBM_CLIENTS at once."""
+    return deque(maxlen=limits.HBM_CLIENTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +75,48 @@ class DevicePool:
         namespace: dict[str, Any],
         driver: Driver,
         context: Context,
+        left: Left,
         deadline: Deadline,
     ) -> None:
         """Attach to the pool of the context's device; the transport is then this object's. Raises what the service
         answers."""
-        self._transport, self._driver, self._context = transport, driver, context
+        self._transport, self._driver, self._context, self._left = transport, driver, context, left
         self._mapping = threading.Lock()
         self._mapped: dict[int, Mapping] = {}
         exchange = Exchange(transport, deadline.left_s)
         self._handle = exchange.control(Op.OPEN_NAMESPACE, **namespace)["handle"]
-        attached, descriptors = exchange.described(Op.HBM_ATTACH, device=context.device.uuid)
+        self._token = secrets.token_hex(limits.HBM_TOKEN_BYTES)
+        attached, descriptors = self._attach(exchange)
         try:
             generations, hazards = descriptors
             self._hazards = ClientHazards(generations, hazards)
         finally:
             close_all(descriptors)
         self._segment_bytes = int(attached["segment_bytes"])
+        self._forget(self._token)
+
+    def _attach(self, exchange: Exchange) -> tuple[dict[str, Any], tuple[int, ...]]:
+        """Ask for a place, and tell of those that were left; one that was not answered counts among these."""
+        told = list(self._left)
+        self._left.append(self._token)
+        try:
+            answer = exchange.described(
+                Op.HBM_ATTACH,
+                device=self._context.device.uuid,
+                token=self._token,
+                left=[[token] for token in told],
+            )
+        except KvfsError:
+            if self._transport.is_open:  # it was refused
+                self._forget(self._token)
+            raise
+        self._forget(*told)
+        return answer
+
+    def _forget(self, *tokens: str) -> None:
+        for token in tokens:
+            with suppress(ValueError):
+                self._left.remove(token)
 
     @property
     def is_open(self) -> bool:
@@ -193,12 +230,15 @@ class DevicePool:
             return self._mapped[segment].address
 
     def close(self, *, timeout_s: float) -> None:
-        """Unmap everything and leave the pool, after all copies from and to it have ended."""
+        """Unmap everything and leave the pool, after all copies from and to it have ended. A service that does not
+        hear of that now is told when the next place is taken."""
         try:
             while self._mapped:
                 self._mapped.popitem()[1].unmap()
+            self._left.append(self._token)
             if self._transport.is_open:
                 Exchange(self._transport, timeout_s).control(Op.HBM_DETACH)
+                self._forget(self._token)
         finally:
             self._transport.close()
 
@@ -208,6 +248,7 @@ def attach_pool(
     namespace: dict[str, Any],
     driver: Driver,
     context: Context,
+    left: Left,
     *,
     timeout_s: float,
 ) -> DevicePool | None:
@@ -219,7 +260,7 @@ def attach_pool(
         if context.device.uuid not in transport.hello.details.get("devices", ()):
             transport.close()
             return None
-        return DevicePool(transport, namespace, driver, context, deadline)
+        return DevicePool(transport, namespace, driver, context, left, deadline)
     except BaseException:
         transport.close()
         raise

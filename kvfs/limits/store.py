@@ -122,6 +122,8 @@ HBM_EVICTIONS: Final = 64
 until a segment of them is empty: the bound keeps a draft of a rare size from emptying the pool."""
 HBM_CLIENTS: Final = 64
 """Processes with one pool mapped, those that have ended and are not off the device yet among them."""
+HBM_TOKEN_BYTES: Final = 16
+"""Of the number by which a process names a place that it has left: nobody guesses another's."""
 HBM_DRAIN_S: Final = 10.0
 """How long what an ended process might still write is not reused where nobody knows who is on the device."""
 HBM_HANG_S: Final = 30.0

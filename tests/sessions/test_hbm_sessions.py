@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from tests.support.stores import NAMESPACE
 from tests.support.waits import WAIT_S, eventually
 
 DEVICE = "GPU-abababab-abab-abab-abab-ababababab00"
+PLACE: dict[str, Any] = {"device": DEVICE, "token": "0" * 32, "left": []}
 ALICE = 1001
 
 
@@ -110,21 +111,21 @@ def test_processes_share_blocks_which_outlive_them(
     assert f"{after['blocks']} blocks" in page
 
 
-def test_drafts_of_a_killed_process_are_not_reused(
-    service: Service, library: Path, engine: PoolEngine
-) -> None:
+def test_drafts_of_a_killed_process_are_not_reused(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drafts, keys = keys_of(3), keys_of(8)
-    child = engine_in_child(service, library, drafts, seal=False)
-    before = pool_of(service)["used_bytes"]
-    child.kill()
-    eventually(
-        lambda: pool_of(service)["quarantined_bytes_by_pid"].get(str(child.pid)) == 3 * (64 << 10),
-        "its drafts wait",
-        every_s=0.02,
-    )
-    engine.put(keys)
-    assert engine.promote(keys) == [True] * 8
-    assert pool_of(service)["used_bytes"] == before + 8 * (64 << 10)
+    with serving(library) as service:
+        child = engine_in_child(service, library, drafts, seal=False)
+        child.kill()
+        eventually(
+            lambda: pool_of(service)["quarantined_bytes_by_pid"] == {str(child.pid): 3 * (64 << 10)},
+            "its drafts wait",
+            every_s=0.02,
+        )
+        monkeypatch.setenv("KVFS_LIBCUDA", str(library))
+        with PoolEngine(service.data) as engine:
+            engine.put(keys)
+            assert engine.promote(keys) == [True] * 8
+            assert pool_of(service)["used_bytes"] == (3 + 8) * (64 << 10)
 
 
 def test_a_wrong_checksum_is_refused(service: Service, engine: PoolEngine) -> None:
@@ -214,6 +215,38 @@ def test_a_block_whose_bytes_are_wrong_on_the_device_is_dropped(engine: PoolEngi
     assert engine.has(keys) == [False, True]
 
 
+def test_a_place_whose_session_was_lost_is_left_with_the_next_one(
+    service: Service, engine: PoolEngine
+) -> None:
+    keys = keys_of(2)
+    engine.put(keys)
+    assert None not in engine.reserve(keys)
+    engine.pool._transport.close()
+    engine.pool.close(timeout_s=WAIT_S)
+    me = str(os.getpid())
+    eventually(
+        lambda: pool_of(service)["quarantined_bytes_by_pid"].get(me) == 2 * (64 << 10),
+        "its drafts wait",
+        every_s=0.02,
+    )
+    engine.pool = engine.attach()
+    assert pool_of(service)["quarantined_bytes_by_pid"].get(me, 0) == 0
+    assert engine.promote(keys) == [True, True]
+    assert not engine.blocks._left_pools
+
+
+def test_a_place_is_left_by_its_own_process_alone(service: Service, engine: PoolEngine) -> None:
+    keys, token = keys_of(1), engine.pool._token
+
+    def attach(_: socket.socket) -> None:
+        with raw(service.data, left=[[token]]):
+            pass
+
+    fork(attach).result()
+    engine.put(keys)
+    assert engine.promote(keys) == [True]
+
+
 def test_a_leased_block_keeps_its_slot(service: Service, engine: PoolEngine) -> None:
     keys = keys_of(1)
     engine.put(keys)
@@ -279,11 +312,11 @@ def test_a_device_without_memory_gives_no_drafts(library: Path, monkeypatch: pyt
 
 # --- rights and bad requests, without a driver ------------------------------------------------------------------
 @contextmanager
-def raw(address: Path, *, attach: bool = True) -> Iterator[Exchange]:
+def raw(address: Path, *, attach: bool = True, left: Sequence[object] = ()) -> Iterator[Exchange]:
     exchange = Exchange(Transport(address / "kvfs.sock", timeout_s=WAIT_S, client="raw"))
     try:
         if attach:
-            result, descriptors = exchange.described(Op.HBM_ATTACH, device=DEVICE)
+            result, descriptors = exchange.described(Op.HBM_ATTACH, **{**PLACE, "left": left})
             close_all(descriptors)
             assert (len(descriptors), result["segment_bytes"]) == (2, 128 << 20)
         yield exchange
@@ -364,17 +397,22 @@ def test_a_wrong_row_is_named(service: Service, row: Any) -> None:
 def test_wrong_requests_are_named(service: Service) -> None:
     with raw(service.data) as exchange:
         exchange.control(Op.OPEN_NAMESPACE, description=NAMESPACE.as_mapping())
-        assert "attached to device" in failure(exchange, Op.HBM_ATTACH, device=DEVICE)
+        assert "attached to device" in failure(exchange, Op.HBM_ATTACH, **PLACE)
+        assert "token = 'x': 16 bytes in hex" in failure(
+            exchange, Op.HBM_ATTACH, device=DEVICE, token="x", left=[]
+        )
         assert "1025 drafts, over 1024" in failure(exchange, Op.HBM_ABORT, drafts=[[0, 1]] * 1025)
         assert failure(exchange, Op.HBM_ABORT, drafts=[[0, 1]]).startswith("Superseded")
         assert "16 for each" in failure(exchange, Op.HBM_FIND, namespace=1, digests="AAAA")
         assert exchange.control(Op.HBM_DETACH) == {}
         assert "attached to no device" in failure(exchange, Op.HBM_FIND, namespace=1, digests="")
-        assert "no memory of device 'GPU-other'" in failure(exchange, Op.HBM_ATTACH, device="GPU-other")
+        assert "no memory of device 'GPU-other'" in failure(
+            exchange, Op.HBM_ATTACH, **{**PLACE, "device": "GPU-other"}
+        )
 
 
 def test_a_service_without_pools_says_so() -> None:
     with session_server() as server, server.connect() as client:
         assert client.details["devices"] == []
         with raw(server.socket.parent, attach=False) as exchange:
-            assert failure(exchange, Op.HBM_ATTACH, device=DEVICE).startswith("Unsupported")
+            assert failure(exchange, Op.HBM_ATTACH, **PLACE).startswith("Unsupported")

@@ -50,6 +50,8 @@ class PoolClient:
 
     pid: int
     pidfd: int
+    token: int = 0
+    """By which the process names this place after it has left it (`HbmTier.detach_left`)."""
     hazards: Hazards = field(default_factory=Hazards)
     drafts: set[int] = field(default_factory=set)
     """Slots that it may write, in quarantine once its session has ended."""

@@ -103,15 +103,30 @@ class DevicePools:
         for device in self._devices.values():
             yield from device.pools.values()
 
-    def attach(self, device: str, uid: int, pid: int, open_pidfd: Callable[[], int]) -> Seat:
-        """Give a process a place in its uid's pool. Raises NotFound for a device without pools, LimitExceeded."""
+    def attach(
+        self,
+        device: str,
+        uid: int,
+        pid: int,
+        open_pidfd: Callable[[], int],
+        *,
+        token: int = 0,
+        left: Container[int] = (),
+    ) -> Seat:
+        """Give a process a place in its uid's pool, known by `token`, once those that it has `left` are free.
+
+        Raises NotFound for a device without pools, LimitExceeded.
+        """
         shared = self._devices.get(device)
         if shared is None:
             raise NotFound(f"no memory of device {device[:64]!r} is shared here")
         if uid not in shared.pools:
             shared.pools[uid] = self._make_pool(shared)
         pool = shared.pools[uid]
-        return Seat(pool, pool.tier.attach(pid, open_pidfd()))
+        for each in self._devices.values():
+            if uid in each.pools:
+                each.pools[uid].tier.detach_left(pid, left)
+        return Seat(pool, pool.tier.attach(pid, open_pidfd(), token))
 
     def _make_pool(self, shared: SharedDevice) -> UidPool:
         tier = HbmTier(

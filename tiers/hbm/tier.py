@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,12 +77,12 @@ class HbmTier:
         self._held: dict[int, _Held] = {}
 
     # --- clients ----------------------------------------------------------------------------------------
-    def attach(self, pid: int, pidfd: int) -> PoolClient:
+    def attach(self, pid: int, pidfd: int, token: int = 0) -> PoolClient:
         """Add a client; its descriptor is then the tier's. Raises LimitExceeded."""
         if len(self._clients) >= limits.HBM_CLIENTS:
             os.close(pidfd)
             raise LimitExceeded(f"HBM tier {self.device}: {limits.HBM_CLIENTS} clients, which is the limit")
-        client = PoolClient(pid, pidfd)
+        client = PoolClient(pid, pidfd, token)
         self._clients.append(client)
         return client
 
@@ -90,6 +90,11 @@ class HbmTier:
         """Remove a client that has completed its work and unmapped all segments: its drafts and leases end."""
         client.ended_s = client.exited_s = self._clock()
         self._remove_client(client)
+
+    def detach_left(self, pid: int, tokens: Container[int]) -> None:
+        """Remove clients of a process whose sessions were lost, and which it says it has left as `detach` wants."""
+        for client in [each for each in self._clients if each.pid == pid and each.token in tokens]:
+            self.detach(client)
 
     def end(self, client: PoolClient) -> None:
         """Note that a client's session has ended, and nothing is known of its work: `sweep` looks at it from now on."""

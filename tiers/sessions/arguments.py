@@ -80,6 +80,14 @@ class Arguments:
             raise InvalidRequest(f"{self._what}: {key} are to be {count} integers from 0 on, or null")
         return values
 
+    def hex(self, key: str, width: int) -> int:
+        """Take so many bytes in hex, as a number. Raises InvalidRequest."""
+        value = self._take(key, str)
+        number = _hex(value, width)
+        if number is None:
+            raise InvalidRequest(f"{self._what}: {key} = {value!r:.80}: {width} bytes in hex are wanted")
+        return number
+
     def rows(self, key: str, *widths: int) -> list[list[int]]:
         """Take a list of at most limits.MAX_BATCH rows of numbers: a width of 0 is an integer from 0 on, another so
         many bytes in hex, as a number. Raises InvalidRequest."""

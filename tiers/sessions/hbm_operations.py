@@ -38,14 +38,20 @@ def serve_hbm(service: Service, session: Session, request: Control) -> Answered:
 
 
 def _attach(service: Service, session: Session, arguments: Arguments) -> Answered:
-    device = arguments.text("device").decode(errors="replace")
+    device, token = (
+        arguments.text("device").decode(errors="replace"),
+        arguments.hex("token", limits.HBM_TOKEN_BYTES),
+    )
+    left = {number for (number,) in arguments.rows("left", limits.HBM_TOKEN_BYTES)}
     arguments.done()
     if service.pools is None:
         raise Unsupported("this service has no [hbm]")
     if session.seat is not None:
         raise Exists(f"{session} is attached to device {session.seat.pool.tier.device} already")
     caller = session.caller
-    session.seat = service.pools.attach(device, caller.uid, caller.pid, session.open_pidfd)
+    session.seat = service.pools.attach(
+        device, caller.uid, caller.pid, session.open_pidfd, token=token, left=left
+    )
     tier = session.seat.pool.tier
     descriptors = [os.dup(tier.generations.fd), os.dup(session.seat.client.hazards.fd)]
     return {"segment_bytes": tier.segment_bytes, "descriptors": len(descriptors)}, descriptors
