@@ -179,9 +179,11 @@ def test_blocks_go_out_and_come_back(service: Service, device: str, by_layer: bo
 
 
 def test_blocks_come_from_the_pool_of_the_device(standin_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvfs.connectors.device import pooled
     from kvfs.connectors.vllm_layout import KVLayout
 
     need_mount()
+    monkeypatch.setattr(pooled, "CONNECTOR_POOL_S", WAIT_S)
     monkeypatch.setattr(KVLayout, "is_on_cpu", property(lambda _: False))
     monkeypatch.setenv("KVFS_LIBCUDA", str(standin_path))
     monkeypatch.setattr(f"{__name__}.STANDIN", [open_driver().devices()[0].retain_context()])

@@ -22,6 +22,14 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 from tests.support.pool_workers import BLOCK, COUNT, Cache, Worker, payload
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no busy machine end a place in the pool."""
+    from kvfs.connectors.device import pooled
+
+    monkeypatch.setattr(pooled, "CONNECTOR_POOL_S", WAIT_S)
+
+
 @pytest.fixture(scope="module")
 def service(standin_path: Path) -> Iterator[Service]:
     with serving(standin_path) as running:
@@ -100,6 +108,18 @@ def test_a_block_that_is_wrong_on_the_device_is_loaded_from_below(
     assert worker.pooled.counts.mismatched == 1
     assert worker.client.status()["hbm"]["damaged"] == before + 1
     assert worker.load(keys) == 1
+
+
+def test_a_block_that_has_another_size_by_now_is_not_added(
+    worker: Worker, keys: list[bytes], service: Service, context: Context
+) -> None:
+    with PoolEngine(service.data) as engine:
+        for _ in range(2):
+            assert engine.lease(keys) == [None] * COUNT
+    before = worker.client.status()["hbm"]["used_bytes"]
+    worker.pooled.promote(b"".join(keys), [4096] * COUNT, BLOCK // 2, (4096, BLOCK), context.stream())
+    assert worker.pooled.counts.promoted == 0
+    assert worker.client.status()["hbm"]["used_bytes"] == before
 
 
 def test_adding_delays_no_load_and_is_one_at_a_time(

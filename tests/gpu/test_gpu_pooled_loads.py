@@ -19,6 +19,15 @@ from kvfs.client.device_pool import PoolDraft  # noqa: E402
 from tests.support.pool_engines import PoolEngine  # noqa: E402
 from tests.support.pool_workers import COUNT, Worker  # noqa: E402
 from tests.support.service import Service  # noqa: E402
+from tests.support.waits import WAIT_S  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no busy machine end a place in the pool."""
+    from kvfs.connectors.device import pooled
+
+    monkeypatch.setattr(pooled, "CONNECTOR_POOL_S", WAIT_S)
 
 
 @pytest.fixture

@@ -133,11 +133,13 @@ class PooledBlocks:
                 log.info("blocks are not added to GPU memory: %s", error)
                 self._may_add = False
                 return
-            wanted = [
-                (draft, source)
-                for draft, source in zip(reserved, sources, strict=True)
-                if draft is not None and draft.size_bytes == size_bytes
+            granted = [
+                (draft, source) for draft, source in zip(reserved, sources, strict=True) if draft is not None
             ]
+            wanted = [each for each in granted if each[0].size_bytes == size_bytes]
+            if len(wanted) < len(granted):  # stored anew since, in another size
+                others = [draft for draft, _ in granted if draft.size_bytes != size_bytes]
+                pool.abort(others, timeout_s=CONNECTOR_POOL_S)
             for at in range(0, len(wanted), CONNECTOR_SLOTS):
                 self._promote_part(pool, wanted[at : at + CONNECTOR_SLOTS], region, stream)
 
