@@ -186,7 +186,9 @@ def test_blocks_come_from_the_pool_of_the_device(standin_path: Path, monkeypatch
     monkeypatch.setattr(pooled, "CONNECTOR_POOL_S", WAIT_S)
     monkeypatch.setattr(KVLayout, "is_on_cpu", property(lambda _: False))
     monkeypatch.setenv("KVFS_LIBCUDA", str(standin_path))
-    monkeypatch.setattr(f"{__name__}.STANDIN", [open_driver().devices()[0].retain_context()])
+    context = open_driver().devices()[0].retain_context()
+    monkeypatch.setattr(f"{__name__}.STANDIN", [context])
+    monkeypatch.setattr(f"{__name__}.STREAMS", [context.stream()])
     namespace, source, target = namespace_of("pool"), cache(3), cache(None)
     keys = keys_of(namespace, 4)
     with Service(
