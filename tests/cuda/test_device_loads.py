@@ -100,7 +100,12 @@ def test_a_load_that_gets_no_buffer_in_time_is_a_miss(
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind"), [("cuLaunchKernel:2:2", OutOfResources), ("sticky:719:8", ContextLost)]
+    ("fault", "kind"),
+    [
+        ("cuLaunchKernel:2:2", OutOfResources),
+        ("sticky:719:8", ContextLost),
+        ("cuEventSynchronize:719:5", ContextLost),  # the first that waits for a copy when all have begun
+    ],
 )
 def test_a_load_that_fails_says_so_and_writes_no_more(
     fault: str,

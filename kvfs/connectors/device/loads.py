@@ -158,6 +158,8 @@ class DeviceLoads:
                 )
                 some = keys[first * DIGEST_BYTES : (first + at_once) * DIGEST_BYTES]
                 sizes += self._read_part(read, some, part, staging, before, deadline)
+            for staging in used:
+                staging.copied.synchronize()
         finally:
             for staging in used:
                 with suppress(KvfsError):  # a lost context copies nothing more
