@@ -1,4 +1,5 @@
-"""Copies of bytes from one slot to another: in the kernel, or through memory where a digest is taken.
+"""Copies of bytes from one slot to another: in the kernel, or through memory where a digest is taken or they lie beside
+DRAM.
 
 Concurrency: called by worker threads; the descriptors are the caller's until it returns.
 """
@@ -19,23 +20,30 @@ def copy_range(
 ) -> None:
     """Copy `count` bytes from one slot to another, and feed them to `digesters`. Raises NoSpace."""
     try:
-        if not digesters:
+        # From a copy beside DRAM (`tiers.dram.read_around`), which is another filesystem's, the kernel copies nothing.
+        if digesters or os.fstat(source).st_dev != os.fstat(target).st_dev:
+            _copy_through_memory(source, offset, target, target_offset, count, digesters)
+        else:
             _copy_in_kernel(source, offset, target, target_offset, count)
-            return
-        memory = memoryview(bytearray(min(limits.RECEIVE_BYTES, count)))
-        while count:
-            got = os.preadv(source, [memory[:count]], offset)
-            if got == 0:
-                raise S3Error("InternalError")
-            piece = memory[:got]
-            for digester in digesters:
-                digester.update(piece)
-            while piece:
-                written = os.pwrite(target, piece, target_offset)
-                piece, target_offset = piece[written:], target_offset + written
-            offset, count = offset + got, count - got
     except OSError as error:
         raise status_error(error.errno or 5, "copying an object") from None
+
+
+def _copy_through_memory(
+    source: int, offset: int, target: int, target_offset: int, count: int, digesters: Sequence[Digester]
+) -> None:
+    memory = memoryview(bytearray(min(limits.RECEIVE_BYTES, count)))
+    while count:
+        got = os.preadv(source, [memory[:count]], offset)
+        if got == 0:
+            raise S3Error("InternalError")
+        piece = memory[:got]
+        for digester in digesters:
+            digester.update(piece)
+        while piece:
+            written = os.pwrite(target, piece, target_offset)
+            piece, target_offset = piece[written:], target_offset + written
+        offset, count = offset + got, count - got
 
 
 def _copy_in_kernel(source: int, offset: int, target: int, target_offset: int, count: int) -> None:
