@@ -191,9 +191,9 @@ SEGMENT_OFFSET_BITS: Final = 32
 """Bits of a table entry's `location` for the offset in the segment, whose number is above."""
 MAX_PROMOTIONS: Final = 16
 """Objects that are read back into DRAM at once: each is a draft there."""
-HELD_AGAIN_S: Final = 0.1
-"""How long reads of lower tiers pass by DRAM once eviction has found everything there in use: to look takes 8 ms of the
-service's thread where 512 objects are held."""
+HELD_LOOKS: Final = 4
+"""Once eviction has found everything in DRAM in use, reads of lower tiers pass it by for so many times as long as that
+took, 8 ms where 512 objects are held: to look takes a fifth of the service's thread at most."""
 READ_AROUND_BYTES: Final = 256 * MIB
 """Memory beside DRAM for reads of objects that find no slot there; half of it for one uid."""
 READ_AROUND_WAIT_S: Final = 2.0

@@ -272,7 +272,7 @@ def test_reads_of_one_moment_look_once_at_what_is_held(
                 return is_held(extent)
 
             monkeypatch.setattr(store.dram, "held", count)
-            monkeypatch.setattr(limits, "HELD_AGAIN_S", 1e9)
+            monkeypatch.setattr(limits, "HELD_LOOKS", 1e9)
             store.evict(1)  # by whom else the room was looked for does not matter
             assert set(looked.values()) == {1}
             looked.clear()
@@ -286,7 +286,8 @@ def test_reads_of_one_moment_look_once_at_what_is_held(
                 store.reserve(MIB // 4, uid=0)
             assert len(looked) >= len(held) - 3
             close_all(held)
-            monkeypatch.setattr(limits, "HELD_AGAIN_S", 0.0)
+            monkeypatch.setattr(limits, "HELD_LOOKS", 0)
+            store.evict(1)
             info, descriptor = await store.lease(find(store, names[2]), uid=0)
             os.close(descriptor)
             assert info.extent is not None

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvfs import limits
 from tiers.eviction.policy import EvictionPolicy
 
 MAX_HELD_SKIPS = 1024
@@ -28,13 +29,13 @@ class Evictor:
     is_held: Callable[[bytes], bool]
     evict_group: Callable[[list[bytes]], int]
     before_choice: Callable[[], None]
-    stuck_s: float = -math.inf
-    """When the last run ended, if it found no room because of what somebody holds."""
+    stuck_until_s: float = -math.inf
+    """Until when nobody need look again who can do without room: the last run found none for what somebody holds."""
 
     def run(self, bytes_wanted: int, *, objects_wanted: int = 0) -> int:
         """Evict until so many bytes are free and so many objects are gone, if possible; return the bytes freed."""
         self.before_choice()
-        self.stuck_s = -math.inf
+        self.stuck_until_s, began_s = -math.inf, time.monotonic()
         freed = gone = skipped = 0
         held: set[bytes] = set()
         while freed < bytes_wanted or gone < objects_wanted:
@@ -48,7 +49,8 @@ class Evictor:
                     for digest in group:
                         self.policy.touch(digest, time.monotonic())
                     if skipped >= MAX_HELD_SKIPS:
-                        self.stuck_s = time.monotonic()
+                        now_s = time.monotonic()
+                        self.stuck_until_s = now_s + limits.HELD_LOOKS * (now_s - began_s)
                         return freed
                 else:
                     gone += len(group)

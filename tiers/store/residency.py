@@ -187,7 +187,7 @@ class Residency:
     @property
     def is_stuck(self) -> bool:
         """Return whether eviction has just found everything held by somebody: who can do without room need not ask."""
-        return time.monotonic() < self._evictor.stuck_s + limits.HELD_AGAIN_S
+        return time.monotonic() < self._evictor.stuck_until_s
 
     def maintain(self) -> None:
         """Free what holders have closed, and evict down to the headroom. Cheap when there is nothing to do."""
