@@ -21,7 +21,7 @@ from tiers.hbm.allocator import Place
 from tiers.hbm.device_pools import Seat
 from tiers.model.blocks import Block
 from tiers.model.objects import Bucket
-from tiers.model.tier import Extent, Kind, SealHeader, StoreKey
+from tiers.model.tier import Extent, Kind, Sealed, SealHeader, StoreKey
 from tiers.sessions.answers import log_refusal
 from tiers.sessions.arguments import Arguments
 from tiers.sessions.state import Service, Session
@@ -80,7 +80,7 @@ def _find(service: Service, session: Session, arguments: Arguments) -> Answered:
     return {"blocks": [each and _block_row(*each) for each in found]}, []
 
 
-def _block_row(sealed: Any, place: Place) -> list[Any]:
+def _block_row(sealed: Sealed, place: Place) -> list[Any]:
     return [*_place_row(sealed.extent, place), sealed.size_bytes, f"{sealed.checksum:016x}"]
 
 
