@@ -96,9 +96,6 @@ def test_match_counts_from_the_first_hash(path: Path) -> None:
     assert reader.match(hashes[:160]) == 10
     assert reader.match(key(200) + hashes) == 0
     assert reader.match(b"") == 0
-    tiers = bytearray(120)
-    assert reader.match_tiers(hashes, tiers) == 100
-    assert tiers == bytes([native.TIER_DRAM]) * 50 + bytes([native.TIER_NVME]) * 50 + bytes(20)
     table.remove(key(60))
     assert reader.match(memoryview(hashes)) == 60
 
@@ -117,8 +114,6 @@ def test_match_refuses_what_is_no_list_of_hashes(path: Path) -> None:
     table = new(path)
     with pytest.raises(InvalidRequest, match="17 bytes"):
         table.match(bytes(17))
-    with pytest.raises(InvalidRequest, match="1 bytes for the tiers of 2"):
-        table.match_tiers(bytes(32), bytearray(1))
 
 
 @pytest.mark.parametrize("bad", [b"", bytes(15), bytes(17)])

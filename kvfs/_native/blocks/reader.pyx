@@ -215,7 +215,7 @@ cdef class Reader:
         cdef const uint8_t *first = <const uint8_t *>PyBytes_AS_STRING(keys)
         cdef int64_t n = PyBytes_GET_SIZE(keys) // 16, hits
         with nogil:
-            hits = kvfs_table_match(table, first, n, 2, NULL)
+            hits = kvfs_table_match(table, first, n, 2)
         return max(hits, 0)
 
     def find(self, bytes keys not None):

@@ -72,7 +72,7 @@ cdef extern from "shared/table_core.h" nogil:
     int kvfs_table_touch(kvfs_table *t, const uint8_t *key)
     int kvfs_table_set_access(kvfs_table *t, const uint8_t *key, uint32_t hits, uint32_t last_access_s)
     int kvfs_table_lookup(const kvfs_table *t, const uint8_t *key, kvfs_entry_view *out)
-    int64_t kvfs_table_match(const kvfs_table *t, const uint8_t *keys, uint64_t n, uint8_t kind, uint8_t *tiers)
+    int64_t kvfs_table_match(const kvfs_table *t, const uint8_t *keys, uint64_t n, uint8_t kind)
     uint32_t kvfs_table_generation(const kvfs_table *t, uint32_t slot)
     int kvfs_table_alive(const kvfs_table *t)
     int kvfs_entry_at(const kvfs_table *t, uint32_t index, uint8_t *key, kvfs_entry_view *out)
@@ -95,7 +95,6 @@ cdef class Table:
     cdef readonly str path
     cdef kvfs_table *pointer(self) except NULL
     cdef kvfs_table *writer(self) except NULL
-    cdef object _match(self, object hashes, int kind, object tiers)
     cdef uint32_t _slot(self, uint32_t slot) except? 0xFFFFFFFF
 
 

@@ -101,9 +101,6 @@ class Table:
     def match(self, hashes: Buffer, kind: int = 2) -> int:
         """Return how many of the n x 16 bytes of hashes are there, from the first on. Drops the GIL."""
 
-    def match_tiers(self, hashes: Buffer, tiers: Buffer, kind: int = 2) -> int:
-        """Match, and write each hit's TIER_ bits to `tiers` (at least n bytes)."""
-
     def items(self) -> Iterator[tuple[bytes, Entry]]:
         """Yield every entry, in table order. Complete only while nobody writes."""
 

@@ -6,7 +6,7 @@ Concurrency: one writing process, any of its threads; readers anywhere. Batches 
 lookups (some 100 ns) keep it.
 """
 
-from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from libc.errno cimport ENOSPC, EPROTONOSUPPORT, ESTALE
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
@@ -286,14 +286,8 @@ cdef class Table:
         return kvfs_table_set_access(self.writer(), key_pointer(key), hits, last_access_s) == 1
 
     def match(self, hashes, int kind=2):
-        return self._match(hashes, kind, None)
-
-    def match_tiers(self, hashes, tiers, int kind=2):
-        return self._match(hashes, kind, tiers)
-
-    cdef object _match(self, object hashes, int kind, object tiers):
         cdef kvfs_table *table = self.pointer()
-        cdef Py_buffer keys, out
+        cdef Py_buffer keys
         cdef int64_t hit
         cdef uint64_t n
         PyObject_GetBuffer(hashes, &keys, PyBUF_SIMPLE)
@@ -301,18 +295,8 @@ cdef class Table:
             n = keys.len // KVFS_KEY_BYTES
             if n * KVFS_KEY_BYTES != <uint64_t>keys.len:
                 raise InvalidRequest(f"{keys.len} bytes of hashes are no multiple of {KVFS_KEY_BYTES}")
-            if tiers is None:
-                with nogil:
-                    hit = kvfs_table_match(table, <const uint8_t *>keys.buf, n, kind, NULL)
-            else:
-                PyObject_GetBuffer(tiers, &out, PyBUF_WRITABLE)
-                try:
-                    if <uint64_t>out.len < n:
-                        raise InvalidRequest(f"{out.len} bytes for the tiers of {n} hashes")
-                    with nogil:
-                        hit = kvfs_table_match(table, <const uint8_t *>keys.buf, n, kind, <uint8_t *>out.buf)
-                finally:
-                    PyBuffer_Release(&out)
+            with nogil:
+                hit = kvfs_table_match(table, <const uint8_t *>keys.buf, n, kind)
         finally:
             PyBuffer_Release(&keys)
         if hit < 0:

@@ -198,10 +198,9 @@ static inline uint8_t kvfs_visible(const struct kvfs_table *t, const struct kvfs
     return (uint8_t)(view->tiers & ~KVFS_LOAD(&t->header->hidden_tiers));
 }
 
-/* How many of `n` keys, from the first on, are visible entries of `kind`; with `tiers`, the visible bits of each.
- * -ETIMEDOUT only when not even the first could be read. The next keys' home lines are fetched ahead. */
-static inline int64_t kvfs_table_match(const struct kvfs_table *t, const uint8_t *keys, uint64_t n, uint8_t kind,
-                                       uint8_t *tiers)
+/* How many of `n` keys, from the first on, are visible entries of `kind`. -ETIMEDOUT only when not even the first could
+ * be read. The next keys' home lines are fetched ahead. */
+static inline int64_t kvfs_table_match(const struct kvfs_table *t, const uint8_t *keys, uint64_t n, uint8_t kind)
 {
     struct kvfs_entry_view view;
     uint64_t key0, key1;
@@ -219,8 +218,6 @@ static inline int64_t kvfs_table_match(const struct kvfs_table *t, const uint8_t
             return rc;
         if (rc != 1 || view.kind != kind || kvfs_visible(t, &view) == 0)
             return (int64_t)i;
-        if (tiers)
-            tiers[i] = kvfs_visible(t, &view);
     }
     return (int64_t)n;
 }
