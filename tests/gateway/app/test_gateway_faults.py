@@ -62,6 +62,20 @@ def is_quiet(door: Gateway) -> bool:
     return bool(status(door)["open_drafts"] == 0)
 
 
+def quiet_dram_bytes(door: Gateway) -> int:
+    """What DRAM holds at a moment when no draft is open. One of an earlier client, whose bytes came late, may be there
+    before and after."""
+    found: list[int] = []
+
+    def look() -> bool:
+        seen = status(door)
+        found.append(next(tier for tier in seen["tiers"] if tier["name"] == "dram")["used_bytes"])
+        return bool(seen["open_drafts"] == 0)
+
+    until(look, door)
+    return found[-1]
+
+
 # --- clients that go away ------------------------------------------------------------------------------------
 def test_an_upload_that_ends_at_any_byte_leaves_nothing(door: Gateway, s3: Any) -> None:
     s3.put_object(Bucket=BUCKET, Key="kept", Body=b"before")
@@ -79,14 +93,13 @@ def test_an_upload_that_ends_at_any_byte_leaves_nothing(door: Gateway, s3: Any) 
 
 @pytest.mark.parametrize("cut", [0, 1, 65_536, MIB, 3 * MIB])
 def test_a_large_upload_that_ends_early_leaves_nothing(door: Gateway, s3: Any, cut: int) -> None:
-    until(lambda: is_quiet(door), door)
-    before = dram_bytes(door)
+    before = quiet_dram_bytes(door)
     body = bytes(4 * MIB)
     with raw_client(door) as client:
         client.send(signed_head(door, "PUT", f"/{BUCKET}/early", body=body, payload=UNSIGNED) + body[:cut])
         until(lambda: not is_quiet(door), door)
     until(lambda: is_quiet(door), door)
-    until(lambda: dram_bytes(door) == before, door)
+    until(lambda: dram_bytes(door) <= before, door)
     with pytest.raises(ClientError):
         s3.head_object(Bucket=BUCKET, Key="early")
 
