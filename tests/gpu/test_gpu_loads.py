@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from kvfs._native.cuda.driver import Context
+from tests.support.caches_on_device import CacheShape
 from tests.support.gpu_memory import DeviceMemory, HostMemory
 from tests.support.seeds import SEED
 from tests.support.waits import WAIT_S
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-LAYERS, BLOCKS, RUNS, RUN_BYTES = 3, 200, 4, 512
-BLOCK_BYTES = LAYERS * RUNS * RUN_BYTES
-LAYER_BYTES = BLOCKS * RUNS * RUN_BYTES
-CACHE_BYTES = LAYERS * LAYER_BYTES
+SHAPE = CacheShape(layers=3, blocks=200, runs=4, run_bytes=512)
+BLOCKS, RUN_BYTES, BLOCK_BYTES = SHAPE.blocks, SHAPE.run_bytes, SHAPE.block_bytes
+CACHE_BYTES = SHAPE.cache_bytes
 
 
 def key_of(number: int) -> bytes:
@@ -45,34 +45,14 @@ class Blocks:
         return sizes
 
 
-def runs_of(block: int) -> list[int]:
-    """Where a block's runs begin in a cache, by layers: heads of a layer lie apart."""
-    return [
-        layer * LAYER_BYTES + run * BLOCKS * RUN_BYTES + block * RUN_BYTES
-        for layer in range(LAYERS)
-        for run in range(RUNS)
-    ]
-
-
-def places_of(cache: DeviceMemory, block_ids: list[int]) -> Any:
-    from kvfs.connectors.device.buffers import DevicePlaces
-
-    addresses = torch.tensor([[cache.address + start for start in runs_of(block)] for block in block_ids])
-    return DevicePlaces(addresses, RUN_BYTES, [(cache.address, CACHE_BYTES)])
-
-
 def loaded(before: bytes, blocks: Blocks, keys: list[int], block_ids: list[int]) -> tuple[bytes, list[int]]:
     after, sizes = bytearray(before), []
     for number, block in zip(keys, block_ids, strict=True):
         data = blocks.stored.get(key_of(number), b"")
         sizes.append(len(data) or -1)
-        for place, start in enumerate(runs_of(block) if len(data) == BLOCK_BYTES else []):
+        for place, start in enumerate(SHAPE.runs_of(block) if len(data) == BLOCK_BYTES else []):
             after[start : start + RUN_BYTES] = data[place * RUN_BYTES : (place + 1) * RUN_BYTES]
     return bytes(after), sizes
-
-
-def rounded(size_bytes: int) -> int:
-    return -(-size_bytes // (2 << 20)) * (2 << 20)
 
 
 @pytest.mark.seeded
@@ -86,7 +66,7 @@ def test_many_loads_share_few_buffers(
 
     monkeypatch.setattr(buffers, "CONNECTOR_STAGING_BYTES", 3 * BLOCK_BYTES)
     monkeypatch.setattr(loads, "CONNECTOR_STAGING_BUFFERS", 2)
-    draw, cache, compute = random.Random(f"{SEED}.loads"), on_device(rounded(CACHE_BYTES)), context.stream()
+    draw, cache, compute = random.Random(f"{SEED}.loads"), on_device(SHAPE.memory_bytes), context.stream()
     blocks, device_loads = Blocks(draw), loads.DeviceLoads(context, BLOCK_BYTES, lambda: compute.handle)
     ends.callback(device_loads.close)
     for _ in range(5):
@@ -97,7 +77,9 @@ def test_many_loads_share_few_buffers(
             block_ids, free = free[:20], free[20:]
             keys = [draw.randrange(100) for _ in block_ids]
             joined = b"".join(map(key_of, keys))
-            future = device_loads.submit(blocks.read, joined, places_of(cache, block_ids), timeout_s=WAIT_S)
+            future = device_loads.submit(
+                blocks.read, joined, SHAPE.places_of(cache, block_ids), timeout_s=WAIT_S
+            )
             expected, sizes = loaded(expected, blocks, keys, block_ids)
             begun.append((future, sizes))
         for future, sizes in begun:
@@ -113,7 +95,7 @@ def test_a_load_comes_after_what_the_engine_has_started(
 ) -> None:
     from kvfs.connectors.device.loads import DeviceLoads
 
-    draw, cache, host = random.Random(5), on_device(rounded(CACHE_BYTES)), on_host(64 << 20)
+    draw, cache, host = random.Random(5), on_device(SHAPE.memory_bytes), on_host(64 << 20)
     other, compute = on_device(64 << 20), context.stream()
     blocks, device_loads = Blocks(draw), DeviceLoads(context, BLOCK_BYTES, lambda: compute.handle)
     ends.callback(device_loads.close)
@@ -125,7 +107,7 @@ def test_a_load_comes_after_what_the_engine_has_started(
             compute.copy(other.address, host.address, 64 << 20)
         compute.copy(cache.address, host.address, CACHE_BYTES)
         joined = b"".join(map(key_of, keys))
-        future = device_loads.submit(blocks.read, joined, places_of(cache, block_ids), timeout_s=WAIT_S)
+        future = device_loads.submit(blocks.read, joined, SHAPE.places_of(cache, block_ids), timeout_s=WAIT_S)
         expected, sizes = loaded(old, blocks, keys, block_ids)
         assert future.result(WAIT_S) == sizes
         assert cache.read(CACHE_BYTES) == expected

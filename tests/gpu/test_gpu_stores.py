@@ -10,39 +10,24 @@ from typing import Any
 import pytest
 
 from kvfs._native.cuda.driver import Context
+from tests.support.caches_on_device import CacheShape
 from tests.support.gpu_memory import DeviceMemory, HostMemory
 from tests.support.seeds import SEED
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-LAYERS, BLOCKS, RUNS, RUN_BYTES = 3, 200, 4, 4096
-BLOCK_BYTES = LAYERS * RUNS * RUN_BYTES
-LAYER_BYTES = BLOCKS * RUNS * RUN_BYTES
-CACHE_BYTES = LAYERS * LAYER_BYTES
-MEMORY_BYTES = -(-CACHE_BYTES // (2 << 20)) * (2 << 20)
+SHAPE = CacheShape(layers=3, blocks=200, runs=4, run_bytes=4096)
+BLOCKS, RUN_BYTES, BLOCK_BYTES = SHAPE.blocks, SHAPE.run_bytes, SHAPE.block_bytes
+CACHE_BYTES = SHAPE.cache_bytes
 
 MakeMemory = Callable[[int], DeviceMemory]
 MakeHost = Callable[[int], HostMemory]
 
 
-def runs_of(block: int) -> list[int]:
-    """Where a block's runs begin in a cache, by layers: heads of a layer lie apart."""
-    return [
-        layer * LAYER_BYTES + run * BLOCKS * RUN_BYTES + block * RUN_BYTES
-        for layer in range(LAYERS)
-        for run in range(RUNS)
-    ]
-
-
-def places_of(cache: DeviceMemory, block_ids: list[int]) -> Any:
-    from kvfs.connectors.device.buffers import DevicePlaces
-
-    addresses = torch.tensor([[cache.address + start for start in runs_of(block)] for block in block_ids])
-    return DevicePlaces(addresses, RUN_BYTES, [(cache.address, CACHE_BYTES)])
-
-
 def blocks_of(content: bytes, block_ids: list[int]) -> list[bytes]:
-    return [b"".join(content[start : start + RUN_BYTES] for start in runs_of(block)) for block in block_ids]
+    return [
+        b"".join(content[start : start + RUN_BYTES] for start in SHAPE.runs_of(block)) for block in block_ids
+    ]
 
 
 @pytest.mark.seeded
@@ -58,12 +43,12 @@ def test_a_cache_that_each_step_writes_anew_comes_out_as_it_was(
 
     monkeypatch.setattr(buffers, "CONNECTOR_STAGING_BYTES", 16 * BLOCK_BYTES)
     monkeypatch.setattr(stores, "CONNECTOR_STAGING_BUFFERS", 2)
-    draw, cache, compute = random.Random(f"{SEED}.stores"), on_device(MEMORY_BYTES), context.stream()
+    draw, cache, compute = random.Random(f"{SEED}.stores"), on_device(SHAPE.memory_bytes), context.stream()
     device_stores = stores.DeviceStores(context, BLOCK_BYTES, lambda: compute.handle)
     ends.callback(device_stores.close)
     steps = []
     for _ in range(4):
-        steps.append((on_host(MEMORY_BYTES), draw.randbytes(CACHE_BYTES)))
+        steps.append((on_host(SHAPE.memory_bytes), draw.randbytes(CACHE_BYTES)))
         steps[-1][0].pages[:CACHE_BYTES] = steps[-1][1]
     ends.callback(compute.synchronize)
     under_way: list[tuple[Any, list[bytes]]] = []
@@ -74,7 +59,7 @@ def test_a_cache_that_each_step_writes_anew_comes_out_as_it_was(
         for _ in range(3):
             count = draw.randrange(1, 25)
             block_ids, free = free[:count], free[count:]
-            outgoing = device_stores.copy(places_of(cache, block_ids))
+            outgoing = device_stores.copy(SHAPE.places_of(cache, block_ids))
             under_way.append((outgoing, blocks_of(content, block_ids)))
         while len(under_way) > 4:
             outgoing, expected = under_way.pop(draw.randrange(len(under_way)))
@@ -89,8 +74,8 @@ def test_stores_come_after_what_the_engine_has_started_and_before_what_it_starts
 ) -> None:
     from kvfs.connectors.device.stores import DeviceStores
 
-    draw, cache, other = random.Random(7), on_device(MEMORY_BYTES), on_device(64 << 20)
-    old, new, long = on_host(MEMORY_BYTES), on_host(MEMORY_BYTES), on_host(64 << 20)
+    draw, cache, other = random.Random(7), on_device(SHAPE.memory_bytes), on_device(64 << 20)
+    old, new, long = on_host(SHAPE.memory_bytes), on_host(SHAPE.memory_bytes), on_host(64 << 20)
     content = draw.randbytes(CACHE_BYTES)
     old.pages[:CACHE_BYTES] = content
     new.pages[:CACHE_BYTES] = draw.randbytes(CACHE_BYTES)
@@ -103,7 +88,7 @@ def test_stores_come_after_what_the_engine_has_started_and_before_what_it_starts
         for _ in range(2):
             compute.copy(other.address, long.address, 64 << 20)
         compute.copy(cache.address, old.address, CACHE_BYTES)
-        outgoing = device_stores.copy(places_of(cache, block_ids))
+        outgoing = device_stores.copy(SHAPE.places_of(cache, block_ids))
         for start in range(
             0, CACHE_BYTES, RUN_BYTES * BLOCKS
         ):  # a part of each run, sooner than all are copied
