@@ -8,7 +8,6 @@ Concurrency: any thread; a call holds a row of columns for itself, and the lock 
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import queue
 import threading
@@ -20,6 +19,7 @@ import torch
 from kvfs._native.cuda.copies import Copier, Plan
 from kvfs._native.cuda.driver import Context, Event, Stream
 from kvfs._native.cuda.images import CHECKSUM_THREADS, kernel_image
+from kvfs.connectors.device.buffers import Buffer
 from kvfs.limits import CONNECTOR_SLOTS
 
 LEAST_BYTES = 241
@@ -30,14 +30,16 @@ class _Columns:
     """Addresses, sizes and checksums in memory that the device reads and writes, and the end of what does."""
 
     def __init__(self, context: Context) -> None:
-        pages = mmap.mmap(-1, -(-3 * 8 * CONNECTOR_SLOTS // mmap.PAGESIZE) * mmap.PAGESIZE)
-        self._registration = context.register(ctypes.addressof(ctypes.c_char.from_buffer(pages)), len(pages))
-        self.numbers = torch.frombuffer(pages, dtype=torch.int64, count=3 * CONNECTOR_SLOTS).view(3, -1)
-        self.addresses = [self._registration.address + 8 * CONNECTOR_SLOTS * column for column in range(3)]
+        column_bytes = 8 * CONNECTOR_SLOTS
+        self._buffer = Buffer(context, -(-3 * column_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        self.numbers = torch.frombuffer(
+            self._buffer.pages, dtype=torch.int64, count=3 * CONNECTOR_SLOTS
+        ).view(3, -1)
+        self.addresses = [self._buffer.region[0] + column_bytes * column for column in range(3)]
         self.done = context.event(sleeps=True)  # who waits for it may wait for a whole step
 
     def close(self) -> None:
-        self._registration.unregister()
+        self._buffer.close()
         self.done.destroy()
 
 
