@@ -26,11 +26,11 @@ import torch
 import kvfs
 from kvfs import Namespace, prefix_hashes
 from kvfs.client.blocks import Blocks
+from kvfs.client.session import split_keys
 from kvfs.connectors.common import Link
 from kvfs.connectors.device.copies import copies_of
 from kvfs.connectors.device.stores import DeviceStores
 from kvfs.connectors.vllm_layout import KVLayout, Shard
-from kvfs.connectors.vllm_scheduler import split_keys
 from kvfs.connectors.vllm_stores import Part, Stores
 from kvfs.errors import DeviceMissing
 from kvfs.limits import CONNECTOR_STORE_BYTES, MIB
@@ -68,7 +68,7 @@ class Step:
             raise DeviceMissing("the CUDA driver has no device to copy from")
         made.loads.close()
         self._stores = {"driver": stores_of(address, made.stores), "torch": stores_of(address, None)}
-        self._keys = list(split_keys(prefix_hashes(NAMESPACE, list(range(count * TOKENS)))))
+        self._keys = split_keys(prefix_hashes(NAMESPACE, list(range(count * TOKENS))))
         self._ids = random.Random(1).sample(range(CACHE_BLOCKS), count)
         self._shard = Shard(NAMESPACE, layout)
         torch.manual_seed(1)

@@ -37,7 +37,7 @@ from kvfs.client.device_pool import DevicePool, attach_pool, no_places
 from kvfs.client.grants import Grants
 from kvfs.client.layers import Loading
 from kvfs.client.read_path import BlockReader, LocalReader, ServedReader
-from kvfs.client.session import AT_ONCE, BlockSession, Live, batches, key_at, parents_of
+from kvfs.client.session import AT_ONCE, BlockSession, Live, batches, choose_keys, key_at, parents_of
 from kvfs.client.transport import Deadline, Transport
 from kvfs.client.workers import Workers
 from kvfs.client.write_path import Refiller, put_some, seal_rest, seal_when_closed
@@ -129,7 +129,7 @@ class Blocks:
         """Return a leased, read-only view of each block, None for a miss. Raises LimitExceeded (of mappings)."""
         deadline, joined = self._deadline(timeout_s), join_keys(keys)
         found = self._reader.map(joined, deadline)
-        self._read_below(found, lambda below: self._below.map(_choose(joined, below), deadline), deadline)
+        self._read_below(found, lambda below: self._below.map(choose_keys(joined, below), deadline), deadline)
         return [view if isinstance(view, View) else None for view in found]
 
     def get_into(self, keys: Keys, buffers: Places, *, timeout_s: float | None = None) -> list[int]:
@@ -149,7 +149,7 @@ class Blocks:
 
     def _get_rest(self, joined: bytes, pieces: Pieces, results: list[int], deadline: Deadline) -> list[int]:
         def read(below: list[int]) -> list[int]:
-            return self._below.read(_choose(joined, below), pieces.choose(below), deadline)
+            return self._below.read(choose_keys(joined, below), pieces.choose(below), deadline)
 
         self._read_below(results, read, deadline)
         if NO_ROOM in results:
@@ -409,10 +409,6 @@ class Blocks:
         if self._forked:
             raise SessionClosed("a forked child cannot use its parent's blocks: connect anew")
         return Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
-
-
-def _choose(joined: bytes, which: Sequence[int]) -> bytes:
-    return b"".join([key_at(joined, i) for i in which])
 
 
 def _check_sizes(sizes: Sequence[int], count: int, layers: int) -> None:

@@ -14,7 +14,6 @@ place of its own.
 
 from __future__ import annotations
 
-import base64
 import secrets
 import threading
 from collections import deque
@@ -27,10 +26,10 @@ from kvfs import limits
 from kvfs._native.cuda.driver import Context, Driver, Mapping
 from kvfs._native.hbm.hazards import ClientHazards
 from kvfs.client.exchange import Exchange
-from kvfs.client.session import batches
+from kvfs.client.session import batches, digests_text, split_keys
 from kvfs.client.transport import Deadline, Transport, close_all
 from kvfs.errors import Busy, KvfsError, Superseded
-from kvfs.protocol.messages import DIGEST_BYTES, Op
+from kvfs.protocol.messages import Op
 
 Left = deque[str]
 """Tokens of places that this process has left, which the service has not been told of: one for all places."""
@@ -134,8 +133,10 @@ class DevicePool:
         exchange, leased = Exchange(self._transport, timeout_s), list[PoolBlock | None]()
         try:
             for some in batches(keys, limits.MAX_BATCH):
-                rows = exchange.control(Op.HBM_FIND, namespace=self._handle, digests=_text(some))["blocks"]
-                for key, row in zip(_keys(some), rows, strict=True):
+                rows = exchange.control(Op.HBM_FIND, namespace=self._handle, digests=digests_text(some))[
+                    "blocks"
+                ]
+                for key, row in zip(split_keys(some), rows, strict=True):
                     leased.append(row and self._lease_one(exchange, key, *row))
         except BaseException:
             self.release(each for each in leased if each is not None)
@@ -174,8 +175,10 @@ class DevicePool:
         `lease`, and AccessDenied."""
         exchange, drafts = Exchange(self._transport, timeout_s), list[PoolDraft | None]()
         for some in batches(keys, limits.MAX_BATCH):
-            rows = exchange.control(Op.HBM_RESERVE, namespace=self._handle, digests=_text(some))["drafts"]
-            for key, row in zip(_keys(some), rows, strict=True):
+            rows = exchange.control(Op.HBM_RESERVE, namespace=self._handle, digests=digests_text(some))[
+                "drafts"
+            ]
+            for key, row in zip(split_keys(some), rows, strict=True):
                 if row is None:
                     drafts.append(None)
                     continue
@@ -264,11 +267,3 @@ def attach_pool(
     except BaseException:
         transport.close()
         raise
-
-
-def _keys(joined: bytes) -> list[bytes]:
-    return [joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES)]
-
-
-def _text(joined: bytes) -> str:
-    return base64.b64encode(joined).decode()

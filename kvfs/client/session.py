@@ -86,7 +86,7 @@ class Live:
 
     def fetch(self, keys: bytes, hint: str | None, urgent: bool) -> int:
         """Have blocks fetched from peers; return how many are here then."""
-        digests = base64.b64encode(keys).decode()
+        digests = digests_text(keys)
         found = self.exchange.control(
             Op.FETCH, namespace=self.handle, digests=digests, hint=hint, urgent=urgent
         )
@@ -94,7 +94,7 @@ class Live:
 
     def match_cluster(self, keys: bytes) -> dict[str, int]:
         """Return how many blocks each peer has, from the first on."""
-        digests = base64.b64encode(keys).decode()
+        digests = digests_text(keys)
         found = self.exchange.control(Op.MATCH_CLUSTER, namespace=self.handle, digests=digests)
         return dict(found["peers"])
 
@@ -273,6 +273,21 @@ def parents_of(parents: Sequence[bytes | None] | None, count: int) -> list[bytes
 def key_at(joined: bytes, number: int) -> bytes:
     """Return one of several prefix hashes in one bytes object."""
     return joined[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+
+
+def split_keys(joined: bytes) -> list[bytes]:
+    """Return several prefix hashes in one bytes object as one each."""
+    return [joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES)]
+
+
+def choose_keys(joined: bytes, which: Sequence[int]) -> bytes:
+    """Return some of several prefix hashes in one bytes object, by their numbers."""
+    return b"".join([key_at(joined, number) for number in which])
+
+
+def digests_text(joined: bytes) -> str:
+    """Return prefix hashes as control operations take them."""
+    return base64.b64encode(joined).decode()
 
 
 def batches(joined: bytes, count: int) -> Iterator[bytes]:

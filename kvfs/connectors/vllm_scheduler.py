@@ -494,8 +494,3 @@ def runs_of(numbers: Sequence[int]) -> list[tuple[int, int]]:
         else:
             runs.append((number, number + 1))
     return runs
-
-
-def split_keys(joined: bytes) -> Sequence[bytes]:
-    """Split joined hashes into one for each block."""
-    return [joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES)]

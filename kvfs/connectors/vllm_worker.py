@@ -34,12 +34,13 @@ from kvfs._native.cuda.driver import Context, open_driver
 from kvfs.client.blocks import Blocks
 from kvfs.client.device_pool import DevicePool
 from kvfs.client.layers import Loading
+from kvfs.client.session import split_keys
 from kvfs.connectors.adapters import LoadedAdapters
 from kvfs.connectors.common import Link, chain_parents
 from kvfs.connectors.device.copies import DeviceCopies
 from kvfs.connectors.device.pooled import PoolCounts, PooledBlocks
 from kvfs.connectors.vllm_layout import KVLayout, Shard
-from kvfs.connectors.vllm_scheduler import BlockRun, Plan, Rank, split_keys
+from kvfs.connectors.vllm_scheduler import BlockRun, Plan, Rank
 from kvfs.connectors.vllm_stores import Part, Stores
 from kvfs.connectors.vllm_weights import Watch
 from kvfs.errors import DeadlinePassed, KvfsError, SessionClosed

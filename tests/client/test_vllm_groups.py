@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfs import prefix_hashes
+from kvfs.client.session import split_keys
 from kvfs.connectors.vllm_group_planner import NULL_BLOCK, GroupPlanner
-from kvfs.connectors.vllm_scheduler import Plan, Planner, Rank, Step, split_keys
+from kvfs.connectors.vllm_scheduler import Plan, Planner, Rank, Step
 from kvfs.errors import DeadlinePassed, InvalidRequest
 from kvfs.groups import Group, Kept, checkpoint_blocks, longest_prefix
 from kvfs.limits import CONNECTOR_RETRY_S, CONNECTOR_WINDOWS

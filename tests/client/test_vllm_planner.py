@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfs import prefix_hashes
-from kvfs.connectors.vllm_scheduler import Planner, Rank, Step, split_keys
+from kvfs.client.session import split_keys
+from kvfs.connectors.vllm_scheduler import Planner, Rank, Step
 from kvfs.errors import AccessDenied, DeadlinePassed, Unsupported
 from kvfs.limits import (
     CONNECTOR_FETCH_S,

@@ -29,6 +29,7 @@ from kvfs._native.blocks.pieces import Scatter
 from kvfs._native.cuda.copies import Copier, Plan
 from kvfs._native.cuda.driver import Context, Event
 from kvfs._native.cuda.images import kernel_image
+from kvfs.client.session import choose_keys
 from kvfs.client.transport import Deadline
 from kvfs.client.workers import Workers
 from kvfs.connectors.device.buffers import Buffer, DevicePlaces, buffer_bytes, listed
@@ -127,7 +128,7 @@ class DeviceLoads:
         there = pooled.load(keys, places, before, deadline)
         left = [row for row, is_there in enumerate(there) if not is_there]
         below = DevicePlaces(places.addresses[left], places.piece_bytes, places.regions)
-        some = b"".join(keys[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES] for row in left)
+        some = choose_keys(keys, left)
         sizes = [places.block_bytes] * len(there)
         for row, size in zip(
             left, self._load_below(read, some, below, before, deadline, pooled), strict=True
@@ -217,6 +218,6 @@ class DeviceLoads:
         plan = Plan(pieces, places.regions, [staging.buffer.region])
         with self._starting:
             self._copier.start(plan, self._stream, staging.copied, before)
-        staging.keys = b"".join(keys[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES] for row in good)
+        staging.keys = choose_keys(keys, good)
         staging.starts, staging.block_bytes = found, places.block_bytes
         return sizes
