@@ -37,8 +37,10 @@ from tests.support.waits import WAIT_S
 from tiers.cold.bucket import ColdOptions
 from tiers.device.device import Device
 from tiers.device.threads import thread_device
+from tiers.dram.tier import DramTier
 from tiers.log.writer import TierFull
 from tiers.model.objects import Attributes, Name, ObjectInfo
+from tiers.model.tier import Extent
 from tiers.nvme.tier import NvmeTier
 from tiers.nvme.write_behind import NvmeJournal
 from tiers.recovery.start import NvmeOptions, StoreOptions, open_store, start_store
@@ -522,6 +524,28 @@ async def test_a_cached_object_with_a_wrong_checksum_goes_once(
         assert await read(store, right) == data_of(right, size)
         assert store.usage()["objects"] == 1
     assert len(caplog.records) == 1
+
+
+async def test_an_object_that_is_hashed_before_it_is_written_waits_to_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, hashed = trio.Event(), trio.Event(), DramTier.hash
+
+    async def late(tier: DramTier, extent: Extent) -> int:
+        begun.set()
+        await go_on.wait()
+        return await hashed(tier, extent)
+
+    monkeypatch.setattr(DramTier, "hash", late)
+    async with running(tmp_path) as store:
+        store.create_bucket(b"b", uid=0, gid=0)
+        put(store, Name(b"b", b"large"), 3 * MIB)
+        with trio.fail_after(WAIT_S):
+            await begun.wait()
+        assert store.journal.usage()[0]["write_behind"] == 1
+        go_on.set()
+        await until_written(store, 1)
+        assert store.journal.usage()[0]["write_behind"] == 0
 
 
 async def test_a_durable_object_whose_bytes_change_before_they_are_written_is_told(tmp_path: Path) -> None:

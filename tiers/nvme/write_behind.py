@@ -329,7 +329,8 @@ class NvmeJournal(Journal, NvmeObserver):
             if digest is None:  # evicted while the log was busy
                 continue
             try:
-                await self._write_one(digest)
+                with self._queue.in_hand():
+                    await self._write_one(digest)
             except (Superseded, KeyError):
                 pass
             except KvfsError as error:

@@ -11,7 +11,8 @@ Concurrency: the service's trio thread.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import trio
 import xxhash
@@ -32,11 +33,11 @@ class WriteQueue:
         self._returned: OrderedDict[bytes, int] = OrderedDict()
         """Keys of objects that came back from below NVMe, with their reads since: the one that brought them counts."""
         self._more = trio.Event()
-        self._skipped = 0
+        self._skipped = self._in_hand = 0
 
     def usage(self) -> dict[str, int]:
         """Return what status shows."""
-        return {"write_behind": len(self._keys), "not_admitted": self._skipped}
+        return {"write_behind": len(self._keys) + self._in_hand, "not_admitted": self._skipped}
 
     def admit(self, found: Resident) -> None:
         """Queue a sealed object, if its bucket admits all or it was wanted before."""
@@ -53,6 +54,15 @@ class WriteQueue:
     def pop(self) -> bytes | None:
         """Take the next object."""
         return self._keys.popitem(last=False)[0] if self._keys else None
+
+    @contextmanager
+    def in_hand(self) -> Iterator[None]:
+        """Count an object that was taken and whose records the log does not have yet: a large one is hashed first."""
+        self._in_hand += 1
+        try:
+            yield
+        finally:
+            self._in_hand -= 1
 
     def remove(self, digest: bytes) -> None:
         """Take an object out of the queue, if it is there."""
