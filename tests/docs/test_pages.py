@@ -21,11 +21,22 @@ from tests.support.pages import PAGES, Block, blocks_of
 from tests.support.service import ROOT, Service
 from tests.support.traces import small_trace, write_trace
 
+LOOPBACK_UP: Final = """
+import fcntl, os, socket, struct, sys
+
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
+with socket.socket() as any_socket:
+    fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP))
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+"""A new network namespace has its loopback interface down."""
+NAMESPACES: Final = ("unshare", "--mount", "--net", sys.executable, "-c", LOOPBACK_UP)
 ALONE: Final = """
 awk '$0 ~ " - fuse.kvfs " && $5 != ENVIRON["KVFS_TEST_MOUNT"] { print $5 }' /proc/self/mountinfo | xargs -r umount -l
-exec bash -euo pipefail -c "$1"
+exec bash -euo pipefail -c "trap 'jobs -p | xargs -r kill' EXIT; $1"
 """
-"""In a mount namespace of its own the service under test is the only one, which commands without a path mean."""
+"""In namespaces of its own a page has the service under test as the only one, which commands without a path mean, and
+each port that it names, whatever else runs here; what it leaves in the background ends with it."""
 RUN_PYTHON: Final = """
 import json, sys
 
@@ -103,7 +114,7 @@ def run_programs(blocks: list[Block], service: Service, reader: Path) -> None:
 
     for block in blocks:
         if block.language == "sh":
-            done = run(["unshare", "--mount", "bash", "-c", ALONE, "bash", here(block)], service, reader)
+            done = run([*NAMESPACES, "bash", "-c", ALONE, "bash", here(block)], service, reader)
             assert done.returncode == 0, f"{block.where}\n{done.stdout}{done.stderr}"
     programs = [(block.where, block.line, here(block)) for block in blocks if block.language == "python"]
     if programs:
