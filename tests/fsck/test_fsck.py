@@ -272,14 +272,16 @@ def payloads(path: Path) -> list[tuple[Path, int, int]]:
     found = []
     for file in sorted((path / "nvme").glob("*.seg")):
         data = file.read_bytes()
-        head = SEGMENT_HEADER.decode(data[: SEGMENT_HEADER.size])
-        for at in range(SEGMENT_DATA_START, len(data) - RECORD_HEADER.size, RECORD_ALIGNMENT):
-            if head["state"] != SegmentState.IN_USE or data[at : at + 4] != RECORD_MAGIC:
-                continue
+        head, at = SEGMENT_HEADER.decode(data[: SEGMENT_HEADER.size]), SEGMENT_DATA_START
+        while head["state"] == SegmentState.IN_USE and at < len(data) - RECORD_HEADER.size:
             raw = RECORD_HEADER.decode(data[at : at + RECORD_HEADER.size])
-            if raw["segment_sequence"] == head["segment_sequence"] and raw["payload_bytes"]:
+            if (raw["magic"], raw["segment_sequence"]) != (RECORD_MAGIC, head["segment_sequence"]):
+                at += RECORD_ALIGNMENT
+                continue
+            if raw["payload_bytes"]:
                 start = at + raw["payload_offset"]
                 found.append((file, start, start + raw["payload_bytes"]))
+            at += raw["record_bytes"]  # a footer's has the headers of the others in it
     return found
 
 
