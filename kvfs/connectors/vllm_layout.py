@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from kvfs._native.blocks.pieces import Scatter
+from kvfs._native.cuda.copies import DevicePlaces
 from kvfs.connectors.common import architecture_of, config_digest, model_revision
-from kvfs.connectors.device.buffers import DevicePlaces
 from kvfs.errors import InvalidRequest
 from kvfs.namespaces import Namespace
 
@@ -137,11 +137,12 @@ class KVLayout:
 
     def device_places(self, block_ids: Sequence[int]) -> DevicePlaces:
         """Return the places of blocks in memory on a device."""
-        layers = torch.tensor([place.memory.data_ptr() for place in self.layers], dtype=torch.int64)
-        addresses = layers[:, None] + self._offsets(block_ids)[:, None]
+        first = self.layers[0]
+        starts = [block_id * first.block_stride_bytes for block_id in block_ids]
+        runs = [place.memory.data_ptr() + offset for place in self.layers for offset in place.run_offsets]
         storages = [place.memory.untyped_storage() for place in self.layers]
         regions = sorted({(storage.data_ptr(), storage.nbytes()) for storage in storages})
-        return DevicePlaces(addresses.reshape(len(block_ids), -1), self.layers[0].run_bytes, regions)
+        return DevicePlaces(starts, runs, first.run_bytes, regions)
 
     def _offsets(self, block_ids: Sequence[int]) -> torch.Tensor:
         """Return where each run of blocks begins in each layer: int64 [blocks, runs], bytes."""

@@ -294,12 +294,10 @@ def test_a_blocks_bytes_are_found_in_any_order_of_memory(order: tuple[int, ...])
     assert gathered.shape == (2, source_layout.block_bytes)
     assert source_layout.block_bytes == 3 * BLOCK_HEADS * BLOCK_TOKENS * ELEMENTS * 4
     places = source_layout.device_places([3, 0])
-    assert places.block_bytes == source_layout.block_bytes
-    for row, addresses in zip(gathered, places.addresses.tolist(), strict=True):
-        pieces = [ctypes.string_at(address, places.piece_bytes) for address in addresses]
-        assert b"".join(pieces) == row.numpy().tobytes()
-        for address in addresses:
-            assert any(at <= address <= at + size - places.piece_bytes for at, size in places.regions)
+    size = places.block_bytes
+    assert size == source_layout.block_bytes
+    copied = places.store_plan([0x1000, 0x1000 + size], [(0x1000, 2 * size)]).copies()
+    assert b"".join(ctypes.string_at(at, count) for _, at, count in copied) == gathered.numpy().tobytes()
     source_layout.scatter([1, 4], gathered)
     for name, tensor in source.items():
         assert torch.equal(tensor[1], copy[name][3])

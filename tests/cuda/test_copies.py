@@ -5,14 +5,17 @@ from __future__ import annotations
 import array
 import ctypes
 import mmap
+import random
 from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfs import limits
-from kvfs._native.cuda.copies import Plan
+from kvfs._native.cuda.copies import DevicePlaces, Plan
 from kvfs._native.cuda.driver import Context, open_driver
 from kvfs.errors import ContextLost, InvalidRequest, LimitExceeded, OutOfResources
 from tests.support.cuda_standin import Standin
@@ -110,6 +113,70 @@ def test_a_destination_that_is_read_too_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="overlaps"):
         Plan(numbers([(1000, 1010, 10), (1020, 1005, 3), (1010, 1030, 4)]), regions, regions)
     assert len(Plan(numbers([(1000, 1010, 10), (1020, 1010, 10)]), regions, regions)) == 2
+
+
+REGIONS = st.lists(st.integers(0, 40), min_size=2, max_size=8, unique=True).map(
+    lambda edges: [(begin, end - begin) for begin, end in pairwise(sorted(edges))][::2]
+)
+
+
+@given(REGIONS, REGIONS, st.randoms())
+def test_no_source_is_written_wherever_regions_meet(
+    to: list[tuple[int, int]], sources: list[tuple[int, int]], rng: random.Random
+) -> None:
+    """Each destination's region is begun from the begin of one of the sources' regions."""
+    pieces = [(begin, *rng.choice(sources)) for begin, _ in to]
+    pieces = [(begin, source, min(n, size)) for (begin, source, n), (_, size) in zip(pieces, to, strict=True)]
+    written, read = ({piece[side] + at for piece in pieces for at in range(piece[2])} for side in (0, 1))
+    with pytest.raises(InvalidRequest, match="overlaps") if written & read else nullcontext():
+        Plan(numbers(pieces), to, sources)
+
+
+@given(
+    st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True),
+    st.permutations(range(3)),
+    st.permutations(range(8)),
+    st.booleans(),
+)
+def test_blocks_in_pieces_are_planned_both_ways(
+    rows: list[int], runs: list[int], places_whole: list[int], are_apart: bool
+) -> None:
+    """Eight blocks of three pieces of 4 bytes, whose pieces lie by runs of all blocks, or beside each other."""
+    block_step, run_step = (4, 32) if are_apart else (12, 4)
+    regions, whole_regions = [(1000, 96)], [(5000, 96)]
+    places = DevicePlaces(
+        [8 * block_step, *(row * block_step for row in rows)],
+        [1000 + run * run_step for run in runs],
+        4,
+        regions,
+    )
+    assert (len(places), places.block_pieces, places.block_bytes) == (len(rows) + 1, 3, 12)
+    chosen = places.choose(range(1, len(places)))
+    whole = [5000 + 12 * each for each in places_whole[: len(rows)]]
+    expected = [
+        (1000 + row * block_step + run * run_step + byte, at + 4 * piece + byte)
+        for row, at in zip(rows, whole, strict=True)
+        for piece, run in enumerate(runs)
+        for byte in range(4)
+    ]
+    assert moved(chosen.load_plan(whole, whole_regions).copies()) == sorted(expected)
+    assert moved(chosen.store_plan(whole, whole_regions).copies()) == sorted((to, at) for at, to in expected)
+    with pytest.raises(InvalidRequest, match="outside"):
+        places.load_plan([5000, *whole], whole_regions)
+
+
+def test_what_does_not_fit_places_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = DevicePlaces([0, 8], [1000, 1004], 4, [(1000, 16)])
+    with pytest.raises(InvalidRequest, match="1 blocks for 2 places"):
+        places.load_plan([5000], SOURCES)
+    for row in (-1, 2):
+        with pytest.raises(InvalidRequest, match=f"block {row} of 2"):
+            places.choose([0, row])
+    with pytest.raises(InvalidRequest, match="overlaps"):
+        places.store_plan([5000, 5004], SOURCES)
+    monkeypatch.setattr(limits, "MAX_COPY_PIECES", 3)
+    with pytest.raises(LimitExceeded, match="4 pieces: a plan has at most 3"):
+        places.store_plan([5000, 5008], SOURCES)
 
 
 @pytest.mark.parametrize("regions", [[(1000, 0)], [(1000, 10), (1009, 10)], [(2**64 - 4, 8)]])

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from kvfs._native.cuda.copies import DevicePlaces
 from kvfs._native.cuda.driver import Context
+from kvfs.connectors.device import buffers
+from kvfs.connectors.device import loads as device_loads
 from kvfs.errors import ContextLost, OutOfResources
 from tests.support.cuda_standin import Standin
 from tests.support.gpu_memory import address_of
 from tests.support.waits import WAIT_S, eventually
-
-torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 BLOCK = 4096
 KEYS = bytes(16 * 6)
@@ -28,14 +29,10 @@ class Cache:
         self.pages = mmap.mmap(-1, 1 << 20)
         start = address_of(self.pages)
         self.region = (start, 1 << 20)
-        self.starts = torch.tensor(
-            [[start + block * 8192, start + block * 8192 + 4096] for block in range(6)]
-        )
+        self.starts = [start + block * 8192 for block in range(6)]
 
-    def places(self) -> Any:
-        from kvfs.connectors.device.buffers import DevicePlaces
-
-        return DevicePlaces(self.starts, BLOCK // 2, [self.region])
+    def places(self) -> DevicePlaces:
+        return DevicePlaces(self.starts, [0, 4096], BLOCK // 2, [self.region])
 
     def block(self, number: int) -> bytes:
         at = number * 8192
@@ -58,13 +55,11 @@ def loads(
     standin: Standin, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Future[list[int]]]]:
     """Load six blocks through two buffers of two."""
-    from kvfs.connectors.device import buffers, loads
-
     monkeypatch.setattr(buffers, "CONNECTOR_STAGING_BYTES", 2 * BLOCK)
-    monkeypatch.setattr(loads, "CONNECTOR_STAGING_BUFFERS", 2)
+    monkeypatch.setattr(device_loads, "CONNECTOR_STAGING_BUFFERS", 2)
     PARTS.clear()
     compute = context.stream()
-    made = loads.DeviceLoads(context, BLOCK, lambda: compute.handle)
+    made = device_loads.DeviceLoads(context, BLOCK, lambda: compute.handle)
     yield lambda cache, timeout_s=WAIT_S: made.submit(read, KEYS, cache.places(), timeout_s=timeout_s)
     standin.hold(False)
     made.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from kvfs._native.cuda.copies import DevicePlaces
 from kvfs._native.cuda.driver import Context, Stream
+from kvfs.connectors.device import buffers
+from kvfs.connectors.device import stores as device_stores
 from kvfs.errors import ContextLost, InvalidRequest, OutOfResources
 from tests.support.cuda_standin import Standin
 from tests.support.gpu_memory import address_of
 from tests.support.waits import WAIT_S
-
-torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 BLOCK = 1 << 20
 BLOCKS = 8
@@ -39,11 +41,10 @@ class Cache:
     def content(number: int) -> bytes:
         return bytes([1 + number]) * BLOCK
 
-    def places(self, *numbers: int) -> Any:
-        from kvfs.connectors.device.buffers import DevicePlaces
-
-        starts = [[self.address + at for at in self.starts(number)] for number in numbers]
-        return DevicePlaces(torch.tensor(starts), BLOCK // 2, [(self.address, BLOCKS * BLOCK)])
+    def places(self, *numbers: int) -> DevicePlaces:
+        starts = [number * BLOCK // 2 for number in numbers]
+        runs = [self.address + at for at in self.starts(0)]
+        return DevicePlaces(starts, runs, BLOCK // 2, [(self.address, BLOCKS * BLOCK)])
 
 
 @pytest.fixture
@@ -57,11 +58,9 @@ def stores(
     standin: Standin, context: Context, compute: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Any]:
     """Registered memory for two blocks at first."""
-    from kvfs.connectors.device import buffers, stores
-
     monkeypatch.setattr(buffers, "CONNECTOR_STAGING_BYTES", 2 * BLOCK)
-    monkeypatch.setattr(stores, "CONNECTOR_STAGING_BUFFERS", 1)
-    made = stores.DeviceStores(context, BLOCK, lambda: compute.handle)
+    monkeypatch.setattr(device_stores, "CONNECTOR_STAGING_BUFFERS", 1)
+    made = device_stores.DeviceStores(context, BLOCK, lambda: compute.handle)
     yield made
     standin.set_faults()
     standin.hold(False)
@@ -105,7 +104,7 @@ def test_memory_is_used_again_once_it_is_given_back(stores: Any) -> None:
 
 
 def address_of_row(row: memoryview) -> int:
-    return int(torch.frombuffer(row, dtype=torch.uint8).data_ptr())
+    return ctypes.addressof(ctypes.c_char.from_buffer(row))
 
 
 @pytest.mark.parametrize(
@@ -134,8 +133,6 @@ def test_copies_that_do_not_start_leave_nothing_under_way(
 
 
 def test_blocks_that_are_larger_than_their_memory_are_refused(stores: Any) -> None:
-    from kvfs.connectors.device.buffers import DevicePlaces
-
-    places = DevicePlaces(torch.zeros(1, 3, dtype=torch.int64), BLOCK // 2, [])
+    places = DevicePlaces([0], [0] * 3, BLOCK // 2, [])
     with pytest.raises(InvalidRequest, match=f"{BLOCK * 3 // 2} bytes: there is room for {BLOCK}"):
         stores.copy(places)

@@ -12,21 +12,17 @@ import pytest
 from kvfs._native.cuda.driver import Context
 from kvfs._native.hash.hashing import xxh3_64
 from kvfs.client.device_pool import DevicePool, PoolDraft
+from kvfs.connectors.device import pooled
 from tests.support.cuda_standin import Standin
 from tests.support.pool_engines import PoolEngine
+from tests.support.pool_workers import BLOCK, COUNT, Cache, Worker, payload
 from tests.support.service import Service
 from tests.support.waits import WAIT_S, eventually
-
-pytest.importorskip("torch", reason="PyTorch is not installed")
-
-from tests.support.pool_workers import BLOCK, COUNT, Cache, Worker, payload
 
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have no busy machine end a place in the pool."""
-    from kvfs.connectors.device import pooled
-
     monkeypatch.setattr(pooled, "CONNECTOR_POOL_S", WAIT_S)
 
 
@@ -158,8 +154,6 @@ def test_loads_go_on_where_the_device_refuses(
     context: Context,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from kvfs.connectors.device import pooled
-
     monkeypatch.setattr(pooled, "CONNECTOR_RETRY_S", 0)
     with Worker(service.data, context) as other:
         other.fill(keys)
@@ -173,8 +167,6 @@ def test_loads_go_on_where_the_device_refuses(
 def test_loads_go_on_while_the_service_is_away(
     library: Standin, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvfs.connectors.device import pooled
-
     monkeypatch.setattr(pooled, "CONNECTOR_RETRY_S", 0)
     with serving(Path(library.path)) as service, Worker(service.data, context) as worker:
         made = worker.put()

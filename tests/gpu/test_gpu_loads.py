@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from kvfs._native.cuda.driver import Context
+from kvfs.connectors.device import buffers, loads
+from kvfs.connectors.device.loads import DeviceLoads
 from tests.support.caches_on_device import CacheShape
 from tests.support.gpu_memory import DeviceMemory, HostMemory
 from tests.support.seeds import SEED
 from tests.support.waits import WAIT_S
-
-torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 SHAPE = CacheShape(layers=3, blocks=200, runs=4, run_bytes=512)
 BLOCKS, RUN_BYTES, BLOCK_BYTES = SHAPE.blocks, SHAPE.run_bytes, SHAPE.block_bytes
@@ -62,8 +62,6 @@ def test_many_loads_share_few_buffers(
     ends: ExitStack,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from kvfs.connectors.device import buffers, loads
-
     monkeypatch.setattr(buffers, "CONNECTOR_STAGING_BYTES", 3 * BLOCK_BYTES)
     monkeypatch.setattr(loads, "CONNECTOR_STAGING_BUFFERS", 2)
     draw, cache, compute = random.Random(f"{SEED}.loads"), on_device(SHAPE.memory_bytes), context.stream()
@@ -93,8 +91,6 @@ def test_a_load_comes_after_what_the_engine_has_started(
     on_host: Callable[[int], HostMemory],
     ends: ExitStack,
 ) -> None:
-    from kvfs.connectors.device.loads import DeviceLoads
-
     draw, cache, host = random.Random(5), on_device(SHAPE.memory_bytes), on_host(64 << 20)
     other, compute = on_device(64 << 20), context.stream()
     blocks, device_loads = Blocks(draw), DeviceLoads(context, BLOCK_BYTES, lambda: compute.handle)

@@ -11,11 +11,11 @@ import pytest
 
 from kvfs._native.cuda.driver import Context
 
-pytest.importorskip("torch", reason="PyTorch is not installed")
 for needed in ("trio", "lmdb", "pydantic", "typer", "xxhash"):
     pytest.importorskip(needed, reason=f"{needed}, which a service needs, is not installed")
 
 from kvfs.client.device_pool import PoolDraft  # noqa: E402
+from kvfs.connectors.device import pooled  # noqa: E402
 from tests.support.pool_engines import PoolEngine  # noqa: E402
 from tests.support.pool_workers import COUNT, Worker  # noqa: E402
 from tests.support.service import Service  # noqa: E402
@@ -25,8 +25,6 @@ from tests.support.waits import WAIT_S  # noqa: E402
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have no busy machine end a place in the pool."""
-    from kvfs.connectors.device import pooled
-
     monkeypatch.setattr(pooled, "CONNECTOR_POOL_S", WAIT_S)
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from kvfs._native.cuda.driver import Context
+from kvfs.connectors.device import buffers, stores
+from kvfs.connectors.device.stores import DeviceStores
 from tests.support.caches_on_device import CacheShape
 from tests.support.gpu_memory import DeviceMemory, HostMemory
 from tests.support.seeds import SEED
-
-torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 SHAPE = CacheShape(layers=3, blocks=200, runs=4, run_bytes=4096)
 BLOCKS, RUN_BYTES, BLOCK_BYTES = SHAPE.blocks, SHAPE.run_bytes, SHAPE.block_bytes
@@ -39,8 +39,6 @@ def test_a_cache_that_each_step_writes_anew_comes_out_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Steps of several parts, whose memory is given back some steps later, in another order."""
-    from kvfs.connectors.device import buffers, stores
-
     monkeypatch.setattr(buffers, "CONNECTOR_STAGING_BYTES", 16 * BLOCK_BYTES)
     monkeypatch.setattr(stores, "CONNECTOR_STAGING_BUFFERS", 2)
     draw, cache, compute = random.Random(f"{SEED}.stores"), on_device(SHAPE.memory_bytes), context.stream()
@@ -72,8 +70,6 @@ def test_a_cache_that_each_step_writes_anew_comes_out_as_it_was(
 def test_stores_come_after_what_the_engine_has_started_and_before_what_it_starts_next(
     context: Context, on_device: MakeMemory, on_host: MakeHost, ends: ExitStack
 ) -> None:
-    from kvfs.connectors.device.stores import DeviceStores
-
     draw, cache, other = random.Random(7), on_device(SHAPE.memory_bytes), on_device(64 << 20)
     old, new, long = on_host(SHAPE.memory_bytes), on_host(SHAPE.memory_bytes), on_host(64 << 20)
     content = draw.randbytes(CACHE_BYTES)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from kvfs._native.cuda.copies import DevicePlaces
 from tests.support.gpu_memory import DeviceMemory
 
 
@@ -35,11 +35,8 @@ class CacheShape:
         places = (layer * self.runs + run for layer in range(self.layers) for run in range(self.runs))
         return [(place * self.blocks + block) * self.run_bytes for place in places]
 
-    def places_of(self, cache: DeviceMemory, block_ids: list[int]) -> Any:
-        """The places of blocks in a cache; needs PyTorch."""
-        import torch
-
-        from kvfs.connectors.device.buffers import DevicePlaces
-
-        rows = [[cache.address + start for start in self.runs_of(block)] for block in block_ids]
-        return DevicePlaces(torch.tensor(rows), self.run_bytes, [(cache.address, self.cache_bytes)])
+    def places_of(self, cache: DeviceMemory, block_ids: list[int]) -> DevicePlaces:
+        """The places of blocks in a cache."""
+        starts = [block * self.run_bytes for block in block_ids]
+        runs = [cache.address + start for start in self.runs_of(0)]
+        return DevicePlaces(starts, runs, self.run_bytes, [(cache.address, self.cache_bytes)])

@@ -7,12 +7,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, Self
 
-import torch
-
 import kvfs
+from kvfs._native.cuda.copies import DevicePlaces
 from kvfs._native.cuda.driver import Context, open_driver
 from kvfs.client.device_pool import DevicePool
-from kvfs.connectors.device.buffers import DevicePlaces
 from kvfs.connectors.device.loads import DeviceLoads
 from tests.support.gpu_memory import DeviceMemory
 from tests.support.stores import NAMESPACE
@@ -36,8 +34,7 @@ class Cache(DeviceMemory):
 
     def places(self) -> DevicePlaces:
         starts = [self.address + 2 * BLOCK * block for block in range(COUNT)]
-        addresses = torch.tensor([[at, at + BLOCK] for at in starts])
-        return DevicePlaces(addresses, BLOCK // 2, [(self.address, CACHE_BYTES)])
+        return DevicePlaces(starts, [0, BLOCK], BLOCK // 2, [(self.address, CACHE_BYTES)])
 
     def blocks(self) -> list[bytes]:
         pages = self.read(2 * BLOCK * COUNT)

@@ -1,6 +1,6 @@
 """Copies between a device's memory and another: planned once, started as one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, final
 
 from typing_extensions import Buffer
@@ -38,6 +38,41 @@ class Plan:
         The memory stays the copies' until `done` is reached. Raises the driver's error when nothing is in flight any
         more; what the destinations hold is unknown then.
         """
+
+@final
+class DevicePlaces:
+    """Describe where blocks lie in pieces, such as those of a paged cache.
+
+    Block i has `piece_bytes` bytes at `starts[i]` + each of `offsets` in turn: addresses, or one of the two relative to
+    the other. All lie in `regions` (address, bytes), which a plan checks.
+    """
+
+    regions: list[tuple[int, int]]
+    def __init__(
+        self,
+        starts: Sequence[int],
+        offsets: Sequence[int],
+        piece_bytes: int,
+        regions: Sequence[tuple[int, int]],
+    ) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def block_bytes(self) -> int:
+        """Return the bytes of one block: of all its pieces."""
+
+    @property
+    def block_pieces(self) -> int:
+        """Return the pieces of one block."""
+
+    def choose(self, which: Iterable[int]) -> DevicePlaces:
+        """Return the places of some blocks, in this order. Raises InvalidRequest."""
+
+    def load_plan(self, whole: Sequence[int], sources: Sequence[tuple[int, int]]) -> Plan:
+        """Plan copies of blocks that lie whole, each from one of these addresses on, to their places. Raises as
+        `Plan`."""
+
+    def store_plan(self, whole: Sequence[int], destinations: Sequence[tuple[int, int]]) -> Plan:
+        """Plan copies of the blocks from their places to where each is to lie whole. Raises as `Plan`."""
 
 @final
 class Copier:

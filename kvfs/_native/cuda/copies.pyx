@@ -46,6 +46,15 @@ cdef extern from "cuda/copies_core.h" nogil:
         kvfs_copy *pieces
         size_t count
         uint64_t bytes
+    struct kvfs_places:
+        uint64_t *starts
+        uint64_t *offsets
+        size_t count
+        size_t pieces
+        uint64_t piece_bytes
+    enum kvfs_direction:
+        KVFS_INTO_PLACES
+        KVFS_OUT_OF_PLACES
 
     enum:
         KVFS_COPIER_TURNS
@@ -60,6 +69,7 @@ cdef extern from "cuda/copies_core.h" nogil:
 
     int kvfs_regions_sort(kvfs_regions regions)
     int kvfs_copies_plan(kvfs_copy *copies, size_t *count, kvfs_regions to, kvfs_regions source, size_t *bad)
+    int kvfs_places_list(const kvfs_places *places, const uint64_t *whole, kvfs_direction direction, kvfs_copy *copies)
     kvfs_copies kvfs_copies_of(kvfs_copy *pieces, size_t count)
     CUresult kvfs_copies_start(const kvfs_cuda *d, CUcontext context, const kvfs_copies *copies, CUstream stream,
                                CUevent after, CUevent done)
@@ -85,22 +95,27 @@ cdef class Plan:
     cdef kvfs_copies _copies
 
     def __init__(self, pieces not None, destinations not None, sources not None):
-        cdef kvfs_regions to, source
-        cdef kvfs_copy *copies = NULL
         cdef size_t count
+        cdef kvfs_copy *copies
         if self._copies.pieces:
             raise TypeError("a Plan is made once")
+        copies = take_pieces(pieces, &count)
+        self._take(copies, count, destinations, sources)
+
+    cdef int _take(self, kvfs_copy *copies, size_t count, destinations, sources) except -1:
+        """Plan these copies, which are this object's from now on."""
+        cdef kvfs_regions to, source
         to.items, to.count, source.items, source.count = NULL, 0, NULL, 0
         try:
             take_regions(&to, destinations, "destinations")
             take_regions(&source, sources, "sources")
-            copies = take_pieces(pieces, &count)
             plan(copies, &count, to, source)
             self._copies, copies = kvfs_copies_of(copies, count), NULL
         finally:
             free(copies)
             free(to.items)
             free(source.items)
+        return 0
 
     def __dealloc__(self):
         free(self._copies.pieces)
@@ -131,6 +146,72 @@ cdef class Plan:
         with nogil:
             rc = kvfs_copies_start(&stream._context._driver._d, stream._context._context, &self._copies, side, begin, end)
         stream._context._driver.check(rc, f"{self._copies.count} copies")
+
+
+@no_gc
+cdef class DevicePlaces:
+    cdef kvfs_places _places
+    cdef readonly list regions
+
+    def __init__(self, starts not None, offsets not None, uint64_t piece_bytes, regions not None):
+        if self._places.starts:
+            raise TypeError("DevicePlaces are made once")
+        self._places.count, self._places.pieces, self._places.piece_bytes = len(starts), len(offsets), piece_bytes
+        self._places.starts, self._places.offsets = take_numbers(starts), take_numbers(offsets)
+        self.regions = list(regions)
+
+    def __dealloc__(self):
+        free(self._places.starts)
+        free(self._places.offsets)
+
+    def __len__(self):
+        return self._places.count
+
+    @property
+    def block_bytes(self):
+        return self._places.pieces * self._places.piece_bytes
+
+    @property
+    def block_pieces(self):
+        return self._places.pieces
+
+    def choose(self, which not None):
+        cdef list starts = [self._places.starts[self._check(row)] for row in which]
+        cdef list offsets = [self._places.offsets[piece] for piece in range(self._places.pieces)]
+        return DevicePlaces(starts, offsets, self._places.piece_bytes, self.regions)
+
+    cdef size_t _check(self, row) except? 0:
+        if not 0 <= row < self._places.count:
+            raise InvalidRequest(f"block {row} of {self._places.count}")
+        return row
+
+    def load_plan(self, whole not None, sources not None):
+        return self._plan(whole, KVFS_INTO_PLACES, self.regions, sources)
+
+    def store_plan(self, whole not None, destinations not None):
+        return self._plan(whole, KVFS_OUT_OF_PLACES, destinations, self.regions)
+
+    cdef Plan _plan(self, whole, kvfs_direction direction, destinations, sources):
+        cdef Plan made = Plan.__new__(Plan)
+        cdef size_t count = self._places.count * self._places.pieces
+        cdef uint64_t *starts
+        cdef kvfs_copy *copies
+        cdef int rc
+        if <size_t>len(whole) != self._places.count:
+            raise InvalidRequest(f"{len(whole)} blocks for {self._places.count} places")
+        copies, starts = new_copies(count), NULL
+        try:
+            starts = take_numbers(whole)
+            rc = kvfs_places_list(&self._places, starts, direction, copies)
+            if rc < 0:
+                raise MemoryError
+        except BaseException:
+            free(copies)
+            raise
+        finally:
+            free(starts)
+        made._take(copies, count, destinations, sources)
+        return made
 
 
 LINK_BLOCKS = 2
@@ -199,15 +280,36 @@ cdef kvfs_copy *take_pieces(object pieces, size_t *count) except NULL:
         if view.len % sizeof(kvfs_copy):
             raise InvalidRequest(f"pieces of {view.len} bytes: a piece has {sizeof(kvfs_copy)}")
         count[0] = view.len // sizeof(kvfs_copy)
-        if count[0] > <size_t>limits.MAX_COPY_PIECES:
-            raise LimitExceeded(f"{count[0]} pieces: a plan has at most {limits.MAX_COPY_PIECES}")
-        copies = <kvfs_copy *>calloc(count[0] + 1, sizeof(kvfs_copy))
-        if not copies:
-            raise MemoryError
+        copies = new_copies(count[0])
         memcpy(copies, view.buf, view.len)
     finally:
         PyBuffer_Release(&view)
     return copies
+
+
+cdef kvfs_copy *new_copies(size_t count) except NULL:
+    cdef kvfs_copy *copies
+    if count > <size_t>limits.MAX_COPY_PIECES:
+        raise LimitExceeded(f"{count} pieces: a plan has at most {limits.MAX_COPY_PIECES}")
+    copies = <kvfs_copy *>calloc(count + 1, sizeof(kvfs_copy))
+    if not copies:
+        raise MemoryError
+    return copies
+
+
+cdef uint64_t *take_numbers(numbers) except NULL:
+    cdef uint64_t *taken = <uint64_t *>calloc(len(numbers) + 1, sizeof(uint64_t))
+    cdef size_t count = 0
+    if not taken:
+        raise MemoryError
+    try:
+        for number in numbers:
+            taken[count] = number
+            count += 1
+    except BaseException:
+        free(taken)
+        raise
+    return taken
 
 
 cdef int plan(kvfs_copy *copies, size_t *count, kvfs_regions to, kvfs_regions source) except -1:

@@ -27,6 +27,20 @@ int kvfs_regions_sort(struct kvfs_regions regions);
 int kvfs_copies_plan(struct kvfs_copy *copies, size_t *count, struct kvfs_regions to, struct kvfs_regions from,
                      size_t *bad);
 
+/* Blocks that lie in pieces: block i has `piece_bytes` at starts[i] + offsets[j] for each j, in the order of its bytes. */
+struct kvfs_places {
+    uint64_t *starts, *offsets;
+    size_t count, pieces;
+    uint64_t piece_bytes;
+};
+
+enum kvfs_direction { KVFS_INTO_PLACES, KVFS_OUT_OF_PLACES };
+
+/* Lists the copies between the places and where each block lies whole, from whole[i] on: by destination, where each
+ * offset has all blocks before the next one does. `copies` has room for count * pieces. 0, or -ENOMEM. */
+int kvfs_places_list(const struct kvfs_places *places, const uint64_t *whole, enum kvfs_direction direction,
+                     struct kvfs_copy *copies);
+
 /* A plan: pieces as the kernel's list has them, so that most are copied there as they are. */
 struct kvfs_copies {
     struct kvfs_copy *pieces;

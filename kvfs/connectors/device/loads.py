@@ -23,16 +23,14 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 
-import torch
-
 from kvfs._native.blocks.pieces import Scatter
-from kvfs._native.cuda.copies import Copier, Plan
+from kvfs._native.cuda.copies import Copier, DevicePlaces
 from kvfs._native.cuda.driver import Context, Event
 from kvfs._native.cuda.images import kernel_image
 from kvfs.client.session import choose_keys
 from kvfs.client.transport import Deadline
 from kvfs.client.workers import Workers
-from kvfs.connectors.device.buffers import Buffer, DevicePlaces, buffer_bytes, listed
+from kvfs.connectors.device.buffers import Buffer, buffer_bytes
 from kvfs.connectors.device.pooled import Attach, PooledBlocks
 from kvfs.connectors.device.slot_copies import SlotCopies
 from kvfs.errors import KvfsError
@@ -127,8 +125,7 @@ class DeviceLoads:
             return self._load_below(read, keys, places, before, deadline, None)
         there = pooled.load(keys, places, before, deadline)
         left = [row for row, is_there in enumerate(there) if not is_there]
-        below = DevicePlaces(places.addresses[left], places.piece_bytes, places.regions)
-        some = choose_keys(keys, left)
+        below, some = places.choose(left), choose_keys(keys, left)
         sizes = [places.block_bytes] * len(there)
         for row, size in zip(
             left, self._load_below(read, some, below, before, deadline, pooled), strict=True
@@ -147,16 +144,14 @@ class DeviceLoads:
     ) -> list[int]:
         sizes: list[int] = []
         used: deque[_Staging] = deque()
-        count, at_once = len(places.addresses), self._buffer_bytes // places.block_bytes
+        count, at_once = len(places), self._buffer_bytes // places.block_bytes
         try:
             for first in range(0, count, at_once):
                 staging = self._take(used, deadline)
                 if staging is None:
                     break
                 used.append(staging)
-                part = DevicePlaces(
-                    places.addresses[first : first + at_once], places.piece_bytes, places.regions
-                )
+                part = places.choose(range(first, min(first + at_once, count)))
                 some = keys[first * DIGEST_BYTES : (first + at_once) * DIGEST_BYTES]
                 sizes += self._read_part(read, some, part, staging, before, deadline)
             for staging in used:
@@ -209,13 +204,11 @@ class DeviceLoads:
     ) -> list[int]:
         """Read blocks into a buffer and start their copies."""
         staging.keys = b""
-        starts = [row * places.block_bytes for row in range(len(places.addresses))]
+        starts = [row * places.block_bytes for row in range(len(places))]
         sizes = read(keys, Scatter(staging.buffer.pages, starts, places.block_bytes), deadline.left_s)
         good = [row for row, size in enumerate(sizes) if size == places.block_bytes]
         found = [staging.buffer.region[0] + starts[row] for row in good]
-        sources = places.pieces_at(torch.tensor(found, dtype=torch.int64))
-        pieces = listed(places.addresses[good], sources, places.piece_bytes)
-        plan = Plan(pieces, places.regions, [staging.buffer.region])
+        plan = places.choose(good).load_plan(found, [staging.buffer.region])
         with self._starting:
             self._copier.start(plan, self._stream, staging.copied, before)
         staging.keys = choose_keys(keys, good)

@@ -22,13 +22,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-import torch
-
-from kvfs._native.cuda.copies import Plan
+from kvfs._native.cuda.copies import DevicePlaces
 from kvfs._native.cuda.driver import Context, Event, Stream
 from kvfs.client.device_pool import DevicePool, PoolBlock, PoolDraft
 from kvfs.client.transport import Deadline
-from kvfs.connectors.device.buffers import DevicePlaces, listed
 from kvfs.connectors.device.slot_copies import LEAST_BYTES, SlotCopies
 from kvfs.errors import AccessDenied, DeadlinePassed, KvfsError
 from kvfs.limits import CONNECTOR_POOL_S, CONNECTOR_RETRY_S, CONNECTOR_SLOTS, MAX_COPY_PIECES
@@ -71,7 +68,7 @@ class PooledBlocks:
     # --- loads --------------------------------------------------------------------------------------------
     def load(self, keys: bytes, places: DevicePlaces, before: Event, deadline: Deadline) -> list[bool]:
         """Load the blocks that the pool has, behind `before`; return which are at their places."""
-        there = [False] * len(places.addresses)
+        there = [False] * len(places)
         if places.block_bytes < LEAST_BYTES:
             return there
         with self._using(deadline) as pool:
@@ -84,7 +81,7 @@ class PooledBlocks:
                     for row, block in enumerate(leased)
                     if block is not None and block.size_bytes == places.block_bytes
                 ]
-                at_once = max(min(CONNECTOR_SLOTS, MAX_COPY_PIECES // places.addresses.shape[1]), 1)
+                at_once = max(min(CONNECTOR_SLOTS, MAX_COPY_PIECES // places.block_pieces), 1)
                 for at in range(0, len(whole), at_once):
                     for row in self._load_part(pool, whole[at : at + at_once], places, before):
                         there[row] = True
@@ -97,10 +94,8 @@ class PooledBlocks:
     ) -> list[int]:
         """Copy leased blocks; return the rows of those that are right."""
         rows, blocks = [row for row, _ in part], [block for _, block in part]
-        sources = places.pieces_at(torch.tensor([block.address for block in blocks]))
-        pieces = listed(places.addresses[rows], sources, places.piece_bytes)
         checksums = self._copies.run(
-            Plan(pieces, places.regions, pool.regions),
+            places.choose(rows).load_plan([block.address for block in blocks], pool.regions),
             [(block.address, block.size_bytes) for block in blocks],
             self._stream,
             before,
@@ -150,10 +145,11 @@ class PooledBlocks:
         region: tuple[int, int],
         stream: Stream,
     ) -> None:
+        """Copy blocks, all of one size, to their drafts, and seal these."""
         drafts = [draft for draft, _ in part]
-        pieces = torch.tensor([(draft.address, source, draft.size_bytes) for draft, source in part])
+        slots = DevicePlaces([draft.address for draft in drafts], [0], drafts[0].size_bytes, pool.regions)
         checksums = self._copies.run(
-            Plan(pieces.numpy().data, pool.regions, [region]),
+            slots.load_plan([source for _, source in part], [region]),
             [(draft.address, draft.size_bytes) for draft in drafts],
             stream,
             None,

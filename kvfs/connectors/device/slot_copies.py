@@ -11,10 +11,9 @@ from __future__ import annotations
 import mmap
 import queue
 import threading
+from array import array
 from collections.abc import Sequence
 from contextlib import suppress
-
-import torch
 
 from kvfs._native.cuda.copies import Copier, Plan
 from kvfs._native.cuda.driver import Context, Event, Stream
@@ -32,10 +31,12 @@ class _Columns:
     def __init__(self, context: Context) -> None:
         column_bytes = 8 * CONNECTOR_SLOTS
         self._buffer = Buffer(context, -(-3 * column_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
-        self.numbers = torch.frombuffer(
-            self._buffer.pages, dtype=torch.int64, count=3 * CONNECTOR_SLOTS
-        ).view(3, -1)
+        numbers = memoryview(self._buffer.pages).cast("Q")
+        self.slots, self.sizes, self.checksums = (
+            numbers[CONNECTOR_SLOTS * column : CONNECTOR_SLOTS * (column + 1)] for column in range(3)
+        )
         self.addresses = [self._buffer.region[0] + column_bytes * column for column in range(3)]
+        """Where the device sees these columns."""
         self.done = context.event(sleeps=True)  # who waits for it may wait for a whole step
 
     def close(self) -> None:
@@ -65,15 +66,17 @@ class SlotCopies:
         then. `within`: the copies stay on the device. Raises what `kvfs.errors.from_cuda` does."""
         columns = self._take()
         try:
-            columns.numbers[:2, : len(slots)] = torch.tensor(slots).T
+            count = len(slots)
+            columns.slots[:count] = array("Q", [address for address, _ in slots])
+            columns.sizes[:count] = array("Q", [size for _, size in slots])
             try:
                 with self._starting:
                     self._copier.start(plan, stream, columns.done, after, within_device=within)
-                    self._module.launch("kvfs_xxh3", stream, len(slots), CHECKSUM_THREADS, columns.addresses)
+                    self._module.launch("kvfs_xxh3", stream, count, CHECKSUM_THREADS, columns.addresses)
                     columns.done.record(stream)
             finally:
                 columns.done.synchronize()
-            return [value % (1 << 64) for value in columns.numbers[2, : len(slots)].tolist()]
+            return columns.checksums[:count].tolist()
         finally:
             self._free.put(columns)
 

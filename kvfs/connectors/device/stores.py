@@ -23,12 +23,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-import torch
-
-from kvfs._native.cuda.copies import Copier, Plan
+from kvfs._native.cuda.copies import Copier, DevicePlaces
 from kvfs._native.cuda.driver import Context, Event
 from kvfs._native.cuda.images import kernel_image
-from kvfs.connectors.device.buffers import Buffer, DevicePlaces, buffer_bytes, listed
+from kvfs.connectors.device.buffers import Buffer, buffer_bytes
 from kvfs.errors import InvalidRequest, KvfsError
 from kvfs.limits import CONNECTOR_STAGING_BUFFERS
 
@@ -95,7 +93,7 @@ class DeviceStores:
         """
         if places.block_bytes > self.slot_bytes:
             raise InvalidRequest(f"blocks of {places.block_bytes} bytes: there is room for {self.slot_bytes}")
-        slots = self._take(len(places.addresses))
+        slots = self._take(len(places))
         try:
             return Outgoing(slots, places.block_bytes, self._start(places, slots), self._free)
         except BaseException:
@@ -117,12 +115,8 @@ class DeviceStores:
 
     def _start(self, places: DevicePlaces, slots: list[_Slot]) -> Event:
         """Start the copies, and have the engine's stream wait for their end, which is returned."""
-        targets = places.pieces_at(torch.tensor([slot.address for slot in slots]))
-        plan = Plan(
-            listed(targets, places.addresses, places.piece_bytes),
-            [buffer.region for buffer in self._buffers],
-            places.regions,
-        )
+        targets = [slot.address for slot in slots]
+        plan = places.store_plan(targets, [buffer.region for buffer in self._buffers])
         compute = self._context.borrow_stream(self._compute_stream())
         copied = self._context.event(sleeps=True)  # who waits for it may wait for a whole step
         self._before.record(compute)
