@@ -25,8 +25,8 @@ import kvfs
 from kvfs import Namespace, prefix_hashes
 from kvfs._native.cuda.driver import open_driver
 from kvfs.client.blocks import Blocks
-from kvfs.connectors.device.copies import copies_of
 from kvfs.connectors.device.pooled import PooledBlocks
+from kvfs.connectors.device.torch_device import copies_of
 from kvfs.connectors.vllm_layout import KVLayout
 from kvfs.errors import DeviceMissing
 from kvfs.limits import MIB

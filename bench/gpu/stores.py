@@ -28,8 +28,8 @@ from kvfs import Namespace, prefix_hashes
 from kvfs.client.blocks import Blocks
 from kvfs.client.session import split_keys
 from kvfs.connectors.common import Link
-from kvfs.connectors.device.copies import copies_of
 from kvfs.connectors.device.stores import DeviceStores
+from kvfs.connectors.device.torch_device import copies_of
 from kvfs.connectors.vllm_layout import KVLayout, Shard
 from kvfs.connectors.vllm_stores import Part, Stores
 from kvfs.errors import DeviceMissing

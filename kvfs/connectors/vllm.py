@@ -44,7 +44,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 
 from kvfs.connectors.adapters import LoadedAdapters
 from kvfs.connectors.common import VLLM_LOG, Link, address_of
-from kvfs.connectors.device.copies import copies_of
+from kvfs.connectors.device.torch_device import copies_of
 from kvfs.connectors.vllm_group_planner import GroupPlanner
 from kvfs.connectors.vllm_layout import Shard, check_parallel, shard_of
 from kvfs.connectors.vllm_rules.cache_groups import check_settings, extra_of, groups_of, is_plain
