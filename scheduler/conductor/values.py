@@ -40,6 +40,10 @@ Count = Annotated[int, _shown(minimum=0, maximum=MAX_ROUTE_TOKENS)]
 Seconds = Annotated[float, _shown(minimum=0)]
 
 
+EngineType = Literal["vLLM", "SGLang"]
+"""Engines whose KV events are read, by their names in Mooncake's indexer."""
+
+
 class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One engine, as it is registered."""
 
@@ -53,6 +57,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     weights: Label = ""
     """The identity of the weights, which the connector hashes with the first block of a prompt."""
     role: Role = "both"
+    engine_type: EngineType = "vLLM"
     engine_topic: Label = ""
     """The topic of the engine's own KV events; empty: it publishes none."""
     engine_rank: Annotated[int, _shown(minimum=0, maximum=MAX_ENGINE_STREAMS - 1)] = 0

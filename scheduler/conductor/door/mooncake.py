@@ -63,10 +63,11 @@ def _register(context: Context, _: str, body: Registration) -> Reply:
         raise InvalidRequest(
             f"instance {body.instance_id!r}: dp_rank is {body.dp_rank}: must be a number from 0 on"
         )
-    if body.type.lower() not in map(str.lower, READ_TYPES):
+    engine_type = READ_TYPES.get(body.type.lower())
+    if engine_type is None:
         raise InvalidRequest(
             f"instance {body.instance_id!r}: type is {body.type[:MAX_NAME_BYTES]!r}: "
-            f"events are read of {' and '.join(READ_TYPES)}"
+            f"events are read of {' and '.join(READ_TYPES.values())}"
         )
     try:
         pool = registry.pool(model)
@@ -81,6 +82,7 @@ def _register(context: Context, _: str, body: Registration) -> Reply:
         model=model,
         namespace=namespace,
         weights=weights,
+        engine_type=engine_type,
         engine_topic=_name(body),
         engine_endpoint=body.endpoint,
         engine_replay=body.replay_endpoint,
@@ -219,6 +221,7 @@ def _service(pool: Pool, member: Member) -> Service:
     return Service(
         endpoint=member.instance.engine_endpoint,
         replay_endpoint=member.instance.engine_replay,
+        type=member.instance.engine_type,
         model_name=_own_model(pool.model, tenant),
         tenant_id=tenant,
         instance_id=instance_id,

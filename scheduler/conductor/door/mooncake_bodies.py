@@ -6,13 +6,15 @@ change.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final, get_args
 
 import msgspec
 
+from scheduler.conductor.values import EngineType
+
 DEFAULT_TENANT = "default"
-READ_TYPES = ("vLLM", "SGLang")
-"""Publishers whose events are read; Mooncake's own store sends others."""
+READ_TYPES: Final[dict[str, EngineType]] = {each.lower(): each for each in get_args(EngineType)}
+"""Publishers whose events are read, by their names in lower case; Mooncake's own store sends others."""
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,7 +23,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str
     """Where it publishes: tcp://HOST:PORT."""
     replay_endpoint: str = ""
-    type: Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(READ_TYPES)})] = "vLLM"
+    type: Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(READ_TYPES.values())})] = "vLLM"
     """One of READ_TYPES, in any case."""
     modelname: str
     instance_id: str
@@ -108,7 +110,7 @@ class Service(
     endpoint: str
     """Empty: it connects to the Conductor."""
     replay_endpoint: str
-    type: str = "vLLM"
+    type: EngineType
     model_name: str
     lora_name: str = ""
     tenant_id: str

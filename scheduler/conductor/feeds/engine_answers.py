@@ -25,7 +25,7 @@ from kvfs.errors import InvalidNamespace
 from kvfs.limits import DEFAULT_BLOCK_TOKENS
 from kvfs.namespaces import Namespace
 from scheduler.conductor.planning.planner import Role
-from scheduler.conductor.values import Instance
+from scheduler.conductor.values import EngineType, Instance
 
 _ROLES: Final[dict[str, Role]] = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 _EVERYWHERE: Final = ("*", "0.0.0.0", "::", "[::]")
@@ -58,6 +58,8 @@ class _Model(msgspec.Struct):
     id: str
     parent: str | None = None
     """Of an adapter: the model that it is for."""
+    owned_by: str = ""
+    """The engine's own name, in lower case."""
 
 
 class _Models(msgspec.Struct):
@@ -94,9 +96,15 @@ def describe(url: str, role: Role | None, answers: Answers) -> Described:
     """
     notes: list[str] = []
     model = _model_of(answers.models, notes)
+    engine_type: EngineType = "SGLang" if model.owned_by == "sglang" else "vLLM"
     sources = _sources_of(answers.sources)
     found = [
-        Instance(url=url, model=model, **_fields(url, role, model, answers.metrics, publisher, notes))
+        Instance(
+            url=url,
+            model=model.id,
+            engine_type=engine_type,
+            **_fields(url, role, model.id, answers.metrics, publisher, notes),
+        )
         for publisher in _publishers(sources, answers.metrics, notes)
     ]
     return Described(tuple(found), tuple(dict.fromkeys(notes)))
@@ -122,16 +130,16 @@ def _fields(
     }
 
 
-def _model_of(data: bytes, notes: list[str]) -> str:
+def _model_of(data: bytes, notes: list[str]) -> _Model:
     try:
-        names = [each.id for each in _models(data).data if each.parent is None]
+        found = [each for each in _models(data).data if each.parent is None]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise AnswerUnclear(f"/v1/models: {error}") from None
-    if not names:
+    if not found:
         raise AnswerUnclear("/v1/models names no model")
-    if names[1:]:
-        notes.append(f"of its model's names only {names[0]!r} is routed, not {names[1]!r}")
-    return names[0]
+    if found[1:]:
+        notes.append(f"of its model's names only {found[0].id!r} is routed, not {found[1].id!r}")
+    return found[0]
 
 
 # --- what its blocks are known by ----------------------------------------------------------------------------

@@ -71,6 +71,14 @@ def test_adapters_are_no_models_and_a_second_name_is_not_routed() -> None:
     assert ["alias" in note for note in found.notes] == [True]
 
 
+@pytest.mark.parametrize(
+    ("owner", "engine_type"), [("sglang", "SGLang"), ("vllm", "vLLM"), ("somebody", "vLLM")]
+)
+def test_the_owner_of_a_model_says_what_the_engine_is(owner: str, engine_type: str) -> None:
+    said = models("m").replace(b'"id"', b'"owned_by": "%s", "id"' % owner.encode())
+    assert describe(URL, None, answers(models=said)).instances[0].engine_type == engine_type
+
+
 ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both", "None": "both"}
 
 

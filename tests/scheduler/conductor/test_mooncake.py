@@ -235,18 +235,19 @@ async def test_the_publishers_and_the_models_that_are_known_are_listed() -> None
                 ("/global_view", {"context_count": 0, "contexts": []}),
             ):
                 assert (await asker.ask("GET", path)).json == empty
-            service.add(instance("a", url="http://127.0.0.1:1", model="org/m", engine_rank=3))
+            said = {"engine_rank": 3, "engine_type": "SGLang"}
+            service.add(instance("a", url="http://127.0.0.1:1", model="org/m", **said))
             service.add(instance("b", url="http://127.0.0.1:2", model="org/m", engine_topic=""))
             for rank, each in enumerate((one, two)):
                 replay = each.replay_endpoint if each is two else ""
                 changes = {"instance_id": "e", "dp_rank": rank, "tenant_id": "t", "replay_endpoint": replay}
+                changes["type"] = ("VLLM", "sglang")[rank]
                 await asker.ask("POST", "/register", registration(each, **changes))
 
             found = (await asker.ask("GET", "/services")).json
-            assert (found["count"], [each["InstanceID"] for each in found["services"]]) == (
-                3,
-                ["a", "e", "e"],
-            )
+            assert found["count"] == 3
+            listed = [(each["InstanceID"], each["Type"]) for each in found["services"]]
+            assert listed == [("a", "SGLang"), ("e", "vLLM"), ("e", "SGLang")]
             assert (
                 found["services"][0] | {"Endpoint": "", "ModelName": "org/m", "DPRank": 3}
                 == found["services"][0]
@@ -254,7 +255,7 @@ async def test_the_publishers_and_the_models_that_are_known_are_listed() -> None
             assert found["services"][2] == {
                 "Endpoint": two.endpoint,
                 "ReplayEndpoint": two.replay_endpoint,
-                "Type": "vLLM",
+                "Type": "SGLang",
                 "ModelName": "qwen",
                 "LoraName": "",
                 "TenantID": "t",
@@ -316,6 +317,7 @@ async def test_an_instance_that_is_not_routable_may_have_any_name() -> None:
             400,
             "block_size is 32 tokens, but 16 in the pool of 'qwen'",
         ),
+        ("/register", {"type": "SGLang"}, 409, "registered with other values"),
         ("/register", {"replay_endpoint": "tcp://127.0.0.1:1"}, 409, "registered with other values"),
         ("/query", {"block_size": 32}, 400, "block_size is 32"),
         ("/query", {"model": "other"}, 404, "'other'"),
