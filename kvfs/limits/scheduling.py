@@ -193,6 +193,11 @@ HEALTH_ASK_INTERVAL_S: Final = 0.5
 """How long a Conductor waits before it asks an instance again whether it is there; with HEALTH_TIMEOUT_S, under 2 s."""
 HEALTH_LOOK_S: Final = 0.1
 """How often a Conductor looks who owes that answer: one look more or less is all that it is wrong by."""
+HEALTH_HEARD_S: Final = 1.4
+"""How long an instance counts as alive after a proxy said that bytes of its answers came: with HEALTH_INTERVAL_S, after
+which it says so, and a look, under 2 s."""
+HEALTH_BUSY_S: Final = 30.0
+"""How long one that sends bytes may owe an answer: it would take no request in that time, if it took one at all."""
 HEALTH_LATE_S: Final = 0.5
 """A failure during which looks are missing for so long says nothing: the Conductor stood still, not the instance."""
 HEALTH_WAIT_S: Final = 5.0

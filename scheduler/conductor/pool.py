@@ -90,6 +90,8 @@ class Member:
     """A client said that it failed a request."""
     down: str = ""
     """Why it is out; empty while it answers."""
+    was_heard: bool = False
+    """Whether bytes of its answers came to a proxy since it was looked at."""
     requests: int = 0
     """Reservations on it."""
     foreign: int = 0

@@ -178,6 +178,13 @@ class Registry:
         member.down = reason
         pool.planner.take_work(member.slot, takes=member.takes_work(self._clock()))
 
+    def heard(self, instances: Iterable[str]) -> None:
+        """Note that a proxy has received bytes of answers of these instances; others are passed over."""
+        for name in instances:
+            known = self._members.get(name)
+            if known is not None:
+                known[1].was_heard = True
+
     def observed(self, instance: str, metrics: EngineMetrics) -> None:
         """Note what an instance says of itself: it answers, and where it started anew its cache is empty."""
         known = self._members.get(instance)

@@ -124,9 +124,11 @@ def _local(router: Router, engines: Engines) -> RequestRouter:
     """Return a router in the process; a Conductor's instances are the engines."""
     if not isinstance(router, Conductor):
         return LocalRouter(router, engines)
-    members = router.registry.members
-    engines.awaited = router.registry.awaited  # of which the Conductor takes each that answers
-    return LocalRouter(router, engines, lambda: [_address_of(each) for _, each in members()])
+    registry = router.registry
+    engines.awaited = registry.awaited  # of which the Conductor takes each that answers
+    return LocalRouter(
+        router, engines, lambda: [_address_of(each) for _, each in registry.members()], registry.heard
+    )
 
 
 def _address_of(member: Member) -> EngineAddress:

@@ -104,6 +104,8 @@ class StubEngine:
         self.accepted = 0
         self.healthy = True
         self.health_asked = 0
+        self.health_late = False
+        """Whether it says nothing at /health, though it works on requests."""
         self.frozen = False
         """Whether it takes connections and says nothing on any."""
         self.closes_second = False
@@ -183,6 +185,8 @@ class StubEngine:
         path = message.url.decode().partition("?")[0]
         if path == "/health":
             self.health_asked += 1
+            if self.health_late:
+                await trio.sleep_forever()
             await send(stream, 200 if self.healthy else 503, b"{}")
             return True
         if path == "/v1/models":
@@ -322,6 +326,18 @@ class StubEngine:
         await stream.send_all(b"0\r\n\r\n")
         return True
 
+    async def trickle(self, stream: trio.SocketStream, asked: Asked) -> bool:
+        """Send an event every few milliseconds until `go`."""
+        await begin_stream(stream)
+        events = self.events(asked)
+        while not self.go.is_set():
+            await send_chunk(stream, events[0])
+            with trio.move_on_after(0.005):
+                await self.go.wait()
+        await send_chunk(stream, events[-1])
+        await stream.send_all(b"0\r\n\r\n")
+        return True
+
     async def cut(self, stream: trio.SocketStream, asked: Asked) -> bool:
         """Events in pieces of 7 bytes."""
         await begin_stream(stream)
@@ -373,7 +389,7 @@ BEHAVIOURS: dict[str, Callable[[StubEngine, trio.SocketStream, Asked], Any]] = {
             "cut",
             "garbage",
         ),
-        *("huge_head", "huge_event", "busy", "wrong"),
+        *("trickle", "huge_head", "huge_event", "busy", "wrong"),
     )
 }
 

@@ -74,6 +74,12 @@ class DrainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     draining: bool = True
 
 
+class Heard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Name the instances of whose answers bytes came."""
+
+    instances: list[str]
+
+
 class RoleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Say which label an instance is to have."""
 
@@ -263,6 +269,11 @@ def _unreachable(context: Context, name: str, _: object) -> Reply:
     return Reply(204)
 
 
+def _heard(context: Context, _: str, body: Heard) -> Reply:
+    context.conductor.registry.heard(body.instances)
+    return Reply(204)
+
+
 def _never(*_: object) -> Reply:
     raise AssertionError("a batch is run prompt by prompt")
 
@@ -431,5 +442,14 @@ OPERATIONS = (
         "Pass an instance over until it answers again.",
         _unreachable,
         statuses=(204, 404),
+    ),
+    Operation(
+        "heard",
+        "POST",
+        "/v1/heard",
+        "Say that bytes of these instances' answers came, so that one that is late at /health is not out.",
+        _heard,
+        Heard,
+        statuses=(204,),
     ),
 )

@@ -7,6 +7,8 @@ are back: data-parallel ranks are out and back together.
 Invariants:
 - A server that answers 5xx, takes no connection, or is silent for limits.HEALTH_TIMEOUT_S is out within 2 s of its
   last answer, and back with the next one that comes in time.
+- One whose answers to requests send bytes, as proxies say, is not silent: its loop is busy. It is out within 2 s of the
+  last of them, and after limits.HEALTH_BUSY_S without an answer. Its late answers are in time.
 - Silence counts in looks, one each limits.HEALTH_LOOK_S: time in which this process itself stood still is none, and
   what failed while it did, for limits.HEALTH_LATE_S or longer, is asked again.
 - One question at a time goes to each server; those of many are spread over HEALTH_ASK_INTERVAL_S.
@@ -26,6 +28,8 @@ import trio
 from kvfs.http.bounded_get import GetFailed, KeptConnection
 from kvfs.limits import (
     HEALTH_ASK_INTERVAL_S,
+    HEALTH_BUSY_S,
+    HEALTH_HEARD_S,
     HEALTH_LATE_S,
     HEALTH_LOOK_S,
     HEALTH_TIMEOUT_S,
@@ -36,6 +40,7 @@ from scheduler.conductor.pool import Member, Pool
 from scheduler.conductor.registry import Registry
 
 MOST_MISSED, MOST_WAITED = round(HEALTH_TIMEOUT_S / HEALTH_LOOK_S), round(HEALTH_WAIT_S / HEALTH_LOOK_S)
+MOST_QUIET, MOST_UNANSWERED = round(HEALTH_HEARD_S / HEALTH_LOOK_S), round(HEALTH_BUSY_S / HEALTH_LOOK_S)
 SPREAD = 0.618034
 """Multiples of the golden ratio, without their whole parts, lie as far apart as can be, however many there are."""
 
@@ -68,8 +73,26 @@ class _Asked:
     """How long to wait before it is first asked."""
     missed: int | None = None
     """Looks since it was asked; None while it owes no answer."""
+    unanswered: int = 0
+    """Looks since its last answer, those alone in which it owed one."""
+    quiet: int = MOST_QUIET + 1
+    """Looks since bytes of its answers to requests came."""
     waiting: trio.CancelScope = field(default_factory=trio.CancelScope)
     gone: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether it sends bytes, so that it may be late with its answer."""
+        return self.quiet <= MOST_QUIET and self.unanswered <= MOST_UNANSWERED
+
+    def look(self) -> None:
+        """Count a look."""
+        self.quiet = 0 if any(member.was_heard for _, member in self.instances) else self.quiet + 1
+        for _, member in self.instances:
+            member.was_heard = False
+        if self.missed is not None:
+            self.missed += 1
+            self.unanswered += 1
 
 
 class HealthWatch:
@@ -112,12 +135,13 @@ class HealthWatch:
     def _look(self) -> None:
         """Put out who has owed an answer for too long."""
         for asked in self._asked.values():
-            if asked.missed is not None:
-                asked.missed += 1
-                if asked.missed > MOST_MISSED:
-                    self._note(asked, f"it does not answer /health in {HEALTH_TIMEOUT_S:g} s")
-                if asked.missed > MOST_WAITED:
-                    asked.waiting.cancel()
+            asked.look()
+            if asked.missed is None:
+                continue
+            if asked.missed > MOST_MISSED and not asked.is_busy:
+                self._note(asked, f"it does not answer /health in {HEALTH_TIMEOUT_S:g} s")
+            if asked.missed > MOST_WAITED:
+                asked.waiting.cancel()
 
     async def _keep_asking(self, asked: _Asked) -> None:
         try:
@@ -139,8 +163,9 @@ class HealthWatch:
                 status = await asked.connection.status("/health")
                 if status >= 500:
                     fault = f"its /health is {status}"
-                elif asked.missed <= MOST_MISSED:
+                elif asked.missed <= MOST_MISSED or asked.is_busy:
                     fault = ""
+                asked.unanswered = 0
             except GetFailed as error:
                 if trio.current_time() - began_s - asked.missed * HEALTH_LOOK_S < HEALTH_LATE_S:
                     fault = str(error)

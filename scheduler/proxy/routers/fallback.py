@@ -58,10 +58,15 @@ class LocalRouter:
     """Implement `RequestRouter`: ask a router in the process, and know the engines that it chooses among."""
 
     def __init__(
-        self, router: Router, engines: Engines, addresses: Callable[[], Iterable[EngineAddress]] | None = None
+        self,
+        router: Router,
+        engines: Engines,
+        addresses: Callable[[], Iterable[EngineAddress]] | None = None,
+        heard: Callable[[list[str]], None] = lambda _: None,
     ) -> None:
-        """`addresses` returns the router's engines; None: those that the proxy was started with."""
-        self._router, self._engines, self._addresses = router, engines, addresses
+        """`addresses` returns the router's engines; None: those that the proxy was started with. `heard` is told, again
+        and again, from which of them bytes have come."""
+        self._router, self._engines, self._addresses, self._heard = router, engines, addresses, heard
         self.prefilled, self.prefill_failed = router.prefilled, router.prefill_failed
         self.first_token = router.first_token
         self.done, self.cancel, self.unreachable = router.done, router.cancel, router.unreachable
@@ -71,6 +76,7 @@ class LocalRouter:
         task_status.started()
         while self._addresses is not None:
             self._engines.follow(self._addresses())
+            self._heard(self._engines.take_heard())
             await trio.sleep(limits.HEALTH_INTERVAL_S)
         await trio.sleep_forever()
 

@@ -1,7 +1,7 @@
 """A Conductor in another process, over HTTP.
 
-Responsibility: ask it for routes over kept connections, report to it, follow its instances, and notice when it goes and
-when it is back.
+Responsibility: ask it for routes over kept connections, report to it, follow its instances, say from which bytes come,
+and notice when it goes and when it is back.
 
 Invariants:
 - A route is waited for at most limits.CONDUCTOR_WAIT_S. One that comes later is cancelled there, so that no reservation
@@ -10,7 +10,8 @@ Invariants:
 - The reports of a request go out in their order. They wait while the Conductor is away, bounded: past
   limits.CONDUCTOR_REPORTS for each sender they are dropped and counted, and its deadlines end what was not reported.
 
-Concurrency: one trio thread: a task that probes, limits.CONDUCTOR_SENDERS that report, one for each route.
+Concurrency: one trio thread: a task that probes, limits.CONDUCTOR_SENDERS that report, one that says from which
+instances bytes come, one for each route.
 """
 
 from __future__ import annotations
@@ -120,6 +121,7 @@ class RemoteRouter:
                 self._nursery.start_soon(self._dialer.sweeper.run)
                 for channel in self._to_send:
                     self._nursery.start_soon(self._send, channel)
+                self._nursery.start_soon(self._keep_saying_heard)
                 await self._look()
                 task_status.started()
                 await self._watch()
@@ -256,6 +258,13 @@ class RemoteRouter:
         async for report in reports:
             while not await self._sent(report):
                 await self._back.wait()
+
+    async def _keep_saying_heard(self) -> None:
+        while True:
+            await trio.sleep(limits.HEALTH_INTERVAL_S)
+            heard = self._engines.take_heard()
+            if heard and not self.down:
+                await self._sent(_Report("POST", "/v1/heard", _encode({"instances": heard})))
 
     async def _sent(self, report: _Report) -> bool:
         with trio.move_on_after(limits.HEALTH_TIMEOUT_S):

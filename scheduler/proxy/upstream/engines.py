@@ -7,6 +7,7 @@ Invariants:
 - An engine with requests that was silent for limits.HEALTH_INTERVAL_S has limits.HEALTH_TIMEOUT_S to answer a probe or
   send anything else; else all requests under way there end with `EngineFailed`, within 2 s of its last byte. One that
   works on a long prompt answers probes and goes on.
+- What comes of it while a probe is on its way counts as an answer to that: an engine that is busy is late at /health.
 - An engine that failed one request is probed at once. While it is down it gets no requests, unless all are; those under
   way there go on while it sends anything, and it is probed until it answers.
 
@@ -38,6 +39,7 @@ log = logging.getLogger("kvfs.proxy")
 
 RANK_HEADER: Final = b"x-data-parallel-rank"
 """Tells an engine of several data-parallel ranks which of them a request is for."""
+_NO_ANSWER: Final = f"it did not answer a probe for {limits.HEALTH_TIMEOUT_S:g} s"
 
 
 class EngineAddress(NamedTuple):
@@ -86,6 +88,8 @@ class Engine:
         self.pool = Pool(place_of(address.url), dialer)
         self._busy: set[UpstreamConnection] = set()
         self._heard_s = monotonic()
+        self.was_heard = False
+        """Whether anything came from it since that was asked."""
         self._suspected = trio.Event()
         self.removed = trio.CancelScope()
         self.models: frozenset[str] | None = None
@@ -125,6 +129,7 @@ class Engine:
     def heard(self) -> None:
         """Note that the engine sent something just now."""
         self._heard_s = monotonic()
+        self.was_heard = True
 
     def ask(self, method: str, target: bytes, headers: bytes, body: Buffer = b"") -> Answer:
         """Return the answer to a request, which is sent when the answer is entered.
@@ -378,6 +383,13 @@ class Engines:
         ranks = (each for each in self if each is not engine and each.address.rank is not None)
         return [each for each in ranks if each.address.url == url]
 
+    def take_heard(self) -> list[str]:
+        """Return the names of engines that sent something since this was called last."""
+        names = [engine.name for engine in self if engine.was_heard]
+        for name in names:
+            self._by_name[name].was_heard = False
+        return names
+
     async def get(self, place: Place, target: bytes) -> bytes:
         """Ask an engine or a server beside it, on a connection of its own. Raises EngineFailed."""
         connection = await self._dialer.connect(place)
@@ -422,10 +434,11 @@ class Engines:
             self._down.discard(engine.name)
             engine.bring_back()
             return
-        if not engine.down:
+        is_heard = engine.silent_s < monotonic() - began_s
+        if not engine.down and not (is_heard and reason == _NO_ANSWER):
             self.suspect(engine, reason)
         await engine.pool.expire(0.0)
-        if engine.silent_s >= monotonic() - began_s:
+        if not is_heard:
             engine.end_requests()
 
     async def _probe(self, engine: Engine) -> str:
@@ -436,4 +449,4 @@ class Engines:
             except EngineFailed as error:
                 return str(error)
             return ""
-        return f"it did not answer a probe for {limits.HEALTH_TIMEOUT_S:g} s"
+        return _NO_ANSWER

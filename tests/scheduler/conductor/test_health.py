@@ -14,13 +14,15 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from kvfs import limits
 from kvfs.http.bounded_get import GetFailed, KeptConnection
+from kvfs.limits import HEALTH_BUSY_S
 from scheduler.conductor.conductor import Conductor
 from scheduler.conductor.feeds import health, listener
 from scheduler.conductor.feeds.health import HealthWatch
 from scheduler.conductor.values import EngineMetrics
 from tests.support.conductors import Clock, conductor, instance, routed, serving, tokens
-from tests.support.stub_engines import StubEngine
+from tests.support.stub_engines import PROMPT, StubEngine, proxy_stand
 from tests.support.waits import until
 
 
@@ -124,6 +126,67 @@ async def test_one_that_does_not_answer_is_out_within_two_seconds_and_back_when_
     said = [each.getMessage() for each in caplog.records]
     assert [text.startswith("instance a is out: ") for text in said] == [True, False], said
     assert said[1] == "instance a answers again"
+
+
+@asynccontextmanager
+async def streaming(made: Conductor, name: str) -> AsyncIterator[None]:
+    """Have a proxy say that bytes of an instance's answers come."""
+
+    async def say() -> None:
+        while True:
+            made.registry.heard([name, "nobody"])
+            await trio.sleep(0.4)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(say)
+        yield
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("takes_s", [1.2, 2.0, 2.9])
+@pytest.mark.parametrize("phase_s", [0.0, 0.15, 0.35, 0.55])
+async def test_one_that_is_late_while_its_answers_come_is_busy_and_out_within_two_seconds_of_the_last(
+    takes_s: float, phase_s: float, autojump_clock: MockClock
+) -> None:
+    async with watching("a", "b") as stand:
+        server = stand.servers["a"]
+        async with streaming(stand.made, "a"):
+            server.takes_s = takes_s
+            await trio.sleep(60 + phase_s)
+            assert (stand.up(), stand.outs) == ({"a", "b"}, 0)
+        stopped(server)
+        await trio.sleep(2)
+        assert stand.up() == {"b"}
+        server.well()
+        server.takes_s = takes_s
+        await trio.sleep(10)
+        assert stand.up() == {"b"}, "it is late and sends nothing"
+        async with streaming(stand.made, "a"):
+            await trio.sleep(2 * takes_s + 0.5)
+            assert stand.up() == {"a", "b"}, "late answers of one that sends are in time"
+
+
+@pytest.mark.parametrize("fault", [killed, unhealthy])
+async def test_one_that_refuses_or_says_that_it_is_ill_is_out_though_its_answers_come(
+    fault: Callable[[Server], None], autojump_clock: MockClock
+) -> None:
+    async with watching("a", "b") as stand, streaming(stand.made, "a"):
+        fault(stand.servers["a"])
+        await trio.sleep(2)
+        assert stand.up() == {"b"}
+
+
+async def test_one_that_never_answers_is_out_in_the_end_though_its_answers_come(
+    autojump_clock: MockClock,
+) -> None:
+    async with watching("a", "b") as stand, streaming(stand.made, "a"):
+        stopped(stand.servers["a"])
+        await trio.sleep(HEALTH_BUSY_S - 1)
+        assert stand.up() == {"a", "b"}
+        await trio.sleep(3)
+        assert stand.up() == {"b"}
+        await trio.sleep(60)
+        assert (stand.up(), stand.outs) == ({"b"}, 1)
 
 
 @pytest.mark.parametrize("at_s", [0.0, 0.13, 0.25, 0.31, 0.44])
@@ -315,6 +378,30 @@ async def test_engines_on_sockets_are_out_and_back(monkeypatch: pytest.MonkeyPat
         other.frozen = False
         await nursery.start(other.run)
         await until(lambda: not is_out(other) and not is_out(one))
+
+
+async def test_an_engine_that_streams_through_a_proxy_is_in_until_its_stream_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "HEALTH_INTERVAL_S", 0.02)
+    for name, value in (("HEALTH_LOOK_S", 0.02), ("MOST_MISSED", 2), ("MOST_WAITED", 3), ("MOST_QUIET", 20)):
+        monkeypatch.setattr(health, name, value)
+    async with two_engines(monkeypatch) as (made, (one, other), _), proxy_stand(router=made) as stand:
+        await until(lambda: {str(one.port), str(other.port)} <= {each.name for each in stand.proxy.engines})
+        one.behaviour = other.behaviour = "trickle"
+        asker = await stand.asker()
+        async with asker.stream:
+            await asker.send("/v1/completions", {"model": "m", "prompt": PROMPT, "stream": True})
+            first = await asker.first_bytes()
+            [busy] = [engine for engine in (one, other) if engine.completions]
+            busy.health_late = True
+            asked = busy.health_asked
+            await until(lambda: busy.health_asked > asked + 20)
+            member = made.registry.member(str(busy.port))[1]
+            assert (member.down, made.counts["unreachable"]) == ("", 0)
+            busy.go.set()
+            await asker.rest(first)
+        await until(lambda: bool(member.down))
 
 
 async def test_connections_are_kept_and_one_that_the_engine_closed_is_no_fault(

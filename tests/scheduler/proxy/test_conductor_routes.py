@@ -86,6 +86,41 @@ async def test_an_instance_whose_url_is_that_of_no_engine_is_excluded() -> None:
         assert made.counts["routed"] == made.counts["cancelled"] + 4
 
 
+@pytest.mark.parametrize("place", ["in the process", "elsewhere"])
+async def test_a_conductor_hears_from_which_instances_bytes_come(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "HEALTH_IDLE_S", 1e6)
+    async with (
+        serving(tokens=[TOKEN]) as (service, addresses),
+        proxy_stand(
+            *("both", "both"),
+            router=service.conductor if place == "in the process" else None,
+            conductor="" if place == "in the process" else addresses.http,
+            conductor_token=TOKEN,
+        ) as stand,
+    ):
+        made = service.conductor
+        await register(made, stand)
+        await until(lambda: not stand.proxy.engines.down())
+        for engine in stand.engines:
+            engine.behaviour = "trickle"
+        asker = await stand.asker()
+        async with asker.stream:
+            await asker.send(CHAT, {**chat("q"), "stream": True})
+            await asker.first_bytes()
+            members = {member.instance.url: member for _, member in made.registry.members()}
+            [(busy, idle)] = [
+                (one, other)
+                for one, other in (stand.engines, stand.engines[::-1])
+                if one.completions and not other.completions
+            ]
+            await until(lambda: members[busy.url].was_heard)
+            members[busy.url].was_heard = False
+            await until(lambda: members[busy.url].was_heard)
+            assert not members[idle.url].was_heard
+
+
 # --- a Conductor elsewhere -----------------------------------------------------------------------------------
 async def test_a_conductor_elsewhere_routes_and_hears_what_became_of_it() -> None:
     async with (

@@ -180,6 +180,25 @@ async def test_an_engine_that_computes_for_long_is_not_taken_for_dead(
             assert (await asker.answer()).status == 200
 
 
+async def test_an_engine_that_streams_and_is_late_at_health_still_gets_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "HEALTH_INTERVAL_S", 0.0)
+    monkeypatch.setattr(limits, "HEALTH_TIMEOUT_S", 0.2)
+    async with proxy_stand() as stand:
+        [engine] = stand.engines
+        engine.behaviour, engine.health_late = "trickle", True
+        asker = await stand.asker()
+        async with asker.stream:
+            await asker.send("/v1/completions", STREAM)
+            await asker.first_bytes()
+            asked = engine.health_asked
+            await until(lambda: engine.health_asked > asked + 3)
+            assert not stand.proxy.engines.down()
+            engine.healthy = engine.health_late = False
+            await until(lambda: bool(stand.proxy.engines.down()))
+
+
 async def test_an_engine_that_dies_and_comes_back_gets_requests_again() -> None:
     async with proxy_stand("both", "both") as stand:
         first, second = stand.engines
