@@ -16,7 +16,7 @@ import typer
 
 from kvfs.cli.lazy import load as load_module
 from kvfs.config.load import load
-from kvfs.config.settings import ConductorSettings, Settings, host_and_port
+from kvfs.config.settings import ConductorSettings, ProxySettings, Settings, host_and_port
 from kvfs.errors import ConfigError
 from kvfs.http.server import Certificate
 from kvfs.system.notify import set_up_logging
@@ -121,18 +121,26 @@ def conductor_settings(settings: Settings) -> ConductorSettings:
     return own.model_copy(update={"engines": proxy.engines, "prefill": proxy.prefill, "decode": proxy.decode})
 
 
+def _check_bootstraps(settings: ProxySettings) -> None:
+    """Check that all bootstrap servers are of engines that are named. Raises ConfigError."""
+    named = {*settings.engines, *settings.prefill, *settings.decode}
+    strange = next((url for url in settings.bootstraps if url not in named), None)
+    if strange is not None:
+        raise ConfigError(f"[proxy] bootstraps: {strange!r} is none of engines, prefill and decode")
+
+
 def proxy_options(given: Settings) -> ProxyOptions:
-    """Make a proxy's options of a configuration. Raises ConfigError without engines."""
+    """Make a proxy's options of a configuration. Raises ConfigError without engines, and for a bootstrap server of one
+    that nobody can name later."""
     settings = given.proxy
     roles: tuple[tuple[Role, tuple[str, ...]], ...] = (
         ("both", settings.engines),
         ("prefill", settings.prefill),
         ("decode", settings.decode),
     )
-    bootstraps = settings.bootstraps
-    addresses = [
-        EngineAddress(url, role, bootstrap=bootstraps.get(url, "")) for role, urls in roles for url in urls
-    ]
+    addresses = [EngineAddress(url, role) for role, urls in roles for url in urls]
+    if not settings.conductor and not routes_itself(given):
+        _check_bootstraps(settings)
     is_routed = settings.conductor or (routes_itself(given) and not settings.conduct)
     if not settings.engines and not settings.decode and not is_routed:
         raise ConfigError("[proxy] has no engines that decode: --engine URL, or --prefill URL --decode URL")
@@ -142,6 +150,7 @@ def proxy_options(given: Settings) -> ProxyOptions:
     return ProxyOptions(
         engines=() if settings.conduct else addresses,  # a Conductor names those that it has
         hand_over=settings.hand_over,
+        bootstraps=settings.bootstraps,
         bearer_tokens=[token.get_secret_value() for token in settings.tokens],
         certificate=certificate,
         connections=settings.connections,

@@ -300,7 +300,7 @@ class Legs:
 
     async def _joined(self, request: Completion, engine: Engine) -> tuple[Put, Put]:
         """Return what joins the two legs. Raises EngineFailed."""
-        host, _, port = engine.address.bootstrap.rpartition(":")
+        host, _, port = engine.bootstrap.rpartition(":")
         if not host:
             host, port = place_of(engine.address.url).host, str(handover.BOOTSTRAP_PORT)
         bootstrap = handover.Bootstrap(host, int(port))

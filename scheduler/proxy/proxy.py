@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import gc
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,6 +46,8 @@ class ProxyOptions:
     engines: Sequence[EngineAddress] = ()
     """Engines known from the start; a router may name others."""
     hand_over: HandOver = "store"
+    bootstraps: Mapping[str, str] = field(default_factory=dict)
+    """By URL of a prefill engine, `HOST:PORT` of its bootstrap server."""
     bearer_tokens: Sequence[str] = ()
     """Tokens of clients; empty: what clients send goes on to the engines."""
     certificate: Certificate | None = None
@@ -63,7 +65,10 @@ class Proxy:
     def __init__(self, options: ProxyOptions, router: Router | None = None) -> None:
         """`router`: one in the process. Without any it goes by load, without tokens. Raises ConfigError."""
         self.engines = Engines(
-            options.engines, lambda name: self.router.unreachable(name), options.authorities
+            options.engines,
+            lambda name: self.router.unreachable(name),
+            options.authorities,
+            options.bootstraps,
         )
         self.load = LoadRouter(self.engines)
         self.remote: RemoteRouter | None = None

@@ -150,8 +150,8 @@ class RemoteRouter:
         if scope.cancelled_caught:
             self._go_on_without(f"no answer in {limits.HEALTH_TIMEOUT_S:g} s")
             return
-        self._engines.follow(each.as_address() for each in found.instances)
         self._engines.awaited = found.awaited
+        self._engines.follow(each.as_address() for each in found.instances)
         if self._is_logged or not self._was_up:
             log.warning("the Conductor at %s answers: it routes requests", self._conductor.address.url)
         self.down, self._is_logged, self._was_up = "", False, True

@@ -17,9 +17,10 @@ Concurrency: one trio thread; a task for each engine.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
+from types import MappingProxyType
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -49,8 +50,6 @@ class EngineAddress(NamedTuple):
     role: Role = "both"
     name: str = ""
     """What a router calls it; its URL where that is empty."""
-    bootstrap: str = ""
-    """`HOST:PORT` of a prefill engine's bootstrap server, for Mooncake and SGLang."""
     draining: bool = False
     """Whether it takes no more requests, as its Conductor says."""
     model: str = ""
@@ -99,6 +98,8 @@ class Engine:
         self.tokenize_fault = ""
         """Why it does not tokenize, as the log says."""
         self.tokenize_logged_s = -limits.LOG_INTERVAL_S
+        self.bootstrap = ""
+        """`HOST:PORT` of its bootstrap server, for Mooncake and SGLang; empty: its own host, and their port."""
         self.bootstrap_id: str | None = None
         """What Mooncake's bootstrap server calls it, once that was asked."""
         self._place_lines = b"Host: %b\r\n" % urlsplit(address.url).netloc.encode()
@@ -258,8 +259,11 @@ class Engines:
         addresses: Iterable[EngineAddress],
         unreachable: Callable[[str], None],
         authorities: Path | None = None,
+        bootstraps: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`unreachable` is called with the name of an engine that goes down; `authorities`: see Dialer."""
+        """`unreachable` is called with the name of an engine that goes down; `authorities`: see Dialer; `bootstraps`:
+        by engine's URL, its bootstrap server."""
+        self._bootstraps, self._unused_bootstraps = bootstraps, set(bootstraps)
         self._dialer = Dialer(authorities)
         self._unreachable = unreachable
         self._nursery: trio.Nursery | None = None
@@ -305,9 +309,21 @@ class Engines:
         for name, address in wanted.items():
             if name not in self._by_name and len(self._by_name) < limits.MAX_PROXY_ENGINES:
                 self._add(address)
+        self._log_unused_bootstraps()
+
+    def _log_unused_bootstraps(self) -> None:
+        """Log of each bootstrap server once that it is of no engine that was ever named, or is waited for."""
+        for url in self._unused_bootstraps.difference(self.awaited):
+            self._unused_bootstraps.discard(url)
+            log.warning(
+                "[proxy] bootstraps: %r is no engine that is known; it counts if one with this URL comes", url
+            )
 
     def _add(self, address: EngineAddress) -> Engine:
         engine = Engine(address, self._dialer, self._any_like)
+        url = address.url.removesuffix("/")
+        engine.bootstrap = self._bootstraps.get(url, "")
+        self._unused_bootstraps.discard(url)
         self._by_name[engine.name] = engine
         if self._nursery is not None:
             self._nursery.start_soon(self._watch, engine)

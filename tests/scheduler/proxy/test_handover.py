@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import trio
 
 from kvfs import limits
+from kvfs.cli.proxy_command import proxy_options
+from kvfs.config.load import load
 from kvfs.config.settings import HandOver
+from kvfs.errors import ConfigError
 from kvfs.limits import PREFILL_LEG_TOKENS
 from scheduler.conductor.conductor import Conductor
 from scheduler.proxy import handover
-from scheduler.proxy.upstream.engines import EngineAddress
 from tests.scheduler.proxy.test_failures import ended
 from tests.support.conductors import Clock, conductor, hears, instance
 from tests.support.processor_waits import within
@@ -95,7 +99,7 @@ async def bootstrap_server(stand: Stand, nursery: trio.Nursery) -> None:
     place = f"127.0.0.1:{listener.socket.getsockname()[1]}"
     for engine in stand.proxy.engines:
         if engine.address.role == "prefill":
-            engine.address = EngineAddress(engine.address.url, "prefill", bootstrap=place)
+            engine.bootstrap = place
 
 
 @pytest.mark.parametrize("kind", BOTH_AT_ONCE)
@@ -153,9 +157,9 @@ async def test_a_dead_leg_does_not_keep_the_other_hanging(kind: HandOver) -> Non
 
 
 @asynccontextmanager
-async def sglang_stand(router: Conductor | None = None) -> AsyncIterator[Stand]:
+async def sglang_stand(router: Conductor | None = None, **options: Any) -> AsyncIterator[Stand]:
     """Engines that are started for one side each, and do nothing without a room."""
-    async with proxy_stand("prefill", "decode", hand_over="sglang", router=router) as stand:
+    async with proxy_stand("prefill", "decode", hand_over="sglang", router=router, **options) as stand:
         for engine in stand.engines:
             engine.needs_room = True
             if router is not None:
@@ -197,6 +201,53 @@ async def test_each_of_several_prompts_has_a_room() -> None:
             assert decode["bootstrap_host"] == ["127.0.0.1"] * rooms
             assert decode["bootstrap_port"] == [handover.BOOTSTRAP_PORT] * rooms
             assert len(set(decode["bootstrap_room"])) == len(decode["bootstrap_room"]) == rooms
+
+
+async def test_bootstrap_servers_are_those_of_a_conductor_s_instances_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = conductor(Clock())
+    made.registry.awaited.add("http://late:1")
+    bootstraps = {f"http://{name}:1": "b:9" for name in ("late", "stranger")}
+    async with sglang_stand(made, bootstraps=bootstraps) as stand:
+        prefill, decode = stand.engines
+        bootstraps[prefill.url] = "10.0.0.7:9000"
+        assert (await stand.ask("/v1/completions", {"model": "m", "prompt": PROMPT})).status == 200
+        body = decode.completions[0].body
+        assert (body["bootstrap_host"], body["bootstrap_port"]) == ("10.0.0.7", 9000)
+        said = "[proxy] bootstraps: 'http://stranger:1' is no engine that is known"
+        await until(lambda: said in caplog.text)
+        made.registry.awaited.clear()
+        await until(lambda: "'http://late:1'" in caplog.text)
+        assert caplog.text.count("[proxy] bootstraps") == 2
+
+
+CHECKED: dict[str, tuple[dict[tuple[str, str], Any], str]] = {
+    "named": ({("proxy", "engines"): ["http://e:1"]}, ""),
+    "a stranger": (
+        {("proxy", "engines"): ["http://other:1"]},
+        "'http://e:1' is none of engines, prefill and",
+    ),
+    "a Conductor elsewhere may name it": ({("proxy", "conductor"): "http://c:1"}, ""),
+    "one in the process may": ({("proxy", "conduct"): True, ("proxy", "engines"): ["http://other:1"]}, ""),
+}
+
+
+@pytest.mark.parametrize(("flags", "fault"), CHECKED.values(), ids=CHECKED)
+def test_a_bootstrap_server_of_no_engine_is_refused_unless_it_may_come(
+    flags: dict[tuple[str, str], Any], fault: str
+) -> None:
+    settings = load(None, {("proxy", "bootstraps"): {"http://e:1": "e:9000"}, **flags})
+    if fault:
+        with pytest.raises(ConfigError, match=re.escape(f"[proxy] bootstraps: {fault}")):
+            proxy_options(settings)
+    else:
+        assert proxy_options(settings).bootstraps == {"http://e:1": "e:9000"}
+
+
+def test_a_bootstrap_server_has_its_engine_s_url() -> None:
+    with pytest.raises(ConfigError, match=r"bootstraps.*must be http://HOST:PORT"):
+        load(None, {("proxy", "bootstraps"): {"e:1": "e:9000"}})
 
 
 async def test_what_rooms_cannot_carry_is_refused_before_any_engine_is_asked() -> None:

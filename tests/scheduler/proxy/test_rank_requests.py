@@ -123,7 +123,8 @@ async def test_mooncake_s_decode_leg_is_told_the_engine_of_the_rank_that_prefill
         nursery.start_soon(trio.serve_listeners, serve, [listener])
         place = f"127.0.0.1:{listener.socket.getsockname()[1]}"
         prefill = next(each for each in stand.proxy.engines if each.address.role == "prefill")
-        prefill.become(prefill.address._replace(bootstrap=place, rank=1))
+        prefill.bootstrap = place
+        prefill.become(prefill.address._replace(rank=1))
         body = {"prompt": PROMPT, "max_tokens": 3}
         assert (await stand.ask("/v1/completions", body)).status == 200
         [decode] = stand.engines[1].completions
