@@ -26,9 +26,13 @@ _ENCODER = msgspec.json.Encoder()
 _PROMPTS = re.compile(rb'\s*\[\s*["\[]').match
 """A list of prompts; one of numbers is one prompt."""
 ENGINE_FIELDS = frozenset(
-    ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_request_id")
+    (
+        *("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
+        *("disagg_request_id", "disagg_prefill_dp_rank", "decode_tp_size"),
+        *("routed_dp_rank", "data_parallel_rank"),
+    )
 )
-"""Members by which a router joins a prefill and a decode engine."""
+"""Members by which a router joins a prefill and a decode engine, and names the data-parallel rank that is to work."""
 _PREFILL_DROPS = frozenset(
     (
         *("n", "best_of", "use_beam_search", "max_completion_tokens", "min_tokens"),

@@ -38,8 +38,9 @@ from scheduler.proxy import handover
 from scheduler.proxy.bodies import Asked, Members, decode_body, prefill_body
 from scheduler.proxy.handover import Put
 from scheduler.proxy.openai_errors import Failure, as_failure
+from scheduler.proxy.passed_headers import client_headers
 from scheduler.proxy.proxy_metrics import Counts
-from scheduler.proxy.relay import COMMENT, NO_USAGE, EngineUsage, EventRelay, is_stream, relayed, usage_of
+from scheduler.proxy.relay import COMMENT, NO_USAGE, EngineUsage, EventRelay, is_stream, usage_of
 from scheduler.proxy.routers.balance import BY_LOAD
 from scheduler.proxy.routers.fallback import RequestRouter
 from scheduler.proxy.tokens import Prompt
@@ -347,12 +348,12 @@ class Legs:
             else:
                 self.counts.first_bytes.observe("streamed", now_s - request.arrived_s)
                 sent_s = now_s
-                await exchange.begin_slowly(200, relayed(answer.headers), events)
+                await exchange.begin_slowly(200, client_headers(answer.headers), events)
         rest = relay.end()
         if not exchange.answered and not rest:
             raise EngineFailed("it streamed nothing")
         if not exchange.answered:
-            await exchange.begin_slowly(200, relayed(answer.headers))
+            await exchange.begin_slowly(200, client_headers(answer.headers))
         if rest:
             await exchange.send_part(rest)
         await exchange.end_slowly()
@@ -366,7 +367,7 @@ class Legs:
             data = as_failure(answer.status, data)
         else:
             request.usage = usage_of(data)
-        await request.exchange.respond(answer.status, relayed(answer.headers), data)
+        await request.exchange.respond(answer.status, client_headers(answer.headers), data)
 
     async def _end_broken(self, request: Completion, error: EngineFailed) -> None:
         """End an answer that began by an error event."""

@@ -31,10 +31,11 @@ from scheduler.proxy.client_watch import ClientWatch
 from scheduler.proxy.completion import Completion, Legs
 from scheduler.proxy.model_lists import ModelLists, is_list
 from scheduler.proxy.openai_errors import Failure, as_failure
-from scheduler.proxy.relay import COMMENT, ends_event, is_stream, relayed
+from scheduler.proxy.passed_headers import client_headers, engine_lines
+from scheduler.proxy.relay import COMMENT, ends_event, is_stream
 from scheduler.proxy.tokens import BYTES_A_TOKEN, Prompt, Tokenizer
 from scheduler.proxy.upstream.connection import EngineFailed
-from scheduler.proxy.upstream.engines import RANK_HEADER, Engine, Engines
+from scheduler.proxy.upstream.engines import Engine, Engines
 
 log = logging.getLogger("kvfs.proxy")
 
@@ -47,14 +48,6 @@ _PASSED = frozenset(
     )
 )
 _METHODS = frozenset(("GET", "POST"))
-_OWN_HEADERS = frozenset(
-    (
-        *(b"host", b"content-length", b"transfer-encoding", b"connection", b"keep-alive", b"expect", b"te"),
-        *(b"accept-encoding", b"upgrade", b"trailer", b"x-request-id", b"proxy-authorization", RANK_HEADER),
-    )
-)
-"""Headers of the client's connection; whom a request is for, the proxy says; a packed answer could not be read."""
-_OWN_AND_BEARER = _OWN_HEADERS | {b"authorization"}
 _MAX_REQUEST_ID_BYTES = 128
 _METRICS = [("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)]
 
@@ -207,13 +200,9 @@ class Handler:
 
     def _headers(self, exchange: Exchange) -> bytes:
         """Return the lines of the client's headers for an engine, with an id of the request."""
-        own = _OWN_AND_BEARER if self._bearers else _OWN_HEADERS
-        lines, given = b"", b""
-        for name, value in exchange.head.headers:
-            if name not in own:
-                lines += b"%b: %b\r\n" % (name, value)
-            elif name == b"x-request-id":
-                given = given or value
+        headers = exchange.head.headers
+        lines = engine_lines(headers, has_bearer=not self._bearers)
+        given = next((value for name, value in headers if name == b"x-request-id" and value), b"")
         if not given or len(given) > _MAX_REQUEST_ID_BYTES:
             given = b"kvfs-%b-%x" % (self._id, next(self._numbers))
         return b"%bx-request-id: %b\r\n" % (lines, given)
@@ -273,9 +262,9 @@ class Handler:
                 await exchange.respond(answer.status, Failure(answer.status, "").headers(), body)
                 return answer.status
             if answer.is_whole:
-                await exchange.respond(answer.status, relayed(answer.headers), data)
+                await exchange.respond(answer.status, client_headers(answer.headers), data)
                 return answer.status
-            await exchange.begin_slowly(answer.status, relayed(answer.headers), data)
+            await exchange.begin_slowly(answer.status, client_headers(answer.headers), data)
             has_events = is_stream(answer)
             while True:
                 exchange.filler = COMMENT if has_events and ends_event(data) else b""

@@ -1,4 +1,4 @@
-"""An answer on its way to the client: its headers, whole events of a streamed one, and the usage at its end.
+"""An answer on its way to the client: whole events of a streamed one, and the usage at its end.
 
 Responsibility: cut what comes into whole events, so that an error event can follow at any time; find the usage, and
 drop its event where the client did not ask for it.
@@ -24,9 +24,6 @@ _HAS_USAGE = re.compile(rb'"usage"\s*:\s*\{').search
 COMMENT = b":\n\n"
 """What readers of events pass over."""
 _ENDS = (b"\n\n", b"\r\n\r\n")
-_NOT_RELAYED = frozenset(
-    (b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server", b"upgrade")
-)
 
 
 class EngineUsage(NamedTuple):
@@ -135,15 +132,6 @@ def _is_usage_alone(event: bytes) -> bool:
     except msgspec.DecodeError:
         return False
     return found.usage is not None and found.choices == []
-
-
-def relayed(headers: list[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
-    """Return an engine's headers for the client, without those of its connection."""
-    return [
-        (name.decode("latin-1"), value.decode("latin-1"))
-        for name, value in headers
-        if name not in _NOT_RELAYED
-    ]
 
 
 def is_stream(answer: Answer) -> bool:

@@ -92,12 +92,12 @@ async def test_tools_stay_with_the_prompt_and_are_not_called_by_its_prefill() ->
 
 async def test_clients_do_not_speak_to_connectors() -> None:
     async with proxy_stand("prefill", "decode") as stand:
-        evil = {"kv_transfer_params": {"remote_host": "evil"}, "bootstrap_host": "evil"}
+        evil = {"kv_transfer_params": {"remote_host": "evil"}, "bootstrap_host": "evil", "routed_dp_rank": 3}
         await stand.ask("/v1/completions", {"prompt": PROMPT, **evil})
         await stand.ask("/v1/completions", {"prompt": "p", **evil})
         said = [asked.body for engine in stand.engines for asked in engine.completions]
         assert len(said) == 3
-        assert "evil" not in json.dumps(said)
+        assert not any(word in json.dumps(said) for word in ("evil", "dp_rank"))
 
 
 async def test_other_paths_are_passed_on_and_administration_is_not() -> None:
