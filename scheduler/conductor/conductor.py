@@ -59,7 +59,13 @@ class Conductor:
             self.copies = CopyOrders(self.registry, index, self._reservations.pass_over)
         self._roles: RoleOrders | None = None
         if options.relabels is not None:
-            self._roles = RoleOrders(self.registry, self.log, options.relabels, self._reservations.pass_over)
+            self._roles = RoleOrders(
+                self.registry,
+                self.log,
+                options.relabels,
+                self._reservations.pass_over,
+                self._waiters.contexts,
+            )
 
     # --- instances ----------------------------------------------------------------------------------------
     def remove(self, name: str) -> None:
@@ -75,6 +81,11 @@ class Conductor:
 
     def unreachable(self, instance: str) -> None:
         self.registry.unreachable(instance)
+
+    def heard(self, instances: Iterable[str], waiting: Iterable[str]) -> None:
+        """Note of which instances bytes came to a proxy, and which requests, by their ids, wait there."""
+        self.registry.heard(instances)
+        self._waiters.heard(waiting, self._clock())
 
     # --- routing ------------------------------------------------------------------------------------------
     def route(self, request: RouteRequest) -> Routed | Refused:
@@ -122,7 +133,7 @@ class Conductor:
         self._waiters.end(request.deferred_id, pool)
         self._explanations.keep(weighed)
         self._reservations.pass_over()
-        waits = waits and self._waiters.add(weighed.id, pool, question.arrival_s, now_s)
+        waits = waits and self._waiters.add(weighed.id, pool, question.tokens, question.arrival_s, now_s)
         self.counts["deferred" if waits else "refused"] += 1
         return self._refuse(turned_down(weighed.id, admission, question.slo, deferred=waits), logged)
 

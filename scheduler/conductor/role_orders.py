@@ -4,6 +4,8 @@ Responsibility: what each side of a pool carries, looked at every `Rules.look_s`
 instance takes no more requests and gets its label once it has none; and the last orders with their reasons.
 
 Invariants:
+- What waits for room in a batch is load of the side that decodes, as in the simulation: where nothing of it fits, the
+  batches alone look as if there were room.
 - An instance that is labelled `both`, is drained by its operator or does not answer gets no order, and counts for no
   side. A pool in which a side has no instance of its own gets none.
 - At most one instance of a pool drains for a label. Whoever sets its label, or removes it, ends the order.
@@ -25,6 +27,7 @@ from scheduler.conductor.pool import Member, Pool
 from scheduler.conductor.registry import Registry
 from scheduler.routing.roles import (
     Balance,
+    Contexts,
     Demand,
     Role,
     Rules,
@@ -88,12 +91,19 @@ class _Watched:
 
 
 class RoleOrders:
-    """See the module's header. `next_id` names a decision."""
+    """See the module's header."""
 
     def __init__(
-        self, registry: Registry, decisions: DecisionLog, rules: Rules, next_id: Callable[[], str]
+        self,
+        registry: Registry,
+        decisions: DecisionLog,
+        rules: Rules,
+        next_id: Callable[[], str],
+        waiting: Callable[[Pool, float], Contexts],
     ) -> None:
+        """`next_id` names a decision; `waiting` returns what waits for room in a pool's batches at a time."""
         self._registry, self._decisions, self._rules, self._next_id = registry, decisions, rules, next_id
+        self._waiting = waiting
         self._watched: dict[str, _Watched] = {}
         self._look_s = float("-inf")
         self._orders: dict[str, RoleOrder] = {}
@@ -196,14 +206,16 @@ class RoleOrders:
         """Return what each side carries; an instance that drains is on the side that it goes to."""
         roles = [each.role.other if each.draining else each.role for each in members.values()]
         loads = [pool.planner.load(slot, now_s) for slot in members]
-        requests = sum(load.active_requests + load.committed_requests for load in loads)
-        tokens = sum(load.active_tokens + load.committed_tokens for load in loads)
-        tokens += int(requests * pool.planner.growth_tokens)
+        held = Contexts(
+            sum(load.active_tokens + load.committed_tokens for load in loads),
+            sum(load.active_requests + load.committed_requests for load in loads),
+        )
+        decode = held, self._waiting(pool, now_s), pool.planner.growth_tokens
         queued_s = sum(load.queue_s for load in loads)
         slo, demand = pool.options.slo, watched.demand.instances(now_s)
         return {
             Role.PREFILL: prefill_side(roles.count(Role.PREFILL), demand, queued_s, slo.ttft_s),
-            Role.DECODE: decode_side(roles.count(Role.DECODE), tokens, requests, pool.costs, slo),
+            Role.DECODE: decode_side(roles.count(Role.DECODE), *decode, pool.costs, slo),
         }
 
 

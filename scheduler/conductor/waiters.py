@@ -1,8 +1,8 @@
 """Requests that were deferred, and the instance that is kept for who waits longest.
 
-Responsibility: who was asked for again, so that it still waits; and in each pool a decode instance that takes no other
-request once one has waited for RESERVE_AFTER_S. Without it short prompts that come later fill each gap in the batches,
-and long ones wait for ever.
+Responsibility: who was asked for again or heard of, so that it still waits, and the contexts of all who do; and in each
+pool a decode instance that takes no other request once one has waited for RESERVE_AFTER_S. Without it short prompts
+that come later fill each gap in the batches, and long ones wait for ever.
 
 Invariants:
 - At most limits.MAX_DEFERRED_REQUESTS wait: one that nobody asks for gives its place to another after
@@ -17,6 +17,7 @@ Concurrency: one thread; the caller says what time it is.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite
 
@@ -24,13 +25,17 @@ from kvfs.limits import DEFERRED_FORGOTTEN_S, DEFERRED_SILENT_S, MAX_DEFERRED_RE
 from scheduler.conductor.pool import Pool
 from scheduler.conductor.values import Refused
 from scheduler.routing.admission import RESERVE_AFTER_S, Admission, Slo
+from scheduler.routing.roles import Contexts
 
 
 @dataclass(slots=True)
 class _Waiter:
     pool: Pool
+    tokens: int
     arrival_s: float
     asked_s: float
+    heard_s: float
+    """When somebody said last that it waits: those that could not be routed yet are not asked for."""
     comes_back: bool = False
     """Whether it was asked for again."""
 
@@ -57,14 +62,14 @@ class Waiters:
         """Return whether the kept instance of a pool is this request's."""
         return bool(id) and self._kept.get(pool) == id
 
-    def add(self, id: str, pool: Pool, arrival_s: float, now_s: float) -> bool:
+    def add(self, id: str, pool: Pool, tokens: int, arrival_s: float, now_s: float) -> bool:
         """Let a request wait; return False where too many do."""
         if len(self._by_id) >= MAX_DEFERRED_REQUESTS:
             first = self._first()
             if not self._by_id[first].is_silent(now_s):
                 return False
             self.end(first)
-        self._by_id[id] = _Waiter(pool, arrival_s, now_s)
+        self._by_id[id] = _Waiter(pool, tokens, arrival_s, now_s, now_s)
         return True
 
     def ask_again(self, id: str, pool: Pool, now_s: float) -> bool:
@@ -72,9 +77,26 @@ class Waiters:
         found = self._by_id.get(id)
         if found is None or found.pool is not pool:
             return False
-        found.asked_s, found.comes_back = now_s, True
+        found.asked_s = found.heard_s = now_s
+        found.comes_back = True
         self._by_id.move_to_end(id)
         return True
+
+    def heard(self, ids: Iterable[str], now_s: float) -> None:
+        """Note that requests wait on which nobody asks for now; ids of others are passed over."""
+        for id in ids:
+            found = self._by_id.get(id)
+            if found is not None:
+                found.heard_s = now_s
+
+    def contexts(self, pool: Pool, now_s: float) -> Contexts:
+        """Return what waits for room in a pool's batches: who is neither asked for nor heard of may have gone."""
+        tokens = [
+            each.tokens
+            for each in self._by_id.values()
+            if each.pool is pool and now_s - each.heard_s <= DEFERRED_SILENT_S
+        ]
+        return Contexts(sum(tokens), len(tokens))
 
     def end(self, id: str, pool: Pool | None = None) -> bool:
         """Let a request wait no more; return whether it did, in this pool where one is given."""

@@ -74,9 +74,13 @@ class Proxy:
         self.remote: RemoteRouter | None = None
         if options.conductor:
             self.remote = RemoteRouter(
-                options.conductor, options.conductor_token, self.engines, options.authorities
+                options.conductor,
+                options.conductor_token,
+                self.engines,
+                options.authorities,
+                lambda: self.line.ids,
             )
-        chosen = self.remote or _local(router or self.load, self.engines)
+        chosen = self.remote or _local(router or self.load, self.engines, lambda: self.line.ids)
         self.router = FallbackRouter(chosen, self.load)
         by_load = router is None and self.remote is None
         self.tokenizer = None if by_load else Tokenizer(self.engines)
@@ -125,14 +129,17 @@ class Proxy:
             background.cancel_scope.cancel()
 
 
-def _local(router: Router, engines: Engines) -> RequestRouter:
-    """Return a router in the process; a Conductor's instances are the engines."""
+def _local(router: Router, engines: Engines, waiting: Callable[[], list[str]]) -> RequestRouter:
+    """Return a router in the process; a Conductor's instances are the engines. `waiting`: ids of what it deferred."""
     if not isinstance(router, Conductor):
         return LocalRouter(router, engines)
     registry = router.registry
     engines.awaited = registry.awaited  # of which the Conductor takes each that answers
     return LocalRouter(
-        router, engines, lambda: [_address_of(each) for _, each in registry.members()], registry.heard
+        router,
+        engines,
+        lambda: [_address_of(each) for _, each in registry.members()],
+        lambda: router.heard(engines.take_heard(), waiting()),
     )
 
 

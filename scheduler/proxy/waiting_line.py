@@ -73,6 +73,11 @@ class WaitingLine:
     def __len__(self) -> int:
         return len(self._line)
 
+    @property
+    def ids(self) -> list[str]:
+        """Return the ids that the router knows those by which wait."""
+        return [each.id for each in self._line if each.id]
+
     async def run(self) -> None:
         """Ask again for who waits, until cancelled."""
         while True:

@@ -84,6 +84,13 @@ class Side(NamedTuple):
     """The pressure with one instance less."""
 
 
+class Contexts(NamedTuple):
+    """Requests, with the tokens of their contexts."""
+
+    tokens: int = 0
+    requests: int = 0
+
+
 class Relabel(NamedTuple):
     """An order to drain an instance and give it another role."""
 
@@ -147,11 +154,16 @@ def prefill_side(instances: int, demand: float, queued_s: float, ttft_slo_s: flo
     return Side(instances, pressure(instances), pressure(instances - 1))
 
 
-def decode_side(instances: int, tokens: float, requests: float, costs: CostModel, slo: Slo) -> Side:
-    """Return the decode side, whose batches have so many tokens of context, with all that waits for them.
+def decode_side(
+    instances: int, held: Contexts, waiting: Contexts, growth_tokens: float, costs: CostModel, slo: Slo
+) -> Side:
+    """Return the decode side: `held` is in its batches or on the way there, `waiting` deferred until they have room.
 
-    It may be loaded until a step takes what the limit leaves beyond an empty batch, or the context is full.
+    Each context grows by `growth_tokens`. The side may be loaded until a step takes what the limit leaves beyond an
+    empty batch, or the contexts are full.
     """
+    requests = held.requests + waiting.requests
+    tokens = held.tokens + waiting.tokens + int(requests * growth_tokens)
     room_s = slo.tbt_s - costs.step_fixed_s
     load_s = tokens * costs.step_context_s + requests * costs.step_request_s
 

@@ -12,11 +12,11 @@ Concurrency: one thread.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from scheduler.routing.cluster import Cluster
 from scheduler.routing.roles import (
     Balance,
+    Contexts,
     Demand,
     Member,
     Relabel,
@@ -35,13 +35,6 @@ DRAIN_LOOK_S = 0.5
 """How often it is looked whether an instance has drained."""
 
 
-class Waiting(NamedTuple):
-    """Requests that are deferred until a decode instance has room."""
-
-    tokens: int
-    requests: int
-
-
 def instances(options: Options) -> tuple[int, int]:
     """Return how many instances have a prefill queue, and how many a batch."""
     if options.relabels is not None:
@@ -57,7 +50,7 @@ class Roles:
         events: Events,
         cluster: Cluster,
         decodes: list[DecodeNode],
-        waiting: Callable[[], Waiting],
+        waiting: Callable[[], Contexts],
         options: Options,
     ) -> None:
         self._events = events
@@ -165,15 +158,16 @@ class Roles:
         if self._drains is not None:
             after[self._drains.instance] = self._drains.role
         queued_s = sum(self._queued_s(n) for n in range(len(after)))
-        waiting = self._waiting()
-        tokens = waiting.tokens + sum(d.active_tokens + d.committed_tokens for d in self._cluster.decode)
-        requests = waiting.requests + sum(
-            d.active_requests + d.committed_requests for d in self._cluster.decode
+        decode, growth_tokens = self._cluster.decode, self._cluster.growth_tokens
+        held = Contexts(
+            sum(each.active_tokens + each.committed_tokens for each in decode),
+            sum(each.active_requests + each.committed_requests for each in decode),
         )
-        tokens += int(requests * self._cluster.growth_tokens)
         demand = self._demand.instances(self._events.now_s)
         slo, costs = self._options.slo, self._options.costs.slowed_decode(self._options.decode_factor)
         return {
             Role.PREFILL: prefill_side(after.count(Role.PREFILL), demand, queued_s, slo.ttft_s),
-            Role.DECODE: decode_side(after.count(Role.DECODE), tokens, requests, costs, slo),
+            Role.DECODE: decode_side(
+                after.count(Role.DECODE), held, self._waiting(), growth_tokens, costs, slo
+            ),
         }

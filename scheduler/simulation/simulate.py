@@ -36,6 +36,7 @@ from scheduler.routing.decisions import Decision, Prompt
 from scheduler.routing.pipelines import chunks_s
 from scheduler.routing.prefix_index import Run
 from scheduler.routing.queues import Job
+from scheduler.routing.roles import Contexts
 from scheduler.routing.route import route
 from scheduler.simulation.caches import Caches
 from scheduler.simulation.coupled import run_prefill
@@ -44,7 +45,7 @@ from scheduler.simulation.groups import Groups, Spread, spread
 from scheduler.simulation.nodes import DecodeNode
 from scheduler.simulation.options import Options
 from scheduler.simulation.outages import Outages, Running
-from scheduler.simulation.relabels import Roles, Waiting, instances
+from scheduler.simulation.relabels import Roles, instances
 from scheduler.simulation.results import Outcome, Record, Result, Sample
 from scheduler.simulation.traces import BLOCK_TOKENS, Progress, Request
 
@@ -217,10 +218,10 @@ class Simulation:
             instance.active_requests = node.requests
             instance.active_tokens = node.context_tokens
 
-    def _waiting(self) -> Waiting:
+    def _waiting(self) -> Contexts:
         """Return what waits for a decode instance before its prefill."""
         tokens = [self._lengths(number)[0] for number in self._deferred]
-        return Waiting(sum(tokens), len(tokens))
+        return Contexts(sum(tokens), len(tokens))
 
     def _look_again(self) -> None:
         if self._deferred and not self._looking:

@@ -17,6 +17,7 @@ from scheduler.routing.admission import Mode, Slo
 from scheduler.routing.cost import table_costs
 from scheduler.routing.roles import (
     Balance,
+    Contexts,
     Demand,
     Member,
     Relabel,
@@ -134,11 +135,30 @@ def test_a_short_peak_changes_nothing() -> None:
 def test_pressure_falls_with_each_instance(count: int, demand: float, queued_s: float, tokens: float) -> None:
     for side in (
         prefill_side(count, demand, queued_s, 30.0),
-        decode_side(count, tokens, tokens / 1000, COSTS, Slo(30.0, 0.1)),
+        decode_side(count, Contexts(int(tokens), int(tokens / 1000)), Contexts(), 0.0, COSTS, Slo(30.0, 0.1)),
     ):
         assert side.without_one == pytest.approx(side.pressure * count / (count - 1))
-    assert decode_side(2, 1.0, 1.0, COSTS, Slo(tbt_s=0.01)).pressure == float("inf")
-    assert decode_side(2, 1e5, 10.0, COSTS, Slo()).pressure < 1
+    one, nobody = Contexts(1, 1), Contexts()
+    assert decode_side(2, one, nobody, 0.0, COSTS, Slo(tbt_s=0.01)).pressure == float("inf")
+    assert decode_side(2, Contexts(100_000, 10), nobody, 0.0, COSTS, Slo()).pressure < 1
+
+
+contexts = st.builds(Contexts, st.integers(0, 10**7), st.integers(0, 4_096))
+
+
+@given(st.integers(1, 64), contexts, contexts, contexts, st.floats(0, 2_000))
+def test_who_waits_is_load_as_who_is_in_a_batch(
+    count: int, held: Contexts, waiting: Contexts, more: Contexts, growth_tokens: float
+) -> None:
+    def side(held: Contexts, waiting: Contexts) -> Side:
+        return decode_side(count, held, waiting, growth_tokens, COSTS, Slo(30.0, 0.1))
+
+    def both(one: Contexts, other: Contexts) -> Contexts:
+        return Contexts(one.tokens + other.tokens, one.requests + other.requests)
+
+    assert side(held, waiting) == side(waiting, held) == side(both(held, waiting), Contexts())
+    assert side(held, both(waiting, more)).pressure >= side(held, waiting).pressure
+    assert side(held, both(waiting, Contexts(1, 1))).pressure > side(held, waiting).pressure
 
 
 def test_demand_follows_what_arrives() -> None:

@@ -75,9 +75,12 @@ class DrainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Heard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Name the instances of whose answers bytes came."""
+    """Say what a proxy sees."""
 
-    instances: list[str]
+    instances: list[str] = []
+    """Those of whose answers bytes came."""
+    waiting: list[str] = []
+    """Ids of answers that deferred a request which waits on."""
 
 
 class RoleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -270,7 +273,7 @@ def _unreachable(context: Context, name: str, _: object) -> Reply:
 
 
 def _heard(context: Context, _: str, body: Heard) -> Reply:
-    context.conductor.registry.heard(body.instances)
+    context.conductor.heard(body.instances, body.waiting)
     return Reply(204)
 
 
@@ -447,9 +450,11 @@ OPERATIONS = (
         "heard",
         "POST",
         "/v1/heard",
-        "Say that bytes of these instances' answers came, so that one that is late at /health is not out.",
+        "Say of which instances bytes came, so that one that is late at /health is not out, and who waits.",
         _heard,
         Heard,
-        statuses=(204,),
+        None,
+        (204,),
+        _PROMPTS,
     ),
 )

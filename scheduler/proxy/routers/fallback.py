@@ -62,11 +62,11 @@ class LocalRouter:
         router: Router,
         engines: Engines,
         addresses: Callable[[], Iterable[EngineAddress]] | None = None,
-        heard: Callable[[list[str]], None] = lambda _: None,
+        say: Callable[[], None] = lambda: None,
     ) -> None:
-        """`addresses` returns the router's engines; None: those that the proxy was started with. `heard` is told, again
-        and again, from which of them bytes have come."""
-        self._router, self._engines, self._addresses, self._heard = router, engines, addresses, heard
+        """`addresses` returns the router's engines; None: those that the proxy was started with. `say` tells the router
+        what is seen here, every limits.HEALTH_INTERVAL_S."""
+        self._router, self._engines, self._addresses, self._say = router, engines, addresses, say
         self.prefilled, self.prefill_failed = router.prefilled, router.prefill_failed
         self.first_token = router.first_token
         self.done, self.cancel, self.unreachable = router.done, router.cancel, router.unreachable
@@ -76,7 +76,7 @@ class LocalRouter:
         task_status.started()
         while self._addresses is not None:
             self._engines.follow(self._addresses())
-            self._heard(self._engines.take_heard())
+            self._say()
             await trio.sleep(limits.HEALTH_INTERVAL_S)
         await trio.sleep_forever()
 

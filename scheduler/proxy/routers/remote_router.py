@@ -1,7 +1,7 @@
 """A Conductor in another process, over HTTP.
 
-Responsibility: ask it for routes over kept connections, report to it, follow its instances, say from which bytes come,
-and notice when it goes and when it is back.
+Responsibility: ask it for routes over kept connections, report to it, follow its instances, say from which bytes come
+and who waits, and notice when it goes and when it is back.
 
 Invariants:
 - A route is waited for at most limits.CONDUCTOR_WAIT_S. One that comes later is cancelled there, so that no reservation
@@ -10,14 +10,15 @@ Invariants:
 - The reports of a request go out in their order. They wait while the Conductor is away, bounded: past
   limits.CONDUCTOR_REPORTS for each sender they are dropped and counted, and its deadlines end what was not reported.
 
-Concurrency: one trio thread: a task that probes, limits.CONDUCTOR_SENDERS that report, one that says from which
-instances bytes come, one for each route.
+Concurrency: one trio thread: a task that probes, limits.CONDUCTOR_SENDERS that report, one that says what
+is seen here, one for each route.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -91,9 +92,17 @@ class _Route:
 class RemoteRouter:
     """Implement `RequestRouter`; see the module's header."""
 
-    def __init__(self, url: str, token: str, engines: Engines, authorities: Path | None = None) -> None:
-        """Ask the Conductor at `url`; `authorities`: see Dialer."""
-        self._engines = engines
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        engines: Engines,
+        authorities: Path | None = None,
+        waiting: Callable[[], list[str]] = list,
+    ) -> None:
+        """Ask the Conductor at `url`; `authorities`: see Dialer; `waiting` returns the ids of what it deferred, while
+        that waits here."""
+        self._engines, self._waiting = engines, waiting
         self._dialer = Dialer(authorities)
         self._conductor = Engine(EngineAddress(url), self._dialer, lambda _: False)
         self._headers = b"Content-Type: application/json\r\n"
@@ -121,7 +130,7 @@ class RemoteRouter:
                 self._nursery.start_soon(self._dialer.sweeper.run)
                 for channel in self._to_send:
                     self._nursery.start_soon(self._send, channel)
-                self._nursery.start_soon(self._keep_saying_heard)
+                self._nursery.start_soon(self._keep_saying)
                 await self._look()
                 task_status.started()
                 await self._watch()
@@ -259,12 +268,13 @@ class RemoteRouter:
             while not await self._sent(report):
                 await self._back.wait()
 
-    async def _keep_saying_heard(self) -> None:
+    async def _keep_saying(self) -> None:
+        """Say what is seen here, while there is anything."""
         while True:
             await trio.sleep(limits.HEALTH_INTERVAL_S)
-            heard = self._engines.take_heard()
-            if heard and not self.down:
-                await self._sent(_Report("POST", "/v1/heard", _encode({"instances": heard})))
+            seen = {"instances": self._engines.take_heard(), "waiting": self._waiting()}
+            if any(seen.values()) and not self.down:
+                await self._sent(_Report("POST", "/v1/heard", _encode(seen)))
 
     async def _sent(self, report: _Report) -> bool:
         with trio.move_on_after(limits.HEALTH_TIMEOUT_S):

@@ -134,7 +134,7 @@ async def streaming(made: Conductor, name: str) -> AsyncIterator[None]:
 
     async def say() -> None:
         while True:
-            made.registry.heard([name, "nobody"])
+            made.heard([name, "nobody"], ())
             await trio.sleep(0.4)
 
     async with trio.open_nursery() as nursery:

@@ -4,7 +4,7 @@ time and decodes a batch, through days of long prompts and nights of long answer
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -13,15 +13,17 @@ import pytest
 from kvfs.errors import NotFound
 from kvfs.limits import CONDUCTOR_TICK_S
 from kvfs.watch.window import Window
+from scheduler.conductor.conductor import Conductor
 from scheduler.conductor.door.conductor_panels import conductor_snapshot, decision_panel
 from scheduler.conductor.planning.planner import Role
-from scheduler.conductor.values import Routed, RouteRequest, Usage
+from scheduler.conductor.values import Refused, Routed, RouteRequest, Usage
 from scheduler.routing.admission import Mode, Slo
 from scheduler.routing.cost import table_costs
 from scheduler.routing.roles import Rules
 from scheduler.simulation.event_queue import Events
 from scheduler.simulation.nodes import DecodeNode
 from scheduler.simulation.traces import Request
+from tests.scheduler.conductor.test_deferred_requests import COSTS as DEFERRED_COSTS
 from tests.support.conductors import Clock, conductor, instance
 from tests.support.trace_families import diurnal
 
@@ -82,14 +84,17 @@ class Engines:
         self._roles = roles
         self.events.at(now_s + 0.5, self._tick)
 
-    def _arrive(self, number: int) -> None:
+    def _arrive(self, number: int, deferred_id: str = "") -> None:
         request, now_s = self._requests[number], self.events.now_s
         waited_s = now_s - request.arrival_s
-        asked = RouteRequest(model="m", length=request.input_tokens, waited_s=waited_s)
+        asked = RouteRequest(
+            model="m", length=request.input_tokens, waited_s=waited_s, deferred_id=deferred_id
+        )
         found = self.conductor.route(asked)
         if not isinstance(found, Routed):
             if waited_s + found.retry_after_s < SLO.ttft_s:
-                self.events.at(now_s + found.retry_after_s, self._arrive, number)
+                again = found.id if found.deferred else ""
+                self.events.at(now_s + found.retry_after_s, self._arrive, number, again)
             else:
                 self.outcomes["refused"] += 1
             return
@@ -200,6 +205,46 @@ def test_an_instance_drains_gets_its_label_and_is_explained() -> None:
     look(made, clock, 1)
     panels = {panel.title: panel for panel in conductor_snapshot(made, Window()).panels}
     assert [row[1:3] for row in panels["Roles"].rows] == [("prefill", 2), ("decode", 1)]
+
+
+WAITS = {
+    "who is asked for again waits": lambda made, ids: [route(made, 3_000, id) for id in ids],
+    "who is heard of waits": lambda made, ids: made.heard((), ids),
+    "who is neither may have gone": lambda made, ids: None,
+    "who is cancelled has gone": lambda made, ids: [made.cancel(id) for id in ids],
+}
+
+
+@pytest.mark.parametrize(("say", "is_ordered"), [*zip(WAITS.values(), (1, 1, 0, 0), strict=True)], ids=WAITS)
+def test_who_waits_for_room_is_load_of_the_side_that_decodes(
+    say: Callable[[Conductor, list[str]], object], is_ordered: int
+) -> None:
+    """A batch that has room, though for none of them, is no reason to change; who waits for it is."""
+    clock = Clock()
+    made = conductor(
+        clock,
+        *(instance(f"i{n}", role=role) for n, role in enumerate(("prefill", "prefill", "decode"))),
+        costs=DEFERRED_COSTS,
+        admission=Mode.DEFAULT,
+        fitted=False,
+        relabels=RULES,
+    )
+    held = route(made, 2_000)
+    assert isinstance(held, Routed)
+    made.first_token(held.id)
+    ids = [route(made, 3_000).id for _ in range(2)]
+    for _ in range(RULES.looks):
+        clock.now_s += RULES.look_s
+        say(made, ids)
+        made.tick()
+    orders = made.status()["roles"]["orders"]
+    assert [each["role"] for each in orders] == ["decode"] * is_ordered
+
+
+def route(made: Conductor, length: int, deferred_id: str = "") -> Routed | Refused:
+    found = made.route(RouteRequest(model="m", length=length, deferred_id=deferred_id))
+    assert isinstance(found, Routed) or found.deferred
+    return found
 
 
 @pytest.mark.parametrize("act", ["label", "remove"])

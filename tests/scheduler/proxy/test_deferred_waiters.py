@@ -432,3 +432,27 @@ async def test_a_conductor_elsewhere_is_told_who_waits_and_who_left(monkeypatch:
             await until(lambda: made.counts["done"] == 2)
             assert made.status()["waiting"] == 0
             await askers[0].stream.aclose()
+
+
+async def test_a_conductor_hears_who_waits_though_nobody_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "CONDUCTOR_WAIT_S", WAIT_S)
+    monkeypatch.setattr(limits, "HEALTH_INTERVAL_S", 0.02)
+    async with serving(fitted=False) as (service, addresses):
+        made = service.conductor
+        made.registry.add(instance("a"))
+        [pool] = made.registry.pools()
+        pool.planner.set_costs(COSTS)
+        pool.costs = COSTS
+        for options in ({"router": made}, {"router": None, "conductor": addresses.http}):
+            async with stand_of(**options, monkeypatch=monkeypatch) as stand, trio.open_nursery() as nursery:
+                taken = made.route(RouteRequest(model="m", length=2_500))
+                assert isinstance(taken, Routed)
+                clients = Clients(stand, nursery)
+                await clients.ask(1, LONG)
+                [waiter] = made._waiters._by_id.values()
+                await until(lambda waiter=waiter: waiter.heard_s > waiter.asked_s)
+                assert made._waiters.contexts(pool, waiter.heard_s) == (LONG, 1)
+                await trio.aclose_forcefully(clients.askers[1].stream)
+                await until(lambda: not made.status()["waiting"])
+                assert made._waiters.contexts(pool, waiter.heard_s) == (0, 0)
+                made.cancel(taken.id)
