@@ -35,7 +35,10 @@ def run(
     ] = None,
     engine: Annotated[
         list[str] | None,
-        typer.Option(metavar="URL", help="An engine, which is asked what it is; repeatable."),
+        typer.Option(
+            metavar="URL",
+            help="An engine, which is asked what it is, or dns+http://NAME:PORT for all of a name; repeatable.",
+        ),
     ] = None,
     prefill: Annotated[
         list[str] | None, typer.Option(metavar="URL", help="One that prefills; repeatable.")

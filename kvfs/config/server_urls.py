@@ -9,6 +9,9 @@ from ipaddress import IPv6Address
 ALLOWED = (
     "must be http://HOST:PORT or https://HOST:PORT, without a user, a path or a query; ports are 1 to 65535"
 )
+BY_NAME = "dns+"
+"""What the URL of engines begins with that a name stands for in DNS: each of its addresses is one of them."""
+_ASKED_ALLOWED = f"{ALLOWED}; or {BY_NAME}http://NAME:PORT, where each address of the name is an engine"
 
 _URL = re.compile(
     r"(?P<scheme>https?)://(?:(?P<name>[A-Za-z0-9_][A-Za-z0-9_.-]*)|\[(?P<v6>[0-9A-Fa-f:.]+)\])(?::(?P<port>[0-9]{1,5}))?"
@@ -21,12 +24,26 @@ def check_server_url(url: str) -> str:
     return url
 
 
+def check_asked_url(url: str) -> str:
+    """Return a URL that names a server, or by a name in DNS several. Raises ValueError with what is allowed."""
+    named = url.removeprefix(BY_NAME)
+    try:
+        _address(named)
+    except ValueError:
+        raise ValueError(_ASKED_ALLOWED) from None
+    if named != url and not named.startswith("http://"):
+        raise ValueError(
+            _ASKED_ALLOWED
+        )  # certificates are of names, and engines are asked by their addresses
+    return url
+
+
 def check_named_once(urls: Mapping[str, Sequence[str]]) -> None:
     """Check that no two settings name one address; `urls`: by key. Raises ValueError with both."""
     names: dict[tuple[str, int], str] = {}
     for key, values in urls.items():
         for url in values:
-            name, address = f"{key} = {url!r}", _address(url)
+            name, address = f"{key} = {url!r}", _address(url.removeprefix(BY_NAME))
             if address in names:
                 raise ValueError(f"{name}: the address of {names[address]}; each engine is named once")
             names[address] = name

@@ -35,8 +35,9 @@ from kvfs.config.capacities import (
 )
 from kvfs.config.credentials import Credential
 from kvfs.config.disk_room import default_nvme_bytes
-from kvfs.config.server_urls import check_named_once, check_server_url
+from kvfs.config.server_urls import BY_NAME
 from kvfs.config.sizes import format_size, parse_size
+from kvfs.config.url_settings import AskedUrls, ConductorUrl, EngineUrl, EngineUrls, check_engines_once
 from kvfs.errors import InvalidRequest
 from kvfs.limits import (
     DEFAULT_COLD_BYTES,
@@ -55,7 +56,6 @@ from kvfs.limits import (
     MAX_HBM_DEVICES,
     MAX_NVME_DEVICES,
     MAX_PEERS,
-    MAX_PROXY_ENGINES,
     MAX_PROXY_REQUESTS,
     MAX_PROXY_TOKENS,
     MAX_REMOTE_MATCH_S,
@@ -124,24 +124,6 @@ def _host_and_port(text: str) -> str:
     if not colon or not port.isdigit() or int(port) > 65535 or (":" in host and not host.startswith("[")):
         raise PydanticCustomError("endpoint", "must be HOST:PORT, such as 127.0.0.1:9000 or [::]:9000")
     return text
-
-
-def _server_url(url: str) -> str:
-    try:
-        return check_server_url(url)
-    except ValueError as error:
-        raise PydanticCustomError("url", "{reason}", {"reason": str(error)}) from None
-
-
-def _server_url_or_none(url: str) -> str:
-    return _server_url(url) if url else ""
-
-
-def _named_once(**urls: tuple[str, ...]) -> None:
-    try:
-        check_named_once(urls)
-    except ValueError as error:
-        raise PydanticCustomError("engines", "{reason}", {"reason": str(error)}) from None
 
 
 def host_and_port(text: str) -> tuple[str, int]:
@@ -367,12 +349,6 @@ class EventSettings(_Section):
         return value
 
 
-EngineUrl = Annotated[str, AfterValidator(_server_url)]
-ConductorUrl = Annotated[str, AfterValidator(_server_url_or_none)]
-AskedUrls = Annotated[tuple[EngineUrl, ...], Field(max_length=MAX_CONDUCTOR_INSTANCES)]
-EngineUrls = Annotated[tuple[EngineUrl, ...], Field(max_length=MAX_PROXY_ENGINES)]
-
-
 class ConductorSettings(_Section):
     """[conductor]: which instance answers which request (docs/conductor.md)."""
 
@@ -388,7 +364,8 @@ class ConductorSettings(_Section):
     instances: AbsolutePath | None = None
     """A JSON file of instances, which is read again when it changes."""
     engines: AskedUrls = ()
-    """Engines that are asked what they are, as http://HOST:PORT or https://HOST:PORT; their roles are what they say."""
+    """Engines that are asked what they are, as http://HOST:PORT or https://HOST:PORT, or as dns+http://NAME:PORT all
+    that a name in DNS stands for; their roles are what they say."""
     prefill: AskedUrls = ()
     decode: AskedUrls = ()
     """Engines that are asked, for one of both."""
@@ -423,7 +400,7 @@ class ConductorSettings(_Section):
 
     @model_validator(mode="after")
     def _safe(self) -> ConductorSettings:
-        _named_once(engines=self.engines, prefill=self.prefill, decode=self.decode)
+        check_engines_once(engines=self.engines, prefill=self.prefill, decode=self.decode)
         if (self.certificate is None) != (self.key is None):
             raise PydanticCustomError("tls", "certificate and key are given together or not at all")
         if not self.tokens and host_and_port(self.listen)[0] not in ("127.0.0.1", "::1", "localhost"):
@@ -440,7 +417,8 @@ class ProxySettings(_Section):
 
     listen: Annotated[str, AfterValidator(_host_and_port)] = "127.0.0.1:8000"
     engines: EngineUrls = ()
-    """Engines that prefill and decode, as http://HOST:PORT or https://HOST:PORT."""
+    """Engines that prefill and decode, as http://HOST:PORT or https://HOST:PORT; with conduct as dns+http://NAME:PORT,
+    too."""
     prefill: EngineUrls = ()
     decode: EngineUrls = ()
     """Engines for one of both."""
@@ -469,9 +447,14 @@ class ProxySettings(_Section):
             raise PydanticCustomError(
                 "conduct", "conduct has a Conductor in the process: leave out conductor"
             )
-        _named_once(engines=self.engines, prefill=self.prefill, decode=self.decode)
-        engines = len(self.engines) + len(self.prefill) + len(self.decode)
-        if self.conduct and engines > MAX_CONDUCTOR_INSTANCES:
+        check_engines_once(engines=self.engines, prefill=self.prefill, decode=self.decode)
+        engines = (*self.engines, *self.prefill, *self.decode)
+        named = next((url for url in engines if url.startswith(BY_NAME)), None)
+        if named is not None and not self.conduct:
+            raise PydanticCustomError(
+                "engines", "{url}: a Conductor resolves names, so this needs conduct", {"url": named}
+            )
+        if self.conduct and len(engines) > MAX_CONDUCTOR_INSTANCES:
             raise PydanticCustomError(
                 "conduct",
                 "with conduct there are at most {limit} engines",

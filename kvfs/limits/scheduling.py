@@ -137,6 +137,13 @@ ENGINE_ASK_INTERVAL_S: Final = 10.0
 """How often each engine is asked what it is: one that starts anew takes longer to load its weights."""
 ENGINE_RETRY_S: Final = 0.5
 """The first pause after an engine did not say what it is, doubled each time up to ENGINE_ASK_INTERVAL_S."""
+DNS_INTERVAL_S: Final = 10.0
+"""How often the name of several engines is resolved: as often as each of them is asked what it is."""
+DNS_LATE_S: Final = 5.0
+"""After so long without an answer the log says so; the system's resolver gives up by itself."""
+DNS_ABSENT_ANSWERS: Final = 3
+"""Answers in a row that lack an address until it is gone: servers answer with some of many, and an engine that ends
+leaves DNS before its requests are over."""
 MAX_NAMED_ENGINES: Final = 8
 """Engines that the answer to a request for a model names, of those that have not said yet what they serve."""
 MAX_ENGINE_ANSWER_BYTES: Final = 1 * MIB

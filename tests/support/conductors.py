@@ -19,6 +19,7 @@ from kvfs.limits import MAX_INDEXED_BLOCKS
 from kvfs.namespaces import Namespace
 from scheduler.conductor.conductor import Conductor
 from scheduler.conductor.door.conductor_service import Addresses, ConductorService
+from scheduler.conductor.feeds.engine_names import Resolve, system_addresses
 from scheduler.conductor.feeds.health import HealthWatch
 from scheduler.conductor.pool import Options
 from scheduler.conductor.sources import Knowledge, StreamName
@@ -162,13 +163,13 @@ async def _ask_nobody(_: HealthWatch) -> None:
 
 @asynccontextmanager
 async def serving(
-    *, health: bool = False, **settings: Any
+    *, health: bool = False, resolve: Resolve = system_addresses, **settings: Any
 ) -> AsyncIterator[tuple[ConductorService, Addresses]]:
     """Run a Conductor's service on free ports. `health`: whether it asks instances, most of which are nowhere here."""
     given = {"listen": "127.0.0.1:0", "events": "tcp://127.0.0.1:*", **settings}
     with (
         nullcontext() if health else patch.object(HealthWatch, "run", _ask_nobody),
-        ConductorService(ConductorSettings.model_validate(given)) as service,
+        ConductorService(ConductorSettings.model_validate(given), resolve=resolve) as service,
     ):
         async with trio.open_nursery() as nursery:
             addresses = await nursery.start(service.run)

@@ -129,13 +129,14 @@ class StubEngine:
         self.go = trio.Event()
         """What a behaviour with a pause waits for."""
         self.certificate: Certificate | None = None
+        self.host = "127.0.0.1"
         self._held = HeldPort()
         self.port = self._held.number
         self._scope = trio.CancelScope()
 
     @property
     def url(self) -> str:
-        return f"{'http' if self.certificate is None else 'https'}://127.0.0.1:{self.port}"
+        return f"{'http' if self.certificate is None else 'https'}://{self.host}:{self.port}"
 
     @property
     def address(self) -> EngineAddress:
@@ -156,7 +157,7 @@ class StubEngine:
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         self._scope = trio.CancelScope()
         with self._scope:
-            listeners: Any = await trio.open_tcp_listeners(self.port, host="127.0.0.1")
+            listeners: Any = await trio.open_tcp_listeners(self.port, host=self.host)
             if self.certificate is not None:
                 context = self.certificate.context()
                 listeners = [trio.SSLListener(each, context, https_compatible=True) for each in listeners]

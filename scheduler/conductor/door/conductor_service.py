@@ -19,6 +19,7 @@ from typing import Final
 import trio
 
 from kvfs._native.cluster.index import ClusterIndex
+from kvfs.config.server_urls import BY_NAME
 from kvfs.config.settings import ConductorSettings, host_and_port
 from kvfs.errors import ConfigError, InvalidRequest
 from kvfs.events.sockets import Subscriber
@@ -33,6 +34,7 @@ from scheduler.conductor.door.api import Api
 from scheduler.conductor.door.conductor_panels import conductor_snapshot
 from scheduler.conductor.door.operations import Context
 from scheduler.conductor.feeds.discovery import InstancesFile
+from scheduler.conductor.feeds.engine_names import EngineNames, Resolve, system_addresses
 from scheduler.conductor.feeds.engine_survey import EngineSurvey
 from scheduler.conductor.feeds.feed import Feed
 from scheduler.conductor.feeds.health import HealthWatch, connection_to
@@ -81,10 +83,13 @@ class ConductorService:
     """Implement `Registrar`; see the module's header. Use it as a context manager, which owns the sockets of events."""
 
     def __init__(
-        self, settings: ConductorSettings, subscriber_type: Callable[..., Subscriber] = Subscriber
+        self,
+        settings: ConductorSettings,
+        subscriber_type: Callable[..., Subscriber] = Subscriber,
+        resolve: Resolve = system_addresses,
     ) -> None:
         """Put the parts together and bind the endpoint of events. Raises ConfigError."""
-        self._settings = settings
+        self._settings, self._resolve = settings, resolve
         if settings.authorities is not None:
             client_context(settings.authorities)
         certificate = None
@@ -128,8 +133,12 @@ class ConductorService:
         """Label an instance. Raises NotFound."""
         self.conductor.registry.set_role(name, role)
 
+    def awaits(self, url: str) -> None:
+        """Note that an engine at this URL has not said yet what it is, so that it may have a model that nobody has."""
+        self.conductor.registry.awaited.add(url)
+
     def answered(self, url: str) -> None:
-        """Note that an engine at this URL has said what it is: no request waits for it any more."""
+        """Note that an engine at this URL has said what it is, or is asked no more: nobody waits for it any more."""
         self.conductor.registry.awaited.discard(url)
 
     # --- tasks --------------------------------------------------------------------------------------------
@@ -146,8 +155,13 @@ class ConductorService:
             background.start_soon(self._hub.run)
             if self._settings.instances is not None:
                 background.start_soon(InstancesFile(self._settings.instances, self).run)
+            asked = self._settings.asked
+            names = {url: role for url, role in asked.items() if url.startswith(BY_NAME)}
+            engines = {url: role for url, role in asked.items() if url not in names}
             token = self._settings.engine_token.get_secret_value()
-            await background.start(EngineSurvey(self._settings.asked, self, token, authorities).run)
+            survey = EngineSurvey(engines, self, token, authorities)
+            await background.start(survey.run)
+            background.start_soon(EngineNames(names, survey, self.answered, self._resolve).run)
             port = sockets[0].getsockname()[1]
             scheme = "http" if self._settings.certificate is None else "https"
             shown = f"[{host}]" if ":" in host else host or "*"

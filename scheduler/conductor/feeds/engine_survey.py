@@ -20,12 +20,13 @@ from typing import Protocol
 
 import trio
 
-from kvfs.errors import KvfsError
+from kvfs.errors import KvfsError, LimitExceeded
 from kvfs.http.bounded_get import GetFailed, get
 from kvfs.limits import (
     ENGINE_ANSWER_S,
     ENGINE_ASK_INTERVAL_S,
     ENGINE_RETRY_S,
+    MAX_CONDUCTOR_INSTANCES,
     MAX_ENGINE_ANSWER_BYTES,
     MAX_METRICS_BYTES,
 )
@@ -40,8 +41,12 @@ log = logging.getLogger("kvfs.conductor")
 class Surveyed(Registrar, Protocol):
     """A Conductor of engines that are asked."""
 
+    def awaits(self, url: str) -> None:
+        """Note that an engine is asked what it is, and has not said it yet."""
+        ...
+
     def answered(self, url: str) -> None:
-        """Note that an engine has said what it is."""
+        """Note that an engine has said what it is, or is asked no more."""
         ...
 
 
@@ -58,30 +63,58 @@ class EngineSurvey:
         """`engines`: by URL, their roles; None: what they say. `token`: their `--api-key`. `authorities`: a PEM file of
         who may sign their certificates; None: whom the system trusts."""
         self._authorities = authorities
-        self._engines, self._registrar = engines, registrar
+        self._engines, self._registrar = dict(engines), registrar
+        self._asking: dict[str, trio.CancelScope] = {}
+        self._nursery: trio.Nursery | None = None
         self._headers = [f"Authorization: Bearer {token}"] if token else []
         self._mine: dict[str, tuple[Instance, ...]] = {}
         self._troubles: dict[str, str] = {}
 
+    def follow(self, url: str, role: Role | None) -> bool:
+        """Ask an engine from here on; return False where it is asked already. REQUIRES `run`. Raises LimitExceeded."""
+        if url in self._engines:
+            return False
+        if len(self._engines) >= MAX_CONDUCTOR_INSTANCES:
+            raise LimitExceeded(f"{MAX_CONDUCTOR_INSTANCES} engines are asked, which is the limit")
+        assert self._nursery is not None
+        self._engines[url] = role
+        self._registrar.awaits(url)
+        self._nursery.start_soon(self._follow, url)
+        return True
+
+    def drop(self, url: str) -> None:
+        """Ask an engine no more, and remove its instances."""
+        del self._engines[url]
+        self._troubles.pop(url, None)
+        scope = self._asking.pop(url, None)
+        if scope is not None:
+            scope.cancel()
+        for each in self._mine.pop(url, ()):
+            self._remove(each)
+        self._registrar.answered(url)
+
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Ask until cancelled; it has started once each engine was asked."""
-        async with trio.open_nursery() as nursery:
+        async with trio.open_nursery() as self._nursery:
+            nursery = self._nursery
             async with trio.open_nursery() as first:
-                for url in self._engines:
+                for url in tuple(self._engines):
                     first.start_soon(nursery.start, self._follow, url)
             task_status.started()
+            await trio.sleep_forever()  # others may be followed
 
-    async def _follow(self, url: str, task_status: trio.TaskStatus[None]) -> None:
+    async def _follow(self, url: str, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         pause_s = ENGINE_RETRY_S
         is_first = True
-        while True:
-            if await self.ask(url):
-                pause_s = ENGINE_ASK_INTERVAL_S
-            if is_first:
-                task_status.started()
-                is_first = False
-            await trio.sleep(pause_s)
-            pause_s = min(2 * pause_s, ENGINE_ASK_INTERVAL_S)
+        with trio.CancelScope() as self._asking[url]:
+            while url in self._engines:
+                if await self.ask(url):
+                    pause_s = ENGINE_ASK_INTERVAL_S
+                if is_first:
+                    task_status.started()
+                    is_first = False
+                await trio.sleep(pause_s)
+                pause_s = min(2 * pause_s, ENGINE_ASK_INTERVAL_S)
 
     async def ask(self, url: str) -> bool:
         """Ask an engine once; return whether its instance is as it says."""
