@@ -306,7 +306,9 @@ class Legs:
             host, port = place_of(engine.address.url).host, str(handover.BOOTSTRAP_PORT)
         bootstrap = handover.Bootstrap(host, int(port))
         if self._kind == "sglang":
-            put = handover.sglang_rooms(bootstrap, request.members, partial(secrets.randbits, 63))
+            number = engine.address.rank
+            rank = None if number is None else handover.Rank(number, self._engines.ranks_behind(engine))
+            put = handover.sglang_rooms(bootstrap, request.members, partial(secrets.randbits, 63), rank)
             return put, put
         with self._at(request, engine):
             if engine.bootstrap_id is None:

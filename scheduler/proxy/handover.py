@@ -10,7 +10,10 @@ engine answered.
 - `mooncake`: vLLM's MooncakeConnector. Both legs at once, joined by a transfer id; the decode engine is told the
   prefill engine's bootstrap server and id.
 - `sglang`: both legs at once, with the whole body, joined by a bootstrap triple for each prompt. Its engines do nothing
-  without: every request has both legs. A room serves one answer, and the decode engine alone answers.
+  without: every request has both legs. A room serves one answer, and the decode engine alone answers. The room says
+  which data-parallel rank prefills, too: an engine takes the remainder by their number (`follow_bootstrap_room`, the
+  default of those that prefill), and fails a request that a header sends to another rank. So the room of a request that
+  is for a rank has its remainder; any other is random, which spreads requests, and both engines derive the same rank.
 
 Concurrency: pure functions, but for the random numbers that the caller passes.
 """
@@ -47,6 +50,14 @@ class Bootstrap(NamedTuple):
     port: int
     engine_id: str = ""
     """As Mooncake's server says at /query; SGLang needs none."""
+
+
+class Rank(NamedTuple):
+    """The data-parallel rank that prefills."""
+
+    number: int
+    ranks: int
+    """How many there are behind its address, as far as anybody knows."""
 
 
 class _Answered(msgspec.Struct):
@@ -94,19 +105,26 @@ def mooncake(bootstrap: Bootstrap, transfer_id: str) -> tuple[Put, Put]:
     return {"kv_transfer_params": prefill}, {"kv_transfer_params": decode}
 
 
-def sglang(bootstrap: Bootstrap, number: int, ranks: int = 1, rank: int = 0) -> Put:
-    """Return what both of SGLang's legs get. `number` is random; the room says which data-parallel rank prefills."""
-    room = number % (MAX_ROOM // ranks) * ranks + rank
+def sglang(bootstrap: Bootstrap, number: int, rank: Rank | None = None) -> Put:
+    """Return the triple of one prompt. `number` is random; `rank`: None where the room alone is to choose one."""
+    ranks = 1 if rank is None else rank.ranks
+    room = number % (MAX_ROOM // ranks) * ranks + (0 if rank is None else rank.number)
     return {"bootstrap_host": bootstrap.host, "bootstrap_port": bootstrap.port, "bootstrap_room": room}
 
 
-def sglang_rooms(bootstrap: Bootstrap, members: Members, draw: Callable[[], int]) -> Put:
-    """Return what both legs of a body get: of a list of prompts a triple for each. `draw` returns random numbers."""
+def sglang_rooms(
+    bootstrap: Bootstrap, members: Members, draw: Callable[[], int], rank: Rank | None = None
+) -> Put:
+    """Return what both legs of a body get: of a list of prompts a triple for each. `draw` returns random numbers.
+
+    Newer engines believe the rank that the body names, whatever the room says.
+    """
+    named = {} if rank is None else {"disagg_prefill_dp_rank": rank.number}
     prompts = count_prompts(members)
     if prompts is None:
-        return sglang(bootstrap, draw())
-    triples = [sglang(bootstrap, draw()) for _ in range(prompts)]
-    return {name: [triple[name] for triple in triples] for name in triples[0]}
+        return sglang(bootstrap, draw(), rank) | named
+    triples = [sglang(bootstrap, draw(), rank) for _ in range(prompts)]
+    return {name: [triple[name] for triple in triples] for name in triples[0]} | named
 
 
 def check_rooms(members: Members) -> None:

@@ -391,6 +391,10 @@ class Engines:
             if each is engine or not each.down:
                 each.suspect(reason)
 
+    def ranks_behind(self, engine: Engine) -> int:
+        """Return how many data-parallel ranks are behind an engine's address, whose numbers begin at 0."""
+        return 1 + max(each.address.rank or 0 for each in [engine, *self._siblings_of(engine)])
+
     def _siblings_of(self, engine: Engine) -> list[Engine]:
         """Return the other data-parallel ranks behind an engine's address."""
         url, rank = engine.address.place

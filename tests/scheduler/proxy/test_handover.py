@@ -75,7 +75,7 @@ def test_a_prefill_leg_that_says_nothing_adds_nothing() -> None:
 def test_sglang_s_room_says_which_rank_prefills() -> None:
     where = handover.Bootstrap("h", 8998)
     for number in (0, 5, handover.MAX_ROOM, (1 << 63) - 1):
-        put = handover.sglang(where, number, ranks=8, rank=3)
+        put = handover.sglang(where, number, handover.Rank(3, 8))
         assert put["bootstrap_room"] % 8 == 3
         assert 0 <= put["bootstrap_room"] <= handover.MAX_ROOM
 

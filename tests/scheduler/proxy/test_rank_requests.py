@@ -130,3 +130,45 @@ async def test_mooncake_s_decode_leg_is_told_the_engine_of_the_rank_that_prefill
         [decode] = stand.engines[1].completions
         assert decode.body["kv_transfer_params"]["remote_engine_id"] == "one"
         nursery.cancel_scope.cancel()
+
+
+RANKS = 4
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, [PROMPT, PROMPT[:900], PROMPT[:100]]], ids=["one", "several"])
+@pytest.mark.parametrize("rank", range(RANKS))
+async def test_sglang_s_room_is_one_of_the_rank_that_the_prefill_leg_is_for(
+    prompt: list[Any], rank: int
+) -> None:
+    """Else the engine fails the request: it derives the rank from the room, and the header says another one."""
+    made = conductor(Clock())
+    async with proxy_stand("prefill", "decode", hand_over="sglang", router=made) as stand:
+        prefill, decode = stand.engines
+        decode.behaviour, decode.prefiller = "joined", prefill
+        register_ranks(made, prefill, ["prefill"] * RANKS)
+        made.registry.add(instance("d", url=decode.url, role="decode"))
+        await followed(stand, RANKS + 1)
+        others = {f"127.0.0.1:{prefill.port}@{each}" for each in range(RANKS) if each != rank}
+        for name in others:
+            made.registry.drain(name)
+        assert (await stand.ask("/v1/completions", {**BODY, "prompt": prompt})).status == 200
+        assert ranks_asked(prefill) == [str(rank).encode()]
+        assert ranks_asked(decode) == [None]
+        for engine in stand.engines:
+            [body] = [each.body for each in engine.completions]
+            rooms = body["bootstrap_room"]
+            rooms = rooms if isinstance(rooms, list) else [rooms]
+            assert [room % RANKS for room in rooms] == [rank] * (1 if prompt is PROMPT else 3)
+            assert body["disagg_prefill_dp_rank"] == rank
+
+
+async def test_sglang_s_room_alone_chooses_among_ranks_that_nobody_knows() -> None:
+    async with proxy_stand("prefill", "decode", hand_over="sglang") as stand:
+        prefill, decode = stand.engines
+        decode.behaviour, decode.prefiller = "joined", prefill
+        for _ in range(16):
+            assert (await stand.ask("/v1/completions", BODY)).status == 200
+        bodies = [[each.body for each in engine.completions] for engine in stand.engines]
+        assert bodies[0] == bodies[1]
+        assert len({body["bootstrap_room"] % RANKS for body in bodies[0]}) > 1
+        assert not any("disagg_prefill_dp_rank" in body for body in bodies[0])
