@@ -31,10 +31,8 @@ def check_asked_url(url: str) -> str:
         _address(named)
     except ValueError:
         raise ValueError(_ASKED_ALLOWED) from None
-    if named != url and not named.startswith("http://"):
-        raise ValueError(
-            _ASKED_ALLOWED
-        )  # certificates are of names, and engines are asked by their addresses
+    if named != url and not named.startswith("http://"):  # certificates are of names, and addresses are asked
+        raise ValueError(_ASKED_ALLOWED)
     return url
 
 
