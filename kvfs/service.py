@@ -290,6 +290,7 @@ def open_pools(settings: Settings, store: Store) -> DevicePools | None:
         policy=partial(policy_named, settings.store.policy),
         expected=store.checksum,
         missing=missing,
+        token_key=store.home.hbm_key(),
     )
 
     def drop(change: Change) -> None:

@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from kvfs import limits
 from kvfs.errors import FormatMismatch, NotFound, StoreLocked
 from kvfs.system import linux
 
@@ -98,6 +99,21 @@ class Home:
         noted = note.read_bytes() if note.exists() else b""
         known = [Path(os.fsdecode(noted))] if noted and b"\0" not in noted else []
         return next((found for found in (*known, self.segments) if (found / "pool.json").exists()), None)
+
+    def hbm_key(self) -> bytes:
+        """Return the secret by which the store knows its segments of GPU memory, drawn where there is none: only the
+        service's user reads it. One that a power failure left without its bytes is drawn anew."""
+        file = self.path / "hbm.key"
+        found = file.read_bytes() if file.exists() else b""
+        if len(found) != limits.HBM_SEGMENT_TOKEN_BYTES:
+            found, drawn = secrets.token_bytes(limits.HBM_SEGMENT_TOKEN_BYTES), self.path / "hbm.key.new"
+            drawn.unlink(missing_ok=True)
+            with open(
+                os.open(drawn, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb"
+            ) as new:
+                new.write(found)
+            drawn.rename(file)
+        return found
 
     @property
     def socket(self) -> Path:

@@ -33,7 +33,7 @@ from kvfs._native.blocks.reader import BELOW, MISS, NO_ROOM, View
 from kvfs._native.blocks.writer import PUTS_AT_ONCE, Draft, Put
 from kvfs._native.cuda.driver import Context, Driver
 from kvfs._native.shared.table import TIER_DRAM
-from kvfs.client.device_pool import DevicePool, attach_pool, no_places
+from kvfs.client.device_pool import DevicePool, Earlier, attach_pool, no_places
 from kvfs.client.grants import Grants
 from kvfs.client.layers import Loading
 from kvfs.client.read_path import BlockReader, LocalReader, ServedReader
@@ -230,10 +230,17 @@ class Blocks:
                 return
 
     def device_pool(
-        self, driver: Driver, context: Context, *, timeout_s: float | None = None
+        self,
+        driver: Driver,
+        context: Context,
+        *,
+        timeout_s: float | None = None,
+        earlier: Earlier | None = None,
     ) -> DevicePool | None:
         """Attach to the pool of these blocks in the memory of the context's device, for the caller to close; None where
-        the service shares none. Raises SessionClosed, DeadlinePassed, LimitExceeded (of processes)."""
+        the service shares none. `earlier`: a place whose session was lost; a restarted service takes over what it can
+        of it, and it is closed once there is a session. Raises SessionClosed, DeadlinePassed, LimitExceeded (of
+        processes)."""
         return attach_pool(
             self._begin,
             self._namespace,
@@ -241,6 +248,7 @@ class Blocks:
             context,
             self._left_pools,
             timeout_s=self._deadline(timeout_s).left_s,
+            earlier=earlier,
         )
 
     # --- writing -----------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ map segments as they are needed. Bytes are the caller's to copy, on the device, 
 Invariants:
 - What is leased is not reused until `release`, which the caller calls once no copy from it is under way.
 - A draft is sealed, or aborted, once the device has completed what was started into it.
-- A pool whose session is lost stays lost: what is mapped stays so until `close`. No call waits longer than its timeout.
+- A pool whose session is lost stays lost: what is mapped stays so until `close`, or until a restarted service has taken
+  it over for another place. No call waits longer than its timeout.
 
 Concurrency: any thread; segments are mapped one at a time. `close` comes after all other calls. A forked child makes a
 place of its own.
@@ -14,6 +15,7 @@ place of its own.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 from collections import deque
@@ -23,14 +25,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvfs import limits
-from kvfs._native.cuda.driver import Context, Driver, Mapping
+from kvfs._native.cuda.driver import Context, Driver
 from kvfs._native.hbm.hazards import ClientHazards
 from kvfs.client.exchange import Exchange
+from kvfs.client.kept_blocks import KeptSegment, KnownBlock, KnownBlocks
 from kvfs.client.session import batches, digests_text, split_keys
 from kvfs.client.transport import Deadline, Transport, close_all
 from kvfs.errors import Busy, KvfsError, Superseded
 from kvfs.protocol.messages import Op
 
+log = logging.getLogger("kvfs.client")
 Left = deque[str]
 """Tokens of places that this process has left, which the service has not been told of: one for all places."""
 
@@ -65,6 +69,18 @@ class PoolDraft:
     size_bytes: int
 
 
+Checksums = Callable[[Sequence[tuple[int, int]]], Sequence[int]]
+"""Returns the XXH3-64 of ranges of device memory (address, bytes), at most MAX_BATCH of them. Raises KvfsError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """Names a place whose session is lost, no copy uses any more, and what computes checksums in it."""
+
+    pool: DevicePool
+    checksums: Checksums
+
+
 class DevicePool:
     """See the module's header; `attach_pool` makes it."""
 
@@ -81,7 +97,9 @@ class DevicePool:
         answers."""
         self._transport, self._driver, self._context, self._left = transport, driver, context, left
         self._mapping = threading.Lock()
-        self._mapped: dict[int, Mapping] = {}
+        self._mapped: dict[int, KeptSegment] = {}
+        self._known = KnownBlocks()
+        self.is_closed = False
         exchange = Exchange(transport, deadline.left_s)
         self._handle = exchange.control(Op.OPEN_NAMESPACE, **namespace)["handle"]
         self._token = secrets.token_hex(limits.HBM_TOKEN_BYTES)
@@ -123,9 +141,15 @@ class DevicePool:
         return self._transport.is_open
 
     @property
+    def start(self) -> str:
+        """Return the mark of the service's start, empty of one that takes no segment over."""
+        return str(self._transport.hello.details.get("pools", ""))
+
+    @property
     def regions(self) -> list[tuple[int, int]]:
         """Return what is mapped: (address, bytes)."""
-        return [(mapping.address, mapping.size_bytes) for mapping in list(self._mapped.values())]
+        mappings = [segment.mapping for segment in list(self._mapped.values())]
+        return [(mapping.address, mapping.size_bytes) for mapping in mappings]
 
     def lease(self, keys: bytes, *, timeout_s: float) -> list[PoolBlock | None]:
         """Lease the blocks that are in the pool; None for each other one. Raises SessionClosed, DeadlinePassed, what
@@ -141,6 +165,11 @@ class DevicePool:
         except BaseException:
             self.release(each for each in leased if each is not None)
             raise
+        self._known.add(
+            KnownBlock(each.slot, each.generation, each.key, each.address, each.size_bytes)
+            for each in leased
+            if each is not None
+        )
         return leased
 
     def _lease_one(
@@ -199,6 +228,11 @@ class DevicePool:
             ]
             answer = exchange.control(Op.HBM_SEAL, namespace=self._handle, seals=seals)
             sealed += [status == 0 for status in answer["statuses"]]
+        self._known.add(
+            KnownBlock(draft.slot, draft.generation + 1, draft.key, draft.address, draft.size_bytes)
+            for draft, is_sealed in zip(drafts, sealed, strict=True)
+            if is_sealed
+        )
         return sealed
 
     def abort(self, drafts: Sequence[PoolDraft], *, timeout_s: float) -> None:
@@ -223,21 +257,77 @@ class DevicePool:
         """Return where a segment is mapped."""
         with self._mapping:
             if segment not in self._mapped:
-                _, descriptors = exchange.described(Op.HBM_MAP, segment=segment)
+                result, descriptors = exchange.described(Op.HBM_MAP, segment=segment)
                 try:
-                    allocation = self._driver.import_allocation(descriptors[0], self._segment_bytes)
+                    self._mapped[segment] = self._import(str(result.get("token", "")), *descriptors)
                 finally:
                     close_all(descriptors)
-                with allocation:
-                    self._mapped[segment] = self._context.device.map(allocation)
-            return self._mapped[segment].address
+            return self._mapped[segment].mapping.address
+
+    def _import(self, token: str, descriptor: int) -> KeptSegment:
+        with self._driver.import_allocation(descriptor, self._segment_bytes) as allocation:
+            mapping = self._context.device.map(allocation)
+        return KeptSegment.of(mapping, token, descriptor, len(self._mapped))
+
+    # --- restart ------------------------------------------------------------------------------------------
+    def take_over(self, earlier: Earlier, *, timeout_s: float) -> int:
+        """Hand back the segments of an earlier service's place, as far as there is time; return how many blocks the
+        service took over. Those segments are this place's then, the others stay the earlier one's to close. Raises what
+        the service answers, NoSpace for a segment without room among it, and what `checksums` does."""
+        deadline, adopted, before = Deadline.after(timeout_s), 0, earlier.pool
+        for number, blocks in before._known.in_segments(before._mapped, before._is_sealed).items():
+            if deadline.left_s <= 0:
+                break
+            adopted += self._hand_back(earlier, number, blocks, Exchange(self._transport, deadline.left_s))
+        return adopted
+
+    def _is_sealed(self, block: KnownBlock) -> bool:
+        """Return whether the service had a block sealed when it ended: who was granted its slot since may still write
+        there."""
+        try:
+            self._hazards.clear(self._hazards.publish(block.slot, block.generation))
+        except (Superseded, Busy):
+            return False
+        return True
+
+    def _hand_back(
+        self, earlier: Earlier, number: int, blocks: Sequence[KnownBlock], exchange: Exchange
+    ) -> int:
+        segment = earlier.pool._mapped[number]
+        checksums = earlier.checksums([(block.address, block.size_bytes) for block in blocks])
+        answer = exchange.sent(
+            Op.HBM_ADOPT,
+            segment.descriptor,
+            namespace=self._handle,
+            token=segment.token,
+            blocks=[
+                [block.address - segment.mapping.address, block.size_bytes, block.key.hex(), f"{found:016x}"]
+                for block, found in zip(blocks, checksums, strict=True)
+            ],
+        )
+        rows = [(*row, block) for row, block in zip(answer["blocks"], blocks, strict=True) if row]
+        if not rows:
+            return 0
+        adopted = rows[0][2]
+        with self._mapping:
+            if adopted not in self._mapped:
+                self._mapped[adopted] = earlier.pool._mapped.pop(number)
+            start = self._mapped[adopted].mapping.address
+        self._known.add(
+            KnownBlock(slot, generation, block.key, start + offset, block.size_bytes)
+            for slot, generation, _, offset, block in rows
+        )
+        return len(rows)
 
     def close(self, *, timeout_s: float) -> None:
         """Unmap everything and leave the pool, after all copies from and to it have ended. A service that does not
-        hear of that now is told when the next place is taken."""
+        hear of that now is told when the next place is taken. Closing twice is harmless."""
+        if self.is_closed:
+            return
+        self.is_closed = True
         try:
             while self._mapped:
-                self._mapped.popitem()[1].unmap()
+                self._mapped.popitem()[1].close()
             self._left.append(self._token)
             if self._transport.is_open:
                 Exchange(self._transport, timeout_s).control(Op.HBM_DETACH)
@@ -254,16 +344,48 @@ def attach_pool(
     left: Left,
     *,
     timeout_s: float,
+    earlier: Earlier | None = None,
 ) -> DevicePool | None:
     """Attach to the pool of the context's device for the blocks of a namespace; None where the service shares no memory
-    of it. `begin` connects, `namespace` are the arguments of OPEN_NAMESPACE. Raises as they do, LimitExceeded."""
+    of it. `begin` connects, `namespace` are the arguments of OPEN_NAMESPACE. Raises as they do, LimitExceeded.
+
+    Once there is a session, `earlier` is closed, after a service that was started since has taken over what it takes.
+    """
     deadline = Deadline.after(timeout_s)
     transport = begin(deadline.left_s)
     try:
-        if context.device.uuid not in transport.hello.details.get("devices", ()):
+        details = transport.hello.details
+        is_here = context.device.uuid in details.get("devices", ())
+        if earlier is not None and not (is_here and details.get("pools", "") not in ("", earlier.pool.start)):
+            _end(earlier)  # before the service hears that the place was left
+        if not is_here:
             transport.close()
             return None
-        return DevicePool(transport, namespace, driver, context, left, deadline)
+        pool = DevicePool(transport, namespace, driver, context, left, deadline)
+        if earlier is not None and not earlier.pool.is_closed:
+            _hand_over(pool, earlier, deadline)
+        return pool
     except BaseException:
         transport.close()
         raise
+    finally:
+        if earlier is not None:
+            _end(earlier)
+
+
+def _end(earlier: Earlier) -> None:
+    with suppress(KvfsError, OSError):  # a lost context has ended it
+        earlier.pool.close(timeout_s=0)
+
+
+def _hand_over(pool: DevicePool, earlier: Earlier, deadline: Deadline) -> None:
+    """Have a new place take over what it can. Raises what ended its session."""
+    try:
+        adopted = pool.take_over(earlier, timeout_s=deadline.left_s)
+        log.info("%d blocks in GPU memory outlived their service", adopted)
+    except (KvfsError, OSError) as error:
+        log.info("blocks in GPU memory are not taken over: %s", error)
+        if not pool.is_open:
+            with suppress(KvfsError, OSError):
+                pool.close(timeout_s=0)
+            raise

@@ -57,6 +57,14 @@ class Exchange:
         assert isinstance(received.answer, ControlAnswer)
         return received.answer.result, received.descriptors
 
+    def sent(self, op: Op, descriptor: int, **arguments: Any) -> dict[str, Any]:
+        """Send a control request with a descriptor, which stays the caller's; return the result."""
+        [received] = self.transport.exchange(
+            Control(op, arguments), timeout_s=self._timeout_s, descriptors=[descriptor]
+        )
+        assert isinstance(received.answer, ControlAnswer)
+        return received.answer.result
+
     def count(self, request: Request) -> int:
         """Send a request that is answered with a count; return that."""
         [received] = self._ask(request)

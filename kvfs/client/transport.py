@@ -22,6 +22,7 @@ import stat
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,8 +171,11 @@ class Transport:
         finally:
             self._lock.release()
 
-    def exchange(self, request: Request, *, timeout_s: float | None = None) -> list[ReceivedAnswer]:
-        """Send a request and collect its answer's frames; the caller closes the descriptors in them.
+    def exchange(
+        self, request: Request, *, timeout_s: float | None = None, descriptors: Sequence[int] = ()
+    ) -> list[ReceivedAnswer]:
+        """Send a request, with descriptors that stay the caller's, and collect its answer's frames; the caller closes
+        those in them.
 
         Raises the service's error for a request that failed. Raises DeadlinePassed, SessionClosed, ProtocolError; the
         connection is closed then, unless another thread's exchange took too long.
@@ -187,7 +191,7 @@ class Transport:
             data = self._protocol.send_request(request)
             answers: list[ReceivedAnswer] = []
             try:
-                self._send(data, deadline)
+                self._send(data, descriptors, deadline)
                 while not answers or answers[-1].more:
                     answers.append(self._receive(deadline))
             except BaseException:
@@ -203,12 +207,15 @@ class Transport:
             raise last.error
         return answers
 
-    def _send(self, data: bytes, deadline: Deadline) -> None:
+    def _send(self, data: bytes, descriptors: Sequence[int], deadline: Deadline) -> None:
         left = memoryview(data)
         while left:
             self._set_timeout(deadline)
             try:
-                left = left[self._socket.send(left) :]
+                if descriptors:  # with the first byte
+                    left, descriptors = left[socket.send_fds(self._socket, [left], descriptors) :], ()
+                else:
+                    left = left[self._socket.send(left) :]
             except TimeoutError:
                 continue
             except (BrokenPipeError, ConnectionResetError):

@@ -11,6 +11,8 @@ MAX_FRAME_BYTES: Final = 1 * MIB
 """One message of a session, either way; a longer length prefix closes the connection."""
 MAX_BATCH: Final = 1_024
 """Entries in one batch message: 1,000 blocks are a 512k-token prompt."""
+MAX_CLOSING_DESCRIPTORS: Final = 16
+"""Descriptors from clients that wait to be closed beside the service's thread, which no file system of theirs stops."""
 MAX_FDS_PER_MESSAGE: Final = 128
 """Below the kernel's SCM_MAX_FD (253)."""
 MAX_DRAFTS_PER_SESSION: Final = 1_024

@@ -124,6 +124,13 @@ HBM_CLIENTS: Final = 64
 """Processes with one pool mapped, those that have ended and are not off the device yet among them."""
 HBM_TOKEN_BYTES: Final = 16
 """Of the number by which a process names a place that it has left: nobody guesses another's."""
+HBM_SEGMENT_TOKEN_BYTES: Final = 32
+"""By which a segment is known after a restart: sixteen drawn, and as many that only who has the store's key makes."""
+HBM_KEPT_SEGMENTS: Final = 256
+"""Segments that one place in a pool could hand back to a restarted service, 32 GiB: a descriptor each, and a process
+usually has 1,024."""
+HBM_KEPT_BLOCKS: Final = 1 << 16
+"""Blocks that one place could hand back: of 20 GiB in blocks of 320 KiB, in 20 MiB of memory."""
 HBM_DRAIN_S: Final = 10.0
 """How long what an ended process might still write is not reused where nobody knows who is on the device."""
 HBM_HANG_S: Final = 30.0

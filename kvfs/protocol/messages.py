@@ -69,6 +69,7 @@ class Op(IntEnum):
     HBM_SEAL = 62
     HBM_ABORT = 63
     HBM_DROP = 64
+    HBM_ADOPT = 65
 
 
 DIGEST_OPS: Final = frozenset(
@@ -78,6 +79,8 @@ EXTENT_OPS: Final = frozenset({Op.RESERVE, Op.LOOKUP_BLOCK, Op.OPEN_BLOCK, Op.OP
 DESCRIPTOR_OPS: Final = frozenset(
     {Op.RESERVE, Op.OPEN_BLOCK, Op.OPEN_NAMED, Op.OPEN_SEALER, Op.HBM_ATTACH, Op.HBM_MAP}
 )
+SENDING_OPS: Final = frozenset({Op.HBM_ADOPT})
+"""A request of these brings one descriptor."""
 COUNT_OPS: Final = frozenset({Op.MATCH, Op.TOUCH, Op.PREFETCH})
 CONTROL_OPS: Final = frozenset(op for op in Op if op >= Op.STAT)
 

@@ -31,6 +31,7 @@ from kvfs.protocol.encode import encode_answer, encode_request
 from kvfs.protocol.messages import (
     COUNT_OPS,
     DESCRIPTOR_OPS,
+    SENDING_OPS,
     Answer,
     ControlAnswer,
     CountAnswer,
@@ -51,6 +52,9 @@ FLAG_MORE: Final = 2
 """Another frame of the same answer follows."""
 DESCRIPTORS_SHIFT: Final = 8
 """The upper byte of the flags counts the descriptors that travel with the frame."""
+
+_REQUESTS_IN_SIGHT: Final = 2
+"""Requests whose descriptors may be here untaken: one ends in the bytes just received, another begins there."""
 
 
 class Side(Enum):
@@ -76,6 +80,8 @@ class ReceivedRequest:
 
     number: int
     request: Request
+    descriptors: tuple[int, ...] = ()
+    """What an operation of SENDING_OPS brings; the receiver closes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +128,8 @@ class Connection:
     def receive_data(self, data: bytes | memoryview, descriptors: Sequence[int] = ()) -> None:
         """Take bytes from the peer, and the descriptors that came with them; no bytes mean the end of the stream."""
         self._descriptors.extend(descriptors)
+        if self.side is Side.SERVER and len(self._descriptors) > _REQUESTS_IN_SIGHT:
+            raise ProtocolError(f"{len(self._descriptors)} descriptors that no request has taken")
         if self._ended and len(data):
             raise ProtocolError("bytes after the end of the stream")
         self._buffer += data
@@ -185,7 +193,7 @@ class Connection:
         return op
 
     def _check_request_header(self, op: Op, flags: int, number: int) -> None:
-        if flags != 0:
+        if flags != _request_flags(op):
             raise ProtocolError(f"{op.name}: request with flags {flags:#x}")
         if op is Op.CLOSED:
             raise ProtocolError("CLOSED is no request")
@@ -216,7 +224,14 @@ class Connection:
         request = decode_request(op, body)
         self._last_number = number
         self._outstanding.append(_Outstanding(number, op, entry_count(request)))
-        return ReceivedRequest(number, request)
+        if op not in SENDING_OPS:
+            return ReceivedRequest(number, request)
+        return ReceivedRequest(number, request, self._take_descriptors(op, 1))
+
+    def _take_descriptors(self, op: Op, count: int) -> tuple[int, ...]:
+        if count > len(self._descriptors):
+            raise ProtocolError(f"{op.name}: {len(self._descriptors)} of {count} descriptors arrived")
+        return tuple(self._descriptors.popleft() for _ in range(count))
 
     def _take_answer(self, op: Op, flags: int, number: int, body: bytes) -> ReceivedAnswer:
         answer = decode_answer(op, body)
@@ -229,14 +244,12 @@ class Connection:
             raise ProtocolError(
                 f"{op.name}: {count} descriptors for {expected_descriptors(answer)} open entries"
             )
-        if count > len(self._descriptors):
-            raise ProtocolError(f"{op.name}: {len(self._descriptors)} of {count} descriptors arrived")
-        taken = tuple(self._descriptors.popleft() for _ in range(count))
-        return ReceivedAnswer(number, answer, more, taken)
+        return ReceivedAnswer(number, answer, more, self._take_descriptors(op, count))
 
     # --- sending -----------------------------------------------------------------------------------------
     def send_request(self, request: Request) -> bytes:
-        """Return the frame of the client's next request. Raises LimitExceeded for one over MAX_FRAME_BYTES."""
+        """Return the frame of the client's next request; the descriptor of SENDING_OPS goes with its first byte. Raises
+        LimitExceeded for one over MAX_FRAME_BYTES."""
         self._may_send(Side.CLIENT)
         op = request_op(request)
         if (op is Op.HELLO) != (self.state is State.GREETING and not self._outstanding):
@@ -246,7 +259,7 @@ class Connection:
             raise LimitExceeded(f"{op.name}: frame of {len(body)} bytes, over {limits.MAX_FRAME_BYTES}")
         self._last_number += 1
         self._outstanding.append(_Outstanding(self._last_number, op, entry_count(request)))
-        return HEADER.pack(len(body), op, 0, self._last_number) + body
+        return HEADER.pack(len(body), op, _request_flags(op), self._last_number) + body
 
     def send_answer(self, answer: Answer, *, more: bool = False) -> bytes:
         """Return the frame of the answer to the oldest request. Its descriptors go with the frame's first byte."""
@@ -294,6 +307,10 @@ class Connection:
             self._outstanding.popleft()
             if request.op is Op.HELLO and not isinstance(answer, Failure):
                 self.state = State.OPEN
+
+
+def _request_flags(op: Op) -> int:
+    return 1 << DESCRIPTORS_SHIFT if op in SENDING_OPS else 0
 
 
 def expected_descriptors(answer: Answer) -> int:

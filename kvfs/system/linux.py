@@ -9,6 +9,7 @@ import ctypes
 import os
 import re
 import resource
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,9 @@ MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_NOATIME = 2, 4, 8, 32, 1024
 MNT_FORCE, MNT_DETACH = 1, 2
 _RENAME_EXCHANGE = 2
 _CAP_SYS_ADMIN = 21
+_AT_EMPTY_PATH, _AT_STATX_DONT_SYNC, _STATX_TYPE = 0x1000, 0x4000, 1
+_STATX_BYTES, _STATX_MODE_AT = 256, 28
+"""Of struct statx, and where stx_mode is in it: statx(2)."""
 
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
@@ -56,6 +60,15 @@ def replace_by(new: Path, path: Path) -> None:
     exchanged = _libc.renameat2(there, os.fsencode(new), there, os.fsencode(path), _RENAME_EXCHANGE) == 0
     if not exchanged:  # there was no old file, or kernel or filesystem cannot exchange
         new.rename(path)
+
+
+def known_mode(descriptor: int) -> int:
+    """Return the type and mode of an open file as the kernel knows them now: no file system is asked, so nothing waits.
+    Raises OSError."""
+    found = ctypes.create_string_buffer(_STATX_BYTES)
+    done = _libc.statx(descriptor, b"", _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC, _STATX_TYPE, found)
+    _check(done, Path(f"/proc/self/fd/{descriptor}"))
+    return int.from_bytes(found.raw[_STATX_MODE_AT : _STATX_MODE_AT + 2], sys.byteorder)
 
 
 def _check(result: int, point: Path) -> None:

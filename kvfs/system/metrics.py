@@ -123,6 +123,7 @@ _PARTS: Final[dict[str, list[tuple[str, str, str]]]] = {
         ("refused", "refused_total", "Seals without the checksum that the store has."),
         ("damaged", "damaged_total", "Blocks whose checksum was wrong on the device."),
         ("evicted", "evicted_total", "Blocks that were evicted for others."),
+        ("adopted", "adopted_total", "Blocks that were taken over from an earlier service."),
     ],
     "nvme": [
         ("capacity_bytes", "capacity_bytes", "All segment files."),

@@ -5,45 +5,30 @@ from __future__ import annotations
 import base64
 import os
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import kvfs
 from kvfs._native.hash.hashing import xxh3_64
-from kvfs.client.exchange import Exchange
-from kvfs.client.transport import Transport, close_all
 from kvfs.errors import SessionClosed
 from kvfs.keys import block_name
 from kvfs.protocol.messages import Op
 from tests.support.cuda_standin import build_standin
 from tests.support.pool_engines import PoolEngine, payload
+from tests.support.pool_services import DEVICE, PLACE, failure, hbm, keys_of, raw, serving
 from tests.support.service import Service, run_kvfs, sink
 from tests.support.sessions import Child, fork, session_server
 from tests.support.stores import NAMESPACE
 from tests.support.waits import WAIT_S, eventually
 
-DEVICE = "GPU-abababab-abab-abab-abab-ababababab00"
-PLACE: dict[str, Any] = {"device": DEVICE, "token": "0" * 32, "left": []}
 ALICE = 1001
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_standin(tmp_path_factory.mktemp("standin"))
-
-
-def serving(library: Path, *, nvme: str = "64MiB", **environment: str) -> Service:
-    return Service(
-        mode="off",
-        dram="64MiB",
-        nvme=nvme,
-        arguments=["--hbm", "256MiB"],
-        environment={"KVFS_LIBCUDA": str(library), **environment},
-    )
 
 
 @pytest.fixture(scope="module")
@@ -58,15 +43,6 @@ def engine(service: Service, library: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("KVFS_LIBCUDA", str(library))
     with PoolEngine(service.data) as made:
         yield made
-
-
-def keys_of(count: int) -> list[bytes]:
-    return [b"\1" + os.urandom(15) for _ in range(count)]
-
-
-def hbm(service: Service) -> dict[str, Any]:
-    with service.client() as client:
-        return dict(client.status()["hbm"])
 
 
 def pool_of(service: Service) -> dict[str, Any]:
@@ -311,27 +287,6 @@ def test_a_device_without_memory_gives_no_drafts(library: Path, monkeypatch: pyt
 
 
 # --- rights and bad requests, without a driver ------------------------------------------------------------------
-@contextmanager
-def raw(address: Path, *, attach: bool = True, left: Sequence[object] = ()) -> Iterator[Exchange]:
-    exchange = Exchange(Transport(address / "kvfs.sock", timeout_s=WAIT_S, client="raw"))
-    try:
-        if attach:
-            result, descriptors = exchange.described(Op.HBM_ATTACH, **{**PLACE, "left": left})
-            close_all(descriptors)
-            assert (len(descriptors), result["segment_bytes"]) == (2, 128 << 20)
-        yield exchange
-    finally:
-        exchange.transport.close()
-
-
-def failure(exchange: Exchange, op: Op, **arguments: Any) -> str:
-    try:
-        exchange.control(op, **arguments)
-    except kvfs.KvfsError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def test_who_may_not_write_a_bucket_adds_nothing_to_it(service: Service, engine: PoolEngine) -> None:
     keys = keys_of(1)
     engine.put(keys)

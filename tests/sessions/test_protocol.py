@@ -25,6 +25,7 @@ from kvfs.protocol.messages import (
     DESCRIPTOR_OPS,
     DIGEST_OPS,
     EXTENT_OPS,
+    SENDING_OPS,
     Abort,
     Answer,
     BlockSeal,
@@ -162,6 +163,16 @@ def test_every_error_comes_back_as_itself() -> None:
         assert str(raised.error) == "what: why"
 
 
+def test_descriptors_that_no_request_takes_end_the_session() -> None:
+    _, server = greeted()
+    server.receive_data(frame(Op.STAT, b"{}"), [7])
+    assert isinstance(server.next_event(), ReceivedRequest)
+    server.receive_data(frame(Op.STAT, b"{}", number=3), [8])
+    with pytest.raises(ProtocolError, match="3 descriptors that no request has taken"):
+        server.receive_data(frame(Op.STAT, b"{}", number=4), [9])
+    assert server.unused_descriptors() == [7, 8, 9]
+
+
 def test_an_unknown_error_class_falls_back_to_its_errno() -> None:
     body = struct.pack("<iHH", errno.ENOSPC, 4, 3) + b"Newer"[:4] + b"why"
     failure = decode_answer(Op.STAT, body)
@@ -181,13 +192,16 @@ def test_long_error_messages_are_cut() -> None:
 
 
 # --- the stream ------------------------------------------------------------------------------------------
-def feed(connection: Connection, stream: bytes, cuts: list[int]) -> list[Any]:
-    """Every message of `stream`, which arrives cut at `cuts` and then ends."""
+def feed(
+    connection: Connection, stream: bytes, cuts: list[int], descriptors: dict[int, int] | None = None
+) -> list[Any]:
+    """Every message of `stream`, which arrives cut at `cuts` and then ends; `descriptors` come with its bytes there."""
     events: list[Any] = []
-    edges = [0, *sorted(cut % (len(stream) + 1) for cut in cuts), len(stream)]
+    sent = descriptors or {}
+    edges = sorted([0, *(cut % (len(stream) + 1) for cut in cuts), *sent, len(stream)])
     for start, end in pairwise(edges):
         if start < end:
-            connection.receive_data(stream[start:end])
+            connection.receive_data(stream[start:end], [sent[start]] if start in sent else ())
         while (event := connection.next_event()) is not None:
             events.append(event)
     connection.receive_data(b"")
@@ -199,9 +213,15 @@ def feed(connection: Connection, stream: bytes, cuts: list[int]) -> list[Any]:
 def test_requests_do_not_depend_on_how_the_stream_is_cut(
     hello: Hello, requests: list[Request], cuts: list[int]
 ) -> None:
-    client = Connection(Side.CLIENT)
-    stream = b"".join(map(client.send_request, [hello, *requests]))
-    events = feed(Connection(Side.SERVER), stream, cuts)
+    client, server = Connection(Side.CLIENT), Connection(Side.SERVER)
+    stream, sent = client.send_request(hello), dict[int, int]()
+    for number, request in enumerate(requests):
+        if request_op(request) in SENDING_OPS:
+            sent[len(stream)] = 100 + number
+        stream += client.send_request(request)
+    events = feed(server, stream, cuts, sent)
+    assert [fd for event in events[:-1] for fd in event.descriptors] == list(sent.values())
+    assert server.unused_descriptors() == []
     assert events[-1] is Closed.CLOSED
     assert [event.request for event in events[:-1]] == [hello, *requests]
     assert [event.number for event in events[:-1]] == list(range(1, len(requests) + 2))
@@ -259,12 +279,12 @@ def greeted() -> tuple[Connection, Connection]:
 @given(exchanges(), st.lists(st.integers(0, 10**6), max_size=8))
 def test_answers_do_not_depend_on_how_the_stream_is_cut(exchange: Exchange, cuts: list[int]) -> None:
     client, server = greeted()
-    for request in exchange.requests:
-        server.receive_data(client.send_request(request))
     stream = b""
     sent: list[int] = []
     frames = iter(exchange.frames)
-    for _ in exchange.requests:
+    for request in exchange.requests:
+        brought = [99] if request_op(request) in SENDING_OPS else []
+        server.receive_data(client.send_request(request), brought)
         assert isinstance(server.next_event(), ReceivedRequest)
         more = True
         while more:
@@ -298,6 +318,8 @@ BAD_REQUESTS: dict[str, tuple[bytes, str]] = {
     "closed": (frame(Op.CLOSED), "CLOSED is no request"),
     "flags": (frame(Op.STAT, b"{}", flags=1), "flags 0x1"),
     "descriptors": (frame(Op.STAT, b"{}", flags=0x300), "flags 0x300"),
+    "no descriptor": (frame(Op.HBM_ADOPT, b"{}", flags=0x100), "0 of 1 descriptors arrived"),
+    "descriptor not counted": (frame(Op.HBM_ADOPT, b"{}"), "flags 0x0"),
     "number 0": (frame(Op.STAT, b"{}", number=0), "request number 0 after 1"),
     "number repeated": (frame(Op.STAT, b"{}", number=1), "request number 1 after 1"),
     "second hello": (frame(Op.HELLO), "HELLO comes first"),

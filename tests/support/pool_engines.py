@@ -11,7 +11,7 @@ from typing import Self
 import kvfs
 from kvfs._native.cuda.driver import open_driver
 from kvfs._native.hash.hashing import xxh3_64
-from kvfs.client.device_pool import DevicePool, PoolBlock, PoolDraft
+from kvfs.client.device_pool import DevicePool, Earlier, PoolBlock, PoolDraft
 from kvfs.errors import SessionClosed
 from tests.support.stores import NAMESPACE
 from tests.support.waits import WAIT_S
@@ -34,14 +34,22 @@ class PoolEngine:
         self._stream = self.context.stream()
         self.pool = self.attach()
 
-    def attach(self) -> DevicePool:
-        """Take another place in the pool."""
-        found = self.blocks.device_pool(open_driver(), self.context)
+    def attach(self, earlier: DevicePool | None = None) -> DevicePool:
+        """Take another place in the pool, which takes an earlier one over."""
+        found = self.blocks.device_pool(
+            open_driver(),
+            self.context,
+            earlier=None if earlier is None else Earlier(earlier, self.checksums),
+        )
         assert found is not None
         return found
 
-    def put(self, keys: Sequence[bytes]) -> None:
-        assert all(self.blocks.put(list(keys), [payload(key) for key in keys]))
+    def checksums(self, ranges: Sequence[tuple[int, int]]) -> list[int]:
+        """Compute checksums of what is in the device's memory now."""
+        return [xxh3_64(self._bytes(address, size_bytes)) for address, size_bytes in ranges]
+
+    def put(self, keys: Sequence[bytes], size_bytes: int = BLOCK_BYTES) -> None:
+        assert all(self.blocks.put(list(keys), [payload(key, size_bytes) for key in keys]))
 
     def lease(self, keys: Sequence[bytes]) -> list[PoolBlock | None]:
         return self.pool.lease(b"".join(keys), timeout_s=WAIT_S)
@@ -49,16 +57,20 @@ class PoolEngine:
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Return which blocks are in the pool with the bytes that they are to have."""
         found = self.lease(keys)
-        there = [each is not None and self.read(each) == payload(each.key) for each in found]
+        there = [each is not None and self.read(each) == payload(each.key, each.size_bytes) for each in found]
         assert there == [each is not None for each in found]
         self.pool.release(each for each in found if each is not None)
         return there
 
     def read(self, block: PoolBlock) -> bytes:
-        into = (ctypes.c_char * block.size_bytes)()
-        self._stream.copy(ctypes.addressof(into), block.address, block.size_bytes)
+        data = self._bytes(block.address, block.size_bytes)
+        assert xxh3_64(data) == block.checksum
+        return data
+
+    def _bytes(self, address: int, size_bytes: int) -> bytes:
+        into = (ctypes.c_char * size_bytes)()
+        self._stream.copy(ctypes.addressof(into), address, size_bytes)
         self._stream.synchronize()
-        assert xxh3_64(into.raw) == block.checksum
         return into.raw
 
     def reserve(self, keys: Sequence[bytes]) -> list[PoolDraft | None]:
@@ -68,8 +80,11 @@ class PoolEngine:
         return self.pool.reserve(b"".join(keys), timeout_s=WAIT_S)
 
     def write(self, draft: PoolDraft, data: bytes) -> None:
+        self.write_at(draft.address, data)
+
+    def write_at(self, address: int, data: bytes) -> None:
         held = ctypes.create_string_buffer(data, len(data))
-        self._stream.copy(draft.address, ctypes.addressof(held), len(data))
+        self._stream.copy(address, ctypes.addressof(held), len(data))
         self._stream.synchronize()
 
     def promote(self, keys: Sequence[bytes]) -> list[bool]:

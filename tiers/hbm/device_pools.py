@@ -9,18 +9,23 @@ Concurrency: the service's thread only.
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvfs import limits
-from kvfs.errors import NoSpace, NotFound
+from kvfs.errors import InvalidRequest, NoSpace, NotFound
 from tiers.eviction.policy import EvictionPolicy
+from tiers.hbm.allocator import Place
 from tiers.hbm.clients import PoolClient
 from tiers.hbm.driver_ports import DeviceHolders, SegmentMaker, unknown_holders
-from tiers.hbm.handover import ExpectedChecksum
+from tiers.hbm.handover import ExpectedChecksum, HandedBlock
+from tiers.hbm.segment_tokens import SegmentTokens
 from tiers.hbm.tier import HbmTier
 from tiers.hbm.uid_pool import PoolCounts, UidPool
+from tiers.model.tier import Extent
 
 
 @dataclass(slots=True)
@@ -29,6 +34,7 @@ class Seat:
 
     pool: UidPool
     client: PoolClient
+    tokens: SegmentTokens
 
 
 class SharedDevice:
@@ -52,6 +58,11 @@ class SharedDevice:
 
     def make(self, size_bytes: int) -> int:
         """Make a segment; pools that no process uses make room for it. Raises NoSpace, DeviceFailed."""
+        self.make_room(size_bytes)
+        return self._maker.make(size_bytes)
+
+    def make_room(self, size_bytes: int) -> None:
+        """Have room for a segment within the capacity; pools that no process uses are ended for it. Raises NoSpace."""
         if self.physical_bytes + size_bytes > self.capacity_bytes:
             self.end([uid for uid, pool in self.pools.items() if pool.is_idle])
         if self.physical_bytes + size_bytes > self.capacity_bytes:
@@ -59,7 +70,6 @@ class SharedDevice:
                 f"HBM tier {self.device}: its pools have {self.physical_bytes} bytes of {self.capacity_bytes}, "
                 f"no room for {size_bytes}"
             )
-        return self._maker.make(size_bytes)
 
     def end(self, uids: Sequence[int]) -> None:
         """End the pools of these uids, with their blocks."""
@@ -77,13 +87,17 @@ class DevicePools:
         policy: Callable[[], EvictionPolicy[bytes]],
         expected: ExpectedChecksum,
         missing: Sequence[str] = (),
+        token_key: bytes = b"",
         holders: DeviceHolders = unknown_holders,
         segment_bytes: int = limits.HBM_SEGMENT_BYTES,
         max_slots: int = limits.HBM_SLOTS,
     ) -> None:
         """Take the devices, and what says which checksum the store has for a block. `missing`: which are left
-        out, and why."""
+        out, and why. `token_key`: of the store, so that it knows its segments after a restart."""
         self.missing = list(missing)
+        self.start = secrets.token_hex(limits.HBM_TOKEN_BYTES)
+        """The random mark of this start, by which clients know whether they have an earlier service's segments."""
+        self._token_key = token_key or secrets.token_bytes(limits.HBM_SEGMENT_TOKEN_BYTES)
         self.counts = PoolCounts()
         self._devices = {device.device: device for device in devices}
         self._policy, self._expected, self._holders = policy, expected, holders
@@ -121,20 +135,42 @@ class DevicePools:
         if shared is None:
             raise NotFound(f"no memory of device {device[:64]!r} is shared here")
         if uid not in shared.pools:
-            shared.pools[uid] = self._make_pool(shared)
+            shared.pools[uid] = self._make_pool(shared, uid)
         pool = shared.pools[uid]
         for each in self._devices.values():
             if uid in each.pools:
                 each.pools[uid].tier.detach_left(pid, left)
-        return Seat(pool, pool.tier.attach(pid, open_pidfd(), token))
+        return Seat(pool, pool.tier.attach(pid, open_pidfd(), token), self._tokens(shared, uid))
 
-    def _make_pool(self, shared: SharedDevice) -> UidPool:
+    def adopt(
+        self, seat: Seat, fd: int, token: bytes, blocks: Sequence[HandedBlock]
+    ) -> list[tuple[Extent, Place] | None]:
+        """Take over a segment as `UidPool.adopt` does, if its token was made here for this pool and the device has room
+        for it. Raises InvalidRequest, NoSpace, Superseded."""
+        tier = seat.pool.tier
+        try:
+            if not seat.tokens.has_made(token):
+                raise InvalidRequest(
+                    f"token {token.hex()} is of no segment that this store made on device {tier.device} for this uid"
+                )
+            if tier.segment_of(token) is None:
+                self._devices[tier.device].make_room(tier.segment_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        return seat.pool.adopt(seat.client, fd, token, blocks)
+
+    def _tokens(self, shared: SharedDevice, uid: int) -> SegmentTokens:
+        return SegmentTokens(self._token_key, shared.device, uid, self._segment_bytes)
+
+    def _make_pool(self, shared: SharedDevice, uid: int) -> UidPool:
         tier = HbmTier(
             shared,
             shared.capacity_bytes,
             holders=self._holders,
             segment_bytes=self._segment_bytes,
             max_slots=self._max_slots,
+            make_token=self._tokens(shared, uid).make,
         )
         return UidPool(tier, self._policy(), self._expected, self.counts)
 

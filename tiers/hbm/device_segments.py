@@ -12,15 +12,12 @@ Concurrency: the service's thread only.
 from __future__ import annotations
 
 import os
-import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvfs.errors import NoSpace
 from tiers.hbm.clients import PoolClient
 from tiers.hbm.driver_ports import SegmentMaker
-
-TOKEN_BYTES = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -42,8 +39,11 @@ class DeviceSegment:
 class DeviceSegments:
     """Keeps the segments of one pool."""
 
-    def __init__(self, maker: SegmentMaker, capacity_bytes: int, segment_bytes: int) -> None:
+    def __init__(
+        self, maker: SegmentMaker, capacity_bytes: int, segment_bytes: int, make_token: Callable[[], bytes]
+    ) -> None:
         self.capacity_bytes = capacity_bytes
+        self._make_token = make_token
         self._segment_bytes = segment_bytes
         self._maker = maker
         self._segments: dict[int, DeviceSegment] = {}
@@ -60,7 +60,7 @@ class DeviceSegments:
     def make(self) -> DeviceSegment:
         """Make a segment. Raises NoSpace where the capacity or the device has no room, DeviceFailed."""
         self._check_room()
-        return self._add(self._maker.make(self._segment_bytes), secrets.token_bytes(TOKEN_BYTES))
+        return self._add(self._maker.make(self._segment_bytes), self._make_token())
 
     def adopt(self, fd: int, token: bytes) -> DeviceSegment:
         """Take over a segment of an earlier service; the descriptor is then this object's. Raises NoSpace."""

@@ -17,6 +17,7 @@ client.
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -33,6 +34,10 @@ from tiers.hbm.driver_ports import DeviceHolders, SegmentMaker, unknown_holders
 from tiers.hbm.handover import ExpectedChecksum, HandedBlock, is_adoptable
 from tiers.hbm.size_classes import slot_bytes_for
 from tiers.model.tier import Extent, Sealed, SealHeader, Usage
+
+
+def _draw_token() -> bytes:
+    return secrets.token_bytes(limits.HBM_SEGMENT_TOKEN_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +69,12 @@ class HbmTier:
         segment_bytes: int = limits.HBM_SEGMENT_BYTES,
         max_slots: int = limits.HBM_SLOTS,
         clock: Callable[[], float] = time.monotonic,
+        make_token: Callable[[], bytes] = _draw_token,
     ) -> None:
+        """Make a tier without segments; `make_token` says by what each one will be known after a restart."""
         self.device = maker.device
         self.generations = Generations(max_slots)
-        self._segments = DeviceSegments(maker, capacity_bytes, segment_bytes)
+        self._segments = DeviceSegments(maker, capacity_bytes, segment_bytes, make_token)
         self._allocator = SlotAllocator(segment_bytes, max_slots)
         self._holders = holders
         self._clock = clock
@@ -277,6 +284,11 @@ class HbmTier:
             self._segments.release(segment)
 
     # --- restart ----------------------------------------------------------------------------------------
+    def segment_of(self, token: bytes) -> int | None:
+        """Return the number of the segment that is known by this token; None where there is none."""
+        segment = self._segments.of_token(token)
+        return None if segment is None else segment.number
+
     def adopt(
         self,
         client: PoolClient,
@@ -308,7 +320,8 @@ class HbmTier:
             self._allocator.adopt(segment.number)
         elif not segment.adopted:
             raise InvalidRequest(f"segment {segment.number} was made by this service")
-        segment.clients.add(client)
+        if segment.fd >= 0:
+            segment.clients.add(client)
         return segment
 
     def _adopt_blocks(

@@ -17,7 +17,7 @@ from tiers.eviction.policy import EvictionPolicy
 from tiers.hbm.allocator import Place
 from tiers.hbm.block_pool import BlockPool
 from tiers.hbm.clients import PoolClient
-from tiers.hbm.handover import ExpectedChecksum
+from tiers.hbm.handover import ExpectedChecksum, HandedBlock
 from tiers.hbm.tier import HbmTier
 from tiers.hbm.wanted import Wanted
 from tiers.model.tier import Extent, Sealed, SealHeader
@@ -35,6 +35,8 @@ class PoolCounts:
     damaged: int = 0
     """Blocks whose checksum was wrong on the device."""
     evicted: int = 0
+    adopted: int = 0
+    """Blocks that were taken over from an earlier service."""
 
 
 class UidPool:
@@ -105,6 +107,20 @@ class UidPool:
         """Abort a draft that is not sealed as its client wants, and count that. Raises Superseded."""
         self.tier.abort(draft, client)
         self._counts.refused += 1
+
+    def adopt(
+        self, client: PoolClient, fd: int, token: bytes, blocks: Sequence[HandedBlock]
+    ) -> list[tuple[Extent, Place] | None]:
+        """Take over what a client hands back of an earlier service's segment; the descriptor is then the tier's. Return
+        where the blocks are, None for each that is dropped: without any the client unmaps the segment. Raises NoSpace,
+        InvalidRequest, Superseded."""
+        before = len(self.blocks)
+        extents = self.blocks.adopt(client, fd, token, blocks, self._expected)
+        self._counts.adopted += len(self.blocks) - before
+        number = self.tier.segment_of(token)
+        if number is not None and not any(extents):
+            self.tier.unmapped(client, number)
+        return [None if extent is None else (extent, self.tier.place(extent)) for extent in extents]
 
     def drop_damaged(self, digest: bytes, extent: Extent, bucket_id: int) -> bool:
         """Drop a block whose bytes are wrong on the device, if it is still the same one; return whether it was."""

@@ -4,20 +4,27 @@ Responsibility: requests in, answers and descriptors out, every wait on the peer
 
 Invariants: bytes are read only when the protocol has no complete request left, so input in memory stays below one frame
 and one chunk; descriptors are opened when the socket takes a message and closed at once; a peer that stalls or breaks
-the protocol ends in a KvfsError and `failed`.
+the protocol ends in a KvfsError and `failed`. The service's thread neither asks nor closes a file of a file system that
+a client may serve; while MAX_CLOSING_DESCRIPTORS of these wait, no descriptor is taken.
 
-Concurrency: one task of the service's trio thread; the socket is non-blocking.
+Concurrency: one task of the service's trio thread; the socket is non-blocking. One daemon thread closes what came from
+clients, begun with the first descriptor that is not memory.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import math
 import os
+import queue
 import select
 import socket
-from collections.abc import Callable, Iterator, Sequence
+import stat
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -27,10 +34,12 @@ from kvfs import limits
 from kvfs.errors import DeadlinePassed, KvfsError
 from kvfs.protocol.messages import Answer, ExtentAnswer, Failure, Op
 from kvfs.protocol.state_machine import Closed, Connection, ReceivedRequest, Side
+from kvfs.system import linux
 
 log = logging.getLogger("kvfs.sessions")
 
 _IN_FLIGHT_PAUSE_S = 0.01
+_DESCRIPTOR = struct.Struct("i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +57,61 @@ def close_all(descriptors: Sequence[int]) -> None:
         os.close(descriptor)
 
 
+def is_memory(descriptor: int) -> bool:
+    """Return whether a descriptor is a memory file or a device, as exported memory is: its close waits for nobody."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        return True
+    except OSError:
+        return stat.S_ISCHR(linux.known_mode(descriptor))
+
+
+class ReceivedDescriptors:
+    """Closes descriptors that clients sent: beside the service's thread where a file system of theirs may take as long
+    as it likes (FUSE flushes a file at each close)."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._begun = self._done = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Return whether more may be received."""
+        return self._begun - self._done < limits.MAX_CLOSING_DESCRIPTORS
+
+    def close(self, descriptors: Iterable[int]) -> None:
+        """Close descriptors, now or later; of memory at once."""
+        for descriptor in descriptors:
+            if is_memory(descriptor):
+                os.close(descriptor)
+                continue
+            self._begun += 1
+            self._waiting.put(descriptor)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True, name="kvfs-closer")
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            os.close(self._waiting.get())
+            self._done += 1
+
+
 class Channel:
     """Moves frames at the service's end of one connection."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, received: ReceivedDescriptors) -> None:
+        """Take a connection, and what closes the descriptors that came on it."""
         self._socket = connection
+        self._received = received
         self._protocol = Connection(Side.SERVER)
         self._writable = select.poll()
         self._writable.register(connection, select.POLLOUT)
         self.failed = False
         """Whether sending failed: the stream may end inside a frame, nothing more can be sent on it."""
+        self.takes_descriptors = False
+        """Whether requests may bring descriptors, one each; the kernel drops them otherwise."""
 
     async def next_request(self, *, quiet_timeout_s: float = math.inf) -> ReceivedRequest | None:
         """Receive the next request, None at the end of the stream. Raises ProtocolError, DeadlinePassed, OSError.
@@ -69,7 +123,7 @@ class Channel:
         if event is not None:
             await trio.lowlevel.checkpoint()
         while event is None and quiet_timeout_s == math.inf and not self._protocol.receiving:
-            self._protocol.receive_data(await self._receive(yields=True))
+            await self._receive(yields=True)
             event = self._protocol.next_event()
         if event is not None:
             return event if isinstance(event, ReceivedRequest) else None
@@ -85,20 +139,35 @@ class Channel:
                     begun = True
                     latest = trio.current_time() + limits.SESSION_FRAME_TIMEOUT_S
                     scope.deadline = min(scope.deadline, latest)
-                self._protocol.receive_data(await self._receive())
+                await self._receive()
         raise DeadlinePassed("a frame that had begun was not completed" if begun else "no HELLO came")
 
-    async def _receive(self, *, yields: bool = False) -> bytes:
+    async def _receive(self, *, yields: bool = False) -> None:
         while True:
             try:
-                data = self._socket.recv(limits.SESSION_CHUNK_BYTES)
+                if self.takes_descriptors and self._received.has_room:
+                    self._receive_both()
+                else:
+                    self._protocol.receive_data(self._socket.recv(limits.SESSION_CHUNK_BYTES))
             except BlockingIOError:
                 await trio.lowlevel.wait_readable(self._socket)
                 yields = False
                 continue
             if yields:
                 await trio.lowlevel.checkpoint()
-            return data
+            return
+
+    def _receive_both(self) -> None:
+        """Receive bytes, and the first descriptor that came with them; the kernel drops others."""
+        data, ancillary, _, _ = self._socket.recvmsg(
+            limits.SESSION_CHUNK_BYTES, socket.CMSG_LEN(_DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC
+        )
+        found = [
+            _DESCRIPTOR.unpack(payload)[0]
+            for level, kind, payload in ancillary
+            if (level, kind, len(payload)) == (socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.size)
+        ]
+        self._protocol.receive_data(data, found)
 
     async def send(self, answer: Answer, descriptors: Sequence[int] = ()) -> None:
         """Send an answer, with descriptors that stay the caller's. Raises LimitExceeded with nothing sent;
@@ -140,6 +209,7 @@ class Channel:
                 self._socket.send(data)
             except OSError:
                 self.failed = True
+        self._received.close(self._protocol.unused_descriptors())
         self._socket.close()
 
     async def _send_first(self, data: memoryview, descriptors: Sequence[int]) -> int:

@@ -19,11 +19,13 @@ from kvfs.protocol.messages import DIGEST_BYTES, Control, Op
 from kvfs.rights import READ, SEARCH, WRITE
 from tiers.hbm.allocator import Place
 from tiers.hbm.device_pools import Seat
+from tiers.hbm.handover import HandedBlock
 from tiers.model.blocks import Block
 from tiers.model.objects import Bucket
 from tiers.model.tier import Extent, Kind, Sealed, SealHeader, StoreKey
 from tiers.sessions.answers import log_refusal
 from tiers.sessions.arguments import Arguments
+from tiers.sessions.channel import is_memory
 from tiers.sessions.state import Service, Session
 
 Answered = tuple[dict[str, Any], list[int]]
@@ -69,8 +71,8 @@ def _map(service: Service, session: Session, arguments: Arguments) -> Answered:
     segment = arguments.integer("segment", 0)
     arguments.done()
     seat = _seat(session)
-    descriptor, _ = seat.pool.tier.map_segment(seat.client, segment)
-    return {"descriptors": 1}, [os.dup(descriptor)]
+    descriptor, token = seat.pool.tier.map_segment(seat.client, segment)
+    return {"descriptors": 1, "token": token.hex()}, [os.dup(descriptor)]
 
 
 def _find(service: Service, session: Session, arguments: Arguments) -> Answered:
@@ -132,7 +134,11 @@ def _seal_one(
     if block is None:
         seat.pool.refuse(draft, seat.client)
         raise NotFound(f"no block {digest.hex()} in bucket {bucket.name.decode(errors='replace')}")
-    header = SealHeader(
+    seat.pool.seal(draft, seat.client, _header(session, bucket, digest, block), checksum)
+
+
+def _header(session: Session, bucket: Bucket, digest: bytes, block: Block) -> SealHeader:
+    return SealHeader(
         StoreKey(Kind.BLOCK, digest),
         block.sequence,
         block.sequence,
@@ -140,7 +146,6 @@ def _seal_one(
         uid=session.caller.uid,
         bucket_id=bucket.bucket_id,
     )
-    seat.pool.seal(draft, seat.client, header, checksum)
 
 
 def _abort(service: Service, session: Session, arguments: Arguments) -> Answered:
@@ -162,6 +167,39 @@ def _drop(service: Service, session: Session, arguments: Arguments) -> Answered:
         for slot, generation, digest in rows
     ]
     return {"count": sum(dropped)}, []
+
+
+def adopt_segment(service: Service, session: Session, request: Control, descriptor: int) -> dict[str, Any]:
+    """Serve HBM_ADOPT: take over what the store has of a segment's blocks; the descriptor stays the caller's. Raises
+    KvfsError."""
+    arguments = Arguments(request.op.name, request.arguments)
+    bucket = _bucket(session, arguments, WRITE | SEARCH)
+    token = arguments.hex("token", limits.HBM_SEGMENT_TOKEN_BYTES).to_bytes(limits.HBM_SEGMENT_TOKEN_BYTES)
+    rows = arguments.rows("blocks", 0, 0, DIGEST_BYTES, _CHECKSUM_BYTES)
+    arguments.done()
+    seat = _seat(session)
+    assert service.pools is not None
+    if not is_memory(descriptor):
+        raise InvalidRequest("the descriptor is neither a memory file nor a device, as a segment's is")
+    blocks = {
+        number: block
+        for number, row in enumerate(rows)
+        if (block := _handed(session, bucket, *row)) is not None
+    }
+    adopted = service.pools.adopt(seat, os.dup(descriptor), token, list(blocks.values()))
+    places = dict(zip(blocks, adopted, strict=True))
+    return {"blocks": [(found := places.get(number)) and _place_row(*found) for number in range(len(rows))]}
+
+
+def _handed(
+    session: Session, bucket: Bucket, offset_bytes: int, size_bytes: int, number: int, checksum: int
+) -> HandedBlock | None:
+    """Return a block that is handed back; None for one that the store has not, or has in another size."""
+    digest = number.to_bytes(DIGEST_BYTES)
+    block = _stored(session, bucket, digest)
+    if block is None or block.size_bytes != size_bytes:
+        return None
+    return HandedBlock(offset_bytes, size_bytes, _header(session, bucket, digest, block), checksum)
 
 
 def _seat(session: Session) -> Seat:

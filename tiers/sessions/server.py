@@ -39,7 +39,7 @@ from kvfs.protocol.messages import (
     Failure,
     Hello,
     HelloAnswer,
-    Request,
+    Op,
     operation_name,
     request_op,
 )
@@ -49,9 +49,9 @@ from kvfs.system.latencies import Latencies
 from tiers.hbm.device_pools import DevicePools
 from tiers.sessions.answers import log_refusal
 from tiers.sessions.batches import serve_batch
-from tiers.sessions.channel import Channel, close_all
+from tiers.sessions.channel import Channel, ReceivedDescriptors, close_all
 from tiers.sessions.control import serve_control
-from tiers.sessions.hbm_operations import HBM_OPERATIONS, serve_hbm
+from tiers.sessions.hbm_operations import HBM_OPERATIONS, adopt_segment, serve_hbm
 from tiers.sessions.native_seals import NativeSeals
 from tiers.sessions.permissions import Access
 from tiers.sessions.state import NoCluster, RemoteBlocks, Service, Session, SessionQuota, peer, peer_pidfd
@@ -98,7 +98,7 @@ class SessionServer:
         self._service = Service(
             service_uid, group_gid, self._status, self.stop, cluster or NoCluster(), pools
         )
-        self._seals = NativeSeals(store)
+        self._seals, self._received = NativeSeals(store), ReceivedDescriptors()
         self._sessions: dict[int, Session] = {}
         self._per_uid: Counter[int] = Counter()
         self._idle: dict[int, trio.CancelScope] = {}
@@ -143,7 +143,7 @@ class SessionServer:
 
     def _admit(self, connection: socket.socket, nursery: trio.Nursery) -> None:
         connection.setblocking(False)
-        channel, caller = Channel(connection), None
+        channel, caller = Channel(connection, self._received), None
         try:
             caller = peer(connection)
             self._check_room(caller)
@@ -216,7 +216,10 @@ class SessionServer:
                 if received is None:
                     return
                 began_s = time.perf_counter()
-                await self._answer(session, channel, received.request)
+                try:
+                    await self._answer(session, channel, received)
+                finally:
+                    self._received.close(received.descriptors)
                 self._latencies.observe(operation_name(received.request), time.perf_counter() - began_s)
                 timeout_s = math.inf
         raise SessionClosed("the service stops")
@@ -236,14 +239,19 @@ class SessionServer:
             del self._idle[session.number]
         raise SessionClosed("the service stops")
 
-    async def _answer(self, session: Session, channel: Channel, request: Request) -> None:
+    async def _answer(self, session: Session, channel: Channel, received: ReceivedRequest) -> None:
+        request = received.request
         self._seals.catch_up()
         try:
             match request:
                 case Hello():
                     await channel.send(self._greet(session, request))
+                case Control(op=Op.HBM_ADOPT as op):
+                    result = adopt_segment(self._service, session, request, *received.descriptors)
+                    await channel.send(ControlAnswer(op, result))
                 case Control(op=op) if op in HBM_OPERATIONS:
                     result, descriptors = serve_hbm(self._service, session, request)
+                    channel.takes_descriptors = session.seat is not None
                     try:
                         await channel.send(ControlAnswer(op, result), descriptors)
                     finally:
@@ -284,6 +292,7 @@ class SessionServer:
                 "index": str(self.store.home.index),
                 "keeps_pages": self.store.dram.keeps_pages,
                 "devices": self._service.devices,
+                "pools": self._service.pools.start if self._service.pools is not None else "",
                 "limits": {
                     "frame_bytes": limits.MAX_FRAME_BYTES,
                     "batch": limits.MAX_BATCH,
