@@ -68,7 +68,9 @@ class Loads:
             raise DeviceMissing("the CUDA driver has no device to load onto")
         self._loads = made.loads
         self._pooled = made.loads.pooled(
-            lambda context, timeout_s: blocks.device_pool(open_driver(), context, timeout_s=timeout_s)
+            lambda context, timeout_s, earlier: blocks.device_pool(
+                open_driver(), context, timeout_s=timeout_s, earlier=earlier
+            )
         )
 
     def ways(self) -> dict[str, Way]:

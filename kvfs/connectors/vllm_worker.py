@@ -32,7 +32,7 @@ import torch
 
 from kvfs._native.cuda.driver import Context, open_driver
 from kvfs.client.blocks import Blocks
-from kvfs.client.device_pool import DevicePool
+from kvfs.client.device_pool import DevicePool, Earlier
 from kvfs.client.layers import Loading
 from kvfs.client.session import split_keys
 from kvfs.connectors.adapters import LoadedAdapters
@@ -193,12 +193,14 @@ class Transfers:
         )
         return sizes, None
 
-    def _attach_pool(self, shard: Shard, context: Context, timeout_s: float) -> DevicePool | None:
+    def _attach_pool(
+        self, shard: Shard, context: Context, timeout_s: float, earlier: Earlier | None
+    ) -> DevicePool | None:
         """Take a place in the pool of a shard's blocks. Raises SessionClosed during an outage."""
         blocks = self._link.blocks(shard.namespace)
         if blocks is None:
             raise SessionClosed("the service does not answer")
-        return blocks.device_pool(open_driver(), context, timeout_s=timeout_s)
+        return blocks.device_pool(open_driver(), context, timeout_s=timeout_s, earlier=earlier)
 
     @property
     def pool_counts(self) -> dict[str, int]:

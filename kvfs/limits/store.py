@@ -131,6 +131,9 @@ HBM_KEPT_SEGMENTS: Final = 256
 usually has 1,024."""
 HBM_KEPT_BLOCKS: Final = 1 << 16
 """Blocks that one place could hand back: of 20 GiB in blocks of 320 KiB, in 20 MiB of memory."""
+HBM_KEEP_S: Final = 60.0
+"""How long a client that lost its service keeps segments mapped: a service that is restarted is there by then, and one
+that is not has no use for them."""
 HBM_DRAIN_S: Final = 10.0
 """How long what an ended process might still write is not reused where nobody knows who is on the device."""
 HBM_HANG_S: Final = 30.0

@@ -15,6 +15,7 @@ from kvfs.client.device_pool import DevicePool, PoolDraft
 from kvfs.connectors.device import pooled
 from tests.support.cuda_standin import Standin
 from tests.support.pool_engines import PoolEngine
+from tests.support.pool_services import hbm
 from tests.support.pool_workers import BLOCK, COUNT, Cache, Worker, payload
 from tests.support.service import Service
 from tests.support.waits import WAIT_S, eventually
@@ -164,7 +165,7 @@ def test_loads_go_on_where_the_device_refuses(
     eventually(lambda: worker.load(keys) == 0, "the pool is there again")
 
 
-def test_loads_go_on_while_the_service_is_away(
+def test_loads_go_on_while_the_service_is_away_and_from_the_pool_it_had_before(
     library: Standin, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pooled, "CONNECTOR_RETRY_S", 0)
@@ -175,8 +176,54 @@ def test_loads_go_on_while_the_service_is_away(
         service.kill()
         assert worker.load(made) == COUNT
         service.restart()
+        assert worker.load(made) == 0
+        assert worker.pooled.counts.promoted == COUNT, "nothing was added again"
+        assert hbm(service)["adopted"] == COUNT
+        with Worker(service.data, context) as other:
+            assert other.load(made) == 0
+        worker.blocks.remove(made)
+        assert hbm(service)["held_bytes"] == 0, "nothing is leased any more"
+
+
+def test_what_a_service_that_stays_away_had_is_given_back(
+    library: Standin, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pooled, "CONNECTOR_RETRY_S", 0)
+    with serving(Path(library.path)) as service, Worker(service.data, context) as worker:
+        made = worker.put()
+        worker.fill(made)
+        service.kill()
+        for _ in range(2):
+            assert worker.load(made) == COUNT
+        kept = worker.pooled._earlier
+        assert kept is not None
+        assert len(kept.regions) == 1
+        monkeypatch.setattr(worker.pooled, "_keep_until_s", 0)
+        assert worker.load(made) == COUNT
+        assert worker.pooled._earlier is None
+        assert kept.is_closed
+        service.restart()
         worker.fill(made)
         assert worker.load(made) == 0
+
+
+def test_a_handover_that_the_device_refuses_is_none(
+    library: Standin, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pooled, "CONNECTOR_RETRY_S", 0)
+    with serving(Path(library.path)) as service, Worker(service.data, context) as worker:
+        made = worker.put()
+        worker.fill(made)
+        service.kill()
+        assert worker.load(made) == COUNT
+        service.restart()
+        library.set_faults("cuLaunchKernel:2:1")
+        worker.load(made)
+        library.set_faults()
+        assert worker.pooled._earlier is None
+        worker.fill(made)
+        assert worker.load(made) == 0
+        assert hbm(service)["adopted"] == 0
 
 
 def test_a_load_from_the_pool_ends_before_its_worker_does(

@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 import kvfs
 from kvfs._native.cuda.copies import DevicePlaces
 from kvfs._native.cuda.driver import Context, open_driver
-from kvfs.client.device_pool import DevicePool
+from kvfs.client.device_pool import DevicePool, Earlier
 from kvfs.connectors.device.loads import DeviceLoads
 from tests.support.gpu_memory import DeviceMemory
 from tests.support.stores import NAMESPACE
@@ -55,8 +55,8 @@ class Worker:
         self.read: list[bytes] = []
         """Keys of parts that were read from below."""
 
-    def _attach(self, context: Context, timeout_s: float) -> DevicePool | None:
-        return self.blocks.device_pool(open_driver(), context, timeout_s=timeout_s)
+    def _attach(self, context: Context, timeout_s: float, earlier: Earlier | None) -> DevicePool | None:
+        return self.blocks.device_pool(open_driver(), context, timeout_s=timeout_s, earlier=earlier)
 
     def put(self) -> list[bytes]:
         """Store as many blocks as a cache has."""

@@ -23,7 +23,7 @@ from kvfs._native.blocks.pieces import Scatter, join_keys
 from kvfs._native.cuda.copies import DevicePlaces
 from kvfs._native.cuda.driver import Context, Device, open_driver
 from kvfs.client.blocks import Blocks, Keys
-from kvfs.client.device_pool import DevicePool
+from kvfs.client.device_pool import DevicePool, Earlier
 from kvfs.client.session import split_keys
 from kvfs.client.transport import Deadline
 from kvfs.connectors.device.copies import copies_in
@@ -66,8 +66,8 @@ class DeviceBlocks:
         self._storing = threading.Lock()
         self._is_closed = False
 
-    def _attach(self, context: Context, timeout_s: float) -> DevicePool | None:
-        return self._blocks.device_pool(self._driver, context, timeout_s=timeout_s)
+    def _attach(self, context: Context, timeout_s: float, earlier: Earlier | None) -> DevicePool | None:
+        return self._blocks.device_pool(self._driver, context, timeout_s=timeout_s, earlier=earlier)
 
     @property
     def counts(self) -> PoolCounts:

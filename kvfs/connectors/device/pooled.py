@@ -1,14 +1,15 @@
 """Blocks in the device's own memory: loaded from the pool that processes share, and added to it.
 
 Responsibility: load what the pool has, each block verified on the device; add blocks that were loaded from below; go on
-without the pool where that fails.
+without the pool where that fails; have a restarted service take over what an earlier one's pool had.
 
 Invariants:
 - A block counts as loaded once its slot has the checksum that it was sealed with, computed behind the copy while the
   slot is leased. One that has not is dropped at the service, and loaded from below.
 - A lease ends, a draft is sealed, and a place in the pool is left, after the copies that use them.
 - No failure of a pool is one of a load. A place that failed is left by the last thread that uses it; another one is
-  taken CONNECTOR_RETRY_S later.
+  taken CONNECTOR_RETRY_S later. One whose session is lost stays mapped until then, HBM_KEEP_S at most while there are
+  loads, to be taken over.
 
 Concurrency: any thread.
 """
@@ -24,15 +25,15 @@ from dataclasses import dataclass
 
 from kvfs._native.cuda.copies import DevicePlaces
 from kvfs._native.cuda.driver import Context, Event, Stream
-from kvfs.client.device_pool import DevicePool, PoolBlock, PoolDraft
+from kvfs.client.device_pool import DevicePool, Earlier, PoolBlock, PoolDraft
 from kvfs.client.transport import Deadline
 from kvfs.connectors.device.slot_copies import LEAST_BYTES, SlotCopies
 from kvfs.errors import AccessDenied, DeadlinePassed, KvfsError
-from kvfs.limits import CONNECTOR_POOL_S, CONNECTOR_RETRY_S, CONNECTOR_SLOTS, MAX_COPY_PIECES
+from kvfs.limits import CONNECTOR_POOL_S, CONNECTOR_RETRY_S, CONNECTOR_SLOTS, HBM_KEEP_S, MAX_COPY_PIECES
 
-Attach = Callable[[Context, float], DevicePool | None]
-"""Takes a place in the pool of a namespace's blocks on the context's device within so many seconds; None where the
-service has no such pool. Raises KvfsError, OSError."""
+Attach = Callable[[Context, float, Earlier | None], DevicePool | None]
+"""Takes a place in the pool of a namespace's blocks on the context's device within so many seconds, after an earlier
+one, as `Blocks.device_pool` does; None where the service has no such pool. Raises KvfsError, OSError."""
 log = logging.getLogger("kvfs.connectors")
 
 
@@ -61,8 +62,9 @@ class PooledBlocks:
         self.counts = PoolCounts()
         self._lock = threading.Condition()
         self._place: _Place | None = None
+        self._earlier: DevicePool | None = None
         self._is_attaching = self._is_off = self._has_failed = False
-        self._again_s = 0.0
+        self._again_s = self._keep_until_s = 0.0
         self._may_add = True
 
     # --- loads --------------------------------------------------------------------------------------------
@@ -187,7 +189,7 @@ class PooledBlocks:
             self._is_attaching = True
         pool = None
         try:
-            pool = self._attach(self._copies.context, min(deadline.left_s, CONNECTOR_POOL_S))
+            pool = self._attach_next(min(deadline.left_s, CONNECTOR_POOL_S))
             if pool is None:
                 self._is_off = True
         except (KvfsError, OSError) as error:
@@ -200,15 +202,36 @@ class PooledBlocks:
                 self._lock.notify_all()
         return self._place if pool is not None else None
 
+    def _attach_next(self, timeout_s: float) -> DevicePool | None:
+        """Take a place after the earlier one, which is left then, or once it was kept for long enough."""
+        earlier = self._earlier
+        try:
+            return self._attach(
+                self._copies.context,
+                timeout_s,
+                None if earlier is None else Earlier(earlier, self._checksums),
+            )
+        finally:
+            if earlier is not None and (earlier.is_closed or time.monotonic() >= self._keep_until_s):
+                self._earlier = None
+                _close(earlier)
+
+    def _checksums(self, slots: Sequence[tuple[int, int]]) -> list[int]:
+        return self._copies.checksums(slots, self._stream)
+
     def _leave(self, place: _Place) -> None:
         with self._lock:
             place.users -= 1
             if place.users or not place.is_lost:
                 return
-            self._place, self._again_s = None, time.monotonic() + CONNECTOR_RETRY_S
+            now_s = time.monotonic()
+            keeps = not self._is_off and not place.pool.is_open
+            if keeps:
+                self._earlier, self._keep_until_s = place.pool, now_s + HBM_KEEP_S
+            self._place, self._again_s = None, now_s + CONNECTOR_RETRY_S
             self._lock.notify_all()
-        with suppress(KvfsError, OSError):  # a lost context, or session, has ended it
-            place.pool.close(timeout_s=CONNECTOR_POOL_S)
+        if not keeps:
+            _close(place.pool)
 
     def _say(self, error: BaseException) -> None:
         """Log the first failure after the pool worked, or was not asked yet."""
@@ -231,3 +254,10 @@ class PooledBlocks:
                 lambda: self._place is None and not self._is_attaching, timeout=deadline.left_s
             ):
                 raise DeadlinePassed(f"a load from GPU memory did not end within {deadline.limit_s:g} s")
+        if self._earlier is not None:
+            _close(self._earlier)
+
+
+def _close(pool: DevicePool) -> None:
+    with suppress(KvfsError, OSError):  # a lost context, or session, has ended it
+        pool.close(timeout_s=CONNECTOR_POOL_S)

@@ -1,6 +1,6 @@
 """Copies from and to slots of the device's own memory, with the checksum of each slot.
 
-Responsibility: start a plan and the kernel that hashes the slots behind it; wait for both.
+Responsibility: start a plan, if there is one, and the kernel that hashes the slots behind it; wait for both.
 
 Invariants: everything that a call has started has ended when it returns or raises.
 Concurrency: any thread; a call holds a row of columns for itself, and the lock of the copier only to start.
@@ -12,7 +12,7 @@ import mmap
 import queue
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from kvfs._native.cuda.copies import Copier, Plan
@@ -64,6 +64,21 @@ class SlotCopies:
     ) -> list[int]:
         """Copy, behind `after`, and return the XXH3-64 of slots (address, bytes; at most CONNECTOR_SLOTS) as they are
         then. `within`: the copies stay on the device. Raises what `kvfs.errors.from_cuda` does."""
+        return self._hash(
+            slots,
+            stream,
+            lambda done: self._copier.start(plan, stream, done, after, within_device=within),
+        )
+
+    def checksums(self, slots: Sequence[tuple[int, int]], stream: Stream) -> list[int]:
+        """Return the XXH3-64 of slots (address, bytes; at most CONNECTOR_SLOTS) as they are. Raises what
+        `kvfs.errors.from_cuda` does."""
+        return self._hash(slots, stream, lambda done: None)
+
+    def _hash(
+        self, slots: Sequence[tuple[int, int]], stream: Stream, start: Callable[[Event], None]
+    ) -> list[int]:
+        """Hash slots behind what `start` starts on the stream."""
         columns = self._take()
         try:
             count = len(slots)
@@ -71,7 +86,7 @@ class SlotCopies:
             columns.sizes[:count] = array("Q", [size for _, size in slots])
             try:
                 with self._starting:
-                    self._copier.start(plan, stream, columns.done, after, within_device=within)
+                    start(columns.done)
                     self._module.launch("kvfs_xxh3", stream, count, CHECKSUM_THREADS, columns.addresses)
                     columns.done.record(stream)
             finally:
