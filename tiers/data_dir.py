@@ -102,11 +102,14 @@ class Home:
 
     def hbm_key(self) -> bytes:
         """Return the secret by which the store knows its segments of GPU memory, drawn where there is none: only the
-        service's user reads it. One that a power failure left without its bytes is drawn anew."""
-        file = self.path / "hbm.key"
+        service's user reads it. One that a power failure left without its bytes is drawn anew, and one that cannot be
+        written is this start's alone."""
+        file, drawn = self.path / "hbm.key", self.path / "hbm.key.new"
         found = file.read_bytes() if file.exists() else b""
-        if len(found) != limits.HBM_SEGMENT_TOKEN_BYTES:
-            found, drawn = secrets.token_bytes(limits.HBM_SEGMENT_TOKEN_BYTES), self.path / "hbm.key.new"
+        if len(found) == limits.HBM_SEGMENT_TOKEN_BYTES:
+            return found
+        found = secrets.token_bytes(limits.HBM_SEGMENT_TOKEN_BYTES)
+        with suppress(OSError):
             drawn.unlink(missing_ok=True)
             with open(
                 os.open(drawn, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb"

@@ -13,6 +13,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,11 +42,12 @@ class KeptSegment:
 
     @classmethod
     def of(cls, mapping: DeviceMapping, token: str, descriptor: int, others: int) -> KeptSegment:
-        """Keep a copy of a segment's descriptor, unless the service gave no token to bring it back by, or too many
-        others are kept."""
-        if not token or others >= limits.HBM_KEPT_SEGMENTS:
-            return cls(mapping)
-        return cls(mapping, token, os.dup(descriptor))
+        """Keep a copy of a segment's descriptor, unless the service gave no token to bring it back by, too many others
+        are kept, or the process has no room for one."""
+        if token and others < limits.HBM_KEPT_SEGMENTS:
+            with suppress(OSError):
+                return cls(mapping, token, os.dup(descriptor))
+        return cls(mapping)
 
     def close(self) -> None:
         """Unmap it, once no copy uses it any more."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from kvfs.errors import NoSpace, NotFound, QuotaExceeded, WrongChecksum
 from tests.support.device_pools import MIB, MemorySegments
+from tiers.data_dir import open_home
 from tiers.eviction.policy import policy_named
 from tiers.hbm.device_pools import DevicePools, Seat, SharedDevice
+from tiers.hbm.handover import HandedBlock
+from tiers.hbm.segment_tokens import SegmentTokens
 from tiers.hbm.wanted import Wanted
 from tiers.model.tier import Extent, Kind, SealHeader, StoreKey
 
@@ -190,3 +194,68 @@ def test_drafts_of_a_process_are_bounded(pools: Pools) -> None:
 def test_a_device_that_is_not_shared_is_named(pools: Pools) -> None:
     with pytest.raises(NotFound, match="GPU-other"):
         pools.pools.attach("GPU-other", 1, os.getpid(), lambda: os.pidfd_open(os.getpid()))
+
+
+def handed(number: int, at: int = 0) -> HandedBlock:
+    return HandedBlock(at * SLOT, SLOT, header(number), 1000 + number)
+
+
+def segment() -> int:
+    return MemorySegments().make(MIB)
+
+
+def test_what_is_handed_back_shares_the_capacity_of_the_device(pools: Pools) -> None:
+    alice, bob = pools.attach(1), pools.attach(2)
+    for number in range(5):
+        pools.put(alice, number)
+    assert pools.segments == 2
+    fd, token = segment(), bob.tokens.make()
+    with pytest.raises(NoSpace, match="no room for 1048576"):
+        pools.pools.adopt(bob, os.dup(fd), token, [handed(7)])
+    pools.leave(alice)
+    [found] = pools.pools.adopt(bob, os.dup(fd), token, [handed(7)])
+    assert found is not None
+    assert pools.has(bob, 7) == [True]
+    assert pools.segments == 1
+    again = pools.attach(2)
+    assert pools.pools.adopt(again, os.dup(fd), token, [handed(7), handed(8, 1)])[0] == found
+    assert pools.has(bob, 7, 8) == [True, True]
+    assert pools.pools.counts.adopted == 2
+    os.close(fd)
+
+
+def test_a_block_that_is_elsewhere_by_then_stays_there(pools: Pools) -> None:
+    seat, fd = pools.attach(1), segment()
+    pools.put(seat, 7)
+    assert pools.pools.adopt(seat, os.dup(fd), seat.tokens.make(), [handed(7)]) == [None]
+    assert pools.has(seat, 7) == [True]
+    assert pools.segments == 1
+    os.close(fd)
+
+
+def test_tokens_are_of_one_key_and_pool() -> None:
+    made = SegmentTokens(b"k" * 32, "GPU-a", 1, MIB)
+    others = [
+        SegmentTokens(b"l" * 32, "GPU-a", 1, MIB),
+        SegmentTokens(b"k" * 32, "GPU-b", 1, MIB),
+        SegmentTokens(b"k" * 32, "GPU-a", 11, MIB),
+        SegmentTokens(b"k" * 32, "GPU-a", 1, 2 * MIB),
+    ]
+    token = made.make()
+    assert made.make() != token
+    assert SegmentTokens(b"k" * 32, "GPU-a", 1, MIB).has_made(token)
+    assert [each.has_made(token) for each in others] == [False] * 4
+    assert not made.has_made(token[:-1])
+    assert not made.has_made(b"")
+
+
+def test_a_key_that_cannot_be_written_is_one_starts_alone(tmp_path: Path) -> None:
+    (tmp_path / "hbm.key.new").mkdir()
+    home = open_home(tmp_path)
+    try:
+        first, second = home.hbm_key(), home.hbm_key()
+        assert len({first, second}) == 2
+        (tmp_path / "hbm.key.new").rmdir()
+        assert home.hbm_key() == home.hbm_key()
+    finally:
+        home.close(clean=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ import pytest
 
 import kvfs
 from kvfs import limits
+from kvfs._native.cuda.driver import open_driver
 from kvfs._native.hash.hashing import xxh3_64
-from kvfs.client.device_pool import DevicePool
+from kvfs.client.device_pool import DevicePool, Earlier
 from kvfs.client.exchange import Exchange
 from kvfs.errors import ProtocolError, SessionClosed
 from kvfs.protocol.messages import Op
@@ -248,6 +249,40 @@ def test_a_checksum_that_fails_ends_the_handover_alone(
         hand_back(engine)
     assert engine.has(keys) == [False] * 3
     assert engine.promote(keys) == [True] * 3
+
+
+def test_segments_are_handed_back_as_far_as_there_is_time(service: Service, engine: PoolEngine) -> None:
+    keys, earlier = fill(engine), engine.pool
+    kill(service, engine)
+    service.restart()
+    engine.pool = engine.attach()
+    named = Earlier(earlier, engine.checksums)
+    assert engine.pool.take_over(named, timeout_s=0) == 0
+    assert len(earlier.regions) == 1
+    assert engine.pool.take_over(named, timeout_s=WAIT_S) == 3
+    assert earlier.regions == []
+    earlier.close(timeout_s=0)
+    assert engine.has(keys) == [True] * 3
+
+
+def test_a_service_that_is_killed_during_the_handover_leaves_all_unmapped(
+    service: Service, engine: PoolEngine
+) -> None:
+    keys, earlier = fill(engine), engine.pool
+    kill(service, engine)
+    service.restart()
+
+    def killing(ranges: Sequence[tuple[int, int]]) -> list[int]:
+        service.kill()
+        return engine.checksums(ranges)
+
+    with pytest.raises(SessionClosed):
+        engine.blocks.device_pool(open_driver(), engine.context, earlier=Earlier(earlier, killing))
+    assert earlier.is_closed
+    assert earlier.regions == []
+    service.restart()
+    engine.pool = engine.attach()
+    assert engine.has(keys) == [False] * 3
 
 
 def test_the_key_of_tokens_is_the_service_users_own_and_drawn_anew_where_it_is_damaged(

@@ -59,11 +59,12 @@ def close_all(descriptors: Sequence[int]) -> None:
 
 def is_memory(descriptor: int) -> bool:
     """Return whether a descriptor is a memory file or a device, as exported memory is: its close waits for nobody."""
-    try:
+    with suppress(OSError):
         fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         return True
-    except OSError:
+    with suppress(OSError):
         return stat.S_ISCHR(linux.known_mode(descriptor))
+    return False
 
 
 class ReceivedDescriptors:
