@@ -18,18 +18,19 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvfs import limits
 from kvfs._native.cuda.driver import Context, Driver
 from kvfs._native.hbm.hazards import ClientHazards
 from kvfs.client.exchange import Exchange
 from kvfs.client.kept_blocks import KeptSegment, KnownBlock, KnownBlocks
-from kvfs.client.session import batches, digests_text, split_keys
+from kvfs.client.session import batches, choose_keys, digests_text, split_keys
 from kvfs.client.transport import Deadline, Transport, close_all
 from kvfs.errors import Busy, KvfsError, Superseded
 from kvfs.protocol.messages import Op
@@ -44,9 +45,8 @@ def no_places() -> Left:
     return deque(maxlen=limits.HBM_CLIENTS)
 
 
-@dataclass(frozen=True, slots=True)
-class PoolBlock:
-    """Describes a block that is leased."""
+class PoolBlock(NamedTuple):
+    """Describes a block that is leased: what is known of it, and the lease."""
 
     key: bytes
     slot: int
@@ -58,8 +58,7 @@ class PoolBlock:
     lease: int
 
 
-@dataclass(frozen=True, slots=True)
-class PoolDraft:
+class PoolDraft(NamedTuple):
     """Describes a draft of a block, and where its bytes are to be."""
 
     key: bytes
@@ -99,6 +98,8 @@ class DevicePool:
         self._mapping = threading.Lock()
         self._mapped: dict[int, KeptSegment] = {}
         self._known = KnownBlocks()
+        self._unreported: dict[bytes, None] = {}
+        self._report_s = 0.0
         self.is_closed = False
         exchange = Exchange(transport, deadline.left_s)
         self._handle = exchange.control(Op.OPEN_NAMESPACE, **namespace)["handle"]
@@ -152,25 +153,60 @@ class DevicePool:
         return [(mapping.address, mapping.size_bytes) for mapping in mappings]
 
     def lease(self, keys: bytes, *, timeout_s: float) -> list[PoolBlock | None]:
-        """Lease the blocks that are in the pool; None for each other one. Raises SessionClosed, DeadlinePassed, what
+        """Lease the blocks that are in the pool; None for each other one. The service is asked for those alone that
+        this process has not heard of; `report` tells it of the others. Raises SessionClosed, DeadlinePassed, and what
         `kvfs.errors.from_cuda` does; then nothing is leased."""
+        leased = [self._lease_known(key) for key in split_keys(keys)]
+        unknown = [row for row, block in enumerate(leased) if block is None]
+        try:
+            for row, block in zip(unknown, self._ask(choose_keys(keys, unknown), timeout_s), strict=True):
+                leased[row] = block
+        except BaseException:
+            self.release(each for each in leased if each is not None)
+            raise
+        return leased
+
+    def _lease_known(self, key: bytes) -> PoolBlock | None:
+        known = self._known.get(key)
+        if known is None:
+            return None
+        try:
+            lease = self._hazards.publish(known.slot, known.generation)
+        except (Superseded, Busy):
+            return None
+        if len(self._unreported) < limits.MAX_BATCH:
+            self._unreported[key] = None
+        return PoolBlock(*known, lease)
+
+    def _ask(self, keys: bytes, timeout_s: float) -> list[PoolBlock | None]:
+        """Ask the service for blocks, and lease those that it has."""
         exchange, leased = Exchange(self._transport, timeout_s), list[PoolBlock | None]()
         try:
             for some in batches(keys, limits.MAX_BATCH):
-                rows = exchange.control(Op.HBM_FIND, namespace=self._handle, digests=digests_text(some))[
-                    "blocks"
-                ]
-                for key, row in zip(split_keys(some), rows, strict=True):
+                for key, row in zip(split_keys(some), self._find(exchange, some), strict=True):
                     leased.append(row and self._lease_one(exchange, key, *row))
         except BaseException:
             self.release(each for each in leased if each is not None)
             raise
-        self._known.add(
-            KnownBlock(each.slot, each.generation, each.key, each.address, each.size_bytes)
-            for each in leased
-            if each is not None
-        )
+        self._known.add(KnownBlock(*each[:-1]) for each in leased if each is not None)
         return leased
+
+    def _find(self, exchange: Exchange, keys: bytes) -> list[Any]:
+        answer = exchange.control(Op.HBM_FIND, namespace=self._handle, digests=digests_text(keys))
+        return list(answer["blocks"])
+
+    @property
+    def owes_report(self) -> bool:
+        """Return whether the service is to be told of leases; every CLIENT_REPORT_S is enough."""
+        return bool(self._unreported) and time.monotonic() >= self._report_s
+
+    def report(self, *, timeout_s: float) -> None:
+        """Tell the service, for eviction, of blocks that were leased without asking it since the last report: MAX_BATCH
+        at most, each once. Raises SessionClosed, DeadlinePassed."""
+        keys, self._unreported = b"".join(list(self._unreported)), {}
+        self._report_s = time.monotonic() + limits.CLIENT_REPORT_S
+        if keys:
+            self._find(Exchange(self._transport, timeout_s), keys)
 
     def _lease_one(
         self,
@@ -229,8 +265,8 @@ class DevicePool:
             answer = exchange.control(Op.HBM_SEAL, namespace=self._handle, seals=seals)
             sealed += [status == 0 for status in answer["statuses"]]
         self._known.add(
-            KnownBlock(draft.slot, draft.generation + 1, draft.key, draft.address, draft.size_bytes)
-            for draft, is_sealed in zip(drafts, sealed, strict=True)
+            KnownBlock(*draft._replace(generation=draft.generation + 1), checksum)
+            for draft, checksum, is_sealed in zip(drafts, checksums, sealed, strict=True)
             if is_sealed
         )
         return sealed
@@ -314,7 +350,7 @@ class DevicePool:
                 self._mapped[adopted] = earlier.pool._mapped.pop(number)
             start = self._mapped[adopted].mapping.address
         self._known.add(
-            KnownBlock(slot, generation, block.key, start + offset, block.size_bytes)
+            block._replace(slot=slot, generation=generation, address=start + offset)
             for slot, generation, _, offset, block in rows
         )
         return len(rows)

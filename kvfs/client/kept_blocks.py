@@ -1,10 +1,11 @@
-"""What a place in a pool of GPU memory could hand back to a restarted service: its segments, and blocks in them.
+"""What a process knows of a pool of GPU memory: blocks that are leased without asking, and what brings segments back.
 
-Responsibility: keep what brings a segment back, and which blocks were sealed where; sort these by segment once the
-service is gone.
+Responsibility: keep which blocks were sealed where, for leases and, by segment, for a restarted service; and what
+brings a segment back to that.
 
-Invariants: blocks are HBM_KEPT_BLOCKS at most, those heard of last; descriptors HBM_KEPT_SEGMENTS.
-Concurrency: `KnownBlocks.add` from any thread; the rest belongs to the place (`kvfs.client.device_pool`).
+Invariants: blocks are HBM_KEPT_BLOCKS at most, those heard of last; descriptors HBM_KEPT_SEGMENTS. What is known of a
+block was true when it was heard of: who leases it looks at its slot's generation.
+Concurrency: `KnownBlocks.add` and `get` from any thread; the rest belongs to the place (`kvfs.client.device_pool`).
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from kvfs._native.cuda.driver import Mapping as DeviceMapping
 class KnownBlock(NamedTuple):
     """Describes a block that was sealed at this address when it was last heard of."""
 
+    key: bytes
     slot: int
     generation: int
-    key: bytes
     address: int
     size_bytes: int
+    checksum: int
+    """XXH3-64 with which it was sealed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +66,25 @@ class KnownBlocks:
         self._lock = threading.Lock()
         self._by_slot: dict[int, KnownBlock] = {}
         """Those heard of last at the end."""
+        self._by_key: dict[bytes, KnownBlock] = {}
 
     def add(self, blocks: Iterable[KnownBlock]) -> None:
         """Know these blocks, in place of what was in their slots before, and of those not heard of for longest."""
         with self._lock:
             for block in blocks:
-                self._by_slot.pop(block.slot, None)
-                self._by_slot[block.slot] = block
+                self._forget(block.slot)
+                self._by_slot[block.slot] = self._by_key[block.key] = block
             while len(self._by_slot) > limits.HBM_KEPT_BLOCKS:
-                del self._by_slot[next(iter(self._by_slot))]
+                self._forget(next(iter(self._by_slot)))
+
+    def _forget(self, slot: int) -> None:
+        block = self._by_slot.pop(slot, None)
+        if block is not None and self._by_key.get(block.key) is block:
+            del self._by_key[block.key]
+
+    def get(self, key: bytes) -> KnownBlock | None:
+        """Return what is known of a block."""
+        return self._by_key.get(key)
 
     def in_segments(
         self, segments: Mapping[int, KeptSegment], is_sealed: Callable[[KnownBlock], bool]

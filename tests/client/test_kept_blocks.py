@@ -32,7 +32,7 @@ def kept(address: int, *, others: int = 0, token: str = "token") -> KeptSegment:
 
 
 def block(slot: int, address: int, generation: int = 2) -> KnownBlock:
-    return KnownBlock(slot, generation, bytes(16), address, 10)
+    return KnownBlock(bytes([slot]) * 16, slot, generation, address, 10, 0)
 
 
 def test_blocks_are_found_in_the_segments_that_are_kept() -> None:
@@ -45,6 +45,19 @@ def test_blocks_are_found_in_the_segments_that_are_kept() -> None:
     for segment in (segments[7], segments[3]):
         os.close(segment.descriptor)
     assert segments[5].descriptor == -1
+
+
+def test_a_block_is_known_until_its_slot_has_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HBM_KEPT_BLOCKS", 3)
+    blocks, first = KnownBlocks(), block(1, 2000)
+    blocks.add([first])
+    assert blocks.get(first.key) == first
+    moved = first._replace(slot=2, address=3000)
+    blocks.add([moved, first._replace(key=bytes(16))])
+    assert (blocks.get(first.key), blocks.get(bytes(16))) == (moved, first._replace(key=bytes(16)))
+    blocks.add(block(slot, 4000) for slot in (3, 4, 5))
+    assert (blocks.get(first.key), blocks.get(bytes(16))) == (None, None)
+    assert blocks.get(bytes([4]) * 16) == block(4, 4000)
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,8 @@ def test_processes_share_blocks_which_outlive_them(
         assert pool_of(service)["clients"] == 2
         child.kill()
         assert engine.has(keys) == [True] * 4
+        assert hbm(service)["hits"] - before["hits"] == 4, "what is known is leased without asking"
+        engine.pool.report(timeout_s=WAIT_S)
         after = hbm(service)
     assert (after["hits"] - before["hits"], after["misses"] - before["misses"]) == (8, 1)
     assert after["promoted"] >= 4
@@ -260,8 +262,9 @@ def test_a_service_that_is_killed_and_started_again_begins_anew(
         [leased, _] = engine.lease(keys)
         assert leased is not None
         service.kill()
+        assert engine.has(keys) == [True, True]  # nobody reuses what is leased
         with pytest.raises(SessionClosed):
-            engine.lease(keys)
+            engine.lease([*keys, *keys_of(1)])
         assert not engine.pool.is_open
         assert engine.read(leased) == payload(keys[0])  # what is mapped is its own until it unmaps
         engine.pool.close(timeout_s=WAIT_S)

@@ -82,7 +82,13 @@ class Worker:
         return sum(map(len, self.read)) // 16
 
     def wait_added(self) -> None:
-        eventually(lambda: self.loads._may_promote._value == 1, "nothing is being added")
+        eventually(lambda: self.loads._is_idle._value == 1, "nothing is being added")
+
+    def notice(self, keys: list[bytes]) -> None:
+        """Have the worker hear that its service is gone, which loads of what it knows in the pool do not need."""
+        assert self.load(keys) == 0
+        self.wait_added()
+        self.pooled.report()
 
     def fill(self, keys: list[bytes]) -> None:
         """Have all blocks in the pool."""

@@ -69,7 +69,7 @@ class DeviceLoads:
         self._slots = SlotCopies(context, self._copier, self._starting)
         self._pooled: list[PooledBlocks] = []
         self._promoter, self._promotions = Workers(), context.stream()
-        self._may_promote = threading.Semaphore()
+        self._is_idle = threading.Semaphore()
         self._free: queue.SimpleQueue[_Staging] = queue.SimpleQueue()
         self._buffer_bytes = buffer_bytes(block_bytes)
         self._buffers = CONNECTOR_STAGING_BUFFERS
@@ -124,6 +124,8 @@ class DeviceLoads:
         if pooled is None:
             return self._load_below(read, keys, places, before, deadline, None)
         there = pooled.load(keys, places, before, deadline)
+        if pooled.owes_report():
+            self._aside(pooled.report)
         left = [row for row, is_there in enumerate(there) if not is_there]
         below, some = places.choose(left), choose_keys(keys, left)
         sizes = [places.block_bytes] * len(there)
@@ -165,12 +167,8 @@ class DeviceLoads:
 
     def _give_back(self, staging: _Staging, pooled: PooledBlocks | None) -> None:
         """Free a buffer, after what is in it was added to the pool if nothing else is being added."""
-        if pooled is not None and staging.keys and self._may_promote.acquire(blocking=False):
-            try:
-                self._promoter.submit(partial(self._promote, staging, pooled))
-                return
-            except KvfsError:  # closed
-                self._may_promote.release()
+        if pooled is not None and staging.keys and self._aside(partial(self._promote, staging, pooled)):
+            return
         self._free.put(staging)
 
     def _promote(self, staging: _Staging, pooled: PooledBlocks) -> None:
@@ -179,8 +177,25 @@ class DeviceLoads:
                 staging.keys, staging.starts, staging.block_bytes, staging.buffer.region, self._promotions
             )
         finally:
-            self._may_promote.release()
             self._free.put(staging)
+
+    def _aside(self, do: Callable[[], None]) -> bool:
+        """Do what no load waits for by a thread of its own; return False where that has something to do."""
+        if not self._is_idle.acquire(blocking=False):
+            return False
+
+        def run() -> None:
+            try:
+                do()
+            finally:
+                self._is_idle.release()
+
+        try:
+            self._promoter.submit(run)
+        except KvfsError:  # closed
+            self._is_idle.release()
+            return False
+        return True
 
     def _take(self, used: deque[_Staging], deadline: Deadline) -> _Staging | None:
         """Take a buffer, of those this load has used if others have the rest; None: there is none in time."""

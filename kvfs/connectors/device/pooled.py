@@ -91,6 +91,17 @@ class PooledBlocks:
                 pool.release(block for block in leased if block is not None)
         return there
 
+    def owes_report(self) -> bool:
+        """Return whether the service is to be told of what was loaded."""
+        place = self._place
+        return place is not None and place.pool.owes_report
+
+    def report(self) -> None:
+        """Tell the service what was loaded without asking it."""
+        with self._using(Deadline.after(CONNECTOR_POOL_S)) as pool:
+            if pool is not None:
+                pool.report(timeout_s=CONNECTOR_POOL_S)
+
     def _load_part(
         self, pool: DevicePool, part: Sequence[tuple[int, PoolBlock]], places: DevicePlaces, before: Event
     ) -> list[int]:
