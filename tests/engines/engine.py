@@ -17,7 +17,7 @@ from typing import Any, Self
 from tests.engines.run_engine import ENVIRONMENT
 from tests.engines.tiny_llama import VOCABULARY
 from tests.support.forked import Forked, Imported, imported
-from tests.support.leftovers import held_memory
+from tests.support.run_remains import held_memory
 from tests.support.service import ROOT
 
 BLOCK_TOKENS = 32

@@ -1,7 +1,9 @@
-"""A run that leaves something behind is red, and says what; one that leaves nothing has the result of its tests."""
+"""A run that leaves something behind is red, and says what; one that leaves nothing has the result of its tests; and of
+one that is killed nothing is left."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -11,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.leftovers import MEMORY
-from tests.support.service import ROOT
+from tests.support.door import need_mount
+from tests.support.processes import task_state
+from tests.support.run_remains import MEMORY, processes
+from tests.support.service import ROOT, mounts_under
+from tests.support.waits import eventually
 
 CONFTEST = """
 import pytest
@@ -92,3 +97,46 @@ def test_what_a_run_leaves_makes_it_red(tmp_path: Path, what: str) -> None:
         Path(found["path"]).unlink()
     assert ("left behind" in run.stdout, run.returncode) == ((False, 0) if what == "nothing" else (True, 1))
     assert re.search(r"^at most [\d.]+ GB more in ", run.stdout, re.MULTILINE)
+
+
+CUT_OFF = """
+import json, os, signal, subprocess, sys
+from tests.support.service import Service
+from tests.support.sessions import fork, session_server
+
+def test():
+    with Service() as service, session_server() as server:
+        waits = fork(lambda pipe: pipe.recv(1), uid=1001, gid=1001)
+        sleeps = subprocess.Popen(["sleep", "4242"], start_new_session=True)
+        pids = [service.pid, server.child.pid, waits.pid, sleeps.pid]
+        folders = [os.environ["TMPDIR"], os.environ["FAST_TMPDIR"]]
+        with open("had", "w") as file:
+            json.dump([pids, folders], file)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.mount
+def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path) -> None:
+    need_mount()
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_one.py").write_text(CUT_OFF)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(tmp_path)]
+    with (tmp_path / "said").open("w") as said:  # no pipe, which what is left would keep open
+        code = subprocess.call(
+            command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=said, stderr=said
+        )
+    assert code == -signal.SIGKILL, (tmp_path / "said").read_text()
+    pids, folders = json.loads((tmp_path / "had").read_text())
+    eventually(lambda: not any(map(runs, pids)), "the processes of the run have ended")
+    eventually(lambda: not any(map(os.path.exists, folders)), f"{folders} are gone")
+    for folder in map(Path, folders):
+        assert (processes(folder), mounts_under(folder)) == ({}, [])
+
+
+def runs(pid: int) -> bool:
+    """Return whether there is such a process, which is nobody's child here, and so may stay a zombie for a while."""
+    try:
+        return task_state(Path(f"/proc/{pid}")) not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

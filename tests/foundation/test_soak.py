@@ -14,7 +14,7 @@ from typing import Final
 
 import pytest
 
-from tests.support.leftovers import processes
+from tests.support.run_remains import processes
 from tests.support.seeds import ROOT, SEED, repeat_command, seeds
 
 CONFTEST: Final = "from tests.conftest import pytest_configure, pytest_runtest_makereport\n"

@@ -10,13 +10,11 @@ Concurrency: the forking process has one thread and no store.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import logging
 import os
 import random
-import signal
 import socket
 import sys
 import traceback
@@ -32,7 +30,7 @@ from kvfs.limits import MIB
 from kvfs.system import crashpoints
 from tests.support.cold import FolderBucket, options
 from tests.support.crash_load import CLIENTS, Client, audit, look, make_buckets
-from tests.support.posix import PR_SET_PDEATHSIG
+from tests.support.processes import end_with
 from tiers.cold.tier import ColdTier
 from tiers.device.device import open_device
 from tiers.model.objects import Name
@@ -185,9 +183,9 @@ async def reclaimed(store: Store) -> dict[str, int]:
     return {"live_bytes": journal.nvme.pool.live_bytes, "objects": len(journal.nvme.objects)}
 
 
-def child(task: dict[str, Any], descriptor: int) -> None:
+def child(task: dict[str, Any], descriptor: int, parent: int) -> None:
     """What a fork does; it does not return."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with(parent)
     say = Speaker(descriptor)
     faulthandler.dump_traceback_later(WATCHDOG_S, exit=True, file=descriptor)
     status = 1
@@ -208,10 +206,11 @@ def main() -> None:
         request, descriptors, _, _ = socket.recv_fds(channel, 1 << 16, 1)
         if not request:
             return
+        parent = os.getpid()
         pid = os.fork()
         if pid == 0:
             channel.close()
-            child(json.loads(request), descriptors[0])
+            child(json.loads(request), descriptors[0], parent)
         os.close(descriptors[0])
         channel.send(str(pid).encode())
         _, status = os.waitpid(pid, 0)

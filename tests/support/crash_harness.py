@@ -29,7 +29,8 @@ from kvfs.cli.offline.fsck_command import _check
 from kvfs.limits import MIB
 from kvfs.system import crashpoints
 from tests.support.crash_model import Model, Value
-from tests.support.leftovers import FAST_VARIABLE, MEMORY
+from tests.support.leftovers import FAST_VARIABLE
+from tests.support.run_remains import MEMORY
 from tests.support.service import ROOT
 from tiers.dram import tmpfs
 

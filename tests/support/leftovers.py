@@ -13,24 +13,28 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from kvfs.system import linux
+from tests.support.run_remains import (
+    END_WAIT_S,
+    MEMORY,
+    guard,
+    held_memory,
+    loop_devices,
+    processes,
+    shared_memory,
+)
 
-MEMORY = Path("/dev/shm")
 FAST_VARIABLE = "FAST_TMPDIR"
 """Where temporary files lie in memory, as TMPDIR says where they lie on disk."""
 _SAMPLE_S = 0.5
-END_WAIT_S = 30.0
-"""For processes that are ending: a killed engine gives back gigabytes first."""
 
 
 class Run:
@@ -43,10 +47,12 @@ class Run:
     def pytest_sessionstart(self) -> None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
         self._folders = [_folder(None)]
-        os.environ["TMPDIR"] = tempfile.tempdir = str(self._folders[0])
         if (fast := Path(os.environ.get(FAST_VARIABLE, MEMORY))).is_dir():
             self._folders.append(_folder(fast))
-            os.environ[FAST_VARIABLE] = str(self._folders[1])
+        self._guard = guard(self._folders)
+        for variable, folder in zip(("TMPDIR", FAST_VARIABLE), self._folders, strict=False):
+            os.environ[variable] = str(folder)
+        tempfile.tempdir = os.environ["TMPDIR"]
         self._watch = Watch(self._folders)
 
     @pytest.hookimpl(wrapper=True, trylast=True)
@@ -54,6 +60,8 @@ class Run:
         yield
         self._watch.end()
         self._left = self._end()
+        self._guard.kill()
+        self._guard.wait()
         if self._left and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -119,38 +127,3 @@ class Watch:
     def peaks(self) -> str:
         parts = (f"{most / 1e9:.1f} GB more in {folder.parent}" for folder, most in self._most.items())
         return ", ".join(parts)
-
-
-def processes(folder: Path) -> dict[int, str]:
-    """Return id and command of each other process that has `folder` in its environment or in its arguments."""
-    mark, found = os.fsencode(folder), {}
-    for pid in set(map(int, filter(str.isdecimal, os.listdir("/proc")))) - {os.getpid()}:
-        with suppress(OSError):  # it has ended
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if command and mark in Path(f"/proc/{pid}/environ").read_bytes() + command:
-                found[pid] = command.replace(b"\0", b" ").decode(errors="replace").strip()
-    return found
-
-
-def loop_devices() -> list[str]:
-    """Return loop devices with the files behind them, a line each."""
-    if shutil.which("losetup") is None:
-        return []
-    columns = ["losetup", "--list", "--noheadings", "--output", "NAME,BACK-FILE"]
-    return subprocess.run(columns, capture_output=True, text=True, check=True).stdout.splitlines()
-
-
-def shared_memory() -> list[Path]:
-    """Return what processes share by name: POSIX shared memory and semaphores."""
-    return [path for path in MEMORY.iterdir() if path.is_file()] if MEMORY.is_dir() else []
-
-
-def held_memory(pids: Iterable[int]) -> set[Path]:
-    """Return the shared memory that processes have mapped."""
-    lines: set[str] = set()
-    for pid in pids:
-        with suppress(OSError):  # it has ended
-            lines |= {
-                line.split(maxsplit=5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
-            }
-    return {path for path in map(Path, lines) if path.parent == MEMORY}

@@ -6,7 +6,6 @@ import ctypes
 import mmap
 import os
 import platform
-import signal
 import socket
 import traceback
 import warnings
@@ -19,9 +18,10 @@ from typing import Final, TypeVar
 import numpy as np
 import pytest
 
+from tests.support.processes import end_with
+
 T = TypeVar("T")
 
-PR_SET_PDEATHSIG: Final = 1
 PR_SET_DUMPABLE: Final = 4
 CREDENTIAL_CALLS: Final = {"x86_64": (116, 119, 117), "aarch64": (159, 149, 147)}
 """Machine -> its numbers of setgroups(2), setresgid(2) and setresuid(2)."""
@@ -184,9 +184,7 @@ def start_child(function: Callable[[], object]) -> int:
     child = fork_quietly()
     if child == 0:
         try:
-            _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != parent:
-                os._exit(1)
+            end_with(parent)
             function()
         except BaseException:
             traceback.print_exc()

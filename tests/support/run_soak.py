@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Final
 
 from tests.support.crash_harness import fast_directory
-from tests.support.leftovers import FAST_VARIABLE, processes
+from tests.support.leftovers import FAST_VARIABLE
+from tests.support.run_remains import processes
 from tests.support.seeds import ROOT, repeat_command
 from tests.support.service import detach_mounts
 

@@ -34,6 +34,7 @@ import kvfs
 from kvfs.errors import LimitExceeded
 from kvfs.protocol.messages import Hello, Request
 from kvfs.protocol.state_machine import Closed, Connection, ReceivedAnswer, Side
+from tests.support.processes import end_with
 from tests.support.service import detach_mounts
 from tests.support.waits import WAIT_S
 from tiers.recovery.start import StoreOptions, open_store
@@ -95,19 +96,25 @@ class Child:
 def fork(
     do: Callable[[socket.socket], Any], *, uid: int = 0, gid: int = 0, groups: tuple[int, ...] = ()
 ) -> Child:
-    """Run `do` in a child with these credentials; its argument is the child's end of a pipe."""
+    """Run `do` in a child with these credentials; its argument is the child's end of a pipe. Ends with this thread."""
     ours, theirs = socket.socketpair()
+    parent = os.getpid()
     pid = os.fork()
     if pid == 0:
         ours.close()
-        _run_child(do, theirs, uid, gid, groups)
+        _run_child(do, theirs, parent, uid, gid, groups)
     theirs.close()
     ours.settimeout(WAIT_S)
     return Child(pid, ours)
 
 
 def _run_child(
-    do: Callable[[socket.socket], Any], pipe: socket.socket, uid: int, gid: int, groups: tuple[int, ...]
+    do: Callable[[socket.socket], Any],
+    pipe: socket.socket,
+    parent: int,
+    uid: int,
+    gid: int,
+    groups: tuple[int, ...],
 ) -> NoReturn:
     code = 0
     try:
@@ -115,6 +122,7 @@ def _run_child(
             os.setgroups(groups)
             os.setresgid(gid, gid, gid)
             os.setresuid(uid, uid, uid)
+        end_with(parent)
         value = do(pipe)
     except BaseException as error:
         value, code = error, 1
