@@ -358,12 +358,12 @@ class DevicePool:
     def close(self, *, timeout_s: float) -> None:
         """Unmap everything and leave the pool, after all copies from and to it have ended. A service that does not
         hear of that now is told when the next place is taken. Closing twice is harmless."""
-        if self.is_closed:
-            return
-        self.is_closed = True
+        is_left, self.is_closed = self.is_closed, True
         try:
             while self._mapped:
                 self._mapped.popitem()[1].close()
+            if is_left:
+                return
             self._left.append(self._token)
             if self._transport.is_open:
                 Exchange(self._transport, timeout_s).control(Op.HBM_DETACH)

@@ -12,7 +12,7 @@ import pytest
 from kvfs._native.cuda.copies import DevicePlaces
 from kvfs._native.cuda.driver import Context
 from kvfs.connectors.device import buffers
-from kvfs.connectors.device import loads as device_loads
+from kvfs.connectors.device import loads as loads_module
 from kvfs.errors import ContextLost, OutOfResources
 from tests.support.cuda_standin import Standin
 from tests.support.gpu_memory import address_of
@@ -51,18 +51,24 @@ def read(keys: bytes, places: Any, left_s: float) -> list[int]:
 
 
 @pytest.fixture
-def loads(
-    standin: Standin, context: Context, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Future[list[int]]]]:
-    """Load six blocks through two buffers of two."""
+def device_loads(standin: Standin, context: Context, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Two buffers of two blocks."""
     monkeypatch.setattr(buffers, "CONNECTOR_STAGING_BYTES", 2 * BLOCK)
-    monkeypatch.setattr(device_loads, "CONNECTOR_STAGING_BUFFERS", 2)
+    monkeypatch.setattr(loads_module, "CONNECTOR_STAGING_BUFFERS", 2)
     PARTS.clear()
     compute = context.stream()
-    made = device_loads.DeviceLoads(context, BLOCK, lambda: compute.handle)
-    yield lambda cache, timeout_s=WAIT_S: made.submit(read, KEYS, cache.places(), timeout_s=timeout_s)
+    made = loads_module.DeviceLoads(context, BLOCK, lambda: compute.handle)
+    yield made
     standin.hold(False)
     made.close()
+
+
+@pytest.fixture
+def loads(device_loads: Any) -> Callable[..., Future[list[int]]]:
+    """Load six blocks."""
+    return lambda cache, timeout_s=WAIT_S: device_loads.submit(
+        read, KEYS, cache.places(), timeout_s=timeout_s
+    )
 
 
 def test_a_load_is_done_with_its_last_copy(
@@ -120,6 +126,15 @@ def test_a_load_that_fails_says_so_and_writes_no_more(
         assert loads(cache).result(WAIT_S) == [BLOCK] * 6
     else:
         assert cache.pages[:] == before
+
+
+def test_closing_again_waits_for_no_buffer(
+    context: Context, device_loads: Any, loads: Callable[..., Future[list[int]]]
+) -> None:
+    assert loads(Cache(context)).result(WAIT_S) == [BLOCK] * 6
+    device_loads.close()
+    device_loads._free = None  # where it would wait
+    device_loads.close()
 
 
 def test_a_borrowed_stream_is_its_owners(standin: Standin, context: Context) -> None:

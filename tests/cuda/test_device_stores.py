@@ -132,6 +132,15 @@ def test_copies_that_do_not_start_leave_nothing_under_way(
     assert len(stores._buffers) == 2
 
 
+def test_closing_again_does_nothing(context: Context, stores: Any) -> None:
+    cache = Cache()
+    stores.copy(cache.places(0)).wait()
+    stores.close()
+    stores.close()
+    with pytest.raises(InvalidRequest, match="was destroyed"):
+        stores._stream.query()
+
+
 def test_blocks_that_are_larger_than_their_memory_are_refused(stores: Any) -> None:
     places = DevicePlaces([0], [0] * 3, BLOCK // 2, [])
     with pytest.raises(InvalidRequest, match=f"{BLOCK * 3 // 2} bytes: there is room for {BLOCK}"):

@@ -213,6 +213,12 @@ def test_a_place_whose_session_was_lost_is_left_with_the_next_one(
     assert not engine.blocks._left_pools
 
 
+def test_a_place_that_was_left_is_not_left_again(engine: PoolEngine) -> None:
+    for _ in range(2):
+        engine.pool.close(timeout_s=WAIT_S)
+        assert not engine.blocks._left_pools
+
+
 def test_a_place_is_left_by_its_own_process_alone(service: Service, engine: PoolEngine) -> None:
     keys, token = keys_of(1), engine.pool._token
 

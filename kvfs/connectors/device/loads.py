@@ -73,17 +73,21 @@ class DeviceLoads:
         self._free: queue.SimpleQueue[_Staging] = queue.SimpleQueue()
         self._buffer_bytes = buffer_bytes(block_bytes)
         self._buffers = CONNECTOR_STAGING_BUFFERS
+        """How many were not given back yet."""
         for _ in range(self._buffers):
             self._free.put(_Staging(context, self._buffer_bytes))
 
     def close(self) -> None:
-        """Begin no load any more, and give the memory back once those under way have ended, or wait no longer."""
+        """Begin no load any more, and give the memory back once those under way have ended, or wait no longer. Closing
+        twice is harmless: what has been given back is not waited for."""
         self._workers.close()
         self._promoter.close()
         deadline = Deadline.after(CONNECTOR_TIMEOUT_S)
         with suppress(queue.Empty, KvfsError):  # a lost context has given all back
-            for _ in range(self._buffers):
-                self._free.get(timeout=deadline.left_s).close()
+            while self._buffers:
+                staging = self._free.get(timeout=deadline.left_s)
+                self._buffers -= 1
+                staging.close()
             for pooled in self._pooled:
                 pooled.close(deadline)
             self._slots.close()

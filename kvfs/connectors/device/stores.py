@@ -76,8 +76,8 @@ class DeviceStores:
             self._add_buffer()
 
     def close(self) -> None:
-        """Give the memory back, once what is on its way has ended."""
-        with suppress(KvfsError):  # a lost context has given all back
+        """Give the memory back, once what is on its way has ended. Closing twice is harmless."""
+        with suppress(KvfsError):  # a lost context has given all back, and so has who closed before
             self._stream.synchronize()
             self._copier.close()
             for buffer in self._buffers:
