@@ -39,7 +39,7 @@ from tests.support.seeds import SEED
 from tests.support.session_answers import DESCRIPTION, extents, results
 from tests.support.sessions import MIB, RawClient, Server, fork, session_server
 from tests.support.stores import NAMESPACE
-from tests.support.waits import WAIT_S
+from tests.support.waits import WAIT_S, eventually
 from tiers.recovery.start import StoreOptions, open_store
 from tiers.sessions.native_seals import NativeSeals
 from tiers.sessions.permissions import Access
@@ -502,6 +502,11 @@ def test_a_child_that_lives_on_keeps_no_draft_from_being_sealed(blocks: kvfs.Blo
     [draft] = blocks.reserve(keys_of(1), [4096])
     assert draft is not None
     memoryview(draft)[:4] = b"mine"
+    grants = blocks._session.grants
+    assert grants is not None
+    eventually(
+        lambda: len(grants.spares) > limits.CLIENT_SPARE_DRAFTS // 2, "a thread has reserved some ahead"
+    )
     before = len(os.listdir("/proc/self/fd"))
 
     def live_on(pipe: Any) -> int:
