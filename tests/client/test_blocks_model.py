@@ -135,7 +135,7 @@ class Worker:
 
 
 def work(server: Server, seed: int, number: int, calls: int, pipe: socket.socket) -> int:
-    with server.connect(timeout_s=30) as client, client.blocks(NAMESPACE) as blocks:
+    with server.connect() as client, client.blocks(NAMESPACE) as blocks:
         worker = Worker(blocks, number, random.Random(seed))
         worker.mine = {key for n in range(30) if blocks.exists([key := key_of(1 + number, n)])[0]}
         while worker.calls < calls:
@@ -203,7 +203,7 @@ def test_processes_go_on_over_a_store_that_is_too_small() -> None:
 
     def churn(number: int) -> int:
         choose, reads = random.Random(SEED + number), 0
-        with server.connect(timeout_s=30) as client, client.blocks(NAMESPACE) as blocks:
+        with server.connect() as client, client.blocks(NAMESPACE) as blocks:
             for _ in range(300):
                 keys = [key_of(0, choose.randrange(400)) for _ in range(6)]
                 with suppress(errors.NoSpace):

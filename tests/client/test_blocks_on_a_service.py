@@ -37,7 +37,7 @@ def service() -> Iterator[Service]:
 
 @pytest.fixture
 def client(service: Service) -> Iterator[kvfs.Client]:
-    with kvfs.connect(service.mount, timeout_s=20) as connected:
+    with kvfs.connect(service.mount, timeout_s=WAIT_S) as connected:
         yield connected
 
 
@@ -254,7 +254,7 @@ def test_a_restart_in_the_middle_of_batches(service: Service, client: kvfs.Clien
         while not stop.is_set():
             keys = keys_of(8)
             try:
-                blocks.put(keys, [data_of(key) for key in keys], timeout_s=20)
+                blocks.put(keys, [data_of(key) for key in keys])
                 done["put"] += 8
             except errors.KvfsError as error:
                 wrong.append(f"put: {error!r}")
@@ -294,4 +294,4 @@ def test_futures_end_when_the_service_does(service: Service, client: kvfs.Client
         with pytest.raises((errors.SessionClosed, errors.DeadlinePassed)):
             blocks.prefetch(keys, timeout_s=1.0).result(WAIT_S)
         service.restart()
-        assert blocks.prefetch(keys, timeout_s=20).result(WAIT_S) == 4
+        assert blocks.prefetch(keys).result(WAIT_S) == 4

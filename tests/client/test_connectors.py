@@ -101,7 +101,7 @@ def service() -> Iterator[Service]:
 @pytest.mark.mount
 def test_a_link_goes_on_without_a_service_and_finds_it_again(service: Service) -> None:
     namespace = string_namespace("test")
-    link, key = Link(str(service.mount), name="test", timeout_s=30.0), string_keys(namespace, ["key"])
+    link, key = Link(str(service.mount), name="test", timeout_s=WAIT_S), string_keys(namespace, ["key"])
     try:
         blocks = link.open(namespace)
         assert blocks is not None
@@ -130,7 +130,7 @@ def test_a_link_says_once_where_blocks_are_kept_and_leaves_none(
 ) -> None:
     caplog.set_level(logging.INFO)
     namespaces = [string_namespace("said"), string_namespace("not said")]
-    link = Link(str(service.mount), name="engine", log=logging.getLogger("engine.kvfs"))
+    link = Link(str(service.mount), name="engine", log=logging.getLogger("engine.kvfs"), timeout_s=WAIT_S)
     try:
         blocks = [link.open(namespace) for namespace in namespaces]
         link.open(namespaces[0])
@@ -150,7 +150,7 @@ import logging, sys
 from kvfs.connectors.common import Link, string_namespace
 
 exec(sys.argv[2])
-link = Link(sys.argv[1], name="engine")
+link = Link(sys.argv[1], name="engine", timeout_s=float(sys.argv[3]))
 link.open(string_namespace("said"))
 link.close()
 """
@@ -171,7 +171,7 @@ def test_a_program_that_set_up_no_logging_is_told_where_blocks_are_kept(
 ) -> None:
     """Python's last resort shows warnings alone; whoever has set up logging has said what is to be shown."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(service.mount), set_up],
+        [sys.executable, "-c", PROGRAM, str(service.mount), set_up, str(WAIT_S)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -189,7 +189,7 @@ def test_a_link_knows_where_its_store_publishes_events(service: Service, tmp_pat
     config.write_text('[events]\npublish = "tcp://127.0.0.1:1"\nreplay = "tcp://*:*"\ntopic = "node"\n')
     with Service(mode="off", arguments=["--config", str(config)]) as publishing:
         for which, topic in ((publishing, "node"), (service, None)):
-            link = Link(str(which.data), name="engine")
+            link = Link(str(which.data), name="engine", timeout_s=WAIT_S)
             assert link.published == {}
             try:
                 assert link.open(string_namespace("published")) is not None
@@ -209,7 +209,7 @@ def test_a_link_knows_where_other_machines_read_its_store(service: Service, tmp_
     config.write_text(f"{cluster}secret_file = '{secret}'\n")
     with Service(mode="off", arguments=["--config", str(config)]) as served:
         for which, known in ((served, {"peer": address}), (service, {})):
-            link = Link(str(which.data), name="engine")
+            link = Link(str(which.data), name="engine", timeout_s=WAIT_S)
             try:
                 assert link.open(string_namespace("read by others")) is not None
             finally:
@@ -223,7 +223,7 @@ def test_a_store_that_keeps_nothing_is_not_said_to_work(
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(Blocks, "get_into", lambda self, keys, places: [-1] * len(keys))
-    link = Link(str(service.mount), name="engine")
+    link = Link(str(service.mount), name="engine", timeout_s=WAIT_S)
     try:
         assert link.open(string_namespace("lost")) is not None
     finally:
@@ -259,7 +259,7 @@ def test_a_user_outside_of_the_group_is_answered_in_time(service: Service) -> No
 def test_a_link_waits_for_a_service_that_comes_later(service: Service) -> None:
     service.stop()
     namespace = string_namespace("later")
-    link = Link(str(service.data), name="test")
+    link = Link(str(service.data), name="test", timeout_s=WAIT_S)
     try:
         assert link.open(namespace) is None
         assert not link.is_up

@@ -47,7 +47,7 @@ def service() -> Iterator[Service]:
 
 @pytest.fixture
 def client(service: Service) -> Iterator[kvfs.Client]:
-    with kvfs.connect(service.mount, timeout_s=20) as connected:
+    with kvfs.connect(service.mount, timeout_s=WAIT_S) as connected:
         connected.create_bucket(KEPT, durable=True, mode=0o770)
         yield connected
 
@@ -107,7 +107,7 @@ def test_a_put_into_a_durable_bucket_is_durable_there(
             assert put(cached, keys) == [False] * 6
             assert (service.mount / names_of(KEPT, keys[:1]).pop()).read_bytes() == data_of(keys[0])
     lose_all_but_nvme(service)
-    with kvfs.connect(service.mount, timeout_s=20) as again, again.blocks(NAMESPACE, bucket=KEPT) as kept:
+    with kvfs.connect(service.mount, timeout_s=WAIT_S) as again, again.blocks(NAMESPACE, bucket=KEPT) as kept:
         assert held(again, KEPT) == names_of(KEPT, keys)
         assert [bytes(view or b"") for view in kept.get(keys)] == [data_of(key) for key in keys]
 
@@ -161,7 +161,7 @@ async def test_there_is_not_said_of_what_another_client_waits_for() -> None:
     clients: list[kvfs.Client] = []
 
     def opened(socket: Path) -> kvfs.Blocks:
-        clients.append(kvfs.connect(socket, timeout_s=30))
+        clients.append(kvfs.connect(socket, timeout_s=WAIT_S))
         blocks = clients[-1].blocks(NAMESPACE, bucket=KEPT)
         put(blocks, keys_of(1))
         return blocks

@@ -41,6 +41,14 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         yield running
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give loads as long as a test waits for anything."""
+    from kvfs.connectors import vllm_worker
+
+    monkeypatch.setattr(vllm_worker, "CONNECTOR_TIMEOUT_S", WAIT_S)
+
+
 def cache(fill: int | None) -> dict[str, Any]:
     """A head-major cache, whose blocks lie apart in two runs per layer."""
     torch.manual_seed(fill or 0)
@@ -79,7 +87,7 @@ class Worker:
         from kvfs.connectors.vllm_layout import KVLayout, Shard
         from kvfs.connectors.vllm_worker import Transfers
 
-        link, layout = Link(str(service.mount), name="test", timeout_s=60), KVLayout(layers, BLOCKS)
+        link, layout = Link(str(service.mount), name="test", timeout_s=WAIT_S), KVLayout(layers, BLOCKS)
         watch = watch or watch_of(weights())
         adapters = adapters or LoadedAdapters(None, Told(), str)
         shards: dict[tuple[int, ...], Shard] = {RANK: Shard(namespace, layout)}
@@ -261,7 +269,7 @@ def test_a_request_of_several_groups_ends_with_its_last_load_and_fails_with_any(
         shards: dict[tuple[int, ...], Shard] = {
             (0, 0, group): Shard(space, KVLayout(caches[group], BLOCKS)) for group, space in enumerate(spaces)
         }
-        link = Link(str(service.mount), name="test", timeout_s=60)
+        link = Link(str(service.mount), name="test", timeout_s=WAIT_S)
         adapters = LoadedAdapters(None, Told(), str)
         return Transfers(
             link,

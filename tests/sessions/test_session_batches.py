@@ -177,7 +177,7 @@ def test_the_package_imports_neither_engines_nor_the_services_parts() -> None:
     heavy = {"torch", "pyfuse3", "lmdb", "trio", "pydantic"}
     code = f"import sys, kvfs; print(*({heavy} & set(sys.modules)))"
     found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=20
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=WAIT_S
     )
     assert found.stdout.split() == []
     assert all(hasattr(kvfs, name) for name in kvfs.__all__)

@@ -24,6 +24,7 @@ from kvfs.keys import HASH_BYTES, prefix_hashes
 from tests.support.conductors import BLOCK_TOKENS, NAMESPACE, Answer, Asker, instance
 from tests.support.held_ports import HeldPort
 from tests.support.service import ROOT
+from tests.support.waits import WAIT_S
 
 QUICKER = """
 import sys
@@ -203,7 +204,7 @@ class Fleet:
             self._routing[number] = keys
             try:
                 body = {"model": "m", "tokens": prompt, "exclude": tried}
-                found = await self._quick(port, "POST", "/v1/route", body)
+                found = await self._attempt(port, "POST", "/v1/route", body)
                 assert found.status in (200, 404, 429), found
                 if found.status == 200:
                     id = found.json["id"]
@@ -232,7 +233,7 @@ class Fleet:
 
     async def _send(self, engine: FleetEngine, prompt: list[int], port: int, id: str) -> bool:
         try:
-            answer = await self._quick(engine.port, "POST", "/v1/completions", {"prompt": prompt})
+            answer = await self._attempt(engine.port, "POST", "/v1/completions", {"prompt": prompt})
         except (OSError, trio.TooSlowError, ConnectionError):
             self.counts["engine failed"] += 1
             await self._report(port, "POST", f"/v1/instances/{engine.name}/unreachable")
@@ -245,16 +246,16 @@ class Fleet:
             await self._report(port, "POST", f"/v1/reservations/{id}/done", value)
         return True
 
-    async def _quick(self, port: int, method: str, path: str, value: object = None) -> Answer:
+    async def _attempt(self, port: int, method: str, path: str, value: object = None) -> Answer:
         try:
-            with trio.fail_after(5.0):
+            with trio.fail_after(WAIT_S):
                 return await self.call(port, method, path, value)
         except (AssertionError, trio.BrokenResourceError) as error:
             raise ConnectionError(str(error)) from None
 
     async def _report(self, port: int, method: str, path: str, value: object = None) -> None:
         try:
-            answer = await self._quick(port, method, path, value)
+            answer = await self._attempt(port, method, path, value)
             assert answer.status in (204, 404), answer
         except (OSError, trio.TooSlowError, ConnectionError):
             self.counts["reports lost"] += 1
@@ -279,7 +280,7 @@ class Fleet:
         return found
 
     async def settled(self, prompts: list[list[int]], conductor: int = 0) -> float:
-        """Wait until index and engines agree; return after how long. Raises AssertionError after 60 s."""
+        """Wait until index and engines agree; return after how long. Raises AssertionError after WAIT_S."""
         began_s, found = trio.current_time(), ["nobody was asked"]
         while found:
             try:
@@ -287,7 +288,7 @@ class Fleet:
             except (OSError, KeyError, AssertionError) as error:
                 found = [repr(error)]
             took_s = trio.current_time() - began_s
-            assert took_s < 60, found[:5]
+            assert took_s < WAIT_S, found[:5]
             await trio.sleep(0.05)
         status = (await self.call(self.ports[conductor], "GET", "/v1/instances")).json
         for each in self.engines:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 from kvfs.system import linux
 from tests.support.forked import Forked, Imported, imported
 from tests.support.processes import task_state
-from tests.support.waits import eventually
+from tests.support.waits import WAIT_S, eventually
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 READY_WAIT_S: Final = 120.0
@@ -99,7 +99,7 @@ def sink(client: Client, names: Sequence[str]) -> None:
 
 def run_kvfs(
     *arguments: str,
-    timeout_s: float = 30.0,
+    timeout_s: float = WAIT_S,
     environment: Mapping[str, str] | None = None,
     directory: Path = ROOT,
     module: str = "kvfs",
@@ -357,7 +357,7 @@ class Service:
         finally:
             os.kill(pid, signal.SIGCONT)
 
-    def cli(self, *arguments: str, timeout_s: float = 30.0) -> subprocess.CompletedProcess[str]:
+    def cli(self, *arguments: str, timeout_s: float = WAIT_S) -> subprocess.CompletedProcess[str]:
         """Run `kvfs ARGUMENTS`; the caller looks at its return code."""
         return run_kvfs(*arguments, timeout_s=timeout_s)
 
