@@ -15,6 +15,7 @@ from kvfs._native.hash.hashing import xxh3_64
 from kvfs.errors import SessionClosed
 from kvfs.keys import block_name
 from kvfs.protocol.messages import Op
+from tests.support import undrained_service
 from tests.support.cuda_standin import build_standin
 from tests.support.pool_engines import PoolEngine, payload
 from tests.support.pool_services import DEVICE, PLACE, failure, hbm, keys_of, raw, serving
@@ -91,7 +92,7 @@ def test_processes_share_blocks_which_outlive_them(
 
 def test_drafts_of_a_killed_process_are_not_reused(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drafts, keys = keys_of(3), keys_of(8)
-    with serving(library) as service:
+    with serving(library, module=undrained_service.MODULE) as service:
         child = engine_in_child(service, library, drafts, seal=False)
         child.kill()
         eventually(

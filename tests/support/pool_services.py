@@ -19,13 +19,14 @@ DEVICE = "GPU-abababab-abab-abab-abab-ababababab00"
 PLACE: dict[str, Any] = {"device": DEVICE, "token": "0" * 32, "left": []}
 
 
-def serving(library: Path, *, nvme: str = "64MiB", **environment: str) -> Service:
+def serving(library: Path, *, nvme: str = "64MiB", module: str = "kvfs", **environment: str) -> Service:
     return Service(
         mode="off",
         dram="64MiB",
         nvme=nvme,
         arguments=["--hbm", "256MiB"],
         environment={"KVFS_LIBCUDA": str(library), **environment},
+        module=module,
     )
 
 
