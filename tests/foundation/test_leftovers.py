@@ -103,15 +103,16 @@ CUT_OFF = """
 import json, os, signal, subprocess, sys
 from tests.support.service import Service
 from tests.support.sessions import fork, session_server
+from tests.support.tmpfs import private_tmpfs
 
-def test():
-    with Service() as service, session_server() as server:
+def test(tmp_path):
+    with Service() as service, session_server() as server, private_tmpfs(tmp_path / "mounted", 1 << 20):
         waits = fork(lambda pipe: pipe.recv(1), uid=1001, gid=1001)
         sleeps = subprocess.Popen(["sleep", "4242"], start_new_session=True)
         pids = [service.pid, server.child.pid, waits.pid, sleeps.pid]
         folders = [os.environ["TMPDIR"], os.environ["FAST_TMPDIR"]]
         with open("had", "w") as file:
-            json.dump([pids, folders], file)
+            json.dump([pids, folders, str(tmp_path)], file)
         os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -127,11 +128,12 @@ def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path) -> None:
             command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=said, stderr=said
         )
     assert code == -signal.SIGKILL, (tmp_path / "said").read_text()
-    pids, folders = json.loads((tmp_path / "had").read_text())
+    pids, folders, kept = json.loads((tmp_path / "had").read_text())
     eventually(lambda: not any(map(runs, pids)), "the processes of the run have ended")
     eventually(lambda: not any(map(os.path.exists, folders)), f"{folders} are gone")
     for folder in map(Path, folders):
         assert (processes(folder), mounts_under(folder)) == ({}, [])
+    assert (os.path.isdir(kept), mounts_under(Path(kept))) == (True, [])
 
 
 def runs(pid: int) -> bool:

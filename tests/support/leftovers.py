@@ -44,12 +44,13 @@ class Run:
         self._left: list[str] = []
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionstart(self) -> None:
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
         self._folders = [_folder(None)]
         if (fast := Path(os.environ.get(FAST_VARIABLE, MEMORY))).is_dir():
             self._folders.append(_folder(fast))
-        self._guard = guard(self._folders)
+        temporary: pytest.TempPathFactory = vars(session.config)["_tmp_path_factory"]
+        self._guard = guard(self._folders, temporary.getbasetemp())
         for variable, folder in zip(("TMPDIR", FAST_VARIABLE), self._folders, strict=False):
             os.environ[variable] = str(folder)
         tempfile.tempdir = os.environ["TMPDIR"]

@@ -4,10 +4,11 @@ Responsibility: `guard` starts a process which waits for the end of pytest, even
 of the run, takes its mounts and loop devices away, and removes its folders and shared memory. A run that ends by itself
 says what it leaves (`tests.support.leftovers`), and ends its guard.
 
-Invariants: what belongs to a run is told by its folders, as in `tests.support.leftovers`. The guard is in a session of
-its own, where no signal to the run's group meets it, and has neither folder in its environment or arguments. A child
-that was forked from pytest itself has the environment that pytest began with, and is not found: it asks the kernel to
-end with its parent (`tests.support.processes.end_with`).
+Invariants: what belongs to a run is told by its folders, as in `tests.support.leftovers`, mounts and devices also by
+the folder that pytest keeps. The guard is in a session of its own, where no signal to the run's group meets it, and has
+no folder of the run in its environment or arguments. A child that was forked from pytest itself has the environment
+that pytest began with, and is not found: it asks the kernel to end with its parent
+(`tests.support.processes.end_with`).
 
 Concurrency: a process with one thread.
 """
@@ -36,8 +37,9 @@ _LOOK_S = 0.01
 """The kernel tells only a parent of an end."""
 
 
-def guard(folders: Sequence[Path]) -> subprocess.Popen[bytes]:
-    """Start what takes away all that a run with these folders has, when this process has ended."""
+def guard(folders: Sequence[Path], kept: Path) -> subprocess.Popen[bytes]:
+    """Start what takes away all that a run with these folders has, when this process has ended; the files below `kept`
+    stay."""
     process = subprocess.Popen(
         [sys.executable, "-m", __name__, str(os.getpid())],
         cwd=ROOT,
@@ -48,12 +50,12 @@ def guard(folders: Sequence[Path]) -> subprocess.Popen[bytes]:
     )
     assert process.stdin is not None
     with process.stdin as told:
-        told.write(json.dumps(list(map(str, folders))).encode())
+        told.write(json.dumps(list(map(str, [kept, *folders]))).encode())
     return process
 
 
-def take_away(folders: Sequence[Path]) -> None:
-    """End the processes of a run, and remove all else that is of it."""
+def take_away(folders: Sequence[Path], kept: Path) -> None:
+    """End the processes of a run, and remove all else that is of it, but the files below `kept`."""
     shared: set[Path] = set()
     deadline = time.monotonic() + END_WAIT_S
     while (found := processes(folders[0])) and time.monotonic() < deadline:
@@ -61,12 +63,13 @@ def take_away(folders: Sequence[Path]) -> None:
         for pid in found:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        abort_mounts(folders)
+        abort_mounts([kept, *folders])
         time.sleep(_LOOK_S)
-    abort_mounts(folders)
-    for folder in folders:
+    abort_mounts([kept, *folders])
+    for folder in (kept, *folders):
         detach_mounts(folder)
         detach_loop_devices(folder)
+    for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
     for path in shared:
         path.unlink(missing_ok=True)
@@ -74,7 +77,7 @@ def take_away(folders: Sequence[Path]) -> None:
 
 def abort_mounts(folders: Iterable[Path]) -> None:
     """Have every call on a mount of kvfs end, for which a killed service may wait in the kernel."""
-    roots = tuple(map(str, folders))
+    roots = tuple(f"{folder}/" for folder in folders)
     for each in linux.mounts():
         if each.kind.startswith("fuse") and each.point.startswith(roots):
             with suppress(OSError):  # it is gone, or in use
@@ -84,7 +87,7 @@ def abort_mounts(folders: Iterable[Path]) -> None:
 def detach_loop_devices(folder: Path) -> None:
     """Detach the loop devices over files of a folder."""
     for line in loop_devices():
-        if str(folder) in line:
+        if f"{folder}/" in line:
             subprocess.run(["losetup", "--detach", line.split()[0]], capture_output=True)
 
 
@@ -126,12 +129,12 @@ def held_memory(pids: Iterable[int]) -> set[Path]:
 def main() -> None:
     """Wait until the process with this id, which is the parent, has ended, and take away what it had."""
     run = int(sys.argv[1])
-    folders = list(map(Path, json.load(sys.stdin)))
+    kept, *folders = map(Path, json.load(sys.stdin))
     with suppress(ProcessLookupError):
         ended = os.pidfd_open(run)
         if os.getppid() == run:  # else it has ended, and its number may be another's
             select.select([ended], [], [])
-    take_away(folders)
+    take_away(folders, kept)
 
 
 if __name__ == "__main__":
