@@ -18,9 +18,10 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kvfs._native.blocks.pieces import Scatter
@@ -35,7 +36,6 @@ from kvfs.connectors.device.pooled import Attach, PooledBlocks
 from kvfs.connectors.device.slot_copies import SlotCopies
 from kvfs.errors import KvfsError
 from kvfs.limits import CONNECTOR_STAGING_BUFFERS, CONNECTOR_TIMEOUT_S
-from kvfs.protocol.messages import DIGEST_BYTES
 
 Read = Callable[[bytes, Scatter, float], list[int]]
 """Copies the blocks of these keys to their places within so many seconds; returns the bytes of each, -1 for a miss."""
@@ -54,6 +54,23 @@ class _Staging:
     def close(self) -> None:
         self.buffer.close()
         self.copied.destroy()
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """Blocks that are loaded together."""
+
+    read: Read
+    keys: bytes
+    places: DevicePlaces
+    before: Event
+    """Nothing is written before it."""
+    deadline: Deadline
+    pooled: PooledBlocks | None
+
+    def choose(self, rows: Sequence[int]) -> _Load:
+        """Return the load of some of the blocks."""
+        return replace(self, keys=choose_keys(self.keys, rows), places=self.places.choose(rows))
 
 
 class DeviceLoads:
@@ -113,60 +130,40 @@ class DeviceLoads:
         LimitExceeded."""
         before = self._context.event()
         before.record(self._context.borrow_stream(self._compute_stream()))
-        deadline = Deadline.after(timeout_s)
-        return self._workers.submit(partial(self._load, read, keys, places, before, deadline, pooled))
+        load = _Load(read, keys, places, before, Deadline.after(timeout_s), pooled)
+        return self._workers.submit(partial(self._load, load))
 
-    def _load(
-        self,
-        read: Read,
-        keys: bytes,
-        places: DevicePlaces,
-        before: Event,
-        deadline: Deadline,
-        pooled: PooledBlocks | None,
-    ) -> list[int]:
-        if pooled is None:
-            return self._load_below(read, keys, places, before, deadline, None)
-        there = pooled.load(keys, places, before, deadline)
-        if pooled.owes_report():
-            self._aside(pooled.report)
+    def _load(self, load: _Load) -> list[int]:
+        if load.pooled is None:
+            return self._load_below(load)
+        there = load.pooled.load(load.keys, load.places, load.before, load.deadline)
+        if load.pooled.owes_report():
+            self._aside(load.pooled.report)
         left = [row for row, is_there in enumerate(there) if not is_there]
-        below, some = places.choose(left), choose_keys(keys, left)
-        sizes = [places.block_bytes] * len(there)
-        for row, size in zip(
-            left, self._load_below(read, some, below, before, deadline, pooled), strict=True
-        ):
+        sizes = [load.places.block_bytes] * len(there)
+        for row, size in zip(left, self._load_below(load.choose(left)), strict=True):
             sizes[row] = size
         return sizes
 
-    def _load_below(
-        self,
-        read: Read,
-        keys: bytes,
-        places: DevicePlaces,
-        before: Event,
-        deadline: Deadline,
-        pooled: PooledBlocks | None,
-    ) -> list[int]:
+    def _load_below(self, load: _Load) -> list[int]:
         sizes: list[int] = []
         used: deque[_Staging] = deque()
-        count, at_once = len(places), self._buffer_bytes // places.block_bytes
+        count, at_once = len(load.places), self._buffer_bytes // load.places.block_bytes
         try:
             for first in range(0, count, at_once):
-                staging = self._take(used, deadline)
+                staging = self._take(used, load.deadline)
                 if staging is None:
                     break
                 used.append(staging)
-                part = places.choose(range(first, min(first + at_once, count)))
-                some = keys[first * DIGEST_BYTES : (first + at_once) * DIGEST_BYTES]
-                sizes += self._read_part(read, some, part, staging, before, deadline)
+                part = load.choose(range(first, min(first + at_once, count)))
+                sizes += self._read_part(part, staging)
             for staging in used:
                 staging.copied.synchronize()
         finally:
             for staging in used:
                 with suppress(KvfsError):  # a lost context copies nothing more
                     staging.copied.synchronize()
-                self._give_back(staging, pooled)
+                self._give_back(staging, load.pooled)
         return sizes + [_MISS] * (count - len(sizes))
 
     def _give_back(self, staging: _Staging, pooled: PooledBlocks | None) -> None:
@@ -212,24 +209,16 @@ class DeviceLoads:
             return self._free.get(timeout=deadline.left_s)
         return None
 
-    def _read_part(
-        self,
-        read: Read,
-        keys: bytes,
-        places: DevicePlaces,
-        staging: _Staging,
-        before: Event,
-        deadline: Deadline,
-    ) -> list[int]:
+    def _read_part(self, load: _Load, staging: _Staging) -> list[int]:
         """Read blocks into a buffer and start their copies."""
         staging.keys = b""
-        starts = [row * places.block_bytes for row in range(len(places))]
-        sizes = read(keys, Scatter(staging.buffer.pages, starts, places.block_bytes), deadline.left_s)
-        good = [row for row, size in enumerate(sizes) if size == places.block_bytes]
-        found = [staging.buffer.region[0] + starts[row] for row in good]
-        plan = places.choose(good).load_plan(found, [staging.buffer.region])
+        block_bytes, begin = load.places.block_bytes, staging.buffer.region[0]
+        starts = [row * block_bytes for row in range(len(load.places))]
+        sizes = load.read(load.keys, Scatter(staging.buffer.pages, starts, block_bytes), load.deadline.left_s)
+        good = load.choose([row for row, size in enumerate(sizes) if size == block_bytes])
+        found = [begin + start for start, size in zip(starts, sizes, strict=True) if size == block_bytes]
+        plan = good.places.load_plan(found, [staging.buffer.region])
         with self._starting:
-            self._copier.start(plan, self._stream, staging.copied, before)
-        staging.keys = choose_keys(keys, good)
-        staging.starts, staging.block_bytes = found, places.block_bytes
+            self._copier.start(plan, self._stream, staging.copied, load.before)
+        staging.keys, staging.starts, staging.block_bytes = good.keys, found, block_bytes
         return sizes
