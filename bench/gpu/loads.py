@@ -14,7 +14,6 @@ Concurrency: one thread.
 from __future__ import annotations
 
 import argparse
-import random
 from collections.abc import Callable
 from statistics import median
 from time import perf_counter
@@ -22,24 +21,16 @@ from time import perf_counter
 import torch
 
 import kvfs
-from kvfs import Namespace, prefix_hashes
+from bench.gpu.llama import BLOCK_BYTES, PagedCache, namespace_of
 from kvfs._native.cuda.driver import open_driver
 from kvfs.client.blocks import Blocks
+from kvfs.client.session import split_keys
 from kvfs.connectors.device.pooled import PooledBlocks
-from kvfs.connectors.device.torch_device import copies_of
-from kvfs.connectors.vllm_layout import KVLayout
-from kvfs.errors import DeviceMissing
-from kvfs.limits import MIB
 
-LAYERS, TOKENS, HEADS, ELEMENTS = 32, 16, 8, 128
-BLOCK_BYTES = 2 * MIB
-CACHE_BLOCKS = 1024
 ROUNDS = 7
 FILLS = 200
 """Loads until the pool has all blocks: each adds 32 MiB at most."""
-NAMESPACE = Namespace.of_one_device(
-    model="llama", revision="bench", dtype="bfloat16", layout="LHTKD", block_tokens=TOKENS
-)
+NAMESPACE = namespace_of("bench")
 Way = Callable[[], object]
 
 
@@ -48,26 +39,16 @@ class Loads:
 
     def __init__(self, blocks: Blocks, count: int) -> None:
         self._blocks = blocks
-        whole = torch.zeros(
-            LAYERS, CACHE_BLOCKS, HEADS, TOKENS, 2 * ELEMENTS, dtype=torch.bfloat16, device="cuda"
-        )
-        self._layout = KVLayout({f"layer {i}": whole[i] for i in range(LAYERS)}, CACHE_BLOCKS)
-        assert self._layout.block_bytes == BLOCK_BYTES
-        self._keys = prefix_hashes(NAMESPACE, list(range(count * TOKENS)))
-        self._ids = random.Random(1).sample(range(CACHE_BLOCKS), count)
-        torch.manual_seed(1)
-        self.content = torch.randint(0, 256, (count, BLOCK_BYTES), dtype=torch.uint8)
-        split = [self._keys[at : at + 16] for at in range(0, len(self._keys), 16)]
+        self._cache = PagedCache(NAMESPACE, count)
+        self.content, self._keys = self._cache.content, self._cache.keys
+        split = split_keys(self._keys)
         for at in range(0, count, 16):
             blocks.put(split[at : at + 16], list(self.content[at : at + 16]))
         self._staging = torch.empty_like(self.content)
         self._pinned = self.content.pin_memory()
         self._target = torch.empty_like(self.content, device="cuda")
-        made = copies_of(self._layout.device, BLOCK_BYTES)
-        if made is None:
-            raise DeviceMissing("the CUDA driver has no device to load onto")
-        self._loads = made.loads
-        self._pooled = made.loads.pooled(
+        self._loads = self._cache.copies().loads
+        self._pooled = self._loads.pooled(
             lambda context, timeout_s, earlier: blocks.device_pool(
                 open_driver(), context, timeout_s=timeout_s, earlier=earlier
             )
@@ -85,7 +66,7 @@ class Loads:
 
     def fill_pool(self) -> bool:
         """Load until all blocks come from the pool; return whether they do."""
-        return any(self._load_pooled() == len(self._ids) for _ in range(FILLS))
+        return any(self._load_pooled() == len(self._cache.block_ids) for _ in range(FILLS))
 
     def _load_pooled(self) -> int:
         """Return how many blocks of a load came from the pool."""
@@ -94,7 +75,7 @@ class Loads:
         return self._pooled.counts.verified - before
 
     def from_pool(self) -> None:
-        assert self._load_pooled() == len(self._ids)
+        assert self._load_pooled() == len(self._cache.block_ids)
 
     def by_connector(self) -> None:
         self._load(None)
@@ -103,7 +84,7 @@ class Loads:
         sizes = self._loads.submit(
             lambda keys, places, left_s: self._blocks.get_into(keys, places, timeout_s=left_s),
             self._keys,
-            self._layout.device_places(self._ids),
+            self._cache.layout.device_places(self._cache.block_ids),
             timeout_s=60,
             pooled=pooled,
         ).result()
@@ -111,7 +92,7 @@ class Loads:
 
     def by_pytorch(self) -> None:
         self.into_memory()
-        self._layout.scatter(self._ids, self._staging)
+        self._cache.layout.scatter(self._cache.block_ids, self._staging)
         torch.cuda.synchronize()
 
     def into_memory(self) -> None:
@@ -122,12 +103,11 @@ class Loads:
         torch.cuda.synchronize()
 
     def clear(self) -> None:
-        for place in self._layout.layers:
-            place.memory.zero_()
+        self._cache.memory.zero_()
         torch.cuda.synchronize()
 
     def is_there(self) -> bool:
-        return torch.equal(self._layout.gather(self._ids), self.content)
+        return torch.equal(self._cache.layout.gather(self._cache.block_ids), self.content)
 
 
 def measure(loads: Loads) -> dict[str, float]:

@@ -16,7 +16,6 @@ Concurrency: one thread, besides the connector's.
 from __future__ import annotations
 
 import argparse
-import random
 from collections.abc import Callable
 from statistics import median
 from time import perf_counter
@@ -24,25 +23,18 @@ from time import perf_counter
 import torch
 
 import kvfs
-from kvfs import Namespace, prefix_hashes
+from bench.gpu.llama import BLOCK_BYTES, PagedCache, namespace_of
 from kvfs.client.blocks import Blocks
 from kvfs.client.session import split_keys
 from kvfs.connectors.common import Link
 from kvfs.connectors.device.stores import DeviceStores
-from kvfs.connectors.device.torch_device import copies_of
-from kvfs.connectors.vllm_layout import KVLayout, Shard
+from kvfs.connectors.vllm_layout import Shard
 from kvfs.connectors.vllm_stores import Part, Stores
-from kvfs.errors import DeviceMissing
-from kvfs.limits import CONNECTOR_STORE_BYTES, MIB
+from kvfs.limits import CONNECTOR_STORE_BYTES
 
-LAYERS, TOKENS, HEADS, ELEMENTS = 32, 16, 8, 128
-BLOCK_BYTES = 2 * MIB
-CACHE_BLOCKS = 1024
 ROUNDS = 7
 WAIT_S = 60.0
-NAMESPACE = Namespace.of_one_device(
-    model="llama", revision="bench-stores", dtype="bfloat16", layout="LHTKD", block_tokens=TOKENS
-)
+NAMESPACE = namespace_of("bench-stores")
 Way = Callable[[], float]
 """Stores or copies the blocks; returns the seconds that the thread of an engine's worker was held."""
 
@@ -58,21 +50,12 @@ class Step:
 
     def __init__(self, blocks: Blocks, address: str, count: int) -> None:
         self._blocks = blocks
-        self.cache = torch.zeros(
-            LAYERS, CACHE_BLOCKS, HEADS, TOKENS, 2 * ELEMENTS, dtype=torch.bfloat16, device="cuda"
-        )
-        layout = KVLayout({f"layer {i}": self.cache[i] for i in range(LAYERS)}, CACHE_BLOCKS)
-        assert layout.block_bytes == BLOCK_BYTES
-        made = copies_of(layout.device, BLOCK_BYTES)
-        if made is None:
-            raise DeviceMissing("the CUDA driver has no device to copy from")
+        self.cache = PagedCache(NAMESPACE, count)
+        made = self.cache.copies()
         made.loads.close()
         self._stores = {"driver": stores_of(address, made.stores), "torch": stores_of(address, None)}
-        self._keys = split_keys(prefix_hashes(NAMESPACE, list(range(count * TOKENS))))
-        self._ids = random.Random(1).sample(range(CACHE_BLOCKS), count)
-        self._shard = Shard(NAMESPACE, layout)
-        torch.manual_seed(1)
-        self.content = torch.randint(0, 256, (count, BLOCK_BYTES), dtype=torch.uint8)
+        self._keys, self.content = split_keys(self.cache.keys), self.cache.content
+        self._shard = Shard(NAMESPACE, self.cache.layout)
         self._pinned = torch.empty_like(self.content).pin_memory()
         self._on_device = self.content.to("cuda")
         self._matrix = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
@@ -92,7 +75,7 @@ class Step:
 
     def fill(self) -> None:
         """Write the content into the cache's blocks."""
-        self._shard.layout.scatter(self._ids, self._on_device)
+        self._shard.layout.scatter(self.cache.block_ids, self._on_device)
         torch.cuda.synchronize()
 
     def compute(self) -> None:
@@ -104,7 +87,7 @@ class Step:
         """End a step as a worker does; return the seconds that this took."""
         stores, count = self._stores[way], CONNECTOR_STORE_BYTES // BLOCK_BYTES
         parents = [None, *self._keys[:-1]]
-        step = Part(self._shard, self._keys, parents, self._ids)
+        step = Part(self._shard, self._keys, parents, self.cache.block_ids)
         began = perf_counter()
         for part in step.split(count):
             stores.finish(part)
@@ -143,7 +126,7 @@ def check(step: Step, way: str) -> float:
     """Store blocks of a cache that is written again at once; return the seconds that the first step was held."""
     step.fill()
     held = step.end(way)
-    step.cache.zero_()
+    step.cache.memory.zero_()
     step.wait(way)
     assert step.is_stored(), way
     step.remove()
