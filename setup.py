@@ -59,7 +59,7 @@ MODULES = {
     "shared.slots": ["slots_core"],
     "shared.name_scan": [],
     "blocks.pieces": [],
-    "blocks.reader": ["reader_core", "reader_pool"],
+    "blocks.reader": ["reader_core", "reader_pool", "reader_stream"],
     "blocks.writer": ["writer_core", "writer_avx2"],
     "seal.sealer": ["sealer_core"],
     "seal.checksummer": ["checksummer_core"],

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,11 +21,15 @@ from kvfs._native.blocks.reader import BELOW, MISS, NO_ROOM, Reader, View
 from kvfs._native.shared import slots
 from kvfs._native.shared.table import TIER_DRAM, TIER_NVME, Table
 from kvfs.errors import FormatMismatch
+from tests.support.crash_harness import fast_directory
+from tests.support.seeds import SEED, rounds
 from tests.support.service import ROOT
 from tests.support.waits import WAIT_S
 
 BLOCK, OBJECT = 2, 1
 KEY = b"\1" * 16
+STREAMED = 128 << 10
+"""Of this size on, blocks of a large batch go past the caches."""
 
 
 @dataclass
@@ -47,15 +55,21 @@ class Bench:
         return result, bytes(into[: max(result, 0)])
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    table = Table.create(tmp_path / "table", bytes(16), 64, 128)
-    (tmp_path / "slots").mkdir()
-    folder = os.open(tmp_path / "slots", os.O_RDONLY)
-    reader = Reader(Table.attach(tmp_path / "table"), tmp_path / "slots")
-    yield Bench(tmp_path, table, folder, reader)
+@contextmanager
+def made(path: Path) -> Iterator[Bench]:
+    table = Table.create(path / "table", bytes(16), 512, 1024)
+    (path / "slots").mkdir()
+    folder = os.open(path / "slots", os.O_RDONLY)
+    reader = Reader(Table.attach(path / "table"), path / "slots")
+    yield Bench(path, table, folder, reader)
     table.close()
     os.close(folder)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    with made(tmp_path) as found:
+        yield found
 
 
 def test_a_block_is_read_and_mapped(bench: Bench) -> None:
@@ -128,6 +142,52 @@ def test_a_large_batch_is_shared_out_and_right(bench: Bench) -> None:
         assert results == [*(len(each) for each in data.values()), MISS]
         for each, found in zip(data.values(), into, strict=False):
             assert found[: len(each)] == each
+
+
+@pytest.fixture
+def fast() -> Iterator[Bench]:
+    """A bench whose slots are on a tmpfs, as a service's."""
+    with tempfile.TemporaryDirectory(dir=fast_directory()) as path, made(Path(path)) as found:
+        yield found
+
+
+@pytest.mark.seeded
+def test_blocks_that_go_past_the_caches_are_right_in_any_pieces(fast: Bench) -> None:
+    draw = random.Random(f"{SEED}.streams")
+    for turn in range(rounds(3, 30)):
+        sizes = [draw.choice([STREAMED - 1, STREAMED, STREAMED + 1, 300_001, 1 << 20, 64]) for _ in range(16)]
+        keys = [bytes([turn + 1, number]) * 8 for number in range(16)]
+        contents = [draw.randbytes(size) for size in sizes]
+        for slot, (key, content) in enumerate(zip(keys, contents, strict=True)):
+            fast.seal(turn * 16 + slot, key, content)
+        starts = [draw.randrange(100) for _ in sizes]
+        memory = [bytearray(b"#" * (size + 200)) for size in sizes]
+        pieces = [
+            cut(draw, memoryview(into)[start : start + size])
+            for into, start, size in zip(memory, starts, sizes, strict=True)
+        ]
+        assert fast.reader.read(b"".join(keys), Pieces(pieces, 16, True)) == sizes
+        for into, start, content in zip(memory, starts, contents, strict=True):
+            assert into == b"#" * start + content + b"#" * (200 - start)
+
+
+def cut(draw: random.Random, into: memoryview) -> list[memoryview]:
+    """Return memory in pieces of any length."""
+    edges = sorted(draw.sample(range(len(into)), draw.randrange(4)))
+    return [into[first:last] for first, last in pairwise([0, *edges, len(into)])]
+
+
+def test_a_hole_takes_no_page_when_it_is_read(fast: Bench) -> None:
+    keys = [bytes([number + 1]) * 16 for number in range(16)]
+    for slot, key in enumerate(keys):
+        fast.seal(slot, key, b"x" * STREAMED if slot else b"")
+    hole = fast.path / "slots" / slots.slot_name(0)
+    os.truncate(hole, STREAMED)
+    fast.table.put(keys[0], BLOCK, 0, fast.table.generation(0), STREAMED)
+    memory = [bytearray(b"#" * STREAMED) for _ in keys]
+    assert fast.reader.read(b"".join(keys), Pieces(memory, 16, True)) == [STREAMED] * 16
+    assert memory == [bytes(STREAMED)] + [b"x" * STREAMED] * 15
+    assert hole.stat().st_blocks == 0
 
 
 def test_another_store_is_refused(bench: Bench) -> None:

@@ -29,6 +29,7 @@
 /* How often a block that moves meanwhile (evicted, read back, replaced) is looked up again. */
 #define ATTEMPTS 8
 #define POOL_BYTES ((uint64_t)2 << 20)
+#define STREAM_BYTES ((uint64_t)128 << 10)
 
 int kvfs_hits_init(struct kvfs_hits *h, uint32_t room) UNCHECKED /* nobody has them yet */
 {
@@ -135,15 +136,24 @@ static uint64_t room_of(const struct iovec *vectors, ssize_t pieces)
     return room;
 }
 
-static int64_t read_block(const struct kvfs_table *t, int dirfd, const uint8_t *key, const struct iovec *vectors,
+static int64_t copy_block(int fd, const struct iovec *vectors, ssize_t pieces, uint64_t size, int streams)
+{
+    if (size > room_of(vectors, pieces))
+        return KVFS_READ_NO_ROOM;
+    if (streams && size >= STREAM_BYTES && kvfs_stream_fd(fd, vectors, pieces, size))
+        return (int64_t)size;
+    return kvfs_read_fd(fd, 0, vectors, pieces, size);
+}
+
+static int64_t read_block(const struct kvfs_read_job *job, const uint8_t *key, const struct iovec *vectors,
                           ssize_t pieces)
 {
     uint64_t size;
     for (int attempt = 0; attempt < ATTEMPTS; attempt++) {
-        int fd = open_block(t, dirfd, key, &size);
+        int fd = open_block(job->table, job->dirfd, key, &size);
         if (fd < 0)
             return fd;
-        int64_t got = size > room_of(vectors, pieces) ? KVFS_READ_NO_ROOM : kvfs_read_fd(fd, 0, vectors, pieces, size);
+        int64_t got = copy_block(fd, vectors, pieces, size, job->streams);
         close(fd);
         if (got < 0 || (uint64_t)got == size)
             return got;
@@ -159,8 +169,7 @@ void kvfs_read_some(struct kvfs_read_job *job)
         if (i >= job->n)
             return;
         const ssize_t first = job->starts[i], pieces = job->starts[i + 1] - first;
-        job->results[i] = read_block(job->table, job->dirfd, job->keys + i * KVFS_KEY_BYTES, job->vectors + first,
-                                     pieces);
+        job->results[i] = read_block(job, job->keys + i * KVFS_KEY_BYTES, job->vectors + first, pieces);
     }
 }
 
@@ -173,7 +182,8 @@ static int is_large(const struct kvfs_read_job *job)
 /* The i-th block goes into vectors[starts[i]] .. vectors[starts[i + 1] - 1]. */
 void kvfs_read_batch(struct kvfs_read_job *job, struct kvfs_hits *hits)
 {
-    int called = is_large(job) && kvfs_pool_start(job);
+    job->streams = is_large(job);
+    int called = job->streams && kvfs_pool_start(job);
     kvfs_read_some(job);
     if (called)
         kvfs_pool_finish(job);

@@ -38,6 +38,7 @@ struct kvfs_read_job {
     const ssize_t *starts;
     int64_t *results;
     int64_t next;
+    int streams; /* blocks of STREAM_BYTES and more go past the caches: there are more than these hold */
 };
 
 void kvfs_read_batch(struct kvfs_read_job *job, struct kvfs_hits *hits);
@@ -49,6 +50,7 @@ void kvfs_map_batch(const struct kvfs_table *t, int dirfd, const uint8_t *keys, 
 void kvfs_find_batch(const struct kvfs_table *t, const uint8_t *keys, int64_t n, uint8_t *tiers);
 int64_t kvfs_read_fd(int fd, uint64_t offset, const struct iovec *vectors, ssize_t pieces, uint64_t size);
 int64_t kvfs_map_fd(int fd, uint64_t size, void **place);
+int kvfs_stream_fd(int fd, const struct iovec *vectors, ssize_t pieces, uint64_t size);
 void kvfs_copy_out(const uint8_t *from, uint64_t size, const struct iovec *vectors, ssize_t pieces);
 
 #endif
