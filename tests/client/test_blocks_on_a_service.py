@@ -77,6 +77,21 @@ def test_what_is_on_nvme_only_is_a_hit(client: kvfs.Client) -> None:
         assert [bytes(each) for each in into[:12]] == [data_of(key) for key in keys]
 
 
+def test_a_large_put_is_shared_out_and_each_block_has_its_own_checksum(client: kvfs.Client) -> None:
+    """More than 2 MiB, which other threads help to write; what comes up from NVMe is compared with the checksum."""
+    with client.blocks(NAMESPACE) as blocks:
+        for turn in range(2):
+            keys, sizes = keys_of(48), [turn * 4096 + 100_000 + 3_000 * number for number in range(48)]
+            contents = [os.urandom(size) for size in sizes]
+            cut = [[content[:5000], content[5000:]] for content in contents]
+            assert blocks.put(keys, cut) == [True] * 48
+            sink(client, names_of(blocks, keys))
+            into = [bytearray(size) for size in sizes]
+            assert blocks.get_into(keys, into) == sizes
+            assert into == contents
+            blocks.remove(keys)
+
+
 def test_what_does_not_come_up_is_a_miss_until_it_does(service: Service, client: kvfs.Client) -> None:
     """The service does not answer: a connector's second look-up finds what is in DRAM alone."""
     with client.blocks(NAMESPACE) as blocks:

@@ -28,7 +28,6 @@
 
 /* How often a block that moves meanwhile (evicted, read back, replaced) is looked up again. */
 #define ATTEMPTS 8
-#define POOL_BYTES ((uint64_t)2 << 20)
 #define STREAM_BYTES ((uint64_t)128 << 10)
 
 int kvfs_hits_init(struct kvfs_hits *h, uint32_t room) UNCHECKED /* nobody has them yet */
@@ -161,9 +160,10 @@ static int64_t read_block(const struct kvfs_read_job *job, const uint8_t *key, c
     return KVFS_READ_MISS;
 }
 
-/* Reads blocks until all are taken; several threads may call it. */
-void kvfs_read_some(struct kvfs_read_job *job)
+/* Reads blocks until all are taken. */
+static void read_some(struct kvfs_pool_job *shared)
 {
+    struct kvfs_read_job *job = (struct kvfs_read_job *)shared;
     for (;;) {
         int64_t i = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
         if (i >= job->n)
@@ -173,20 +173,20 @@ void kvfs_read_some(struct kvfs_read_job *job)
     }
 }
 
-/* Whether other threads pay: waking one costs some 10 us, in which one core copies 256 KiB. */
 static int is_large(const struct kvfs_read_job *job)
 {
-    return job->n > 1 && room_of(job->vectors, job->starts[job->n]) >= POOL_BYTES;
+    return job->n > 1 && room_of(job->vectors, job->starts[job->n]) >= KVFS_POOL_BYTES;
 }
 
 /* The i-th block goes into vectors[starts[i]] .. vectors[starts[i + 1] - 1]. */
 void kvfs_read_batch(struct kvfs_read_job *job, struct kvfs_hits *hits)
 {
+    job->shared.work = read_some;
     job->streams = is_large(job);
-    int called = job->streams && kvfs_pool_start(job);
-    kvfs_read_some(job);
+    int called = job->streams && kvfs_pool_start(&job->shared);
+    read_some(&job->shared);
     if (called)
-        kvfs_pool_finish(job);
+        kvfs_pool_finish(&job->shared);
     note_hits(hits, job->keys, job->n, job->results);
 }
 

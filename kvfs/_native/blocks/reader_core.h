@@ -5,6 +5,7 @@
 #include <stdint.h>
 #include <sys/uio.h>
 
+#include "blocks/pool.h"
 #include "shared/mutex.h"
 #include "shared/table_core.h"
 
@@ -30,6 +31,7 @@ uint32_t kvfs_hits_take(struct kvfs_hits *h, uint8_t *keys, uint32_t most);
 
 /* A batch of reads. `next` is the first block that nobody has taken yet. */
 struct kvfs_read_job {
+    struct kvfs_pool_job shared;
     const struct kvfs_table *table;
     int dirfd;
     const uint8_t *keys;
@@ -42,9 +44,6 @@ struct kvfs_read_job {
 };
 
 void kvfs_read_batch(struct kvfs_read_job *job, struct kvfs_hits *hits);
-void kvfs_read_some(struct kvfs_read_job *job);
-int kvfs_pool_start(struct kvfs_read_job *job);
-void kvfs_pool_finish(struct kvfs_read_job *job);
 void kvfs_map_batch(const struct kvfs_table *t, int dirfd, const uint8_t *keys, int64_t n, void **places,
                     int64_t *results, struct kvfs_hits *hits);
 void kvfs_find_batch(const struct kvfs_table *t, const uint8_t *keys, int64_t n, uint8_t *tiers);

@@ -25,6 +25,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "blocks/pool.h"
 #include "blocks/vectors.h"
 #include "hash/xxh3.h"
 #include "shared/mutex.h"
@@ -121,6 +122,53 @@ static int write_block(int fd, uint64_t kept, const struct iovec *vectors, ssize
     return kvfs_write_fd(fd, 0, vectors, pieces);
 }
 
+/* The blocks of a put. `next` is the first that nobody has taken yet. */
+struct write_job {
+    struct kvfs_pool_job shared;
+    struct kvfs_put *puts;
+    uint64_t *checksums;
+    int64_t n, next;
+    const struct iovec *vectors;
+    const ssize_t *starts;
+};
+
+/* Sums and writes blocks until all are taken. */
+static void write_some(struct kvfs_pool_job *shared)
+{
+    struct write_job *job = (struct write_job *)shared;
+    for (;;) {
+        const int64_t i = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+        if (i >= job->n)
+            return;
+        struct kvfs_put *put = &job->puts[i];
+        const struct iovec *vectors = job->vectors + job->starts[put->block];
+        const ssize_t pieces = job->starts[put->block + 1] - job->starts[put->block];
+        job->checksums[i] = kvfs_sum_pieces(vectors, pieces);
+        put->status = -write_block(put->fd, put->kept_bytes, vectors, pieces);
+        close(put->fd);
+    }
+}
+
+static int is_large(const struct write_job *job)
+{
+    uint64_t bytes = 0;
+    for (int64_t i = 0; i < job->n && bytes < KVFS_POOL_BYTES; i++) {
+        const ssize_t block = job->puts[i].block;
+        for (ssize_t piece = job->starts[block]; piece < job->starts[block + 1]; piece++)
+            bytes += job->vectors[piece].iov_len;
+    }
+    return job->n > 1 && bytes >= KVFS_POOL_BYTES;
+}
+
+static void write_all(struct write_job *job)
+{
+    job->shared.work = write_some;
+    const int called = is_large(job) && kvfs_pool_start(&job->shared);
+    write_some(&job->shared);
+    if (called)
+        kvfs_pool_finish(&job->shared);
+}
+
 /* Writes and seals `n` blocks, KVFS_SEALS_AT_ONCE at most: 0 with a status in each put; or -errno when the channel is of
  * no use any more, and what was sealed is not known. All descriptors are closed. */
 int kvfs_put_blocks(int channel, struct kvfs_put *puts, ssize_t n, const uint8_t *keys, const uint8_t *parents,
@@ -128,9 +176,12 @@ int kvfs_put_blocks(int channel, struct kvfs_put *puts, ssize_t n, const uint8_t
 {
     struct kvfs_seal_request seals[KVFS_SEALS_AT_ONCE];
     struct kvfs_seal_result results[KVFS_SEALS_AT_ONCE];
+    uint64_t checksums[KVFS_SEALS_AT_ONCE];
+    struct write_job job = {.puts = puts, .checksums = checksums, .n = n, .vectors = vectors, .starts = starts};
+    write_all(&job);
     size_t asked = 0;
     for (ssize_t i = 0; i < n; i++) {
-        const ssize_t block = puts[i].block, pieces = starts[block + 1] - starts[block];
+        const ssize_t block = puts[i].block;
         struct kvfs_seal_request *seal = &seals[asked];
         memset(seal, 0, sizeof *seal);
         seal->slot = puts[i].slot;
@@ -138,9 +189,7 @@ int kvfs_put_blocks(int channel, struct kvfs_put *puts, ssize_t n, const uint8_t
         memcpy(seal->key, keys + block * KVFS_KEY_BYTES, KVFS_KEY_BYTES);
         memcpy(seal->parent, parents + block * KVFS_KEY_BYTES, KVFS_KEY_BYTES);
         seal->flags = KVFS_SEAL_HAS_CHECKSUM;
-        seal->checksum = kvfs_sum_pieces(vectors + starts[block], pieces);
-        puts[i].status = -write_block(puts[i].fd, puts[i].kept_bytes, vectors + starts[block], pieces);
-        close(puts[i].fd);
+        seal->checksum = checksums[i];
         asked += puts[i].status == 0;
     }
     int rc = asked ? exchange(channel, seals, asked, results, timeout_ns) : 0;

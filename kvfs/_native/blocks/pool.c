@@ -1,4 +1,4 @@
-/* The pool: threads that help with large batches of reads.
+/* The pool: threads that help with large batches of blocks. Reads have one, and puts.
  *
  * Responsibility: one core copies at about half of a memory's bandwidth, so a batch of blocks is divided, block by
  * block, among the caller and the pool's threads that wake in time.
@@ -12,13 +12,16 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
-#include "reader_core.h"
+#include "blocks/pool.h"
 
+#include <pthread.h>
 #include <sched.h>
 #include <stddef.h>
 #include <unistd.h>
 
-/* Of a small machine all processors read, of a large one half of them, the caller with it. Blocks of 2 MiB on 16
+#include "shared/mutex.h"
+
+/* Of a small machine all processors copy, of a large one half of them, the caller with it. Blocks of 2 MiB on 16
  * processors, GB/s (bench/gpu/loads.py): 10 with one helper, 17 with three, 20 with five, 25 with seven, 27 with eleven. */
 enum { FEW_HELPERS = 3, MOST_HELPERS = 7 };
 
@@ -26,7 +29,7 @@ static struct {
     struct kvfs_mutex lock;
     pthread_cond_t work;
     pthread_cond_t done;
-    struct kvfs_read_job *job GUARDED_BY(lock);
+    struct kvfs_pool_job *job GUARDED_BY(lock);
     uint64_t number GUARDED_BY(lock); /* of the job, from 1 */
     int helping GUARDED_BY(lock);     /* helpers in `job` */
     int helpers GUARDED_BY(lock);     /* threads; -1 before this process's first call */
@@ -39,7 +42,7 @@ static void *help(void *unused)
     uint64_t last = 0;
     kvfs_lock(&pool.lock);
     for (;;) {
-        struct kvfs_read_job *job = pool.job;
+        struct kvfs_pool_job *job = pool.job;
         if (job == NULL || pool.number == last) {
             kvfs_wait(&pool.work, &pool.lock);
             continue;
@@ -47,7 +50,7 @@ static void *help(void *unused)
         last = pool.number;
         pool.helping++;
         kvfs_unlock(&pool.lock);
-        kvfs_read_some(job);
+        job->work(job);
         kvfs_lock(&pool.lock);
         if (--pool.helping == 0)
             pthread_cond_signal(&pool.done);
@@ -94,8 +97,7 @@ static void start_helpers(void) REQUIRES(pool.lock)
     }
 }
 
-/* 1: the pool helps with `job` until kvfs_pool_finish; 0: there is none, or it is busy. */
-int kvfs_pool_start(struct kvfs_read_job *job)
+int kvfs_pool_start(struct kvfs_pool_job *job)
 {
     kvfs_lock(&pool.lock);
     if (pool.helpers < 0)
@@ -110,8 +112,7 @@ int kvfs_pool_start(struct kvfs_read_job *job)
     return free;
 }
 
-/* Waits for the blocks that helpers have begun; every block is taken by now. */
-void kvfs_pool_finish(struct kvfs_read_job *job)
+void kvfs_pool_finish(struct kvfs_pool_job *job)
 {
     kvfs_lock(&pool.lock);
     if (pool.job == job)
