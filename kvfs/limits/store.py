@@ -136,6 +136,9 @@ HBM_KEEP_S: Final = 60.0
 that is not has no use for them."""
 HBM_DRAIN_S: Final = 10.0
 """How long what an ended process might still write is not reused where nobody knows who is on the device."""
+HBM_LISTINGS: Final = 16
+"""Listings of a device in which a living process is looked for: one without a context is in none, and for each the
+driver goes through all its clients under its lock."""
 HBM_HANG_S: Final = 30.0
 """How long a process may stay on the device after its session: then segments it may write are taken out of use."""
 MAX_HBM_DEVICES: Final = 64

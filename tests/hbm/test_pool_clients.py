@@ -14,7 +14,7 @@ import pytest
 from kvfs import limits
 from kvfs.errors import LimitExceeded, NoSpace, Superseded
 from tests.conformance.tier_suite import block_header
-from tests.support.device_pools import MIB, Clock, MappedPool, MemorySegments
+from tests.support.device_pools import MIB, Clock, Holders, MappedPool, MemorySegments
 from tests.support.waits import WAIT_S
 from tiers.hbm.clients import PoolClient, Standing, standing
 from tiers.hbm.tier import HbmTier
@@ -71,7 +71,7 @@ class Stand:
 
     def __init__(self) -> None:
         self.clock = Clock()
-        self.on_device: set[int] | None = set()
+        self.holders = Holders(self.clock, set())
         self.maker = MemorySegments()
         self.tier = HbmTier(
             self.maker, 2 * MIB, holders=self.holders, segment_bytes=MIB, max_slots=64, clock=self.clock
@@ -79,15 +79,22 @@ class Stand:
         self.here = MappedPool(self.tier)
         self.children: list[Child] = []
 
-    def holders(self, device: str) -> frozenset[int] | None:
-        assert device == self.maker.device
-        return None if self.on_device is None else frozenset(self.on_device)
+    @property
+    def on_device(self) -> set[int]:
+        assert self.holders.pids is not None
+        return self.holders.pids
 
-    def child(self) -> Child:
+    def child(self, *, is_seen: bool = True) -> Child:
+        """A client on the device, which the tier has seen there where it is told who is."""
         self.children.append(Child(self.tier))
-        if self.on_device is not None:
+        if self.holders.pids is not None and is_seen:
             self.on_device.add(self.children[-1].process.pid)
+        self.ask()
         return self.children[-1]
+
+    def ask(self) -> int:
+        """Sweep until what is asked for now was taken in; return the bytes that became free."""
+        return self.tier.sweep() + self.tier.sweep()
 
     def put(self, payload: bytes, number: int = 1) -> Extent:
         draft = self.here.reserve(len(payload))
@@ -157,10 +164,10 @@ def test_a_dead_clients_leases_end_with_its_process(stand: Stand) -> None:
     assert stand.tier.usage().held_bytes == 0
 
 
-def kill_in_copy(stand: Stand) -> tuple[Child, int, int]:
+def kill_in_copy(stand: Stand, *, is_seen: bool = True) -> tuple[Child, int, int]:
     """Kill a client in the copy to its draft; return it, and where the draft was."""
     stand.put(bytes(SLOT))  # makes segment 0
-    child = stand.child()
+    child = stand.child(is_seen=is_seen)
     draft = stand.tier.reserve(SLOT, child.client)
     place = stand.tier.place(draft)
     assert place.segment == 0
@@ -180,21 +187,91 @@ def test_what_a_killed_client_may_still_write_is_not_reused(stand: Stand) -> Non
     assert stand.tier.describe()["quarantined_bytes_by_pid"] == {child.process.pid: size_bytes}
     stand.here.map(0)[start : start + size_bytes] = b"\xee" * size_bytes
     stand.check(blocks)
-    assert stand.on_device is not None
     stand.on_device.clear()
-    assert stand.tier.sweep() == size_bytes
+    assert stand.ask() == size_bytes
     assert stand.tier.describe()["quarantined_bytes_by_pid"] == {}
     stand.put(bytes(SLOT))
 
 
 def test_where_nobody_knows_who_is_on_the_device_the_wait_is_bounded(stand: Stand) -> None:
-    stand.on_device = None
+    stand.holders.pids = None
     kill_in_copy(stand)
     stand.tier.sweep()
     stand.clock.now_s += limits.HBM_DRAIN_S - 0.1
     assert stand.tier.sweep() == 0
     stand.clock.now_s += 0.1
     assert stand.tier.sweep() == SLOT
+
+
+def drained(stand: Stand) -> bool:
+    """Say whether a killed client's drafts wait for HBM_DRAIN_S, and no longer."""
+    if stand.ask():
+        return False
+    stand.clock.now_s += limits.HBM_DRAIN_S
+    return stand.tier.sweep() == SLOT
+
+
+def test_a_client_that_nobody_saw_on_the_device_is_not_known_to_be_off(stand: Stand) -> None:
+    """It may be listed by another pid, of another namespace."""
+    child, *_ = kill_in_copy(stand, is_seen=False)
+    assert child.process.pid not in stand.on_device
+    assert drained(stand)
+
+
+def test_a_listing_with_pids_of_nobody_here_says_nothing(stand: Stand) -> None:
+    kill_in_copy(stand)
+    stand.on_device.clear()
+    stand.holders.is_ours = False
+    assert drained(stand)
+
+
+def test_a_client_that_was_seen_among_pids_of_nobody_here_was_not_seen(stand: Stand) -> None:
+    stand.holders.is_ours = False
+    kill_in_copy(stand)
+    stand.on_device.clear()
+    stand.holders.is_ours = True
+    assert drained(stand)
+
+
+def test_a_listing_from_before_the_exit_says_nothing(stand: Stand) -> None:
+    """A process may begin work after it was asked who is there."""
+    stand.put(bytes(SLOT))
+    child = stand.child()
+    stand.tier.reserve(SLOT, child.client)
+    stand.on_device.clear()
+    stand.holders.ask(stand.maker.device)
+    child.kill()
+    assert stand.tier.sweep() == 0
+    assert stand.tier.sweep() == SLOT, "it was asked for after the exit"
+
+
+def test_the_wait_begins_anew_while_the_client_is_listed(stand: Stand) -> None:
+    kill_in_copy(stand)
+    stand.ask()
+    stand.clock.now_s += limits.HBM_DRAIN_S
+    stand.ask()
+    stand.holders.pids = None
+    assert drained(stand)
+
+
+def test_who_is_there_is_asked_while_it_matters(stand: Stand) -> None:
+    """Of a living client until it is seen, or was looked for often enough; of one that exited until it has gone."""
+    stand.put(b"in a segment that a client can map")
+    for _ in range(2 * limits.HBM_LISTINGS):
+        stand.tier.sweep()
+    assert stand.holders.asked == limits.HBM_LISTINGS
+    child = stand.child()
+    asked = stand.holders.asked
+    stand.ask()
+    assert stand.holders.asked == asked
+    child.kill()
+    stand.ask()
+    assert stand.holders.asked == asked + 2
+    stand.on_device.clear()
+    stand.ask()
+    asked = stand.holders.asked
+    stand.ask()
+    assert stand.holders.asked == asked
 
 
 def test_a_hung_clients_segments_are_out_of_use_until_it_ends(stand: Stand) -> None:
@@ -210,9 +287,8 @@ def test_a_hung_clients_segments_are_out_of_use_until_it_ends(stand: Stand) -> N
     with pytest.raises(Superseded):
         stand.tier.reserve(1, child.client)
     child.kill()
-    assert stand.on_device is not None
     stand.on_device.clear()
-    assert stand.tier.sweep() > 0
+    assert stand.ask() > 0
     assert stand.tier.describe()["blocked_bytes_by_pid"] == {}
     assert {stand.tier.place(extent).segment for extent in stand.fill()} == {0}
 

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 
 from kvfs.errors import NoSpace, Superseded
 from tests.conformance.tier_suite import block_header
-from tests.support.device_pools import MIB, Clock, MappedLease, MappedPool, MemorySegments
+from tests.support.device_pools import MIB, Clock, Holders, MappedLease, MappedPool, MemorySegments
 from tiers.hbm.tier import HbmTier
 from tiers.model.tier import Extent
 
@@ -41,10 +41,11 @@ class PoolMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.clock = Clock()
         self.on_device: set[int] = set()
+        self.holders = Holders(self.clock, self.on_device)
         self.tier = HbmTier(
             MemorySegments(),
             6 * MIB,
-            holders=lambda _: frozenset(self.on_device),
+            holders=self.holders,
             segment_bytes=MIB,
             max_slots=40,
             clock=self.clock,
@@ -141,6 +142,11 @@ class PoolMachine(RuleBasedStateMachine):
         del self.dead[pid]
         end(self.processes.pop(pid))
         self.on_device.discard(pid)
+
+    @rule(is_ours=st.booleans())
+    def list_strangers(self, is_ours: bool) -> None:
+        """Have listings with pids that are of no process here, or without."""
+        self.holders.is_ours = is_ours
 
     @rule(passed_s=st.sampled_from([0.0, 11.0, 31.0]))
     def sweep(self, passed_s: float) -> None:

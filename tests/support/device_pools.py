@@ -14,6 +14,7 @@ import trio
 from kvfs._native.hbm.hazards import ClientHazards
 from kvfs.errors import NoSpace
 from tiers.hbm.clients import PoolClient
+from tiers.hbm.driver_ports import Listing
 from tiers.hbm.tier import HbmTier
 from tiers.model.tier import Extent, Sealed, SealHeader, Usage
 
@@ -40,13 +41,36 @@ class MemorySegments:
 
 
 class Clock:
-    """Seconds that a test sets."""
+    """Seconds that a test sets; each look is a little later than the one before."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
 
     def __call__(self) -> float:
+        self.now_s += 1e-6
         return self.now_s
+
+
+class Holders:
+    """Says who is on a device, as it was at the last question; nobody does where `pids` is None."""
+
+    def __init__(self, clock: Clock, pids: set[int]) -> None:
+        self.pids: set[int] | None = pids
+        self.is_ours = True
+        self.asked = 0
+        self._clock = clock
+        self._listing: Listing | None = None
+
+    def listing(self, device: str) -> Listing | None:
+        return None if self.pids is None else self._listing
+
+    def ask(self, device: str) -> None:
+        self.asked += 1
+        if self.pids is not None:
+            self._listing = Listing(frozenset(self.pids), self._clock(), is_ours=self.is_ours)
+
+    def missing(self) -> list[str]:
+        return []
 
 
 class MappedPool:

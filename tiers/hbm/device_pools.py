@@ -20,7 +20,7 @@ from kvfs.errors import InvalidRequest, NoSpace, NotFound
 from tiers.eviction.policy import EvictionPolicy
 from tiers.hbm.allocator import Place
 from tiers.hbm.clients import PoolClient
-from tiers.hbm.driver_ports import DeviceHolders, SegmentMaker, unknown_holders
+from tiers.hbm.driver_ports import DeviceHolders, NoHolders, SegmentMaker
 from tiers.hbm.handover import ExpectedChecksum, HandedBlock
 from tiers.hbm.segment_tokens import SegmentTokens
 from tiers.hbm.tier import HbmTier
@@ -88,7 +88,7 @@ class DevicePools:
         expected: ExpectedChecksum,
         missing: Sequence[str] = (),
         token_key: bytes = b"",
-        holders: DeviceHolders = unknown_holders,
+        holders: DeviceHolders | None = None,
         segment_bytes: int = limits.HBM_SEGMENT_BYTES,
         max_slots: int = limits.HBM_SLOTS,
     ) -> None:
@@ -100,7 +100,7 @@ class DevicePools:
         self._token_key = token_key or secrets.token_bytes(limits.HBM_SEGMENT_TOKEN_BYTES)
         self.counts = PoolCounts()
         self._devices = {device.device: device for device in devices}
-        self._policy, self._expected, self._holders = policy, expected, holders
+        self._policy, self._expected, self._holders = policy, expected, holders or NoHolders()
         self._segment_bytes, self._max_slots = segment_bytes, max_slots
 
     @property
@@ -196,7 +196,7 @@ class DevicePools:
         devices = self._devices.values()
         described = [pool.describe(uid) for device in devices for uid, pool in device.pools.items()]
         return {
-            "missing": self.missing,
+            "missing": [*self.missing, *self._holders.missing()],
             "devices": self.devices,
             "capacity_bytes": sum(device.capacity_bytes for device in devices),
             "segment_bytes": sum(device.physical_bytes for device in devices),

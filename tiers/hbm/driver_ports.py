@@ -8,6 +8,7 @@ Concurrency: called on the service's thread.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -25,13 +26,42 @@ class SegmentMaker(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Holds what was said once of who is on a device."""
+
+    pids: frozenset[int]
+    asked_s: float
+    """When the question was begun, by `time.monotonic`."""
+    is_ours: bool = True
+    """Whether each pid is of a process that this service sees: else they may be of another namespace."""
+
+
 class DeviceHolders(Protocol):
     """Says which processes are on a device."""
 
-    def __call__(self, device: str) -> frozenset[int] | None:
-        """Return the pids of the processes that have work or memory there; None where that is not known."""
+    def listing(self, device: str) -> Listing | None:
+        """Return what is known now; None where nothing is, or nothing of late."""
+        ...
+
+    def ask(self, device: str) -> None:
+        """Have it known anew soon; nobody waits for that."""
+        ...
+
+    def missing(self) -> list[str]:
+        """Say on which devices it is not known, and why."""
         ...
 
 
-def unknown_holders(device: str) -> None:
-    """Stand for a `DeviceHolders` where nothing says who is on the device."""
+class NoHolders:
+    """Stands for `DeviceHolders` where nothing says who is on a device."""
+
+    def listing(self, device: str) -> None:
+        """Know nothing."""
+
+    def ask(self, device: str) -> None:
+        """Do nothing."""
+
+    def missing(self) -> list[str]:
+        """Say nothing."""
+        return []

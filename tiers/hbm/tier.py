@@ -30,7 +30,7 @@ from kvfs.errors import InvalidRequest, LimitExceeded, NotFound, ObjectTooLarge,
 from tiers.hbm.allocator import Place, SlotAllocator
 from tiers.hbm.clients import PoolClient, Standing
 from tiers.hbm.device_segments import DeviceSegment, DeviceSegments
-from tiers.hbm.driver_ports import DeviceHolders, SegmentMaker, unknown_holders
+from tiers.hbm.driver_ports import DeviceHolders, Listing, NoHolders, SegmentMaker
 from tiers.hbm.handover import ExpectedChecksum, HandedBlock, is_adoptable
 from tiers.hbm.size_classes import slot_bytes_for
 from tiers.model.tier import Extent, Sealed, SealHeader, Usage
@@ -65,7 +65,7 @@ class HbmTier:
         maker: SegmentMaker,
         capacity_bytes: int,
         *,
-        holders: DeviceHolders = unknown_holders,
+        holders: DeviceHolders | None = None,
         segment_bytes: int = limits.HBM_SEGMENT_BYTES,
         max_slots: int = limits.HBM_SLOTS,
         clock: Callable[[], float] = time.monotonic,
@@ -76,7 +76,7 @@ class HbmTier:
         self.generations = Generations(max_slots)
         self._segments = DeviceSegments(maker, capacity_bytes, segment_bytes, make_token)
         self._allocator = SlotAllocator(segment_bytes, max_slots)
-        self._holders = holders
+        self._holders = holders or NoHolders()
         self._clock = clock
         self._clients: list[PoolClient] = []
         self._drafts: dict[int, _Draft] = {}
@@ -362,20 +362,22 @@ class HbmTier:
         """Free what is no longer leased, and what ended clients can no longer write; return the bytes that became
         free."""
         before = self._allocator.taken_bytes
-        now_s = self._clock()
+        listing = self._holders.listing(self.device)
         for client in self._clients:
-            client.look(now_s)
-        self._sweep_ended([client for client in self._clients if client.ended_s is not None], now_s)
+            client.look(listing, self._clock)
+        self._sweep_ended([client for client in self._clients if client.ended_s is not None], listing)
+        if any(client.wants_listing for client in self._clients):
+            self._holders.ask(self.device)
         for slot, held in list(self._held.items()):
             if not self._is_leased(slot, held.generation):
                 del self._held[slot]
                 self._free_slot(slot)
         return before - self._allocator.taken_bytes
 
-    def _sweep_ended(self, ended: list[PoolClient], now_s: float) -> None:
-        holders = self._holders(self.device) if ended else None
+    def _sweep_ended(self, ended: list[PoolClient], listing: Listing | None) -> None:
+        now_s = self._clock()
         for client in ended:
-            match client.standing(holders, now_s):
+            match client.standing(listing, now_s):
                 case Standing.OFF_DEVICE:
                     self._remove_client(client)
                 case Standing.HUNG:
@@ -444,6 +446,7 @@ class HbmTier:
             "used_bytes": usage.used_bytes,
             "held_bytes": usage.held_bytes,
             "clients": len(self._clients),
+            "clients_listed": sum(client.was_listed for client in self._clients),
             "quarantined_bytes_by_pid": dict(waiting),
             "blocked_bytes_by_pid": dict(blocked),
         }
