@@ -39,7 +39,7 @@ PIP := $(BIN)/python -m pip install $(QUIET)
 BUILT_WITH := 'setuptools>=77' 'setuptools-scm>=8' 'cython>=3.1,<4'
 EDITABLE := KVFS_NATIVE_APART=1 $(PIP) --no-build-isolation --editable
 NATIVE := $(wildcard kvfs/_native/*/*.pyx kvfs/_native/*/*.pxd kvfs/_native/*/*.c kvfs/_native/*/*.h)
-FORMATTED := $(wildcard kvfs/_native/*/*.[ch] kvfs/_native/*/*/*.[ch] tests/native/*.c tests/native/*/*.c tests/cuda/standin/*.[ch])
+FORMATTED := $(wildcard kvfs/_native/*/*.[ch] kvfs/_native/*/*/*.[ch] tests/native/*.c tests/native/*/*.c tests/cuda/standin/*.[ch] tests/hbm/standin/*.c)
 GUARDED := $(shell grep -lwE 'kvfs_lock|REQUIRES' kvfs/_native/*/*.c)
 NATIVE_MODULES := $(subst /,.,$(basename $(wildcard kvfs/_native/*/*.pyx)))
 

@@ -53,6 +53,8 @@ from tiers.events.publisher import EventDoor, open_events
 from tiers.eviction.policy import policy_named
 from tiers.fsck.scrub import Scrub
 from tiers.hbm.device_pools import DevicePools
+from tiers.hbm.holders.asked_holders import AskedHolders
+from tiers.hbm.holders.nvml import Nvml
 from tiers.hbm.opened_devices import open_devices
 from tiers.model.objects import Change, ChangeKind
 from tiers.model.tier import Kind
@@ -291,6 +293,7 @@ def open_pools(settings: Settings, store: Store) -> DevicePools | None:
         expected=store.checksum,
         missing=missing,
         token_key=store.home.hbm_key(),
+        holders=AskedHolders(Nvml()),
     )
 
     def drop(change: Change) -> None:

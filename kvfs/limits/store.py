@@ -139,6 +139,14 @@ HBM_DRAIN_S: Final = 10.0
 HBM_LISTINGS: Final = 16
 """Listings of a device in which a living process is looked for: one without a context is in none, and for each the
 driver goes through all its clients under its lock."""
+HBM_LISTING_PAUSE_S: Final = 0.5
+"""Least time between two questions of who is on a device."""
+HBM_LISTING_AGE_S: Final = 5.0
+"""From which age on a listing says nothing, and a driver that has not answered is said to be silent."""
+HBM_LISTING_RETRY_S: Final = 10.0
+"""How long a driver that refused to say who is on a device is not asked again."""
+HBM_LISTED: Final = 900
+"""Processes in one listing. NVIDIA's open driver leaves out those above 950 without saying so."""
 HBM_HANG_S: Final = 30.0
 """How long a process may stay on the device after its session: then segments it may write are taken out of use."""
 MAX_HBM_DEVICES: Final = 64

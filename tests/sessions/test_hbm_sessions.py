@@ -18,9 +18,19 @@ from kvfs.protocol.messages import Op
 from tests.support import undrained_service
 from tests.support.cuda_standin import build_standin
 from tests.support.pool_engines import PoolEngine, payload
-from tests.support.pool_services import DEVICE, PLACE, failure, hbm, keys_of, raw, serving
+from tests.support.pool_services import (
+    DEVICE,
+    PLACE,
+    engine_in_child,
+    failure,
+    hbm,
+    keys_of,
+    pool_of,
+    raw,
+    serving,
+)
 from tests.support.service import Service, run_kvfs, sink
-from tests.support.sessions import Child, fork, session_server
+from tests.support.sessions import fork, session_server
 from tests.support.stores import NAMESPACE
 from tests.support.waits import WAIT_S, eventually
 
@@ -44,27 +54,6 @@ def engine(service: Service, library: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("KVFS_LIBCUDA", str(library))
     with PoolEngine(service.data) as made:
         yield made
-
-
-def pool_of(service: Service) -> dict[str, Any]:
-    [pool] = hbm(service)["pools"]
-    return dict(pool)
-
-
-def engine_in_child(service: Service, library: Path, keys: list[bytes], *, seal: bool) -> Child:
-    """A process with these blocks in the pool, or drafts of them; it says a byte and stays."""
-
-    def stay(pipe: socket.socket) -> None:
-        os.environ["KVFS_LIBCUDA"] = str(library)
-        with PoolEngine(service.data) as other:
-            other.put(keys)
-            assert other.promote(keys) == [True] * len(keys) if seal else None not in other.reserve(keys)
-            pipe.send(b"!")
-            pipe.recv(1)
-
-    child = fork(stay)
-    child.wait_for(b"!")
-    return child
 
 
 def test_processes_share_blocks_which_outlive_them(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,9 @@ import kvfs
 from kvfs.client.exchange import Exchange
 from kvfs.client.transport import Transport, close_all
 from kvfs.protocol.messages import Op
+from tests.support.pool_engines import PoolEngine
 from tests.support.service import Service
+from tests.support.sessions import Child, fork
 from tests.support.waits import WAIT_S
 
 DEVICE = "GPU-abababab-abab-abab-abab-ababababab00"
@@ -37,6 +40,27 @@ def keys_of(count: int) -> list[bytes]:
 def hbm(service: Service) -> dict[str, Any]:
     with service.client() as client:
         return dict(client.status()["hbm"])
+
+
+def pool_of(service: Service) -> dict[str, Any]:
+    [pool] = hbm(service)["pools"]
+    return dict(pool)
+
+
+def engine_in_child(service: Service, library: Path, keys: list[bytes], *, seal: bool) -> Child:
+    """A process with these blocks in the pool, or drafts of them; it says a byte and stays."""
+
+    def stay(pipe: socket.socket) -> None:
+        os.environ["KVFS_LIBCUDA"] = str(library)
+        with PoolEngine(service.data) as other:
+            other.put(keys)
+            assert other.promote(keys) == [True] * len(keys) if seal else None not in other.reserve(keys)
+            pipe.send(b"!")
+            pipe.recv(1)
+
+    child = fork(stay)
+    child.wait_for(b"!")
+    return child
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""Who is on a GPU, asked of its driver."""
