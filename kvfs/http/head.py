@@ -23,7 +23,6 @@ from kvfs.limits import MAX_HEAD_BYTES, MAX_HEADERS
 
 END = b"\r\n\r\n"
 _LENGTH = re.compile(rb"[0-9]{1,18}\Z")
-_FRAMING = frozenset((b"content-length", b"transfer-encoding", b"host", b"expect", b"connection"))
 _TARGET = re.compile(rb"[\x21-\x7e]+\Z")
 
 
@@ -98,12 +97,22 @@ def _check_lines(data: bytes) -> None:
 
 
 def _framed(method: str, fields: _Fields, version: str) -> Head:
-    found: dict[bytes, list[bytes]] = {}
+    lengths: list[bytes] = []
+    codings: list[bytes] = []
+    expectations: list[bytes] = []
+    options: list[bytes] = []
+    hosts = 0
     for name, value in fields.headers:
-        if name in _FRAMING:
-            found.setdefault(name, []).append(value)
-    lengths, codings = found.get(b"content-length", ()), found.get(b"transfer-encoding", ())
-    hosts = len(found.get(b"host", ()))
+        if name == b"host":
+            hosts += 1
+        elif name == b"content-length":
+            lengths.append(value)
+        elif name == b"transfer-encoding":
+            codings.append(value)
+        elif name == b"expect":
+            expectations.append(value.lower())
+        elif name == b"connection":
+            options.append(value)
     if hosts > 1 or (hosts == 0 and version == "1.1"):
         raise BadHead(400, f"{hosts} Host headers where one is wanted")
     if codings and (lengths or version == "1.0"):
@@ -113,7 +122,7 @@ def _framed(method: str, fields: _Fields, version: str) -> Head:
     if len(lengths) > 1 or (lengths and not _LENGTH.match(lengths[0])):
         raise BadHead(400, "a Content-Length that is not one number")
     # Any other expectation may be passed over (RFC 9110, section 10.1.1), and S3 does.
-    expects_continue = any(value.lower() == b"100-continue" for value in found.get(b"expect", ()))
+    expects_continue = b"100-continue" in expectations
     return Head(
         method,
         fields.target,
@@ -121,7 +130,7 @@ def _framed(method: str, fields: _Fields, version: str) -> Head:
         int(lengths[0]) if lengths else 0,
         bool(codings),
         expects_continue and version == "1.1",
-        _keeps_alive(found.get(b"connection", ()), version),
+        _keeps_alive(options, version),
         version == "1.1",
     )
 

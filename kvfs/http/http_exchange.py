@@ -19,6 +19,7 @@ import os
 from collections.abc import Iterable
 from email.utils import formatdate
 from http import HTTPStatus
+from time import time
 from typing import Protocol
 
 import trio
@@ -329,7 +330,7 @@ class _Clock:
 
 def date_text() -> str:
     """Return the text of a Date header at this moment."""
-    second = int(trio.current_time())
+    second = int(time())
     if second != _Clock.second:
         _Clock.second, _Clock.text = second, formatdate(usegmt=True)
     return _Clock.text

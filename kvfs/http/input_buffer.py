@@ -68,5 +68,5 @@ class InputBuffer:
 
     def _skip_empty_lines(self) -> None:
         """Skip empty lines before a request line (RFC 9112, section 2.2)."""
-        while self._memory[self._start : self._start + 2] == b"\r\n" and self._end - self._start >= 2:
+        while self._memory.startswith(b"\r\n", self._start, self._end):
             self.consume(2)
