@@ -45,7 +45,7 @@ from scheduler.proxy.routers.balance import BY_LOAD
 from scheduler.proxy.routers.fallback import RequestRouter
 from scheduler.proxy.tokens import Prompt
 from scheduler.proxy.upstream.connection import EngineFailed
-from scheduler.proxy.upstream.engines import Answer, Engine, EngineAddress, Engines
+from scheduler.proxy.upstream.engines import Answer, Engine, Engines
 from scheduler.proxy.waiting_line import WaitingLine
 
 log = logging.getLogger("kvfs.proxy")
@@ -199,9 +199,7 @@ class Legs:
         return list(dict.fromkeys([*request.failed, *down]))[: limits.MAX_EXCLUDED]
 
     def _pair(self, request: Completion, routed: Routed) -> _Pair:
-        model = request.asked.model
-        at = EngineAddress(routed.decode_url, name=routed.decode, model=model, rank=routed.decode_rank)
-        decode = self._engine(request, at)
+        decode = self._engine(request, routed.decode, routed.decode_url, routed.decode_rank)
         skip = ""
         if routed.prefill is None or routed.prefill_url is None or routed.prefill == routed.decode:
             skip = "one_engine"
@@ -213,18 +211,16 @@ class Legs:
                 self._router.prefill_failed(routed.id)
             return _Pair(routed.id, decode, None)
         self.counts.events["prefill_legs"] += 1
-        at = EngineAddress(
-            routed.prefill_url or "", name=routed.prefill or "", model=model, rank=routed.prefill_rank
-        )
-        return _Pair(routed.id, decode, self._engine(request, at), routed.prefill_peer)
+        prefill = self._engine(request, routed.prefill or "", routed.prefill_url or "", routed.prefill_rank)
+        return _Pair(routed.id, decode, prefill, routed.prefill_peer)
 
-    def _engine(self, request: Completion, address: EngineAddress) -> Engine:
+    def _engine(self, request: Completion, name: str, url: str, rank: int | None) -> Engine:
         """Return the engine that a router names. Raises EngineFailed with its name, which is excluded then."""
         try:
-            return self._engines.at(address)
+            return self._engines.at(name, url, rank, request.asked.model)
         except EngineFailed as error:
-            request.failed.append(address.name)
-            raise EngineFailed(f"engine {address.name}: {error}", alive=error.alive) from None
+            request.failed.append(name)
+            raise EngineFailed(f"engine {name}: {error}", alive=error.alive) from None
 
     async def _run(self, request: Completion, pair: _Pair) -> None:
         request.prefill_usage, request.usage = None, NO_USAGE

@@ -55,15 +55,7 @@ _METRICS = [("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)]
 class Memory:
     """The bytes of all bodies and answers that are kept."""
 
-    def __init__(self, most_bytes: int = limits.PROXY_MEMORY_BYTES) -> None:
-        self._most_bytes = most_bytes
-        self.size_bytes = 0
-
-    def add(self, size_bytes: int) -> None:
-        """Count bytes. Raises Failure."""
-        if self.size_bytes + size_bytes > self._most_bytes:
-            raise Failure(503, "requests under way take all the memory there is for them", retry_after_s=1)
-        self.size_bytes += size_bytes
+    size_bytes = 0
 
 
 class Held:
@@ -75,7 +67,9 @@ class Held:
 
     def add(self, size_bytes: int) -> None:
         """Count bytes. Raises Failure."""
-        self._memory.add(size_bytes)
+        if self._memory.size_bytes + size_bytes > limits.PROXY_MEMORY_BYTES:
+            raise Failure(503, "requests under way take all the memory there is for them", retry_after_s=1)
+        self._memory.size_bytes += size_bytes
         self.size_bytes += size_bytes
 
     def __enter__(self) -> Held:

@@ -64,6 +64,9 @@ class _Answered(msgspec.Struct):
     kv_transfer_params: dict[str, Any] | None = None
 
 
+_ANSWERED = msgspec.json.Decoder(_Answered)
+
+
 def prefill(kind: HandOver) -> Put:
     """Return what a prefill leg asks that comes before the decode leg: to say what it stores, or where."""
     if kind == "store":
@@ -78,7 +81,7 @@ def after_prefill(answer: bytes, cached_tokens: int | None, peer: str = "") -> P
     Where the answer says nothing but its usage, vLLM still reports the prefill engine's `cached_tokens` as the usage.
     """
     try:
-        params = msgspec.json.decode(answer, type=_Answered).kv_transfer_params
+        params = _ANSWERED.decode(answer).kv_transfer_params
     except msgspec.DecodeError:
         return {}
     if params:

@@ -65,7 +65,9 @@ def client_headers(headers: Headers) -> list[tuple[str, str]]:
     ]
 
 
-def _named_by_connection(headers: Headers) -> frozenset[bytes]:
-    return frozenset(
-        each.strip().lower() for name, value in headers if name == b"connection" for each in value.split(b",")
-    )
+def _named_by_connection(headers: Headers) -> set[bytes]:
+    named: set[bytes] = set()
+    for name, value in headers:
+        if name == b"connection":
+            named |= {each.strip().lower() for each in value.split(b",")}
+    return named

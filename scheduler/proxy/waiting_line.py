@@ -88,7 +88,7 @@ class WaitingLine:
         """Choose engines for a request, when there is room for it. Raises what its router does."""
         question = ask("")
         found: Routed | Refused | None = None
-        if not self._would_overtake(question):
+        if not self._line or not self._would_overtake(question):
             found = await self._router.route(question)
             if not _is_deferred(found):
                 return found

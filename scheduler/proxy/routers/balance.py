@@ -44,11 +44,12 @@ class LoadRouter:
 
     def route(self, request: RouteRequest) -> Routed | Refused:
         """Choose engines. Raises NotFound for a model that none serves."""
-        self._engines.check_model(request.model)
+        alive = self._engines.alive(request.exclude, request.model)
+        if not alive:
+            self._engines.check_model(request.model)
         number = next(self._numbers)
         id = f"load-{number}"
         tokens = len(request.tokens) if request.tokens else request.length or 0
-        alive = self._engines.alive(request.exclude, request.model)
         choose = self._joined_pair if request.both_legs else self._pair
         decode, prefill = choose(alive, number, tokens)
         if decode is None or prefill is None:

@@ -13,11 +13,13 @@ Concurrency: one task for each connection. All receive into one buffer, which is
 
 from __future__ import annotations
 
+import select
 import socket
 import ssl
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from time import monotonic
 
 import httptools
 import trio
@@ -53,7 +55,7 @@ class _Parser:
         """Begin with the next answer. REQUIRES that the last one, if there is one, `persists`."""
         self.headers: list[tuple[bytes, bytes]] = []
         self.head_done = self.done = self.surplus = self.keeps_alive = False
-        self.head_bytes = 0
+        self.head_bytes = self.status = 0
         self.pieces: list[bytes] = []
 
     def on_message_begin(self) -> None:
@@ -63,7 +65,7 @@ class _Parser:
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        self.head_done = True
+        self.head_done, self.status = True, self._parser.get_status_code()
         self.keeps_alive = bool(
             self._parser.should_keep_alive()
         )  # at the end of a message llhttp has it no more
@@ -95,11 +97,6 @@ class _Parser:
         self.done = self.surplus = True
 
     @property
-    def status(self) -> int:
-        status: int = self._parser.get_status_code()
-        return status
-
-    @property
     def persists(self) -> bool:
         return self.done and not self.surplus and self.keeps_alive
 
@@ -109,8 +106,10 @@ class UpstreamConnection:
 
     def __init__(self, sock: socket.socket, transport: Transport) -> None:
         self._socket, self._transport = sock, transport
+        self._arrivals = select.poll()
+        self._arrivals.register(sock, select.POLLIN)
         self._parser = _Parser()
-        self.used_s = trio.current_time()
+        self.used_s = monotonic()
         self._answers = 0
         self._reason = ""
         self._ended = False
@@ -142,13 +141,7 @@ class UpstreamConnection:
 
     def is_open(self) -> bool:
         """Return whether the engine has neither closed the connection nor sent anything unasked."""
-        try:
-            self._socket.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return False
+        return not self._arrivals.poll(0)
 
     async def begin(self, parts: Sequence[Buffer], timeout_s: float) -> None:
         """Send a request and receive its answer's head. Raises EngineFailed."""

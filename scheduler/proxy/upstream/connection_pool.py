@@ -9,6 +9,7 @@ Concurrency: one trio thread.
 from __future__ import annotations
 
 from collections import deque
+from time import monotonic
 
 import trio
 
@@ -34,7 +35,10 @@ class Pool:
 
     async def take(self, *, fresh: bool = False) -> UpstreamConnection:
         """Take a connection; `fresh`: a new one. Raises EngineFailed."""
-        await self._permit()
+        if self._free:
+            self._free -= 1
+        else:
+            await self._wait()
         try:
             connection = None if fresh else await self._kept()
             return connection or await self._dialer.connect(self._place)
@@ -46,14 +50,14 @@ class Pool:
         """Return a connection: it is kept if it can be used again."""
         self._release()
         if connection.reusable and not self._closed:
-            connection.used_s = trio.current_time()
+            connection.used_s = monotonic()
             self._idle.append(connection)
         else:
             await connection.close()
 
     async def expire(self, age_s: float = limits.ENGINE_IDLE_S) -> None:
         """Close connections that were unused for `age_s`."""
-        before_s = trio.current_time() - age_s
+        before_s = monotonic() - age_s
         while self._idle and self._idle[0].used_s <= before_s:
             await self._idle.pop(0).close()
 
@@ -64,19 +68,16 @@ class Pool:
 
     async def _kept(self) -> UpstreamConnection | None:
         """Return the connection used last, if one is still open."""
-        await self.expire()
+        before_s = monotonic() - limits.ENGINE_IDLE_S
         while self._idle:
             connection = self._idle.pop()
-            if connection.is_open():
+            if connection.used_s > before_s and connection.is_open():
                 return connection
             await connection.close()
         return None
 
-    async def _permit(self) -> None:
+    async def _wait(self) -> None:
         """Wait for one of the connections that there may be. Raises EngineFailed."""
-        if self._free:
-            self._free -= 1
-            return
         if len(self._waiting) >= limits.ENGINE_WAITERS:
             raise EngineFailed("all its connections are taken, and many requests wait", alive=True)
         granted = trio.Event()

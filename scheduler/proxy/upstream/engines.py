@@ -241,7 +241,8 @@ class Answer:
     async def read_all(self, count: Callable[[int], None] | None = None) -> bytes:
         """Return the whole body; `count` is called with the bytes of each piece. Raises EngineFailed."""
         pieces, size_bytes = [], 0
-        while piece := await self.read():
+        while not self.is_whole:
+            piece = await self.read()
             if count is not None:
                 count(len(piece))
             pieces.append(piece)
@@ -277,16 +278,16 @@ class Engines:
     def __iter__(self) -> Iterator[Engine]:
         return iter(self._by_name.values())
 
-    def at(self, address: EngineAddress) -> Engine:
+    def at(self, name: str, url: str, rank: int | None, model: str) -> Engine:
         """Return the engine that a router names; one that was not known, or is elsewhere now, is watched from here on.
 
         Raises EngineFailed for what is no URL, and where all engines are busy that there may be.
         """
-        engine = self._by_name.get(address.name)
-        if engine is not None and engine.address.place == address.place:
+        engine = self._by_name.get(name)
+        if engine is not None and engine.address.url == url and engine.address.rank == rank:
             return engine
-        if not is_engine_url(address.url):
-            raise EngineFailed(f"{address.url!r} is no http(s)://HOST:PORT", alive=True)
+        if not is_engine_url(url):
+            raise EngineFailed(f"{url!r} is no http(s)://HOST:PORT", alive=True)
         if engine is None and len(self._by_name) >= limits.MAX_PROXY_ENGINES:
             unused = next((each for each in self if not each.requests), None)
             if unused is None:
@@ -294,7 +295,7 @@ class Engines:
             self._remove(unused)
         if engine is not None:
             self._remove(engine)
-        return self._add(address)
+        return self._add(EngineAddress(url, name=name, model=model, rank=rank))
 
     def follow(self, addresses: Iterable[EngineAddress]) -> None:
         """Watch a router's engines, and no other that it named; those of the start stay unless it names them too."""
