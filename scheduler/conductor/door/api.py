@@ -16,11 +16,11 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from time import monotonic
 from typing import Any
 from urllib.parse import unquote
 
 import msgspec
-import trio
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from kvfs.errors import Exists, InvalidRequest, KvfsError, NotFound, NotReady
@@ -93,7 +93,7 @@ class Api:
 
     async def serve(self, exchange: Exchange) -> None:
         """Answer one exchange, with an error's status and JSON where it fails."""
-        began_s = trio.current_time()
+        began_s = monotonic()
         try:
             reply = await self._reply(exchange)
         except Rejected as error:
@@ -119,7 +119,7 @@ class Api:
                 raise
         if exchange.operation:
             self.requests[exchange.operation] += 1
-            self.latencies.observe(exchange.operation, trio.current_time() - began_s)
+            self.latencies.observe(exchange.operation, monotonic() - began_s)
 
     def refuse(self, status: int, message: str) -> tuple[Headers, bytes]:
         """Return headers and JSON body of an answer to what is no request."""
@@ -163,6 +163,10 @@ class Api:
         most = operation.max_body_bytes
         if exchange.head.content_length > most:
             raise _too_large(operation, exchange.head.content_length)
+        packed = operation.packs and _is_packed(exchange)
+        whole = exchange.received_body()
+        if whole is not None:  # gone before another body comes
+            return _decoded(operation, whole, packed=packed)
         data = bytearray()
         try:
             while not exchange.body_done:
@@ -179,7 +183,7 @@ class Api:
                 self._bodies_bytes += count
                 if len(data) > most:
                     raise _too_large(operation, len(data))
-            return _decoded(operation, data, packed=operation.packs and _is_packed(exchange))
+            return _decoded(operation, data, packed=packed)
         finally:
             self._bodies_bytes -= len(data)
 
@@ -286,7 +290,7 @@ def _packed(reply: Reply) -> tuple[Headers, bytes]:
     return [("Content-Type", "application/msgpack")], msgspec.msgpack.encode(reply.value)
 
 
-def _decoded(operation: Operation, data: bytearray, *, packed: bool = False) -> Any:
+def _decoded(operation: Operation, data: bytes | bytearray, *, packed: bool = False) -> Any:
     if operation.body is None or (operation.optional_body and not data):
         return None
     try:
