@@ -112,7 +112,8 @@ class Connection:
         if not exchange.answered:
             log.error("%s: a request was left without an answer", self._transport.peer)
             return False
-        await exchange.drain()
+        if not exchange.body_done:
+            await exchange.drain()
         return exchange.keep_alive
 
     async def _answer_bad_head(self, error: BadHead) -> None:

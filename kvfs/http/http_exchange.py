@@ -314,7 +314,7 @@ class Exchange:
 
     async def drain(self) -> None:
         """Read the rest of the body away, if the connection goes on."""
-        if not self.keep_alive or self.body_done:
+        if not self.keep_alive:
             return
         scratch = memoryview(bytearray(limits.SESSION_CHUNK_BYTES))
         while await self.receive_into(scratch):

@@ -90,27 +90,6 @@ class _Pair(NamedTuple):
     """Where the decode engine's store reads what the prefill engine stores, if that is another machine's."""
 
 
-class _Attempt:
-    """Note an engine's failure, as a context."""
-
-    __slots__ = ("_engine", "_engines", "_request")
-
-    def __init__(self, engines: Engines, request: Completion, engine: Engine) -> None:
-        self._engines, self._request, self._engine = engines, request, engine
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Raises EngineFailed with the engine's name."""
-        if isinstance(error, EngineFailed):
-            engine = self._engine
-            self._request.failed.append(engine.name)
-            if not error.alive:
-                self._engines.suspect(engine, str(error))
-            raise EngineFailed(f"engine {engine.name}: {error}", alive=error.alive) from None
-
-
 class Legs:
     """See the module's header."""
 
@@ -231,19 +210,22 @@ class Legs:
         else:
             await self._decode(request, pair, await self._prefill(request, pair, pair.prefill))
 
-    def _at(self, request: Completion, engine: Engine) -> _Attempt:
-        return _Attempt(self._engines, request, engine)
+    def _failed(self, request: Completion, engine: Engine, error: EngineFailed) -> EngineFailed:
+        """Note an engine's failure; return it with the engine's name."""
+        request.failed.append(engine.name)
+        if not error.alive:
+            self._engines.suspect(engine, str(error))
+        return EngineFailed(f"engine {engine.name}: {error}", alive=error.alive)
 
     # --- one leg after the other ---------------------------------------------------------------------------
     async def _prefill(self, request: Completion, pair: _Pair, engine: Engine) -> Put:
         """Have an engine prefill the prompt; return what the decode leg is to know of that, if it did."""
         body = prefill_body(request.members, handover.prefill(self._kind))
         try:
-            with self._at(request, engine):
-                async with engine.ask("POST", request.target, request.headers, body) as answer:
-                    data = await answer.read_all(request.count)
+            async with engine.ask("POST", request.target, request.headers, body) as answer:
+                data = await answer.read_all(request.count)
         except EngineFailed as error:
-            return self._prefill_failed(pair, str(error))
+            return self._prefill_failed(pair, str(self._failed(request, engine, error)))
         if answer.status != 200:
             return self._prefill_failed(pair, f"engine {engine.name}: it answered {answer.status}")
         self._router.prefilled(pair.id)
@@ -260,7 +242,7 @@ class Legs:
     async def _decode(self, request: Completion, pair: _Pair, put: Put) -> None:
         """Pass a decode engine's answer to the client. Raises EngineFailed."""
         body = decode_body(request.members, request.asked, put)
-        with self._at(request, pair.decode):
+        try:
             async with pair.decode.ask("POST", request.target, request.headers, body) as answer:
                 if answer.status in _ELSEWHERE:
                     request.last_error = answer.status, await answer.read_all(request.count)
@@ -269,6 +251,8 @@ class Legs:
                     await self._stream(request, pair, answer)
                 else:
                     await self._whole(request, pair, answer)
+        except EngineFailed as error:
+            raise self._failed(request, pair.decode, error) from None
 
     # --- both legs at once ---------------------------------------------------------------------------------
     async def _run_at_once(self, request: Completion, pair: _Pair, engine: Engine) -> None:
@@ -306,10 +290,12 @@ class Legs:
             rank = None if number is None else handover.Rank(number, self._engines.ranks_behind(engine))
             put = handover.sglang_rooms(bootstrap, request.members, partial(secrets.randbits, 63), rank)
             return put, put
-        with self._at(request, engine):
+        try:
             if engine.bootstrap_id is None:
                 answer = await self._engines.get(Place(host, int(port)), b"/query")
                 engine.bootstrap_id = handover.engine_id(answer, engine.address.rank or 0)
+        except EngineFailed as error:
+            raise self._failed(request, engine, error) from None
         return handover.mooncake(bootstrap._replace(engine_id=engine.bootstrap_id), secrets.token_hex(16))
 
     async def _prefill_beside(self, request: Completion, engine: Engine, put: Put) -> None:
@@ -317,12 +303,14 @@ class Legs:
         members, asked = request.members, request.asked
         whole = self._kind == "sglang"
         body = decode_body(members, asked, put) if whole else prefill_body(members, put)
-        with self._at(request, engine):
+        try:
             async with engine.ask("POST", request.target, request.headers, body) as answer:
                 while await answer.read():
                     pass
                 if answer.status != 200:
                     raise EngineFailed(f"it answered {answer.status}", alive=True)
+        except EngineFailed as error:
+            raise self._failed(request, engine, error) from None
 
     # --- the answer ----------------------------------------------------------------------------------------
     async def _stream(self, request: Completion, pair: _Pair, answer: Answer) -> None:

@@ -136,5 +136,7 @@ def _is_usage_alone(event: bytes) -> bool:
 
 def is_stream(answer: Answer) -> bool:
     """Return whether an answer is one of events."""
-    kinds = [value for name, value in answer.headers if name == b"content-type"]
-    return bool(kinds) and kinds[0].startswith(b"text/event-stream")
+    for name, value in answer.headers:
+        if name == b"content-type":
+            return value.startswith(b"text/event-stream")
+    return False

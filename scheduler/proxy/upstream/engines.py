@@ -241,14 +241,15 @@ class Answer:
     async def read_all(self, count: Callable[[int], None] | None = None) -> bytes:
         """Return the whole body; `count` is called with the bytes of each piece. Raises EngineFailed."""
         pieces, size_bytes = [], 0
-        while not self.is_whole:
-            piece = await self.read()
+        while piece := await self.read():
             if count is not None:
                 count(len(piece))
             pieces.append(piece)
             size_bytes += len(piece)
             if size_bytes > limits.MAX_PROXY_ANSWER_BYTES:
                 raise EngineFailed(f"its answer has over {limits.MAX_PROXY_ANSWER_BYTES} bytes", alive=True)
+            if self.is_whole:
+                break
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
