@@ -302,15 +302,13 @@ class Exchange:
             first, self._waits_for_continue = _CONTINUE, False
         if self._waits_for_continue or left > limits.MAX_DRAIN_BYTES:
             self.keep_alive = False
-        lines = [f"HTTP/1.1 {status} {REASONS.get(status, '')}"]
-        lines += [f"{name}: {value}" for name, value in headers]
+        head = f"HTTP/1.1 {status} {REASONS.get(status, '')}\r\n"
+        for name, value in headers:
+            head += f"{name}: {value}\r\n"
         if length is not None:
-            lines.append(f"Content-Length: {length}")
-        lines.append(f"Date: {date_text()}")
-        if not self.keep_alive:
-            lines.append("Connection: close")
-        lines.append("\r\n")
-        return first + "\r\n".join(lines).encode("latin-1")
+            head += f"Content-Length: {length}\r\n"
+        end = "" if self.keep_alive else "Connection: close\r\n"
+        return first + f"{head}Date: {date_text()}\r\n{end}\r\n".encode("latin-1")
 
     async def drain(self) -> None:
         """Read the rest of the body away, if the connection goes on."""
