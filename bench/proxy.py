@@ -1,8 +1,9 @@
 """Figures of the proxy in front of engines that take next to nothing (`bench.stub_engine`).
 
 Responsibility: one function for each figure. CPU is that of the proxy's process, as the kernel counts it; its baseline
-is that of a process which makes the same two legs with the same client and serves nobody. Times to the first token are
-those of one client at a time; the baseline makes both legs itself.
+is that of a process which makes the same two legs with the same client and serves nobody. What the event loop and the
+kernel take of it is that of a process which passes the bytes on unread (stderr). Times to the first token are those of
+one client at a time; the baseline makes both legs itself.
 """
 
 from __future__ import annotations
@@ -142,14 +143,16 @@ def cpu_per_ask(pid: int, ask: Callable[[Asker], None], port: int, count: int, s
 def cpu_per_request(seconds: float) -> Result:
     """Measure both legs of a request that is not streamed; the baseline is the legs alone."""
     data = request(body(8, stream=False))
-    with _stand() as (pid, port, engines):
+    with _stand() as (pid, port, engines), child("bench.proxy", "pass", *map(str, engines)) as passing:
         ask = partial(Asker.ask, data=data, end=b"}")
         rate(ask, port, CONNECTIONS, 0.5)
-        values, others = [], []
+        values, others, bare = [], [], []
         for _ in range(TURNS):
             values.append(cpu_per_ask(pid, ask, port, CONNECTIONS, seconds / TURNS))
             others.append(_legs_alone(engines, seconds / TURNS))
+            bare.append(cpu_per_ask(passing[0], ask, passing[1], CONNECTIONS, seconds / TURNS))
     value, other = median(values), median(others)
+    print(f"bench: proxy: bytes passed on unread take {median(bare):.0f} us a request", file=sys.stderr)
     return Result("proxy.cpu_per_request", value, "us", other, other / value)
 
 
@@ -208,6 +211,35 @@ async def _serve(ports: list[str]) -> None:
     await proxy.serve(sockets)
 
 
+async def _pass(ports: list[str]) -> None:
+    """Serve by sockets and the event loop alone: the request goes to each engine, the last answer to the client."""
+    [listener] = listen("127.0.0.1", 0, shared=False)
+    print(listener.getsockname()[1], flush=True)
+    into = memoryview(bytearray(65536))
+
+    async def receive(sock: socket.socket) -> bytes:
+        await trio.lowlevel.wait_readable(sock)
+        return bytes(into[: sock.recv_into(into)])
+
+    async def serve(client: socket.socket) -> None:
+        engines = [socket.create_connection(("127.0.0.1", int(port))) for port in ports]
+        for sock in (client, *engines):
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while asked := await receive(client):
+            for engine in engines:
+                engine.send(asked)
+                answer = await receive(engine)
+            client.send(answer)
+        for sock in (client, *engines):
+            sock.close()
+
+    async with trio.open_nursery() as clients:
+        while True:
+            await trio.lowlevel.wait_readable(listener)
+            clients.start_soon(serve, listener.accept()[0])
+
+
 async def _make_legs(ports: list[str], seconds: float) -> None:
     engines = Engines(_addresses(ports), lambda name: None)
     pair = list(engines)
@@ -231,7 +263,7 @@ async def _make_legs(ports: list[str], seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        trio.run(_serve, sys.argv[2:])
+    if sys.argv[1] in ("serve", "pass"):
+        trio.run(_serve if sys.argv[1] == "serve" else _pass, sys.argv[2:])
     else:
         trio.run(_make_legs, sys.argv[2:4], float(sys.argv[4]))
