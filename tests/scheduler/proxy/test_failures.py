@@ -125,6 +125,18 @@ async def test_a_kept_connection_that_the_engine_closed_is_no_failure() -> None:
         assert stand.proxy.counts.events["failed_legs"] == 0
 
 
+async def test_a_connection_that_was_unused_for_long_is_not_used_again() -> None:
+    async with proxy_stand() as stand:
+        await stand.ask("/v1/completions", BODY)
+        [engine] = stand.proxy.engines
+        await until(lambda: engine.pool.idle > 0)
+        before = set(engine.pool._idle)
+        for connection in before:
+            connection.used_s -= limits.ENGINE_IDLE_S
+        assert (await stand.ask("/v1/completions", BODY)).status == 200
+        assert before.isdisjoint(engine.pool._idle)
+
+
 @pytest.mark.parametrize("body", [BODY, STREAM], ids=["whole", "stream"])
 async def test_an_engine_that_freezes_is_out_within_two_seconds(body: dict[str, object]) -> None:
     """It takes connections and answers nothing, as a stopped process does."""

@@ -95,3 +95,14 @@ async def test_a_body_is_taken_up_to_its_limit_and_refused_beyond(
         [leg] = stand.engines[0].completions
         assert leg.body["prompt"] == TOKENS
         assert stand.proxy.handler.memory.size_bytes == 0
+
+
+async def test_bodies_in_memory_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with proxy_stand() as stand:
+        body = {"model": "m", "prompt": TOKENS}
+        monkeypatch.setattr(limits, "PROXY_MEMORY_BYTES", len(json.dumps(body)) - 1)
+        refused = await stand.ask("/v1/completions", body)
+        assert (refused.status, refused.headers[b"retry-after"]) == (503, b"1")
+        assert not stand.engines[0].completions
+        assert stand.proxy.handler.memory.size_bytes == 0
+        assert (await stand.ask("/v1/completions", {**body, "prompt": "p"})).status == 200
