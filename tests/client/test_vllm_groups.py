@@ -369,7 +369,14 @@ def test_groups_of_vllm_are_those_of_windows_full_attention_and_states() -> None
     ("groups", "message"),
     [
         ([], "no KV cache"),
-        ([spec_group("ChunkedLocalAttentionSpec", "a")], "ChunkedLocalAttentionSpec is not supported"),
+        (
+            [spec_group("ChunkedLocalAttentionSpec", "a")],
+            "ChunkedLocalAttentionSpec is not supported.*--disable-hybrid-kv-cache-manager gives",
+        ),
+        (
+            [spec_group("UniformTypeKVCacheSpecs", "a")],
+            "UniformTypeKVCacheSpecs is not supported.*state are$",
+        ),
         ([state_group(mamba_cache_mode="none")], "mamba_cache_mode = 'none' is not supported"),
         ([state_group(mamba_cache_mode="all")], "mamba_cache_mode = 'all' is not supported"),
         (

@@ -20,6 +20,7 @@ from kvfs.groups import Group
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _STATE = "MambaSpec"
 """Of all recurrent layers: Mamba, linear attention, short convolutions."""
+_CHUNKED = "ChunkedLocalAttentionSpec"
 _ONE_CACHE = "--disable-hybrid-kv-cache-manager gives all layers one cache, which supports it"
 
 
@@ -55,9 +56,10 @@ def _group_of(group: Any) -> Group:
             )
         return Group.of_state()
     if kind != "SlidingWindowSpec":
+        advice = f"; {_ONE_CACHE}" if kind == _CHUNKED else ""
         raise InvalidRequest(
             f"KV cache of kind {kind} is not supported, only full attention, MLA, sliding windows and recurrent "
-            "state are"
+            f"state are{advice}"
         )
     if spec.sliding_window < 2:
         raise InvalidRequest(f"a sliding window of {spec.sliding_window} tokens has no blocks to load")
