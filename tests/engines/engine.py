@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -173,6 +174,9 @@ class Engine:
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         self._send(request)
         reply = self._replies.readline()
+        if not reply:  # it says why behind the end of its replies
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_WAIT_S)
         assert reply, f"engine '{self._label}' failed\n{self.log()[-8000:]}"
         return dict(json.loads(reply))
 

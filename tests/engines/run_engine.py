@@ -7,7 +7,7 @@ is a request that gets one line in reply:
     {"model": directory, "storage": directory or null, "prefix_caching": bool, "connector": settings or null,
      "batched_tokens": int, "cache_blocks": int, "events": settings or null,
      "tensor_parallel": int, "model_tokens": int, "native_layers": bool, "retained_tokens": int,
-     "one_cache": bool}
+     "one_cache": bool, "dtype": text}
     {"prompts": [[token id, ...], ...], "max_tokens": int, "kv_transfer_params": {...} or null}
     {"change": float, "rank": int or null}    every layer's norms, in place, by this factor; null: on all ranks
     {"reset": true}                           vLLM's reset_prefix_cache(reset_connector=True)
@@ -15,8 +15,8 @@ is a request that gets one line in reply:
 `storage` is handed to vLLM's bundled ExampleConnector, unmodified, as its `shared_storage_path`. `connector` are
 arguments of KVTransferConfig for another one, `events` those of KVEventsConfig. `cache_blocks` makes the KV cache so
 small that requests are preempted. With `native_layers` torch computes layers for which vLLM has kernels; of recurrent
-layers one state in `retained_tokens` is kept; with `one_cache` all layers have one cache group. A reply has lists with
-one entry per prompt:
+layers one state in `retained_tokens` is kept; with `one_cache` all layers have one cache group; `dtype` is float32
+unless another is given. A reply has lists with one entry per prompt:
 
     {"tokens": [[id, ...]], "logprobs": [[of each chosen token, ...]], "cached_tokens": [count],
      "loaded": [path of each tensor file that was loaded, in order], "counts": {...},
@@ -93,7 +93,7 @@ def make_engine(settings: dict[str, Any]) -> Any:
         model=settings["model"],
         skip_tokenizer_init=True,
         enforce_eager=True,
-        dtype="float32",
+        dtype=settings.get("dtype", "float32"),
         block_size=32,
         max_model_len=settings.get("model_tokens", 1024),
         # Whole prompts in one step: the connector under test does not store prompts in chunks.

@@ -1,0 +1,91 @@
+"""One small model of a family through engines with `KVFSConnector`, and what the tests of families ask of it.
+
+`filler` computes in steps of 96 tokens and ends; `hitter` is begun afterwards and loads. The reference is an engine
+without the connector that takes the same steps: with recurrent layers the end of a step is where vLLM cuts a prompt.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.engines.engine import Engines, Run, same_output
+from tests.engines.test_vllm_hybrid import connector
+from tests.engines.tiny_families import VOCABULARY, Family
+from tests.support.service import Service
+
+ANSWER = 8
+STEP = 96
+_rng = random.Random(94)
+
+
+def tokens(count: int) -> list[int]:
+    return [_rng.randrange(2, VOCABULARY) for _ in range(count)]
+
+
+STORED = {f"of {count}": tokens(count) for count in (50, 71, 320, 411, 999)}
+LONG = STORED["of 320"]
+CHANGED = {"of 320, an early token changed": [*LONG[:90], LONG[90] ^ 3, *LONG[91:]]}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family and what is known of its cache."""
+
+    family: Family
+    block_tokens: int
+    others: tuple[int, ...] = ()
+    """Of each cache group beside full attention: how many blocks before the end of a hit it needs."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of its engines."""
+
+    def blocks(self, prompt: list[int]) -> int:
+        return (len(prompt) - 1) // self.block_tokens
+
+    def loads(self) -> int:
+        """Blocks of all groups that a hit of each prompt takes."""
+        counts = [self.blocks(prompt) for prompt in STORED.values()]
+        return sum(count + sum(min(count, other) for other in self.others) for count in counts)
+
+
+@dataclass(frozen=True)
+class Runs:
+    case: Case
+    reference: Run
+    filler: Run
+    hitter: Run
+
+    def wrong(self, run: Run) -> list[str]:
+        """Prompts whose outputs are not those of the reference."""
+        return [name for name in run.names if not same_output(run.output(name), self.reference.output(name))]
+
+
+def run(python: str, directory: Path, service: Service, case: Case) -> Runs:
+    case.family.write(directory / "model")
+    engines, settings = Engines(python, directory), connector(service)
+    more = {"batched_tokens": STEP, **case.settings}
+    with engines.start("plain", None, **more) as plain:
+        reference = plain.generate({**STORED, **CHANGED}, max_tokens=ANSWER)
+    with engines.start("filler", None, connector=settings, **more) as filler:
+        filled = filler.generate(STORED, max_tokens=ANSWER)
+    with engines.start("hitter", None, connector=settings, **more) as hitter:
+        return Runs(case, reference, filled, hitter.generate(STORED, max_tokens=ANSWER))
+
+
+def check_outputs(runs: Runs) -> None:
+    """The outputs are those without kvfs, which are others where a token that is loaded is another one."""
+    assert runs.wrong(runs.filler) + runs.wrong(runs.hitter) == []
+    [changed] = CHANGED
+    assert not same_output(runs.reference.output(changed), runs.reference.output("of 320"))
+
+
+def check_hits(runs: Runs) -> None:
+    """The second engine computes no whole block, and loads of each group what its layers read."""
+    case, hitter = runs.case, runs.hitter
+    assert set(runs.reference.cached_tokens) == set(runs.filler.cached_tokens) == {0}
+    assert hitter.cached_tokens == [case.blocks(prompt) * case.block_tokens for prompt in STORED.values()]
+    assert hitter.counts["loaded_blocks"] == case.loads()
+    assert hitter.counts["failed_blocks"] == runs.filler.counts["dropped_blocks"] == 0

@@ -1,0 +1,41 @@
+"""vLLM with `KVFSConnector`: further families whose layers keep keys and values of tokens, or a latent of both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.engines import families
+from tests.engines.families import Case, Runs
+from tests.engines.tiny_families import DEEPSEEK, GPT_OSS, LLAMA_4, WINDOW
+from tests.support.door import ON_DIRECTORY
+from tests.support.service import Service
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.mount,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(ON_DIRECTORY, reason="only on the service"),
+]
+
+CASES = {
+    "gpt-oss": Case(GPT_OSS, 32, (WINDOW // 32,)),
+    # vLLM's own RMSNorm for CPUs reads other rows of a slice of a tensor, as with LFM2 (tiny_lfm2.py). vLLM makes
+    # blocks of 16 tokens of whatever is asked for, and computes whole prompts in one step, on CPUs without AMX.
+    "DeepSeek": Case(DEEPSEEK, 16, settings={"native_layers": True}),
+    "Llama 4": Case(LLAMA_4, 32, settings={"one_cache": True}),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def runs(request: pytest.FixtureRequest, engine_python: str, work: Path, service: Service) -> Runs:
+    return families.run(engine_python, work / request.param, service, CASES[request.param])
+
+
+def test_outputs_are_those_without_a_cache(runs: Runs) -> None:
+    families.check_outputs(runs)
+
+
+def test_the_second_engine_loads_all_that_it_can_go_on_from(runs: Runs) -> None:
+    families.check_hits(runs)
