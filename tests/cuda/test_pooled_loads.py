@@ -11,7 +11,7 @@ import pytest
 
 from kvfs._native.cuda.driver import Context
 from kvfs._native.hash.hashing import xxh3_64
-from kvfs.client.device_pool import DevicePool, PoolDraft
+from kvfs.client.device_pool import DevicePool
 from kvfs.connectors.device import pooled
 from tests.support.cuda_standin import Standin
 from tests.support.pool_engines import PoolEngine
@@ -97,7 +97,7 @@ def test_a_block_that_is_wrong_on_the_device_is_loaded_from_below(
     with PoolEngine(service.data) as engine:
         found = [each for each in engine.lease(keys) if each is not None]
         wrong = found[2]
-        engine.write(PoolDraft(wrong.key, 0, 0, wrong.address + 5000, 1), b"?")
+        engine.damage(wrong.address + 5000)
         engine.pool.release(found)
     before = worker.client.status()["hbm"]["damaged"]
     assert worker.load(keys) == 1

@@ -14,7 +14,6 @@ from kvfs._native.cuda.driver import Context
 for needed in ("trio", "lmdb", "pydantic", "typer", "xxhash"):
     pytest.importorskip(needed, reason=f"{needed}, which a service needs, is not installed")
 
-from kvfs.client.device_pool import PoolDraft  # noqa: E402
 from kvfs.connectors.device import pooled  # noqa: E402
 from tests.support.pool_engines import PoolEngine  # noqa: E402
 from tests.support.pool_workers import COUNT, Worker  # noqa: E402
@@ -89,7 +88,7 @@ def test_what_was_loaded_twice_is_in_the_pool_until_its_bytes_are_wrong(
     assert worker.load(keys) == 0
     with PoolEngine(service.data) as engine:
         found = [each for each in engine.lease(keys) if each is not None]
-        engine.write(PoolDraft(found[1].key, 0, 0, found[1].address + 100, 1), b"?")
+        engine.damage(found[1].address + 100)
         engine.pool.release(found)
     assert worker.load(keys) == 1
     assert worker.read == [keys[1]]
@@ -107,7 +106,7 @@ def test_what_was_in_the_pool_is_loaded_from_it_after_a_restart(
         engine.pool.release(found)
         service.kill()
         worker.notice(keys)
-        engine.write_at(found[1].address + 100, b"?")
+        engine.damage(found[1].address + 100)
     service.restart()
     assert worker.load(keys) == 1
     assert worker.read == [keys[1]]

@@ -115,7 +115,7 @@ def test_a_block_that_changed_meanwhile_is_dropped(service: Service, engine: Poo
     [_, changed, _] = engine.lease(keys)
     assert changed is not None
     kill(service, engine)
-    engine.write_at(changed.address + 1000, b"?")
+    engine.damage(changed.address + 1000)
     service.restart()
     hand_back(engine)
     assert engine.has(keys) == [True, False, True]

@@ -87,6 +87,11 @@ class PoolEngine:
         self._stream.copy(address, ctypes.addressof(held), len(data))
         self._stream.synchronize()
 
+    def damage(self, address: int) -> None:
+        """Change a byte."""
+        [byte] = self._bytes(address, 1)
+        self.write_at(address, bytes([byte ^ 1]))
+
     def promote(self, keys: Sequence[bytes]) -> list[bool]:
         """Reserve, copy and seal blocks of the store."""
         drafts = [draft for draft in self.reserve(keys) if draft is not None]
