@@ -97,7 +97,8 @@ static void start_helpers(void) REQUIRES(pool.lock)
     }
 }
 
-int kvfs_pool_start(struct kvfs_pool_job *job)
+/* 1: the pool helps with `job` until `finish`; 0: there is none, or it is busy. */
+static int start(struct kvfs_pool_job *job)
 {
     kvfs_lock(&pool.lock);
     if (pool.helpers < 0)
@@ -112,7 +113,8 @@ int kvfs_pool_start(struct kvfs_pool_job *job)
     return free;
 }
 
-void kvfs_pool_finish(struct kvfs_pool_job *job)
+/* Waits for what helpers have begun; everything is taken by now. */
+static void finish(struct kvfs_pool_job *job)
 {
     kvfs_lock(&pool.lock);
     if (pool.job == job)
@@ -120,4 +122,12 @@ void kvfs_pool_finish(struct kvfs_pool_job *job)
     while (pool.helping)
         kvfs_wait(&pool.done, &pool.lock);
     kvfs_unlock(&pool.lock);
+}
+
+void kvfs_pool_run(struct kvfs_pool_job *job, int pays)
+{
+    const int called = pays && start(job);
+    job->work(job);
+    if (called)
+        finish(job);
 }

@@ -12,9 +12,7 @@ struct kvfs_pool_job {
 /* Of so many bytes on other threads pay: waking one costs some 10 us, in which one core copies 256 KiB. */
 #define KVFS_POOL_BYTES ((uint64_t)2 << 20)
 
-/* 1: the pool helps with `job` until kvfs_pool_finish; 0: there is none, or it is busy. */
-int kvfs_pool_start(struct kvfs_pool_job *job);
-/* Waits for what helpers have begun; everything is taken by now. */
-void kvfs_pool_finish(struct kvfs_pool_job *job);
+/* Does all of a batch; where it `pays`, with what helpers of the pool take. */
+void kvfs_pool_run(struct kvfs_pool_job *job, int pays);
 
 #endif

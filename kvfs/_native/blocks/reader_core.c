@@ -183,10 +183,7 @@ void kvfs_read_batch(struct kvfs_read_job *job, struct kvfs_hits *hits)
 {
     job->shared.work = read_some;
     job->streams = is_large(job);
-    int called = job->streams && kvfs_pool_start(&job->shared);
-    read_some(&job->shared);
-    if (called)
-        kvfs_pool_finish(&job->shared);
+    kvfs_pool_run(&job->shared, job->streams);
     note_hits(hits, job->keys, job->n, job->results);
 }
 

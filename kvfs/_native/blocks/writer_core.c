@@ -160,15 +160,6 @@ static int is_large(const struct write_job *job)
     return job->n > 1 && bytes >= KVFS_POOL_BYTES;
 }
 
-static void write_all(struct write_job *job)
-{
-    job->shared.work = write_some;
-    const int called = is_large(job) && kvfs_pool_start(&job->shared);
-    write_some(&job->shared);
-    if (called)
-        kvfs_pool_finish(&job->shared);
-}
-
 /* Writes and seals `n` blocks, KVFS_SEALS_AT_ONCE at most: 0 with a status in each put; or -errno when the channel is of
  * no use any more, and what was sealed is not known. All descriptors are closed. */
 int kvfs_put_blocks(int channel, struct kvfs_put *puts, ssize_t n, const uint8_t *keys, const uint8_t *parents,
@@ -177,8 +168,9 @@ int kvfs_put_blocks(int channel, struct kvfs_put *puts, ssize_t n, const uint8_t
     struct kvfs_seal_request seals[KVFS_SEALS_AT_ONCE];
     struct kvfs_seal_result results[KVFS_SEALS_AT_ONCE];
     uint64_t checksums[KVFS_SEALS_AT_ONCE];
-    struct write_job job = {.puts = puts, .checksums = checksums, .n = n, .vectors = vectors, .starts = starts};
-    write_all(&job);
+    struct write_job job = {
+        .shared = {write_some}, .puts = puts, .checksums = checksums, .n = n, .vectors = vectors, .starts = starts};
+    kvfs_pool_run(&job.shared, is_large(&job));
     size_t asked = 0;
     for (ssize_t i = 0; i < n; i++) {
         const ssize_t block = puts[i].block;
