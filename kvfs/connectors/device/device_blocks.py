@@ -32,6 +32,7 @@ from kvfs.connectors.device.stores import Outgoing
 from kvfs.connectors.device.tensors import DeviceMemory, places_of
 from kvfs.errors import DeadlinePassed, DeviceMissing, InvalidRequest
 from kvfs.limits import CLIENT_TIMEOUT_S, CONNECTOR_STAGING_BUFFERS, CONNECTOR_STAGING_BYTES
+from kvfs.protocol.messages import DIGEST_BYTES
 
 _MISS = -1
 
@@ -157,8 +158,9 @@ class DeviceBlocks:
 
     def _places(self, joined: bytes, buffers: DeviceMemory, *, writable: bool) -> DevicePlaces:
         places = places_of(buffers, writable=writable)
-        if len(places) != len(split_keys(joined)):
-            raise InvalidRequest(f"{len(split_keys(joined))} keys and places for {len(places)} blocks")
+        count = len(joined) // DIGEST_BYTES
+        if len(places) != count:
+            raise InvalidRequest(f"{count} keys and places for {len(places)} blocks")
         if places.block_bytes > self._block_bytes:
             raise InvalidRequest(
                 f"blocks of {places.block_bytes} bytes: this object was made for {self._block_bytes}"
