@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -165,15 +166,24 @@ def test_loads_go_on_where_the_device_refuses(
     eventually(lambda: worker.load(keys) == 0, "the pool is there again")
 
 
-def test_loads_go_on_while_the_service_is_away_and_from_the_pool_it_had_before(
+@contextmanager
+def left_alone(
     library: Standin, context: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> Iterator[tuple[Service, Worker, list[bytes]]]:
+    """A worker that knows that its service was killed, whose pool has these blocks; it looks for another at once."""
     monkeypatch.setattr(pooled, "CONNECTOR_RETRY_S", 0)
     with serving(Path(library.path)) as service, Worker(service.data, context) as worker:
         made = worker.put()
         worker.fill(made)
         service.kill()
         worker.notice(made)
+        yield service, worker, made
+
+
+def test_loads_go_on_while_the_service_is_away_and_from_the_pool_it_had_before(
+    library: Standin, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with left_alone(library, context, monkeypatch) as (service, worker, made):
         assert worker.load(made) == COUNT
         service.restart()
         assert worker.load(made) == 0
@@ -188,12 +198,7 @@ def test_loads_go_on_while_the_service_is_away_and_from_the_pool_it_had_before(
 def test_what_a_service_that_stays_away_had_is_given_back(
     library: Standin, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pooled, "CONNECTOR_RETRY_S", 0)
-    with serving(Path(library.path)) as service, Worker(service.data, context) as worker:
-        made = worker.put()
-        worker.fill(made)
-        service.kill()
-        worker.notice(made)
+    with left_alone(library, context, monkeypatch) as (service, worker, made):
         for _ in range(2):
             assert worker.load(made) == COUNT
         kept = worker.pooled._earlier
@@ -211,12 +216,7 @@ def test_what_a_service_that_stays_away_had_is_given_back(
 def test_a_handover_that_the_device_refuses_is_none(
     library: Standin, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pooled, "CONNECTOR_RETRY_S", 0)
-    with serving(Path(library.path)) as service, Worker(service.data, context) as worker:
-        made = worker.put()
-        worker.fill(made)
-        service.kill()
-        worker.notice(made)
+    with left_alone(library, context, monkeypatch) as (service, worker, made):
         service.restart()
         library.set_faults("cuLaunchKernel:2:1")
         worker.load(made)
