@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from kvfs import limits
 from kvfs._native.cuda.driver import Context
 from kvfs._native.hash.hashing import xxh3_64
 from kvfs.client.device_pool import DevicePool
+from kvfs.client.transport import Deadline
 from kvfs.connectors.device import pooled
 from tests.support.cuda_standin import Standin
 from tests.support.pool_engines import PoolEngine
@@ -141,6 +143,47 @@ def test_adding_delays_no_load_and_is_one_at_a_time(
     go_on.set()
     eventually(lambda: worker.pooled.counts.promoted == COUNT, "all were added")
     assert worker.load(keys) == 0
+
+
+def test_the_end_does_not_wait_for_what_was_not_begun(worker: Worker, keys: list[bytes]) -> None:
+    """Blocks that were to be added to the pool, and the buffer that they lie in."""
+    go_on = threading.Event()
+    for _ in range(limits.CLIENT_THREADS):
+        worker.loads._promoter.submit(go_on.wait)
+    try:
+        assert worker.load(keys) == COUNT
+        worker.loads.close()
+        assert worker.loads._buffers == 0, "all were given back"
+    finally:
+        go_on.set()
+
+
+def test_the_end_waits_until_the_place_in_the_pool_is_left(
+    worker: Worker, keys: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaves, go_on, close = threading.Event(), threading.Event(), DevicePool.close
+
+    def slowly(self: DevicePool, *, timeout_s: float) -> None:
+        leaves.set()
+        assert go_on.wait(WAIT_S)
+        close(self, timeout_s=timeout_s)
+
+    def fail(self: DevicePool, some: bytes, *, timeout_s: float) -> Any:
+        raise OSError("a fault")
+
+    worker.fill(keys)
+    monkeypatch.setattr(DevicePool, "close", slowly)
+    monkeypatch.setattr(DevicePool, "lease", fail)
+    load = threading.Thread(target=worker.load, args=[keys])
+    load.start()
+    assert leaves.wait(WAIT_S)
+    ended = threading.Thread(target=worker.pooled.close, args=[Deadline.after(WAIT_S)])
+    ended.start()
+    assert worker.pooled._place is not None, "it is not left yet"
+    go_on.set()
+    ended.join(WAIT_S)
+    load.join(WAIT_S)
+    assert worker.pooled._place is None
 
 
 @pytest.mark.parametrize(

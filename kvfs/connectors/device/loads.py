@@ -168,31 +168,28 @@ class DeviceLoads:
 
     def _give_back(self, staging: _Staging, pooled: PooledBlocks | None) -> None:
         """Free a buffer, after what is in it was added to the pool if nothing else is being added."""
-        if pooled is not None and staging.keys and self._aside(partial(self._promote, staging, pooled)):
+        free = partial(self._free.put, staging)
+        if pooled is not None and staging.keys and self._aside(partial(self._promote, staging, pooled), free):
             return
-        self._free.put(staging)
+        free()
 
     def _promote(self, staging: _Staging, pooled: PooledBlocks) -> None:
-        try:
-            pooled.promote(
-                staging.keys, staging.starts, staging.block_bytes, staging.buffer.region, self._promotions
-            )
-        finally:
-            self._free.put(staging)
+        pooled.promote(
+            staging.keys, staging.starts, staging.block_bytes, staging.buffer.region, self._promotions
+        )
 
-    def _aside(self, do: Callable[[], None]) -> bool:
-        """Do what no load waits for by a thread of its own; return False where that has something to do."""
+    def _aside(self, do: Callable[[], None], after: Callable[[], None] = lambda: None) -> bool:
+        """Do what no load waits for by a thread of its own; return False where that has something to do. `after` is
+        called then, also where `close` came before its turn."""
         if not self._is_idle.acquire(blocking=False):
             return False
 
-        def run() -> None:
-            try:
-                do()
-            finally:
-                self._is_idle.release()
+        def end(_: Future[None]) -> None:
+            after()
+            self._is_idle.release()
 
         try:
-            self._promoter.submit(run)
+            self._promoter.submit(do).add_done_callback(end)
         except KvfsError:  # closed
             self._is_idle.release()
             return False

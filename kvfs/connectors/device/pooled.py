@@ -235,14 +235,15 @@ class PooledBlocks:
             place.users -= 1
             if place.users or not place.is_lost:
                 return
-            now_s = time.monotonic()
             keeps = not self._is_off and not place.pool.is_open
+        if not keeps:  # before `close` goes on, and ends what its memory is mapped in
+            _close(place.pool)
+        with self._lock:
+            now_s = time.monotonic()
             if keeps:
                 self._earlier, self._keep_until_s = place.pool, now_s + HBM_KEEP_S
             self._place, self._again_s = None, now_s + CONNECTOR_RETRY_S
             self._lock.notify_all()
-        if not keeps:
-            _close(place.pool)
 
     def _say(self, error: BaseException) -> None:
         """Log the first failure after the pool worked, or was not asked yet."""
@@ -255,6 +256,8 @@ class PooledBlocks:
         with self._lock:
             self._is_off = True
             place = self._place
+            if place is not None and place.is_lost and not place.users:
+                place = None  # whoever was the last to use it is leaving it
             if place is not None:
                 place.users += 1
                 place.is_lost = True
