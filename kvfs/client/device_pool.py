@@ -20,7 +20,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -164,32 +164,30 @@ class DevicePool:
         except BaseException:
             self.release(each for each in leased if each is not None)
             raise
+        self._known.add(KnownBlock(*block[:-1]) for row in unknown if (block := leased[row]) is not None)
         return leased
 
     def _lease_known(self, key: bytes) -> PoolBlock | None:
         known = self._known.get(key)
-        if known is None:
-            return None
-        try:
-            lease = self._hazards.publish(known.slot, known.generation)
-        except (Superseded, Busy):
+        if known is None or (lease := self._publish(known.slot, known.generation)) is None:
             return None
         if len(self._unreported) < limits.MAX_BATCH:
             self._unreported[key] = None
         return PoolBlock(*known, lease)
 
-    def _ask(self, keys: bytes, timeout_s: float) -> list[PoolBlock | None]:
-        """Ask the service for blocks, and lease those that it has."""
-        exchange, leased = Exchange(self._transport, timeout_s), list[PoolBlock | None]()
+    def _publish(self, slot: int, generation: int) -> int | None:
+        """Lease a slot; None where its block was evicted since, or more are leased than one process may."""
         try:
-            for some in batches(keys, limits.MAX_BATCH):
-                for key, row in zip(split_keys(some), self._find(exchange, some), strict=True):
-                    leased.append(row and self._lease_one(exchange, key, *row))
-        except BaseException:
-            self.release(each for each in leased if each is not None)
-            raise
-        self._known.add(KnownBlock(*each[:-1]) for each in leased if each is not None)
-        return leased
+            return self._hazards.publish(slot, generation)
+        except (Superseded, Busy):
+            return None
+
+    def _ask(self, keys: bytes, timeout_s: float) -> Iterator[PoolBlock | None]:
+        """Ask the service for blocks, and lease those that it has, one by one."""
+        exchange = Exchange(self._transport, timeout_s)
+        for some in batches(keys, limits.MAX_BATCH):
+            for key, row in zip(split_keys(some), self._find(exchange, some), strict=True):
+                yield row and self._lease_one(exchange, key, *row)
 
     def _find(self, exchange: Exchange, keys: bytes) -> list[Any]:
         answer = exchange.control(Op.HBM_FIND, namespace=self._handle, digests=digests_text(keys))
@@ -219,9 +217,8 @@ class DevicePool:
         size_bytes: int,
         checksum: str,
     ) -> PoolBlock | None:
-        try:
-            lease = self._hazards.publish(slot, generation)
-        except (Superseded, Busy):  # evicted since, or more are leased than one process may
+        lease = self._publish(slot, generation)
+        if lease is None:
             return None
         try:
             address = self._map(exchange, segment) + offset
@@ -320,11 +317,10 @@ class DevicePool:
     def _is_sealed(self, block: KnownBlock) -> bool:
         """Return whether the service had a block sealed when it ended: who was granted its slot since may still write
         there."""
-        try:
-            self._hazards.clear(self._hazards.publish(block.slot, block.generation))
-        except (Superseded, Busy):
-            return False
-        return True
+        lease = self._publish(block.slot, block.generation)
+        if lease is not None:
+            self._hazards.clear(lease)
+        return lease is not None
 
     def _hand_back(
         self, earlier: Earlier, number: int, blocks: Sequence[KnownBlock], exchange: Exchange

@@ -42,28 +42,26 @@ class Exchange:
         self.transport = transport
         self._timeout_s = timeout_s
 
-    def _ask(self, request: Request) -> list[ReceivedAnswer]:
-        return self.transport.exchange(request, timeout_s=self._timeout_s)
+    def _ask(self, request: Request, descriptors: Sequence[int] = ()) -> list[ReceivedAnswer]:
+        return self.transport.exchange(request, timeout_s=self._timeout_s, descriptors=descriptors)
 
-    def control(self, op: Op, **arguments: Any) -> dict[str, Any]:
-        """Send a control request; return the result, an object of JSON values."""
-        [received] = self._ask(Control(op, arguments))
-        assert isinstance(received.answer, ControlAnswer)
-        return received.answer.result
-
-    def described(self, op: Op, **arguments: Any) -> tuple[dict[str, Any], tuple[int, ...]]:
-        """Send a control request that brings descriptors; return the result and those, which are the caller's then."""
-        [received] = self._ask(Control(op, arguments))
+    def _control(self, request: Control, *descriptors: int) -> tuple[dict[str, Any], tuple[int, ...]]:
+        """Send a control request with descriptors; return the result and what descriptors it brings."""
+        [received] = self._ask(request, descriptors)
         assert isinstance(received.answer, ControlAnswer)
         return received.answer.result, received.descriptors
 
+    def control(self, op: Op, **arguments: Any) -> dict[str, Any]:
+        """Send a control request; return the result, an object of JSON values."""
+        return self._control(Control(op, arguments))[0]
+
+    def described(self, op: Op, **arguments: Any) -> tuple[dict[str, Any], tuple[int, ...]]:
+        """Send a control request that brings descriptors; return the result and those, which are the caller's then."""
+        return self._control(Control(op, arguments))
+
     def sent(self, op: Op, descriptor: int, **arguments: Any) -> dict[str, Any]:
         """Send a control request with a descriptor, which stays the caller's; return the result."""
-        [received] = self.transport.exchange(
-            Control(op, arguments), timeout_s=self._timeout_s, descriptors=[descriptor]
-        )
-        assert isinstance(received.answer, ControlAnswer)
-        return received.answer.result
+        return self._control(Control(op, arguments), descriptor)[0]
 
     def count(self, request: Request) -> int:
         """Send a request that is answered with a count; return that."""
