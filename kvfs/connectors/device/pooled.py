@@ -232,11 +232,11 @@ class PooledBlocks:
 
     def _leave(self, place: _Place) -> None:
         with self._lock:
-            place.users -= 1
-            if place.users or not place.is_lost:
+            if place.users > 1 or not place.is_lost:
+                place.users -= 1
                 return
             keeps = not self._is_off and not place.pool.is_open
-        if not keeps:  # before `close` goes on, and ends what its memory is mapped in
+        if not keeps:  # still a user, so that `close`, which ends what its memory is mapped in, waits
             _close(place.pool)
         with self._lock:
             now_s = time.monotonic()
@@ -256,8 +256,6 @@ class PooledBlocks:
         with self._lock:
             self._is_off = True
             place = self._place
-            if place is not None and place.is_lost and not place.users:
-                place = None  # whoever was the last to use it is leaving it
             if place is not None:
                 place.users += 1
                 place.is_lost = True
