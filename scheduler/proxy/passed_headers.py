@@ -17,15 +17,8 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 _OF_A_CONNECTION = frozenset(
     (
-        *(
-            b"connection",
-            b"proxy-connection",
-            b"keep-alive",
-            b"te",
-            b"trailer",
-            b"transfer-encoding",
-            b"upgrade",
-        ),
+        *(b"connection", b"proxy-connection", b"keep-alive", b"te", b"trailer"),
+        *(b"transfer-encoding", b"upgrade"),
         *(b"proxy-authorization", b"proxy-authenticate", b"proxy-authentication-info"),
     )
 )

@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from typing import Self
 
 from kvfs._native.blocks.pieces import Scatter, join_keys
+from kvfs._native.blocks.reader import MISS
 from kvfs._native.cuda.copies import DevicePlaces
 from kvfs._native.cuda.driver import Context, Device, open_driver
 from kvfs.client.blocks import Blocks, Keys
@@ -33,8 +34,6 @@ from kvfs.connectors.device.tensors import DeviceMemory, places_of
 from kvfs.errors import DeadlinePassed, DeviceMissing, InvalidRequest
 from kvfs.limits import CLIENT_TIMEOUT_S, CONNECTOR_STAGING_BUFFERS, CONNECTOR_STAGING_BYTES
 from kvfs.protocol.messages import DIGEST_BYTES
-
-_MISS = -1
 
 
 def default_stream() -> int:
@@ -109,7 +108,7 @@ class DeviceBlocks:
 
         def read(some: bytes, staging: Scatter, left_s: float) -> list[int]:
             sizes = self._blocks.get_into(some, staging, timeout_s=left_s)
-            return [size if size == places.block_bytes else _MISS for size in sizes]
+            return [size if size == places.block_bytes else MISS for size in sizes]
 
         return self._copies.loads.submit(read, joined, places, timeout_s=timeout_s, pooled=self._pooled)
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from kvfs._native.blocks.pieces import Scatter
+from kvfs._native.blocks.reader import MISS
 from kvfs._native.cuda.copies import Copier, DevicePlaces
 from kvfs._native.cuda.driver import Context, Event
 from kvfs._native.cuda.images import kernel_image
@@ -39,7 +40,6 @@ from kvfs.limits import CONNECTOR_STAGING_BUFFERS, CONNECTOR_TIMEOUT_S
 
 Read = Callable[[bytes, Scatter, float], list[int]]
 """Copies the blocks of these keys to their places within so many seconds; returns the bytes of each, -1 for a miss."""
-_MISS = -1
 
 
 class _Staging:
@@ -164,7 +164,7 @@ class DeviceLoads:
                 with suppress(KvfsError):  # a lost context copies nothing more
                     staging.copied.synchronize()
                 self._give_back(staging, load.pooled)
-        return sizes + [_MISS] * (count - len(sizes))
+        return sizes + [MISS] * (count - len(sizes))
 
     def _give_back(self, staging: _Staging, pooled: PooledBlocks | None) -> None:
         """Free a buffer, after what is in it was added to the pool if nothing else is being added."""

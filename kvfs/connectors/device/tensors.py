@@ -66,9 +66,8 @@ def _listed(offsets: Any) -> Any:
 
 def _extent(tensor: Tensor, writable: bool) -> tuple[int, int]:
     """Return where a tensor lies in the device's memory, and its bytes."""
-    if hasattr(
-        tensor, "data_ptr"
-    ):  # PyTorch's: the interface has no names for bfloat16 and the types of 8 bits
+    # PyTorch's: the interface has no names for bfloat16 and the types of 8 bits.
+    if hasattr(tensor, "data_ptr"):
         if tensor.device.type != "cuda":
             raise InvalidRequest(f"a tensor on {tensor.device}: not in a GPU's memory")
         if not tensor.is_contiguous():
@@ -81,10 +80,8 @@ def _extent(tensor: Tensor, writable: bool) -> tuple[int, int]:
     item_bytes = int(described["typestr"][2:])
     if is_read_only and writable:
         raise InvalidRequest("a tensor that is read-only")
-    strides, whole = (
-        described.get("strides"),
-        [item_bytes * math.prod(shape[axis + 1 :]) for axis in range(len(shape))],
-    )
+    strides = described.get("strides")
+    whole = [item_bytes * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     if strides is not None and list(strides) != whole:
         raise InvalidRequest(f"a tensor of strides {tuple(strides)} is not contiguous")
     return address, item_bytes * math.prod(shape)
