@@ -13,8 +13,9 @@ import pytest
 
 from kvfs import limits
 from kvfs.errors import DeviceFailed, DeviceMissing, LimitExceeded
+from tests.support.cuda_standin import DEVICE
 from tests.support.device_pools import Clock
-from tests.support.nvml_standin import DEVICE, LISTS, NvmlStandin, build_nvml
+from tests.support.nvml_standin import LISTS, NvmlStandin, build_nvml
 from tests.support.waits import eventually
 from tiers.hbm.driver_ports import Listing
 from tiers.hbm.holders.asked_holders import AskedHolders, is_here

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import kvfs
+from tests.support.cuda_standin import build_standin
 from tests.support.sessions import Server, session_server
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stand-in for libcuda."""
+    return build_standin(tmp_path_factory.mktemp("standin"))
 
 
 @pytest.fixture

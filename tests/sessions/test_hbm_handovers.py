@@ -20,7 +20,6 @@ from kvfs.client.device_pool import DevicePool, Earlier
 from kvfs.client.exchange import Exchange
 from kvfs.errors import ProtocolError, SessionClosed
 from kvfs.protocol.messages import Op
-from tests.support.cuda_standin import build_standin
 from tests.support.pool_engines import BLOCK_BYTES, PoolEngine, payload
 from tests.support.pool_services import hbm, keys_of, raw, serving
 from tests.support.service import Service
@@ -33,11 +32,6 @@ from tiers.sessions import channel
 ALICE = 1001
 OTHER_BYTES = 80 << 10
 """Of blocks that go into a segment of their own."""
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_standin(tmp_path_factory.mktemp("standin"))
 
 
 @pytest.fixture

@@ -9,18 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.support import undrained_service
-from tests.support.cuda_standin import build_standin
 from tests.support.nvml_standin import NvmlStandin, build_nvml
 from tests.support.pool_services import engine_in_child, hbm, keys_of, pool_of, serving
 from tests.support.service import Service
 from tests.support.waits import eventually
 
 BYTES = 3 * (64 << 10)
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_standin(tmp_path_factory.mktemp("standin"))
 
 
 @pytest.fixture

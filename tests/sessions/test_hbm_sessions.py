@@ -16,10 +16,9 @@ from kvfs.errors import SessionClosed
 from kvfs.keys import block_name
 from kvfs.protocol.messages import Op
 from tests.support import undrained_service
-from tests.support.cuda_standin import build_standin
+from tests.support.cuda_standin import DEVICE
 from tests.support.pool_engines import PoolEngine, payload
 from tests.support.pool_services import (
-    DEVICE,
     PLACE,
     engine_in_child,
     failure,
@@ -35,11 +34,6 @@ from tests.support.stores import NAMESPACE
 from tests.support.waits import WAIT_S, eventually
 
 ALICE = 1001
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_standin(tmp_path_factory.mktemp("standin"))
 
 
 @pytest.fixture(scope="module")

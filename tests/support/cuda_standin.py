@@ -9,6 +9,8 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 SOURCES: Final = ROOT / "tests/cuda/standin"
+DEVICE: Final = "GPU-abababab-abab-abab-abab-ababababab00"
+"""Its first device."""
 COMMAND: Final = [
     "cc",
     "-shared",

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from tests.support.cuda_standin import COMMAND, ROOT
+from tests.support.cuda_standin import COMMAND, DEVICE, ROOT
 
-DEVICE: Final = "GPU-abababab-abab-abab-abab-ababababab00"
 SOURCE: Final = ROOT / "tests/hbm/standin/nvml.c"
 LISTS: Final = "nvmlDeviceGetComputeRunningProcesses_v3"
 

@@ -13,12 +13,12 @@ import kvfs
 from kvfs.client.exchange import Exchange
 from kvfs.client.transport import Transport, close_all
 from kvfs.protocol.messages import Op
+from tests.support.cuda_standin import DEVICE
 from tests.support.pool_engines import PoolEngine
 from tests.support.service import Service
 from tests.support.sessions import Child, fork
 from tests.support.waits import WAIT_S
 
-DEVICE = "GPU-abababab-abab-abab-abab-ababababab00"
 PLACE: dict[str, Any] = {"device": DEVICE, "token": "0" * 32, "left": []}
 
 
