@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from tests.support.service import ROOT
 BLOCK_TOKENS = 32
 MAX_TOKENS = 32
 END_WAIT_S = 30.0
+REPLY_WAIT_S = 240.0
+"""For an engine's start and its answers, which take 30 s beside other engines."""
 _VLLM = (
     "vllm.entrypoints.openai.api_server",
     "vllm.entrypoints.llm",
@@ -152,7 +155,7 @@ class Engine:
         max_tokens: int = MAX_TOKENS,
         params: Mapping[str, Any] | None = None,
     ) -> Run:
-        """The outputs of `prompts`. A process that dies or hangs (pytest's timeout) fails the test, with its log.
+        """The outputs of `prompts`. A process that dies or hangs fails the test, with its log.
 
         `params`: the requests' `kv_transfer_params`.
         """
@@ -173,11 +176,15 @@ class Engine:
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         self._send(request)
-        reply = self._replies.readline()
+        is_late = not select.select([self._replies], [], [], REPLY_WAIT_S)[0]
+        if is_late:
+            self._process.send_signal(signal.SIGABRT)  # it says where each of its threads is
+        reply = "" if is_late else self._replies.readline()
         if not reply:  # it says why behind the end of its replies
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_WAIT_S)
-        assert reply, f"engine '{self._label}' failed\n{self.log()[-8000:]}"
+        why = f"does not answer within {REPLY_WAIT_S:g} s" if is_late else "failed"
+        assert reply, f"engine '{self._label}' {why}\n{self.log()[-16000:]}"
         return dict(json.loads(reply))
 
     def __enter__(self) -> Self:

@@ -31,6 +31,7 @@ A change and a reset are answered by {"done": what vLLM says}.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import json
 import os
@@ -188,6 +189,7 @@ def end() -> NoReturn:
 
 
 def serve() -> None:
+    faulthandler.enable()
     os.environ.update(ENVIRONMENT)
     gc.unfreeze = lambda: None  # vLLM's last collection would go through all that is imported, too
     loaded = watch_loads()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,26 +12,14 @@ import pytest
 from kvfs import limits
 from kvfs._native.hbm.hazards import ClientHazards, Generations, Hazards
 from kvfs.errors import Busy, InvalidRequest, Superseded
-from tests.support.waits import WAIT_S
+from tests.support import hammers
 
-ROOT = Path(__file__).parents[2]
-NATIVE = ROOT / "kvfs" / "_native"
-
-
-def hammer(folder: Path, *flags: str) -> Path:
-    """Build the program that leases and reuses at full speed."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    sources = [ROOT / "tests" / "native" / "hazards_hammer.c", NATIVE / "hbm" / "hazards_core.c"]
-    common = ["-D_GNU_SOURCE", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-pthread", f"-I{NATIVE}"]
-    subprocess.run([compiler, *common, *flags, *sources, "-o", folder / "hammer"], check=True)
-    return folder / "hammer"
+PROGRAM, SOURCES = "hazards_hammer.c", ["hbm/hazards_core.c"]
 
 
 def test_nothing_leased_is_reused(tmp_path: Path) -> None:
-    program = hammer(tmp_path, "-O2")
-    said = subprocess.run([program, "400000"], capture_output=True, text=True, timeout=WAIT_S).stdout.split()
+    """Blocks are leased and reused at full speed."""
+    said = hammers.run(hammers.build(tmp_path, PROGRAM, SOURCES), 400_000)
     assert said[0] == "done"
     assert int(said[2]) > 0, "nothing was read"
 
@@ -41,26 +27,12 @@ def test_nothing_leased_is_reused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("side", ["CLIENT", "SERVICE"])
 def test_both_sides_have_to_look(tmp_path: Path, side: str) -> None:
     """The program finds what it is there to find."""
-    program = hammer(tmp_path, "-O2", f"-DBREAK_{side}")
-    said = subprocess.run([program, "40000000"], capture_output=True, text=True, timeout=WAIT_S).stdout
-    assert said == "torn\n"
+    assert hammers.run(hammers.build(tmp_path, PROGRAM, SOURCES, f"-DBREAK_{side}"), 40_000_000) == ["torn"]
 
 
 def test_no_data_race(tmp_path: Path) -> None:
     """ThreadSanitizer sees reads of a slot ordered before its reuse, and writes before reads."""
-    setarch = shutil.which("setarch")
-    try:
-        program = hammer(tmp_path, "-O1", "-g1", "-fsanitize=thread")
-    except subprocess.CalledProcessError:
-        pytest.skip("no ThreadSanitizer")
-    if setarch is None:
-        pytest.skip("no setarch: ThreadSanitizer wants addresses that are not random")
-    environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
-    environment.pop("LD_PRELOAD", None)  # another sanitizer's, where this runs under one
-    ran = subprocess.run(
-        [setarch, "-R", program, "20000"], capture_output=True, text=True, timeout=120, env=environment
-    )
-    assert (ran.returncode, ran.stdout[:4]) == (0, "done"), ran.stderr
+    hammers.run_for_races(tmp_path, PROGRAM, SOURCES, 20_000)
 
 
 def test_a_lease_names_slot_and_generation() -> None:

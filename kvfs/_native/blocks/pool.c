@@ -3,8 +3,9 @@
  * Responsibility: one core copies at about half of a memory's bandwidth, so a batch of blocks is divided, block by
  * block, among the caller and the pool's threads that wake in time.
  *
- * Invariants: the caller does not wait for helpers to wake, only for blocks that a helper has begun. One batch at a time
- * has the pool; others run without it. A forked child makes a pool of its own with its first large batch.
+ * Invariants: the caller does not wait for helpers to wake, only for blocks of its batch that a helper has begun. One batch
+ * at a time has the pool; others run without it. Helpers may still be in batches before it, whose callers wait for them. A
+ * forked child makes a pool of its own with its first large batch.
  *
  * Concurrency: `lock` guards everything. Threads are made once and live as long as the process; they hold nothing of a
  * batch after its caller has returned.
@@ -28,13 +29,12 @@ enum { FEW_HELPERS = 3, MOST_HELPERS = 7 };
 static struct {
     struct kvfs_mutex lock;
     pthread_cond_t work;
-    pthread_cond_t done;
+    pthread_cond_t done; /* several callers may wait, each for its own helpers */
     struct kvfs_pool_job *job GUARDED_BY(lock);
     uint64_t number GUARDED_BY(lock); /* of the job, from 1 */
-    int helping GUARDED_BY(lock);     /* helpers in `job` */
     int helpers GUARDED_BY(lock);     /* threads; -1 before this process's first call */
     int registered GUARDED_BY(lock); /* the handlers of a fork, which children inherit: a second set would lock twice */
-} pool = {KVFS_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER, NULL, 0, 0, -1, 0};
+} pool = {KVFS_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER, NULL, 0, -1, 0};
 
 static void *help(void *unused)
 {
@@ -48,12 +48,12 @@ static void *help(void *unused)
             continue;
         }
         last = pool.number;
-        pool.helping++;
+        job->helping++;
         kvfs_unlock(&pool.lock);
         job->work(job);
         kvfs_lock(&pool.lock);
-        if (--pool.helping == 0)
-            pthread_cond_signal(&pool.done);
+        if (--job->helping == 0)
+            pthread_cond_broadcast(&pool.done);
     }
     return NULL;
 }
@@ -64,7 +64,6 @@ static void after_fork_here(void) UNCHECKED { kvfs_unlock(&pool.lock); }
 static void after_fork_there(void) UNCHECKED
 {
     pool.job = NULL;
-    pool.helping = 0;
     pool.helpers = -1; /* to be made again */
     pthread_cond_init(&pool.work, NULL);
     pthread_cond_init(&pool.done, NULL);
@@ -103,8 +102,9 @@ static int start(struct kvfs_pool_job *job)
     kvfs_lock(&pool.lock);
     if (pool.helpers < 0)
         start_helpers();
-    int free = pool.job == NULL && pool.helping == 0 && pool.helpers > 0;
+    int free = pool.job == NULL && pool.helpers > 0;
     if (free) {
+        job->helping = 0;
         pool.job = job;
         pool.number++;
         pthread_cond_broadcast(&pool.work);
@@ -117,9 +117,8 @@ static int start(struct kvfs_pool_job *job)
 static void finish(struct kvfs_pool_job *job)
 {
     kvfs_lock(&pool.lock);
-    if (pool.job == job)
-        pool.job = NULL;
-    while (pool.helping)
+    pool.job = NULL;
+    while (job->helping)
         kvfs_wait(&pool.done, &pool.lock);
     kvfs_unlock(&pool.lock);
 }

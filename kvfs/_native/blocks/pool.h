@@ -7,6 +7,7 @@
 /* What is shared out: `work` takes blocks of the batch until all are taken, in several threads at once. */
 struct kvfs_pool_job {
     void (*work)(struct kvfs_pool_job *job);
+    int helping; /* the pool's: its threads in `work` */
 };
 
 /* Of so many bytes on other threads pay: waking one costs some 10 us, in which one core copies 256 KiB. */
