@@ -231,7 +231,7 @@ class Operations(pyfuse3.Operations):
             node = self.opener.create(parent, name, flags, stat.S_IMODE(mode), uid=ctx.uid, gid=ctx.gid)
         except Superseded:
             node, number = await self.opener.open_existing(
-                parent, name, flags, uid=ctx.uid, gid=ctx.gid, pid=ctx.pid
+                parent, name, flags, stat.S_IMODE(mode), uid=ctx.uid, gid=ctx.gid, pid=ctx.pid
             )
         else:
             number = self.opener.open_new(node, flags, pid=ctx.pid)

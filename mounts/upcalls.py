@@ -205,7 +205,7 @@ class CallServer:
         try:
             node = self._opener.create(parent, call.name, call.flags, mode, uid=call.uid, gid=call.gid)
         except Superseded:
-            self._continue(self._open_existing, call, parent)
+            self._continue(self._open_existing, call, parent, mode)
             return
         number = self._opener.open_new(node, call.flags, pid=call.pid)
         self._loop.answer_created(call.unique, node.nodeid, number)
@@ -213,9 +213,9 @@ class CallServer:
         self._view.names.learn(parent)
         self._spares.wanted()
 
-    async def _open_existing(self, call: Call, parent: Node) -> None:
+    async def _open_existing(self, call: Call, parent: Node, mode: int) -> None:
         node, number = await self._opener.open_existing(
-            parent, call.name, call.flags, uid=call.uid, gid=call.gid, pid=call.pid
+            parent, call.name, call.flags, mode, uid=call.uid, gid=call.gid, pid=call.pid
         )
         self._loop.answer_created(call.unique, node.nodeid, number)
 

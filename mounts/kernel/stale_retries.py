@@ -47,11 +47,15 @@ class StaleRetry:
     """Releases what is kept."""
     reader: LargeReader | None = None
     """The lease of an object that DRAM cannot take."""
+    has_ended: bool = False
 
-    def keep(self, node: Node, release: Callable[[], None]) -> None:
-        """Keep a node in place of what was kept before."""
-        self.end()
-        self.node, self.release = node, release
+    def keep(self, node: Node, release: Callable[[], None], reader: LargeReader | None = None) -> None:
+        """Keep a node in place of what was kept before; release it where the thread has ceased to be expected while the
+        node was found."""
+        self._release_kept()
+        self.node, self.release, self.reader = node, release, reader
+        if self.has_ended:
+            self._release_kept()
 
     def take_reader(self) -> LargeReader | None:
         """Return the reader to the open, which closes it."""
@@ -65,7 +69,11 @@ class StaleRetry:
             reader.close()
 
     def end(self) -> None:
-        """Release what is kept."""
+        """Release what is kept, and what would be kept from here on."""
+        self.has_ended = True
+        self._release_kept()
+
+    def _release_kept(self) -> None:
         release, self.release = self.release, None
         if release is not None:
             release()

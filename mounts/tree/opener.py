@@ -38,7 +38,7 @@ from tiers.model.objects import ObjectInfo
 from tiers.nvme.large_objects import LargeReader
 
 REWRITE_ATTEMPTS = 16
-"""Attempts to open for writing a name that is replaced meanwhile: only the copy of a large object takes so long."""
+"""Attempts to take a name that others replace meanwhile."""
 
 
 class Elsewhere(Superseded):
@@ -228,40 +228,47 @@ class FileOpener:
         retry.keep(node, partial(self._view.drafts.end_wait, node, opened, pid))
 
     async def open_existing(
-        self, parent: Node, component: bytes, flags: int, *, uid: int, gid: int, pid: int
+        self, parent: Node, component: bytes, flags: int, mode: int, *, uid: int, gid: int, pid: int
     ) -> tuple[Node, int]:
         """Open, for CREATE, a name that was made since the kernel looked; return the node and its handle.
 
         The kernel has not checked the right to open it. So it looks again first (Superseded); a thread that comes back
-        gets a file that it did not see before where the file's mode allows it.
+        gets a file that it did not see before where the file's mode allows it. A name that is free by now is made.
         """
         view = self._view
         retry = self._retry_of(flags, pid)
         node = view.find(parent, component)
-        if retry is None or node is None or not _may_open(view.attributes(node), flags, uid, gid):
+        if node is not None and (retry is None or not _may_open(view.attributes(node), flags, uid, gid)):
             self.expect_retry(None, flags, uid=uid, pid=pid)
             raise Superseded(f"{component.decode(errors='replace')} has come into being: open it")
-        node = await self.look_again(parent, component, pid=pid) or node
+        if node is not None:
+            node = await self.look_again(parent, component, pid=pid)
+        if node is None:
+            node = self.create(parent, component, flags, mode, uid=uid, gid=gid)
+            return node, self.open_new(node, flags, pid=pid)
         number, _ = await self.open(node, flags, uid=uid, pid=pid)
         return node, number
 
     async def look_again(self, parent: Node, component: bytes, *, pid: int) -> Node | None:
-        """Find a node, and keep it for the thread if that is expected back, whatever becomes of its name."""
-        view, retry = self._view, self._view.retries.get(pid)
-        node = view.find(parent, component)
-        if retry is None or node is None or node.directory or node.target:
-            return node
-        retry.looked_up = True
-        if retry.node is node:
-            return node
-        try:
-            if retry.writes:
-                node = await self._keep_draft(node, retry, pid)
-            else:
-                await self._keep_bytes(node, retry, pid)
-        except (KvfsError, OSError):
-            return view.find(parent, component)  # its open meets the same and says so
-        return node
+        """Find a node, and keep it for the thread if that is expected back, whatever becomes of its name.
+
+        Where the name leads elsewhere before its node is kept, that one is kept instead.
+        """
+        view = self._view
+        for _ in range(REWRITE_ATTEMPTS):
+            retry, node = view.retries.get(pid), view.find(parent, component)
+            if retry is None or node is None or node.directory or node.target:
+                return node
+            retry.looked_up = True
+            if retry.node is node:
+                return node
+            try:
+                return await (self._keep_draft if retry.writes else self._keep_bytes)(node, retry, pid)
+            except Superseded:
+                continue
+            except (KvfsError, OSError):
+                break
+        return view.find(parent, component)  # its open meets the same and says so
 
     async def _keep_draft(self, node: Node, retry: StaleRetry, pid: int) -> Node:
         found = await self.begin_rewrite(node, uid=retry.uid, pid=pid, keep_bytes=True)
@@ -269,14 +276,17 @@ class FileOpener:
             self._keep(retry, found, found.draft, pid)
         return found
 
-    async def _keep_bytes(self, node: Node, retry: StaleRetry, pid: int) -> None:
+    async def _keep_bytes(self, node: Node, retry: StaleRetry, pid: int) -> Node:
         drafts, opened = self._view.drafts, node.draft
         if opened is not None and not drafts.publisher.publish_if_closed(node, opened):
             self._keep(retry, node, opened, pid)
-            return
+            return node
         reader = await self._hold(node, retry.uid)
-        retry.keep(node, partial(self._files.release_backing, node) if reader is None else retry.close_reader)
-        retry.reader = reader
+        if reader is None:
+            retry.keep(node, partial(self._files.release_backing, node))
+        else:
+            retry.keep(node, retry.close_reader, reader)
+        return node
 
     async def _open_kept(
         self, node: Node, retry: StaleRetry, flags: int, uid: int, pid: int

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,7 @@ from mounts.tree.view import View
 from tiers.model.objects import Attributes, Name, ObjectInfo
 from tiers.nvme.large_draft import LargeDraft
 from tiers.recovery.start import StoreOptions, open_store
+from tiers.store.store import Store
 
 MIB = 1 << 20
 
@@ -125,6 +128,84 @@ async def test_a_call_that_looks_again_empties_nothing_for_the_next_call(
             assert found.info.key == info.key
             files.release(number)
             nursery.cancel_scope.cancel()
+
+
+@dataclass
+class Directory:
+    """A directory of a mount whose kernel is the test."""
+
+    store: Store
+    view: View
+    files: OpenFiles
+    opener: FileOpener
+    queue: Queue
+    node: Node
+
+    def write(self, component: bytes) -> Node:
+        """Make a file and close it; it is not published yet."""
+        drafts = self.view.drafts
+        node = drafts.create(self.node, component, mode=0o644, uid=0, gid=0)
+        node.lookups = 1
+        drafts.open(node, opened := draft_of(node), writable=True)
+        drafts.close(node, opened, writable=True)
+        return node
+
+    def replace(self, component: bytes) -> None:
+        """Seal an object under this name through another door."""
+        self.store.seal(self.store.reserve(uid=0), Name(b"bucket", component), Attributes())
+
+
+@asynccontextmanager
+async def directory_in(path: Path) -> AsyncIterator[Directory]:
+    options = StoreOptions(path / "data", dram_bytes=16 * MIB, max_slots=64, backing="directory")
+    with open_store(options) as store:
+        store.create_bucket(b"bucket", uid=0, gid=0)
+        backings = PlainBackings()
+        backings.invalidate_entry = lambda parent, name: None  # type: ignore[method-assign]
+        backings.invalidate_attr = lambda nodeid: None  # type: ignore[method-assign]
+        view = View(store, backings, queue := Queue())
+        store.listeners.append(StoreChanges(view).on_change)
+        files = OpenFiles(view)
+        async with trio.open_nursery() as nursery:
+            view.drafts.publisher.run_in(nursery)
+            view.retries.run_in(nursery)
+            node = view.nodes.add(view.nodes.root, b"bucket", directory=True, ino=2)
+            yield Directory(store, view, files, FileOpener(view, files), queue, node)
+            nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY])
+async def test_a_thread_that_comes_back_opens_what_takes_the_name_while_it_is_looked_up(
+    tmp_path: Path, flags: int, autojump_clock: MockClock
+) -> None:
+    """Its second ESTALE would be the program's: however often the name is replaced, what was found stays for it."""
+    async with directory_in(tmp_path) as directory:
+        opener = directory.opener
+        opener.expect_retry(directory.write(b"file"), flags, uid=0, pid=7)
+        directory.queue.calls = [lambda: directory.replace(b"file")]
+        found = await opener.look_again(directory.node, b"file", pid=7)
+        assert not directory.queue.calls
+        assert found is not None
+        found.lookups += 1
+        directory.replace(b"file")
+        number, is_sealed = await opener.open(found, flags, uid=0, pid=7)
+        assert is_sealed == (flags == os.O_RDONLY)
+        assert directory.view.retries.get(7) is None
+        directory.files.release(number)
+
+
+async def test_a_create_whose_name_was_made_and_removed_meanwhile_makes_it(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """The task that would have opened the name finds it free."""
+    async with directory_in(tmp_path) as directory:
+        opener, flags = directory.opener, os.O_RDWR | os.O_CREAT
+        opener.expect_retry(None, flags, uid=0, pid=7)
+        made, number = await opener.open_existing(directory.node, b"file", flags, 0o640, uid=3, gid=4, pid=7)
+        found = directory.view.attributes(made)
+        assert (found.st_mode, found.st_uid, found.st_gid) == (stat.S_IFREG | 0o640, 3, 4)
+        assert directory.view.retries.get(7) is None
+        directory.files.release(number)
 
 
 def test_a_file_that_is_removed_before_it_is_published_is_described_as_it_was(tmp_path: Path) -> None:

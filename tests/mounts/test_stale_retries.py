@@ -57,3 +57,11 @@ async def test_nothing_is_kept_for_one_that_does_not_return(
     with Helper(WAITS) as helper:
         assert not await kept_for(helper, ended, 1.5 * STALE_RETRY_S)
         os.kill(helper.process.pid, signal.SIGCONT)
+
+
+def test_what_is_found_for_a_thread_that_is_no_longer_expected_is_not_kept() -> None:
+    """It was killed while its object was loaded: nobody would release the object's bytes."""
+    retry, released = StaleRetry(5, False, False, 0), []
+    retry.end()
+    retry.keep(NodeTable(PlainBackings()).root, lambda: released.append(True))
+    assert released == [True]

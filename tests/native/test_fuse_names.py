@@ -106,6 +106,21 @@ def test_calls_are_answered(stand: Stand) -> None:
     stand.nothing_else()
 
 
+def test_a_file_that_lost_its_name_before_it_is_answered_is_no_error(stand: Stand) -> None:
+    """The library has opened it by then; the kernel asks again for all that it was told of it."""
+    stand.sealed(10, b"bytes")
+    stand.loop.node_dead(10)
+    unique = stand.send(LOOKUP, ROOT, b"n\0")
+    stand.calls(1)
+    stand.loop.answer_created(unique, 10, 4711)
+    answered, error, body = stand.reply()
+    assert (answered, error) == (unique, 0)
+    nodeid, _, entry_valid, attr_valid, *_ = ENTRY.unpack_from(body)
+    assert (nodeid, entry_valid, attr_valid) == (10, 0, 0)
+    assert struct.unpack("<QIi", body[ENTRY.size + ATTR.size :]) == (4711, 0, 0)
+    stand.nothing_else()
+
+
 def test_a_name_no_longer_linked_is_a_call_again(stand: Stand) -> None:
     stand.sealed(10, b"", name=b"a")
     stand.loop.unlink(ROOT, b"a", 10)

@@ -74,12 +74,13 @@ int fl_queue_call(struct fuse_loop *loop, const struct fw_in_header *in) {
 
 void fl_answer_status(struct fuse_loop *loop, uint64_t unique, int status) { fl_answer(loop, unique, status, NULL, 0); }
 
-/* The node's entry, counted as a lookup. */
+/* The node's entry, counted as a lookup. A file that lost its name meanwhile is what the caller found or opened all the
+ * same: an error would make it a failed call, with a handle that nobody closes. Nothing of it is remembered. */
 static int make_entry(struct fuse_loop *loop, uint64_t nodeid, struct fw_entry_out *out) REQUIRES(loop->nodes_lock) {
     struct fl_node *node = fl_find(loop, nodeid);
     *out = (struct fw_entry_out){.nodeid = nodeid, .entry_valid = loop->config.attr_valid_s};
-    if (node == NULL || node->state == FL_DEAD || fl_current_attr(loop, node, &out->attr, &out->attr_valid) < 0)
-        return -ESTALE;
+    if (node == NULL || fl_current_attr(loop, node, &out->attr, &out->attr_valid) < 0) return -ESTALE;
+    if (node->state == FL_DEAD) out->entry_valid = out->attr_valid = 0;
     node->lookups++;
     node->asked = 1;
     return 0;
