@@ -23,6 +23,7 @@ Concurrency: called by the worker's thread; loads run on the client's threads.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
@@ -62,7 +63,10 @@ class _Load:
     sizes: Future[list[int]]
     """Bytes of each block, -1 for a miss."""
     epoch: int
-    staging: torch.Tensor | None = None
+    staging: torch.Tensor | None
+    begun_s: float
+    is_named: bool = False
+    """Whether the log has it as one that does not end."""
 
 
 class Transfers:
@@ -170,7 +174,7 @@ class Transfers:
             log.warning("a load did not begin: %s", error)
             self._finish(run, [-1] * len(run.block_ids))
             return
-        self._loads.append(_Load(run, sizes, self._epoch, staging))
+        self._loads.append(_Load(run, sizes, self._epoch, staging, time.monotonic()))
         if run.adapter is not None:
             self.adapters.loading(run.request_id, run.adapter, run.block_ids)
 
@@ -256,6 +260,7 @@ class Transfers:
                 self._finish(load.run, self._sizes_of(load), load.staging)
             else:
                 self._loads.append(load)
+                _name_if_late(load)
         under_way = {load.run.request_id for load in self._loads}
         finished = {each: good for each, good in self._finished.items() if each not in under_way}
         self._finished = {each: good for each, good in self._finished.items() if each in under_way}
@@ -318,6 +323,19 @@ class Transfers:
         store = self.stores.finish if self._is_right_on_all_ranks(plan) else self.stores.give_up
         for part in parts:
             store(part)
+
+
+def _name_if_late(load: _Load) -> None:
+    """Log once that a load does not end. Its request waits on: the copy may still write to its blocks."""
+    taken_s = time.monotonic() - load.begun_s
+    if taken_s > CONNECTOR_COPY_S and not load.is_named:
+        load.is_named = True
+        log.error(
+            "a load of %d blocks has not ended after %.0f s: its request %s waits for it",
+            len(load.run.block_ids),
+            taken_s,
+            load.run.request_id,
+        )
 
 
 def _step_of(stores: Sequence[BlockRun], rank: Rank, shard: Shard) -> Part:

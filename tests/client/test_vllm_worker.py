@@ -442,6 +442,7 @@ class Slow:
         self.reserves = 0
         self._make_late(monkeypatch, "put")
         self._make_late(monkeypatch, "reserve")
+        self._make_late(monkeypatch, "get_into")
 
     def _make_late(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         from kvfs.client.blocks import Blocks
@@ -518,6 +519,29 @@ def test_a_late_store_gets_every_block_and_costs_one_wait(
     worker.transfers.close()
     with service.client() as client:
         eventually(lambda: client.status()["open_drafts"] == 0, "no draft stays behind")
+
+
+def test_a_load_that_does_not_end_is_named_once(
+    service: Service, slow: Slow, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from kvfs.connectors import vllm_worker
+
+    monkeypatch.setattr(vllm_worker, "CONNECTOR_COPY_S", 0.0)
+    namespace = namespace_of("no end")
+    keys = keys_of(namespace, 2)
+    worker = Worker(service, cache(12), namespace, is_async=True)
+    worker.store(run_of(keys, [1, 2]))
+    worker.settle(2)
+    slow.begin()
+    worker.transfers.begin(plan(loads=[run_of(keys, [8, 9], "late")]))
+    for _ in range(2):
+        assert worker.transfers.take_finished() == {}
+    [logged] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "2 blocks" in logged
+    assert "its request late waits" in logged
+    slow.end()
+    assert worker.load() == ({"late"}, set())
+    worker.transfers.close()
 
 
 def test_what_a_late_store_finds_no_memory_for_is_dropped_and_counted(
