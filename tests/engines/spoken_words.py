@@ -1,4 +1,4 @@
-"""A tokenizer for the small Llama: one word a token, and a chat template with tools.
+"""A tokenizer for the small Llama: one word a token, a chat template with tools, and letters for what has other text.
 
 Responsibility: write `tokenizer.json` and `tokenizer_config.json` beside a model.
 """
@@ -6,14 +6,22 @@ Responsibility: write `tokenizer.json` and `tokenizer_config.json` beside a mode
 from __future__ import annotations
 
 import json
+import string
 from pathlib import Path
 from typing import Any
 
 from tests.engines.tiny_llama import VOCABULARY
 
-FIRST_WORD = 16
-"""Tokens before it are special, unknown, or the template's own."""
-_OWN = ("<s>", "</s>", "<unk>", "system", "user", "assistant", "tool")
+_SPECIAL = ("<s>", "</s>", "<unk>")
+_SPACE = "\u0120"
+"""As the byte-level coding writes it."""
+_OWN = [_SPACE + name for name in ("system", "user", "assistant", "tool")]
+_LETTERS = [*string.ascii_letters, *string.digits, *string.punctuation, _SPACE]
+"""What a grammar spells, and who writes JSON."""
+FIRST_WORD = len(_SPECIAL) + len(_OWN) + len(_LETTERS)
+"""Tokens before it are special, the template's own, or letters."""
+SPACE = FIRST_WORD - 1
+"""The letter."""
 TEMPLATE = (
     "{{ bos_token }}{% for tool in tools or [] %} tool {{ tool.function.name }}{% endfor %}"
     "{% for message in messages %} {{ message.role }} {{ message.content }}{% endfor %}"
@@ -27,19 +35,25 @@ def word(token: int) -> str:
 
 def write_tokenizer(directory: Path) -> None:
     """Write the tokenizer's files into a model's directory."""
-    vocabulary = {name: token for token, name in enumerate(_OWN)}
-    vocabulary |= {word(token): token for token in range(len(_OWN), VOCABULARY)}
-    special = [_added(token, _OWN[token]) for token in range(3)]
+    names = [*_SPECIAL, *_OWN, *_LETTERS, *(_SPACE + word(token) for token in range(FIRST_WORD, VOCABULARY))]
+    by_bytes = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": False}
+    by_words = {"type": "Split", "pattern": {"Regex": " ?[^ ]+"}, "behavior": "Isolated", "invert": False}
     tokenizer = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": special,
+        "added_tokens": [_added(token, name) for token, name in enumerate(_SPECIAL)],
         "normalizer": None,
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [by_words, by_bytes]},
         "post_processor": None,
-        "decoder": None,
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
+        "decoder": by_bytes,
+        "model": {
+            "type": "BPE",
+            "vocab": {name: token for token, name in enumerate(names)},
+            "merges": [],
+            "unk_token": "<unk>",
+            "ignore_merges": True,  # a word that is there is a token
+        },
     }
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

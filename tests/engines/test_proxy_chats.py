@@ -1,7 +1,8 @@
 """Chats through `kvfs proxy` in front of two real vLLM servers: all that clients shape an answer by.
 
 One server prefills, the other decodes and has no prefix cache of its own. Each streamed answer is compared with that of
-the first server alone: samples, stop strings, log probabilities, tools and templates are the same whoever prefilled.
+the first server alone: samples, stop strings, log probabilities, templates and calls of tools are the same whoever
+prefilled.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.engines.engine import LOGPROB_TOLERANCE, Engines
-from tests.engines.spoken_words import FIRST_WORD, word, write_tokenizer
+from tests.engines.spoken_words import FIRST_WORD, SPACE, word, write_tokenizer
 from tests.engines.test_proxy import LOOK_S, START_S, Server, proxy, vllm_server
 from tests.engines.test_vllm_connector import connector
 from tests.engines.tiny_llama import VOCABULARY
@@ -32,7 +33,22 @@ pytestmark = [
     pytest.mark.skipif(ON_DIRECTORY, reason="only on the service"),
 ]
 
-TOOLS = [{"type": "function", "function": {"name": word(20), "parameters": {"type": "object"}}}]
+TOOL = word(120)
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": TOOL,
+            "strict": True,
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"enum": [3, 7]}},
+                "required": ["city", "days"],
+                "additionalProperties": False,
+            },
+        },
+    }
+]
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "two samples of a seed": {"temperature": 0.7, "seed": 5, "n": 2},
@@ -40,7 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tools in the template": {"temperature": 0, "tools": TOOLS, "tool_choice": "none"},
     "a template of its own": {
         "temperature": 0,
-        "chat_template": "{% for message in messages %}{{ message.content }} {% endfor %}" + word(30),
+        "chat_template": "{% for message in messages %}{{ message.content }} {% endfor %}" + word(130),
     },
     "an assistant's turn that goes on": {
         "temperature": 0,
@@ -48,6 +64,29 @@ CASES: dict[str, dict[str, Any]] = {
         "continue_final_message": True,
     },
 }
+CALL = {
+    "max_tokens": 150,
+    "ignore_eos": False,
+    "tools": TOOLS,
+    "parallel_tool_calls": False,
+    "logit_bias": {str(SPACE): -100},  # which JSON may have anywhere
+}
+CALLS: dict[str, dict[str, Any]] = {
+    "of a tool that is named": {"tool_choice": {"type": "function", "function": {"name": TOOL}}},
+    "of some tool": {"tool_choice": "required"},
+    "found in what the model says": {
+        "tool_choice": "auto",
+        "structured_outputs": {
+            "choice": [
+                "<tool_call>"
+                + json.dumps({"name": TOOL, "arguments": {"city": city, "days": 3}})
+                + "</tool_call>"
+                for city in ("Oslo", "Rome")
+            ]
+        },
+    },
+}
+"""The small model says nothing that a parser knows unless it may say nothing else."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +95,7 @@ def servers(engines: Engines, service: Service) -> Iterator[tuple[Server, Server
     write_tokenizer(engines.work / "spoken")
     settings = connector(service, revision="chats")
     with ExitStack() as stack:
-        flags = ["--trust-request-chat-template"]
+        flags = ["--trust-request-chat-template", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
         first = stack.enter_context(vllm_server(engines, "chats-1", settings, *flags, model="spoken"))
         flags.append("--no-enable-prefix-caching")
         second = stack.enter_context(vllm_server(engines, "chats-2", settings, *flags, model="spoken"))
@@ -72,7 +111,7 @@ def front(servers: tuple[Server, Server]) -> Iterator[str]:
 
 
 def chat(url: str, number: int, **more: Any) -> list[dict[str, Any]]:
-    """Stream a chat of 700 words; return the choices, each with its text, reason and log probabilities."""
+    """Stream a chat of 700 words; return the choices, each with its text, calls, reason and log probabilities."""
     rng = random.Random(number)
     said = [
         " ".join(word(rng.randrange(FIRST_WORD, VOCABULARY)) for _ in range(count)) for count in (650, 20, 30)
@@ -91,7 +130,7 @@ def chat(url: str, number: int, **more: Any) -> list[dict[str, Any]]:
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     choices: list[dict[str, Any]] = [
-        {"text": "", "reason": None, "logprobs": []} for _ in range(more.get("n", 1))
+        {"text": "", "calls": {}, "reason": None, "logprobs": []} for _ in range(more.get("n", 1))
     ]
     last = ""
     with urllib.request.urlopen(request, timeout=300) as answer:
@@ -102,6 +141,13 @@ def chat(url: str, number: int, **more: Any) -> list[dict[str, Any]]:
             for choice in json.loads(last)["choices"]:
                 found = choices[choice["index"]]
                 found["text"] += choice["delta"].get("content") or ""
+                for call in choice["delta"].get("tool_calls") or []:
+                    name, arguments = found["calls"].get(call["index"], ("", ""))
+                    part = call["function"]
+                    found["calls"][call["index"]] = (
+                        name + (part.get("name") or ""),
+                        arguments + (part.get("arguments") or ""),
+                    )
                 found["reason"] = choice["finish_reason"] or found["reason"]
                 found["logprobs"] += (choice.get("logprobs") or {}).get("content") or []
     assert last == "[DONE]"
@@ -111,7 +157,9 @@ def chat(url: str, number: int, **more: Any) -> list[dict[str, Any]]:
 def same(found: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None:
     """Compare choices; log probabilities within what another order of sums makes of them."""
     for one, other in zip(found, alone, strict=True):
-        assert (one["text"], one["reason"]) == (other["text"], other["reason"])
+        assert [one[each] for each in ("text", "calls", "reason")] == [
+            other[each] for each in ("text", "calls", "reason")
+        ]
         assert len(one["logprobs"]) == len(other["logprobs"])
         for mine, its in zip(one["logprobs"], other["logprobs"], strict=True):
             assert mine["token"] == its["token"]
@@ -121,25 +169,39 @@ def same(found: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None:
             assert mine["logprob"] == pytest.approx(its["logprob"], abs=LOGPROB_TOLERANCE)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_chat_is_that_of_one_engine_alone(servers: tuple[Server, Server], front: str, case: str) -> None:
+def handed_over(servers: tuple[Server, Server], front: str, number: int, **more: Any) -> list[dict[str, Any]]:
+    """Have one engine prefill and the other decode; compare the answer with that of one engine alone."""
     first, second = servers
-    number, more = list(CASES).index(case), CASES[case]
 
-    def handed_over() -> tuple[list[dict[str, Any]], int]:
+    def ask() -> tuple[list[dict[str, Any]], int]:
         before = second.external_hits()
         return chat(front, number, **more), second.external_hits() - before
 
-    found, tokens = handed_over()
+    found, tokens = ask()
     # The decode engine waits 50 ms for seals and computes the rest; once they are there it finds all of them.
     if tokens < 640:
-        eventually(lambda: handed_over()[1] >= 640, "the decode engine finds what the other stored")
-    assert all(each["text"] for each in found)
+        eventually(lambda: ask()[1] >= 640, "the decode engine finds what the other stored")
     same(found, chat(first.url, number, **more))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_chat_is_that_of_one_engine_alone(servers: tuple[Server, Server], front: str, case: str) -> None:
+    more = CASES[case]
+    found = handed_over(servers, front, list(CASES).index(case), **more)
+    assert all(each["text"] for each in found)
     if "logprobs" in more:
         assert len(found[0]["logprobs"]) == 24
     if "n" in more:
         assert found[0]["text"] != found[1]["text"]
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_call_is_that_of_one_engine_alone(servers: tuple[Server, Server], front: str, case: str) -> None:
+    [found] = handed_over(servers, front, 50 + list(CALLS).index(case), **CALL | CALLS[case], temperature=0)
+    [(name, arguments)] = found["calls"].values()
+    assert name == TOOL
+    assert json.loads(arguments)["city"] in ("Oslo", "Rome")
 
 
 def test_a_chat_stops_where_one_engine_alone_stops(servers: tuple[Server, Server], front: str) -> None:
