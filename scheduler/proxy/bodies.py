@@ -72,11 +72,6 @@ class _StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class _Named(msgspec.Struct):
-    model: str = ""
-
-
-_NAMED = msgspec.json.Decoder(_Named)
 _FORM_FIELD = re.compile(rb'name="model"').search
 _FORM_VALUE = re.compile(rb"[^\r\n]{0,256}\r\n(?:[^\r\n]{1,256}\r\n){0,4}\r\n([^\r\n]{0,256})\r\n").match
 """What follows it: other headers of its part, an empty line. Bounded, since a client sends it."""
@@ -97,16 +92,17 @@ def parse(body: Buffer) -> Members:
     return {name: value for name, value in members.items() if name not in ENGINE_FIELDS}
 
 
-def model_of(body: Buffer, content_type: bytes) -> str:
-    """Return the model that a request names, in JSON or in a form; empty where it names none."""
+def passed(body: Buffer, content_type: bytes) -> tuple[str, Buffer]:
+    """Return the model that a request names, in JSON or in a form (empty where it names none), and the body that goes
+    to an engine, without what only engines may say. Raises BadBody."""
     if content_type.startswith(b"multipart/"):
         field = _FORM_FIELD(body)
         value = None if field is None else _FORM_VALUE(body, field.end())
-        return "" if value is None else value[1].decode(errors="replace")
-    try:
-        return _NAMED.decode(body).model
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""
+        return "" if value is None else value[1].decode(errors="replace"), body
+    if not body:
+        return "", body
+    members = parse(body)
+    return member(members, "model", str) or "", patched(members, {})
 
 
 def asked(members: Members) -> Asked:

@@ -2,7 +2,7 @@
 
 Responsibility: bearer tokens, paths, bodies within a budget, and the form of every error. Completions go to
 `scheduler.proxy.completion`, lists of models to `scheduler.proxy.model_lists`; the other paths of OpenAI's interface
-are passed on to an engine as they are; what changes an engine (adapters, sleep, caches) is not served here.
+are passed on to an engine; what changes an engine (adapters, sleep, caches) is not served here.
 
 Invariants: every exchange is answered once, or its connection closes. While a client waits, its connection is watched:
 when it goes, so does all that was done for it, without a retry.
@@ -26,7 +26,7 @@ from kvfs.errors import InvalidRequest, KvfsError, NotFound, NotReady
 from kvfs.http.bearer_tokens import BearerTokens
 from kvfs.http.http_exchange import BodyLost, Exchange, Headers
 from kvfs.http.transports import Buffer, Gone, Stalled, breathe
-from scheduler.proxy.bodies import BadBody, asked, model_of, parse
+from scheduler.proxy.bodies import BadBody, asked, parse, passed
 from scheduler.proxy.client_watch import ClientWatch
 from scheduler.proxy.completion import Completion, Legs
 from scheduler.proxy.model_lists import ModelLists, is_list
@@ -226,7 +226,7 @@ class Handler:
     async def _pass(self, exchange: Exchange, body: Buffer) -> None:
         """Pass a request on to an engine of its model, and the answer back. Raises Failure, NotFound."""
         failed: list[str] = []
-        model = model_of(body, _content_type(exchange))
+        model, body = passed(body, _content_type(exchange))
         self._engines.check_model(model)
         for _ in range(1 + limits.PROXY_RETRIES):
             engine = self._engines.least_busy(failed, model)

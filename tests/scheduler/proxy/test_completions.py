@@ -95,9 +95,20 @@ async def test_clients_do_not_speak_to_connectors() -> None:
         evil = {"kv_transfer_params": {"remote_host": "evil"}, "bootstrap_host": "evil", "routed_dp_rank": 3}
         await stand.ask("/v1/completions", {"prompt": PROMPT, **evil})
         await stand.ask("/v1/completions", {"prompt": "p", **evil})
-        said = [asked.body for engine in stand.engines for asked in engine.completions]
-        assert len(said) == 3
+        for path in ("/v1/responses", "/v1/embeddings", "/tokenize"):
+            assert (await stand.ask(path, {"input": "p", **evil})).status == 200
+        said = [asked.body for engine in stand.engines for asked in engine.asked]
+        assert len(said) == 6
         assert not any(word in json.dumps(said) for word in ("evil", "dp_rank"))
+
+
+async def test_what_is_passed_on_is_json_or_a_form_so_that_nothing_is_hidden_from_the_proxy() -> None:
+    async with proxy_stand() as stand:
+        for body in (b"[]", b'{"input": NaN, "kv_transfer_params": {}}', b"\xff"):
+            refused = await stand.ask("/v1/responses", body)
+            assert refused.status == 400
+            assert "must be a JSON object" in refused.json()["error"]["message"]
+        assert not stand.engines[0].asked
 
 
 async def test_other_paths_are_passed_on_and_administration_is_not() -> None:
