@@ -29,7 +29,6 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, Final, NoReturn
 
 MOST_BYTES = 1 << 18
@@ -54,9 +53,11 @@ def be_spawned(arguments: Sequence[str], passed: Sequence[int]) -> NoReturn:
     imported."""
     # Objects of the other process that are collected here would close descriptors of this one.
     gc.freeze()
+    # What libuv has of its own is closed by number in each process that is forked from this one (its
+    # uv__signal_global_reinit): the numbers stay taken.
+    nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, *passed}:
-        with suppress(OSError):  # the listing's own
-            os.close(descriptor)
+        os.dup2(nothing, descriptor)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
