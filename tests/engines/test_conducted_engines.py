@@ -12,7 +12,7 @@ import shutil
 import socket
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -68,7 +68,7 @@ class Decision:
 
 @dataclass
 class Stand:
-    servers: tuple[Server, Server]
+    servers: list[Server]
     url: str
     """The proxy's, with /v1."""
     conductor: str
@@ -101,11 +101,18 @@ class Stand:
 
 @pytest.fixture(scope="module")
 def stand(engines: Engines) -> Iterator[Stand]:
+    with conducted(engines, "conducted", 2, free_port(), "--max-model-len", str(MODEL_TOKENS)) as made:
+        yield made
+
+
+@contextmanager
+def conducted(engines: Engines, name: str, count: int, port: int, *flags: str) -> Iterator[Stand]:
+    """Run servers that say to the Conductor of a proxy, at this port, what they hold, as their store does."""
     need_mount()
-    shutil.copytree(engines.work / "model", engines.work / "conducted")
-    write_tokenizer(engines.work / "conducted")
-    door, events = free_port(), f"tcp://127.0.0.1:{free_port()}"
-    config = engines.work / "conducted.toml"
+    shutil.copytree(engines.work / "model", engines.work / name)
+    write_tokenizer(engines.work / name)
+    door, events = free_port(), f"tcp://127.0.0.1:{port}"
+    config = engines.work / f"{name}.toml"
     config.write_text(
         f'[events]\npublish = "{events}"\nreplay = "tcp://*:{free_port()}"\ntopic = "node"\n'
         f'[conductor]\nlisten = "127.0.0.1:{door}"\nevents = "{events}"\n'
@@ -116,30 +123,30 @@ def stand(engines: Engines) -> Iterator[Stand]:
             stack.enter_context(
                 vllm_server(
                     engines,
-                    f"conducted-{number}",
-                    connector(service, revision="conducted"),
-                    *("--max-model-len", str(MODEL_TOKENS), "--kv-events-config", published(number, events)),
-                    model="conducted",
+                    f"{name}-{number}",
+                    connector(service, revision=name),
+                    *("--kv-events-config", published(f"{name}-{number}", events), *flags),
+                    model=name,
                 )
             )
-            for number in range(2)
+            for number in range(count)
         ]
         for server in servers:
             eventually(server.is_up, "it answers", START_S, every_s=LOOK_S)
-        arguments = ["--engine", servers[0].url, "--engine", servers[1].url, "--config", str(config)]
-        url = stack.enter_context(proxy("--conduct", *arguments))
-        made = Stand((servers[0], servers[1]), url, f"http://127.0.0.1:{door}")
+        arguments = [argument for server in servers for argument in ("--engine", server.url)]
+        url = stack.enter_context(proxy("--conduct", *arguments, "--config", str(config)))
+        made = Stand(servers, url, f"http://127.0.0.1:{door}")
         eventually(made.is_current, "the Conductor has heard all publishers")
         yield made
         assert not service.complaints()
 
 
-def published(number: int, events: str) -> str:
+def published(topic: str, events: str) -> str:
     return json.dumps(
         {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
-            "topic": f"conducted-{number}",
+            "topic": topic,
             "endpoint": events,
             "replay_endpoint": f"tcp://*:{free_port()}",
         }
