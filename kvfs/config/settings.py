@@ -425,7 +425,8 @@ class ProxySettings(_Section):
     hand_over: HandOver = "store"
     """How a prefilled prompt reaches the decode engine."""
     bootstraps: dict[EngineUrl, Annotated[str, AfterValidator(_host_and_port)]] = Field(default_factory=dict)
-    """By URL of a prefill engine, its bootstrap server for mooncake and sglang. None: its own host, port 8998."""
+    """By URL of a prefill engine, its bootstrap server for mooncake and sglang, `:PORT` at its own host. None: there,
+    port 8998."""
     tokens: Annotated[tuple[SecretStr, ...], Field(max_length=MAX_PROXY_TOKENS)] = ()
     """Bearer tokens of clients. None: what clients send goes on to the engines."""
     certificate: AbsolutePath | None = None

@@ -281,10 +281,7 @@ class Legs:
 
     async def _joined(self, request: Completion, engine: Engine) -> tuple[Put, Put]:
         """Return what joins the two legs. Raises EngineFailed."""
-        host, _, port = engine.bootstrap.rpartition(":")
-        if not host:
-            host, port = place_of(engine.address.url).host, str(handover.BOOTSTRAP_PORT)
-        bootstrap = handover.Bootstrap(host, int(port))
+        bootstrap = handover.bootstrap_at(engine.bootstrap, place_of(engine.address.url).host)
         if self._kind == "sglang":
             number = engine.address.rank
             rank = None if number is None else handover.Rank(number, self._engines.ranks_behind(engine))
@@ -292,7 +289,7 @@ class Legs:
             return put, put
         try:
             if engine.bootstrap_id is None:
-                answer = await self._engines.get(Place(host, int(port)), b"/query")
+                answer = await self._engines.get(Place(bootstrap.host, bootstrap.port), b"/query")
                 engine.bootstrap_id = handover.engine_id(answer, engine.address.rank or 0)
         except EngineFailed as error:
             raise self._failed(request, engine, error) from None

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvfs import limits
-from kvfs.config.settings import HandOver
+from kvfs.config.settings import HandOver, host_and_port
 from scheduler.proxy.bodies import BadBody, Members, count_prompts, member
 
 MAX_ROOM = (1 << 63) - 1
@@ -50,6 +50,13 @@ class Bootstrap(NamedTuple):
     port: int
     engine_id: str = ""
     """As Mooncake's server says at /query; SGLang needs none."""
+
+
+def bootstrap_at(setting: str, host: str) -> Bootstrap:
+    """Return the bootstrap server at `HOST:PORT`, without HOST at the engine's own; where nothing is set, at the
+    default port there."""
+    own, port = host_and_port(setting) if setting else ("", BOOTSTRAP_PORT)
+    return Bootstrap(own or host, port)
 
 
 class Rank(NamedTuple):
@@ -101,11 +108,15 @@ def mooncake(bootstrap: Bootstrap, transfer_id: str) -> tuple[Put, Put]:
     decode = {
         "do_remote_decode": False,
         "do_remote_prefill": True,
-        "remote_bootstrap_addr": f"http://{bootstrap.host}:{bootstrap.port}",
+        "remote_bootstrap_addr": f"http://{_in_url(bootstrap.host)}:{bootstrap.port}",
         "remote_engine_id": bootstrap.engine_id,
         **shared,
     }
     return {"kv_transfer_params": prefill}, {"kv_transfer_params": decode}
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def sglang(bootstrap: Bootstrap, number: int, rank: Rank | None = None) -> Put:

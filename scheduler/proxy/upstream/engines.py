@@ -99,7 +99,7 @@ class Engine:
         """Why it does not tokenize, as the log says."""
         self.tokenize_logged_s = -limits.LOG_INTERVAL_S
         self.bootstrap = ""
-        """`HOST:PORT` of its bootstrap server, for Mooncake and SGLang; empty: its own host, and their port."""
+        """`HOST:PORT` of its bootstrap server, for Mooncake and SGLang; without HOST: its own, empty: at their port."""
         self.bootstrap_id: str | None = None
         """What Mooncake's bootstrap server calls it, once that was asked."""
         self._place_lines = b"Host: %b\r\n" % urlsplit(address.url).netloc.encode()

@@ -16,6 +16,7 @@ from kvfs.cli.proxy_command import proxy_options
 from kvfs.config.load import load
 from kvfs.config.settings import HandOver
 from kvfs.errors import ConfigError
+from kvfs.http.server_place import Place, place_of
 from kvfs.limits import PREFILL_LEG_TOKENS
 from scheduler.conductor.conductor import Conductor
 from scheduler.proxy import handover
@@ -84,6 +85,19 @@ def test_mooncake_s_engine_is_the_one_of_its_rank() -> None:
     answer = json.dumps({"0": {"engine_id": "a", "worker_addr": {}}, "1": {"engine_id": "b"}}).encode()
     assert [handover.engine_id(answer, rank) for rank in (0, 1, 2)] == ["a", "b", ""]
     assert handover.engine_id(b"nonsense") == ""
+
+
+@pytest.mark.parametrize(
+    ("setting", "host", "port"),
+    [("", "e", 8998), (":9000", "e", 9000), ("b:9000", "b", 9000), ("[::1]:9000", "::1", 9000)],
+)
+def test_a_bootstrap_server_is_at_the_engine_s_host_unless_another_is_named(
+    setting: str, host: str, port: int
+) -> None:
+    found = handover.bootstrap_at(setting, "e")
+    assert found == handover.Bootstrap(host, port)
+    address = handover.mooncake(found, "t")[1]["kv_transfer_params"]["remote_bootstrap_addr"]
+    assert place_of(address) == Place(host, port)
 
 
 async def bootstrap_server(stand: Stand, nursery: trio.Nursery) -> None:
