@@ -2,8 +2,8 @@
 
 Responsibility: the rules as pure functions. An engine keeps the KV cache of such a model by groups of layers, whose
 blocks are of the same tokens. From a boundary between two blocks on, layers of full attention read all blocks before
-it, those of a sliding window the blocks that have one of its last `window - 1` tokens, recurrent layers their state
-behind its last token, which is the block before it.
+it, those of a sliding window the blocks that have one of its last `window - 1` tokens, those of chunked local attention
+the blocks since the last chunk ended, recurrent layers their state behind its last token, which is the block before it.
 
 Invariants: a prefix is a hit only if every group has all that it reads. What `Kept` keeps makes a hit of each of its
 boundaries, and nothing else is kept. Concurrency: immutable values.
@@ -36,9 +36,16 @@ class Group:
     """Layers that share their blocks."""
 
     window_blocks: int | None = None
-    """Blocks before a boundary that its layers read; None: all of them, full attention."""
+    """Blocks before a boundary that its layers read at most; None: all of them, full attention."""
     is_state: bool = False
     """Recurrent layers: a block is their state behind its last token, where the engine has kept it."""
+    is_chunked: bool = False
+    """Chunked local attention: its layers read back to a multiple of `window_blocks`."""
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether its layers read everything before a boundary."""
+        return self.window_blocks is None
 
     @classmethod
     def of_state(cls) -> Group:
@@ -50,26 +57,37 @@ class Group:
         """Return the group of a sliding window, in which a token reads itself and `window_tokens - 1` before it."""
         return cls(-(-(window_tokens - 1) // block_tokens))
 
+    @classmethod
+    def of_chunks(cls, chunk_tokens: int, block_tokens: int) -> Group:
+        """Return the group of chunked local attention, in which a token reads its own chunk up to itself. A chunk is
+        some whole blocks."""
+        return cls(chunk_tokens // block_tokens, is_chunked=True)
+
     def needed(self, first: int, boundary: int) -> range:
         """Return the blocks from `first` on that a prefix up to `boundary` needs."""
         if self.window_blocks is None:
             return range(first, boundary)
-        return range(max(first, boundary - self.window_blocks), boundary)
+        blocks = boundary % self.window_blocks if self.is_chunked else self.window_blocks
+        return range(max(first, boundary - blocks), boundary)
 
 
 def longest_prefix(groups: Sequence[Group], first: int, last: int, present: Present) -> Prefix:
     """Return the longest prefix of at most `last` blocks; what is before `first` is there."""
     reach = last
     for index, group in enumerate(groups):
-        if group.window_blocks is None:
+        if group.is_full:
             reach = _first_missing(index, first, reach, present)
     boundary, before = reach, -1
     while boundary != before:  # each group takes the boundary down to the next one for which it has all
         before = boundary
         for index, group in enumerate(groups):
-            if group.window_blocks:
+            if (
+                group.is_chunked
+            ):  # all boundaries behind a block that is missing, up to the chunk's end, need it
+                boundary = _first_missing(index, group.needed(first, boundary).start, boundary, present)
+            elif group.window_blocks:
                 boundary = _last_window(index, group.window_blocks, first, boundary, present)
-    has_full = any(group.window_blocks is None for group in groups)
+    has_full = any(group.is_full for group in groups)
     return Prefix(boundary, reach if has_full else boundary)
 
 
@@ -109,13 +127,14 @@ class Kept:
     def has(self, group: Group, block: int) -> bool:
         """Return whether a block of a group is kept: one of its kept boundaries needs it. Of states all are that an
         engine keeps: it has few of a prompt."""
-        window = group.window_blocks
-        if window is None or group.is_state:
+        if group.is_full or group.is_state:
             return True
-        if window and block >= self.tail - window:
+        if block not in group.needed(0, block + 1):  # a chunk's last block, which nothing behind it reads
+            return False
+        if block >= group.needed(0, self.tail).start:
             return True
-        is_checkpoint = self.every > 0 and -(block + 1) % self.every < window
-        return self.junction - window <= block < self.junction or is_checkpoint
+        checkpoint = -(-(block + 1) // self.every) * self.every if self.every else 0
+        return block in group.needed(0, self.junction) or block in group.needed(0, checkpoint)
 
 
 def checkpoint_blocks(groups: Sequence[Group], windows: int) -> int:

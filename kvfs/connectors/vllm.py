@@ -243,9 +243,7 @@ class KVFSConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not shards:
             raise InvalidRequest("the engine has no KV cache")
         # Full attention first, whose blocks are the parents of the others.
-        return dict(
-            sorted(shards.items(), key=lambda each: self._groups[each[0][-1]].window_blocks is not None)
-        )
+        return dict(sorted(shards.items(), key=lambda each: not self._groups[each[0][-1]].is_full))
 
     def get_handshake_metadata(self) -> KVFSHandshake | None:
         if self._watch is None:
@@ -325,7 +323,7 @@ class KVFSConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         names its blocks, and a Conductor knows them."""
         ranks = sorted(metadata.items())
         named = [((*rank, group), each) for rank, every in ranks for group, each in every.namespaces.items()]
-        named.sort(key=lambda item: (self._groups[item[0][-1]].window_blocks is not None, item[0]))
+        named.sort(key=lambda item: (not self._groups[item[0][-1]].is_full, item[0]))
         found = {rank: Namespace.from_json(namespace) for rank, namespace in named}
         samples = hashlib.sha256(b"".join(each.weights for _, each in ranks))
         weights = "memory " + samples.hexdigest()[:32]

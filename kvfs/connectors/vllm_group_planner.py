@@ -6,8 +6,9 @@ rules are in `kvfs.groups`.
 Invariants:
 - A hit is a hit in all groups and on all ranks, or none: the longest prefix for which each group has all that its
   layers read. A request of which one load failed computes everything that the engine itself does not have.
-- Of a group of full attention every block is stored; of a sliding window those of the prompt's end and of what is
-  generated, of each CONNECTOR_WINDOWS-th window, and of where a request leaves what others have stored.
+- Of a group of full attention every block is stored; of sliding windows and of chunks those of the prompt's end and of
+  what is generated, of each CONNECTOR_WINDOWS-th window, and of where a request leaves what others have stored. Where a
+  chunk ends a request goes on without any.
 - Of recurrent layers every state is stored that vLLM keeps itself and names the exact block of: at a prompt's last
   whole block, where it leaves what the engine has, and as often as the retention interval says. Their block table has
   passing states too.
@@ -134,7 +135,7 @@ class GroupPlanner(Planner):
         self, tracked: Tracked, index: int, first: int, last: int, block_ids: Sequence[int]
     ) -> BlockRun:
         run = self._run(tracked, _of_group(tracked.keys, index), first, last, block_ids)
-        if self.groups[index].window_blocks is None:
+        if self.groups[index].is_full:
             return run
         anchors = {}
         for rank in run.keys:
@@ -146,7 +147,7 @@ class GroupPlanner(Planner):
 
     def _is_full_part(self, one: Rank, other: Rank) -> bool:
         """Return whether one rank is of full attention, and of the same worker as another."""
-        return one[:-1] == other[:-1] and self.groups[one[-1]].window_blocks is None
+        return one[:-1] == other[:-1] and self.groups[one[-1]].is_full
 
 
 def _of_group(keys: Mapping[Rank, bytearray], group: int) -> dict[Rank, bytearray]:

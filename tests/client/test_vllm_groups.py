@@ -22,12 +22,22 @@ from tests.client.test_vllm_planner import Clock, FakeLink, FakeRequest, keys_of
 from tests.support.stores import NAMESPACE
 
 BLOCK = NAMESPACE.block_tokens
-GROUPS = [Group.of_window(2 * BLOCK, BLOCK), Group.of_window(3 * BLOCK + 1, BLOCK), Group(), Group.of_state()]
+GROUPS = [
+    Group.of_window(2 * BLOCK, BLOCK),
+    Group.of_window(3 * BLOCK + 1, BLOCK),
+    Group(),
+    Group.of_state(),
+    Group.of_chunks(4 * BLOCK, BLOCK),
+]
 FULL = GROUPS.index(Group())
 RANKS: list[tuple[int, int]] = [(0, 0), (0, 1)]
 
 some_groups = st.lists(
-    st.builds(Group, st.none() | st.integers(0, 5)) | st.just(Group.of_state()), min_size=1, max_size=4
+    st.builds(Group, st.none() | st.integers(0, 5))
+    | st.builds(Group.of_chunks, st.integers(1, 6), st.just(1))
+    | st.just(Group.of_state()),
+    min_size=1,
+    max_size=4,
 )
 
 
@@ -39,6 +49,14 @@ def test_a_window_needs_the_blocks_of_all_tokens_that_its_next_one_reads(
     assert group == Group(blocks)
     read = {token // 16 for token in range(160 - window_tokens + 1, 160)}
     assert set(group.needed(0, 10)) == read
+
+
+@pytest.mark.parametrize("boundary", range(20))
+def test_a_chunk_needs_the_blocks_that_its_next_token_reads(boundary: int) -> None:
+    group = Group.of_chunks(64, 16)
+    tokens = boundary * 16
+    read = {token // 16 for token in range(tokens) if token // 64 == tokens // 64}
+    assert set(group.needed(0, boundary)) == read
 
 
 # --- the look-up -------------------------------------------------------------------------------------------------
@@ -59,14 +77,20 @@ def test_the_longest_prefix_is_that_of_a_model_that_tries_every_length(data: st.
             block not in missing[i]
             for i, group in enumerate(groups)
             for block in range(first, boundary)
-            if group.window_blocks is None or block >= boundary - group.window_blocks
+            if group.is_full or block >= boundary - _read_back(group, boundary)
         )
 
     found = longest_prefix(groups, first, last, present)
     assert found.boundary == max(filter(is_hit, range(first, last + 1)))
-    full = [i for i, group in enumerate(groups) if group.window_blocks is None]
+    full = [i for i, group in enumerate(groups) if group.is_full]
     holes = [block for i in full for block in missing[i] if first <= block < last]
     assert found.reach == (min(holes, default=last) if full else found.boundary)
+
+
+def _read_back(group: Group, boundary: int) -> int:
+    """Return how many blocks before a boundary layers read that do not read all."""
+    assert group.window_blocks is not None
+    return boundary % group.window_blocks if group.is_chunked else group.window_blocks
 
 
 # --- what is kept ------------------------------------------------------------------------------------------------
@@ -81,7 +105,7 @@ def test_each_kept_boundary_is_a_hit_and_nothing_else_is_kept(
     boundaries = {*range(tail, blocks + 1), junction, *(range(every, blocks + 1, every) if every else ())}
     for group in groups:
         needed = {block for boundary in boundaries for block in group.needed(0, boundary)}
-        if group.window_blocks is None or group.is_state:
+        if group.is_full or group.is_state:
             needed = set(range(blocks))
         assert {block for block in range(blocks) if kept.has(group, block)} == needed
 
@@ -133,7 +157,8 @@ class FakeEngine:
     def extend(self, computed: int, total: int) -> list[list[int]]:
         """The tables of a request with `computed` tokens, once it has room for `total`."""
         for group, table in zip(GROUPS, self.tables, strict=True):
-            skipped = 0 if group.window_blocks is None else max(0, computed // BLOCK - group.window_blocks)
+            done = computed // BLOCK
+            skipped = 0 if group.is_full else max(0, done - _read_back(group, done))
             while len(table) < -(-total // BLOCK):
                 self._last += 1
                 table.append(self._last)
@@ -348,19 +373,22 @@ def state_group(**fields: Any) -> Any:
     return spec_group("MambaSpec", "d", **{"mamba_cache_mode": "align", **form, **fields})
 
 
-def test_groups_of_vllm_are_those_of_windows_full_attention_and_states() -> None:
+def test_groups_of_vllm_are_those_of_windows_chunks_full_attention_and_states() -> None:
     pytest.importorskip("torch")
     from kvfs.connectors.vllm_rules.cache_groups import extra_of, groups_of
 
     window, other = (spec_group("SlidingWindowSpec", [name], sliding_window=64) for name in "ab")
     full = spec_group("FullAttentionSpec", ["c"])
     state = state_group()
-    groups = [window, other, full, state]
+    chunked, larger = (
+        spec_group("ChunkedLocalAttentionSpec", "e", attention_chunk_size=tokens) for tokens in (64, 128)
+    )
+    groups = [window, other, full, state, chunked]
     found = groups_of(SimpleNamespace(kv_cache_groups=groups))
-    assert found == [Group(4), Group(4), Group(), Group.of_state()]
-    groups += [state_group(shapes=((128, 4),)), state_group(dtypes=("bfloat16",))]
+    assert found == [Group(4), Group(4), Group(), Group.of_state(), Group(4, is_chunked=True)]
+    groups += [state_group(shapes=((128, 4),)), state_group(dtypes=("bfloat16",)), larger]
     extras = [tuple(extra_of(group, groups).items()) for group in groups]
-    assert len({*extras}) == 6, "two groups of equal bytes have two namespaces"
+    assert len({*extras}) == 8, "two groups of equal bytes have two namespaces"
     assert extra_of(full, [full]) == {}
     assert extra_of(window, [window]) != {}
 
@@ -370,8 +398,8 @@ def test_groups_of_vllm_are_those_of_windows_full_attention_and_states() -> None
     [
         ([], "no KV cache"),
         (
-            [spec_group("ChunkedLocalAttentionSpec", "a")],
-            "ChunkedLocalAttentionSpec is not supported.*--disable-hybrid-kv-cache-manager gives",
+            [spec_group("ChunkedLocalAttentionSpec", "a", attention_chunk_size=100)],
+            "chunks of 100 tokens are no whole blocks of 16.*--disable-hybrid-kv-cache-manager gives",
         ),
         (
             [spec_group("UniformTypeKVCacheSpecs", "a")],

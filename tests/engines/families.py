@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvfs.groups import Group
 from tests.engines.engine import Engines, Run, same_output
 from tests.engines.test_vllm_hybrid import connector
 from tests.engines.tiny_families import VOCABULARY, Family
@@ -37,8 +38,8 @@ class Case:
 
     family: Family
     block_tokens: int
-    others: tuple[int, ...] = ()
-    """Of each cache group beside full attention: how many blocks before the end of a hit it needs."""
+    others: tuple[Group, ...] = ()
+    """The cache groups beside full attention."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Of its engines."""
 
@@ -48,7 +49,7 @@ class Case:
     def loads(self) -> int:
         """Blocks of all groups that a hit of each prompt takes."""
         counts = [self.blocks(prompt) for prompt in STORED.values()]
-        return sum(count + sum(min(count, other) for other in self.others) for count in counts)
+        return sum(len(group.needed(0, count)) for count in counts for group in (Group(), *self.others))
 
 
 @dataclass(frozen=True)

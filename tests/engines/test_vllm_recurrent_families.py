@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvfs.groups import Group
 from tests.engines import families
 from tests.engines.families import Case, Runs
 from tests.engines.tiny_families import GRANITE_4, QWEN_3_NEXT
@@ -22,10 +23,11 @@ pytestmark = [
     pytest.mark.skipif(ON_DIRECTORY, reason="only on the service"),
 ]
 
+STATES = (Group.of_state(), Group.of_state())
 CASES = {
-    "Granite 4": Case(GRANITE_4, families.STEP, (1, 1), {"prefix_caching": True}),
+    "Granite 4": Case(GRANITE_4, families.STEP, STATES, {"prefix_caching": True}),
     # vLLM computes gated delta nets on CPUs in bfloat16 only.
-    "Qwen3-Next": Case(QWEN_3_NEXT, families.STEP, (1, 1), {"prefix_caching": True, "dtype": "bfloat16"}),
+    "Qwen3-Next": Case(QWEN_3_NEXT, families.STEP, STATES, {"prefix_caching": True, "dtype": "bfloat16"}),
 }
 
 

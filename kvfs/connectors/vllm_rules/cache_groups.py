@@ -55,11 +55,16 @@ def _group_of(group: Any) -> Group:
                 "which keeps recurrent layers' state at ends of blocks"
             )
         return Group.of_state()
+    if kind == _CHUNKED:
+        if spec.attention_chunk_size % spec.block_size:
+            raise InvalidRequest(
+                f"chunks of {spec.attention_chunk_size} tokens are no whole blocks of {spec.block_size}; {_ONE_CACHE}"
+            )
+        return Group.of_chunks(spec.attention_chunk_size, spec.block_size)
     if kind != "SlidingWindowSpec":
-        advice = f"; {_ONE_CACHE}" if kind == _CHUNKED else ""
         raise InvalidRequest(
-            f"KV cache of kind {kind} is not supported, only full attention, MLA, sliding windows and recurrent "
-            f"state are{advice}"
+            f"KV cache of kind {kind} is not supported, only full attention, MLA, sliding windows, chunked local "
+            "attention and recurrent state are"
         )
     if spec.sliding_window < 2:
         raise InvalidRequest(f"a sliding window of {spec.sliding_window} tokens has no blocks to load")
@@ -77,6 +82,8 @@ def extra_of(group: Any, groups: Sequence[Any]) -> dict[str, str]:
         "group_window": str(getattr(spec, "sliding_window", None) or "none"),
         "group_layers": hashlib.sha256("\0".join(group.layer_names).encode()).hexdigest()[:32],
     }
+    if kind == _CHUNKED:
+        extra["group_chunk"] = str(spec.attention_chunk_size)
     if kind == _STATE:
         parts = (f"{dtype} {tuple(shape)}" for dtype, shape in zip(spec.dtypes, spec.shapes, strict=True))
         extra["group_state"] = f"{spec.mamba_type.name} {', '.join(parts)}"
