@@ -81,9 +81,8 @@ def longest_prefix(groups: Sequence[Group], first: int, last: int, present: Pres
     while boundary != before:  # each group takes the boundary down to the next one for which it has all
         before = boundary
         for index, group in enumerate(groups):
-            if (
-                group.is_chunked
-            ):  # all boundaries behind a block that is missing, up to the chunk's end, need it
+            if group.is_chunked:
+                # All boundaries behind a block that is missing, up to the chunk's end, need it.
                 boundary = _first_missing(index, group.needed(first, boundary).start, boundary, present)
             elif group.window_blocks:
                 boundary = _last_window(index, group.window_blocks, first, boundary, present)

@@ -38,8 +38,8 @@ class Case:
 
     family: Family
     block_tokens: int
-    others: tuple[Group, ...] = ()
-    """The cache groups beside full attention."""
+    groups: tuple[Group, ...] = (Group(),)
+    """Of its cache."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Of its engines."""
 
@@ -49,7 +49,7 @@ class Case:
     def loads(self) -> int:
         """Blocks of all groups that a hit of each prompt takes."""
         counts = [self.blocks(prompt) for prompt in STORED.values()]
-        return sum(len(group.needed(0, count)) for count in counts for group in (Group(), *self.others))
+        return sum(len(group.needed(0, count)) for count in counts for group in self.groups)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 from kvfs.groups import Group
 from tests.engines import families
 from tests.engines.families import Case, Runs
-from tests.engines.tiny_families import CHUNK, DEEPSEEK, GPT_OSS, LLAMA_4, WINDOW
+from tests.engines.tiny_families import CHUNK, DEEPSEEK, GPT_OSS, LLAMA_4, MISTRAL, WINDOW
 from tests.support.door import ON_DIRECTORY
 from tests.support.service import Service
 
@@ -21,11 +21,12 @@ pytestmark = [
 ]
 
 CASES = {
-    "gpt-oss": Case(GPT_OSS, 32, (Group.of_window(WINDOW, 32),)),
+    "Mistral": Case(MISTRAL, 32, (Group.of_window(WINDOW, 32),)),
+    "gpt-oss": Case(GPT_OSS, 32, (Group(), Group.of_window(WINDOW, 32))),
     # vLLM's own RMSNorm for CPUs reads other rows of a slice of a tensor, as with LFM2 (tiny_lfm2.py). vLLM makes
     # blocks of 16 tokens of whatever is asked for, and computes whole prompts in one step, on CPUs without AMX.
     "DeepSeek": Case(DEEPSEEK, 16, settings={"native_layers": True}),
-    "Llama 4": Case(LLAMA_4, 32, (Group.of_chunks(CHUNK, 32),) * 3),
+    "Llama 4": Case(LLAMA_4, 32, (Group(), *[Group.of_chunks(CHUNK, 32)] * 3)),
     "Llama 4 with one cache": Case(LLAMA_4, 32, settings={"one_cache": True}),
 }
 

@@ -23,11 +23,11 @@ pytestmark = [
     pytest.mark.skipif(ON_DIRECTORY, reason="only on the service"),
 ]
 
-STATES = (Group.of_state(), Group.of_state())
+GROUPS = (Group(), Group.of_state(), Group.of_state())
 CASES = {
-    "Granite 4": Case(GRANITE_4, families.STEP, STATES, {"prefix_caching": True}),
+    "Granite 4": Case(GRANITE_4, families.STEP, GROUPS, {"prefix_caching": True}),
     # vLLM computes gated delta nets on CPUs in bfloat16 only.
-    "Qwen3-Next": Case(QWEN_3_NEXT, families.STEP, STATES, {"prefix_caching": True, "dtype": "bfloat16"}),
+    "Qwen3-Next": Case(QWEN_3_NEXT, families.STEP, GROUPS, {"prefix_caching": True, "dtype": "bfloat16"}),
 }
 
 
