@@ -130,6 +130,10 @@ MAX_REMOTE_LIFTS: Final = 64
 REMOTE_LIFT_WAIT_S: Final = 1.0
 """How long a peer's request waits for its blocks to come from NVMe, all together, and each of them for the drive: who
 hears by then what is not there has most of REMOTE_READ_S left, and asks another peer."""
+REMOTE_UNREPORTED_HITS: Final = 8_192
+"""Blocks served that eviction has not heard of: of 256 KiB, 4 GiB/s for REMOTE_HITS_S; further ones are not counted."""
+REMOTE_HITS_S: Final = 0.5
+"""How often blocks that other machines read count as hits, for eviction: as often as clients report theirs."""
 MAX_CLUSTER_NODES: Final = 64
 """Machines in one directory: each keeps links to those that it reads from, and each beat lists all."""
 DIRECTORY_LEASE_S: Final = 10.0

@@ -1,7 +1,8 @@
 """The door for other machines: greetings, and the native threads that serve who has proved the secret.
 
 Responsibility: accept, verify, hand connections to `kvfs._native.remote.server`; bring up what only NVMe has and a peer
-asks for, and say whose it is there; keep the threads' list of namespaces as the store's buckets are.
+asks for, and say whose it is there; keep the threads' list of namespaces as the store's buckets are; count what peers
+have read as hits.
 
 Invariants: limits.MAX_REMOTE_GREETINGS connections at most are not verified yet, limits.MAX_REMOTE_CONNECTIONS are
 served. Each that is refused or ends badly is a count and a line in the log that names the peer.
@@ -22,6 +23,7 @@ from kvfs._native.remote.server import Server
 from kvfs.errors import ConfigError, KvfsError, NotFound
 from kvfs.keys import HASH_BYTES
 from tiers.model.objects import Change
+from tiers.model.tier import Kind, StoreKey
 from tiers.remote.greeting import Identity, accept
 from tiers.store.store import Store
 
@@ -29,6 +31,8 @@ log = logging.getLogger("kvfs.remote")
 
 _RETRY_PAUSE_S = 0.05
 """Out of descriptors or memory: the connection waits in the backlog meanwhile."""
+_HITS_AT_ONCE = 256
+"""Hits counted in one turn of the event loop: 0.7 ms of its time, at 2.6 us each (blocks in DRAM, no other tier)."""
 
 
 async def listen(host: str, port: int) -> list[trio.SocketListener]:
@@ -59,6 +63,7 @@ class Serving:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._attend, nursery)
+                nursery.start_soon(self._count_hits)
                 for listener in listeners:
                     nursery.start_soon(self._accept_loop, listener, nursery)
         finally:
@@ -120,6 +125,17 @@ class Serving:
                 if (error := self._server.reap(number)) is not None:
                     self._ended(self._connections.pop(number), error)
 
+    async def _count_hits(self) -> None:
+        """Count blocks that peers have read as hits: each is one as much as a client's, since a block that many
+        machines ask this one for is worth keeping here."""
+        while True:
+            await trio.sleep(limits.REMOTE_HITS_S)
+            while digests := self._server.take_hits(_HITS_AT_ONCE):
+                for digest in _split(digests):
+                    if self._store.block_bucket(digest) is not None:
+                        self._store.touch(StoreKey(Kind.BLOCK, digest))
+                await trio.lowlevel.checkpoint()
+
     def _ended(self, name: str, error: int) -> None:
         if error == errno.EPROTO:
             log.warning("%s: cut off: it broke the protocol", name, extra={"cause": name.rpartition(":")[0]})
@@ -128,9 +144,8 @@ class Serving:
 
     def _leading(self, digests: bytes, namespace: bytes) -> int:
         """Return how many blocks, from the first on, are in the bucket of a namespace."""
-        count = len(digests) // HASH_BYTES
-        each = (digests[at * HASH_BYTES : (at + 1) * HASH_BYTES] for at in range(count))
-        return next((at for at, digest in enumerate(each) if not self._is_of(digest, namespace)), count)
+        each = _split(digests)
+        return next((at for at, digest in enumerate(each) if not self._is_of(digest, namespace)), len(each))
 
     def _is_of(self, digest: bytes, namespace: bytes) -> bool:
         bucket = self._store.block_bucket(digest)
@@ -159,3 +174,7 @@ class Serving:
         buckets = self._store.buckets()
         self._namespaces = {bucket.name: bucket.namespace for bucket in buckets}
         self._server.bind([(b.namespace, b.bucket_id) for b in buckets if b.namespace is not None])
+
+
+def _split(digests: bytes) -> list[bytes]:
+    return [digests[at : at + HASH_BYTES] for at in range(0, len(digests), HASH_BYTES)]

@@ -25,15 +25,16 @@ cdef extern from "<sys/mman.h>" nogil:
 cdef extern from "errno.h":
     int EMFILE, ENFILE, ENOMEM
 
-cdef extern from "blocks/reader_core.h" nogil:
-    int KVFS_READ_MISS, KVFS_READ_BELOW, KVFS_READ_NO_ROOM, KVFS_READ_ERROR
-
+cdef extern from "shared/hits.h" nogil:
     struct kvfs_hits:
         uint32_t count
 
     int kvfs_hits_init(kvfs_hits *h, uint32_t room)
     void kvfs_hits_free(kvfs_hits *h)
     uint32_t kvfs_hits_take(kvfs_hits *h, uint8_t *keys, uint32_t most)
+
+cdef extern from "blocks/reader_core.h" nogil:
+    int KVFS_READ_MISS, KVFS_READ_BELOW, KVFS_READ_NO_ROOM, KVFS_READ_ERROR
 
     struct kvfs_read_job:
         const kvfs_table *table

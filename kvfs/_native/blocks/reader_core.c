@@ -30,37 +30,12 @@
 #define ATTEMPTS 8
 #define STREAM_BYTES ((uint64_t)128 << 10)
 
-int kvfs_hits_init(struct kvfs_hits *h, uint32_t room) UNCHECKED /* nobody has them yet */
-{
-    h->keys = malloc((size_t)room * KVFS_KEY_BYTES);
-    h->room = h->keys ? room : 0;
-    h->count = 0;
-    return kvfs_mutex_init(&h->lock) == 0 && h->keys ? 0 : -ENOMEM;
-}
-
-void kvfs_hits_free(struct kvfs_hits *h) UNCHECKED /* nobody has them any more */
-{
-    free(h->keys);
-    kvfs_mutex_destroy(&h->lock);
-}
-
-/* Moves at most `most` keys out; returns how many. */
-uint32_t kvfs_hits_take(struct kvfs_hits *h, uint8_t *keys, uint32_t most)
-{
-    kvfs_lock(&h->lock);
-    uint32_t n = h->count < most ? h->count : most;
-    h->count -= n;
-    memcpy(keys, h->keys + (size_t)h->count * KVFS_KEY_BYTES, (size_t)n * KVFS_KEY_BYTES);
-    kvfs_unlock(&h->lock);
-    return n;
-}
-
 static void note_hits(struct kvfs_hits *h, const uint8_t *keys, int64_t n, const int64_t *results)
 {
     kvfs_lock(&h->lock);
-    for (int64_t i = 0; i < n && h->count < h->room; i++)
+    for (int64_t i = 0; i < n; i++)
         if (results[i] >= 0)
-            memcpy(h->keys + (size_t)h->count++ * KVFS_KEY_BYTES, keys + i * KVFS_KEY_BYTES, KVFS_KEY_BYTES);
+            kvfs_hits_note(h, keys + i * KVFS_KEY_BYTES);
     kvfs_unlock(&h->lock);
 }
 

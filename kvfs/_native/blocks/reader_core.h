@@ -6,7 +6,7 @@
 #include <sys/uio.h>
 
 #include "blocks/pool.h"
-#include "shared/mutex.h"
+#include "shared/hits.h"
 #include "shared/table_core.h"
 
 /* Results besides a size >= 0. */
@@ -16,18 +16,6 @@ enum {
     KVFS_READ_NO_ROOM = -3, /* the block is longer than its pieces */
     KVFS_READ_ERROR = -1000 /* less errno: neither a hit nor a miss */
 };
-
-/* Hits that were not reported to the service; a full one drops further hits. */
-struct kvfs_hits {
-    struct kvfs_mutex lock;
-    uint8_t *keys GUARDED_BY(lock);
-    uint32_t count GUARDED_BY(lock);
-    uint32_t room;
-};
-
-int kvfs_hits_init(struct kvfs_hits *h, uint32_t room);
-void kvfs_hits_free(struct kvfs_hits *h);
-uint32_t kvfs_hits_take(struct kvfs_hits *h, uint8_t *keys, uint32_t most);
 
 /* A batch of reads. `next` is the first block that nobody has taken yet. */
 struct kvfs_read_job {

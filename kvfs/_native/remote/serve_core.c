@@ -14,7 +14,8 @@
  *   outside of the wire's limits ends the connection.
  *
  * Concurrency: a connection's thread owns its socket's bytes; `lock` guards what threads share with the event loop,
- * and is never held over a system call on a socket or slot. Connections are opened and reaped by the event loop alone.
+ * and is never held over a system call on a socket or slot, nor is that of `hits`. Connections are opened and reaped by
+ * the event loop alone.
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -268,9 +269,23 @@ static int answer_want(struct kvfs_remote_connection *c, const struct kvfs_remot
         rc = send_slot(c->fd, slot, item.size_bytes);
     if (slot >= 0)
         close(slot);
-    if (rc == 0)
+    if (rc == 0) {
         count_item(s, &item);
+        c->sent |= (uint64_t)(item.status == KVFS_REMOTE_FOUND) << index;
+    }
     return rc;
+}
+
+/* The blocks of a READ that went out whole are hits like those of clients. Once for all of them, behind the last: blocks
+ * of one prompt stay together, as the order of eviction wants them, and no send waits. */
+static void note_hits(struct kvfs_remote_connection *c, const struct kvfs_remote_want *wants, uint32_t count)
+{
+    static_assert(KVFS_REMOTE_READS <= 64, "a bit for each block of a READ");
+    kvfs_lock(&c->server->hits.lock);
+    for (uint32_t i = 0; i < count; i++)
+        if (c->sent >> i & 1)
+            kvfs_hits_note(&c->server->hits, wants[i].digest);
+    kvfs_unlock(&c->server->hits.lock);
 }
 
 /* Small blocks go out together. Larger ones fill segments anyway, and a cork wakes the reader earlier and oftener:
@@ -298,6 +313,7 @@ static int serve_read(struct kvfs_remote_connection *c, const struct kvfs_remote
         rc = answer_want(c, request, i, &wants[i]);
     if (small)
         set_cork(c->fd, 0);
+    note_hits(c, wants, request->count);
     return rc;
 }
 
@@ -351,6 +367,7 @@ static void begin_request(struct kvfs_remote_connection *c, const struct kvfs_re
     const int64_t now_ns = kvfs_clock_ns(CLOCK_MONOTONIC);
     const int64_t half_ns = (int64_t)request->wait_ms * 500000ll;
     c->bound_bucket = 0;
+    c->sent = 0;
     c->deadline_ns = now_ns + 2 * half_ns;
     c->below_deadline_ns = now_ns + (half_ns < c->server->lift_wait_ns ? half_ns : c->server->lift_wait_ns);
 }
@@ -408,11 +425,13 @@ static void free_all(struct kvfs_remote_server *s) UNCHECKED /* no thread any mo
     free(s->connections);
     free(s->bindings);
     free(s->lifts);
+    kvfs_hits_free(&s->hits);
     pthread_cond_destroy(&s->lifted);
     kvfs_mutex_destroy(&s->lock);
 }
 
-int kvfs_remote_start(struct kvfs_remote_server *s, uint32_t connections, uint32_t lifts) UNCHECKED /* no thread yet */
+int kvfs_remote_start(struct kvfs_remote_server *s, uint32_t connections, uint32_t lifts, uint32_t hits)
+    UNCHECKED /* no thread yet */
 {
     s->connection_count = connections;
     s->lift_room = lifts;
@@ -422,6 +441,8 @@ int kvfs_remote_start(struct kvfs_remote_server *s, uint32_t connections, uint32
     s->lifts = calloc(lifts, sizeof *s->lifts);
     s->notify_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     int rc = !s->connections || !s->lifts ? -ENOMEM : s->notify_fd < 0 ? -errno : 0;
+    const int hits_rc = kvfs_hits_init(&s->hits, hits);
+    rc = rc < 0 ? rc : hits_rc;
     s->started = rc == 0;
     if (rc < 0)
         free_all(s);

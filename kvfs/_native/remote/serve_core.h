@@ -4,6 +4,7 @@
 
 #include <stdint.h>
 
+#include "shared/hits.h"
 #include "shared/mutex.h"
 #include "shared/table_core.h"
 #include "wire.h"
@@ -46,6 +47,7 @@ struct kvfs_remote_server {
     int64_t lift_wait_ns;
     struct kvfs_remote_connection *connections; /* the event loop's, as is their number */
     uint32_t connection_count, lift_room;
+    struct kvfs_hits hits; /* blocks that were sent whole */
     struct kvfs_mutex lock;
     pthread_cond_t lifted; /* or a question was answered */
     struct kvfs_remote_binding *bindings GUARDED_BY(lock);
@@ -63,6 +65,7 @@ struct kvfs_remote_connection {
     uint32_t number;
     /* The thread's, for the request that it answers. */
     uint32_t bound_bucket;     /* that of the last block, 0 before there was one */
+    uint64_t sent;             /* bit i: the i-th block of a READ was sent whole */
     int64_t deadline_ns;       /* the asker waits no longer */
     int64_t below_deadline_ns; /* until then it waits for what is below DRAM, for all its blocks together */
     struct kvfs_remote_question question GUARDED_BY(server->lock);
@@ -71,7 +74,7 @@ struct kvfs_remote_connection {
 };
 
 /* `table`, `hash`, `dirfd` and `lift_wait_ns` are set, all else is zero. */
-int kvfs_remote_start(struct kvfs_remote_server *s, uint32_t connections, uint32_t lifts);
+int kvfs_remote_start(struct kvfs_remote_server *s, uint32_t connections, uint32_t lifts, uint32_t hits);
 void kvfs_remote_stop(struct kvfs_remote_server *s);
 int64_t kvfs_remote_open(struct kvfs_remote_server *s, int fd);
 int kvfs_remote_reap(struct kvfs_remote_server *s, uint32_t number, int *error);

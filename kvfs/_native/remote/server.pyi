@@ -18,10 +18,15 @@ class Server:
     """Serve the blocks of one store; a thread for each connection."""
 
     def __init__(
-        self, table: Table, directory: str | PathLike[str], connections: int = ..., lifts: int = ...
+        self,
+        table: Table,
+        directory: str | PathLike[str],
+        connections: int = ...,
+        lifts: int = ...,
+        hits: int = ...,
     ) -> None:
         """Serve what is in `table` and `directory`, over so many connections; of at most `lifts` blocks at a time it
-        asks that they be brought up. Raises OSError."""
+        asks that they be brought up, and `hits` that were served it remembers. Raises OSError."""
 
     def fileno(self) -> int:
         """Return a descriptor that is readable while there are lifts or questions to take or connections to reap."""
@@ -48,6 +53,9 @@ class Server:
 
     def answer(self, connection: int, number: int, count: int) -> None:
         """Say how many of a question's blocks, from the first on, are the namespace's."""
+
+    def take_hits(self, most: int) -> bytes:
+        """Take the digests of blocks that were served whole, for eviction, 16 bytes each."""
 
     def counts(self) -> dict[str, int]:
         """Return `requests`, `matches`, `found`, `absent`, `too_large`, `busy`, `bytes` and `broken`."""

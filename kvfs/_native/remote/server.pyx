@@ -4,7 +4,7 @@ Invariants: the table and the directory descriptor outlive the threads; `close` 
 Concurrency: every method is called from the event loop's thread.
 """
 
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
@@ -16,6 +16,12 @@ from kvfs.errors import InvalidRequest, from_errno
 
 from kvfs._native.shared.slots cimport hash_descriptor
 from kvfs._native.shared.table cimport Table, kvfs_table
+
+cdef extern from "shared/hits.h" nogil:
+    struct kvfs_hits:
+        uint32_t count
+
+    uint32_t kvfs_hits_take(kvfs_hits *h, uint8_t *keys, uint32_t most)
 
 cdef extern from "remote/serve_core.h" nogil:
     int KVFS_REMOTE_READS, KVFS_REMOTE_WAIT_MS
@@ -42,8 +48,9 @@ cdef extern from "remote/serve_core.h" nogil:
         int dirfd
         int notify_fd
         int64_t lift_wait_ns
+        kvfs_hits hits
 
-    int kvfs_remote_start(kvfs_remote_server *s, uint32_t connections, uint32_t lifts)
+    int kvfs_remote_start(kvfs_remote_server *s, uint32_t connections, uint32_t lifts, uint32_t hits)
     void kvfs_remote_stop(kvfs_remote_server *s)
     int64_t kvfs_remote_open(kvfs_remote_server *s, int fd)
     int kvfs_remote_reap(kvfs_remote_server *s, uint32_t number, int *error)
@@ -65,7 +72,7 @@ cdef class Server:
     cdef bint _running
 
     def __init__(self, Table table not None, directory, int connections=limits.MAX_REMOTE_CONNECTIONS,
-                 int lifts=limits.MAX_REMOTE_LIFTS):
+                 int lifts=limits.MAX_REMOTE_LIFTS, int hits=limits.REMOTE_UNREPORTED_HITS):
         if self._running:
             raise InvalidRequest("this server runs already")
         memset(&self._s, 0, sizeof(self._s))
@@ -74,7 +81,7 @@ cdef class Server:
         self._s.hash = hash_descriptor
         self._s.lift_wait_ns = <int64_t>(limits.REMOTE_LIFT_WAIT_S * 1e9)
         self._s.dirfd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        cdef int rc = kvfs_remote_start(&self._s, connections, lifts)
+        cdef int rc = kvfs_remote_start(&self._s, connections, lifts, hits)
         if rc < 0:
             os.close(self._s.dirfd)
             raise from_errno(rc, "make a server of blocks")
@@ -161,6 +168,12 @@ cdef class Server:
     def answer(self, uint32_t connection, uint64_t number, uint32_t count):
         self._need()
         kvfs_remote_answer(&self._s, connection, number, count)
+
+    def take_hits(self, uint32_t most):
+        self._need()
+        cdef bytes keys = PyBytes_FromStringAndSize(NULL, most * 16)
+        cdef uint32_t n = kvfs_hits_take(&self._s.hits, <uint8_t *>PyBytes_AS_STRING(keys), most)
+        return keys[:n * 16]
 
     def counts(self):
         cdef kvfs_remote_counts counts
