@@ -104,6 +104,11 @@ MAX_CLUSTER_SECRET_BYTES: Final = 4_096
 """A file of secrets is no log by mistake."""
 REMOTE_STREAMS: Final = 4
 """Connections to a peer that bytes come over: two meet a 25 GbE link, one more core each."""
+REMOTE_IDLE_S: Final = 30.0
+"""How long a link for bytes is kept that nothing comes over: to open one takes three round trips, and MAX_CLUSTER_NODES
+machines that have read from one would keep twice MAX_REMOTE_CONNECTIONS."""
+REMOTE_SERVED_IDLE_S: Final = 120.0
+"""When the serving end ends such a connection: well after its asker, so that no read is on its way then."""
 REMOTE_READ_BLOCKS: Final = 16
 """Blocks of one READ: with four streams a batch of 64 is under way at once."""
 MAX_REMOTE_BYTES: Final = 64 * MIB

@@ -120,3 +120,38 @@ async def test_a_read_whose_time_went_into_the_queue_is_no_failure_of_the_peer(
     for _ in range(4):
         await read(limits.REMOTE_READ_S / 4)
     assert (peer.counts["deadlines"], peer.is_up) == (1, False)
+
+
+async def test_a_link_is_closed_once_nothing_came_over_it_for_long(autojump_clock: MockClock) -> None:
+    opened: list[SlowLink] = []
+
+    async def open_link(host: str, port: int, own: Identity) -> tuple[PeerLink, bytes]:
+        opened.append(SlowLink(0))
+        return opened[-1], b"p" * 16
+
+    peer = Peer("peer:1", "peer", 1, OWN, open_link)
+
+    async def read(at_once: int) -> None:
+        if at_once:
+            async with peer.link(1, Urgency(True)):
+                await read(at_once - 1)
+
+    await read(2)
+    await trio.sleep(limits.REMOTE_IDLE_S - 1)
+    peer.close_idle()
+    assert [link.is_usable for link in opened] == [True, True]
+    await read(1)
+    await trio.sleep(1)
+    peer.close_idle()
+    assert sorted(link.is_usable for link in opened) == [False, True]
+    await trio.sleep(limits.REMOTE_IDLE_S)
+    async with peer.link(1, Urgency(True)):
+        peer.close_idle()
+        assert peer.status()["links"] == 1  # nobody closes one that is in use
+    assert len(opened) == 2
+    await trio.sleep(limits.REMOTE_IDLE_S)
+    peer.close_idle()
+    assert peer.status()["links"] == 0
+    await read(1)
+    assert len(opened) == 3
+    assert (peer.is_up, peer.counts["failures"]) == (True, 0)

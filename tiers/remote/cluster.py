@@ -26,6 +26,9 @@ from tiers.remote.peer import Opener, Peer, open_tcp
 from tiers.remote.serving import Serving, listen
 from tiers.store.store import Store
 
+_IDLE_LOOKS = 4
+"""Looks for idle links within the time after which they are closed: none stays for more than a quarter longer."""
+
 
 def read_secret(path: Path) -> bytes:
     """Return the cluster's secret. Raises ConfigError for a file that others may read, or of a wrong length."""
@@ -75,6 +78,7 @@ class Cluster:
                     nursery.start_soon(self._serving.run, await listen(*host_and_port(self._listen)))
                 for peer in self.peers:
                     nursery.start_soon(peer.run)
+                nursery.start_soon(self._close_idle_links)
                 await nursery.start(self._directory.run)
                 if self._has_conductor:
                     nursery.start_soon(self._orders.run)
@@ -127,6 +131,12 @@ class Cluster:
             **({} if self._serving is None else self._serving.status()),
             **({"directory": directory} if directory else {}),
         }
+
+    async def _close_idle_links(self) -> None:
+        while True:
+            await trio.sleep(limits.REMOTE_IDLE_S / _IDLE_LOOKS)
+            for peer in (*self.peers, *self._members.values()):
+                peer.close_idle()
 
     async def _fetch_located(
         self, bucket: Bucket, digests: Sequence[bytes], holders: Holders, *, uid: int, urgent: bool

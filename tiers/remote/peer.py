@@ -1,16 +1,17 @@
 """Another machine that blocks are read from: its links, its health and what it did.
 
-Responsibility: links opened when they are needed and kept; a peer that fails is not asked for a while, longer with each
-failure. Whatever goes wrong with a peer is a count and a line in the log that names it, and an exception of one call.
+Responsibility: links opened when they are needed, kept, and closed when nothing came over them for a while; a peer that
+fails is not asked for a while, longer with each failure. Whatever goes wrong with a peer is a count and a line in the
+log that names it, and an exception of one call.
 
-Invariants: at most limits.REMOTE_STREAMS links for bytes and one for MATCH, which waits behind no bytes. A link is idle
-or one call's. A peer that is this store is never asked. Concurrency: the service's trio thread.
+Invariants: at most limits.REMOTE_STREAMS links for bytes and one for MATCH, which waits behind no bytes and is kept. A
+link is idle or one call's. A peer that is this store is never asked. Concurrency: the service's trio thread.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
@@ -53,7 +54,8 @@ class Peer:
         self.trouble = ""
         self._host, self._port, self._own, self._opener = host, port, own, opener
         self._queue = ReadQueue(limits.REMOTE_STREAMS)
-        self._idle: list[PeerLink] = []
+        self._idle: deque[tuple[PeerLink, float]] = deque()
+        """Links for bytes and since when nothing comes over them, the latest last: it is used next."""
         self._links: set[PeerLink] = set()
         self._match_link: PeerLink | None = None
         self._matching = trio.Lock()
@@ -138,6 +140,12 @@ class Peer:
             extra={"cause": self.address},
         )
 
+    def close_idle(self) -> None:
+        """Close the links for bytes that nothing came over for limits.REMOTE_IDLE_S: the next read opens its own."""
+        before_s = trio.current_time() - limits.REMOTE_IDLE_S
+        while self._idle and self._idle[0][1] <= before_s:
+            self._drop(self._idle.popleft()[0])
+
     def close(self) -> None:
         """Close every link."""
         for link in [*self._links, *([self._match_link] if self._match_link else [])]:
@@ -172,7 +180,7 @@ class Peer:
 
     async def _take(self) -> PeerLink:
         while self._idle:
-            link = self._idle.pop()
+            link, _ = self._idle.pop()
             if link.is_usable:
                 return link
             self._drop(link)
@@ -182,7 +190,7 @@ class Peer:
 
     def _put_back(self, link: PeerLink) -> None:
         if link.is_usable and self.is_up and link in self._links:
-            self._idle.append(link)
+            self._idle.append((link, trio.current_time()))
         else:
             self._drop(link)
 
@@ -233,7 +241,7 @@ class Peer:
         self.trouble = str(error)
         self._failed.set()
         while self._idle:
-            self._drop(self._idle.pop())
+            self._drop(self._idle.pop()[0])
         is_wrong = isinstance(error, ProtocolError | NotPermitted)
         log.log(
             logging.WARNING if is_wrong else logging.INFO,

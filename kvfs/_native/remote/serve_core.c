@@ -368,22 +368,34 @@ static void begin_request(struct kvfs_remote_connection *c, const struct kvfs_re
     const int64_t half_ns = (int64_t)request->wait_ms * 500000ll;
     c->bound_bucket = 0;
     c->sent = 0;
+    c->has_read |= request->kind == KVFS_REMOTE_READ;
     c->deadline_ns = now_ns + 2 * half_ns;
     c->below_deadline_ns = now_ns + (half_ns < c->server->lift_wait_ns ? half_ns : c->server->lift_wait_ns);
 }
 
-/* One request: 0, 1 at the end of the stream, or -errno. */
+/* Waits for bytes of the peer, or its end: 1, 0 where it has been idle for too long, or -errno. What only MATCHes came
+ * over stays: a machine has one such connection, and no time to open it when it asks. */
+static int wait_for_request(const struct kvfs_remote_connection *c)
+{
+    struct pollfd waits = {.fd = c->fd, .events = POLLIN};
+    int ready;
+    while ((ready = poll(&waits, 1, c->has_read ? c->server->idle_ms : -1)) < 0)
+        if (errno != EINTR)
+            return -errno;
+    return ready;
+}
+
+/* One request: 0, 1 at the end of the stream or where nothing comes any more, or -errno. */
 static int serve_one(struct kvfs_remote_connection *c, uint64_t *body)
 {
     struct kvfs_remote_request request;
-    struct pollfd waits = {.fd = c->fd, .events = POLLIN};
-    while (poll(&waits, 1, -1) < 0)
-        if (errno != EINTR)
-            return -errno;
+    int rc = wait_for_request(c);
+    if (rc <= 0)
+        return rc == 0 ? 1 : rc;
     ssize_t got = recv(c->fd, &request, 1, MSG_PEEK);
     if (got <= 0)
         return got == 0 ? 1 : -errno;
-    int rc = receive_all(c->fd, &request, sizeof request);
+    rc = receive_all(c->fd, &request, sizeof request);
     if (rc < 0)
         return rc;
     int64_t bytes = kvfs_remote_check_request(&request);

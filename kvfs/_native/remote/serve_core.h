@@ -45,6 +45,7 @@ struct kvfs_remote_server {
     int notify_fd; /* readable while lifts, questions or ended connections wait for the event loop */
     int started;
     int64_t lift_wait_ns;
+    int idle_ms; /* a connection that blocks were read over ends after so long without a request */
     struct kvfs_remote_connection *connections; /* the event loop's, as is their number */
     uint32_t connection_count, lift_room;
     struct kvfs_hits hits; /* blocks that were sent whole */
@@ -66,6 +67,7 @@ struct kvfs_remote_connection {
     /* The thread's, for the request that it answers. */
     uint32_t bound_bucket;     /* that of the last block, 0 before there was one */
     uint64_t sent;             /* bit i: the i-th block of a READ was sent whole */
+    int has_read;              /* in this request or an earlier one */
     int64_t deadline_ns;       /* the asker waits no longer */
     int64_t below_deadline_ns; /* until then it waits for what is below DRAM, for all its blocks together */
     struct kvfs_remote_question question GUARDED_BY(server->lock);
@@ -73,7 +75,7 @@ struct kvfs_remote_connection {
     int error GUARDED_BY(server->lock); /* why it ended: 0 or -errno */
 };
 
-/* `table`, `hash`, `dirfd` and `lift_wait_ns` are set, all else is zero. */
+/* `table`, `hash`, `dirfd`, `lift_wait_ns` and `idle_ms` are set, all else is zero. */
 int kvfs_remote_start(struct kvfs_remote_server *s, uint32_t connections, uint32_t lifts, uint32_t hits);
 void kvfs_remote_stop(struct kvfs_remote_server *s);
 int64_t kvfs_remote_open(struct kvfs_remote_server *s, int fd);

@@ -48,6 +48,7 @@ cdef extern from "remote/serve_core.h" nogil:
         int dirfd
         int notify_fd
         int64_t lift_wait_ns
+        int idle_ms
         kvfs_hits hits
 
     int kvfs_remote_start(kvfs_remote_server *s, uint32_t connections, uint32_t lifts, uint32_t hits)
@@ -80,6 +81,7 @@ cdef class Server:
         self._s.table = table.pointer()
         self._s.hash = hash_descriptor
         self._s.lift_wait_ns = <int64_t>(limits.REMOTE_LIFT_WAIT_S * 1e9)
+        self._s.idle_ms = <int>(limits.REMOTE_SERVED_IDLE_S * 1000)
         self._s.dirfd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         cdef int rc = kvfs_remote_start(&self._s, connections, lifts, hits)
         if rc < 0:
