@@ -122,6 +122,15 @@ MAX_REMOTE_MATCH_S: Final = 5.0
 """The longest such wait that may be configured: a request for blocks waits as long for a peer that hangs."""
 REMOTE_READ_S: Final = 5.0
 """How long one READ may take: 64 MiB at 100 Mbit/s."""
+REMOTE_HEDGE_SHARE: Final = 0.05
+"""Of the bytes that are read, how many may be asked of another holder as well, since a read takes longer than so many
+others of that peer: a cluster that is slow as a whole reads that much more, and not twice as much."""
+REMOTE_HEDGE_FLOOR_S: Final = 0.02
+"""No read that is quicker is asked twice: as long as MATCH may take, DEFAULT_REMOTE_MATCH_S, which a caller accepts."""
+REMOTE_LATENCIES: Final = 64
+"""Times of reads that are kept of a peer, for each octave of bytes: three of them are beyond REMOTE_HEDGE_SHARE."""
+REMOTE_LEAST_LATENCIES: Final = 20
+"""Fewer say nothing about the slowest REMOTE_HEDGE_SHARE: one of so many is beyond it."""
 REMOTE_SILENCE_S: Final = 1.0
 """How long a peer's machine may take to acknowledge a request; one that lost its power or cable is noticed by then."""
 REMOTE_FETCH_S: Final = 20.0

@@ -22,7 +22,7 @@ from tiers.remote.fetch import Fetcher
 from tiers.remote.greeting import Identity
 from tiers.remote.holders import BlockDirectory, Holders, NoDirectory, leading, runs
 from tiers.remote.order_poller import OrderPoller
-from tiers.remote.peer import Opener, Peer, open_tcp
+from tiers.remote.peer import COUNTS, Opener, Peer, open_tcp
 from tiers.remote.serving import Serving, listen
 from tiers.store.store import Store
 
@@ -116,7 +116,6 @@ class Cluster:
         peers = [peer.status() for peer in (*self.peers, *self._members.values())]
         directory = self._directory.status()
         others = [peer for peer in peers if not peer["is_self"]]
-        summed = ("blocks", "bytes", "misses", "mismatches", "deadlines", "failures", "matches")
         return {
             "listen": self._listen,
             "address": self._advertised,
@@ -125,7 +124,7 @@ class Cluster:
             "peers_up": sum(peer["is_up"] for peer in others),
             **{
                 f"fetched_{name}" if name in ("blocks", "bytes") else name: _total(peers, name)
-                for name in summed
+                for name in COUNTS
             },
             **self._orders.status(),
             **({} if self._serving is None else self._serving.status()),

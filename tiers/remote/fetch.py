@@ -1,7 +1,7 @@
 """Fetches: blocks that this store lacks, or only its cold tier has, read from peers into drafts and sealed as its own.
 
 Responsibility: who has what (MATCH, all peers at once), which peer is asked for which blocks, another one where that
-fails, and the drafts and seals of this store.
+fails or, for a small share of bytes, is slow, and the drafts and seals of this store.
 
 Invariants:
 - A block is visible once its bytes matched the checksum that came along; a mismatch is a miss.
@@ -29,6 +29,7 @@ from kvfs._native.remote.stream import ABSENT, BUSY, FOUND, MISMATCH, TOO_LARGE
 from kvfs._native.shared.table import TIER_COLD
 from kvfs.errors import KvfsError
 from tiers.model.objects import Bucket, Draft
+from tiers.remote.hedging import Allowance, race
 from tiers.remote.link import PeerLink, Read, Want
 from tiers.remote.peer import Peer
 from tiers.remote.read_queue import Urgency
@@ -45,6 +46,10 @@ class Holder:
 
     peer: Peer
     sizes: list[int]
+
+    def bytes_of(self, some: Sequence[int]) -> int:
+        """Return the bytes of some of the blocks."""
+        return sum(self.sizes[i] for i in some)
 
 
 @dataclass(slots=True)
@@ -67,11 +72,14 @@ class Fetch:
 
     def shared_urgency(self, digests: Sequence[bytes]) -> Urgency:
         """Give the blocks of one read one urgency: it is as urgent as the most urgent of them."""
-        some = [self.under_way[digest] for digest in digests]
-        urgency = Urgency(any(each.urgency.is_urgent for each in some))
-        for each in some:
-            each.urgency = urgency
+        urgency = Urgency(self.is_urgent(digests))
+        for digest in digests:
+            self.under_way[digest].urgency = urgency
         return urgency
+
+    def is_urgent(self, digests: Sequence[bytes]) -> bool:
+        """Return whether somebody waits for one of the blocks."""
+        return any(self.under_way[digest].urgency.is_urgent for digest in digests)
 
 
 class Fetcher:
@@ -79,6 +87,7 @@ class Fetcher:
 
     def __init__(self, store: Store, peers: Sequence[Peer], match_wait_s: float) -> None:
         self._store, self._peers, self._match_wait_s = store, peers, match_wait_s
+        self._allowance = Allowance()
         self._under_way: dict[bytes, UnderWay] = {}
         self._sizes: dict[int, int] = {}
         """By bucket, the size of the block that came last: blocks of one namespace have one size, or nearly."""
@@ -172,22 +181,57 @@ class Fetcher:
 
     async def _read_batch(self, fetch: Fetch, holders: list[Holder], batch: range) -> None:
         """Read blocks from one holder after the other, until all are here or everybody was asked."""
-        left = [i for i in batch if self._lacks(fetch.bucket, fetch.digests[i])]
+        left = self._left(fetch, batch)
         first = batch.start // max(len(batch), 1) % len(holders)
-        for holder in holders[first:] + holders[:first]:
+        order = holders[first:] + holders[:first]
+        for at, holder in enumerate(order, 1):
             some = [i for i in left if i < len(holder.sizes)]
             if not some or not holder.peer.is_up:
                 continue
-            try:
-                await self._read_from(fetch, holder, some)
-            except (KvfsError, OSError) as error:
-                log.debug("%s: %s", holder.peer.address, error)
-            left = [i for i in left if self._lacks(fetch.bucket, fetch.digests[i])]
+            await self._read_hedged(fetch, holder, order[at:], some)
+            left = self._left(fetch, left)
             if not left:
                 return
 
-    async def _read_from(self, fetch: Fetch, holder: Holder, some: list[int]) -> None:
-        """Read blocks from one peer and seal those that came. Raises KvfsError where none could be asked for."""
+    def _left(self, fetch: Fetch, some: Iterable[int]) -> list[int]:
+        return [i for i in some if self._lacks(fetch.bucket, fetch.digests[i])]
+
+    async def _read_hedged(
+        self, fetch: Fetch, holder: Holder, others: Sequence[Holder], some: list[int]
+    ) -> None:
+        """Read blocks from one peer, and from another one as well where that takes longer than nearly always."""
+        size_bytes = holder.bytes_of(some)
+        self._allowance.earn(size_bytes)
+        other = next((each for each in others if each.peer.is_up and some[-1] < len(each.sizes)), None)
+        after_s = None if other is None else holder.peer.latencies.hedge_after_s(size_bytes)
+        if other is None or after_s is None:
+            await self._try_read(fetch, holder, some, trio.Event())
+            return
+
+        async def hedge() -> None:
+            left = self._left(fetch, some)
+            is_wanted = fetch.is_urgent([fetch.digests[i] for i in left]) and other.peer.is_up
+            if is_wanted and self._allowance.take(again_bytes := other.bytes_of(left)):
+                holder.peer.note_hedge(again_bytes)
+                await self._try_read(fetch, other, left, trio.Event())
+
+        given_s = await race(
+            partial(self._try_read, fetch, holder, some), hedge, after_s, lambda: not self._left(fetch, some)
+        )
+        if given_s is not None:
+            holder.peer.note_given_up(size_bytes, given_s)
+
+    async def _try_read(self, fetch: Fetch, holder: Holder, some: list[int], began: trio.Event) -> None:
+        try:
+            await self._read_from(fetch, holder, some, began)
+        except (KvfsError, OSError) as error:
+            log.debug("%s: %s", holder.peer.address, error)
+
+    async def _read_from(self, fetch: Fetch, holder: Holder, some: list[int], began: trio.Event) -> None:
+        """Read blocks from one peer and seal those that came; `began` is set once the peer is asked.
+
+        Raises KvfsError where none could be asked for.
+        """
         sizes, digests = [holder.sizes[i] for i in some], [fetch.digests[i] for i in some]
         urgency = fetch.shared_urgency(digests)
         async with holder.peer.link(sum(sizes), urgency) as link:
@@ -195,6 +239,7 @@ class Fetcher:
             try:
                 for size_bytes in sizes:
                     drafts.append(self._store.reserve(size_bytes, uid=fetch.uid, kept_bytes=size_bytes))
+                began.set()
                 reads = await self._read(fetch, holder.peer, link, digests, drafts, urgent=urgency.is_urgent)
                 for draft, digest, read in zip(drafts, digests, reads, strict=True):
                     self._take_in(fetch, holder.peer, digest, draft, read)

@@ -14,20 +14,28 @@ import logging
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any
+from typing import Any, Final
 
 import trio
 
 from kvfs import limits
+from kvfs._native.remote.stream import FOUND
 from kvfs.errors import DeadlinePassed, KvfsError, NotPermitted, ProtocolError, TierUnreachable
 from kvfs.system.pauses import Pause
 from tiers.remote.greeting import Identity, connect
+from tiers.remote.hedging import Latencies
 from tiers.remote.link import PeerLink, Read, TcpLink, Want
 from tiers.remote.read_queue import ReadQueue, Urgency
 
 log = logging.getLogger("kvfs.remote")
 
 _ROUNDING = 0.001
+
+COUNTS: Final = (
+    *("matches", "blocks", "bytes", "misses", "mismatches", "deadlines", "failures"),
+    *("hedges", "hedges_won", "hedged_bytes"),
+)
+"""What is counted of each peer; of hedges, at the one that was slow."""
 
 Opener = Callable[[str, int, Identity], Coroutine[Any, Any, tuple[PeerLink, bytes]]]
 """Opens a verified link; returns it with the id of the peer's store."""
@@ -49,7 +57,8 @@ class Peer:
     def __init__(self, address: str, host: str, port: int, own: Identity, opener: Opener = open_tcp) -> None:
         self.address = address
         self.counts: Counter[str] = Counter()
-        """`matches`, `blocks`, `bytes`, `misses`, `mismatches`, `deadlines`, `failures`."""
+        """See COUNTS."""
+        self.latencies = Latencies()
         self.store_id: bytes | None = None
         self.trouble = ""
         self._host, self._port, self._own, self._opener = host, port, own, opener
@@ -120,6 +129,7 @@ class Peer:
         self, link: PeerLink, namespace: bytes, wants: Sequence[Want], wait_s: float, *, urgent: bool
     ) -> list[Read]:
         """Read blocks over a link of this peer into their drafts; return what became of each."""
+        began_s = trio.current_time()
         reads, error = await link.read(namespace, wants, wait_s, urgent=urgent)
         if isinstance(error, DeadlinePassed):
             self._ran_late(error, wait_s, limits.REMOTE_READ_S)
@@ -128,7 +138,22 @@ class Peer:
         else:
             self._answered()
             self._pause.succeeded()
+            if all(read.status == FOUND for read in reads):
+                self.latencies.note(sum(want.room_bytes for want in wants), trio.current_time() - began_s)
         return reads
+
+    def note_hedge(self, size_bytes: int) -> None:
+        """Count a read that takes long, and bytes of it that another holder is asked for as well."""
+        self.counts["hedges"] += 1
+        self.counts["hedged_bytes"] += size_bytes
+
+    def note_given_up(self, size_bytes: int, given_s: float) -> None:
+        """Count a read that was ended after `given_s` since another holder was faster: one that gives no answer any
+        more is found out so as well."""
+        self.counts["hedges_won"] += 1
+        self.latencies.note(size_bytes, given_s)
+        late = DeadlinePassed("no answer, again and again, while another holder gave it")
+        self._ran_late(late, given_s, limits.REMOTE_READ_S)
 
     def note_mismatch(self, digest: bytes) -> None:
         """Count a block whose bytes are not what its checksum says."""
@@ -156,7 +181,6 @@ class Peer:
 
     def status(self) -> dict[str, Any]:
         """Describe the peer, as JSON values."""
-        keys = ("matches", "blocks", "bytes", "misses", "mismatches", "deadlines", "failures")
         return {
             "address": self.address,
             "store_id": None if self.store_id is None else self.store_id.hex(),
@@ -165,7 +189,7 @@ class Peer:
             "trouble": self.trouble,
             "links": len(self._links) + (self._match_link is not None),
             "waiting": len(self._queue),
-            **{key: self.counts[key] for key in keys},
+            **{key: self.counts[key] for key in COUNTS},
         }
 
     async def _open_match_link(self) -> PeerLink:
