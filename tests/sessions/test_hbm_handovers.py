@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -457,6 +458,22 @@ def test_no_more_descriptors_are_taken_than_may_hang(monkeypatch: pytest.MonkeyP
     go_on.set()
     eventually(lambda: received.has_room, "they are closed")
     eventually(lambda: closed == [*made[1:], made[0]], "all of them")
+
+
+def test_a_file_whose_close_fails_keeps_no_other_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FUSE flushes a file at each close, which returns what came of that."""
+    close = os.close
+
+    def fail(descriptor: int) -> None:
+        close(descriptor)
+        if threading.current_thread().name == "kvfs-closer":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "close", fail)
+    received = channel.ReceivedDescriptors()
+    received.close([os.eventfd(0) for _ in range(limits.MAX_CLOSING_DESCRIPTORS)])
+    eventually(lambda: received.has_room, "the first is closed")
+    eventually(lambda: received._done == limits.MAX_CLOSING_DESCRIPTORS, "all are")
 
 
 def test_memory_and_devices_are_told_from_files() -> None:

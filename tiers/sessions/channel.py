@@ -95,7 +95,9 @@ class ReceivedDescriptors:
 
     def _run(self) -> None:
         while True:
-            os.close(self._waiting.get())
+            descriptor = self._waiting.get()
+            with suppress(OSError):  # of the flush: it is closed all the same
+                os.close(descriptor)
             self._done += 1
 
 
