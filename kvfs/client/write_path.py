@@ -44,6 +44,8 @@ def put_some(live: Live, put: Put, blocks: list[int]) -> list[bool]:
     given = False
     try:
         with live.grants.held(live.deadline):
+            if not live.grants.has_channel:  # closed since: its number may be another file's
+                raise SessionClosed("the session ended before the blocks were written")
             left_s, given = live.deadline.left_s, True
             statuses = put_blocks(channel, drafts, blocks, put.keys, put.parents, put.pieces, left_s)
     finally:

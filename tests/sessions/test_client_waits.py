@@ -19,10 +19,12 @@ import trio.testing
 from gateway.backend.batcher import Batcher
 from gateway.backend.session import Session
 from kvfs import limits
+from kvfs._native.blocks.writer import Put
 from kvfs.client import write_path
-from kvfs.client.grants import Grants
-from kvfs.client.session import BlockSession
+from kvfs.client.grants import Grants, Spare
+from kvfs.client.session import BlockSession, Live
 from kvfs.client.transport import Deadline, Transport
+from kvfs.client.write_path import put_some
 from kvfs.errors import DeadlinePassed, KvfsError, NoSpace, ProtocolError, SessionClosed
 from kvfs.protocol.messages import Control, Hello, HelloAnswer, Op
 from kvfs.protocol.state_machine import Connection, ReceivedRequest, Side
@@ -178,6 +180,43 @@ def test_a_close_ends_the_put_that_waits_for_a_seal() -> None:
     thread.join(WAIT_S)
     assert not found
     assert not grants.has_channel
+
+
+def test_a_put_sends_nothing_on_a_channel_that_was_closed_before_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its number is a stranger's by then."""
+    details = {"quota": {"spare_drafts": 1}}
+    transport: Any = SimpleNamespace(hello=SimpleNamespace(details=details), close=lambda: None)
+    grants = Grants(transport)
+    channel, service = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    stranger, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    peer.shutdown(socket.SHUT_WR)  # who waits for an answer of it is woken
+    number = grants._channel = channel.detach()
+    take = write_path._take_drafts
+
+    def take_and_end(live: Live, count: int) -> list[Spare]:
+        taken = take(live, count)
+        grants.close()
+        os.dup2(stranger.fileno(), number)
+        return taken
+
+    monkeypatch.setattr(write_path, "_take_drafts", take_and_end)
+    deadline = Deadline.after(WAIT_S)
+    draft = os.memfd_create("draft")
+    grants.add([(0, 1, draft, 0)], deadline)
+    with service, stranger, peer:
+        with pytest.raises(SessionClosed):
+            put_some(
+                Live(transport, 1, "b", bytes(16), False, grants, deadline),
+                Put([bytes(16)], [b"x"], None),
+                [0],
+            )
+        with pytest.raises(BlockingIOError):
+            peer.recv(4096, socket.MSG_DONTWAIT)
+        os.close(number)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(draft)
 
 
 @pytest.mark.parametrize("moment", ["its wait has ended", "it has looked for the last time"])
