@@ -71,6 +71,9 @@ class Link:
         engine shows."""
         self._address, self._name, self._log, self._timeout_s = address, name, log, timeout_s
         self._lock = threading.Lock()
+        """Held by who connects, for as long as the service takes to answer."""
+        self._ending = threading.Lock()
+        """Of several threads whose calls fail one begins the outage, and none waits for who connects."""
         self._client: Client | None = None
         self._opened: dict[bytes, Blocks] = {}
         """By the digest of the namespace; read without the lock, so that nobody waits for the prober."""
@@ -138,7 +141,7 @@ class Link:
         if not isinstance(error, _OUTAGES):
             self._log.warning("%s: %s", self._name, error)
             return False
-        with self._lock:
+        with self._ending:
             if not self.is_up or self._closed.is_set():
                 return True
             self._up.clear()

@@ -25,6 +25,7 @@ from kvfs.client.grants import Grants, Spare
 from kvfs.client.session import BlockSession, Live
 from kvfs.client.transport import Deadline, Transport
 from kvfs.client.write_path import put_some
+from kvfs.connectors.common import Link, string_namespace
 from kvfs.errors import DeadlinePassed, KvfsError, NoSpace, ProtocolError, SessionClosed
 from kvfs.protocol.messages import Control, Hello, HelloAnswer, Op
 from kvfs.protocol.state_machine import Connection, ReceivedRequest, Side
@@ -217,6 +218,21 @@ def test_a_put_sends_nothing_on_a_channel_that_was_closed_before_its_turn(
         os.close(number)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(draft)
+
+
+def test_a_failure_is_noted_while_another_thread_connects(tmp_path: Path) -> None:
+    """To a service that does not answer: an engine's step does not wait for that."""
+    mute = Mute(tmp_path / "socket", greets=False)
+    link = Link(str(mute.path), name="test", timeout_s=2 * WAIT_S)
+    with closing(mute):
+        opening, _ = outcome(lambda: link.open(string_namespace("test")))
+        assert mute.asked.acquire(timeout=WAIT_S)
+        noting, _ = outcome(lambda: link.failed(SessionClosed("the session ended")))
+        noting.join(WAIT_S)
+        assert (noting.is_alive(), opening.is_alive()) == (False, True)
+        assert not link.is_up
+    opening.join(WAIT_S)
+    link.close()
 
 
 @pytest.mark.parametrize("moment", ["its wait has ended", "it has looked for the last time"])
