@@ -16,13 +16,13 @@ from __future__ import annotations
 import array
 import errno
 import os
-import queue
 import socket
 import stat
 import struct
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,22 +64,36 @@ def socket_path(address: str | os.PathLike[str], *, timeout_s: float) -> Path:
     Raises SessionClosed when no service is there, DeadlinePassed, InvalidRequest for anything else.
     """
     # On a mount whose service hangs, stat() does too, and no timeout ends it: a thread of its own waits.
-    found: queue.SimpleQueue[Path | Exception] = queue.SimpleQueue()
+    key = os.getpid(), os.fspath(address)
+    look = _looks.get(key)
+    if look is None or look.found.done() or time.monotonic() >= look.joined_until_s:
+        look = _Look(Future(), time.monotonic() + limits.CLIENT_LOOK_S)
+        threading.Thread(target=look.run, args=[key], daemon=True, name="kvfs-address").start()
+        _looks[key] = look
+    if not wait([look.found], timeout_s).done:
+        raise DeadlinePassed(f"{os.fspath(address)}: no answer within {timeout_s:g} s")
+    return look.found.result()
 
-    def look() -> None:
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """A look at an address, for all who ask while it is under way."""
+
+    found: Future[Path]
+    joined_until_s: float
+    """Who asks later begins another: what is mounted there now may answer."""
+
+    def run(self, key: tuple[int, str]) -> None:
         try:
-            found.put(_socket_path(Path(address)))
+            self.found.set_result(_socket_path(Path(key[1])))
         except Exception as error:
-            found.put(error)
+            self.found.set_exception(error)
+        if _looks.get(key) is self:
+            _looks.pop(key, None)
 
-    threading.Thread(target=look, daemon=True, name="kvfs-address").start()
-    try:
-        answer = found.get(timeout=timeout_s)
-    except queue.Empty:
-        raise DeadlinePassed(f"{os.fspath(address)}: no answer within {timeout_s:g} s") from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
+
+_looks: dict[tuple[int, str], _Look] = {}
+"""The last one begun at each address, by process, since a fork has no threads of its parent."""
 
 
 def _socket_path(path: Path) -> Path:

@@ -58,6 +58,9 @@ CLIENT_SPARE_IDLE_S: Final = 5.0
 """A client that has put nothing for so long aborts its spare drafts."""
 CLIENT_CLOSE_WAIT_S: Final = 1.0
 """How long a close waits for a thread that connects, which then closes its own connection."""
+CLIENT_LOOK_S: Final = 600.0
+"""How long who asks what is mounted at an address joins an earlier look, which a service that hangs keeps a thread in:
+144 threads in a day of an engine that tries every few seconds."""
 CLIENT_REPORT_S: Final = 0.5
 """How often a client reports its hits, for eviction."""
 CLIENT_THREADS: Final = 4

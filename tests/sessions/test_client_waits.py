@@ -20,10 +20,11 @@ from gateway.backend.batcher import Batcher
 from gateway.backend.session import Session
 from kvfs import limits
 from kvfs._native.blocks.writer import Put
+from kvfs.client import transport as transport_module
 from kvfs.client import write_path
 from kvfs.client.grants import Grants, Spare
 from kvfs.client.session import BlockSession, Live
-from kvfs.client.transport import Deadline, Transport
+from kvfs.client.transport import Deadline, Transport, socket_path
 from kvfs.client.write_path import put_some
 from kvfs.connectors.common import Link, string_namespace
 from kvfs.errors import DeadlinePassed, KvfsError, NoSpace, ProtocolError, SessionClosed
@@ -233,6 +234,48 @@ def test_a_failure_is_noted_while_another_thread_connects(tmp_path: Path) -> Non
         assert not link.is_up
     opening.join(WAIT_S)
     link.close()
+
+
+def test_who_asks_for_an_address_that_hangs_waits_for_the_look_that_is_under_way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As on a mount whose service hangs: a thread for each would be one more, every few seconds."""
+    go_on, looks = threading.Event(), list[Path]()
+
+    def hang(path: Path) -> Path:
+        looks.append(path)
+        assert go_on.wait(WAIT_S)
+        return path
+
+    monkeypatch.setattr(transport_module, "_socket_path", hang)
+    for _ in range(3):
+        with pytest.raises(DeadlinePassed):
+            socket_path(tmp_path, timeout_s=0)
+    waiting, _ = outcome(lambda: socket_path(tmp_path, timeout_s=WAIT_S))
+    go_on.set()
+    waiting.join(WAIT_S)
+    assert looks == [tmp_path]
+    assert socket_path(tmp_path, timeout_s=WAIT_S) == tmp_path
+    assert looks == [tmp_path] * 2
+
+
+def test_another_look_is_begun_where_one_hangs_for_long(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The mount may be another by then."""
+    go_on, looks = threading.Event(), list[Path]()
+
+    def hang_once(path: Path) -> Path:
+        looks.append(path)
+        assert len(looks) > 1 or go_on.wait(WAIT_S)
+        return path
+
+    monkeypatch.setattr(transport_module, "_socket_path", hang_once)
+    monkeypatch.setattr(limits, "CLIENT_LOOK_S", 0)
+    with pytest.raises(DeadlinePassed):
+        socket_path(tmp_path, timeout_s=0)
+    assert socket_path(tmp_path, timeout_s=WAIT_S) == tmp_path
+    go_on.set()
 
 
 @pytest.mark.parametrize("moment", ["its wait has ended", "it has looked for the last time"])
