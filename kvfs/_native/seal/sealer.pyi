@@ -82,8 +82,3 @@ class Sealer:
 
     def close(self) -> None:
         """End every channel. REQUIRES that outcomes were taken before. Closing twice is harmless."""
-
-    @property
-    def sealed(self) -> int: ...
-    @property
-    def refused(self) -> int: ...

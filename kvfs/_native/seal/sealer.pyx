@@ -51,9 +51,6 @@ cdef extern from "seal/sealer_core.h" nogil:
         kvfs_mutex lock
         int notify_fd
         int started
-        uint32_t count
-        uint64_t sealed
-        uint64_t refused
 
     int kvfs_sealer_start(kvfs_sealer *s, uint32_t channels, uint32_t room)
     void kvfs_sealer_stop(kvfs_sealer *s)
@@ -63,6 +60,7 @@ cdef extern from "seal/sealer_core.h" nogil:
     void kvfs_sealer_revoke(kvfs_sealer *s, uint32_t slot)
     void kvfs_sealer_give_ids(kvfs_sealer *s, uint64_t first, uint64_t count)
     uint64_t kvfs_sealer_ids_left(kvfs_sealer *s)
+    uint32_t kvfs_sealer_pending(const kvfs_sealer *s)
     uint32_t kvfs_sealer_take(kvfs_sealer *s, kvfs_sealed *into, uint32_t most)
 
 NEW = KVFS_SEAL_NEW
@@ -175,7 +173,7 @@ cdef class Sealer:
 
     @property
     def pending(self):
-        return self._s.count if self._running else 0
+        return kvfs_sealer_pending(&self._s) if self._running else 0
 
     def take(self):
         cdef kvfs_sealed some[64]
@@ -200,11 +198,3 @@ cdef class Sealer:
 
     def close(self):
         self._stop()
-
-    @property
-    def sealed(self):
-        return self._s.sealed
-
-    @property
-    def refused(self):
-        return self._s.refused

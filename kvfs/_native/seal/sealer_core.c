@@ -55,7 +55,8 @@ static int look_at(struct kvfs_sealer *s, uint32_t slot, struct stat *found, int
 
 static void note(struct kvfs_sealer *s, const struct kvfs_sealed *done) REQUIRES(s->lock)
 {
-    s->ring[(s->head + s->count++) % s->ring_room] = *done;
+    s->ring[(s->head + s->count) % s->ring_room] = *done;
+    __atomic_store_n(&s->count, s->count + 1, __ATOMIC_RELEASE);
     s->grants[done->slot] = (struct kvfs_grant){0};
 }
 
@@ -143,9 +144,7 @@ static int serve(struct kvfs_sealer *s, const struct kvfs_seal_channel *channel,
     uint32_t before = s->count;
     for (size_t i = 0; i < n; i++) {
         looked[i] = -1;
-        int rc = seal_one(s, channel, &seals[i], &results[i].size_bytes, &looked[i]);
-        results[i].status = -rc;
-        *(rc == 0 ? &s->sealed : &s->refused) += 1;
+        results[i].status = -seal_one(s, channel, &seals[i], &results[i].size_bytes, &looked[i]);
     }
     int news = before == 0 && s->count;
     kvfs_unlock(&s->lock);
@@ -305,6 +304,12 @@ uint64_t kvfs_sealer_ids_left(struct kvfs_sealer *s)
     return left;
 }
 
+/* UNCHECKED: read without the lock, also by who holds it. What was answered as sealed before is counted, or was taken. */
+uint32_t kvfs_sealer_pending(const struct kvfs_sealer *s) UNCHECKED
+{
+    return __atomic_load_n(&s->count, __ATOMIC_ACQUIRE);
+}
+
 /* Moves at most `most` records out, oldest first; returns how many. */
 uint32_t kvfs_sealer_take(struct kvfs_sealer *s, struct kvfs_sealed *into, uint32_t most)
 {
@@ -314,7 +319,7 @@ uint32_t kvfs_sealer_take(struct kvfs_sealer *s, struct kvfs_sealed *into, uint3
     for (uint32_t i = 0; i < n; i++)
         into[i] = s->ring[(s->head + i) % s->ring_room];
     s->head = (s->head + n) % s->ring_room;
-    s->count -= n;
+    __atomic_store_n(&s->count, s->count - n, __ATOMIC_RELEASE);
     if (s->count == 0)
         (void)!read(s->notify_fd, &seen, sizeof seen);
     kvfs_unlock(&s->lock);

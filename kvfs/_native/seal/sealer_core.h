@@ -64,9 +64,9 @@ struct kvfs_sealer {
     struct kvfs_mutex lock;
     struct kvfs_grant *grants GUARDED_BY(lock); /* by slot */
     struct kvfs_sealed *ring GUARDED_BY(lock);
-    uint32_t head GUARDED_BY(lock), count GUARDED_BY(lock);
+    uint32_t head GUARDED_BY(lock);
+    uint32_t count GUARDED_BY(lock); /* read without, atomically */
     uint64_t next_id GUARDED_BY(lock), end_id GUARDED_BY(lock);
-    uint64_t sealed GUARDED_BY(lock), refused GUARDED_BY(lock);
 };
 
 int kvfs_sealer_start(struct kvfs_sealer *s, uint32_t channels, uint32_t room);
@@ -77,6 +77,7 @@ void kvfs_sealer_grant(struct kvfs_sealer *s, uint32_t slot, uint32_t generation
 void kvfs_sealer_revoke(struct kvfs_sealer *s, uint32_t slot);
 void kvfs_sealer_give_ids(struct kvfs_sealer *s, uint64_t first, uint64_t count);
 uint64_t kvfs_sealer_ids_left(struct kvfs_sealer *s);
+uint32_t kvfs_sealer_pending(const struct kvfs_sealer *s);
 uint32_t kvfs_sealer_take(struct kvfs_sealer *s, struct kvfs_sealed *into, uint32_t most);
 
 #endif
