@@ -252,6 +252,20 @@ async def test_requests_outside_of_the_limits_end_the_connection(tmp_path: Path)
         assert server.cluster.status()["served_broken"] == 7
 
 
+async def test_a_request_that_breaks_off_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    head = REQUEST.pack(REQUEST_MAGIC, READ, 0, 1, 1000, 5, bytes(16))
+    with caplog.at_level(logging.INFO, "kvfs.remote"):
+        async with machines(tmp_path, 1) as [server]:
+            for said in (head[:1], head[:-1], head, head + bytes(23)):
+                stream, _ = await ask(server.address)
+                async with stream:
+                    await send_last(stream, said)
+                    assert await receive(stream, 1) == b""
+            await until(lambda: server.cluster.status()["connections"] == 0)
+            assert server.cluster.status()["served_requests"] == 0
+    assert caplog.text.count("connection ended: Connection reset by peer") == 4
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.binary(max_size=200), max_size=4))
 def test_any_bytes_after_the_greeting_harm_nobody(

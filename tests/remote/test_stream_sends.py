@@ -1,4 +1,4 @@
-"""A stream whose socket takes a request in pieces: all of it arrives, or the job ends at its deadline."""
+"""A stream whose socket takes a request in pieces, or whose peer breaks off: all of it arrives, or the job ends."""
 
 from __future__ import annotations
 
@@ -50,3 +50,18 @@ def test_a_request_that_the_peer_does_not_take_ends_at_its_deadline(
     eventually(stream.take, "the job ends")
     assert stream.error == errno.ETIMEDOUT
     assert time.monotonic() - began_s >= 0.5
+
+
+@pytest.mark.parametrize("said_bytes", [0, MATCHED.size - 1, MATCHED.size, MATCHED.size + 3])
+def test_an_answer_that_breaks_off_ends_the_job_and_says_nothing(
+    ends: tuple[socket.socket, Stream], said_bytes: int
+) -> None:
+    """At once, and nothing of it counts."""
+    peer, stream = ends
+    stream.begin_match(bytes(16), DIGESTS[:16], WAIT_S)
+    assert len(peer.recv(4096)) == REQUEST.size + 16
+    answer = MATCHED.pack(MATCHED_MAGIC, 1, 1) + (4096).to_bytes(8, "little")
+    peer.sendall(answer[:said_bytes])
+    peer.shutdown(socket.SHUT_WR)
+    eventually(stream.take, "the job ends")
+    assert (stream.error, stream.sizes()) == (errno.ECONNRESET, [])
