@@ -27,6 +27,7 @@ import xxhash
 from kvfs import limits
 from kvfs._native.device.uring import Ring
 from kvfs.errors import Corrupt, DeviceFailed
+from tests.support import hammers
 from tests.support.uring import needs_uring
 from tests.support.waits import WAIT_S
 from tiers.device.files import FileDevice
@@ -311,6 +312,21 @@ async def test_errors_say_what_and_where(tmp_path: Path) -> None:
         await device.sync(fd)
     device._paths.clear()
     await device.aclose()
+
+
+# --- at full speed ---------------------------------------------------------------------------------------
+PROGRAM, SOURCES, FLAGS = "uring_hammer.c", ["device/uring_core.c"], ("-DKVFS_HAVE_URING", "-luring")
+
+
+def test_every_request_ends_and_a_stop_ends_the_rest(tmp_path: Path) -> None:
+    word, cancelled = hammers.run(hammers.build(tmp_path, PROGRAM, SOURCES, *FLAGS), 20_000)
+    assert word == "done"
+    assert int(cancelled) > 0, "no stop came in the middle"
+
+
+def test_no_data_race(tmp_path: Path) -> None:
+    """ThreadSanitizer sees what either thread hashes ordered before the caller's next use of that memory."""
+    hammers.run_for_races(tmp_path, PROGRAM, SOURCES, 2000, *FLAGS)
 
 
 # --- where it is refused ---------------------------------------------------------------------------------

@@ -16,13 +16,14 @@ _NATIVE = _ROOT / "kvfs" / "_native"
 
 
 def build(folder: Path, program: str, sources: list[str], *flags: str) -> Path:
-    """Build a program of tests/native with sources of kvfs/_native, optimized unless `flags` say otherwise."""
+    """Build a program of tests/native with sources of kvfs/_native, optimized unless `flags` (of libraries, too) say
+    otherwise."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler")
     files = [_ROOT / "tests" / "native" / program, *(_NATIVE / source for source in sources)]
     common = ["-D_GNU_SOURCE", "-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread", f"-I{_NATIVE}"]
-    subprocess.run([compiler, *common, *flags, *files, "-o", folder / "hammer"], check=True)
+    subprocess.run([compiler, *common, *files, *flags, "-o", folder / "hammer"], check=True)
     return folder / "hammer"
 
 
@@ -32,11 +33,11 @@ def run(program: Path, rounds: int) -> list[str]:
     return ran.stdout.split()
 
 
-def run_for_races(folder: Path, program: str, sources: list[str], rounds: int) -> None:
+def run_for_races(folder: Path, program: str, sources: list[str], rounds: int, *flags: str) -> None:
     """Build and run a program under ThreadSanitizer, which is to find nothing."""
     setarch = shutil.which("setarch")
     try:
-        built = build(folder, program, sources, "-O1", "-g1", "-fsanitize=thread")
+        built = build(folder, program, sources, "-O1", "-g1", "-fsanitize=thread", *flags)
     except subprocess.CalledProcessError:
         pytest.skip("no ThreadSanitizer")
     if setarch is None:
