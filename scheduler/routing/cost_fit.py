@@ -1,9 +1,8 @@
-"""The cost model fitted online to what prefills, transfers and decode steps really took.
+"""The cost model fitted online to what prefills and decode steps really took.
 
 Responsibility: `CostFitter` starts from a table's CostModel and takes observations one by one; `costs()` is the
-model fitted so far, and `prefill_error_s` is the error bar of a prefill. Three linear fits: prefill over
-(n^2 - p^2, n - p, 1), transfers over (bytes), decode steps over (1, context, requests), each by least squares of the
-relative error, since a prefill takes between 20 ms and 30 s and all of them matter.
+model fitted so far. Two linear fits: prefill over (n^2 - p^2, n - p, 1), decode steps over (1, context, requests), each
+by least squares of the relative error, since a prefill takes between 20 ms and 30 s and all of them matter.
 
 Invariants: with no observation the table's coefficients stand. Older observations fade by DECAY each, so that the
 fit follows a driver update or a throttled device. No coefficient is negative.
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import sqrt
 
 from kvfs.errors import InvalidRequest
 from scheduler.routing.cost import CostModel
@@ -31,14 +29,12 @@ seen to vary. With its full weight kept for good a table of half the true decode
 30,000 steps, since context and batch size vary together."""
 DECAY = 0.999
 """Half of the weight is younger than 700 observations."""
-PRIOR_RELATIVE_ERROR = 0.5
-"""The relative error of the table, before anything was seen."""
 
 
 class LinearFit:
     """y = sum of coefficient x feature, by weighted least squares around a prior."""
 
-    __slots__ = ("_information", "_moments", "_prior", "_squares", "observations")
+    __slots__ = ("_information", "_moments", "_prior", "observations")
 
     def __init__(self, prior: Sequence[float]) -> None:
         self._prior = tuple(prior)
@@ -46,16 +42,12 @@ class LinearFit:
         count = len(self._prior)
         self._information = [[0.0] * count for _ in range(count)]
         self._moments = [0.0] * count
-        self._squares = PRIOR_RELATIVE_ERROR**2
         self.observations = 0
 
     def observe(self, features: Sequence[float], value: float) -> None:
         """Update the fit with one measurement. Raises InvalidRequest unless that is a number above 0."""
         if not 0 < value < float("inf"):
             raise InvalidRequest(f"an observed time is {value} s: must be above 0")
-        error = (self.predict(features) - value) / value
-        share = 1.0 / min(self.observations + PRIOR_OBSERVATIONS, 1.0 / (1.0 - DECAY))
-        self._squares += share * (error * error - self._squares)
         scaled = self._scaled(features, value)
         for row, x in enumerate(scaled):
             self._moments[row] = self._moments[row] * DECAY + x
@@ -68,22 +60,6 @@ class LinearFit:
         prior = self._prior_weight()
         solved = _solve(self._matrix(), [moment + prior for moment in self._moments])
         return tuple(max(c, 0.0) * p for c, p in zip(solved, self._prior, strict=True))
-
-    def predict(self, features: Sequence[float]) -> float:
-        """Return the value that the fit gives for these features."""
-        return sum(c * x for c, x in zip(self.coefficients(), features, strict=True))
-
-    def error(self, features: Sequence[float]) -> float:
-        """Return one standard deviation of a measurement around `predict`.
-
-        It follows from past errors and from the distance of the features to those that were seen.
-        """
-        value = self.predict(features)
-        if value <= 0:
-            return 0.0
-        scaled = self._scaled(features, value)
-        spread = sum(x * y for x, y in zip(scaled, _solve(self._matrix(), scaled), strict=True))
-        return value * sqrt(self._squares * (1.0 + spread))
 
     def _scaled(self, features: Sequence[float], value: float) -> list[float]:
         return [x * p / value for x, p in zip(features, self._prior, strict=True)]
@@ -105,17 +81,12 @@ class CostFitter:
     def __init__(self, table: CostModel) -> None:
         self._table = table
         self._prefill = LinearFit((table.prefill_pair_s, table.prefill_token_s, table.prefill_fixed_s))
-        self._transfer = LinearFit((1.0 / table.network_bytes_s,))
         self._step = LinearFit((table.step_fixed_s, table.step_context_s, table.step_request_s))
 
     def observe_prefill(self, tokens: int, cached: int, seconds: float) -> None:
         """Observe a prefill of `tokens` of which `cached` were there, unless it waited for its cached layers."""
         if cached * self._table.kv_token_bytes / self._table.host_bytes_s < seconds:
             self._prefill.observe(_prefill_features(tokens, cached), seconds)
-
-    def observe_transfer(self, size_bytes: int, seconds: float) -> None:
-        """Observe a transfer of so many bytes."""
-        self._transfer.observe((size_bytes,), seconds)
 
     def observe_step(self, context_tokens: int, requests: int, seconds: float) -> None:
         """Observe a decode step over a batch of `requests` with `context_tokens` in all."""
@@ -125,21 +96,15 @@ class CostFitter:
         """Return the model as fitted so far."""
         pair, token, fixed = self._prefill.coefficients()
         step_fixed, step_context, step_request = self._step.coefficients()
-        (byte_s,) = self._transfer.coefficients()
         return replace(
             self._table,
             prefill_pair_s=pair,
             prefill_token_s=token,
             prefill_fixed_s=fixed,
-            network_bytes_s=1.0 / byte_s,
             step_fixed_s=step_fixed,
             step_context_s=step_context,
             step_request_s=step_request,
         )
-
-    def prefill_error_s(self, tokens: int, cached: int) -> float:
-        """Return one standard deviation of the time of such a prefill."""
-        return self._prefill.error(_prefill_features(tokens, cached))
 
 
 def _prefill_features(tokens: int, cached: int) -> tuple[float, float, float]:

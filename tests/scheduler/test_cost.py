@@ -1,4 +1,4 @@
-"""The cost model: reference figures, and a fit that finds the truth and knows how far it may be off."""
+"""The cost model: reference figures, and a fit that finds the truth."""
 
 from __future__ import annotations
 
@@ -51,76 +51,48 @@ def test_cached_layers_stream_in_while_others_compute() -> None:
 
 
 # --- the fit ---------------------------------------------------------------------------------------------
-def truth(prefill: float, decode: float, network: float) -> CostModel:
+def truth(prefill: float, decode: float) -> CostModel:
     return replace(
         TABLE,
         prefill_token_s=TABLE.prefill_token_s * prefill,
         prefill_pair_s=TABLE.prefill_pair_s * prefill * 1.3,
-        network_bytes_s=TABLE.network_bytes_s / network,
     ).slowed_decode(decode)
 
 
-def observed(true: CostModel, count: int, noise: float, seed: int = 0) -> CostFitter:
-    rng = random.Random(seed)
+def observed(true: CostModel, count: int) -> CostFitter:
+    rng = random.Random(0)
     fitter = CostFitter(TABLE)
     for _ in range(count):
         tokens = rng.randint(100, 60_000)
         cached = rng.choice((0, tokens // 2))
-        fitter.observe_prefill(tokens, cached, true.prefill_s(tokens, cached) * rng.lognormvariate(0, noise))
-        size = rng.randint(1 << 20, 1 << 34)
-        fitter.observe_transfer(size, size / true.network_bytes_s * rng.lognormvariate(0, noise))
+        fitter.observe_prefill(tokens, cached, true.prefill_s(tokens, cached))
         requests = rng.randint(1, 40)
         context = requests * rng.randint(500, 20_000)
-        fitter.observe_step(context, requests, true.step_s(context, requests) * rng.lognormvariate(0, noise))
+        fitter.observe_step(context, requests, true.step_s(context, requests))
     return fitter
 
 
 def test_without_observations_the_table_stands() -> None:
-    fitter = CostFitter(TABLE)
-    costs = fitter.costs()
+    costs = CostFitter(TABLE).costs()
     assert costs.prefill_s(9000, 512) == pytest.approx(TABLE.prefill_s(9000, 512))
     assert costs.step_s(90_000, 9) == pytest.approx(TABLE.step_s(90_000, 9))
-    assert costs.network_bytes_s == pytest.approx(TABLE.network_bytes_s)
-    assert fitter.prefill_error_s(9000, 512) > 0.4 * TABLE.prefill_s(9000, 512)
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.floats(0.3, 4), st.floats(0.3, 4), st.floats(0.3, 20))
-def test_the_fit_finds_the_truth(prefill: float, decode: float, network: float) -> None:
-    true = truth(prefill, decode, network)
-    fitted = observed(true, 300, 0.0).costs()
+@given(st.floats(0.3, 4), st.floats(0.3, 4))
+def test_the_fit_finds_the_truth(prefill: float, decode: float) -> None:
+    true = truth(prefill, decode)
+    fitted = observed(true, 300).costs()
     for tokens, cached in ((1000, 0), (30_000, 0), (60_000, 30_000)):
         assert fitted.prefill_s(tokens, cached) == pytest.approx(true.prefill_s(tokens, cached), rel=0.01)
     assert fitted.step_s(200_000, 20) == pytest.approx(true.step_s(200_000, 20), rel=0.01)
-    assert fitted.network_bytes_s == pytest.approx(true.network_bytes_s, rel=0.01)
-
-
-def test_error_bars_cover_what_comes() -> None:
-    """With 20 % noise about 68 % of new measurements lie within one bar, and the bars are no wider than that."""
-    true, rng = truth(1.7, 1.0, 1.0), random.Random(5)
-    fitter = observed(true, 400, 0.2)
-    inside = 0
-    for _ in range(500):
-        tokens = rng.randint(100, 60_000)
-        measured = true.prefill_s(tokens, 0) * rng.lognormvariate(0, 0.2)
-        inside += abs(measured - fitter.costs().prefill_s(tokens, 0)) <= fitter.prefill_error_s(tokens, 0)
-    assert 0.55 < inside / 500 < 0.85
-
-
-def test_bars_widen_away_from_what_was_seen() -> None:
-    fit = LinearFit((1.0, 1.0))
-    for _ in range(50):
-        fit.observe((1.0, 1.0), 2.0)
-    assert fit.error((1.0, 100.0)) / fit.predict((1.0, 100.0)) > 2 * fit.error((1.0, 1.0)) / fit.predict(
-        (1.0, 1.0)
-    )
 
 
 def test_the_fit_follows_a_change() -> None:
     fit = LinearFit((1.0,))
     for value in [1.0] * 3000 + [2.0] * 3000:
         fit.observe((1.0,), value)
-    assert fit.predict((1.0,)) == pytest.approx(2.0, rel=0.1)
+    assert list(fit.coefficients()) == pytest.approx([2.0], rel=0.1)
 
 
 @given(st.lists(st.tuples(st.integers(1, 50_000), st.floats(1e-4, 100)), max_size=60))
@@ -137,4 +109,4 @@ def test_no_coefficient_is_negative(seen: list[tuple[int, float]]) -> None:
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
 def test_times_that_are_none_are_refused(seconds: float) -> None:
     with pytest.raises(InvalidRequest, match="above 0"):
-        CostFitter(TABLE).observe_transfer(1, seconds)
+        CostFitter(TABLE).observe_step(1000, 1, seconds)
