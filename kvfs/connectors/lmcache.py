@@ -181,7 +181,8 @@ class KVFSL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         if not params.get("revision"):
             raise InvalidRequest("adapter_params: revision is missing; it names the weights of the chunks")
         self._namespace = string_namespace("lmcache object key", {"revision": str(params["revision"])})
-        self._link = Link(address_of(params), name="lmcache-l2", log=init_logger("lmcache.kvfs"))
+        self._log = init_logger("lmcache.kvfs")
+        self._link = Link(address_of(params), name="lmcache-l2", log=self._log)
         self._link.open(self._namespace)
         self._store_done, self._lookup_done, self._load_done = (create_event_notifier() for _ in range(3))
         self._workers = ThreadPoolExecutor(CONNECTOR_THREADS, thread_name_prefix="kvfs-l2")
@@ -205,7 +206,8 @@ class KVFSL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     # --- store --------------------------------------------------------------------------------------------
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
-        return self._submit(lambda: self._store(keys, objects), self._stored, self._store_done)
+        failed = L2StoreResult(False, 0)
+        return self._submit(lambda: self._store(keys, objects), failed, self._stored, self._store_done)
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
         with self._lock:
@@ -243,7 +245,7 @@ class KVFSL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     # --- look-up ------------------------------------------------------------------------------------------
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Any) -> int:
-        return self._submit(lambda: self._look_up(keys), self._found, self._lookup_done)
+        return self._submit(lambda: self._look_up(keys), Bitmap(len(keys)), self._found, self._lookup_done)
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
         return self._take(self._found, task_id)
@@ -284,7 +286,8 @@ class KVFSL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     # --- load ---------------------------------------------------------------------------------------------
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
-        return self._submit(lambda: self._load(keys, objects), self._loaded, self._load_done)
+        missed = Bitmap(len(keys))
+        return self._submit(lambda: self._load(keys, objects), missed, self._loaded, self._load_done)
 
     def query_load_result(self, task_id: int) -> Any:
         return self._take(self._loaded, task_id)
@@ -343,13 +346,18 @@ class KVFSL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         for done in (self._store_done, self._lookup_done, self._load_done):
             done.close()
 
-    def _submit(self, do: Callable[[], Any], results: dict[int, Any], done: Any) -> int:
+    def _submit(self, do: Callable[[], Any], otherwise: Any, results: dict[int, Any], done: Any) -> int:
+        """Do a task on a thread; its result is `otherwise` where it fails: LMCache waits for each task."""
         with self._lock:
             task_id = self._next_task
             self._next_task += 1
 
         def run() -> None:
-            result = do()
+            try:
+                result = do()
+            except Exception:
+                self._log.exception("a task of LMCache failed")
+                result = otherwise
             with self._lock:
                 results[task_id] = result
             done.notify()

@@ -223,6 +223,7 @@ def check_l2(address: str) -> dict[str, Any]:
     found["load after eviction"] = load(reader, some, targets)
     found["load by another"] = load(writer, some, [chunk() for _ in some])
     found["equal"] = [torch.equal(t.tensor, c.tensor) for t, c in zip(targets, chunks, strict=True)]
+    found["load of what has no room"] = load(writer, some[:1], [chunk(tokens=CHUNK // 2)])
     reader.submit_unlock(some)
     found["locked after unlock"] = reader.report_status()["locked"]
     found["other rank, salt, weights"] = [

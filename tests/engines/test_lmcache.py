@@ -79,6 +79,7 @@ def test_what_is_locked_can_be_loaded_though_it_is_evicted(answers: dict[str, An
         [True, True, True, False],
     )
     assert found["load by another"] == [True, False, True, False]
+    assert found["load of what has no room"] == [False], "and LMCache is told"
     assert found["locked after unlock"] == 0
 
 
