@@ -43,7 +43,6 @@ _COMMANDS = {
     },
     "status_command": {
         "status": "Show what runs, how full it is and what it has done.",
-        "cluster": "Show the machines that blocks are read from, and what was read.",
     },
     "top.top_command": {
         "top": "Show figures of a store or a Conductor as they change, until q; without a terminal once.",
@@ -59,6 +58,10 @@ _COMMANDS = {
 }
 _GROUPS = {
     "bucket_command": ("bucket", "Make, list and remove buckets."),
+    "cluster_command": (
+        "cluster",
+        "Show the machines that blocks are read from, and bring blocks to them.",
+    ),
     "conductor_command": (
         "conductor",
         "Choose the instance for each request; run it, or show what it knows.",

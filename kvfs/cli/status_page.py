@@ -5,7 +5,7 @@ Responsibility: text from the status. Concurrency: none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -42,6 +42,29 @@ def cluster_page(cluster: Mapping[str, Any]) -> None:
     if "directory" in cluster:
         console.print(_members(cluster["directory"]))
         console.print(directory_line(cluster["directory"]))
+    for task in cluster["tasks"]:
+        if task["state"] == "runs":
+            console.print(task_line(task))
+
+
+def tasks_page(tasks: Sequence[Mapping[str, Any]]) -> None:
+    """Print each task, with why blocks failed."""
+    console = Console()
+    for task in tasks:
+        console.print(task_line(task))
+        for reason, blocks in task["failures"]:
+            console.print(f"  {blocks} blocks: {reason}")
+
+
+def task_line(task: Mapping[str, Any]) -> str:
+    """Say in one line how far a task is, or how it ended."""
+    to = f" to {task['to']}" if task["to"] else ""
+    line = (
+        f"{task['name']} {task['number']}{to} {task['state']}: {task['blocks']} of {task['of_blocks']} blocks, "
+        f"{format_size(task['bytes'])} of {format_size(task['of_bytes'])}, {task['failed_blocks']} failed, "
+        f"{format_size(task['bytes_s'])} a second"
+    )
+    return f"{line}; {task['said']}" if task["said"] else line
 
 
 def _members(directory: Mapping[str, Any]) -> Table:

@@ -96,6 +96,22 @@ class Client:
         """Stop the service. Raises NotPermitted unless the caller is its own user or root."""
         self._exchange.control(Op.SHUTDOWN)
 
+    def copy_blocks(
+        self, to: str, *, bucket: str | None = None, namespace: bytes | None = None
+    ) -> dict[str, Any]:
+        """Begin a task that copies blocks to another machine (`HOST:PORT`): of one bucket, one namespace, or all.
+
+        Returns its description, which `status` has too. Raises NotPermitted unless the caller is the service's own user
+        or root, InvalidRequest, Busy, Unsupported.
+        """
+        chosen = {"bucket": bucket, "namespace": None if namespace is None else namespace.hex()}
+        given = {key: value for key, value in chosen.items() if value is not None}
+        return self._exchange.control(Op.CLUSTER_COPY, to=to, **given)
+
+    def cancel_task(self, kind: str) -> dict[str, Any]:
+        """Cancel the task of this kind ("copy"). Raises NotFound where none is under way, NotPermitted."""
+        return self._exchange.control(Op.CLUSTER_CANCEL, kind=kind)
+
     def buckets(self) -> list[Bucket]:
         """Return all buckets, by name."""
         found: list[Bucket] = []

@@ -181,6 +181,30 @@ DIRECTORY_RELEASE_S: Final = 0.2
 """How long a stop waits for the end of the machine's lease; without it the lease runs out."""
 MAX_FETCH_BLOCKS: Final = 1_024
 """Blocks of one fetch: a MATCH."""
+PULL_BLOCKS: Final = 64
+"""Blocks that one machine asks another to fetch at once: so many that four streams are busy between two such pulls."""
+PULL_BYTES: Final = 32 * MIB
+"""Their bytes: the half of MAX_REMOTE_BYTES that reads take which are not urgent. A larger block goes alone."""
+MAX_PULL_BLOCKS: Final = 1_024
+"""Blocks of a pull that a machine takes, as of a MATCH."""
+MAX_PULL_ADDRESS_BYTES: Final = 272
+"""The address in a pull: a host name of 253 characters and a port."""
+MAX_PULL_REASON_BYTES: Final = 1_024
+"""Why blocks of a pull are missing, as text."""
+REMOTE_PULLS: Final = 4
+"""Pulls of other machines that are carried out at a time; further ones wait, REMOTE_FETCH_S at most."""
+REMOTE_PULL_S: Final = 45.0
+"""How long a pull may take: REMOTE_FETCH_S for its turn, as long for the fetch, and the way there and back."""
+PULL_TRIES: Final = 3
+"""How often a machine is asked for the blocks of one batch: some go away meanwhile, and a wait may run out."""
+PULL_PAUSE_S: Final = 0.5
+"""Between tries that brought nothing, as long as a peer is not asked after its first failure."""
+TASK_LOOKS: Final = 256
+"""Blocks of the store that a task looks at before others have their turn."""
+TASK_FOLLOW_S: Final = 0.25
+"""Between two looks of a command that follows a task: each is a request for the service's whole status."""
+MAX_TASK_FAILURES: Final = 16
+"""Reasons that the status of a task names; others are counted together."""
 
 # --- connectors ------------------------------------------------------------------------------------------
 CONNECTOR_TIMEOUT_S: Final = 5.0

@@ -70,6 +70,8 @@ class Op(IntEnum):
     HBM_ABORT = 63
     HBM_DROP = 64
     HBM_ADOPT = 65
+    CLUSTER_COPY = 66
+    CLUSTER_CANCEL = 67
 
 
 DIGEST_OPS: Final = frozenset(

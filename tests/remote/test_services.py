@@ -6,7 +6,6 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ import pytest
 
 import kvfs
 from kvfs import limits
-from tests.support.machines import digest_of, free_port, payload_of, write_secret
+from tests.support.machines import digest_of, payload_of, write_secret
+from tests.support.peer_services import peer_services, put, wait_for_peers
 from tests.support.service import Service, run_kvfs
 from tests.support.session_answers import ALICE, BOB
 from tests.support.sessions import fork
@@ -25,34 +25,8 @@ MIB = 1 << 20
 
 @pytest.fixture
 def services(tmp_path: Path) -> Iterator[list[Service]]:
-    addresses = [f"127.0.0.{number}:{free_port(f'127.0.0.{number}')}" for number in (1, 2, 3)]
-    secret = write_secret(tmp_path / "secret")
-    with ExitStack() as stack:
-        running = []
-        for number, address in enumerate(addresses):
-            config = tmp_path / f"{number}.toml"
-            config.write_text(
-                f"[cluster]\nlisten = '{address}'\npeers = {list(addresses)}\nsecret_file = '{secret}'\n"
-                "match_wait_s = 1\n"
-            )
-            running.append(stack.enter_context(Service(mode="off", arguments=["--config", str(config)])))
+    with peer_services(tmp_path) as running:
         yield running
-
-
-def wait_for_peers(client: kvfs.Client, count: int) -> dict[str, Any]:
-    """Return the cluster's status once so many peers are up: those that started later are tried again in a while."""
-    end = time.monotonic() + limits.MAX_REMOTE_BACKOFF_S
-    while (cluster := client.status()["cluster"])["peers_up"] != count:
-        assert time.monotonic() < end, cluster
-        time.sleep(0.02)
-    return dict(cluster)
-
-
-def put(blocks: kvfs.Blocks, count: int, size_bytes: int) -> list[bytes]:
-    digests = [digest_of(number) for number in range(count)]
-    payloads = [payload_of(number, size_bytes) for number in range(count)]
-    assert all(blocks.put(digests, payloads, [None, *digests[:-1]]))
-    return digests
 
 
 def test_a_client_has_blocks_fetched_and_reads_them_here(services: list[Service]) -> None:

@@ -82,6 +82,16 @@ class Machine:
         status: dict[str, Any] = self.cluster.status()["directory"]
         return status
 
+    def task(self, kind: str) -> dict[str, Any]:
+        """Return the status of the task of a kind that runs or ended last."""
+        found: dict[str, Any] = {each["name"]: each for each in self.cluster.status()["tasks"]}[kind]
+        return found
+
+    async def ended(self, kind: str) -> dict[str, Any]:
+        """Wait for the end of a task; return its status."""
+        await until(lambda: self.task(kind)["state"] != "runs")
+        return self.task(kind)
+
     def drafts(self) -> int:
         return self.store.space.open_drafts
 

@@ -34,6 +34,13 @@ class RunningCluster(Protocol):
     async def match(self, bucket: Bucket, digests: Sequence[bytes]) -> dict[str, int]:
         """Return by machine how many blocks it has, from the first on; those that have none are left out."""
 
+    async def copy(self, to: str, buckets: Sequence[Bucket]) -> dict[str, Any]:
+        """Begin to copy the blocks of buckets to another machine; describe the task. Raises InvalidRequest, Busy,
+        Unsupported."""
+
+    async def cancel(self, kind: str) -> dict[str, Any]:
+        """Cancel the task of a kind; describe it. Raises NotFound where none is under way."""
+
     def status(self) -> dict[str, Any]:
         """Describe peers, the directory and what was served, as JSON values."""
 

@@ -16,15 +16,20 @@ import trio
 
 from kvfs import limits
 from kvfs.config.settings import ClusterSettings, host_and_port
-from kvfs.errors import ConfigError, InvalidRequest
+from kvfs.errors import ConfigError, InvalidRequest, Unsupported
 from tiers.model.objects import Bucket
 from tiers.remote.fetch import Fetcher
 from tiers.remote.greeting import Identity
 from tiers.remote.holders import BlockDirectory, Holders, NoDirectory, leading, runs
 from tiers.remote.order_poller import OrderPoller
 from tiers.remote.peer import COUNTS, Opener, Peer, open_tcp
+from tiers.remote.pull_link import PullLink
+from tiers.remote.pulls import Pulls
 from tiers.remote.serving import Serving, listen
 from tiers.store.store import Store
+from tiers.transfers.copying import Copy
+from tiers.transfers.progress import Progress
+from tiers.transfers.tasks import Tasks
 
 _IDLE_LOOKS = 4
 """Looks for idle links within the time after which they are closed: none stays for more than a quarter longer."""
@@ -68,7 +73,9 @@ class Cluster:
         """Machines that the directory named and the settings do not, by address: linked when they are asked."""
         self._fetcher = Fetcher(store, self.peers, settings.match_wait_s)
         self._orders, self._has_conductor = OrderPoller(settings, store, self), bool(settings.conductor)
-        self._serving = None if settings.listen is None else Serving(store, own)
+        pulls = Pulls(store, self._fetcher, self._peer_at)
+        self._serving = None if settings.listen is None else Serving(store, own, pulls)
+        self._tasks = Tasks()
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve and keep links until cancelled; started once connections are accepted. Raises ConfigError."""
@@ -80,6 +87,7 @@ class Cluster:
                     nursery.start_soon(peer.run)
                 nursery.start_soon(self._close_idle_links)
                 await nursery.start(self._directory.run)
+                await nursery.start(self._tasks.run)
                 if self._has_conductor:
                     nursery.start_soon(self._orders.run)
                 task_status.started()
@@ -111,6 +119,20 @@ class Cluster:
             for holder in await self._fetcher.match(bucket.namespace, digests)
         }
 
+    async def copy(self, to: str, buckets: Sequence[Bucket]) -> dict[str, Any]:
+        """Begin to copy the blocks of these buckets to another machine; describe the task. Raises InvalidRequest, Busy,
+        Unsupported of a machine that nobody can read from."""
+        peer = self._hinted(to, "to")
+        if peer.is_self:
+            raise InvalidRequest(f"to {to!r} is this machine")
+        target = PullLink(peer, self._need_address())
+        progress = Progress("copy", to)
+        return self._tasks.begin(progress, Copy(self._store, target, buckets, progress).run)
+
+    async def cancel(self, kind: str) -> dict[str, Any]:
+        """Cancel the task of a kind; describe it. Raises NotFound where none is under way."""
+        return self._tasks.cancel(kind)
+
     def status(self) -> dict[str, Any]:
         """Describe peers and what was served, as JSON values."""
         peers = [peer.status() for peer in (*self.peers, *self._members.values())]
@@ -127,6 +149,7 @@ class Cluster:
                 for name in COUNTS
             },
             **self._orders.status(),
+            **self._tasks.status(),
             **({} if self._serving is None else self._serving.status()),
             **({"directory": directory} if directory else {}),
         }
@@ -149,13 +172,26 @@ class Cluster:
                     partial(self._fetcher.fetch, bucket, some, uid=uid, hints=peers, urgent=urgent)
                 )
 
-    def _hinted(self, hint: str) -> Peer:
+    def _hinted(self, hint: str, what: str = "hint") -> Peer:
         if hint in self._directory.addresses():
             return self._member(hint)
         found = next((peer for peer in self.peers if peer.address == hint), None)
         if found is None:
-            raise InvalidRequest(f"hint {hint!r} is neither of [cluster] peers nor a member of the directory")
+            raise InvalidRequest(
+                f"{what} {hint!r} is neither of [cluster] peers nor a member of the directory"
+            )
         return found
+
+    def _peer_at(self, address: str, store_id: bytes) -> Peer:
+        """Return the machine that asks for a pull: at the address that it names, else known by its store's id."""
+        known = [*self.peers, *self._members.values()]
+        found = next((peer for peer in known if peer.store_id == store_id), None)
+        return found or self._hinted(address, "the machine that asks,")
+
+    def _need_address(self) -> str:
+        if self._advertised is None:
+            raise Unsupported("this service has no [cluster] listen, so that no machine can fetch from it")
+        return self._advertised
 
     def _member(self, address: str) -> Peer:
         """Return the peer at an address that the directory named; those that it names no more make room."""

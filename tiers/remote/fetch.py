@@ -69,6 +69,8 @@ class Fetch:
     uid: int
     digests: list[bytes]
     under_way: dict[bytes, UnderWay]
+    failures: list[Exception]
+    """Why reads did not begin or end, for who asks."""
 
     def shared_urgency(self, digests: Sequence[bytes]) -> Urgency:
         """Give the blocks of one read one urgency: it is as urgent as the most urgent of them."""
@@ -118,9 +120,10 @@ class Fetcher:
         uid: int,
         hints: Sequence[Peer] = (),
         urgent: bool = True,
+        failures: list[Exception] | None = None,
     ) -> int:
         """Fetch the blocks of a bucket's namespace that are not here, from the hinted peers alone where there are any;
-        return how many can be read here then."""
+        return how many can be read here then. Into `failures` goes why reads did not begin or end."""
         assert bucket.namespace is not None
         missing = self.missing(bucket, dict.fromkeys(digests))
         others = [self._under_way[digest] for digest in missing if digest in self._under_way]
@@ -130,7 +133,8 @@ class Fetcher:
         with trio.move_on_after(limits.REMOTE_FETCH_S):
             if own:
                 under_way = {digest: UnderWay(Urgency(urgent)) for digest in own}
-                await self._fetch_own(Fetch(bucket, bucket.namespace, uid, own, under_way), hints)
+                reasons = [] if failures is None else failures
+                await self._fetch_own(Fetch(bucket, bucket.namespace, uid, own, under_way, reasons), hints)
             for each in others:
                 await each.ended.wait()
         return self.count_here(bucket, digests)
@@ -226,6 +230,7 @@ class Fetcher:
             await self._read_from(fetch, holder, some, began)
         except (KvfsError, OSError) as error:
             log.debug("%s: %s", holder.peer.address, error)
+            fetch.failures.append(error)
 
     async def _read_from(self, fetch: Fetch, holder: Holder, some: list[int], began: trio.Event) -> None:
         """Read blocks from one peer and seal those that came; `began` is set once the peer is asked.

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 import trio
 
 from kvfs import limits
-from kvfs.errors import DeadlinePassed, NotPermitted, ProtocolError
+from kvfs.errors import DeadlinePassed, NotPermitted, ProtocolError, Unsupported
 from tiers.remote.wire import (
+    BLOCKS,
     HELLO_BYTES,
     NONCE_BYTES,
     PROOF_BYTES,
@@ -39,15 +40,15 @@ class Identity:
     """Nonces of the greetings that this machine makes now and its own door has not seen."""
 
 
-async def connect(host: str, port: int, own: Identity) -> tuple[socket.socket, bytes]:
+async def connect(host: str, port: int, own: Identity, purpose: int = BLOCKS) -> tuple[socket.socket, bytes]:
     """Connect to a machine that knows the secret; return the socket and its store's id.
 
-    Raises OSError, DeadlinePassed, ProtocolError, NotPermitted.
+    Raises OSError, DeadlinePassed, ProtocolError, NotPermitted; Unsupported where it has no such connections.
     """
     with trio.move_on_after(limits.REMOTE_GREETING_S):
         stream = await trio.open_tcp_stream(host, port)
         try:
-            store_id = await _ask(stream.socket, own)
+            store_id = await _ask(stream.socket, own, purpose)
             stream.socket.setsockopt(
                 socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limits.REMOTE_SILENCE_S * 1000)
             )
@@ -58,14 +59,14 @@ async def connect(host: str, port: int, own: Identity) -> tuple[socket.socket, b
     raise DeadlinePassed(f"no greeting within {limits.REMOTE_GREETING_S:g} s")
 
 
-async def _ask(peer: trio.socket.SocketType, own: Identity) -> bytes:
-    hello = Hello(own.store_id, os.urandom(NONCE_BYTES))
+async def _ask(peer: trio.socket.SocketType, own: Identity, purpose: int) -> bytes:
+    hello = Hello(own.store_id, os.urandom(NONCE_BYTES), purpose)
     own.unseen.add(hello.nonce)
     try:
-        await _send(peer, hello.encode())
-        proofs = Proofs(own.secret, hello, await _receive(peer, NONCE_BYTES))
-        await _send(peer, proofs.of_asker())
-        store_id = proofs.check_welcome(await _receive(peer, WELCOME_BYTES))
+        await send_all(peer, hello.encode())
+        proofs = Proofs(own.secret, hello, await _receive_nonce(peer, purpose))
+        await send_all(peer, proofs.of_asker())
+        store_id = proofs.check_welcome(await receive_all(peer, WELCOME_BYTES))
         if store_id == own.store_id and hello.nonce in own.unseen:
             raise NotPermitted("its data directory is a copy of this machine's: give it one of its own")
         return store_id
@@ -73,17 +74,29 @@ async def _ask(peer: trio.socket.SocketType, own: Identity) -> bytes:
         own.unseen.discard(hello.nonce)
 
 
-async def accept(peer: trio.socket.SocketType, own: Identity) -> tuple[socket.socket, bytes]:
-    """Verify who has connected; return the socket and the id of its store. Raises as `connect`, and FormatMismatch."""
+async def _receive_nonce(peer: trio.socket.SocketType, purpose: int) -> bytes:
+    """Receive what a machine answers a greeting with. Raises Unsupported where it ends one for pulls instead."""
+    try:
+        return await receive_all(peer, NONCE_BYTES)
+    except ProtocolError:
+        if purpose == BLOCKS:
+            raise
+        raise Unsupported(
+            "it fetches nothing when asked: its kvfs is of an earlier version, or it has no room for a connection"
+        ) from None
+
+
+async def accept(peer: trio.socket.SocketType, own: Identity) -> tuple[socket.socket, Hello]:
+    """Verify who has connected; return the socket and the greeting. Raises as `connect`, and FormatMismatch."""
     with trio.move_on_after(limits.REMOTE_GREETING_S):
         try:
-            hello = decode_hello(await _receive(peer, HELLO_BYTES))
+            hello = decode_hello(await receive_all(peer, HELLO_BYTES))
             proofs = Proofs(own.secret, hello, os.urandom(NONCE_BYTES))
-            await _send(peer, proofs.server_nonce)
-            proofs.check_asker(await _receive(peer, PROOF_BYTES))
+            await send_all(peer, proofs.server_nonce)
+            proofs.check_asker(await receive_all(peer, PROOF_BYTES))
             own.unseen.discard(hello.nonce)
-            await _send(peer, proofs.welcome(own.store_id))
-            return _taken(peer), hello.store_id
+            await send_all(peer, proofs.welcome(own.store_id))
+            return _taken(peer), hello
         except BaseException:
             peer.close()
             raise
@@ -96,17 +109,19 @@ def _taken(peer: trio.socket.SocketType) -> socket.socket:
     return socket.socket(fileno=peer.detach())
 
 
-async def _send(peer: trio.socket.SocketType, data: bytes) -> None:
+async def send_all(peer: trio.socket.SocketType, data: bytes) -> None:
+    """Send all bytes. Raises OSError."""
     left = memoryview(data)
     while left:
         left = left[await peer.send(left) :]
 
 
-async def _receive(peer: trio.socket.SocketType, count: int) -> bytes:
+async def receive_all(peer: trio.socket.SocketType, count: int, during: str = "within the greeting") -> bytes:
+    """Receive exactly so many bytes. Raises OSError, ProtocolError where the peer ends before."""
     data = b""
     while len(data) < count:
         some = await peer.recv(count - len(data))
         if not some:
-            raise ProtocolError("it closed the connection within the greeting")
+            raise ProtocolError(f"it closed the connection {during}")
         data += some
     return data

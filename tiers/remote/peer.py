@@ -11,6 +11,7 @@ link is idle or one call's. A peer that is this store is never asked. Concurrenc
 from __future__ import annotations
 
 import logging
+import socket
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -26,6 +27,7 @@ from tiers.remote.greeting import Identity, connect
 from tiers.remote.hedging import Latencies
 from tiers.remote.link import PeerLink, Read, TcpLink, Want
 from tiers.remote.read_queue import ReadQueue, Urgency
+from tiers.remote.wire import PULLS
 
 log = logging.getLogger("kvfs.remote")
 
@@ -154,6 +156,18 @@ class Peer:
         self.latencies.note(size_bytes, given_s)
         late = DeadlinePassed("no answer, again and again, while another holder gave it")
         self._ran_late(late, given_s, limits.REMOTE_READ_S)
+
+    async def connect_for_pulls(self) -> socket.socket:
+        """Open a connection over which the machine is asked to fetch; it is the caller's, and no failure of it counts
+        here. Raises KvfsError."""
+        try:
+            connection, store_id = await connect(self._host, self._port, self._own, PULLS)
+        except (OSError, ValueError) as error:
+            raise TierUnreachable(f"cannot be reached: {error}") from None
+        if store_id == self._own.store_id:
+            connection.close()
+            raise TierUnreachable("it is this machine")
+        return connection
 
     def note_mismatch(self, digest: bytes) -> None:
         """Count a block whose bytes are not what its checksum says."""

@@ -1,8 +1,8 @@
 """The door for other machines: greetings, and the native threads that serve who has proved the secret.
 
-Responsibility: accept, verify, hand connections to `kvfs._native.remote.server`; bring up what only NVMe has and a peer
-asks for, and say whose it is there; keep the threads' list of namespaces as the store's buckets are; count what peers
-have read as hits.
+Responsibility: accept, verify, hand connections to `kvfs._native.remote.server`, or to `tiers.remote.pulls`; bring up
+what only NVMe has and a peer asks for, and say whose it is there; keep the threads' list of namespaces as the store's
+buckets are; count what peers have read as hits.
 
 Invariants: limits.MAX_REMOTE_GREETINGS connections at most are not verified yet, limits.MAX_REMOTE_CONNECTIONS are
 served. Each that is refused or ends badly is a count and a line in the log that names the peer.
@@ -25,6 +25,8 @@ from kvfs.keys import HASH_BYTES
 from tiers.model.objects import Change
 from tiers.model.tier import Kind, StoreKey
 from tiers.remote.greeting import Identity, accept
+from tiers.remote.pulls import Pulls
+from tiers.remote.wire import PULLS
 from tiers.store.store import Store
 
 log = logging.getLogger("kvfs.remote")
@@ -46,8 +48,8 @@ async def listen(host: str, port: int) -> list[trio.SocketListener]:
 class Serving:
     """Serves the blocks of one store to other machines."""
 
-    def __init__(self, store: Store, own: Identity) -> None:
-        self._store, self._own = store, own
+    def __init__(self, store: Store, own: Identity, pulls: Pulls) -> None:
+        self._store, self._own, self._pulls = store, own, pulls
         self._server = Server(store.table, store.dram.directory)
         self._connections: dict[int, str] = {}
         """The peer's address, by the native connection's number."""
@@ -78,6 +80,7 @@ class Serving:
             "connections": len(self._connections),
             "refused": self._refused,
             "lifts": self._lifts,
+            **self._pulls.status(),
             **{f"served_{name}": count for name, count in self._server.counts().items()},
         }
 
@@ -91,14 +94,19 @@ class Serving:
                 log.warning("cannot accept a machine: %s", error)
                 await trio.sleep(_RETRY_PAUSE_S)
                 continue
-            nursery.start_soon(self._greet, peer, f"{address[0]}:{address[1]}", address[0], token)
+            nursery.start_soon(self._greet, nursery, peer, f"{address[0]}:{address[1]}", address[0], token)
 
-    async def _greet(self, peer: trio.socket.SocketType, name: str, host: str, token: object) -> None:
+    async def _greet(
+        self, nursery: trio.Nursery, peer: trio.socket.SocketType, name: str, host: str, token: object
+    ) -> None:
         try:
             if len(self._connections) >= limits.MAX_REMOTE_CONNECTIONS:
                 peer.close()
                 raise KvfsError(f"{len(self._connections)} connections are open, which is the limit")
-            connection, _ = await accept(peer, self._own)
+            connection, hello = await accept(peer, self._own)
+            if hello.purpose == PULLS:
+                nursery.start_soon(self._pulls.serve, connection, hello.store_id, name)
+                return
             try:
                 number = self._server.open(connection.fileno())
             except BaseException:

@@ -1,10 +1,11 @@
 """How two machines greet each other, as bytes: each proves the cluster's secret before it says anything else.
 
-Responsibility: the four messages of a greeting and their proofs. What follows them is `kvfs/_native/remote/wire.h`;
-docs/formats.md has both.
+Responsibility: the four messages of a greeting and their proofs. What follows them is `kvfs/_native/remote/wire.h`'s or
+`tiers.remote.pull_wire`'s; docs/formats.md has all.
 
-Invariants: a proof covers the version, both nonces, both ids and the role of its maker, so that it serves in no other
-connection and is never its peer's own. Bytes of a peer are checked before they count. Concurrency: pure functions.
+Invariants: a proof covers the version, the purpose, both nonces, both ids and the role of its maker, so that it serves
+in no other connection and is never its peer's own. Bytes of a peer are checked before they count. Concurrency: pure
+functions.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from kvfs.errors import FormatMismatch, NotPermitted, ProtocolError
 
 MAGIC: Final = b"kvfs-rem"
 VERSION: Final = 1
+BLOCKS, PULLS = 0, 1
+"""What a connection is for: requests for blocks (`kvfs/_native/remote/wire.h`), or pulls (`tiers.remote.pull_wire`)."""
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
 STORE_ID_BYTES: Final = 16
@@ -32,22 +35,24 @@ class Hello:
 
     store_id: bytes
     nonce: bytes
+    purpose: int = BLOCKS
 
     def encode(self) -> bytes:
         """Encode the greeting."""
-        return _HELLO.pack(MAGIC, VERSION, 0, self.store_id, self.nonce)
+        return _HELLO.pack(MAGIC, VERSION, self.purpose, self.store_id, self.nonce)
 
 
 def decode_hello(data: bytes) -> Hello:
     """Return the first message. Raises ProtocolError, FormatMismatch of another version."""
     if len(data) != HELLO_BYTES:
         raise ProtocolError(f"a greeting of {len(data)} bytes instead of {HELLO_BYTES}")
-    magic, version, reserved, store_id, nonce = _HELLO.unpack(data)
+    magic, version, purpose, store_id, nonce = _HELLO.unpack(data)
     if magic != MAGIC:
         raise ProtocolError("no greeting of a kvfs machine")
-    if version != VERSION or reserved:
-        raise FormatMismatch(f"it speaks version {version} of the remote protocol, this service {VERSION}")
-    return Hello(store_id, nonce)
+    if version != VERSION or purpose not in (BLOCKS, PULLS):
+        spoken = f"{version}" if version != VERSION else f"{version}, for purpose {purpose},"
+        raise FormatMismatch(f"it speaks version {spoken} of the remote protocol, this service {VERSION}")
+    return Hello(store_id, nonce, purpose)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """The control operations on blocks of other machines.
 
 Responsibility: one function per operation, after the rights were checked: who may read a cache's blocks here may have
-the service fetch them; what is fetched into a durable bucket stays there, and takes the right to write.
+the service fetch them; what is fetched into a durable bucket stays there, and takes the right to write. Tasks of the
+whole service are for root and its own user.
 Concurrency: the service's trio thread; a session waits for its own operation alone.
 """
 
@@ -36,6 +37,30 @@ async def _match_cluster(service: Service, session: Session, arguments: Argument
     return {"peers": await service.cluster.match(bucket, digests)}
 
 
+async def _copy(service: Service, session: Session, arguments: Arguments) -> dict[str, Any]:
+    to, bucket = text(arguments.text("to")), arguments.text("bucket", "")
+    namespace = arguments.hex("namespace", DIGEST_BYTES) if arguments.has("namespace") else None
+    arguments.done()
+    session.access.need_privilege("copy blocks to other machines")
+    if bucket and namespace is not None:
+        raise InvalidRequest("give a bucket or a namespace, not both")
+    bound = [each for each in session.store.buckets() if each.namespace is not None]
+    if bucket:
+        bound = [each for each in [session.store.bucket(bucket)] if each.namespace is not None]
+    elif namespace is not None:
+        bound = [each for each in bound if each.namespace == namespace.to_bytes(DIGEST_BYTES, "big")]
+    if not bound:
+        raise InvalidRequest("no such bucket here is bound to a namespace: there are no blocks to copy")
+    return await service.cluster.copy(to, bound)
+
+
+async def _cancel(service: Service, session: Session, arguments: Arguments) -> dict[str, Any]:
+    kind = text(arguments.text("kind"))
+    arguments.done()
+    session.access.need_privilege("cancel tasks")
+    return await service.cluster.cancel(kind)
+
+
 def _blocks(session: Session, arguments: Arguments) -> tuple[Bucket, list[bytes]]:
     """Take the bucket of a namespace's handle and prefix hashes, 1 to limits.MAX_FETCH_BLOCKS of them."""
     bucket = session.access.need_bucket(
@@ -52,4 +77,6 @@ def _blocks(session: Session, arguments: Arguments) -> tuple[Bucket, list[bytes]
 CLUSTER_OPERATIONS: dict[Op, Callable[[Service, Session, Arguments], Awaitable[dict[str, Any]]]] = {
     Op.FETCH: _fetch,
     Op.MATCH_CLUSTER: _match_cluster,
+    Op.CLUSTER_COPY: _copy,
+    Op.CLUSTER_CANCEL: _cancel,
 }

@@ -57,6 +57,13 @@ class RemoteBlocks(Protocol):
     async def match(self, bucket: Bucket, digests: Sequence[bytes]) -> dict[str, int]:
         """Return by machine how many blocks it has, from the first on; those that have none are left out."""
 
+    async def copy(self, to: str, buckets: Sequence[Bucket]) -> dict[str, Any]:
+        """Begin to copy the blocks of buckets to another machine; describe the task. Raises InvalidRequest, Busy,
+        Unsupported."""
+
+    async def cancel(self, kind: str) -> dict[str, Any]:
+        """Cancel the task of a kind; describe it. Raises NotFound where none is under way."""
+
 
 class NoCluster:
     """Implements `RemoteBlocks` on a machine that has no cluster configured."""
@@ -67,6 +74,12 @@ class NoCluster:
         raise Unsupported("this service has no [cluster]")
 
     async def match(self, bucket: Bucket, digests: Sequence[bytes]) -> dict[str, int]:
+        raise Unsupported("this service has no [cluster]")
+
+    async def copy(self, to: str, buckets: Sequence[Bucket]) -> dict[str, Any]:
+        raise Unsupported("this service has no [cluster]")
+
+    async def cancel(self, kind: str) -> dict[str, Any]:
         raise Unsupported("this service has no [cluster]")
 
 

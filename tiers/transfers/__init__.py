@@ -1,0 +1,1 @@
+"""Tasks that bring blocks of this machine to others."""
