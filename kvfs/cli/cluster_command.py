@@ -74,9 +74,16 @@ def copy(
         _show(client, begun, wait=wait)
 
 
+@app.command("drain")
+def drain(wait: Wait = True, at: At = None) -> None:
+    """Bring the blocks that this machine alone has to other machines; meanwhile it fetches none."""
+    with connected(at) as client:
+        _show(client, client.drain(), wait=wait)
+
+
 @app.command("cancel")
 def cancel(
-    kind: Annotated[str, typer.Argument(metavar="KIND", help="copy")],
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="copy or drain")],
     at: At = None,
 ) -> None:
     """Cancel a task under way; what it has brought to other machines stays there."""

@@ -108,8 +108,15 @@ class Client:
         given = {key: value for key, value in chosen.items() if value is not None}
         return self._exchange.control(Op.CLUSTER_COPY, to=to, **given)
 
+    def drain(self) -> dict[str, Any]:
+        """Begin a task that brings the blocks that this machine alone has to others; return its description.
+
+        Raises as `copy_blocks`.
+        """
+        return self._exchange.control(Op.CLUSTER_DRAIN)
+
     def cancel_task(self, kind: str) -> dict[str, Any]:
-        """Cancel the task of this kind ("copy"). Raises NotFound where none is under way, NotPermitted."""
+        """Cancel the task of this kind ("copy", "drain"). Raises NotFound where none is under way, NotPermitted."""
         return self._exchange.control(Op.CLUSTER_CANCEL, kind=kind)
 
     def buckets(self) -> list[Bucket]:

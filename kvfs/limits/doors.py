@@ -199,6 +199,10 @@ PULL_TRIES: Final = 3
 """How often a machine is asked for the blocks of one batch: some go away meanwhile, and a wait may run out."""
 PULL_PAUSE_S: Final = 0.5
 """Between tries that brought nothing, as long as a peer is not asked after its first failure."""
+DRAIN_WALKS: Final = 8
+"""Walks through all blocks of a drain, until one finds nothing alone: each brings what came or went in the last one."""
+DRAIN_PARENTS: Final = 1 << 16
+"""Blocks of which a drain remembers where they went, so that those behind them go there, too."""
 TASK_LOOKS: Final = 256
 """Blocks of the store that a task looks at before others have their turn."""
 TASK_FOLLOW_S: Final = 0.25

@@ -72,6 +72,7 @@ class Op(IntEnum):
     HBM_ADOPT = 65
     CLUSTER_COPY = 66
     CLUSTER_CANCEL = 67
+    CLUSTER_DRAIN = 68
 
 
 DIGEST_OPS: Final = frozenset(

@@ -21,10 +21,12 @@ from pydantic import SecretStr
 from kvfs import limits
 from kvfs.config.settings import ClusterSettings
 from kvfs.errors import NotFound
-from tests.support.stores import BOUND, draft_of, read, small_store
+from tests.support.stores import BOUND, NAMESPACE, draft_of, read, small_store
 from tests.support.waits import until
 from tiers.cluster.directory import Directory
+from tiers.device.threads import thread_device
 from tiers.model.objects import Bucket
+from tiers.recovery.start import NvmeOptions, StoreOptions, start_store
 from tiers.remote.cluster import Cluster
 from tiers.remote.peer import Opener, open_tcp
 from tiers.store.store import Store
@@ -163,3 +165,31 @@ async def machines(folder: Path, count: int) -> AsyncIterator[list[Machine]]:
         for each in running:
             await until(lambda each=each: each.cluster.status()["peers_up"] == count - 1)
         yield running
+
+
+@asynccontextmanager
+async def onto_nvme(tmp_path: Path, **bucket: bool) -> AsyncIterator[tuple[Machine, Machine]]:
+    """Run two machines, of which the second one has an NVMe tier, and a bucket as said."""
+    addresses = [f"{host}:{free_port(host)}" for host in ("127.0.0.1", "127.0.0.2")]
+    secret, device = write_secret(tmp_path / "secret"), thread_device()
+    options = StoreOptions(
+        tmp_path / "to",
+        dram_bytes=16 * limits.MIB,
+        backing="directory",
+        nvme=NvmeOptions(device, 16 * limits.MIB, segment_bytes=limits.MIB),
+    )
+    settings = ClusterSettings(listen=addresses[1], peers=(addresses[0],), secret_file=secret)
+    try:
+        with await start_store(options) as store:
+            store.create_bucket(BOUND, uid=0, gid=0, namespace=NAMESPACE, **bucket)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(store.run)
+                async with (
+                    machine(tmp_path / "from", listen=addresses[0], peers=addresses) as first,
+                    clustered(store, settings) as second,
+                ):
+                    await until(lambda: second.cluster.status()["peers_up"] == 1)
+                    yield first, second
+                nursery.cancel_scope.cancel()
+    finally:
+        await device.aclose()

@@ -15,8 +15,8 @@ from tests.support.service import Service
 
 
 @contextmanager
-def peer_services(folder: Path, count: int = 3, dram: str = "256MiB") -> Iterator[list[Service]]:
-    """Run services that know each other, themselves included."""
+def peer_services(folder: Path, count: int = 3, directory: str = "") -> Iterator[list[Service]]:
+    """Run services that know each other, themselves included, by their settings or by a directory."""
     addresses = [f"127.0.0.{number}" for number in range(1, count + 1)]
     addresses = [f"{host}:{free_port(host)}" for host in addresses]
     secret = write_secret(folder / "secret")
@@ -24,12 +24,11 @@ def peer_services(folder: Path, count: int = 3, dram: str = "256MiB") -> Iterato
         running = []
         for number, address in enumerate(addresses):
             config = folder / f"{number}.toml"
+            known = f"directory = '{directory}'" if directory else f"peers = {list(addresses)}"
             config.write_text(
-                f"[cluster]\nlisten = '{address}'\npeers = {list(addresses)}\nsecret_file = '{secret}'\n"
-                "match_wait_s = 1\n"
+                f"[cluster]\nlisten = '{address}'\n{known}\nsecret_file = '{secret}'\nmatch_wait_s = 1\n"
             )
-            service = Service(mode="off", dram=dram, arguments=["--config", str(config)])
-            running.append(stack.enter_context(service))
+            running.append(stack.enter_context(Service(mode="off", arguments=["--config", str(config)])))
         yield running
 
 

@@ -10,26 +10,21 @@ import pytest
 import trio
 
 from kvfs import limits
-from kvfs.config.settings import ClusterSettings
 from kvfs.errors import Busy, InvalidRequest, NotFound, Unsupported
 from kvfs.keys import block_name
 from kvfs.namespaces import Namespace
 from tests.support.machines import (
     Machine,
-    clustered,
     digest_of,
-    free_port,
     machine,
     machines,
+    onto_nvme,
     payload_of,
-    write_secret,
 )
 from tests.support.rogue_peers import receive, serving, welcome
 from tests.support.stores import BOUND, NAMESPACE, draft_of
 from tests.support.waits import until
-from tiers.device.threads import thread_device
 from tiers.model.objects import Bucket, Name
-from tiers.recovery.start import NvmeOptions, StoreOptions, start_store
 from tiers.remote.wire import HELLO_BYTES
 
 OTHER = Namespace(**{**NAMESPACE.as_mapping(), "model": "another"})
@@ -138,31 +133,22 @@ async def test_blocks_that_go_meanwhile_are_no_failure(tmp_path: Path) -> None:
 
 
 async def test_copies_go_to_nvme_where_the_bucket_admits_what_is_wanted_again(tmp_path: Path) -> None:
-    addresses = [f"{host}:{free_port(host)}" for host in ("127.0.0.1", "127.0.0.2")]
-    secret, device = write_secret(tmp_path / "secret"), thread_device()
-    options = StoreOptions(
-        tmp_path / "to",
-        dram_bytes=16 * limits.MIB,
-        backing="directory",
-        nvme=NvmeOptions(device, 16 * limits.MIB, segment_bytes=limits.MIB),
-    )
-    settings = ClusterSettings(listen=addresses[1], peers=(addresses[0],), secret_file=secret)
-    try:
-        with await start_store(options) as store:
-            store.create_bucket(BOUND, uid=0, gid=0, namespace=NAMESPACE, admits_all=False)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(store.run)
-                async with (
-                    machine(tmp_path / "from", listen=addresses[0], peers=addresses) as first,
-                    clustered(store, settings) as second,
-                ):
-                    await until(lambda: second.cluster.status()["peers_up"] == 1)
-                    first.put(range(1, 11))
-                    assert (await copied(first, second.address))["blocks"] == 10
-                    await until(lambda: store.journal.usage()[0]["objects_written"] == 10)
-                nursery.cancel_scope.cancel()
-    finally:
-        await device.aclose()
+    async with onto_nvme(tmp_path, admits_all=False) as (first, second):
+        first.put(range(1, 11))
+        assert (await copied(first, second.address))["blocks"] == 10
+        await until(lambda: second.store.journal.usage()[0]["objects_written"] == 10)
+
+
+async def test_a_durable_bucket_takes_no_copies_and_what_it_has_is_there(tmp_path: Path) -> None:
+    async with onto_nvme(tmp_path, durable=True) as (first, second):
+        first.put(range(1, 4))
+        second.put([2])
+        found = await copied(first, second.address)
+        assert (found["state"], found["there_blocks"], found["failed_blocks"]) == ("failed", 1, 2)
+        assert found["failures"] == [["bucket bound there is durable, and takes no copies", 2]]
+        second.store.create_bucket(b"zcache", uid=0, gid=0, namespace=NAMESPACE)
+        found = await copied(first, second.address)
+        assert (found["state"], found["blocks"], found["there_blocks"]) == ("done", 3, 1)
 
 
 async def test_a_machine_of_an_earlier_version_is_named(tmp_path: Path) -> None:

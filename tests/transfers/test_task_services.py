@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import kvfs
+from tests.support.directory_server import directory_server, needs_server
 from tests.support.peer_services import have, peer_services, put, wait_for_peers
 from tests.support.service import Service, run_kvfs, running_kvfs
 from tests.support.session_answers import ALICE
@@ -85,6 +86,55 @@ def test_the_end_of_following_is_not_the_end_of_the_task_and_cancel_is(services:
         assert run_kvfs("cluster", "cancel", "copy", *at).returncode == 3
 
 
+def test_nothing_is_lost_with_a_machine_that_was_drained_and_killed(tmp_path: Path) -> None:
+    with peer_services(tmp_path, 3) as running:
+        check_drain(running, 2)
+
+
+@needs_server
+def test_a_drain_asks_the_directory_who_has_what(tmp_path: Path) -> None:
+    with directory_server(tmp_path) as server, peer_services(tmp_path, 3, server.url) as running:
+        for service in running:
+            eventually(lambda at=service: members(at) == 3, "all are members")
+        check_drain(running, 0)
+
+
+def members(service: Service) -> int:
+    with kvfs.connect(service.data) as client:
+        return int(client.status()["cluster"]["directory"]["members_count"])
+
+
+def check_drain(services: list[Service], peers: int) -> None:
+    """Drain one of three services of which another one has some of the blocks, kill it, and read all on the third."""
+    first, second, third = services
+    for service in (second, third):
+        with kvfs.connect(service.data) as client, client.blocks(NAMESPACE) as blocks:
+            if peers:
+                wait_for_peers(client, peers)
+            if service is second:
+                put(blocks, 30, SIZE_BYTES)
+    with kvfs.connect(first.data) as client, client.blocks(NAMESPACE) as blocks:
+        if peers:
+            wait_for_peers(client, peers)
+        digests = put(blocks, 100, SIZE_BYTES)
+        client.create_bucket("names")
+        client.put("names/x", b"a name's")
+        if not peers:
+            eventually(
+                lambda: 30 in blocks.match_cluster(digests[:30]).result().values(), "the directory knows them"
+            )
+    done = run_kvfs("cluster", "drain", "--at", str(first.data))
+    assert done.returncode == 0, done.stderr
+    assert "nothing is here alone; 1 named objects and 0 blocks of durable buckets stay" in " ".join(
+        done.stdout.split()
+    )
+    assert shown(first)["there_blocks"] == 30
+    first.kill()
+    with kvfs.connect(third.data) as client, client.blocks(NAMESPACE) as blocks:
+        assert blocks.fetch(digests).result() == 100
+    assert have(third, digests, NAMESPACE, SIZE_BYTES)
+
+
 def test_a_service_stops_within_its_bound_while_it_copies(services: list[Service]) -> None:
     first, second = services
     _, address = prepared(first, second)
@@ -103,6 +153,8 @@ def test_only_root_and_the_services_user_begin_and_cancel_tasks(services: list[S
         with kvfs.connect(first.data) as client:
             with pytest.raises(kvfs.NotPermitted, match="copy blocks to other machines"):
                 client.copy_blocks(address)
+            with pytest.raises(kvfs.NotPermitted, match="drain the machine"):
+                client.drain()
             with pytest.raises(kvfs.NotPermitted, match="cancel tasks"):
                 client.cancel_task("copy")
 

@@ -28,6 +28,7 @@ from tiers.remote.pulls import Pulls
 from tiers.remote.serving import Serving, listen
 from tiers.store.store import Store
 from tiers.transfers.copying import Copy
+from tiers.transfers.draining import Drain
 from tiers.transfers.progress import Progress
 from tiers.transfers.tasks import Tasks
 
@@ -76,6 +77,7 @@ class Cluster:
         pulls = Pulls(store, self._fetcher, self._peer_at)
         self._serving = None if settings.listen is None else Serving(store, own, pulls)
         self._tasks = Tasks()
+        pulls.is_draining = lambda: self.is_draining
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve and keep links until cancelled; started once connections are accepted. Raises ConfigError."""
@@ -98,7 +100,10 @@ class Cluster:
     async def fetch(
         self, bucket: Bucket, digests: Sequence[bytes], *, uid: int, hint: str | None, urgent: bool
     ) -> int:
-        """Fetch blocks that are not here; return how many are here then. Raises InvalidRequest of an unknown hint."""
+        """Fetch blocks that are not here, unless this machine drains; return how many are here then. Raises
+        InvalidRequest of an unknown hint."""
+        if self.is_draining:
+            return self._fetcher.count_here(bucket, digests)
         peers = () if hint is None else (self._hinted(hint),)
         if hint is None:
             missing = self._fetcher.missing(bucket, digests)
@@ -128,6 +133,35 @@ class Cluster:
         target = PullLink(peer, self._need_address())
         progress = Progress("copy", to)
         return self._tasks.begin(progress, Copy(self._store, target, buckets, progress).run)
+
+    async def drain(self) -> dict[str, Any]:
+        """Begin to bring what this machine alone has to others; describe the task. Raises Busy, Unsupported."""
+        self._need_address()
+        progress = Progress("drain")
+        return self._tasks.begin(progress, Drain(self._store, self, progress).run)
+
+    @property
+    def is_draining(self) -> bool:
+        """Return whether nothing is to be brought here."""
+        return self._tasks.is_running("drain")
+
+    @property
+    def has_directory(self) -> bool:
+        """Return whether a directory says who has which block."""
+        return not isinstance(self._directory, NoDirectory)
+
+    def addresses(self) -> list[str]:
+        """Return where the machines are that are asked now."""
+        members = [self._member(address) for address in self._directory.addresses()]
+        return list(dict.fromkeys(peer.address for peer in (*members, *self.peers) if peer.is_up))
+
+    async def holders(self, digests: Sequence[bytes]) -> Holders | None:
+        """Return who has each block, as the directory says; None where it does not answer."""
+        return await self._directory.holders(digests)
+
+    def link(self, address: str) -> PullLink:
+        """Return a connection for pulls, still to be opened, to one of the machines."""
+        return PullLink(self._member(address), self._need_address())
 
     async def cancel(self, kind: str) -> dict[str, Any]:
         """Cancel the task of a kind; describe it. Raises NotFound where none is under way."""

@@ -44,6 +44,10 @@ class FetchesBlocks(Protocol):
     ) -> int:
         """Fetch blocks that are not here; return how many are here then. Raises InvalidRequest of an unknown hint."""
 
+    @property
+    def is_draining(self) -> bool:
+        """Return whether nothing is to be brought here."""
+
 
 class Order(msgspec.Struct, frozen=True):
     """Names the blocks that one order wants here, and the peer that has them."""
@@ -90,7 +94,9 @@ class OrderPoller:
             await trio.sleep(wait_s * random.uniform(0.75, 1.25))
 
     async def look(self) -> bool:
-        """Ask once, and carry out what is to be done; return whether there was an answer."""
+        """Ask once, unless this machine drains, and carry out what is to be done; return whether that is answered."""
+        if self._cluster.is_draining:
+            return True
         try:
             found = await self._ask()
         except GetFailed as error:

@@ -14,7 +14,7 @@ from kvfs import limits
 from kvfs.errors import DeadlinePassed, KvfsError, NotPermitted, TierUnreachable, Unsupported
 from tiers.remote.greeting import receive_all, send_all
 from tiers.remote.peer import Peer
-from tiers.remote.pull_wire import ANSWER_BYTES, PULL, Pull, decode_answer_head, decode_pulled
+from tiers.remote.pull_wire import ANSWER_BYTES, ASK, PULL, Pull, decode_answer_head, decode_pulled
 from tiers.transfers.other_machines import MISSING, Cause, Pulled
 
 _BEFORE = "before it had answered"
@@ -41,8 +41,14 @@ class PullLink:
             self._socket = None
 
     async def pull(self, namespace: bytes, digests: Sequence[bytes]) -> Pulled:
+        return await self._call(PULL, namespace, digests)
+
+    async def ask(self, namespace: bytes, digests: Sequence[bytes]) -> Pulled:
+        return await self._call(ASK, namespace, digests)
+
+    async def _call(self, kind: int, namespace: bytes, digests: Sequence[bytes]) -> Pulled:
         self._numbers += 1
-        pull = Pull(PULL, self._numbers, namespace, self._own_address, list(digests))
+        pull = Pull(kind, self._numbers, namespace, self._own_address, list(digests))
         try:
             return await self._exchange(pull)
         except (KvfsError, OSError) as error:
@@ -58,7 +64,8 @@ class PullLink:
         if self._socket is None:
             self._socket = trio.socket.from_stdlib_socket(await self._peer.connect_for_pulls())
         peer, count = self._socket, len(pull.digests)
-        with trio.move_on_after(limits.REMOTE_PULL_S):
+        wait_s = limits.REMOTE_PULL_S if pull.kind == PULL else limits.REMOTE_READ_S
+        with trio.move_on_after(wait_s):
             try:
                 await send_all(peer, pull.encode())
                 head = await receive_all(peer, ANSWER_BYTES, _BEFORE)
@@ -66,4 +73,4 @@ class PullLink:
                 return decode_pulled(cause, await receive_all(peer, count + reason_bytes, _BEFORE), count)
             except OSError as error:
                 raise TierUnreachable(f"the connection ended: {error.strerror or error}") from None
-        raise DeadlinePassed(f"no answer within {limits.REMOTE_PULL_S:g} s")
+        raise DeadlinePassed(f"no answer within {wait_s:g} s")

@@ -18,8 +18,8 @@ from kvfs.keys import HASH_BYTES
 from tiers.transfers.other_machines import MISSING, Cause, Pulled
 
 _PULL_MAGIC, _PULLED_MAGIC = b"KVPL", b"KVPD"
-PULL: Final = 1
-"""The kind: fetch what is not there."""
+PULL, ASK = 1, 2
+"""Kinds: fetch what is not there, or only say what is."""
 _HEAD: Final = Struct("<4sHHIIQ16s")
 _ANSWER: Final = Struct("<4sIQIHH")
 _CAUSES: Final = frozenset(Cause)
@@ -29,7 +29,7 @@ ANSWER_BYTES: Final = _ANSWER.size
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Asks a machine to fetch blocks of a namespace from the one that asks."""
+    """Asks a machine to fetch blocks of a namespace from the one that asks, or which of them it has."""
 
     kind: int
     number: int
@@ -67,7 +67,7 @@ def decode_head(data: bytes) -> PullHead:
     if len(data) != HEAD_BYTES:
         raise ProtocolError(f"a pull's head of {len(data)} bytes instead of {HEAD_BYTES}")
     magic, kind, address_bytes, count, reserved, number, namespace = _HEAD.unpack(data)
-    if magic != _PULL_MAGIC or kind != PULL or reserved:
+    if magic != _PULL_MAGIC or kind not in (PULL, ASK) or reserved:
         raise ProtocolError("no pull of blocks")
     if not 1 <= count <= limits.MAX_PULL_BLOCKS or address_bytes > limits.MAX_PULL_ADDRESS_BYTES:
         raise ProtocolError(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import trio
@@ -36,8 +36,9 @@ from tiers.model.tier import Kind, StoreKey
 from tiers.remote.fetch import Fetcher
 from tiers.remote.greeting import receive_all, send_all
 from tiers.remote.peer import Peer
-from tiers.remote.pull_wire import HEAD_BYTES, Pull, decode_head, decode_pull, encode_pulled
+from tiers.remote.pull_wire import ASK, HEAD_BYTES, Pull, decode_head, decode_pull, encode_pulled
 from tiers.store.store import Store
+from tiers.transfers.block_batches import is_served
 from tiers.transfers.other_machines import BROUGHT, MISSING, THERE, Cause, Pulled
 
 log = logging.getLogger("kvfs.remote")
@@ -52,6 +53,8 @@ class Pulls:
 
     def __init__(self, store: Store, fetcher: Fetcher, peer_at: PeerAt) -> None:
         self._store, self._fetcher, self._peer_at = store, fetcher, peer_at
+        self.is_draining: Callable[[], bool] = bool
+        """Whether this machine brings its own blocks elsewhere, and takes none."""
         self._turns = trio.CapacityLimiter(limits.REMOTE_PULLS)
         self._connections = 0
         self._counts: Counter[str] = Counter()
@@ -79,24 +82,33 @@ class Pulls:
                 self._connections -= 1
 
     async def carry_out(self, pull: Pull, store_id: bytes) -> Pulled:
-        """Fetch what a pull names and is not here; return what came of each block."""
-        self._counts["pulls"] += 1
+        """Fetch what a pull names and is not here, unless it only asks; return what came of each block."""
         pulled = await self._pulled(pull, store_id)
+        if pull.kind == ASK:
+            return pulled
+        self._counts["pulls"] += 1
         self._counts["pulled_blocks"] += pulled.statuses.count(BROUGHT)
         self._counts["refused_pulls"] += pulled.cause is not Cause.NONE
         return pulled
 
     async def _pulled(self, pull: Pull, store_id: bytes) -> Pulled:
         nothing = bytes([MISSING]) * len(pull.digests)
-        bucket = next((b for b in self._store.catalog.buckets() if b.namespace == pull.namespace), None)
-        if bucket is None:
+        if self.is_draining():
+            return Pulled(nothing, Cause.REFUSED, "it drains itself, and takes no blocks")
+        bound = [each for each in self._store.catalog.buckets() if each.namespace == pull.namespace]
+        if not bound:
             return Pulled(
                 nothing, Cause.NAMESPACE, f"no bucket there is bound to namespace {pull.namespace.hex()}"
             )
+        names = {each.name for each in bound}
+        here = {digest: self._has(names, digest) for digest in pull.digests}
+        statuses = bytes(THERE if here[digest] else MISSING for digest in pull.digests)
+        if pull.kind == ASK or MISSING not in statuses:
+            return Pulled(statuses)
+        bucket = min(bound, key=lambda each: each.durable)
         if bucket.durable:
             shown = bucket.name.decode(errors="replace")
-            return Pulled(nothing, Cause.NAMESPACE, f"bucket {shown} there is durable, and takes no copies")
-        here = {digest: self._has(bucket, digest) for digest in pull.digests}
+            return Pulled(statuses, Cause.NAMESPACE, f"bucket {shown} there is durable, and takes no copies")
         missing = [digest for digest in here if not here[digest]]
         try:
             failures = await self._fetch(bucket, missing, self._peer_at(pull.address, store_id))
@@ -104,13 +116,11 @@ class Pulls:
             return Pulled(nothing, Cause.REFUSED, str(error))
         except KvfsError as error:
             return Pulled(nothing, Cause.PASSING, str(error))
-        return self._answered(pull, bucket, here, failures)
+        return self._answered(pull, names, here, failures)
 
     async def _fetch(self, bucket: Bucket, missing: Sequence[bytes], peer: Peer) -> list[Exception]:
         """Fetch blocks from one machine; return what went wrong. Raises Busy, TierUnreachable."""
         failures: list[Exception] = []
-        if not missing:
-            return failures
         if not peer.is_up:
             raise TierUnreachable(f"it cannot read from {peer.address} now: {peer.trouble}")
         with trio.move_on_after(limits.REMOTE_FETCH_S) as waits:
@@ -126,10 +136,10 @@ class Pulls:
         return failures
 
     def _answered(
-        self, pull: Pull, bucket: Bucket, here: dict[bytes, bool], failures: Sequence[Exception]
+        self, pull: Pull, names: Collection[bytes], here: dict[bytes, bool], failures: Sequence[Exception]
     ) -> Pulled:
         statuses = bytes(
-            THERE if here[digest] else BROUGHT if self._has(bucket, digest) else MISSING
+            THERE if here[digest] else BROUGHT if self._has(names, digest) else MISSING
             for digest in pull.digests
         )
         for digest, status in zip(pull.digests, statuses, strict=True):
@@ -139,9 +149,9 @@ class Pulls:
             return Pulled(statuses)
         return Pulled(statuses, *_reason(failures))
 
-    def _has(self, bucket: Bucket, digest: bytes) -> bool:
-        """Return whether a block is in a bucket here, and not in the cold tier alone."""
-        return self._store.block_bucket(digest) == bucket.name and not self._fetcher.missing(bucket, [digest])
+    def _has(self, buckets: Collection[bytes], digest: bytes) -> bool:
+        """Return whether a block is in one of these buckets here, and not in the cold tier alone."""
+        return self._store.block_bucket(digest) in buckets and is_served(self._store, digest)
 
 
 def _reason(failures: Sequence[Exception]) -> tuple[Cause, str]:

@@ -54,6 +54,12 @@ async def _copy(service: Service, session: Session, arguments: Arguments) -> dic
     return await service.cluster.copy(to, bound)
 
 
+async def _drain(service: Service, session: Session, arguments: Arguments) -> dict[str, Any]:
+    arguments.done()
+    session.access.need_privilege("drain the machine")
+    return await service.cluster.drain()
+
+
 async def _cancel(service: Service, session: Session, arguments: Arguments) -> dict[str, Any]:
     kind = text(arguments.text("kind"))
     arguments.done()
@@ -79,4 +85,5 @@ CLUSTER_OPERATIONS: dict[Op, Callable[[Service, Session, Arguments], Awaitable[d
     Op.MATCH_CLUSTER: _match_cluster,
     Op.CLUSTER_COPY: _copy,
     Op.CLUSTER_CANCEL: _cancel,
+    Op.CLUSTER_DRAIN: _drain,
 }

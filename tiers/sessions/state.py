@@ -61,6 +61,9 @@ class RemoteBlocks(Protocol):
         """Begin to copy the blocks of buckets to another machine; describe the task. Raises InvalidRequest, Busy,
         Unsupported."""
 
+    async def drain(self) -> dict[str, Any]:
+        """Begin to bring what this machine alone has to others; describe the task. Raises Busy, Unsupported."""
+
     async def cancel(self, kind: str) -> dict[str, Any]:
         """Cancel the task of a kind; describe it. Raises NotFound where none is under way."""
 
@@ -77,6 +80,9 @@ class NoCluster:
         raise Unsupported("this service has no [cluster]")
 
     async def copy(self, to: str, buckets: Sequence[Bucket]) -> dict[str, Any]:
+        raise Unsupported("this service has no [cluster]")
+
+    async def drain(self) -> dict[str, Any]:
         raise Unsupported("this service has no [cluster]")
 
     async def cancel(self, kind: str) -> dict[str, Any]:

@@ -47,5 +47,25 @@ class Target(Protocol):
     async def pull(self, namespace: bytes, digests: Sequence[bytes]) -> Pulled:
         """Have it fetch blocks that it has not. Bounded; whatever goes wrong is the answer's cause."""
 
+    async def ask(self, namespace: bytes, digests: Sequence[bytes]) -> Pulled:
+        """Ask which blocks it has, without a fetch; else as `pull`."""
+
     def close(self) -> None:
         """End the connection, if there is one. Closing twice is harmless."""
+
+
+class Machines(Protocol):
+    """Names the other machines of the cluster; see `tiers.remote.cluster`."""
+
+    @property
+    def has_directory(self) -> bool:
+        """Return whether a directory says who has which block."""
+
+    def addresses(self) -> list[str]:
+        """Return where the machines are that are asked now."""
+
+    async def holders(self, digests: Sequence[bytes]) -> Sequence[Sequence[str]] | None:
+        """Return who has each block, as the directory says; None where it does not answer."""
+
+    def link(self, address: str) -> Target:
+        """Return a connection, still to be opened, to one of the machines."""

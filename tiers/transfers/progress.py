@@ -74,6 +74,14 @@ class Progress:
             reason = _OTHERS
         self.failures[reason] += blocks
 
+    def add_brought(self, other: Progress) -> None:
+        """Add what another walk of the same task has brought, and what failed then."""
+        brought_blocks, brought_bytes = other.blocks - other.there_blocks, other.bytes - other.there_bytes
+        self.blocks, self.bytes = self.blocks + brought_blocks, self.bytes + brought_bytes
+        self.of_blocks, self.of_bytes = self.of_blocks + brought_blocks, self.of_bytes + brought_bytes
+        for reason, blocks in other.failures.items():
+            self.fail(reason, blocks)
+
     def pass_over_rest(self) -> None:
         """Count as gone what was neither done nor failed, after a walk through all blocks."""
         self.gone_blocks = max(self.gone_blocks, self.of_blocks - self.blocks - self.failed_blocks)
