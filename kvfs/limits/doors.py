@@ -209,6 +209,8 @@ TASK_FOLLOW_S: Final = 0.25
 """Between two looks of a command that follows a task: each is a request for the service's whole status."""
 MAX_TASK_FAILURES: Final = 16
 """Reasons that the status of a task names; others are counted together."""
+MAX_TASK_REASON: Final = 1_024
+"""Characters of one of them, which may name several machines: the status of both tasks stays small beside a frame."""
 
 # --- connectors ------------------------------------------------------------------------------------------
 CONNECTOR_TIMEOUT_S: Final = 5.0

@@ -14,7 +14,7 @@ import trio
 
 from kvfs.errors import ProtocolError
 from tests.support.machines import SECRET
-from tiers.remote.wire import HELLO_BYTES, PROOF_BYTES, WELCOME_BYTES, Hello, Proofs, decode_hello
+from tiers.remote.wire import BLOCKS, HELLO_BYTES, PROOF_BYTES, WELCOME_BYTES, Hello, Proofs, decode_hello
 
 REQUEST = struct.Struct("<IHHIIQ16s")
 WANT = struct.Struct("<16sQ")
@@ -53,11 +53,11 @@ async def welcome(stream: trio.SocketStream, secret: bytes = SECRET) -> Hello:
     return hello
 
 
-async def ask(address: str, secret: bytes = SECRET) -> tuple[trio.SocketStream, bytes]:
+async def ask(address: str, secret: bytes = SECRET, purpose: int = BLOCKS) -> tuple[trio.SocketStream, bytes]:
     """Greet a server, as an asker does that knows this secret; return what it said last."""
     host, _, port = address.rpartition(":")
     stream = await trio.open_tcp_stream(host, int(port))
-    hello = Hello(STORE_ID, os.urandom(32))
+    hello = Hello(STORE_ID, os.urandom(32), purpose)
     await stream.send_all(hello.encode())
     proofs = Proofs(secret, hello, await receive(stream, 32))
     await stream.send_all(proofs.of_asker())

@@ -70,6 +70,7 @@ class Progress:
     def fail(self, reason: str, blocks: int) -> None:
         """Count blocks that failed for a reason."""
         self.failed_blocks += blocks
+        reason = reason[: limits.MAX_TASK_REASON]
         if reason not in self.failures and len(self.failures) >= limits.MAX_TASK_FAILURES:
             reason = _OTHERS
         self.failures[reason] += blocks
