@@ -6,6 +6,7 @@ service's: what follows it here may end before. Concurrency: none.
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -129,7 +130,7 @@ def _follow(client: Client, begun: Mapping[str, Any]) -> Mapping[str, Any]:
     is_terminal, task = sys.stderr.isatty(), begun
     while task["state"] == "runs":
         if is_terminal:
-            line = lazy.load("kvfs.cli.status_page").task_line(task)
+            line = lazy.load("kvfs.cli.status_page").task_line(task)[: shutil.get_terminal_size().columns - 1]
             print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
         time.sleep(limits.TASK_FOLLOW_S)
         found = {each["name"]: each for each in _cluster(client)["tasks"]}.get(begun["name"])

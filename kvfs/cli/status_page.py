@@ -44,16 +44,15 @@ def cluster_page(cluster: Mapping[str, Any]) -> None:
         console.print(directory_line(cluster["directory"]))
     for task in cluster["tasks"]:
         if task["state"] == "runs":
-            console.print(task_line(task))
+            print(task_line(task))
 
 
 def tasks_page(tasks: Sequence[Mapping[str, Any]]) -> None:
-    """Print each task, with why blocks failed."""
-    console = Console()
+    """Print each task, with why blocks failed: plain lines, since a reason has brackets that rich would take away."""
     for task in tasks:
-        console.print(task_line(task))
+        print(task_line(task))
         for reason, blocks in task["failures"]:
-            console.print(f"  {blocks} blocks: {reason}")
+            print(f"  {blocks} blocks: {reason}")
 
 
 def task_line(task: Mapping[str, Any]) -> str:

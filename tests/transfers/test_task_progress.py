@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from kvfs import limits
+from kvfs.cli.status_page import tasks_page
 from tiers.transfers.progress import Progress
 
 
@@ -17,6 +20,13 @@ def test_reasons_are_few_and_short_and_all_blocks_count() -> None:
     assert len(found["failures"]) == limits.MAX_TASK_FAILURES + 1
     assert ["other reasons", 2 * (100 - limits.MAX_TASK_FAILURES)] in found["failures"]
     assert len(json.dumps(found)) < 2 * limits.MAX_TASK_FAILURES * limits.MAX_TASK_REASON
+
+
+def test_a_reason_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress("copy", "127.0.0.1:1", clock=lambda: 0.0)
+    progress.fail("it is neither of [cluster] peers nor a member", 2)
+    tasks_page([progress.status()])
+    assert "2 blocks: it is neither of [cluster] peers nor a member\n" in capsys.readouterr().out
 
 
 def test_the_rate_is_of_what_was_brought() -> None:
