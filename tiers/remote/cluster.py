@@ -74,10 +74,9 @@ class Cluster:
         """Machines that the directory named and the settings do not, by address: linked when they are asked."""
         self._fetcher = Fetcher(store, self.peers, settings.match_wait_s)
         self._orders, self._has_conductor = OrderPoller(settings, store, self), bool(settings.conductor)
-        pulls = Pulls(store, self._fetcher, self._peer_at)
+        pulls = Pulls(store, self._fetcher, self._peer_at, lambda: self.is_draining)
         self._serving = None if settings.listen is None else Serving(store, own, pulls)
         self._tasks = Tasks()
-        pulls.is_draining = lambda: self.is_draining
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve and keep links until cancelled; started once connections are accepted. Raises ConfigError."""

@@ -51,10 +51,12 @@ PeerAt = Callable[[str, bytes], Peer]
 class Pulls:
     """Carries out what other machines ask for."""
 
-    def __init__(self, store: Store, fetcher: Fetcher, peer_at: PeerAt) -> None:
+    def __init__(
+        self, store: Store, fetcher: Fetcher, peer_at: PeerAt, is_draining: Callable[[], bool]
+    ) -> None:
+        """`is_draining` says whether this machine brings its own blocks elsewhere, and takes none."""
         self._store, self._fetcher, self._peer_at = store, fetcher, peer_at
-        self.is_draining: Callable[[], bool] = bool
-        """Whether this machine brings its own blocks elsewhere, and takes none."""
+        self._is_draining = is_draining
         self._turns = trio.CapacityLimiter(limits.REMOTE_PULLS)
         self._connections = 0
         self._counts: Counter[str] = Counter()
@@ -93,7 +95,7 @@ class Pulls:
 
     async def _pulled(self, pull: Pull, store_id: bytes) -> Pulled:
         nothing = bytes([MISSING]) * len(pull.digests)
-        if self.is_draining():
+        if self._is_draining():
             return Pulled(nothing, Cause.REFUSED, "it drains itself, and takes no blocks")
         bound = [each for each in self._store.catalog.buckets() if each.namespace == pull.namespace]
         if not bound:
