@@ -147,7 +147,8 @@ class OrderPoller:
             raise InvalidRequest("namespace or hashes are not hexadecimal") from None
         if len(digests) > limits.MAX_ORDER_BLOCKS or any(len(each) != HASH_BYTES for each in digests):
             raise InvalidRequest(f"hashes: {limits.MAX_ORDER_BLOCKS} of {HASH_BYTES} bytes at most")
-        bucket = next((each for each in self._store.catalog.buckets() if each.namespace == namespace), None)
-        if bucket is None:
-            raise InvalidRequest("no bucket here has this namespace")
+        bound = [each for each in self._store.catalog.buckets() if each.namespace == namespace]
+        bucket = min(bound, key=lambda each: each.durable, default=None)
+        if bucket is None or bucket.durable:
+            raise InvalidRequest("no cache here has this namespace")
         return await self._cluster.fetch(bucket, digests, uid=bucket.uid, hint=order.peer, urgent=False)

@@ -25,7 +25,7 @@ from scheduler.conductor.conductor import Conductor
 from scheduler.conductor.sources import StreamName
 from scheduler.conductor.values import Instance, Routed, RouteRequest
 from tests.support.conductors import BLOCK_TOKENS, NAMESPACE, Clock, asking, conductor, instance, serving
-from tests.support.machines import machines
+from tests.support.machines import machines, onto_nvme
 from tests.support.stores import NAMESPACE as STORED
 from tests.support.waits import WAIT_S
 from tiers.remote.order_poller import OrderPoller
@@ -219,6 +219,26 @@ async def test_orders_that_are_none_and_conductors_that_do_not_answer_change_not
         with trio.fail_after(WAIT_S):
             assert not await nobody.look()
         assert nobody.status()["order_answers_failed"] == 1
+
+
+async def test_an_order_adds_blocks_to_a_cache_and_none_to_a_durable_bucket(tmp_path: Path) -> None:
+    async with (
+        onto_nvme(tmp_path, durable=True) as (first, second),
+        serving(copies=True) as (service, addresses),
+    ):
+        digests = first.put(range(1, 4))
+        poller = OrderPoller(settings_of(addresses.http), second.store, second.cluster)
+        service.conductor.registry.add(node(1))
+        assert service.conductor.copies is not None
+        hashes = [each.hex() for each in digests]
+        order = {"id": "1", "peer": first.address, "namespace": STORED.digest.hex(), "hashes": hashes}
+        service.conductor.copies.for_store = lambda topic: [order]  # type: ignore[method-assign]
+        assert await poller.look()
+        assert (poller.counts["orders_failed"], second.read(digests[0])) == (1, None)
+        second.store.create_bucket(b"zcache", uid=0, gid=0, namespace=STORED)
+        order["id"] = "2"
+        assert await poller.look()
+        assert (poller.counts["orders_done"], poller.counts["ordered_blocks"]) == (1, 3)
 
 
 def settings_of(url: str, **more: Any) -> ClusterSettings:
