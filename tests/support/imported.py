@@ -79,6 +79,7 @@ def be_spawned(arguments: Sequence[str], passed: Sequence[int]) -> NoReturn:
 def become(message: dict[str, Any], descriptors: list[int]) -> NoReturn:
     """Be the process that a message describes, to its end."""
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in tests that run in the background
     for own, wanted in zip(descriptors, message["descriptors"], strict=True):
         os.dup2(own, wanted, inheritable=True)
     if 2 not in message["descriptors"]:

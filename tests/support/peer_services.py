@@ -15,8 +15,11 @@ from tests.support.service import Service
 
 
 @contextmanager
-def peer_services(folder: Path, count: int = 3, directory: str = "") -> Iterator[list[Service]]:
-    """Run services that know each other, themselves included, by their settings or by a directory."""
+def peer_services(
+    folder: Path, count: int = 3, directory: str = "", module: str = "kvfs"
+) -> Iterator[list[Service]]:
+    """Run services that know each other, themselves included, by their settings or by a directory. `module`: what is
+    run."""
     addresses = [f"127.0.0.{number}" for number in range(1, count + 1)]
     addresses = [f"{host}:{free_port(host)}" for host in addresses]
     secret = write_secret(folder / "secret")
@@ -28,7 +31,8 @@ def peer_services(folder: Path, count: int = 3, directory: str = "") -> Iterator
             config.write_text(
                 f"[cluster]\nlisten = '{address}'\n{known}\nsecret_file = '{secret}'\nmatch_wait_s = 1\n"
             )
-            running.append(stack.enter_context(Service(mode="off", arguments=["--config", str(config)])))
+            service = Service(mode="off", arguments=["--config", str(config)], module=module)
+            running.append(stack.enter_context(service))
         yield running
 
 

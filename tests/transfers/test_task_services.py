@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import kvfs
+from tests.support import patient_peers
 from tests.support.directory_server import directory_server, needs_server
 from tests.support.peer_services import have, peer_services, put, wait_for_peers
 from tests.support.service import Service, run_kvfs, running_kvfs
@@ -26,7 +27,7 @@ SIZE_BYTES = 1 << 16
 
 @pytest.fixture
 def services(tmp_path: Path) -> Iterator[list[Service]]:
-    with peer_services(tmp_path, 2) as running:
+    with peer_services(tmp_path, 2, module=patient_peers.MODULE) as running:
         yield running
 
 
