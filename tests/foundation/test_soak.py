@@ -86,13 +86,14 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 def until_lines(soak: subprocess.Popen[str], *patterns: str, when: Callable[[], bool] = lambda: True) -> None:
     """Read what it says until each pattern was in a line that came when it was to, then end it."""
     assert soak.stdout is not None
-    missing = list(patterns)
+    missing, said = list(patterns), ""
     for line in soak.stdout:
+        said += line
         missing = [pattern for pattern in missing if not (re.search(pattern, line) and when())]
         if not missing:
             break
     soak.send_signal(signal.SIGTERM)
-    assert not missing
+    assert not missing, said
 
 
 def test_it_goes_on_after_a_red_run_and_keeps_its_log_and_command(bench: Bench) -> None:
