@@ -108,6 +108,8 @@ class Exchange:
         self._in_chunks = False
         self._scope = scope
         self.abandoned = False
+        self.whole = False
+        """Whether all of the answer is on its way: a client may close then, before it has seen the framing's end."""
         self.filler = b""
         """What a client passes over between two parts of the answer; empty: nothing."""
 
@@ -152,7 +154,9 @@ class Exchange:
         self._transport.give_up()
 
     def abandon(self) -> None:
-        """Cancel the connection's task: the client is gone."""
+        """Cancel the connection's task: the client is gone, unless it went with the whole answer."""
+        if self.whole:
+            return
         self.abandoned = True
         if self._scope is not None:
             self._scope.cancel()
@@ -250,6 +254,7 @@ class Exchange:
         length = None if status in _NO_BODY else len(body)
         head = self.begin(status, headers, length)
         sends_body = length is not None and length > 0 and self.head.method != "HEAD"
+        self.whole = True
         await self._transport.send([head, body] if sends_body else [head])
 
     async def respond_head(self, status: int, headers: Headers, length: int) -> None:
@@ -262,8 +267,11 @@ class Exchange:
         """Send `count` bytes of a sealed slot from `offset` on. Raises Gone, Stalled."""
         await self._transport.send_file(self.begin(status, headers, count), descriptor, offset, count)
 
-    async def begin_slowly(self, status: int, headers: Headers, first: bytes = b"") -> None:
-        """Begin an answer of unknown length by its `first` part; `send_part` and `end_slowly` follow.
+    async def begin_slowly(
+        self, status: int, headers: Headers, first: bytes = b"", *, last: bool = False
+    ) -> None:
+        """Begin an answer of unknown length by its `first` part; `send_part` and `end_slowly` follow, unless it is the
+        `last`.
 
         Raises Gone, Stalled.
         """
@@ -271,21 +279,28 @@ class Exchange:
         self._in_chunks = self.keep_alive  # else the end of the connection ends it
         framing = [("Transfer-Encoding", "chunked")] if self._in_chunks else []
         head = self.begin(status, [*headers, *framing], None)
-        await self._transport.send([head + self._framed(first) if first else head])
+        await self._transport.send([head + self._framed(first, last=last) if first else head])
 
-    async def send_part(self, data: bytes) -> None:
-        """Send a part of an answer of unknown length, at least a byte. Raises Gone, Stalled."""
+    async def send_part(self, data: bytes, *, last: bool = False) -> None:
+        """Send a part of an answer of unknown length, at least a byte, and the end with the `last`.
+
+        Raises Gone, Stalled.
+        """
         assert data
-        await self._transport.send([self._framed(data)])
+        await self._transport.send([self._framed(data, last=last)])
 
-    def _framed(self, data: bytes) -> bytes:
-        return b"%x\r\n%b\r\n" % (len(data), data) if self._in_chunks else data
+    def _framed(self, data: bytes, *, last: bool = False) -> bytes:
+        framed = b"%x\r\n%b\r\n" % (len(data), data) if self._in_chunks else data
+        return framed + self._end() if last else framed
 
     async def end_slowly(self) -> None:
         """End an answer of unknown length. Raises Gone, Stalled."""
-        if self._in_chunks:
-            self.filler = b""
-            await self._transport.send([b"0\r\n\r\n"])
+        if end := self._end():
+            await self._transport.send([end])
+
+    def _end(self) -> bytes:
+        self.whole, self.filler = True, b""
+        return b"0\r\n\r\n" if self._in_chunks else b""
 
     async def send_piece(self, head: bytes, descriptor: int, count: int) -> None:
         """Send `head` and the first `count` bytes of a slot. Raises Gone, Stalled."""

@@ -192,6 +192,8 @@ ENGINE_FIRST_BYTE_S: Final = 600.0
 """The longest wait for the first byte of an answer: OpenAI's own client waits as long."""
 ENGINE_SILENCE_S: Final = 120.0
 """The longest silence within an answer: a request that the engine preempted waits for others to end."""
+ENGINE_END_S: Final = 1.0
+"""How long an engine may take to end a stream after its last event, for the connection to be used again."""
 HEALTH_INTERVAL_S: Final = 0.4
 """How long an engine with requests may be silent before it is probed: with the probe, under 2 s."""
 HEALTH_TIMEOUT_S: Final = 1.0

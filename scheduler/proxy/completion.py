@@ -78,16 +78,16 @@ class Completion:
     usage: EngineUsage = NO_USAGE
     status: int | None = 200
     """As it was answered; None: it was broken off."""
+    is_over: bool = False
+    """Whether the router was told that it is done."""
 
 
 class _Pair(NamedTuple):
     """The engines for a request; `prefill` is None where one does both."""
 
-    id: str
+    routed: Routed
     decode: Engine
     prefill: Engine | None
-    peer: str = ""
-    """Where the decode engine's store reads what the prefill engine stores, if that is another machine's."""
 
 
 class Legs:
@@ -125,15 +125,16 @@ class Legs:
                     await self._end_broken(request, error)
                     return
             except BaseException:
-                self._router.cancel(routed.id)
+                if not request.is_over:
+                    self._router.cancel(routed.id)
                 raise
             else:
-                self._end(request, routed, pair)
                 return
         await self._give_error(request)
 
-    def _end(self, request: Completion, routed: Routed, pair: _Pair) -> None:
-        """Report what the engines say of the tokens."""
+    def _end(self, request: Completion, pair: _Pair) -> None:
+        """Report what the engines say of the tokens: all that they answered is on its way."""
+        request.is_over, routed = True, pair.routed
         prefill = request.prefill_usage
         # Numbers of several answers are sums: nothing is known of one of them.
         usage = NO_USAGE if request.asked.several else request.usage
@@ -188,10 +189,10 @@ class Legs:
             self.counts.skips[skip] += 1
             if skip == "echo":
                 self._router.prefill_failed(routed.id)
-            return _Pair(routed.id, decode, None)
+            return _Pair(routed, decode, None)
         self.counts.events["prefill_legs"] += 1
         prefill = self._engine(request, routed.prefill or "", routed.prefill_url or "", routed.prefill_rank)
-        return _Pair(routed.id, decode, prefill, routed.prefill_peer)
+        return _Pair(routed, decode, prefill)
 
     def _engine(self, request: Completion, name: str, url: str, rank: int | None) -> Engine:
         """Return the engine that a router names. Raises EngineFailed with its name, which is excluded then."""
@@ -228,15 +229,15 @@ class Legs:
             return self._prefill_failed(pair, str(self._failed(request, engine, error)))
         if answer.status != 200:
             return self._prefill_failed(pair, f"engine {engine.name}: it answered {answer.status}")
-        self._router.prefilled(pair.id)
+        self._router.prefilled(pair.routed.id)
         request.prefill_usage = usage_of(data)
-        return handover.after_prefill(data, request.prefill_usage.cached_tokens, pair.peer)
+        return handover.after_prefill(data, request.prefill_usage.cached_tokens, pair.routed.prefill_peer)
 
     def _prefill_failed(self, pair: _Pair, reason: str) -> Put:
         """Have the decode engine compute the prompt; return what it is to know: nothing."""
-        self._router.prefill_failed(pair.id)
+        self._router.prefill_failed(pair.routed.id)
         self.counts.events["failed_prefills"] += 1
-        log.info("request %s is prefilled where it is decoded: %s", pair.id, reason)
+        log.info("request %s is prefilled where it is decoded: %s", pair.routed.id, reason)
         return {}
 
     async def _decode(self, request: Completion, pair: _Pair, put: Put) -> None:
@@ -251,6 +252,8 @@ class Legs:
                     await self._stream(request, pair, answer)
                 else:
                     await self._whole(request, pair, answer)
+                self._end(request, pair)
+                await answer.pass_over_end()
         except EngineFailed as error:
             raise self._failed(request, pair.decode, error) from None
 
@@ -263,7 +266,8 @@ class Legs:
         async def prefill() -> None:
             try:
                 await self._prefill_beside(request, engine, prefill_put)
-                self._router.prefilled(pair.id)
+                if not request.is_over:
+                    self._router.prefilled(pair.routed.id)
             except EngineFailed as error:
                 if not request.exchange.answered:
                     failures.append(error)
@@ -311,27 +315,31 @@ class Legs:
 
     # --- the answer ----------------------------------------------------------------------------------------
     async def _stream(self, request: Completion, pair: _Pair, answer: Answer) -> None:
-        """Pass events on as they come. The head waits for the first: until then another engine may answer."""
+        """Pass events on as they come, with the last one the end: clients may go then. The head waits for the first:
+        until then another engine may answer."""
         relay = EventRelay(drops_usage=not request.asked.wants_usage)
         exchange = request.exchange
         exchange.filler = COMMENT
         sent_s, is_token_seen = 0.0, False
-        while data := await answer.read():
+        while not relay.is_done and (data := await answer.read()):
             events = relay.feed(data)
             if not events:
                 continue
             now_s = monotonic()
             if not is_token_seen and _CHOICES in events:
                 is_token_seen = True
-                self._router.first_token(pair.id)
+                self._router.first_token(pair.routed.id)
             if exchange.answered:
                 self.counts.tokens.observe("streamed", now_s - sent_s)
                 sent_s = now_s
-                await exchange.send_part(events)
+                await exchange.send_part(events, last=relay.is_done)
             else:
                 self.counts.first_bytes.observe("streamed", now_s - request.arrived_s)
                 sent_s = now_s
-                await exchange.begin_slowly(200, client_headers(answer.headers), events)
+                await exchange.begin_slowly(200, client_headers(answer.headers), events, last=relay.is_done)
+        request.usage = relay.usage
+        if relay.is_done:
+            return
         rest = relay.end()
         if not exchange.answered and not rest:
             raise EngineFailed("it streamed nothing")
@@ -340,7 +348,6 @@ class Legs:
         if rest:
             await exchange.send_part(rest)
         await exchange.end_slowly()
-        request.usage = relay.usage
 
     async def _whole(self, request: Completion, pair: _Pair, answer: Answer) -> None:
         data = await answer.read_all(request.count)

@@ -4,7 +4,8 @@ Responsibility: cut what comes into whole events, so that an error event can fol
 drop its event where the client did not ask for it.
 
 Invariants: what one receive gave goes on as one piece. No event is parsed but those with a usage, and of these only the
-last where the client wants them all. At most limits.MAX_EVENT_BYTES are kept back.
+last where the client wants them all. At most limits.MAX_EVENT_BYTES are kept back. `[DONE]` is the end: OpenAI's own
+client closes its connection when it reads that, whatever follows.
 
 Concurrency: one task.
 """
@@ -24,6 +25,7 @@ _HAS_USAGE = re.compile(rb'"usage"\s*:\s*\{').search
 COMMENT = b":\n\n"
 """What readers of events pass over."""
 _ENDS = (b"\n\n", b"\r\n\r\n")
+_DONE = tuple(b"data:%b[DONE]%b" % (space, end) for space in (b" ", b"") for end in _ENDS)
 
 
 class EngineUsage(NamedTuple):
@@ -80,6 +82,8 @@ class EventRelay:
         self._drops_usage = drops_usage
         self._rest = b""
         self._last_usage = b""
+        self.is_done = False
+        """Whether the last event has come."""
 
     def feed(self, data: bytes) -> bytes:
         """Return the events that are whole now, b"" where none is. Raises EngineFailed."""
@@ -90,6 +94,7 @@ class EventRelay:
             data, self._rest = data[:end], data[end:]
             if len(self._rest) > limits.MAX_EVENT_BYTES:
                 raise EngineFailed(f"it sent an event of over {limits.MAX_EVENT_BYTES} bytes", alive=True)
+        self.is_done = data.endswith(_DONE)
         if _HAS_USAGE(data):
             self._last_usage = data
             if self._drops_usage:

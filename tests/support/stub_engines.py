@@ -459,6 +459,13 @@ class Asker:
         return message
 
 
+async def leave(stream: trio.SocketStream, how: str) -> None:
+    """Close a connection, or `reset` it."""
+    if how == "reset":
+        stream.setsockopt(1, 13, b"\1\0\0\0\0\0\0\0")  # SO_LINGER of no time
+    await trio.aclose_forcefully(stream)
+
+
 class Stand:
     """A proxy in front of stub engines."""
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from types import MappingProxyType
@@ -237,6 +238,11 @@ class Answer:
         data = await self._connection.read(limits.ENGINE_SILENCE_S)
         self._engine.heard()
         return data
+
+    async def pass_over_end(self) -> None:
+        """Read what ends the body, so that the connection can be used again, if it comes soon and nothing else does."""
+        with suppress(EngineFailed):
+            await self._connection.read(limits.ENGINE_END_S)
 
     async def read_all(self, count: Callable[[int], None] | None = None) -> bytes:
         """Return the whole body; `count` is called with the bytes of each piece. Raises EngineFailed."""

@@ -9,7 +9,7 @@ import trio
 
 from kvfs import limits
 from tests.support.processor_waits import within
-from tests.support.stub_engines import PROMPT, WORDS, Stand, StubEngine, proxy_stand
+from tests.support.stub_engines import PROMPT, WORDS, Stand, StubEngine, leave, proxy_stand
 from tests.support.waits import WAIT_S, until
 
 BODY = {"prompt": "p", "max_tokens": 5}
@@ -278,12 +278,6 @@ async def test_a_client_that_goes_away_ends_its_work_at_once(role: str, how: str
         assert len(silent.completions) == 1
         assert bool(stand.engines[1].completions) == (role == "decode")
         assert stand.proxy.counts.outcomes["gone"] == 1
-
-
-async def leave(stream: trio.SocketStream, how: str) -> None:
-    if how == "reset":
-        stream.setsockopt(1, 13, b"\1\0\0\0\0\0\0\0")  # SO_LINGER of no time
-    await trio.aclose_forcefully(stream)
 
 
 async def test_a_client_that_goes_away_inside_a_stream() -> None:

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
+from kvfs import limits
 from kvfs.errors import InvalidRequest, NotFound
 from scheduler.conductor.conductor import WITHOUT_TOKENS
 from scheduler.conductor.values import NOTHING_SAID, Refused, Routed, RouteRequest, Usage
@@ -18,10 +20,11 @@ from tests.support.stub_engines import (
     StubEngine,
     begin_stream,
     event,
+    leave,
     proxy_stand,
     send_chunk,
 )
-from tests.support.waits import until
+from tests.support.waits import WAIT_S, until
 
 CHAT = "/v1/chat/completions"
 
@@ -198,6 +201,65 @@ async def test_a_stream_without_tokens_has_no_first_one(monkeypatch: pytest.Monk
         stand.engines[1].behaviour = "error_event"
         assert (await stand.ask(CHAT, chat("q", stream=True))).status == 200
         assert router.reports == [("prefilled", "r1"), ("done", "r1", Usage(0, None, True))]
+
+
+async def end_late(engine: StubEngine, stream: trio.SocketStream, asked: Asked) -> bool:
+    """Pause between the last event and the end of the stream."""
+    await begin_stream(stream)
+    for each in engine.events(asked):
+        await send_chunk(stream, each)
+    await engine.go.wait()
+    await stream.send_all(b"0\r\n\r\n")
+    return True
+
+
+async def leave_at_the_last_event(stand: Stand, how: str) -> None:
+    """Do as OpenAI's own client does."""
+    asker = await stand.asker()
+    await asker.send(CHAT, chat("q", stream=True, stream_options={"include_usage": True}))
+    answer = await asker.first_bytes()
+    while not answer.body.endswith(b"[DONE]\n\n"):
+        answer.feed(await asker.stream.receive_some(65536))
+    await leave(asker.stream, how)
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+async def test_a_client_that_leaves_at_the_last_event_was_answered(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BEHAVIOURS, "end_late", end_late)
+    router = NotingRouter()
+    async with proxy_stand("both", "both", router=router) as stand:
+        router.stand, engine = stand, stand.engines[1]
+        engine.behaviour = "end_late"
+        await leave_at_the_last_event(stand, how)
+        await trio.testing.wait_all_tasks_blocked()
+        assert router.reports[-1] == ("done", "r1", Usage(0, 4, True))
+        engine.go.set()
+        await until(lambda: stand.proxy.handler.in_flight == 0)
+        connections = engine.accepted
+        await stand.ask(CHAT, chat("q"))
+        await until(lambda: stand.proxy.handler.in_flight == 0)
+        assert engine.accepted == connections, "the engine's connection is used again"
+        assert [report[0] for report in router.reports if report[0] in ("done", "cancel")] == ["done", "done"]
+        assert stand.proxy.counts.outcomes == {"answered": 2}
+
+
+async def test_an_engine_that_does_not_end_its_stream_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(BEHAVIOURS, "end_late", end_late)
+    monkeypatch.setattr(limits, "ENGINE_END_S", 0.01)
+    router = NotingRouter()
+    async with proxy_stand("both", "both", router=router) as stand:
+        router.stand, engine = stand, stand.engines[1]
+        engine.behaviour = "end_late"
+        await leave_at_the_last_event(stand, "close")
+        with trio.fail_after(WAIT_S):
+            await engine.completions[0].gone.wait()
+        await until(lambda: stand.proxy.handler.in_flight == 0)
+        assert [report[0] for report in router.reports] == ["prefilled", "first_token", "done"]
+        assert stand.proxy.counts.outcomes == {"answered": 1}
 
 
 async def test_an_engine_that_fails_is_excluded_and_reported() -> None:
