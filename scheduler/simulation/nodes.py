@@ -182,23 +182,17 @@ class DecodeNode:
 
     def _run(self, until_s: float) -> bool:
         """Run steps until a request ends or may join, and return True; False once the next one would end too late."""
-        costs, steps, requests = self._costs, self._steps_s, len(self._batch)
+        requests, left = len(self._batch), self._batch[0][0] - len(self._steps_s)
         joins_s = self._joining[0].since_s if self._joining else float("inf")
-        clock_s, context = self._clock_s, self._batch_tokens
-        left = self._batch[0][0] - len(steps)
-        # CostModel.step_s is inline: a trace has millions of steps, and few of them change who is in the batch.
-        fixed_s, context_s = costs.step_fixed_s, costs.step_context_s
-        requests_s = costs.step_request_s * requests
-        while left > 0 and joins_s > clock_s:
-            duration_s = fixed_s + context_s * context + requests_s
-            if clock_s + duration_s > until_s:
+        while left > 0 and joins_s > self._clock_s:
+            duration_s = self._costs.step_s(self._batch_tokens, requests)
+            if self._clock_s + duration_s > until_s:
                 break
-            clock_s += duration_s
-            steps.append(duration_s)
-            context += requests
+            self._clock_s += duration_s
+            self._steps_s.append(duration_s)
+            self._batch_tokens += requests
             left -= 1
-        self._clock_s, self._batch_tokens = clock_s, context
-        return left <= 0 or joins_s <= clock_s
+        return left <= 0 or joins_s <= self._clock_s
 
     def _end_all(self) -> None:
         """End the requests whose last token was that of the last step."""
