@@ -47,7 +47,13 @@ from kvfs.connectors.common import VLLM_LOG, Link, address_of
 from kvfs.connectors.device.torch_device import copies_of
 from kvfs.connectors.vllm_group_planner import GroupPlanner
 from kvfs.connectors.vllm_layout import Shard, check_parallel, shard_of
-from kvfs.connectors.vllm_rules.cache_groups import check_settings, extra_of, groups_of, is_plain
+from kvfs.connectors.vllm_rules.cache_groups import (
+    block_tokens_of,
+    check_settings,
+    extra_of,
+    groups_of,
+    is_plain,
+)
 from kvfs.connectors.vllm_scheduler import Plan, Planner, Rank, Step
 from kvfs.connectors.vllm_weights import Peers, Watch, adapters_of, calling_worker, models_of
 from kvfs.connectors.vllm_worker import Transfers
@@ -182,7 +188,7 @@ class KVFSConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._planner = self._new_planner()
 
     def _new_planner(self) -> Planner:
-        block_tokens = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        block_tokens = block_tokens_of(self._kv_cache_config.kv_cache_groups)
         store_generated, fetches_any = self._chosen["store"] == "all", self._chosen["fetch"] == "any"
         if not self._is_plain:
             return GroupPlanner(

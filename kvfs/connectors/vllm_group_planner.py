@@ -4,6 +4,8 @@ Responsibility: what `Planner` does, for blocks of several groups, whose keys ar
 rules are in `kvfs.groups`.
 
 Invariants:
+- Blocks of groups may have different sizes. What `Planner` counts is then as long as their least common multiple, which
+  is where vLLM lets a request go on: a group has `Group.stride` blocks and keys in each.
 - A hit is a hit in all groups and on all ranks, or none: the longest prefix for which each group has all that its
   layers read. A request of which one load failed computes everything that the engine itself does not have.
 - Of a group of full attention every block is stored; of sliding windows and of chunks those of the prompt's end and of
@@ -12,7 +14,7 @@ Invariants:
 - Of recurrent layers every state is stored that vLLM keeps itself and names the exact block of: at a prompt's last
   whole block, where it leaves what the engine has, and as often as the retention interval says. Their block table has
   passing states too.
-- Blocks of windows and states follow in the store the block of full attention that is of the same tokens, without which
+- Blocks of windows and states follow in the store the block of full attention that has their last token, without which
   they are worth nothing, where the rank has one: they go before it, and it goes as it would without them.
 - vLLM puts the null block in the place of blocks that no layer reads any more: it is not stored, and never loaded.
 
@@ -30,7 +32,7 @@ from typing import Any
 from kvfs.client.blocks import Blocks
 from kvfs.connectors.common import Link
 from kvfs.connectors.vllm_scheduler import BlockRun, Planner, Rank, Step, Tracked, runs_of
-from kvfs.groups import Group, Kept, checkpoint_blocks, longest_prefix
+from kvfs.groups import Group, Kept, checkpoint_every, longest_prefix
 from kvfs.keys import HASH_BYTES
 from kvfs.limits import CONNECTOR_WINDOWS
 
@@ -60,9 +62,12 @@ class GroupPlanner(Planner):
             clock=clock,
         )
         self.groups = list(groups)
-        self._every = checkpoint_blocks(self.groups, CONNECTOR_WINDOWS)
+        self._every = checkpoint_every(self.groups, CONNECTOR_WINDOWS)
         self._junctions: dict[str, int] = {}
         """Where a request leaves what full attention finds, if the windows before that are not there."""
+
+    def _blocks_of(self, step: Step) -> int:
+        return min(len(ids) // group.stride for group, ids in zip(self.groups, step.by_group, strict=True))
 
     # --- loads --------------------------------------------------------------------------------------------
     def _hits(self, tracked: Tracked, first: int, last: int) -> int:
@@ -112,8 +117,8 @@ class GroupPlanner(Planner):
         )
         for index, group in enumerate(self.groups):
             ids = self._states_of(step, index) if group.is_state else step.by_group[index]
-            begin = 0 if group.is_state else first
-            wanted = [i for i in range(begin, last) if ids[i] != NULL_BLOCK and kept.has(group, i)]
+            blocks = range(0 if group.is_state else first * group.stride, last * group.stride)
+            wanted = [i for i in blocks if ids[i] != NULL_BLOCK and kept.has(group, i)]
             for start, stop in runs_of(wanted):
                 missing = self._missing(_of_group(tracked.keys, index), start, stop)
                 for run_first, run_last in runs_of(missing):
@@ -122,9 +127,10 @@ class GroupPlanner(Planner):
     def _states_of(self, step: Step, index: int) -> list[int]:
         """Return for each block of a recurrent group which one holds the state behind it."""
         ids = [NULL_BLOCK] * len(step.by_group[index])
+        block_tokens = self._block_tokens // self.groups[index].stride
         for group, block_id, tokens in step.states:
-            if group == index and tokens % self._block_tokens == 0:
-                ids[tokens // self._block_tokens - 1] = block_id
+            if group == index and tokens % block_tokens == 0:
+                ids[tokens // block_tokens - 1] = block_id
         return ids
 
     def finished(self, request: Any) -> dict[str, Any] | None:
@@ -142,8 +148,16 @@ class GroupPlanner(Planner):
             full = next((each for each in tracked.keys if self._is_full_part(each, rank)), None)
             if full is None:
                 return run
-            anchors[rank] = bytes(tracked.keys[full][first * HASH_BYTES : last * HASH_BYTES])
+            ends = self._ends_in(full[-1], index, range(first, last))
+            anchors[rank] = b"".join(
+                bytes(tracked.keys[full][i * HASH_BYTES : (i + 1) * HASH_BYTES]) for i in ends
+            )
         return replace(run, anchors=anchors)
+
+    def _ends_in(self, full: int, index: int, blocks: range) -> list[int]:
+        """Return for blocks of a group which ones of another have their last token."""
+        theirs, own = self.groups[full].stride, self.groups[index].stride
+        return [-(-(i + 1) * theirs // own) - 1 for i in blocks]
 
     def _is_full_part(self, one: Rank, other: Rank) -> bool:
         """Return whether one rank is of full attention, and of the same worker as another."""

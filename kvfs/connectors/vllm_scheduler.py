@@ -15,6 +15,8 @@ Invariants:
 - A hit is a hit on every rank: each has its shard under its own namespace, so the shortest match counts.
 - Only whole blocks are loaded and stored, never the one with the prompt's last token, which the engine has to
   compute. A block is stored once all its tokens are known and computed, so speculated tokens are not.
+- What is counted here are blocks of `block_tokens`. A namespace may have smaller ones, whose number divides that: then
+  a rank has several keys for each block (`kvfs.connectors.vllm_group_planner`).
 
 Concurrency: the engine's scheduler thread.
 """
@@ -97,8 +99,10 @@ class Tracked:
     request: Any
     keys: dict[Rank, bytearray]
     adapter: Adapter | None = None
-    mm_index: int = 0
-    """Where the next block's search for multi-modal inputs begins."""
+    hashed: int = 0
+    """Blocks that have their keys, on every rank."""
+    mm_index: dict[int, int] = field(default_factory=dict)
+    """Where the next block's search for multi-modal inputs begins, by the tokens of a block."""
     matched_from: int = 0
     """Blocks that the engine itself had when it asked."""
     stored: int = 0
@@ -107,10 +111,6 @@ class Tracked:
     """For blocks that a prefill engine stores; None before the first match."""
     fetch: Fetch | None = None
     """Of blocks that another machine has; None where none began."""
-
-    def count(self) -> int:
-        """Return how many whole blocks have a hash on every rank."""
-        return min(len(keys) for keys in self.keys.values()) // HASH_BYTES
 
 
 class Planner:
@@ -217,7 +217,7 @@ class Planner:
         first = tracked.matched_from = num_computed_tokens // self._block_tokens
         last = (request.num_tokens - 1) // self._block_tokens
         self._extend(tracked, last)
-        last = min(last, tracked.count())
+        last = min(last, tracked.hashed)
         hits = self._hits(tracked, first, last)
         wait = tracked.wait = tracked.wait or Wait(self._handed_over(tracked), now_s)
         if self._fetches_rest(tracked, wait, first + hits, last, now_s):
@@ -289,7 +289,7 @@ class Planner:
         rank, namespace = next(iter(self._namespaces.items()))
         at = tracked.keys[rank].rfind(handover.last_block)
         if at >= 0 and at % HASH_BYTES == 0:
-            return at // HASH_BYTES + 1
+            return (at // HASH_BYTES + 1) // self._keys_of_block(rank)
         if not self._has_warned:
             self._has_warned = True
             log.warning(
@@ -364,14 +364,18 @@ class Planner:
         # Blocks computed a second time (after a preemption, or a failed load) may have left the store.
         first = min(tracked.stored, step.tokens_before // self._block_tokens)
         whole = min(step.tokens_after, known) // self._block_tokens
-        last = min(whole, len(step.block_ids))
+        last = min(whole, self._blocks_of(step))
         tracked.stored = max(last, first)
         if last <= first:
             return
         self._extend(tracked, last)
-        for run in self._stores_of(tracked, step, first, min(last, tracked.count())):
+        for run in self._stores_of(tracked, step, first, min(last, tracked.hashed)):
             plan.stores.append(run)
             self.counts["stored_blocks"] += len(run.block_ids)
+
+    def _blocks_of(self, step: Step) -> int:
+        """Return for how many blocks of a request the engine has memory."""
+        return len(step.block_ids)
 
     def _stores_of(self, tracked: Tracked, step: Step, first: int, last: int) -> Iterator[BlockRun]:
         """Return what is to be stored of these blocks."""
@@ -402,10 +406,11 @@ class Planner:
         if not is_asked_for(request.kv_transfer_params):
             return None
         last = (request.num_prompt_tokens - 1) // self._block_tokens
-        if tracked is None or not last or min(tracked.stored, tracked.count()) < last:
+        if tracked is None or not last or min(tracked.stored, tracked.hashed) < last:
             return answer(None)
         rank, namespace = next(iter(self._namespaces.items()))
-        last_block = bytes(tracked.keys[rank][(last - 1) * HASH_BYTES : last * HASH_BYTES])
+        end = last * self._keys_of_block(rank) * HASH_BYTES
+        last_block = bytes(tracked.keys[rank][end - HASH_BYTES : end])
         return answer(Handover(last_block, namespace.digest.hex()))
 
     # --- hashes -------------------------------------------------------------------------------------------
@@ -418,26 +423,35 @@ class Planner:
 
     def _extend(self, tracked: Tracked, blocks: int) -> None:
         """Hash blocks up to this one; no further for a request whose inputs cannot be put into a key."""
-        first = tracked.count()
+        first = tracked.hashed
         if blocks <= first:
             return
-        extra = self._extra(tracked, first, blocks)
-        if extra is None:
-            return
-        if first == 0 and self._weights:
-            extra[0] = self._weights.encode() + b"\0" + (extra[0] or b"")
         tokens = np.array(
             tracked.request.all_token_ids[first * self._block_tokens : blocks * self._block_tokens],
             dtype=np.int64,
         )
         if tokens.size < (blocks - first) * self._block_tokens or (tokens < 0).any():
             return
+        extras = {}
+        for size in {namespace.block_tokens for namespace in self._namespaces.values()}:
+            keys_of_block = self._block_tokens // size
+            extra = self._extra(tracked, first * keys_of_block, blocks * keys_of_block, size)
+            if extra is None:
+                return
+            if first == 0 and self._weights:
+                extra[0] = self._weights.encode() + b"\0" + (extra[0] or b"")
+            extras[size] = extra
         for rank, keys in tracked.keys.items():
-            parent = bytes(keys[-HASH_BYTES:]) if keys else None
-            keys += prefix_hashes(self._namespaces[rank], tokens, parent=parent, extra=extra)
+            namespace, parent = self._namespaces[rank], bytes(keys[-HASH_BYTES:]) if keys else None
+            keys += prefix_hashes(namespace, tokens, parent=parent, extra=extras[namespace.block_tokens])
+        tracked.hashed = blocks
 
-    def _extra(self, tracked: Tracked, first: int, last: int) -> list[bytes | None] | None:
-        """Return what decides each block besides tokens and weights; None for an unknown adapter.
+    def _keys_of_block(self, rank: Rank) -> int:
+        """Return how many keys a rank has for each block."""
+        return self._block_tokens // self._namespaces[rank].block_tokens
+
+    def _extra(self, tracked: Tracked, first: int, last: int, size: int) -> list[bytes | None] | None:
+        """Return what decides each block of `size` tokens besides tokens and weights; None for an unknown adapter.
 
         That is adapter, images, salt and embeddings, from vLLM's own hashes; of an adapter these have name and path.
         """
@@ -448,13 +462,15 @@ class Planner:
             return None
         name = () if adapter is None else (adapter.name,)
         found: list[bytes | None] = []
+        mm_index = tracked.mm_index.get(size, 0)
         for block in range(first, last):
-            keys, tracked.mm_index = generate_block_hash_extra_keys(
-                request, block * self._block_tokens, (block + 1) * self._block_tokens, tracked.mm_index
+            keys, mm_index = generate_block_hash_extra_keys(
+                request, block * size, (block + 1) * size, mm_index
             )
             text = repr((name, keys)).encode() if keys or name else None
             assert text is None or len(text) <= MAX_EXTRA_BYTES
             found.append(text)
+        tracked.mm_index[size] = mm_index
         return found
 
     def _run(

@@ -15,7 +15,7 @@ from kvfs.client.session import split_keys
 from kvfs.connectors.vllm_group_planner import NULL_BLOCK, GroupPlanner
 from kvfs.connectors.vllm_scheduler import Plan, Planner, Rank, Step
 from kvfs.errors import DeadlinePassed, InvalidRequest
-from kvfs.groups import Group, Kept, checkpoint_blocks, longest_prefix
+from kvfs.groups import Group, Kept, checkpoint_every, longest_prefix
 from kvfs.limits import CONNECTOR_RETRY_S, CONNECTOR_WINDOWS
 from kvfs.namespaces import Namespace
 from tests.client.test_vllm_planner import Clock, FakeLink, FakeRequest, keys_of, namespaces, tokens_of
@@ -29,13 +29,23 @@ GROUPS = [
     Group.of_state(),
     Group.of_chunks(4 * BLOCK, BLOCK),
 ]
-FULL = GROUPS.index(Group())
+MIXED = [
+    Group.of_window(2 * BLOCK, BLOCK // 2, 2),
+    Group.of_window(BLOCK // 4 + 1, BLOCK // 4, 4),
+    Group(stride=2),
+    Group.of_window(3 * BLOCK + 1, BLOCK),
+    Group.of_state(2),
+    Group.of_chunks(3 * BLOCK // 2, BLOCK // 2, 2),
+]
+"""Of blocks of several sizes: one window is shorter than the largest, and chunks end within these."""
+LARGER_FULL = [Group(), Group.of_window(2 * BLOCK, BLOCK // 4, 4), Group.of_chunks(4 * BLOCK, BLOCK // 2, 2)]
 RANKS: list[tuple[int, int]] = [(0, 0), (0, 1)]
 
+strides = st.integers(1, 3)
 some_groups = st.lists(
-    st.builds(Group, st.none() | st.integers(0, 5))
-    | st.builds(Group.of_chunks, st.integers(1, 6), st.just(1))
-    | st.just(Group.of_state()),
+    st.builds(Group, st.none() | st.integers(0, 5), stride=strides)
+    | st.builds(Group.of_chunks, st.integers(1, 6), st.just(1), strides)
+    | st.builds(Group.of_state, strides),
     min_size=1,
     max_size=4,
 )
@@ -66,31 +76,34 @@ def test_the_longest_prefix_is_that_of_a_model_that_tries_every_length(data: st.
     groups = data.draw(some_groups)
     last = data.draw(st.integers(0, 14) | st.integers(250, 530))
     first = data.draw(st.integers(0, last))
-    missing = data.draw(st.lists(st.sets(st.integers(0, last), max_size=6), min_size=4, max_size=4))
+    missing = [data.draw(st.sets(st.integers(0, last * group.stride), max_size=6)) for group in groups]
 
     def present(group: int, start: int, stop: int) -> list[bool]:
-        assert first <= start < stop <= last
+        stride = groups[group].stride
+        assert first * stride <= start < stop <= last * stride
         return [block not in missing[group] for block in range(start, stop)]
 
     def is_hit(boundary: int) -> bool:
         return all(
             block not in missing[i]
             for i, group in enumerate(groups)
-            for block in range(first, boundary)
-            if group.is_full or block >= boundary - _read_back(group, boundary)
+            for end in [boundary * group.stride]
+            for block in range(first * group.stride, end)
+            if group.is_full or block >= end - _read_back(group, end)
         )
 
     found = longest_prefix(groups, first, last, present)
     assert found.boundary == max(filter(is_hit, range(first, last + 1)))
     full = [i for i, group in enumerate(groups) if group.is_full]
-    holes = [block for i in full for block in missing[i] if first <= block < last]
+    holes = [block // groups[i].stride for i in full for block in missing[i]]
+    holes = [boundary for boundary in holes if first <= boundary < last]
     assert found.reach == (min(holes, default=last) if full else found.boundary)
 
 
-def _read_back(group: Group, boundary: int) -> int:
-    """Return how many blocks before a boundary layers read that do not read all."""
+def _read_back(group: Group, end: int) -> int:
+    """Return how many of the blocks before the block `end` layers read from there on that do not read all."""
     assert group.window_blocks is not None
-    return boundary % group.window_blocks if group.is_chunked else group.window_blocks
+    return end % group.window_blocks if group.is_chunked else group.window_blocks
 
 
 # --- what is kept ------------------------------------------------------------------------------------------------
@@ -99,48 +112,48 @@ def _read_back(group: Group, boundary: int) -> int:
 def test_each_kept_boundary_is_a_hit_and_nothing_else_is_kept(
     groups: list[Group], tail: int, junction: int, windows: int
 ) -> None:
-    blocks = 70
-    every = checkpoint_blocks(groups, windows)
+    last = 70
+    every = checkpoint_every(groups, windows)
     kept = Kept(tail, junction, every)
-    boundaries = {*range(tail, blocks + 1), junction, *(range(every, blocks + 1, every) if every else ())}
+    boundaries = {*range(tail, last + 1), junction, *(range(every, last + 1, every) if every else ())}
     for group in groups:
-        needed = {block for boundary in boundaries for block in group.needed(0, boundary)}
-        if group.is_full or group.is_state:
-            needed = set(range(blocks))
-        assert {block for block in range(blocks) if kept.has(group, block)} == needed
+        of_group = range(last + 1) if group.is_full or group.is_state else boundaries
+        needed = {block for boundary in of_group for block in group.needed(0, boundary)}
+        assert {block for block in range(last * group.stride) if kept.has(group, block)} == needed
 
 
 # --- the planner -------------------------------------------------------------------------------------------------
-def group_namespaces() -> dict[Rank, Namespace]:
+def group_namespaces(groups: Sequence[Group] = GROUPS) -> dict[Rank, Namespace]:
     return {
-        (*rank, group): Namespace.from_mapping(
+        (*rank, index): Namespace.from_mapping(
             {
                 **NAMESPACE.as_mapping(),
                 "tensor_shards": 2,
                 "tensor_rank": rank[1],
-                "extra": {"group": str(group)},
+                "block_tokens": BLOCK // group.stride,
+                "extra": {"group": str(index)},
             }
         )
         for rank in RANKS
-        for group in range(len(GROUPS))
+        for index, group in enumerate(groups)
     }
 
 
-def group_keys(tokens: Sequence[int]) -> dict[Rank, list[bytes]]:
+def group_keys(tokens: Sequence[int], groups: Sequence[Group] = GROUPS) -> dict[Rank, list[bytes]]:
     return {
         rank: list(split_keys(prefix_hashes(namespace, list(tokens))))
-        for rank, namespace in group_namespaces().items()
+        for rank, namespace in group_namespaces(groups).items()
     }
 
 
 @pytest.fixture(autouse=True)
 def _no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Planner, "_extra", lambda self, tracked, first, last: [None] * (last - first))
+    monkeypatch.setattr(Planner, "_extra", lambda self, tracked, first, last, size: [None] * (last - first))
 
 
 def hybrid(link: FakeLink, groups: Sequence[Group] = GROUPS, *, clock: Clock | None = None) -> GroupPlanner:
     made = GroupPlanner(link, BLOCK, groups, store_generated=True, clock=clock or Clock())  # type: ignore[arg-type]
-    made.set_namespaces(group_namespaces())
+    made.set_namespaces(group_namespaces(groups))
     return made
 
 
@@ -150,16 +163,18 @@ class FakeEngine:
     The table of recurrent layers has the state that a step begins and the one that it ends with.
     """
 
-    def __init__(self) -> None:
-        self.tables: list[list[int]] = [[] for _ in GROUPS]
+    def __init__(self, groups: Sequence[Group] = GROUPS) -> None:
+        self._groups = groups
+        self.tables: list[list[int]] = [[] for _ in groups]
         self._last = 0
 
     def extend(self, computed: int, total: int) -> list[list[int]]:
         """The tables of a request with `computed` tokens, once it has room for `total`."""
-        for group, table in zip(GROUPS, self.tables, strict=True):
-            done = computed // BLOCK
+        for group, table in zip(self._groups, self.tables, strict=True):
+            size = BLOCK // group.stride
+            done = computed // size
             skipped = 0 if group.is_full else max(0, done - _read_back(group, done))
-            while len(table) < -(-total // BLOCK):
+            while len(table) < -(-total // size):
                 self._last += 1
                 table.append(self._last)
             table[:skipped] = [NULL_BLOCK] * skipped
@@ -167,19 +182,20 @@ class FakeEngine:
 
     def states(self, total: int) -> list[tuple[int, int, int]]:
         """The states that a step up to `total` tokens leaves: at the end of a whole block."""
+        sizes = [BLOCK // group.stride if group.is_state else 0 for group in self._groups]
         return [
-            (index, self.tables[index][total // BLOCK - 1], total)
-            for index, group in enumerate(GROUPS)
-            if group.is_state and total % BLOCK == 0
+            (index, self.tables[index][total // size - 1], total)
+            for index, size in enumerate(sizes)
+            if size and total % size == 0
         ]
 
 
-def take(link: FakeLink, plan: Plan) -> None:
+def take(link: FakeLink, plan: Plan, groups: Sequence[Group]) -> None:
     """Store what a plan says; blocks of windows and states follow those of full attention."""
     assert link.store is not None
     for run in plan.stores:
         assert NULL_BLOCK not in run.block_ids
-        assert (run.anchors is None) == (FULL in [rank[-1] for rank in run.keys])
+        assert (run.anchors is None) == any(groups[rank[-1]].is_full for rank in run.keys)
         for rank, anchors in (run.anchors or {}).items():
             link.parents.update(zip(split_keys(run.keys[rank]), split_keys(anchors), strict=True))
         for keys in run.keys.values():
@@ -191,13 +207,14 @@ def compute(
 ) -> set[int]:
     """Compute a request in steps of these sizes, then what is left, with a stop at its last whole block, as vLLM does
     for recurrent layers. Return where steps ended."""
-    engine, sizes, ends = FakeEngine(), iter(chunks), set[int]()
+    engine, sizes, ends = FakeEngine(made.groups), iter(chunks), set[int]()
     stop = (request.num_tokens - 1) // BLOCK * BLOCK
     while computed < request.num_tokens:
         after = min(computed + next(sizes, request.num_tokens), request.num_tokens)
         after = stop if computed < stop < after else after
         tables, states = engine.extend(computed, after), engine.states(after)
-        take(link, made.plan([Step(request.request_id, computed, after, tables[0], tables, states)]))
+        plan = made.plan([Step(request.request_id, computed, after, tables[0], tables, states)])
+        take(link, plan, made.groups)
         computed = after
         ends.add(after)
     return ends
@@ -213,29 +230,34 @@ def present_in(link: FakeLink, keys: dict[Rank, list[bytes]]) -> Callable[[int, 
     return present
 
 
+@pytest.mark.parametrize("groups", [GROUPS, MIXED, LARGER_FULL], ids=["one size", "sizes", "larger full"])
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_what_one_request_stores_another_one_loads_in_all_groups_or_not_at_all(data: st.DataObject) -> None:
+def test_what_one_request_stores_another_one_loads_in_all_groups_or_not_at_all(
+    groups: list[Group], data: st.DataObject
+) -> None:
     """Chunks of any size; blocks of any group that are evicted."""
     link = FakeLink()
-    made = hybrid(link)
+    made = hybrid(link, groups)
     assert link.store is not None
     tokens = tokens_of(data.draw(st.integers(1, 12 * BLOCK)))
     request = FakeRequest("first", tokens)
     assert made.match(request, 0) == (0, False)
     sizes = st.integers(1, 5 * BLOCK) | st.integers(1, 5).map(lambda blocks: blocks * BLOCK)
     ends = compute(made, link, request, data.draw(st.lists(sizes, max_size=6)))
-    keys = group_keys(tokens)
+    keys = group_keys(tokens, groups)
     whole, end = len(tokens) // BLOCK, (len(tokens) - 1) // BLOCK
-    for index, group in enumerate(GROUPS):
-        stored = [keys[0, 0, index][i] in link.store.keys for i in range(whole)]
-        kept = Kept(end, 0, checkpoint_blocks(GROUPS, CONNECTOR_WINDOWS))
-        has_state = [(i + 1) * BLOCK in ends or not group.is_state for i in range(whole)]
-        assert stored == [kept.has(group, i) and has_state[i] for i in range(whole)]
+    kept = Kept(end, 0, checkpoint_every(groups, CONNECTOR_WINDOWS))
+    [full] = (index for index, group in enumerate(groups) if group.is_full)
+    for index, group in enumerate(groups):
+        size, full_size = BLOCK // group.stride, BLOCK // groups[full].stride
+        stored = [i for i in range(whole * group.stride) if keys[0, 0, index][i] in link.store.keys]
+        has_state = [(i + 1) * size in ends or not group.is_state for i in range(whole * group.stride)]
+        assert stored == [i for i, there in enumerate(has_state) if there and kept.has(group, i)]
         for rank in RANKS:
-            followed = [link.parents.get(keys[(*rank, index)][i]) for i in range(whole) if stored[i]]
-            anchors = [keys[(*rank, FULL)][i] for i in range(whole) if stored[i]]
-            assert followed == (anchors if index != FULL else [None] * len(anchors))
+            followed = [link.parents.get(keys[(*rank, index)][i]) for i in stored]
+            anchors = [keys[(*rank, full)][((i + 1) * size - 1) // full_size] for i in stored]
+            assert followed == (anchors if index != full else [None] * len(anchors))
     for _ in range(data.draw(st.integers(0, 3))):
         link.store.keys.discard(
             data.draw(st.sampled_from([key for each in keys.values() for key in each] or [b""]))
@@ -243,12 +265,12 @@ def test_what_one_request_stores_another_one_loads_in_all_groups_or_not_at_all(d
     again = FakeRequest("again", tokens)
     first = data.draw(st.integers(0, end))
     hits, is_async = made.match(again, first * BLOCK)
-    expected = longest_prefix(GROUPS, first, end, present_in(link, keys)).boundary - first
+    expected = longest_prefix(groups, first, end, present_in(link, keys)).boundary - first
     assert (hits, is_async) == (expected * BLOCK, expected > 0)
-    tables = FakeEngine().extend((first + expected) * BLOCK, len(tokens))
+    tables = FakeEngine(groups).extend((first + expected) * BLOCK, len(tokens))
     made.allocated(again, tables, hits or 0)
     loads = made.plan([]).loads
-    for index, group in enumerate(GROUPS):
+    for index, group in enumerate(groups):
         runs = [run for run in loads if (0, 0, index) in run.keys]
         needed = group.needed(first, first + expected)
         assert [id for run in runs for id in run.block_ids] == tables[index][needed.start : needed.stop]
@@ -401,10 +423,7 @@ def test_groups_of_vllm_are_those_of_windows_chunks_full_attention_and_states() 
             [spec_group("ChunkedLocalAttentionSpec", "a", attention_chunk_size=100)],
             "chunks of 100 tokens are no whole blocks of 16.*--disable-hybrid-kv-cache-manager gives",
         ),
-        (
-            [spec_group("UniformTypeKVCacheSpecs", "a")],
-            "UniformTypeKVCacheSpecs is not supported.*state are$",
-        ),
+        ([spec_group("CrossAttentionSpec", "a")], "CrossAttentionSpec is not supported.*state are$"),
         ([state_group(mamba_cache_mode="none")], "mamba_cache_mode = 'none' is not supported"),
         ([state_group(mamba_cache_mode="all")], "mamba_cache_mode = 'all' is not supported"),
         (
@@ -417,8 +436,8 @@ def test_groups_of_vllm_are_those_of_windows_chunks_full_attention_and_states() 
         ),
         ([spec_group("SlidingWindowSpec", "a", sliding_window=1)], "sliding window of 1 tokens"),
         (
-            [spec_group("FullAttentionSpec", "a"), spec_group("FullAttentionSpec", "b", block_size=32)],
-            r"blocks of \[16, 32\] tokens",
+            [spec_group("FullAttentionSpec", "a", block_size=32), state_group()],
+            r"blocks of \[16, 32\] tokens.*beside recurrent state",
         ),
     ],
 )
@@ -428,6 +447,42 @@ def test_other_groups_are_refused(groups: list[Any], message: str) -> None:
 
     with pytest.raises(InvalidRequest, match=message):
         groups_of(SimpleNamespace(kv_cache_groups=groups))
+
+
+def test_groups_with_blocks_of_different_sizes_have_boundaries_where_all_of_them_end() -> None:
+    from kvfs.connectors.vllm_rules.cache_groups import block_tokens_of, groups_of
+
+    window = spec_group("SlidingWindowSpec", "a", sliding_window=65, block_size=32)
+    full = spec_group("FullAttentionSpec", "b", block_size=16)
+    chunked = spec_group("ChunkedLocalAttentionSpec", "c", attention_chunk_size=48, block_size=24)
+    groups = [window, full, chunked]
+    assert block_tokens_of(groups) == 96
+    found = groups_of(SimpleNamespace(kv_cache_groups=groups))
+    assert found == [Group(2, stride=3), Group(stride=6), Group(2, is_chunked=True, stride=4)]
+
+
+def test_a_group_whose_layers_a_worker_describes_one_by_one_is_that_of_the_first() -> None:
+    """As vLLM's workers have it where a block lies in one piece; its scheduler has the first layer's description."""
+    from kvfs.connectors.vllm_rules.cache_groups import extra_of, groups_of, is_plain
+
+    window, full = (
+        spec_group("SlidingWindowSpec", "ab", sliding_window=64),
+        spec_group("FullAttentionSpec", "cd"),
+    )
+    each = [
+        spec_group(
+            "UniformTypeKVCacheSpecs",
+            group.layer_names,
+            kv_cache_specs=dict.fromkeys(group.layer_names, group.kv_cache_spec),
+        )
+        for group in (window, full)
+    ]
+    assert groups_of(SimpleNamespace(kv_cache_groups=each)) == [Group(4), Group()]
+    assert [extra_of(group, each) for group in each] == [
+        extra_of(group, [window, full]) for group in (window, full)
+    ]
+    assert is_plain(each[1:])
+    assert not is_plain(each[:1])
 
 
 def test_one_group_of_full_attention_may_have_a_draft_models_layers() -> None:

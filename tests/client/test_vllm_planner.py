@@ -111,7 +111,7 @@ class FakeRequest:
 
 @pytest.fixture(autouse=True)
 def _no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Planner, "_extra", lambda self, tracked, first, last: [None] * (last - first))
+    monkeypatch.setattr(Planner, "_extra", lambda self, tracked, first, last, size: [None] * (last - first))
 
 
 class Clock:
@@ -802,7 +802,7 @@ def test_requests_on_blocks_that_the_engine_kept_over_a_reset_are_left_alone() -
 
 
 def test_requests_of_an_adapter_that_may_be_any_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Planner, "_extra", lambda self, tracked, first, last: None)
+    monkeypatch.setattr(Planner, "_extra", lambda self, tracked, first, last, size: None)
     made = planner(FakeLink())
     assert made.match(FakeRequest("r", tokens_of(3 * BLOCK)), 0) == (0, False)
     assert whole_prompt(made, "r", tokens_of(3 * BLOCK)).stores == []

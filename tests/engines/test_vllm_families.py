@@ -9,7 +9,16 @@ import pytest
 from kvfs.groups import Group
 from tests.engines import families
 from tests.engines.families import Case, Runs
-from tests.engines.tiny_families import CHUNK, DEEPSEEK, GPT_OSS, LLAMA_4, MISTRAL, WINDOW
+from tests.engines.tiny_families import (
+    CHUNK,
+    DEEPSEEK,
+    GEMMA_4,
+    GEMMA_4_LARGE,
+    GPT_OSS,
+    LLAMA_4,
+    MISTRAL,
+    WINDOW,
+)
 from tests.support.door import ON_DIRECTORY
 from tests.support.service import Service
 
@@ -26,6 +35,9 @@ CASES = {
     # vLLM's own RMSNorm for CPUs reads other rows of a slice of a tensor, as with LFM2 (tiny_lfm2.py). vLLM makes
     # blocks of 16 tokens of whatever is asked for, and computes whole prompts in one step, on CPUs without AMX.
     "DeepSeek": Case(DEEPSEEK, 16, settings={"native_layers": True}),
+    # Blocks of layers with smaller keys have more tokens, so that all blocks have the same bytes.
+    "Gemma 4": Case(GEMMA_4, 64, (Group(stride=2), *[Group.of_window(WINDOW, 64)] * 2)),
+    "Gemma 4, large": Case(GEMMA_4_LARGE, 64, (Group(), *[Group.of_window(WINDOW, 32, 2)] * 2)),
     "Llama 4": Case(LLAMA_4, 32, (Group(), *[Group.of_chunks(CHUNK, 32)] * 3)),
     "Llama 4 with one cache": Case(LLAMA_4, 32, settings={"one_cache": True}),
 }

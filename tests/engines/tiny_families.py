@@ -33,6 +33,8 @@ ROTARY = 64
 """Of MLA: what its heads have in common of a token, of which the second is rotated; vLLM's kernel for CPUs has no other
 sizes."""
 MLA_DIM = 128
+WIDE_DIM = 64
+"""Of the heads of Gemma 4's full attention, of others HEAD_DIM."""
 MAMBA_HEADS = 8
 STATE = 32
 CONVOLVED = 4
@@ -134,6 +136,20 @@ def _gpt_oss() -> Tensors:
     yield "mlp.experts.down_proj_bias", (EXPERTS, HIDDEN), 0.1
 
 
+def _gemma_4(head_dim: int, kv_heads: int, own: str = "qkv") -> Tensors:
+    """`own`: what a layer computes itself. One that shares the cache of an earlier one computes queries alone, and
+    values that are the keys need no weights."""
+    gains = {"input": 1.0, "post_attention": 2.0, "pre_feedforward": 1.0, "post_feedforward": 2.0}
+    for name, gain in gains.items():
+        yield f"{name}_layernorm.weight", (HIDDEN,), gain
+    for name in own:
+        yield f"self_attn.{name}_proj.weight", ((HEADS if name == "q" else kv_heads) * head_dim, HIDDEN), 1.0
+        if name in "qk":
+            yield f"self_attn.{name}_norm.weight", (head_dim,), 0.5
+    yield "self_attn.o_proj.weight", (HIDDEN, HEADS * head_dim), 1.0
+    yield from _mlp()
+
+
 def _llama_4() -> Tensors:
     yield from _norms()
     yield from _attention()
@@ -222,6 +238,12 @@ LAYERS: dict[str, Callable[[], Tensors]] = {
     "gpt-oss": _gpt_oss,
     "Llama 4": _llama_4,
     "Llama 4, experts": _llama_4_experts,
+    "Gemma 4, window": lambda: _gemma_4(HEAD_DIM, KV_HEADS),
+    "Gemma 4, full": lambda: _gemma_4(WIDE_DIM, KV_HEADS),
+    "Gemma 4, window, shared": lambda: _gemma_4(HEAD_DIM, KV_HEADS, "q"),
+    "Gemma 4, full, shared": lambda: _gemma_4(WIDE_DIM, KV_HEADS, "q"),
+    "Gemma 4, window, more heads": lambda: _gemma_4(HEAD_DIM, HEADS),
+    "Gemma 4, full, keys as values": lambda: _gemma_4(WIDE_DIM, 1, "qk"),
     "DeepSeek": _deepseek,
     "DeepSeek, experts": _deepseek_experts,
     "Granite 4, Mamba": lambda: _granite_4("mamba"),
@@ -257,6 +279,42 @@ GPT_OSS = Family(
             "beta_slow": 1.0,
             "truncate": False,
         },
+    },
+)
+_GEMMA_4: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": HEAD_DIM,
+    "global_head_dim": WIDE_DIM,
+    "sliding_window": WINDOW,
+    "hidden_size_per_layer_input": 0,
+}
+GEMMA_4 = Family(  # as the small ones: the last layers have no keys and values of their own
+    "Gemma4ForCausalLM",
+    (
+        *(("Gemma 4, window",) * 2 + ("Gemma 4, full",)) * 2,
+        "Gemma 4, window, shared",
+        "Gemma 4, full, shared",
+    ),
+    {
+        **_GEMMA_4,
+        "num_kv_shared_layers": 2,
+        "layer_types": [
+            *(["sliding_attention"] * 2 + ["full_attention"]) * 2,
+            "sliding_attention",
+            "full_attention",
+        ],
+    },
+)
+GEMMA_4_LARGE = Family(  # as the large ones: full attention has fewer heads, and its values are its keys
+    "Gemma4ForCausalLM",
+    ("Gemma 4, window, more heads", "Gemma 4, window, more heads", "Gemma 4, full, keys as values") * 2,
+    {
+        **_GEMMA_4,
+        "num_key_value_heads": HEADS,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
     },
 )
 LLAMA_4 = Family(

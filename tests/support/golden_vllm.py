@@ -41,7 +41,7 @@ class _Config(SimpleNamespace):
 class _Planner(Planner):
     """A planner of requests without images, adapters and salts."""
 
-    def _extra(self, tracked: Any, first: int, last: int) -> list[bytes | None]:
+    def _extra(self, tracked: Any, first: int, last: int, size: int) -> list[bytes | None]:
         return [None] * (last - first)
 
 

@@ -11,6 +11,7 @@ pure functions.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,47 +21,73 @@ from kvfs.groups import Group
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _STATE = "MambaSpec"
 """Of all recurrent layers: Mamba, linear attention, short convolutions."""
+_OF_EACH = "UniformTypeKVCacheSpecs"
 _CHUNKED = "ChunkedLocalAttentionSpec"
 _ONE_CACHE = "--disable-hybrid-kv-cache-manager gives all layers one cache, which supports it"
 
 
 def is_plain(groups: Sequence[Any]) -> bool:
     """Return whether all layers have one cache, of full attention."""
-    return len(groups) == 1 and type(groups[0].kv_cache_spec).__name__ in _FULL
+    return len(groups) == 1 and all(kind_of(spec) in _FULL for spec in _specs_of(groups[0]))
+
+
+def spec_of(group: Any) -> Any:
+    """Return vLLM's description of a group's layers, of the first one where their sizes differ."""
+    return _specs_of(group)[0]
+
+
+def kind_of(spec: Any) -> str:
+    """Return the name of a kind of cache."""
+    return type(spec).__name__
+
+
+def _specs_of(group: Any) -> list[Any]:
+    """Return the descriptions of a group's layers: a worker has one for each, where their sizes may differ."""
+    spec = group.kv_cache_spec
+    return list(spec.kv_cache_specs.values()) if kind_of(spec) == _OF_EACH else [spec]
+
+
+def block_tokens_of(groups: Sequence[Any]) -> int:
+    """Return how far boundaries are apart at which a request may go on: a block of each group ends there."""
+    return math.lcm(*(spec_of(group).block_size for group in groups))
 
 
 def groups_of(kv_cache_config: Any) -> list[Group]:
     """Return the cache groups. Raises InvalidRequest for those that are not supported."""
-    if is_plain(kv_cache_config.kv_cache_groups):  # with a draft model's layers, where there are any
+    vllm_groups = kv_cache_config.kv_cache_groups
+    if is_plain(vllm_groups):  # with a draft model's layers, where there are any
         return [Group()]
-    groups = [_group_of(group) for group in kv_cache_config.kv_cache_groups]
-    sizes = sorted({group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups})
-    if len(sizes) > 1:
-        raise InvalidRequest(f"cache groups with blocks of {sizes} tokens: different sizes are not supported")
+    apart = block_tokens_of(vllm_groups)
+    groups = [_group_of(group, apart // spec_of(group).block_size) for group in vllm_groups]
+    sizes = sorted({spec_of(group).block_size for group in vllm_groups})
+    if len(sizes) > 1 and any(group.is_state for group in groups):
+        raise InvalidRequest(
+            f"cache groups with blocks of {sizes} tokens: different sizes are not supported beside recurrent state"
+        )
     if not groups:
         raise InvalidRequest("the engine has no KV cache")
     return groups
 
 
-def _group_of(group: Any) -> Group:
-    spec, kind = group.kv_cache_spec, type(group.kv_cache_spec).__name__
+def _group_of(group: Any, stride: int) -> Group:
+    spec, kind = spec_of(group), kind_of(spec_of(group))
     if group.is_eagle_group or getattr(spec, "extra_retained_tokens", 0):
         raise InvalidRequest("a cache group of a draft model (EAGLE, MTP) is not supported")
     if kind in _FULL:
-        return Group()
+        return Group(stride=stride)
     if kind == _STATE:
         if spec.mamba_cache_mode != "align":
             raise InvalidRequest(
                 f"mamba_cache_mode = {spec.mamba_cache_mode!r} is not supported, only 'align' with prefix caching on, "
                 "which keeps recurrent layers' state at ends of blocks"
             )
-        return Group.of_state()
+        return Group.of_state(stride)
     if kind == _CHUNKED:
         if spec.attention_chunk_size % spec.block_size:
             raise InvalidRequest(
                 f"chunks of {spec.attention_chunk_size} tokens are no whole blocks of {spec.block_size}; {_ONE_CACHE}"
             )
-        return Group.of_chunks(spec.attention_chunk_size, spec.block_size)
+        return Group.of_chunks(spec.attention_chunk_size, spec.block_size, stride)
     if kind != "SlidingWindowSpec":
         raise InvalidRequest(
             f"KV cache of kind {kind} is not supported, only full attention, MLA, sliding windows, chunked local "
@@ -68,13 +95,13 @@ def _group_of(group: Any) -> Group:
         )
     if spec.sliding_window < 2:
         raise InvalidRequest(f"a sliding window of {spec.sliding_window} tokens has no blocks to load")
-    return Group.of_window(spec.sliding_window, spec.block_size)
+    return Group.of_window(spec.sliding_window, spec.block_size, stride)
 
 
 def extra_of(group: Any, groups: Sequence[Any]) -> dict[str, str]:
     """Return what sets the blocks of a group apart from those of the same model's others, for their namespace; nothing
     for the only one of full attention."""
-    spec, kind = group.kv_cache_spec, type(group.kv_cache_spec).__name__
+    spec, kind = spec_of(group), kind_of(spec_of(group))
     if is_plain(groups):
         return {}
     extra = {
