@@ -217,8 +217,11 @@ class KVFSConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # --- worker -------------------------------------------------------------------------------------------
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._shards = self._shards_of(kv_caches)
-        if self._chosen["load"] == "layers" and not all(s.layout.is_on_cpu for s in self._shards.values()):
-            raise InvalidRequest("load = 'layers' is for KV caches in CPU memory; use 'async'")
+        layouts = [shard.layout for shard in self._shards.values()]
+        if self._chosen["load"] == "layers" and not all(each.is_on_cpu and each.is_even for each in layouts):
+            raise InvalidRequest(
+                "load = 'layers' is for KV caches in CPU memory whose layers have one size; use 'async'"
+            )
         ranks = self._vllm_config.parallel_config.world_size
         peers = Peers(str(self._vllm_config.kv_transfer_config.engine_id), ranks)
         worker = calling_worker()
@@ -230,8 +233,8 @@ class KVFSConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             watch=self._watch,
             adapters=LoadedAdapters(adapters_of(worker), peers, get_adapter_absolute_path),
             device=copies_of(
-                next(iter(self._shards.values())).layout.device,
-                max(shard.layout.block_bytes for shard in self._shards.values()),
+                layouts[0].device,
+                max(layout.block_bytes for layout in layouts),
             ),
         )
 

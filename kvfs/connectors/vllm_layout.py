@@ -6,7 +6,7 @@ between them and the store, and everything about them that decides a block's byt
 A stored block is its layers one after the other, in the order of the cache group; a layer is the bytes of that block
 in the layer's tensor, in the order of memory. vLLM gives each layer as [rows, heads, tokens, elements], with the
 strides of its backend; a block has one row, or several where the backend's blocks are smaller. Recurrent layers' state
-is the bytes of all its tensors, without what vLLM pads it by.
+is the bytes of all its tensors, without what vLLM pads it by. Layers of a group may differ in size.
 
 Invariants: tensors that cannot be described are refused (InvalidRequest). Two engines have one namespace only if the
 same tokens give the same bytes. Concurrency: immutable.
@@ -15,6 +15,7 @@ same tokens give the same bytes. Concurrency: immutable.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -25,6 +26,7 @@ import torch
 from kvfs._native.blocks.pieces import Scatter
 from kvfs._native.cuda.copies import DevicePlaces
 from kvfs.connectors.common import architecture_of, config_digest, model_revision
+from kvfs.connectors.vllm_rules.cache_groups import spec_of
 from kvfs.errors import InvalidRequest
 from kvfs.namespaces import Namespace
 
@@ -66,6 +68,19 @@ class Paged:
     def block_bytes(self) -> int:
         """Return the bytes of one block in this layer."""
         return len(self.run_offsets) * self.run_bytes
+
+    def pieces(self, block_id: int) -> list[torch.Tensor]:
+        """Return the memory of a block."""
+        at = block_id * self.block_stride_bytes
+        return [self.memory[at + run : at + run + self.run_bytes] for run in self.run_offsets]
+
+    def rows(self, run_offset: int) -> torch.Tensor:
+        """Return a run of all blocks: [blocks, run_bytes]."""
+        return self.memory.as_strided(
+            (self.num_blocks, self.run_bytes),
+            (self.block_stride_bytes, 1),
+            self.memory.storage_offset() + run_offset,
+        )
 
 
 def paged(tensor: torch.Tensor, num_blocks: int) -> Paged:
@@ -117,32 +132,57 @@ class KVLayout:
         if not self.layers:
             raise InvalidRequest("the engine has no KV cache")
         first = self.layers[0]
-        if any((place.form, place.shape) != (first.form, first.shape) for place in self.layers):
-            raise InvalidRequest("layers of different shapes in one KV cache are not supported")
+        self.is_even = all((place.form, place.shape) == (first.form, first.shape) for place in self.layers)
+        """Whether all layers have the same size and form, so that blocks are copied layer by layer."""
         self.device = first.memory.device
-        self.layer_bytes = first.block_bytes
-        self.block_bytes = self.layer_bytes * len(self.layers)
-        self.form = f"{len(self.layers)} layers of {first.form}"
+        strides = {place.block_stride_bytes for place in self.layers}
+        if not self.is_on_cpu and len(strides) > 1:
+            raise InvalidRequest(
+                f"layers whose blocks are {sorted(strides)} bytes apart are not supported in one KV cache on a device"
+            )
+        self.block_bytes = sum(place.block_bytes for place in self.layers)
+        self.form = (
+            f"{len(self.layers)} layers of {first.form}" if self.is_even else _form_of_each(self.layers)
+        )
 
     @property
     def is_on_cpu(self) -> bool:
         """Return whether the cache is in the processor's memory."""
         return self.device.type == "cpu"
 
-    def places(self, block_ids: Sequence[int], layer: int | None = None) -> Scatter:
+    @property
+    def parts(self) -> int:
+        """Return into how many equal parts of consecutive layers a block is divided."""
+        return len(self.layers) if self.is_even else 1
+
+    def places(
+        self, block_ids: Sequence[int], layer: int | None = None
+    ) -> Scatter | list[list[torch.Tensor]]:
         """Return the places of blocks, or of one layer of them, in memory on the CPU."""
         layers = self.layers if layer is None else [self.layers[layer]]
+        if not self.is_even:
+            return [[piece for place in layers for piece in place.pieces(block)] for block in block_ids]
         offsets = self._offsets(block_ids).numpy()
         return Scatter([place.memory for place in layers], offsets, layers[0].run_bytes)
 
+    def pieces(self, block_id: int, part: int) -> list[torch.Tensor]:
+        """Return the memory of one part of a block."""
+        layers = [self.layers[part]] if self.is_even else self.layers
+        return [piece for place in layers for piece in place.pieces(block_id)]
+
     def device_places(self, block_ids: Sequence[int]) -> DevicePlaces:
         """Return the places of blocks in memory on a device."""
-        first = self.layers[0]
-        starts = [block_id * first.block_stride_bytes for block_id in block_ids]
-        runs = [place.memory.data_ptr() + offset for place in self.layers for offset in place.run_offsets]
+        starts = [block_id * self.layers[0].block_stride_bytes for block_id in block_ids]
+        piece = math.gcd(*(place.run_bytes for place in self.layers))
+        runs = [
+            place.memory.data_ptr() + offset + at
+            for place in self.layers
+            for offset in place.run_offsets
+            for at in range(0, place.run_bytes, piece)
+        ]
         storages = [place.memory.untyped_storage() for place in self.layers]
         regions = sorted({(storage.data_ptr(), storage.nbytes()) for storage in storages})
-        return DevicePlaces(starts, runs, first.run_bytes, regions)
+        return DevicePlaces(starts, runs, piece, regions)
 
     def _offsets(self, block_ids: Sequence[int]) -> torch.Tensor:
         """Return where each run of blocks begins in each layer: int64 [blocks, runs], bytes."""
@@ -153,26 +193,25 @@ class KVLayout:
     def gather(self, block_ids: Sequence[int]) -> torch.Tensor:
         """Copy blocks of a cache on a device to the CPU: uint8, [blocks, block_bytes]."""
         index = torch.tensor(block_ids, device=self.device)
-        runs = [self._run(place, offset)[index] for place in self.layers for offset in place.run_offsets]
+        runs = [place.rows(offset)[index] for place in self.layers for offset in place.run_offsets]
         return torch.cat(runs, dim=1).cpu()
 
     def scatter(self, block_ids: Sequence[int], blocks: torch.Tensor) -> None:
         """Write rows of `gather`'s form into a cache on a device."""
-        index = torch.tensor(block_ids, device=self.device)
-        for layer, place in enumerate(self.layers):
-            part = blocks[:, layer * self.layer_bytes : (layer + 1) * self.layer_bytes].to(self.device)
+        index, end = torch.tensor(block_ids, device=self.device), 0
+        for place in self.layers:
+            begin, end = end, end + place.block_bytes
+            part = blocks[:, begin:end].to(self.device)
             # Run by run, since bytes with several outer strides are no view of a tensor.
             for run, offset in enumerate(place.run_offsets):
-                rows = self._run(place, offset)
+                rows = place.rows(offset)
                 rows[index] = part[:, run * place.run_bytes : (run + 1) * place.run_bytes]
 
-    @staticmethod
-    def _run(place: Paged, offset: int) -> torch.Tensor:
-        return place.memory.as_strided(
-            (place.num_blocks, place.run_bytes),
-            (place.block_stride_bytes, 1),
-            place.memory.storage_offset() + offset,
-        )
+
+def _form_of_each(layers: Sequence[Paged]) -> str:
+    """Return the form of a block whose layers differ, for the namespace."""
+    forms = [f"{form} of {size} bytes" for form, size in ((each.form, each.block_bytes) for each in layers)]
+    return ", ".join(f"{len(list(same))} layers of {form}" for form, same in itertools.groupby(forms))
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +285,7 @@ def shard_of(
     named = {name: kv_caches[name] for name in group.layer_names if name in kv_caches}
     layout = KVLayout(named, kv_cache_config.num_blocks)
     dtype = next(iter(named.values())).dtype
-    return Shard(namespace_of(vllm_config, group.kv_cache_spec, layout, dtype, extra), layout)
+    return Shard(namespace_of(vllm_config, spec_of(group), layout, dtype, extra), layout)
 
 
 def _backend_of(vllm_config: Any, layer_name: str) -> str:

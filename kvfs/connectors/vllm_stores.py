@@ -151,7 +151,7 @@ class Stores:
             self.begin(part)
         if part.reserved is None:
             return False
-        self.copy_layers(part, len(part.shard.layout.layers))
+        self.copy_layers(part, part.shard.layout.parts)
         if not wait([part.reserved], CONNECTOR_SAVE_S).done or not part.reserved.result():
             self._stop(part)
             return False
@@ -225,7 +225,7 @@ class Stores:
             part.keys,
             [part.shard.layout.block_bytes] * len(part.keys),
             part.parents,
-            layers=len(part.shard.layout.layers),
+            layers=part.shard.layout.parts,
             timeout_s=CONNECTOR_LATE_S,
         )
         try:
@@ -238,13 +238,10 @@ class Stores:
     def _copy(self, part: Part, layer: int) -> None:
         if part.given_up:
             return
-        place = part.shard.layout.layers[layer]
         try:
             for draft, block in zip(part.drafts, part.block_ids, strict=True):
                 if draft is not None:
-                    at = block * place.block_stride_bytes
-                    runs = [at + offset for offset in place.run_offsets]
-                    draft.save_layer(layer, [place.memory[run : run + place.run_bytes] for run in runs])
+                    draft.save_layer(layer, part.shard.layout.pieces(block, layer))
         except (KvfsError, OSError) as error:
             log.warning("blocks are not stored: %s", error)
             part.given_up = True

@@ -96,8 +96,12 @@ class Transfers:
         self._watch, self.adapters = watch, adapters
         self._epoch = 0
         self._layer_of = {
-            name: (shard, layer) for shard in shards.values() for layer, name in enumerate(shard.layout.names)
+            name: (shard, layer)
+            for shard in shards.values()
+            if shard.layout.is_even
+            for layer, name in enumerate(shard.layout.names)
         }
+        """Of blocks that are copied layer by layer."""
         self._loads: list[_Load] = []
         self._layered: list[tuple[BlockRun, Loading | None]] = []
         self._finished: dict[str, bool] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -273,6 +274,10 @@ def test_a_link_waits_for_a_service_that_comes_later(service: Service) -> None:
 BLOCKS, BLOCK_HEADS, BLOCK_TOKENS, ELEMENTS = 5, 2, 4, 3
 
 
+FORMS = {"narrow": (2, 4, 1), "wide": (2, 4, 3), "narrow too": (2, 4, 1), "of other heads": (3, 4, 1)}
+"""Heads, tokens and elements of layers that differ in size."""
+
+
 def caches(order: tuple[int, ...], layers: int = 3) -> dict[str, Any]:
     """Layers as vLLM shows them, [blocks, heads, tokens, elements], whose memory has the axes in this order; axis 0 of
     `order` is the layer."""
@@ -337,12 +342,65 @@ def test_small_blocks_of_a_backend_are_one_of_the_engine() -> None:
     assert whole.form != split.form
 
 
+def uneven_caches(*, side_by_side: bool) -> dict[str, Any]:
+    """Layers that differ in size: one behind the other, or all of a block in one piece, as vLLM's layouts have them."""
+    torch.manual_seed(2)
+    sizes = [math.prod(form) for form in FORMS.values()]
+    memory, found, at = torch.randn(BLOCKS * sum(sizes)), {}, 0
+    for (name, form), size in zip(FORMS.items(), sizes, strict=True):
+        _, tokens, elements = form
+        strides = (sum(sizes) if side_by_side else size, tokens * elements, elements, 1)
+        found[name] = memory.as_strided((BLOCKS, *form), strides, at)
+        at += size if side_by_side else size * BLOCKS
+    return found
+
+
+@pytest.mark.mount
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_a_block_of_layers_that_differ_in_size_is_their_bytes_one_after_the_other(
+    service: Service, side_by_side: bool
+) -> None:
+    from kvfs.connectors.vllm_layout import KVLayout
+
+    layers = uneven_caches(side_by_side=side_by_side)
+    layout = KVLayout(layers, BLOCKS)
+    expected = [b"".join(tensor[i].numpy().tobytes() for tensor in layers.values()) for i in (4, 2, 0)]
+    assert [row.numpy().tobytes() for row in layout.gather([4, 2, 0])] == expected
+    assert layout.block_bytes == len(expected[0])
+    assert b"".join(piece.numpy().tobytes() for piece in layout.pieces(4, 0)) == expected[0]
+    assert (layout.is_even, layout.parts) == (False, 1)
+    if side_by_side:
+        size = layout.block_bytes
+        plan = layout.device_places([4, 2]).store_plan([0x1000, 0x1000 + size], [(0x1000, 2 * size)])
+        copied = b"".join(ctypes.string_at(at, count) for _, at, count in plan.copies())
+        assert copied == b"".join(expected[:2])
+    namespace = string_namespace("uneven", {"side_by_side": str(side_by_side)})
+    keys = string_keys(namespace, ["a", "b", "c"])
+    with kvfs.connect(service.mount) as client, client.blocks(namespace) as blocks:
+        blocks.put(keys, layout.places([4, 2, 0]))
+        assert blocks.get_into(keys[:1], layout.places([1])) == [layout.block_bytes]
+    layout.scatter([3], layout.gather([2]))
+    for tensor in layers.values():
+        assert torch.equal(tensor[1], tensor[4])
+        assert torch.equal(tensor[3], tensor[2])
+
+
+def test_the_form_of_layers_that_differ_says_the_size_and_the_order_of_each() -> None:
+    from kvfs.connectors.vllm_layout import KVLayout
+
+    layers = uneven_caches(side_by_side=False)
+    forms = {
+        KVLayout({name: layers[name] for name in order}, BLOCKS).form
+        for order in itertools.permutations(layers)
+    }
+    assert len(forms) == 12, "two of the four are equal"
+
+
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
         ({}, "no KV cache"),
         ({"a": torch.zeros(7, 2, 4, 3)}, "no row of 5 blocks"),
-        ({"a": torch.zeros(5, 2, 4, 3), "b": torch.zeros(5, 2, 4, 5)}, "different shapes"),
     ],
 )
 def test_caches_that_cannot_be_described_are_refused(layers: dict[str, Any], message: str) -> None:
@@ -350,6 +408,18 @@ def test_caches_that_cannot_be_described_are_refused(layers: dict[str, Any], mes
 
     with pytest.raises(InvalidRequest, match=message):
         KVLayout(layers, BLOCKS)
+
+
+def test_layers_that_differ_in_size_are_refused_on_a_device_where_their_blocks_are_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A device's copies go by one distance from block to block."""
+    from kvfs.connectors.vllm_layout import KVLayout
+
+    monkeypatch.setattr(KVLayout, "is_on_cpu", property(lambda self: False))
+    KVLayout(uneven_caches(side_by_side=True), BLOCKS)
+    with pytest.raises(InvalidRequest, match=r"\[32, 48, 96\] bytes apart are not supported"):
+        KVLayout(uneven_caches(side_by_side=False), BLOCKS)
 
 
 def test_layers_that_share_memory_count_once() -> None:

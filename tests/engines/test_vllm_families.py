@@ -38,6 +38,7 @@ CASES = {
     # Blocks of layers with smaller keys have more tokens, so that all blocks have the same bytes.
     "Gemma 4": Case(GEMMA_4, 64, (Group(stride=2), *[Group.of_window(WINDOW, 64)] * 2)),
     "Gemma 4, large": Case(GEMMA_4_LARGE, 64, (Group(), *[Group.of_window(WINDOW, 32, 2)] * 2)),
+    "Gemma 4, large, with one cache": Case(GEMMA_4_LARGE, 32, settings={"one_cache": True}),
     "Llama 4": Case(LLAMA_4, 32, (Group(), *[Group.of_chunks(CHUNK, 32)] * 3)),
     "Llama 4 with one cache": Case(LLAMA_4, 32, settings={"one_cache": True}),
 }
