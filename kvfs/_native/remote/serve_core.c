@@ -1,7 +1,8 @@
 /* Serving blocks to other machines: a thread for each connection, from the shared table and the slots to the socket.
  *
- * Responsibility: a request in, its answers out, the bytes by sendfile from the slot's own pages. The event loop has
- * accepted the connection and verified the peer before a thread begins; it brings up what only NVMe has.
+ * Responsibility: a request in, its answers out, the bytes by sendfile from the slot's own pages, or through a buffer
+ * where a session encrypts them. The event loop has accepted the connection and verified the peer before a thread begins;
+ * it brings up what only NVMe has.
  *
  * Invariants:
  * - Only blocks are served, and only those of the bucket that is bound to the request's namespace. A named object's key
@@ -34,12 +35,13 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "remote/socket_io.h"
 #include "shared/slots_core.h"
 
 #define ATTEMPTS 8
 #define PEER_WAIT_S 10 /* for the rest of a request that has begun, and for the peer to take what it asked for */
+#define PEER_WAIT_NS (PEER_WAIT_S * 1000000000ll)
 #define BYTES_AT_ONCE ((size_t)8 << 20)
+#define PIECE_BYTES ((size_t)64 << 10)
 #define SMALL_BYTES 65536u
 
 static void notify(struct kvfs_remote_server *s)
@@ -48,31 +50,59 @@ static void notify(struct kvfs_remote_server *s)
     (void)!write(s->notify_fd, &one, sizeof one);
 }
 
-/* The call has waited as long as the socket's own timeout says (prepare). */
-static int timed_out(const void *of, short events)
+/* A socket's own call has waited as long as its timeout says (prepare). A session is waited for here, and a request over
+ * it has to be whole in that time, however many records its bytes are in. */
+static int wait_for_peer(const void *of, short events)
 {
-    (void)of;
-    (void)events;
-    return -ETIMEDOUT;
+    const struct kvfs_remote_connection *c = (const struct kvfs_remote_connection *)of;
+    struct pollfd waits = {.fd = c->channel.fd, .events = events};
+    if (c->channel.session == NULL)
+        return -ETIMEDOUT;
+    const int64_t spent_ns = events & POLLIN ? kvfs_clock_ns(CLOCK_MONOTONIC) - c->begun_ns : 0;
+    const int64_t left_ms = (PEER_WAIT_NS - spent_ns) / 1000000;
+    const int ready = left_ms > 0 ? poll(&waits, 1, (int)left_ms) : 0;
+    if (ready < 0 && errno != EINTR)
+        return -errno;
+    return ready == 0 ? -ETIMEDOUT : 0;
 }
 
-static int receive_all(int fd, void *into, size_t bytes)
+static int receive_all(const struct kvfs_remote_connection *c, void *into, size_t bytes)
 {
-    return kvfs_receive_all(fd, into, bytes, 0, timed_out, NULL);
+    return kvfs_receive_all(&c->channel, into, bytes, 0, wait_for_peer, c);
 }
 
-static int send_all(int fd, const void *data, size_t bytes, int flags)
+static int send_all(const struct kvfs_remote_connection *c, const void *data, size_t bytes, int flags)
 {
-    return kvfs_send_all(fd, data, bytes, flags, timed_out, NULL);
+    return kvfs_send_all(&c->channel, data, bytes, flags, wait_for_peer, c);
+}
+
+/* Into a session, which encrypts it. Read and not mapped: a slot that is recycled is cut to nothing under a mapping. */
+static int send_copied(const struct kvfs_remote_connection *c, int slot, uint64_t bytes)
+{
+    uint64_t offset = 0;
+    int rc = 0;
+    while (rc == 0 && offset < bytes) {
+        const uint64_t left = bytes - offset;
+        const ssize_t got = pread(slot, c->pieces, left < PIECE_BYTES ? (size_t)left : PIECE_BYTES, (off_t)offset);
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got <= 0)
+            return got == 0 ? -EIO : -errno;
+        rc = send_all(c, c->pieces, (size_t)got, 0);
+        offset += (uint64_t)got;
+    }
+    return rc;
 }
 
 /* The header announced `bytes`: a slot that is shorter ends the connection. */
-static int send_slot(int fd, int slot, uint64_t bytes)
+static int send_slot(const struct kvfs_remote_connection *c, int slot, uint64_t bytes)
 {
     off_t offset = 0;
+    if (c->channel.session != NULL)
+        return send_copied(c, slot, bytes);
     while ((uint64_t)offset < bytes) {
         uint64_t left = bytes - (uint64_t)offset;
-        ssize_t put = sendfile(fd, slot, &offset, left < BYTES_AT_ONCE ? (size_t)left : BYTES_AT_ONCE);
+        ssize_t put = sendfile(c->channel.fd, slot, &offset, left < BYTES_AT_ONCE ? (size_t)left : BYTES_AT_ONCE);
         if (put < 0 && errno == EINTR)
             continue;
         if (put <= 0)
@@ -264,9 +294,9 @@ static int answer_want(struct kvfs_remote_connection *c, const struct kvfs_remot
         item.status = (uint32_t)describe(s, slot, &header, want, &item);
     if (item.status == KVFS_REMOTE_BUSY)
         item.size_bytes = 0;
-    rc = send_all(c->fd, &item, sizeof item, item.status == KVFS_REMOTE_FOUND && item.size_bytes ? MSG_MORE : 0);
+    rc = send_all(c, &item, sizeof item, item.status == KVFS_REMOTE_FOUND && item.size_bytes ? MSG_MORE : 0);
     if (rc == 0 && item.status == KVFS_REMOTE_FOUND)
-        rc = send_slot(c->fd, slot, item.size_bytes);
+        rc = send_slot(c, slot, item.size_bytes);
     if (slot >= 0)
         close(slot);
     if (rc == 0) {
@@ -308,11 +338,11 @@ static int serve_read(struct kvfs_remote_connection *c, const struct kvfs_remote
     int rc = 0;
     const int small = has_small(request, wants);
     if (small)
-        set_cork(c->fd, 1);
+        set_cork(c->channel.fd, 1);
     for (uint32_t i = 0; rc == 0 && i < request->count; i++)
         rc = answer_want(c, request, i, &wants[i]);
     if (small)
-        set_cork(c->fd, 0);
+        set_cork(c->channel.fd, 0);
     note_hits(c, wants, request->count);
     return rc;
 }
@@ -351,9 +381,9 @@ static int serve_match(struct kvfs_remote_connection *c, const struct kvfs_remot
     struct kvfs_remote_matched head = {.magic = KVFS_REMOTE_MATCHED, .number = request->number};
     uint64_t sizes[KVFS_REMOTE_MATCHES];
     head.count = match(c, request, digests, sizes);
-    int rc = send_all(c->fd, &head, sizeof head, head.count ? MSG_MORE : 0);
+    int rc = send_all(c, &head, sizeof head, head.count ? MSG_MORE : 0);
     if (rc == 0)
-        rc = send_all(c->fd, sizes, head.count * sizeof *sizes, 0);
+        rc = send_all(c, sizes, head.count * sizeof *sizes, 0);
     kvfs_lock(&c->server->lock);
     c->server->counts.matches++;
     kvfs_unlock(&c->server->lock);
@@ -377,8 +407,10 @@ static void begin_request(struct kvfs_remote_connection *c, const struct kvfs_re
  * over stays: a machine has one such connection, and no time to open it when it asks. */
 static int wait_for_request(const struct kvfs_remote_connection *c)
 {
-    struct pollfd waits = {.fd = c->fd, .events = POLLIN};
+    struct pollfd waits = {.fd = c->channel.fd, .events = POLLIN};
     int ready;
+    if (kvfs_channel_has_bytes(&c->channel))
+        return 1;
     while ((ready = poll(&waits, 1, c->has_read ? c->server->idle_ms : -1)) < 0)
         if (errno != EINTR)
             return -errno;
@@ -392,16 +424,17 @@ static int serve_one(struct kvfs_remote_connection *c, uint64_t *body)
     int rc = wait_for_request(c);
     if (rc <= 0)
         return rc == 0 ? 1 : rc;
-    ssize_t got = recv(c->fd, &request, 1, MSG_PEEK);
+    c->begun_ns = kvfs_clock_ns(CLOCK_MONOTONIC);
+    const ssize_t got = kvfs_receive_some(&c->channel, &request, sizeof request, 0, wait_for_peer, c);
     if (got <= 0)
-        return got == 0 ? 1 : -errno;
-    rc = receive_all(c->fd, &request, sizeof request);
+        return got == 0 ? 1 : (int)got;
+    rc = receive_all(c, (uint8_t *)&request + got, sizeof request - (size_t)got);
     if (rc < 0)
         return rc;
     int64_t bytes = kvfs_remote_check_request(&request);
     if (bytes < 0)
         return (int)bytes;
-    rc = receive_all(c->fd, body, (size_t)bytes);
+    rc = receive_all(c, body, (size_t)bytes);
     if (rc < 0)
         return rc;
     begin_request(c, &request);
@@ -419,7 +452,7 @@ static void *thread_main(void *argument)
     int rc = 0;
     while (rc == 0)
         rc = serve_one(c, body);
-    shutdown(c->fd, SHUT_RDWR);
+    shutdown(c->channel.fd, SHUT_RDWR);
     kvfs_lock(&c->server->lock);
     c->error = rc < 0 ? rc : 0;
     c->server->counts.broken += rc == -EPROTO;
@@ -461,6 +494,12 @@ int kvfs_remote_start(struct kvfs_remote_server *s, uint32_t connections, uint32
     return rc;
 }
 
+static void close_connection(struct kvfs_remote_connection *c)
+{
+    kvfs_channel_close(&c->channel);
+    free(c->pieces);
+}
+
 void kvfs_remote_stop(struct kvfs_remote_server *s)
 {
     if (!s->started)
@@ -472,11 +511,11 @@ void kvfs_remote_stop(struct kvfs_remote_server *s)
     kvfs_unlock(&s->lock);
     for (uint32_t i = 0; i < s->connection_count; i++)
         if (s->connections[i].used)
-            shutdown(s->connections[i].fd, SHUT_RDWR);
+            shutdown(s->connections[i].channel.fd, SHUT_RDWR);
     for (uint32_t i = 0; i < s->connection_count; i++)
         if (s->connections[i].used) {
             pthread_join(s->connections[i].thread, NULL);
-            close(s->connections[i].fd);
+            close_connection(&s->connections[i]);
         }
     free_all(s);
 }
@@ -499,8 +538,9 @@ static int prepare(int fd)
     return 0;
 }
 
-/* Takes over `fd`, whose peer was verified; the connection's number, its own until it is reaped; or -errno. */
-int64_t kvfs_remote_open(struct kvfs_remote_server *s, int fd) UNCHECKED /* its thread begins with the last step */
+/* Takes over a channel whose peer was verified; the connection's number, its own until it is reaped; or -errno. */
+int64_t kvfs_remote_open(struct kvfs_remote_server *s, struct kvfs_channel channel)
+    UNCHECKED /* its thread begins with the last step */
 {
     uint32_t number = 0;
     while (number < s->connection_count && s->connections[number].used)
@@ -508,11 +548,17 @@ int64_t kvfs_remote_open(struct kvfs_remote_server *s, int fd) UNCHECKED /* its 
     if (number == s->connection_count)
         return -EMFILE;
     struct kvfs_remote_connection *c = &s->connections[number];
-    *c = (struct kvfs_remote_connection){.server = s, .fd = fd, .number = number};
-    int rc = prepare(fd);
+    *c = (struct kvfs_remote_connection){.server = s, .channel = channel, .number = number};
+    int rc = prepare(channel.fd);
+    if (rc == 0 && channel.session != NULL) {
+        c->pieces = malloc(PIECE_BYTES);
+        rc = c->pieces == NULL ? -ENOMEM : 0;
+    }
     if (rc == 0)
         rc = kvfs_thread_start(&c->thread, thread_main, c, KVFS_SMALL_STACK_BYTES);
     c->used = rc == 0;
+    if (rc < 0)
+        free(c->pieces);
     return rc < 0 ? (int64_t)rc : (int64_t)number;
 }
 
@@ -528,7 +574,7 @@ int kvfs_remote_reap(struct kvfs_remote_server *s, uint32_t number, int *error)
     kvfs_unlock(&c->server->lock);
     if (ended) {
         pthread_join(c->thread, NULL);
-        close(c->fd);
+        close_connection(c);
         c->used = 0;
     }
     return ended;

@@ -4,6 +4,7 @@
 
 #include <stdint.h>
 
+#include "remote/channel.h"
 #include "shared/hits.h"
 #include "shared/mutex.h"
 #include "shared/table_core.h"
@@ -62,9 +63,11 @@ struct kvfs_remote_connection {
     struct kvfs_remote_server *server;
     pthread_t thread;
     int used; /* the event loop's */
-    int fd;
+    struct kvfs_channel channel;
+    uint8_t *pieces; /* of blocks, on their way into a session; NULL without one */
     uint32_t number;
     /* The thread's, for the request that it answers. */
+    int64_t begun_ns;          /* when its first byte was there */
     uint32_t bound_bucket;     /* that of the last block, 0 before there was one */
     uint64_t sent;             /* bit i: the i-th block of a READ was sent whole */
     int has_read;              /* in this request or an earlier one */
@@ -78,7 +81,7 @@ struct kvfs_remote_connection {
 /* `table`, `hash`, `dirfd`, `lift_wait_ns` and `idle_ms` are set, all else is zero. */
 int kvfs_remote_start(struct kvfs_remote_server *s, uint32_t connections, uint32_t lifts, uint32_t hits);
 void kvfs_remote_stop(struct kvfs_remote_server *s);
-int64_t kvfs_remote_open(struct kvfs_remote_server *s, int fd);
+int64_t kvfs_remote_open(struct kvfs_remote_server *s, struct kvfs_channel channel);
 int kvfs_remote_reap(struct kvfs_remote_server *s, uint32_t number, int *error);
 int kvfs_remote_bind(struct kvfs_remote_server *s, const struct kvfs_remote_binding *bindings, uint32_t count);
 uint32_t kvfs_remote_take_lifts(struct kvfs_remote_server *s, uint8_t *pairs, uint32_t most);

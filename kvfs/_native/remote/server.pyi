@@ -2,7 +2,7 @@
 
 from os import PathLike
 
-from typing_extensions import disjoint_base
+from typing_extensions import CapsuleType, disjoint_base
 
 from kvfs._native.shared.table import Table
 
@@ -31,8 +31,9 @@ class Server:
     def fileno(self) -> int:
         """Return a descriptor that is readable while there are lifts or questions to take or connections to reap."""
 
-    def open(self, fd: int) -> int:
-        """Take over the socket of a peer that was verified; return the connection's number. Raises LimitExceeded."""
+    def open(self, fd: int, session: CapsuleType | None = None) -> int:
+        """Take over the socket of a peer that was verified, and a session over it (`kvfs._native.remote.tls`), unless
+        it raises LimitExceeded; return the connection's number."""
 
     def reap(self, number: int) -> int | None:
         """Close a connection that has ended and return the errno that ended it, 0 for the peer; None while it goes

@@ -1,6 +1,6 @@
 """Streams that receive blocks of another machine straight into drafts, each on a thread of its own."""
 
-from typing_extensions import disjoint_base
+from typing_extensions import CapsuleType, disjoint_base
 
 FOUND: int
 """A status: the block is in its draft, and matches its checksum."""
@@ -20,8 +20,8 @@ NOT_WRITTEN: int
 class Stream:
     """One connection to a peer that was verified."""
 
-    def __init__(self, socket: int) -> None:
-        """Take over a socket. Raises OSError."""
+    def __init__(self, socket: int, session: CapsuleType | None = None) -> None:
+        """Take over a socket, and a session over it (`kvfs._native.remote.tls`), unless it raises OSError."""
 
     def fileno(self) -> int:
         """Return a descriptor that is readable once a job is done."""

@@ -11,12 +11,7 @@ from posix.time cimport CLOCK_MONOTONIC
 
 from kvfs.errors import InvalidRequest, from_errno
 
-cdef extern from "<poll.h>" nogil:
-    short POLLIN, POLLRDHUP
-    struct pollfd:
-        int fd
-        short events
-    int poll(pollfd *fds, unsigned long count, int timeout_ms)
+from kvfs._native.remote.channel cimport kvfs_channel, kvfs_channel_is_quiet, note_taken, session_of
 
 cdef extern from "shared/mutex.h" nogil:
     int64_t kvfs_clock_ns(int clock)
@@ -49,7 +44,7 @@ cdef extern from "remote/stream_core.h" nogil:
         uint8_t parent[16]
 
     struct kvfs_remote_stream:
-        int socket
+        kvfs_channel channel
         int notify_fd
         kvfs_remote_request request
         int64_t deadline_ns
@@ -59,7 +54,7 @@ cdef extern from "remote/stream_core.h" nogil:
         uint32_t matched
         int result
 
-    int kvfs_stream_start(kvfs_remote_stream *s, int socket)
+    int kvfs_stream_start(kvfs_remote_stream *s, kvfs_channel channel)
     void kvfs_stream_begin(kvfs_remote_stream *s)
     int kvfs_stream_take(kvfs_remote_stream *s)
     void kvfs_stream_stop(kvfs_remote_stream *s)
@@ -79,12 +74,13 @@ cdef class Stream:
     cdef bint _busy
     cdef uint64_t _number
 
-    def __init__(self, int socket):
+    def __init__(self, int socket, session=None):
         if self._running:
             raise InvalidRequest("this stream runs already")
-        cdef int rc = kvfs_stream_start(&self._s, socket)
+        cdef int rc = kvfs_stream_start(&self._s, kvfs_channel(socket, session_of(session)))
         if rc < 0:
             raise from_errno(rc, "begin a stream")
+        note_taken(session)
         self._running = True
 
     def __dealloc__(self):
@@ -152,10 +148,7 @@ cdef class Stream:
 
     @property
     def is_quiet(self):
-        cdef pollfd waits
-        waits.fd = self._s.socket
-        waits.events = POLLIN | POLLRDHUP
-        return self._running and not self._busy and poll(&waits, 1, 0) == 0
+        return self._running and not self._busy and kvfs_channel_is_quiet(&self._s.channel)
 
     def reads(self):
         cdef uint32_t i

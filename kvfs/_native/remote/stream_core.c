@@ -24,16 +24,15 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "remote/socket_io.h"
 #include "s3/receiver_core.h"
 
 #define BUFFER_BYTES ((size_t)256 << 10)
 
-/* 0 once the socket is ready, -ETIMEDOUT at the deadline. */
+/* 0 once the channel is ready, -ETIMEDOUT at the deadline. */
 static int wait_ready(const void *of, short events)
 {
     const struct kvfs_remote_stream *s = (const struct kvfs_remote_stream *)of;
-    struct pollfd waits = {.fd = s->socket, .events = events};
+    struct pollfd waits = {.fd = s->channel.fd, .events = events};
     int64_t left_ns = s->deadline_ns - kvfs_clock_ns(CLOCK_MONOTONIC);
     if (left_ns <= 0)
         return -ETIMEDOUT;
@@ -46,12 +45,12 @@ static int wait_ready(const void *of, short events)
 
 static int send_all(const struct kvfs_remote_stream *s, const void *data, size_t bytes)
 {
-    return kvfs_send_all(s->socket, data, bytes, MSG_DONTWAIT, wait_ready, s);
+    return kvfs_send_all(&s->channel, data, bytes, MSG_DONTWAIT, wait_ready, s);
 }
 
 static int receive_all(const struct kvfs_remote_stream *s, void *into, size_t bytes)
 {
-    return kvfs_receive_all(s->socket, into, bytes, MSG_DONTWAIT, wait_ready, s);
+    return kvfs_receive_all(&s->channel, into, bytes, MSG_DONTWAIT, wait_ready, s);
 }
 
 /* The bytes of one block, into its draft. A draft that cannot be written ends the stream: its bytes are still to come. */
@@ -59,19 +58,19 @@ static int receive_block(struct kvfs_remote_stream *s, struct kvfs_remote_read *
 {
     struct kvfs_body body;
     uint64_t done = 0;
-    int end = KVFS_RECEIVE_MOVED, rc = kvfs_body_init(&body, 0);
+    int rc = kvfs_body_init(&body, 0);
     while (rc == 0 && done < read->size_bytes) {
-        int64_t moved = kvfs_receive(&body, s->socket, read->fd, done, read->size_bytes - done, s->buffer, BUFFER_BYTES,
-                                     &end);
-        if (moved < 0) {
-            read->status = KVFS_REMOTE_NOT_WRITTEN;
-            rc = (int)moved;
+        const uint64_t left = read->size_bytes - done;
+        const size_t asked = left < BUFFER_BYTES ? (size_t)left : BUFFER_BYTES;
+        const ssize_t got = kvfs_channel_receive(&s->channel, s->buffer, asked, MSG_DONTWAIT);
+        if (got == -EAGAIN) {
+            rc = wait_ready(s, kvfs_channel_wants(&s->channel, POLLIN));
+        } else if (got <= 0) {
+            rc = got == -EPROTO ? -EPROTO : -ECONNRESET;
         } else {
-            done += (uint64_t)moved;
-            if (end == KVFS_RECEIVE_WAIT)
-                rc = wait_ready(s, POLLIN);
-            else if (end != KVFS_RECEIVE_MOVED)
-                rc = -ECONNRESET;
+            rc = kvfs_body_take(&body, read->fd, done, s->buffer, (size_t)got);
+            read->status = rc < 0 ? KVFS_REMOTE_NOT_WRITTEN : read->status;
+            done += (uint64_t)got;
         }
     }
     if (rc == 0)
@@ -149,7 +148,7 @@ static void send_first(struct kvfs_remote_stream *s)
         memcpy(to + i * sizeof(struct kvfs_remote_want), &s->reads[i].want, sizeof(struct kvfs_remote_want));
     s->unsent = s->out;
     s->unsent_bytes = sizeof s->request + (size_t)kvfs_remote_check_request(&s->request);
-    ssize_t put = send(s->socket, s->out, s->unsent_bytes, MSG_NOSIGNAL | MSG_DONTWAIT);
+    const ssize_t put = kvfs_channel_send(&s->channel, s->out, s->unsent_bytes, MSG_DONTWAIT);
     if (put > 0) {
         s->unsent += put;
         s->unsent_bytes -= (size_t)put;
@@ -187,9 +186,9 @@ static void free_all(struct kvfs_remote_stream *s) UNCHECKED /* no thread any mo
     kvfs_mutex_destroy(&s->lock);
 }
 
-int kvfs_stream_start(struct kvfs_remote_stream *s, int socket) UNCHECKED /* no thread yet */
+int kvfs_stream_start(struct kvfs_remote_stream *s, struct kvfs_channel channel) UNCHECKED /* no thread yet */
 {
-    s->socket = socket;
+    s->channel = channel;
     for (uint32_t i = 0; i < KVFS_REMOTE_READS; i++)
         s->reads[i].fd = -1;
     kvfs_mutex_init(&s->lock);
@@ -229,13 +228,13 @@ int kvfs_stream_take(struct kvfs_remote_stream *s)
     return done;
 }
 
-/* Ends the thread, a job with it, and closes the socket. */
+/* Ends the thread, a job with it, and closes the channel. */
 void kvfs_stream_stop(struct kvfs_remote_stream *s)
 {
     if (!s->started)
         return;
     s->started = 0;
-    shutdown(s->socket, SHUT_RDWR);
+    shutdown(s->channel.fd, SHUT_RDWR);
     kvfs_lock(&s->lock);
     s->state = KVFS_STREAM_CLOSING;
     pthread_cond_signal(&s->wake);
@@ -243,6 +242,6 @@ void kvfs_stream_stop(struct kvfs_remote_stream *s)
     pthread_join(s->thread, NULL);
     for (uint32_t i = 0; i < KVFS_REMOTE_READS; i++) /* of a job that it had not begun */
         close_draft(&s->reads[i]);
-    close(s->socket);
+    kvfs_channel_close(&s->channel);
     free_all(s);
 }

@@ -4,6 +4,7 @@
 
 #include <stdint.h>
 
+#include "remote/channel.h"
 #include "shared/mutex.h"
 #include "wire.h"
 
@@ -26,7 +27,7 @@ struct kvfs_remote_read {
 enum { KVFS_STREAM_IDLE, KVFS_STREAM_BUSY, KVFS_STREAM_DONE, KVFS_STREAM_CLOSING };
 
 struct kvfs_remote_stream {
-    int socket;
+    struct kvfs_channel channel;
     int notify_fd; /* readable once a job is done */
     int started;
     pthread_t thread;
@@ -47,8 +48,8 @@ struct kvfs_remote_stream {
     int result; /* 0, or -errno: the stream is of no use any more */
 };
 
-/* Takes over `socket`; all else is zero. */
-int kvfs_stream_start(struct kvfs_remote_stream *s, int socket);
+/* Takes over the channel, unless it fails; all else is zero. */
+int kvfs_stream_start(struct kvfs_remote_stream *s, struct kvfs_channel channel);
 void kvfs_stream_begin(struct kvfs_remote_stream *s);
 int kvfs_stream_take(struct kvfs_remote_stream *s);
 void kvfs_stream_stop(struct kvfs_remote_stream *s);

@@ -83,6 +83,12 @@ static int write_all(int fd, const uint8_t *data, size_t bytes, uint64_t offset)
     return 0;
 }
 
+int kvfs_body_take(struct kvfs_body *b, int fd, uint64_t offset, const uint8_t *data, size_t bytes)
+{
+    kvfs_body_update(b, data, bytes);
+    return write_all(fd, data, bytes, offset);
+}
+
 int64_t kvfs_receive(struct kvfs_body *b, int socket, int fd, uint64_t offset, uint64_t most, uint8_t *buffer,
                      size_t room, int *end)
 {
@@ -97,8 +103,7 @@ int64_t kvfs_receive(struct kvfs_body *b, int socket, int fd, uint64_t offset, u
             *end = got == 0 ? KVFS_RECEIVE_END : errno == EAGAIN ? KVFS_RECEIVE_WAIT : KVFS_RECEIVE_GONE;
             break;
         }
-        kvfs_body_update(b, buffer, (size_t)got);
-        int rc = write_all(fd, buffer, (size_t)got, offset + moved);
+        int rc = kvfs_body_take(b, fd, offset + moved, buffer, (size_t)got);
         if (rc < 0)
             return rc;
         moved += (uint64_t)got;

@@ -17,6 +17,8 @@ int kvfs_body_init(struct kvfs_body *b, int wants_crc);
 void kvfs_body_free(struct kvfs_body *b);
 void kvfs_body_update(struct kvfs_body *b, const uint8_t *data, size_t bytes);
 uint64_t kvfs_body_xxh3(const struct kvfs_body *b);
+/* Hashes bytes, and writes them to `offset` of `fd`. 0, or -errno of the file. */
+int kvfs_body_take(struct kvfs_body *b, int fd, uint64_t offset, const uint8_t *data, size_t bytes);
 
 enum kvfs_receive_end {
     KVFS_RECEIVE_MOVED = 0, /* as much as was asked for */
