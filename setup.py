@@ -53,6 +53,7 @@ LIBRARIES = {
     "device.uring": URING,
     "cuda.driver": {"libraries": ["dl"]},
     "s3.fast_path": {"libraries": ["crypto"]},
+    "remote.tls": {"libraries": ["ssl", "crypto"]},
 }
 MODULES = {
     "shared.table": ["table_core"],
@@ -80,6 +81,7 @@ MODULES = {
         "../s3/receiver_avx2",
         "../s3/crc64",
     ],
+    "remote.tls": ["tls_core"],
     "evict.policy": ["policy_core", "learner", "shadow", "memory", "order", "runs", "baselines", "replay"],
     "catalog.block_index": ["catalog_core"],
     "catalog.adoption": ["adoption_core"],

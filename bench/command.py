@@ -113,6 +113,7 @@ OF_MACHINES: dict[str, Callable[[float], Result]] = {
     "remote.get_1m": remote.get_1m,
     "remote.batch16_1m": remote.batch16_1m,
     "remote.get_64k": remote.get_64k,
+    "remote.get_1m_tls": remote.get_1m_tls,
 }
 """Start a process that stands for another machine."""
 OF_DIRECTORY: dict[str, Callable[[float], Result]] = {"directory.lookup_64": _lookup_64}
@@ -186,6 +187,7 @@ BASELINES = {
     "s3.get_4k": "nginx, sendfile",
     "s3.put_1m_crc64": "the GET",
     **dict.fromkeys(OF_MACHINES, "sendfile to recv"),
+    "remote.get_1m_tls": "the same without TLS",
     **dict.fromkeys(OF_DIRECTORY, "MGET of 64 keys"),
     "proxy.cpu_per_request": "both legs alone",
     "proxy.ttft_1k": "both legs alone",

@@ -4,7 +4,7 @@ Responsibility: one function for each figure, from seconds to a Result. A proces
 them as a service does, and serves the baseline: threads that send the same slots by `sendfile` when asked. This process
 is the asking machine: a store and its cluster; the baseline receives into memory over as many streams as the fetch.
 Both sides walk 96 MiB, so that bytes come from memory and go there. A fetch is one of a hinted
-peer: it reserves drafts, receives, verifies and seals them.
+peer: it reserves drafts, receives, verifies and seals them. One over TLS is measured against the same fetch without.
 
 The sides take turns, operation by operation. `python -m bench.remote FOLDER BYTES` is the process that serves.
 
@@ -20,13 +20,14 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter_ns
+from typing import Any
 
 import trio
 
@@ -60,43 +61,101 @@ def get_64k(seconds: float) -> Result:
     return _against_raw("remote.get_64k", 64 * KIB, 1, seconds)
 
 
+def get_1m_tls(seconds: float) -> Result:
+    """Return the time of a fetch of one block of 1 MiB over TLS, against one without."""
+    with tempfile.TemporaryDirectory(prefix="kvfs-bench-") as name:
+        folder = Path(name)
+        _make_certificates(folder)
+        with _other_machine(folder, MIB) as (port, _, tls_port):
+            return trio.run(partial(_measure_tls, folder, port, tls_port, seconds))
+
+
 def _against_raw(name: str, size_bytes: int, batch: int, seconds: float) -> Result:
-    with tempfile.TemporaryDirectory(prefix="kvfs-bench-") as folder:
-        secret = Path(folder) / "secret"
-        secret.write_bytes(os.urandom(32).hex().encode())
-        secret.chmod(0o600)
-        for machine in ("a", "b"):
-            (Path(folder) / machine).mkdir()
-        with subprocess.Popen(
-            [sys.executable, "-m", "bench.remote", folder, str(size_bytes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as process:
-            assert process.stdout is not None
-            port, raw_port = map(int, process.stdout.readline().split())
-            raw = Raw(raw_port, size_bytes)
-            return trio.run(partial(_measure, name, Path(folder), port, raw, batch, seconds))
+    with (
+        tempfile.TemporaryDirectory(prefix="kvfs-bench-") as folder,
+        _other_machine(Path(folder), size_bytes) as (port, raw_port, _),
+    ):
+        raw = Raw(raw_port, size_bytes)
+        return trio.run(partial(_measure, name, Path(folder), port, raw, batch, seconds))
+
+
+def _make_certificates(folder: Path) -> None:
+    """Make one that is its own authority: both machines show it."""
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    files = ("-keyout", str(folder / "key"), "-out", str(folder / "certificate"))
+    command = ["openssl", "req", "-x509", *curve, "-days", "2", "-subj", "/CN=bench", *files]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def _settings(folder: Path, *, tls: bool = False, **more: Any) -> ClusterSettings:
+    if tls:
+        certificate = folder / "certificate"
+        more |= {"certificate": certificate, "key": folder / "key", "authorities": certificate}
+    return ClusterSettings(secret_file=folder / "secret", match_wait_s=1.0, **more)
+
+
+@contextmanager
+def _other_machine(folder: Path, size_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """Run the process that serves; yield its ports: for a fetch, for the baseline, for a fetch over TLS."""
+    secret = folder / "secret"
+    secret.write_bytes(os.urandom(32).hex().encode())
+    secret.chmod(0o600)
+    for machine in ("a", "b"):
+        (folder / machine).mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-m", "bench.remote", str(folder), str(size_bytes)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        port, raw_port, tls_port = map(int, process.stdout.readline().split())
+        yield port, raw_port, tls_port
 
 
 async def _measure(name: str, folder: Path, port: int, raw: Raw, batch: int, seconds: float) -> Result:
-    async with _asking(folder, f"127.0.0.1:{port}") as (store, cluster):
-        return await _in_turns(name, store, cluster, raw, batch, seconds)
+    count = SET_BYTES // raw.size_bytes
+
+    async def receive(first: int) -> None:
+        raw.receive([(first + i) % count for i in range(batch)])
+
+    async with _asking(folder, _settings(folder, peers=(f"127.0.0.1:{port}",))) as (store, [cluster]):
+        fetch = partial(_fetch, store, cluster, batch, count)
+        result = await _in_turns(name, store, (fetch, receive), batch, count, seconds)
+    raw.close()
+    return result
+
+
+async def _measure_tls(folder: Path, port: int, tls_port: int, seconds: float) -> Result:
+    settings = [
+        _settings(folder, peers=(f"127.0.0.1:{tls_port}",), tls=True),
+        _settings(folder, peers=(f"127.0.0.1:{port}",)),
+    ]
+    count = SET_BYTES // MIB
+    async with _asking(folder, *settings) as (store, clusters):
+        sides = [partial(_fetch, store, cluster, 1, count) for cluster in clusters]
+        return await _in_turns("remote.get_1m_tls", store, sides, 1, count, seconds)
 
 
 @asynccontextmanager
-async def _asking(folder: Path, peer: str) -> AsyncIterator[tuple[Store, Cluster]]:
+async def _asking(folder: Path, *settings: ClusterSettings) -> AsyncIterator[tuple[Store, list[Cluster]]]:
     store = await _open_store(folder / "b")
     try:
-        cluster = Cluster(
-            ClusterSettings(peers=(peer,), secret_file=folder / "secret", match_wait_s=1.0), store
-        )
+        clusters = [Cluster(each, store) for each in settings]
         async with trio.open_nursery() as nursery:
-            await nursery.start(cluster.run)
-            yield store, cluster
+            for cluster in clusters:
+                await nursery.start(cluster.run)
+            yield store, clusters
             nursery.cancel_scope.cancel()
     finally:
         store.close()
+
+
+async def _fetch(store: Store, cluster: Cluster, batch: int, count: int, first: int) -> None:
+    bucket, peer = store.bucket(BUCKET), cluster.peers[0].address
+    digests = [_digest((first + i) % count) for i in range(batch)]
+    if await cluster.fetch(bucket, digests, uid=0, hint=peer, urgent=True) != batch:
+        raise RuntimeError("bench: a block did not come")
 
 
 async def _open_store(path: Path) -> Store:
@@ -110,32 +169,25 @@ def _digest(number: int) -> bytes:
 
 
 async def _in_turns(
-    name: str, store: Store, cluster: Cluster, raw: Raw, batch: int, seconds: float
+    name: str,
+    store: Store,
+    sides: Sequence[Callable[[int], Awaitable[None]]],
+    batch: int,
+    count: int,
+    seconds: float,
 ) -> Result:
-    count = SET_BYTES // raw.size_bytes
-    bucket = store.bucket(BUCKET)
-
-    async def fetch(first: int) -> None:
-        digests = [_digest((first + i) % count) for i in range(batch)]
-        if await cluster.fetch(bucket, digests, uid=0, hint=cluster.peers[0].address, urgent=True) != batch:
-            raise RuntimeError("bench: a block did not come")
-
-    async def receive(first: int) -> None:
-        raw.receive([(first + i) % count for i in range(batch)])
-
     samples: list[list[float]] = [[], []]
-    sides: list[Callable[[int], Awaitable[None]]] = [fetch, receive]
     deadline, turn = perf_counter_ns() + int(seconds * 1e9), 0
     while perf_counter_ns() < deadline or turn < LEAST_TURNS:
         for index in (0, 1) if turn % 2 else (1, 0):
             began = perf_counter_ns()
             await sides[index](turn * batch)
             samples[index].append((perf_counter_ns() - began) / 1000)
-        for i in range(batch):
-            store.remove_block(_digest((turn * batch + i) % count))
-        store.maintain()
+            for digest in (_digest((turn * batch + i) % count) for i in range(batch)):
+                if store.block_bucket(digest) is not None:
+                    store.remove_block(digest)
+            store.maintain()
         turn += 1
-    raw.close()
     values, others = (sorted(each[LEAST_TURNS // 2 :]) for each in samples)
     value, baseline = median(values), median(others)
     at = len(values) * 99 // 100
@@ -181,20 +233,26 @@ class Raw:
 
 async def _serve(folder: Path, size_bytes: int) -> None:
     store = await _open_store(folder / "a")
-    with socket.create_server(("127.0.0.1", 0)) as raw, socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-        probe.close()
+    ports = [_free_port(), _free_port()]
+    with socket.create_server(("127.0.0.1", 0)) as raw:
         slots = [_put(store, number, size_bytes) for number in range(SET_BYTES // size_bytes)]
-        cluster = Cluster(ClusterSettings(listen=f"127.0.0.1:{port}", secret_file=folder / "secret"), store)
         async with trio.open_nursery() as nursery:
-            await nursery.start(cluster.run)
+            for port, tls in zip(ports, (False, (folder / "certificate").exists()), strict=True):
+                settings = _settings(folder, listen=f"127.0.0.1:{port}", tls=tls)
+                await nursery.start(Cluster(settings, store).run)
             threading.Thread(target=_serve_raw, args=[raw, slots, size_bytes], daemon=True).start()
-            print(port, raw.getsockname()[1], flush=True)
+            print(ports[0], raw.getsockname()[1], ports[1], flush=True)
             await trio.to_thread.run_sync(sys.stdin.read)
             nursery.cancel_scope.cancel()
     for slot in slots:
         os.close(slot)
     store.close()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _put(store: Store, number: int, size_bytes: int) -> int:

@@ -128,6 +128,9 @@ def check_places(settings: Settings) -> None:
         "[s3] certificate": settings.s3.certificate,
         "[s3] key": settings.s3.key,
         "[cluster] secret_file": settings.cluster.secret_file,
+        "[cluster] certificate": settings.cluster.certificate,
+        "[cluster] key": settings.cluster.key,
+        "[cluster] authorities": settings.cluster.authorities,
         "the configuration": settings.file,
     }
     for what, inside in places.items():

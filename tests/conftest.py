@@ -13,13 +13,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
+from tests.support.certificates import cluster_tls
 from tests.support.crash_harness import fast_directory
 from tests.support.door import door, mode_service
 from tests.support.forked import end_imported
 from tests.support.leftovers import Run
 from tests.support.seeds import SEED, repeat_command
 
-__all__ = ["door", "fast_path", "mode_service"]
+__all__ = ["cluster_tls", "door", "fast_path", "mode_service"]
 
 ROOT: Final = Path(__file__).resolve().parent
 LONGEST: Final = (

@@ -481,6 +481,11 @@ class ClusterSettings(_Section):
     """Machines that are asked for blocks; this one's own address may be among them."""
     secret_file: AbsolutePath | None = None
     """The same bytes on all machines; only the service's user may read the file."""
+    certificate: AbsolutePath | None = None
+    key: AbsolutePath | None = None
+    authorities: AbsolutePath | None = None
+    """PEM files; with all three, machines speak TLS and show their certificates, which `authorities` have signed. Only
+    the service's user may read the key."""
 
     match_wait_s: Annotated[float, Field(gt=0, le=MAX_REMOTE_MATCH_S)] = DEFAULT_REMOTE_MATCH_S
     """How long the directory, or all peers, may take to say who has what."""
@@ -504,6 +509,10 @@ class ClusterSettings(_Section):
     def _has_secret(self) -> ClusterSettings:
         if (self.listen is not None or self.peers or self.directory is not None) and self.secret_file is None:
             raise PydanticCustomError("cluster", "listen, peers and directory need a secret_file")
+        if len({path is None for path in (self.certificate, self.key, self.authorities)}) > 1:
+            raise PydanticCustomError(
+                "tls", "certificate, key and authorities are given together or not at all"
+            )
         if self.conductor and not self.peers and self.directory is None:
             raise PydanticCustomError("cluster", "conductor needs peers or a directory to fetch from")
         if self.directory is not None and self.advertised is not None:

@@ -105,6 +105,8 @@ MIN_CLUSTER_SECRET_BYTES: Final = 32
 """As many bytes as HMAC-SHA256 has: a shorter secret is guessed from one connection."""
 MAX_CLUSTER_SECRET_BYTES: Final = 4_096
 """A file of secrets is no log by mistake."""
+REMOTE_TLS_KEY_BYTES: Final = 64 * GIB
+"""What one key of a TLS session encrypts: AES-GCM's is good for 2^24.5 records (RFC 8446, 5.5), which are 388 GB."""
 REMOTE_STREAMS: Final = 4
 """Connections to a peer that bytes come over: two meet a 25 GbE link, one more core each."""
 REMOTE_IDLE_S: Final = 30.0

@@ -38,7 +38,7 @@ from tiers.device.threads import thread_device
 from tiers.model.objects import Name
 from tiers.recovery.start import NvmeOptions, StoreOptions, open_store, start_store
 from tiers.remote import wire
-from tiers.remote.cluster import read_secret
+from tiers.remote.connections.identity import read_secret
 from tiers.store.store import Store
 
 DEPTH = 4

@@ -21,8 +21,8 @@ from tests.support.machines import SECRET, digest_of, machine, open_descriptors,
 from tests.support.rogue_peers import MATCH, MATCHED, MATCHED_MAGIC, item, next_request, serving, welcome
 from tests.support.stores import BOUND, small_store
 from tests.support.waits import WAIT_S, until
+from tiers.remote.connections.identity import Identity
 from tiers.remote.fetch import Fetcher
-from tiers.remote.greeting import Identity
 from tiers.remote.hedging import Allowance, hedge_after_s
 from tiers.remote.link import PeerLink, Read, Want
 from tiers.remote.peer import Peer

@@ -12,7 +12,7 @@ from trio.testing import MockClock
 from kvfs import limits
 from kvfs.errors import DeadlinePassed, KvfsError, TierUnreachable
 from tests.support.machines import SECRET
-from tiers.remote.greeting import Identity
+from tiers.remote.connections.identity import Identity
 from tiers.remote.link import PeerLink, Read, Want
 from tiers.remote.peer import Peer
 from tiers.remote.read_queue import Urgency

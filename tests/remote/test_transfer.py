@@ -6,13 +6,16 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import trio
 
 from kvfs._native.remote import stream as native
+from kvfs._native.remote.tls import Context
 from kvfs._native.shared.slots import xxh3_64
 from kvfs.errors import DeadlinePassed
+from tests.support.certificates import ClusterTls
 from tests.support.machines import (
     SECRET,
     Machine,
@@ -22,24 +25,34 @@ from tests.support.machines import (
     payload_of,
     threads,
 )
-from tests.support.rogue_peers import serving, welcome
+from tests.support.rogue_peers import serve_tls, serving, welcome
 from tests.support.waits import WAIT_S, until
-from tiers.remote.greeting import Identity
+from tiers.remote.connections.identity import Identity
 from tiers.remote.link import PeerLink, Want
 from tiers.remote.peer import Opener, open_tcp
 
 
-@pytest.fixture(params=[open_tcp], ids=["tcp"])
-def opener(request: pytest.FixtureRequest) -> Opener:
-    chosen: Opener = request.param
-    return chosen
+class Transport(NamedTuple):
+    """How two machines are linked."""
+
+    opener: Opener
+    tls: ClusterTls | None
+
+    async def open(self, address: str) -> tuple[PeerLink, bytes]:
+        host, _, port = address.rpartition(":")
+        context = None if self.tls is None else Context(*self.tls)
+        return await self.opener(host, int(port), Identity(b"an asker's store", SECRET, context))
+
+
+@pytest.fixture(params=["tcp", "tls"])
+def transport(request: pytest.FixtureRequest, cluster_tls: ClusterTls) -> Transport:
+    return Transport(open_tcp, cluster_tls if request.param == "tls" else None)
 
 
 @asynccontextmanager
-async def linked(folder: Path, opener: Opener) -> AsyncIterator[tuple[Machine, PeerLink]]:
-    async with machines(folder, 1) as [server]:
-        host, _, port = server.address.rpartition(":")
-        link, store_id = await opener(host, int(port), Identity(b"an asker's store", SECRET))
+async def linked(folder: Path, transport: Transport) -> AsyncIterator[tuple[Machine, PeerLink]]:
+    async with machines(folder, 1, transport.tls) as [server]:
+        link, store_id = await transport.open(server.address)
         assert store_id == server.store.store_id
         try:
             yield server, link
@@ -48,16 +61,15 @@ async def linked(folder: Path, opener: Opener) -> AsyncIterator[tuple[Machine, P
 
 
 @asynccontextmanager
-async def linked_to_silence(opener: Opener) -> AsyncIterator[PeerLink]:
+async def linked_to_silence(transport: Transport) -> AsyncIterator[PeerLink]:
     """A link to a peer that never answers."""
 
-    async def hang(stream: trio.SocketStream) -> None:
+    async def hang(stream: trio.abc.Stream) -> None:
         await welcome(stream)
         await trio.sleep_forever()
 
-    async with serving(hang) as address:
-        host, _, port = address.rpartition(":")
-        link, _ = await opener(host, int(port), Identity(b"an asker's store", SECRET))
+    async with serving(hang if transport.tls is None else serve_tls(transport.tls, hang)) as address:
+        link, _ = await transport.open(address)
         yield link
 
 
@@ -79,9 +91,9 @@ def wants(folder: Path, digests: Sequence[bytes], room_bytes: int) -> list[Want]
 
 @pytest.mark.parametrize("size_bytes", [1, 4096, 65536, 1 << 20, (3 << 20) + 5])
 async def test_blocks_come_whole_with_checksum_and_parent(
-    tmp_path: Path, opener: Opener, size_bytes: int
+    tmp_path: Path, transport: Transport, size_bytes: int
 ) -> None:
-    async with linked(tmp_path, opener) as (server, link):
+    async with linked(tmp_path, transport) as (server, link):
         digests = server.put([1, 2, 3], size_bytes)
         assert await link.match(namespace(server), b"".join(digests), WAIT_S) == [size_bytes] * 3
         asked = wants(tmp_path, digests, size_bytes)
@@ -98,15 +110,15 @@ async def test_blocks_come_whole_with_checksum_and_parent(
             assert (tmp_path / digests[number - 1].hex()).read_bytes() == payload
 
 
-async def test_an_empty_block_has_no_bytes(tmp_path: Path, opener: Opener) -> None:
-    async with linked(tmp_path, opener) as (server, link):
+async def test_an_empty_block_has_no_bytes(tmp_path: Path, transport: Transport) -> None:
+    async with linked(tmp_path, transport) as (server, link):
         digests = server.put([1, 2], 0)
         reads, _ = await link.read(namespace(server), wants(tmp_path, digests, 8), WAIT_S, urgent=False)
         assert [(read.status, read.size_bytes) for read in reads] == [(native.FOUND, 0)] * 2
 
 
-async def test_absent_and_too_large_blocks_are_told_apart(tmp_path: Path, opener: Opener) -> None:
-    async with linked(tmp_path, opener) as (server, link):
+async def test_absent_and_too_large_blocks_are_told_apart(tmp_path: Path, transport: Transport) -> None:
+    async with linked(tmp_path, transport) as (server, link):
         digests = server.put([1, 2], 4096)
         asked = [
             *wants(tmp_path, [digests[0], digest_of(9)], 4096),
@@ -120,8 +132,8 @@ async def test_absent_and_too_large_blocks_are_told_apart(tmp_path: Path, opener
         assert await link.match(namespace(server), joined, WAIT_S) == [4096]
 
 
-async def test_64_blocks_and_1024_digests_are_one_call(tmp_path: Path, opener: Opener) -> None:
-    async with linked(tmp_path, opener) as (server, link):
+async def test_64_blocks_and_1024_digests_are_one_call(tmp_path: Path, transport: Transport) -> None:
+    async with linked(tmp_path, transport) as (server, link):
         digests = server.put(range(1, 65), 512)
         asked = wants(tmp_path, digests, 512)
         reads, _ = await link.read(namespace(server), asked, WAIT_S, urgent=True)
@@ -130,16 +142,16 @@ async def test_64_blocks_and_1024_digests_are_one_call(tmp_path: Path, opener: O
         assert len(await link.match(namespace(server), joined, WAIT_S)) == 64
 
 
-async def test_another_namespace_has_nothing(tmp_path: Path, opener: Opener) -> None:
-    async with linked(tmp_path, opener) as (server, link):
+async def test_another_namespace_has_nothing(tmp_path: Path, transport: Transport) -> None:
+    async with linked(tmp_path, transport) as (server, link):
         digests = server.put([1], 512)
         assert await link.match(b"another namespac", digests[0], WAIT_S) == []
         reads, _ = await link.read(b"another namespac", wants(tmp_path, digests, 512), WAIT_S, urgent=True)
         assert reads[0].status == native.ABSENT
 
 
-async def test_a_deadline_ends_the_link_and_closes_every_draft(tmp_path: Path, opener: Opener) -> None:
-    async with linked_to_silence(opener) as link:
+async def test_a_deadline_ends_the_link_and_closes_every_draft(tmp_path: Path, transport: Transport) -> None:
+    async with linked_to_silence(transport) as link:
         before = open_descriptors()
         asked = wants(tmp_path, [digest_of(1), digest_of(2)], 4096)
         reads, error = await link.read(bytes(16), asked, 0.05, urgent=True)
@@ -149,8 +161,8 @@ async def test_a_deadline_ends_the_link_and_closes_every_draft(tmp_path: Path, o
         assert open_descriptors() < before
 
 
-async def test_a_cancelled_call_ends_the_link(tmp_path: Path, opener: Opener) -> None:
-    async with linked_to_silence(opener) as link:
+async def test_a_cancelled_call_ends_the_link(tmp_path: Path, transport: Transport) -> None:
+    async with linked_to_silence(transport) as link:
         with trio.CancelScope() as scope:
             scope.cancel()
             await link.read(bytes(16), wants(tmp_path, [digest_of(1)], 1 << 20), WAIT_S, urgent=True)
@@ -158,11 +170,10 @@ async def test_a_cancelled_call_ends_the_link(tmp_path: Path, opener: Opener) ->
         assert not link.is_usable
 
 
-async def test_a_peer_that_is_gone_shows_before_the_next_call(tmp_path: Path, opener: Opener) -> None:
+async def test_a_peer_that_is_gone_shows_before_the_next_call(tmp_path: Path, transport: Transport) -> None:
     before = open_descriptors(), threads()
-    async with machines(tmp_path, 1) as [server]:
-        host, _, port = server.address.rpartition(":")
-        link, _ = await opener(host, int(port), Identity(b"an asker's store", SECRET))
+    async with machines(tmp_path, 1, transport.tls) as [server]:
+        link, _ = await transport.open(server.address)
         assert link.is_usable
     await until(lambda: not link.is_usable)
     link.close()

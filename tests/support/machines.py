@@ -21,6 +21,7 @@ from pydantic import SecretStr
 from kvfs import limits
 from kvfs.config.settings import ClusterSettings
 from kvfs.errors import NotFound
+from tests.support.certificates import ClusterTls
 from tests.support.stores import BOUND, NAMESPACE, draft_of, read, small_store
 from tests.support.waits import until
 from tiers.cluster.directory import Directory
@@ -124,6 +125,7 @@ async def machine(
     backing: str = "auto",
     match_wait_s: float = limits.MAX_REMOTE_MATCH_S,
     directory: str | None = None,
+    tls: ClusterTls | None = None,
 ) -> AsyncIterator[Machine]:
     """Run one machine until the end of the block."""
     await trio.Path(folder).mkdir(exist_ok=True)
@@ -133,6 +135,7 @@ async def machine(
         secret_file=write_secret(folder / "secret", secret),
         match_wait_s=match_wait_s,
         directory=None if directory is None else SecretStr(directory),
+        **({} if tls is None else tls._asdict()),
     )
     with small_store(folder / "data", backing=backing) as store:
         async with clustered(store, settings, opener) as running:
@@ -153,13 +156,15 @@ async def clustered(
 
 
 @asynccontextmanager
-async def machines(folder: Path, count: int) -> AsyncIterator[list[Machine]]:
+async def machines(folder: Path, count: int, tls: ClusterTls | None = None) -> AsyncIterator[list[Machine]]:
     """Run machines that all know each other, themselves included."""
     addresses = [f"127.0.0.{number + 1}" for number in range(count)]
     addresses = [f"{host}:{free_port(host)}" for host in addresses]
     async with AsyncExitStack() as stack:
         running = [
-            await stack.enter_async_context(machine(folder / f"m{number}", listen=address, peers=addresses))
+            await stack.enter_async_context(
+                machine(folder / f"m{number}", listen=address, peers=addresses, tls=tls)
+            )
             for number, address in enumerate(addresses)
         ]
         for each in running:

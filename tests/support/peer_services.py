@@ -10,26 +10,28 @@ from typing import Any
 
 import kvfs
 from kvfs import limits
+from tests.support.certificates import ClusterTls
 from tests.support.machines import digest_of, free_port, payload_of, write_secret
 from tests.support.service import Service
 
 
 @contextmanager
 def peer_services(
-    folder: Path, count: int = 3, directory: str = "", module: str = "kvfs"
+    folder: Path, count: int = 3, directory: str = "", module: str = "kvfs", tls: ClusterTls | None = None
 ) -> Iterator[list[Service]]:
     """Run services that know each other, themselves included, by their settings or by a directory. `module`: what is
     run."""
     addresses = [f"127.0.0.{number}" for number in range(1, count + 1)]
     addresses = [f"{host}:{free_port(host)}" for host in addresses]
     secret = write_secret(folder / "secret")
+    files = "" if tls is None else "".join(f"{name} = '{path}'\n" for name, path in tls._asdict().items())
     with ExitStack() as stack:
         running = []
         for number, address in enumerate(addresses):
             config = folder / f"{number}.toml"
             known = f"directory = '{directory}'" if directory else f"peers = {list(addresses)}"
             config.write_text(
-                f"[cluster]\nlisten = '{address}'\n{known}\nsecret_file = '{secret}'\nmatch_wait_s = 1\n"
+                f"[cluster]\nlisten = '{address}'\n{known}\nsecret_file = '{secret}'\nmatch_wait_s = 1\n{files}"
             )
             service = Service(mode="off", arguments=["--config", str(config)], module=module)
             running.append(stack.enter_context(service))

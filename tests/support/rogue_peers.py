@@ -6,6 +6,7 @@ Responsibility: the greeting as an honest machine does it, and everything after 
 from __future__ import annotations
 
 import os
+import ssl
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -13,6 +14,7 @@ from contextlib import asynccontextmanager, suppress
 import trio
 
 from kvfs.errors import ProtocolError
+from tests.support.certificates import ClusterTls
 from tests.support.machines import SECRET
 from tiers.remote.wire import BLOCKS, HELLO_BYTES, PROOF_BYTES, WELCOME_BYTES, Hello, Proofs, decode_hello
 
@@ -27,7 +29,7 @@ STORE_ID = b"a rogue's store."
 Serve = Callable[[trio.SocketStream], Awaitable[None]]
 
 
-async def receive(stream: trio.SocketStream, count: int) -> bytes:
+async def receive(stream: trio.abc.ReceiveStream, count: int) -> bytes:
     """Receive exactly so many bytes, fewer at the end of the stream."""
     data = b""
     with suppress(trio.BrokenResourceError):  # closed with bytes unread
@@ -43,7 +45,7 @@ async def send_last(stream: trio.SocketStream, data: bytes) -> None:
         await stream.send_eof()
 
 
-async def welcome(stream: trio.SocketStream, secret: bytes = SECRET) -> Hello:
+async def welcome(stream: trio.abc.Stream, secret: bytes = SECRET) -> Hello:
     """Greet an asker, as a server does that knows this secret."""
     hello = decode_hello(await receive(stream, HELLO_BYTES))
     proofs = Proofs(secret, hello, os.urandom(32))
@@ -57,11 +59,16 @@ async def ask(address: str, secret: bytes = SECRET, purpose: int = BLOCKS) -> tu
     """Greet a server, as an asker does that knows this secret; return what it said last."""
     host, _, port = address.rpartition(":")
     stream = await trio.open_tcp_stream(host, int(port))
+    return stream, await greet(stream, secret, purpose)
+
+
+async def greet(stream: trio.abc.Stream, secret: bytes = SECRET, purpose: int = BLOCKS) -> bytes:
+    """Greet a server over a stream; return what it said last."""
     hello = Hello(STORE_ID, os.urandom(32), purpose)
     await stream.send_all(hello.encode())
     proofs = Proofs(secret, hello, await receive(stream, 32))
     await stream.send_all(proofs.of_asker())
-    return stream, await receive(stream, WELCOME_BYTES)
+    return await receive(stream, WELCOME_BYTES)
 
 
 async def next_request(stream: trio.SocketStream) -> tuple[int, int, list[tuple[bytes, int]]]:
@@ -79,6 +86,24 @@ def item(number: int, index: int, size_bytes: int, checksum: int, *, status: int
     """Encode the head of an item, with some fields wrong."""
     magic, reserved = wrong.get("magic", ITEM_MAGIC), wrong.get("reserved", 0)
     return ITEM.pack(magic, status, number, index, 2, size_bytes, checksum, bytes(16), reserved)
+
+
+def rogue_context(purpose: ssl.Purpose, tls: ClusterTls) -> ssl.SSLContext:
+    """A context of Python's ssl with a machine's certificate."""
+    context = ssl.create_default_context(purpose, cafile=tls.authorities)
+    context.check_hostname = False
+    context.load_cert_chain(tls.certificate, tls.key)
+    return context
+
+
+def serve_tls(tls: ClusterTls, serve: Callable[[trio.abc.Stream], Awaitable[None]]) -> Serve:
+    """Make a server that is a rogue inside TLS."""
+    context = rogue_context(ssl.Purpose.CLIENT_AUTH, tls)
+
+    async def secure(stream: trio.SocketStream) -> None:
+        await serve(trio.SSLStream(stream, context, server_side=True, https_compatible=True))
+
+    return secure
 
 
 @asynccontextmanager

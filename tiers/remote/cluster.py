@@ -6,20 +6,18 @@ asks. `tiers.cluster.door` loads it only where that is configured. Concurrency: 
 
 from __future__ import annotations
 
-import stat
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import trio
 
 from kvfs import limits
 from kvfs.config.settings import ClusterSettings, host_and_port
-from kvfs.errors import ConfigError, InvalidRequest, Unsupported
+from kvfs.errors import InvalidRequest, Unsupported
 from tiers.model.objects import Bucket
+from tiers.remote.connections.identity import read_identity
 from tiers.remote.fetch import Fetcher
-from tiers.remote.greeting import Identity
 from tiers.remote.holders import BlockDirectory, Holders, NoDirectory, leading, runs
 from tiers.remote.order_poller import OrderPoller
 from tiers.remote.peer import COUNTS, Opener, Peer, open_tcp
@@ -36,23 +34,6 @@ _IDLE_LOOKS = 4
 """Looks for idle links within the time after which they are closed: none stays for more than a quarter longer."""
 
 
-def read_secret(path: Path) -> bytes:
-    """Return the cluster's secret. Raises ConfigError for a file that others may read, or of a wrong length."""
-    where = f"[cluster] secret_file = '{path}'"
-    try:
-        with path.open("rb") as file:
-            mode = stat.S_IMODE(path.stat().st_mode)
-            secret = file.read(limits.MAX_CLUSTER_SECRET_BYTES + 1).strip()
-    except OSError as error:
-        raise ConfigError(f"{where}: {error.strerror}") from None
-    if mode & 0o077:
-        raise ConfigError(f"{where}: others may read it (mode {mode:04o}): chmod 600")
-    if not limits.MIN_CLUSTER_SECRET_BYTES <= len(secret) <= limits.MAX_CLUSTER_SECRET_BYTES:
-        least, most = limits.MIN_CLUSTER_SECRET_BYTES, limits.MAX_CLUSTER_SECRET_BYTES
-        raise ConfigError(f"{where}: {len(secret)} bytes: {least} to {most} are wanted")
-    return secret
-
-
 class Cluster:
     """Runs the parts of one machine."""
 
@@ -64,8 +45,7 @@ class Cluster:
         directory: BlockDirectory | None = None,
     ) -> None:
         """Prepare the parts. Raises ConfigError."""
-        assert settings.secret_file is not None
-        self._own = own = Identity(store.store_id, read_secret(settings.secret_file))
+        self._own = own = read_identity(settings, store.store_id)
         self._listen, self._opener, self._store = settings.listen, opener, store
         self._advertised = settings.advertised
         self._directory = directory or NoDirectory()

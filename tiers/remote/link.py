@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -19,6 +18,7 @@ import trio
 
 from kvfs._native.remote.stream import Stream
 from kvfs.errors import DeadlinePassed, KvfsError, ProtocolError
+from tiers.remote.connections.connection import Connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +59,11 @@ class PeerLink(Protocol):
 
 
 class TcpLink:
-    """Implements `PeerLink` over one TCP connection."""
+    """Implements `PeerLink` over one TCP connection, plain or with TLS."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: Connection) -> None:
         """Take over a connection whose peer was verified. Raises OSError."""
-        self._stream = Stream(connection.fileno())
-        connection.detach()
+        self._stream = connection.hand_over(Stream)
         self._is_open = True
 
     @property

@@ -11,7 +11,6 @@ link is idle or one call's. A peer that is this store is never asked. Concurrenc
 from __future__ import annotations
 
 import logging
-import socket
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -23,7 +22,9 @@ from kvfs import limits
 from kvfs._native.remote.stream import FOUND
 from kvfs.errors import DeadlinePassed, KvfsError, NotPermitted, ProtocolError, TierUnreachable
 from kvfs.system.pauses import Pause
-from tiers.remote.greeting import Identity, connect
+from tiers.remote.connections.connection import Connection
+from tiers.remote.connections.identity import Identity
+from tiers.remote.greeting import connect
 from tiers.remote.hedging import Latencies
 from tiers.remote.link import PeerLink, Read, TcpLink, Want
 from tiers.remote.read_queue import ReadQueue, Urgency
@@ -157,7 +158,7 @@ class Peer:
         late = DeadlinePassed("no answer, again and again, while another holder gave it")
         self._ran_late(late, given_s, limits.REMOTE_READ_S)
 
-    async def connect_for_pulls(self) -> socket.socket:
+    async def connect_for_pulls(self) -> Connection:
         """Open a connection over which the machine is asked to fetch; it is the caller's, and no failure of it counts
         here. Raises KvfsError."""
         try:

@@ -12,7 +12,7 @@ import trio
 
 from kvfs import limits
 from kvfs.errors import DeadlinePassed, KvfsError, NotPermitted, TierUnreachable, Unsupported
-from tiers.remote.greeting import receive_all, send_all
+from tiers.remote.connections.connection import Connection
 from tiers.remote.peer import Peer
 from tiers.remote.pull_wire import ANSWER_BYTES, ASK, PULL, Pull, decode_answer_head, decode_pulled
 from tiers.transfers.other_machines import MISSING, Cause, Pulled
@@ -28,7 +28,7 @@ class PullLink:
     def __init__(self, peer: Peer, own_address: str) -> None:
         """`own_address` is what the machine is told to fetch from."""
         self._peer, self._own_address = peer, own_address
-        self._socket: trio.socket.SocketType | None = None
+        self._connection: Connection | None = None
         self._numbers = 0
 
     @property
@@ -36,9 +36,9 @@ class PullLink:
         return self._peer.address
 
     def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     async def pull(self, namespace: bytes, digests: Sequence[bytes]) -> Pulled:
         return await self._call(PULL, namespace, digests)
@@ -61,16 +61,16 @@ class PullLink:
 
     async def _exchange(self, pull: Pull) -> Pulled:
         """Send a pull and receive what came of it. Raises KvfsError, OSError."""
-        if self._socket is None:
-            self._socket = trio.socket.from_stdlib_socket(await self._peer.connect_for_pulls())
-        peer, count = self._socket, len(pull.digests)
+        if self._connection is None:
+            self._connection = await self._peer.connect_for_pulls()
+        peer, count = self._connection, len(pull.digests)
         wait_s = limits.REMOTE_PULL_S if pull.kind == PULL else limits.REMOTE_READ_S
         with trio.move_on_after(wait_s):
             try:
-                await send_all(peer, pull.encode())
-                head = await receive_all(peer, ANSWER_BYTES, _BEFORE)
+                await peer.send_all(pull.encode())
+                head = await peer.receive_all(ANSWER_BYTES, _BEFORE)
                 cause, reason_bytes = decode_answer_head(head, pull)
-                return decode_pulled(cause, await receive_all(peer, count + reason_bytes, _BEFORE), count)
+                return decode_pulled(cause, await peer.receive_all(count + reason_bytes, _BEFORE), count)
             except OSError as error:
                 raise TierUnreachable(f"the connection ended: {error.strerror or error}") from None
         raise DeadlinePassed(f"no answer within {wait_s:g} s")

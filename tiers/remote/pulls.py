@@ -14,10 +14,9 @@ Concurrency: the service's trio thread, a task for each connection.
 from __future__ import annotations
 
 import logging
-import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import trio
 
@@ -33,8 +32,8 @@ from kvfs.errors import (
 )
 from tiers.model.objects import Bucket
 from tiers.model.tier import Kind, StoreKey
+from tiers.remote.connections.connection import Connection
 from tiers.remote.fetch import Fetcher
-from tiers.remote.greeting import receive_all, send_all
 from tiers.remote.peer import Peer
 from tiers.remote.pull_wire import ASK, HEAD_BYTES, Pull, decode_head, decode_pull, encode_pulled
 from tiers.store.store import Store
@@ -65,19 +64,19 @@ class Pulls:
         """Return counts as JSON values."""
         return {name: self._counts[name] for name in ("pulls", "pulled_blocks", "refused_pulls")}
 
-    async def serve(self, connection: socket.socket, store_id: bytes, name: str) -> None:
-        """Answer the pulls of a machine that was verified, until it ends the connection."""
-        with trio.socket.from_stdlib_socket(connection) as peer:
+    async def serve(self, peer: Connection, store_id: bytes, name: str) -> None:
+        """Answer the pulls of a machine that was verified, until it ends the connection, which is closed."""
+        with closing(peer):
             if self._connections >= limits.MAX_CLUSTER_NODES:
                 log.warning("%s: refused: %d connections for pulls are open", name, self._connections)
                 return
-            _keep_alive(peer)
+            peer.prepare_to_serve()
             self._connections += 1
             try:
                 while (pull := await _next_pull(peer)) is not None:
                     pulled = await self.carry_out(pull, store_id)
                     with _bounded(limits.REMOTE_READ_S):
-                        await send_all(peer, encode_pulled(pull.number, pulled))
+                        await peer.send_all(encode_pulled(pull.number, pulled))
             except (KvfsError, OSError) as error:
                 log.info("%s: its pulls end: %s", name, error)
             finally:
@@ -166,14 +165,14 @@ def _reason(failures: Sequence[Exception]) -> tuple[Cause, str]:
     return Cause.NONE, "they did not arrive there, or another bucket there has them"
 
 
-async def _next_pull(peer: trio.socket.SocketType) -> Pull | None:
+async def _next_pull(peer: Connection) -> Pull | None:
     """Receive the next pull; None at the end of the stream. Raises ProtocolError, DeadlinePassed, OSError."""
-    first = await peer.recv(HEAD_BYTES)
+    first = await peer.receive_some(HEAD_BYTES)
     if not first:
         return None
     with _bounded(limits.REMOTE_READ_S):
-        head = decode_head(first + await receive_all(peer, HEAD_BYTES - len(first), _WITHIN))
-        return decode_pull(head, await receive_all(peer, head.rest_bytes, _WITHIN))
+        head = decode_head(first + await peer.receive_all(HEAD_BYTES - len(first), _WITHIN))
+        return decode_pull(head, await peer.receive_all(head.rest_bytes, _WITHIN))
 
 
 @contextmanager
@@ -183,10 +182,3 @@ def _bounded(wait_s: float) -> Iterator[None]:
         yield
     if scope.cancelled_caught:
         raise DeadlinePassed(f"the machine took over {wait_s:g} s")
-
-
-def _keep_alive(peer: trio.socket.SocketType) -> None:
-    """Have the kernel find a machine that is gone while nothing is sent, as the threads that serve do."""
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
-        peer.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -24,7 +24,9 @@ from kvfs.errors import ConfigError, KvfsError, NotFound
 from kvfs.keys import HASH_BYTES
 from tiers.model.objects import Change
 from tiers.model.tier import Kind, StoreKey
-from tiers.remote.greeting import Identity, accept
+from tiers.remote.connections.connection import Connection
+from tiers.remote.connections.identity import Identity
+from tiers.remote.greeting import accept
 from tiers.remote.pulls import Pulls
 from tiers.remote.wire import PULLS
 from tiers.store.store import Store
@@ -103,16 +105,16 @@ class Serving:
             if len(self._connections) >= limits.MAX_REMOTE_CONNECTIONS:
                 peer.close()
                 raise KvfsError(f"{len(self._connections)} connections are open, which is the limit")
-            connection, hello = await accept(peer, self._own)
+            connection = Connection(peer)
+            hello = await accept(connection, self._own)
             if hello.purpose == PULLS:
                 nursery.start_soon(self._pulls.serve, connection, hello.store_id, name)
                 return
             try:
-                number = self._server.open(connection.fileno())
+                number = connection.hand_over(self._server.open)
             except BaseException:
                 connection.close()
                 raise
-            connection.detach()
             self._connections[number] = name
         except (KvfsError, OSError) as error:
             self._refused += 1

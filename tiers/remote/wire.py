@@ -27,6 +27,7 @@ STORE_ID_BYTES: Final = 16
 _HELLO: Final = Struct("<8sII16s32s")
 HELLO_BYTES: Final = _HELLO.size
 WELCOME_BYTES: Final = STORE_ID_BYTES + PROOF_BYTES
+_TLS_HANDSHAKE: Final = b"\x16\x03"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ def decode_hello(data: bytes) -> Hello:
     if len(data) != HELLO_BYTES:
         raise ProtocolError(f"a greeting of {len(data)} bytes instead of {HELLO_BYTES}")
     magic, version, purpose, store_id, nonce = _HELLO.unpack(data)
+    if data[:2] == _TLS_HANDSHAKE:
+        raise ProtocolError("it speaks TLS: [cluster] certificate, key and authorities are not set here")
     if magic != MAGIC:
         raise ProtocolError("no greeting of a kvfs machine")
     if version != VERSION or purpose not in (BLOCKS, PULLS):
