@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import ssl
@@ -148,11 +149,27 @@ def test_a_session_is_the_streams_once_it_is_taken(
     eventually(stream.take, "the job ends")
     assert (stream.error, stream.sizes()) == (0, [4096])
     assert stream.is_quiet
-    assert serves.send(b"unasked")
-    eventually(lambda: not stream.is_quiet, "what came unasked shows")
+    stream.begin_match(bytes(16), bytes(16), WAIT_S)
+    # In one record: the socket has nothing of it any more once the answer was read.
+    assert serves.send(MATCHED.pack(MATCHED_MAGIC, 0, 2) + b"unasked")
+    eventually(stream.take, "the job ends")
+    assert stream.error == 0
+    assert not stream.is_quiet
     stream.close()
     with pytest.raises(ValueError, match="PyCapsule"):
         Stream(-1, object())  # type: ignore[arg-type]
+
+
+def test_half_a_record_costs_a_job_its_deadline(
+    ends: tuple[socket.socket, socket.socket], pair: tuple[Session, Session]
+) -> None:
+    stream = Stream(ends[0].detach(), pair[0].capsule)
+    pair[0].take()
+    ends[1].sendall(b"\x17\x03\x03\x00\x20" + bytes(31))
+    stream.begin_match(bytes(16), bytes(16), 0.05)
+    eventually(stream.take, "the job ends")
+    assert stream.error == errno.ETIMEDOUT
+    stream.close()
 
 
 @pytest.mark.parametrize("wrong", ["certificate", "key", "authorities"])

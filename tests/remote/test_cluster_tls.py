@@ -14,8 +14,9 @@ import trio
 
 import kvfs
 from kvfs import limits
+from kvfs._native.remote.tls import Context
 from kvfs.config.settings import ClusterSettings
-from kvfs.errors import ConfigError
+from kvfs.errors import ConfigError, ProtocolError
 from tests.support.certificates import ClusterTls, authority, signed
 from tests.support.machines import (
     SECRET,
@@ -163,6 +164,24 @@ async def test_a_stranger_without_a_certificate_is_refused(
     assert "TLS: it has no certificate" in caplog.text
 
 
+async def test_who_is_refused_hears_why_though_he_talks_on(
+    tmp_path: Path, cluster_tls: ClusterTls, expired_tls: ClusterTls
+) -> None:
+    """The alert is there to be read behind what he has sent already, and nobody reads."""
+    async with machines(tmp_path, 1, cluster_tls) as [server]:
+        host, _, port = server.address.rpartition(":")
+        async with await trio.open_tcp_stream(host, int(port)) as plain:
+            session = Context(*expired_tls).session(plain.socket.fileno(), False)
+            while not session.handshake():
+                await trio.lowlevel.wait_readable(plain.socket)
+            assert session.send(bytes(50_000))  # in the same turn of the loop
+            await trio.lowlevel.wait_readable(plain.socket)
+            with pytest.raises(
+                ProtocolError, match="it refuses this machine: sslv3 alert certificate expired"
+            ):
+                session.receive(1)
+
+
 async def test_a_machine_with_a_certificate_still_has_to_know_the_secret(
     tmp_path: Path, cluster_tls: ClusterTls, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -222,6 +241,18 @@ async def test_a_request_in_a_record_for_each_byte_is_one(tmp_path: Path, cluste
             for byte in head + digest + (1 << 20).to_bytes(8, "little"):
                 await stream.send_all(bytes([byte]))
             assert (await receive(stream, 64 + 100_000))[64:] == payload_of(1, 100_000)
+
+
+async def test_requests_in_one_record_are_answered_one_after_the_other(
+    tmp_path: Path, cluster_tls: ClusterTls
+) -> None:
+    async with machines(tmp_path, 1, cluster_tls) as [server]:
+        [digest] = server.put([1], 100)
+        head = REQUEST.pack(REQUEST_MAGIC, READ, 0, 1, 60_000, 5, server.bucket.namespace or b"")
+        async with inside(server, rogue_context(ssl.Purpose.SERVER_AUTH, cluster_tls)) as stream:
+            await greet(stream)
+            await stream.send_all((head + digest + (100).to_bytes(8, "little")) * 3)
+            assert (await receive(stream, 3 * 164))[-100:] == payload_of(1, 100)
 
 
 def test_services_read_each_others_blocks(tmp_path: Path, cluster_tls: ClusterTls) -> None:

@@ -10,20 +10,16 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import trio
 
-from kvfs.errors import KvfsError, ProtocolError
+from kvfs.errors import ProtocolError
 
 if TYPE_CHECKING:
     from typing_extensions import CapsuleType
 
 T = TypeVar("T")
-
-_LINGER_S = 0.2
-_LINGER_BYTES = 4_096
 
 
 class TlsSession(Protocol):
@@ -74,9 +70,6 @@ class Connection:
                 await self._ready(session)
         except ConnectionResetError:
             raise ProtocolError("it closed the connection within the TLS handshake") from None
-        except KvfsError:
-            await self._linger()
-            raise
         self._session = session
 
     async def send_all(self, data: bytes) -> None:
@@ -142,10 +135,3 @@ class Connection:
             await trio.lowlevel.wait_writable(self._peer)
         else:
             await trio.lowlevel.wait_readable(self._peer)
-
-    async def _linger(self) -> None:
-        """Wait a while for the peer's end: a close with bytes unread would take back the alert that tells it why."""
-        with suppress(OSError), trio.move_on_after(_LINGER_S):
-            self._peer.shutdown(socket.SHUT_WR)
-            while await self._peer.recv(_LINGER_BYTES):
-                pass
