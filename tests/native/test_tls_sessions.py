@@ -157,7 +157,7 @@ def test_a_session_is_the_streams_once_it_is_taken(
     assert not stream.is_quiet
     stream.close()
     with pytest.raises(ValueError, match="PyCapsule"):
-        Stream(-1, object())  # type: ignore[arg-type]
+        Stream(-1, object())
 
 
 def test_half_a_record_costs_a_job_its_deadline(
