@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import httptools
+import msgspec
 
 from kvfs.limits import MAX_HEAD_BYTES, MAX_HEADERS
 
@@ -34,7 +34,7 @@ class BadHead(Exception):
         self.status = status
 
 
-class Head(NamedTuple):
+class Head(msgspec.Struct, frozen=True):  # a NamedTuple takes five times as long to make
     """A parsed head. Names of headers are in lower case, values stripped of white space, in the order of arrival."""
 
     method: str

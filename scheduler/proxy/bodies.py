@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -53,7 +53,7 @@ class BadBody(Exception):
         self.param = param
 
 
-class Asked(NamedTuple):
+class Asked(msgspec.Struct, frozen=True):
     """What the proxy needs to know of a request for a completion."""
 
     model: str
@@ -121,10 +121,10 @@ def asked(members: Members) -> Asked:
 
 
 def _has_several_answers(members: Members) -> bool:
-    counts = [bytes(members[name]).strip() for name in ("n", "best_of") if name in members]
-    if any(count not in (b"1", b"null") for count in counts):
-        return True
-    return (count_prompts(members) or 1) > 1
+    for name in ("n", "best_of"):
+        if name in members and bytes(members[name]).strip() not in (b"1", b"null"):
+            return True
+    return "prompt" in members and (count_prompts(members) or 1) > 1
 
 
 def count_prompts(members: Members) -> int | None:

@@ -21,11 +21,10 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
-from typing import NamedTuple
 
+import msgspec
 import trio
 
 from kvfs import limits
@@ -57,8 +56,7 @@ _CHOICES = b'"choices"'
 """In events with tokens; comments and errors have none."""
 
 
-@dataclass(slots=True)
-class Completion:
+class Completion(msgspec.Struct, eq=False):
     """A client's request for a completion, and what became of it so far."""
 
     exchange: Exchange
@@ -70,8 +68,8 @@ class Completion:
     prompt: Prompt
     count: Callable[[int], None]
     """Counts the bytes of an answer that is kept in memory."""
-    arrived_s: float = field(default_factory=monotonic)
-    failed: list[str] = field(default_factory=list)
+    arrived_s: float = msgspec.field(default_factory=monotonic)
+    failed: list[str] = []
     """Engines that the request went to, and is not to go to again."""
     last_error: tuple[int, bytes] | None = None
     prefill_usage: EngineUsage | None = None
@@ -82,7 +80,7 @@ class Completion:
     """Whether the router was told that it is done."""
 
 
-class _Pair(NamedTuple):
+class _Pair(msgspec.Struct, frozen=True):
     """The engines for a request; `prefill` is None where one does both."""
 
     routed: Routed

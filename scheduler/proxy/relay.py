@@ -13,7 +13,6 @@ Concurrency: one task.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
 import msgspec
 
@@ -28,7 +27,7 @@ _ENDS = (b"\n\n", b"\r\n\r\n")
 _DONE = tuple(b"data:%b[DONE]%b" % (space, end) for space in (b" ", b"") for end in _ENDS)
 
 
-class EngineUsage(NamedTuple):
+class EngineUsage(msgspec.Struct, frozen=True):
     """What an engine says that a request took; None where it did not say."""
 
     cached_tokens: int | None = None

@@ -20,7 +20,7 @@ import secrets
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 import trio
@@ -51,7 +51,7 @@ _OF_THE_CLIENT = frozenset((400, 401, 403, 413, 422))
 """Answers that say something of the prompt or of who asks, not of the engine."""
 
 
-class Prompt(NamedTuple):
+class Prompt(msgspec.Struct, frozen=True):
     """A prompt as it is routed."""
 
     tokens: Sequence[int] | None
@@ -64,7 +64,7 @@ class _Tokenized(msgspec.Struct):
     tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
 
 
-class _TextPart(NamedTuple):
+class _TextPart(msgspec.Struct, frozen=True):
     """What of a body is tokenized."""
 
     shape: bytes

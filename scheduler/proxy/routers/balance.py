@@ -12,8 +12,9 @@ Concurrency: one trio thread.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from itertools import count
+
+import msgspec
 
 from kvfs import limits
 from scheduler.conductor.values import NOTHING_SAID, Refused, Routed, RouteRequest, Usage
@@ -24,8 +25,7 @@ BY_LOAD = "by load"
 _RETRY_AFTER_S = 1.0
 
 
-@dataclass(slots=True)
-class _Reserved:
+class _Reserved(msgspec.Struct):
     decode: str
     prefill: str
     tokens: int
