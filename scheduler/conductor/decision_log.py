@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
+
+import msgspec
 
 from kvfs.limits import MAX_REMEMBERED_DECISIONS, MAX_STREAMED_DECISIONS
 from kvfs.system.latencies import Latencies
@@ -25,8 +26,7 @@ REMOTE: Final = "remote"
 """Where blocks were that another node sends."""
 
 
-@dataclass(slots=True, eq=False)
-class Logged:
+class Logged(msgspec.Struct, eq=False):
     """One decision. Times are those of the Conductor's clock."""
 
     id: str

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 from msgspec.structs import asdict
 
 from kvfs.errors import NotFound
@@ -19,7 +20,7 @@ from scheduler.routing.admission import Admission, Verdict
 from scheduler.routing.decisions import Action, DecodeCandidate
 
 
-class Weighed(NamedTuple):
+class Weighed(msgspec.Struct, frozen=True):
     """One decision and what it was made of."""
 
     id: str

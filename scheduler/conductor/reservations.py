@@ -21,7 +21,8 @@ import heapq
 import secrets
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 from kvfs._native.cluster.index import ClusterIndex
 from kvfs.keys import HASH_BYTES
@@ -37,8 +38,7 @@ from scheduler.conductor.planning.planner import Plan
 from scheduler.conductor.pool import Member, Pool
 
 
-@dataclass(slots=True, eq=False)
-class Reservation:
+class Reservation(msgspec.Struct, eq=False):
     """One request on its instances."""
 
     id: str

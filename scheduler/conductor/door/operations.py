@@ -125,7 +125,7 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
     error: ErrorBody
 
 
-class Reply(NamedTuple):
+class Reply(msgspec.Struct, frozen=True):
     """A status and its JSON value; no value: no body."""
 
     status: int

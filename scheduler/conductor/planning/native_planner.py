@@ -9,7 +9,8 @@ Concurrency: one thread.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+
+import msgspec
 
 from kvfs._native.cluster.index import ClusterIndex
 from kvfs._native.cluster.route import Choice, Router
@@ -22,7 +23,7 @@ from scheduler.routing.decisions import Load as BlockLoad
 from scheduler.routing.queues import Discipline
 
 
-class NativePlan(NamedTuple):
+class NativePlan(msgspec.Struct, frozen=True):
     """Implements `Plan` by a choice of the router, which has the figures of all candidates packed."""
 
     choice: Choice
@@ -91,18 +92,17 @@ class NativePlanner:
 
     # --- decisions ----------------------------------------------------------------------------------------
     def plan(self, question: Question) -> NativePlan:
-        hashes, tokens, block_tokens, arrival_s, now_s, slo, excluded, both_legs, holds_kept = question
         choice = self._router.choose(
-            hashes,
-            arrival_s=arrival_s,
-            tokens=tokens,
-            block_tokens=block_tokens,
-            now_s=now_s,
-            tbt_slo_s=slo.tbt_s,
+            question.hashes,
+            arrival_s=question.arrival_s,
+            tokens=question.tokens,
+            block_tokens=question.block_tokens,
+            now_s=question.now_s,
+            tbt_slo_s=question.slo.tbt_s,
             leg_tokens=PREFILL_LEG_TOKENS,
-            excluded=excluded,
-            both_legs=both_legs,
-            holds_reservation=holds_kept,
+            excluded=question.excluded,
+            both_legs=question.both_legs,
+            holds_reservation=question.holds_kept,
         )
         return NativePlan(choice, _decision(choice))
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
+import msgspec
+
 from scheduler.routing.admission import Slo
 from scheduler.routing.cost import CostModel
 from scheduler.routing.decisions import Decision, DecodeCandidate
@@ -21,7 +23,7 @@ from scheduler.routing.decisions import Decision, DecodeCandidate
 Role = Literal["both", "prefill", "decode"]
 
 
-class Question(NamedTuple):
+class Question(msgspec.Struct, frozen=True):
     """A prompt that is to be routed."""
 
     hashes: bytes

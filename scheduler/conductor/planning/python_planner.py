@@ -132,10 +132,17 @@ class PythonPlanner:
 
     # --- decisions ----------------------------------------------------------------------------------------
     def plan(self, question: Question) -> PythonPlan:
-        hashes, tokens, block_tokens, arrival_s, now_s, slo, excluded, both_legs, holds_kept = question
-        prompt = Prompt(arrival_s, tokens, self._runs(hashes), block_tokens, holds_kept)
-        decision = self._route(prompt, excluded, now_s)
-        chosen = legs.choose(decision, self._roles, prompt, self._costs, slo, both_legs=both_legs)
+        prompt = Prompt(
+            question.arrival_s,
+            question.tokens,
+            self._runs(question.hashes),
+            question.block_tokens,
+            question.holds_kept,
+        )
+        decision = self._route(prompt, question.excluded, question.now_s)
+        chosen = legs.choose(
+            decision, self._roles, prompt, self._costs, question.slo, both_legs=question.both_legs
+        )
         return PythonPlan(prompt, chosen)
 
     def _route(self, prompt: Prompt, excluded: Iterable[int], now_s: float) -> Decision:
