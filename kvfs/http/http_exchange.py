@@ -149,6 +149,11 @@ class Exchange:
         """Return the descriptor of the client's connection."""
         return self._transport.fileno()
 
+    @property
+    def connection(self) -> object:
+        """Return what the exchanges of one connection share, and no other's; without a scope each is alone."""
+        return self._scope or self
+
     def give_up(self) -> None:
         """End the wait for the body as if it had stalled."""
         self._transport.give_up()

@@ -33,6 +33,8 @@ class ClientWatch:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._exchanges: dict[int, Exchange] = {}
+        self._armed: dict[int, object] = {}
+        """By descriptor, the connection whose end is still to come: a closed one leaves its descriptor to another."""
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -40,6 +42,7 @@ class ClientWatch:
             while True:
                 await trio.lowlevel.wait_readable(self._epoll.fileno())
                 for descriptor, events in self._epoll.poll(0, _AT_ONCE):
+                    self._armed.pop(descriptor, None)
                     exchange = self._exchanges.get(descriptor)
                     if exchange is not None:
                         self._look_at(descriptor, exchange, events)
@@ -57,10 +60,12 @@ class ClientWatch:
         """Abandon the exchange when its client goes away; return the descriptor, for `remove`."""
         descriptor = exchange.fileno()
         self._exchanges[descriptor] = exchange
-        try:
-            self._epoll.modify(descriptor, _ENDS)
-        except FileNotFoundError:
-            self._epoll.register(descriptor, _ENDS)  # takes the kernel several times as long
+        if self._armed.get(descriptor) is not exchange.connection:
+            self._armed[descriptor] = exchange.connection
+            try:
+                self._epoll.modify(descriptor, _ENDS)
+            except FileNotFoundError:
+                self._epoll.register(descriptor, _ENDS)  # takes the kernel several times as long
         return descriptor
 
     def remove(self, descriptor: int) -> None:
