@@ -51,22 +51,27 @@ class InputBuffer:
         """Read the next head with its empty line; None at the end of the stream. Raises BadHead, Gone, Stalled."""
         deadline_s: float | None = None
         while True:
-            self._skip_empty_lines()
-            found = self._memory.find(END, self._start, self._end)
-            if found >= 0:
-                head = bytes(self._view[self._start : found + len(END)])
-                self.consume(len(head))
-                return head
-            if self._end - self._start == len(self._memory):
-                raise BadHead(431, f"headers of more than {limits.MAX_HEAD_BYTES} bytes")
             timeout_s = self._transport.quiet_s
+            if self._start < self._end:
+                head = self._take_head()
+                if head is not None:
+                    return head
             if self._start < self._end:
                 deadline_s = deadline_s or trio.current_time() + limits.HEAD_TIMEOUT_S
                 timeout_s = deadline_s - trio.current_time()
             if not await self.more(timeout_s, idle=deadline_s is None):
                 return None
 
-    def _skip_empty_lines(self) -> None:
-        """Skip empty lines before a request line (RFC 9112, section 2.2)."""
+    def _take_head(self) -> bytes | None:
+        """Return the head that is pending, if it is whole. Raises BadHead."""
+        # Empty lines before a request line are skipped (RFC 9112, section 2.2).
         while self._memory.startswith(b"\r\n", self._start, self._end):
             self.consume(2)
+        found = self._memory.find(END, self._start, self._end)
+        if found >= 0:
+            head = bytes(self._view[self._start : found + len(END)])
+            self.consume(len(head))
+            return head
+        if self._end - self._start == len(self._memory):
+            raise BadHead(431, f"headers of more than {limits.MAX_HEAD_BYTES} bytes")
+        return None

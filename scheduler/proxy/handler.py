@@ -150,7 +150,9 @@ class Handler:
         if self.in_flight > limits.MAX_PROXY_REQUESTS:
             raise Failure(503, f"{limits.MAX_PROXY_REQUESTS} requests are in flight", retry_after_s=1)
         with Held(self.memory) as held:
-            body = await self._body(exchange, held)
+            body: Buffer | None = self._received(exchange, held)
+            if body is None:
+                body = await self._receive(exchange, held)
             watched = self.watch.add(exchange)
             try:
                 if path in _COMPLETIONS:
@@ -175,13 +177,18 @@ class Handler:
             raise Failure(401, "the bearer token is missing or wrong", code="invalid_api_key")
         exchange.signed = True
 
-    async def _body(self, exchange: Exchange, held: Held) -> Buffer:
-        """Receive a body. Raises Failure, BodyLost, Stalled, Gone."""
-        most = limits.MAX_PROXY_BODY_BYTES
-        whole = exchange.received_body() if exchange.head.content_length <= most else None
+    def _received(self, exchange: Exchange, held: Held) -> bytes | None:
+        """Return a body that came with its head, None where there is more to come. Raises Failure."""
+        if exchange.head.content_length > limits.MAX_PROXY_BODY_BYTES:
+            return None
+        whole = exchange.received_body()
         if whole is not None:
             held.add(len(whole))
-            return whole
+        return whole
+
+    async def _receive(self, exchange: Exchange, held: Held) -> Buffer:
+        """Receive a body. Raises Failure, BodyLost, Stalled, Gone."""
+        most = limits.MAX_PROXY_BODY_BYTES
         body, piece = bytearray(), memoryview(bytearray(_piece_bytes(exchange)))
         while max(len(body), exchange.head.content_length) <= most:
             size_bytes = await exchange.receive_into(piece)
@@ -196,7 +203,10 @@ class Handler:
         """Return the lines of the client's headers for an engine, with an id of the request."""
         headers = exchange.head.headers
         lines = engine_lines(headers, has_bearer=not self._bearers)
-        given = next((value for name, value in headers if name == b"x-request-id" and value), b"")
+        given = b""
+        for name, value in headers:
+            if name == b"x-request-id":
+                given = given or value
         if not given or len(given) > _MAX_REQUEST_ID_BYTES:
             given = b"kvfs-%b-%x" % (self._id, next(self._numbers))
         return b"%bx-request-id: %b\r\n" % (lines, given)
